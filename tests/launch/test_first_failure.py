@@ -94,14 +94,14 @@ def test_the_exit_code_is_never_0(failure: Failure, code: int) -> None:
 def test_the_report_is_one_line_and_the_traceback() -> None:
     failures = [spoke(0, LOST, at=20), spoke(1, "ValueError: x", at=10), silent(2, TERMINATED)]
     assert describe(failures, host="h") == (
-        "rank 1 (pid 101 on h) failed with exit code 1; later rank 0 (exit code 1):\nTraceback\nValueError: x"
+        "rank 1 (pid 101 on h) failed with exit code 1; failed later: rank 0 (exit code 1):\nTraceback\nValueError: x"
     )
 
 
 def test_ranks_that_have_stopped_are_told_apart() -> None:
     text = describe([stopped(0, at=10), silent(1, 3), silent(2, 4)], host="a")
     assert text == (
-        "rank 1 (pid 101 on a) failed with exit code 3; later rank 2 (exit code 4); "
+        "rank 1 (pid 101 on a) failed with exit code 3; failed later: rank 2 (exit code 4); "
         "stopped as requested, without a failure: rank 0 (exit code 75)"
     )
 

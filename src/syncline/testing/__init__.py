@@ -5,8 +5,8 @@ Imports: faces, environment, _torch, transport, session.
 hosts.py   two hosts on one machine: network namespaces
 plugin.py  the pytest plugin: `@pytest.mark.ranks(n)`
 pool.py    a warm pool of rank processes
-ports.py   a port that stays free for a store
-worker.py  what runs in each of them
+ports.py   a port that stays free for a store, and the variables of a rank
+worker.py  the program of a rank process
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from syncline.faces import hand_out
 
 if TYPE_CHECKING:
     from syncline.testing.hosts import HostsUnavailable, TwoHosts, two_hosts
-    from syncline.testing.pool import Outcome, RankPool
+    from syncline.testing.pool import Outcome, RankPool, Task
     from syncline.testing.ports import held_port, variables_of_rank
     from syncline.transport.threads import run_ranks
 
@@ -25,6 +25,7 @@ __all__ = [
     "HostsUnavailable",
     "Outcome",
     "RankPool",
+    "Task",
     "TwoHosts",
     "held_port",
     "run_ranks",
@@ -32,9 +33,9 @@ __all__ = [
     "variables_of_rank",
 ]
 
-_NAMES = {  # not imported at once: pytest imports the plugin in every project, and does not wait for torch
+_NAMES = {  # not imported at once, because pytest imports the plugin in every project, also in those without torch
     "syncline.testing.hosts": ("HostsUnavailable", "TwoHosts", "two_hosts"),
-    "syncline.testing.pool": ("Outcome", "RankPool"),
+    "syncline.testing.pool": ("Outcome", "RankPool", "Task"),
     "syncline.testing.ports": ("held_port", "variables_of_rank"),
     "syncline.transport.threads": ("run_ranks",),
 }

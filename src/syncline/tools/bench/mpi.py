@@ -9,7 +9,6 @@ import contextlib
 import os
 import re
 import shutil
-import signal
 import socket
 import subprocess
 import tempfile
@@ -91,7 +90,9 @@ def find_mpi(python: str) -> MPI:
     beside = Path(python).with_name("mpiexec")
     mpiexec = str(beside) if beside.is_file() else shutil.which("mpiexec")
     if mpiexec is None:
-        raise ValueError(f"mpi4py works with {python}, but no mpiexec was found next to it or on PATH")
+        raise ValueError(
+            f"mpi4py works with {python}, but there is no mpiexec in the folder of this Python or on PATH"
+        )
     return MPI(name=short_name(version.stdout), python=python, mpiexec=mpiexec)
 
 
@@ -151,7 +152,7 @@ class MPIPeer:
             raise self._error("the result of its all_reduce is wrong")
 
     def seconds_for(self, num_calls: int, op: Literal["sum", "mean"]) -> float:
-        """Return the time of this many reductions on the slowest of the MPI's ranks."""
+        """Return the time in seconds of `num_calls` reductions on the slowest rank of the MPI."""
         return float(max(self._ask(op, num_calls)))
 
     def timer(self, op: Literal["sum", "mean"], transport: Transport) -> Timer:
@@ -168,9 +169,8 @@ class MPIPeer:
         for connection in self._connections:
             connection.close()
         self._connections = []
-        for signal_number in (None, signal.SIGTERM, signal.SIGKILL):
-            if signal_number is not None:
-                self._process.send_signal(signal_number)
+        for end in (self._process.poll, self._process.terminate, self._process.kill):
+            end()
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._process.wait(timeout=5)
                 break

@@ -27,7 +27,7 @@ from syncline.transport.base import Transport
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """The measurements to make, and their numbers of rounds."""
+    """The measurements of a benchmark, and their numbers of rounds."""
 
     sizes_bytes: Sequence[int]
     """Payloads of all_reduce."""

@@ -24,7 +24,7 @@ _NUM_DRAWS = 2000
 
 
 def timer(call: Callable[[], object], transport: Transport) -> Timer:
-    """Return a timer of `call`. All ranks start together.
+    """Return a function that times `call` on all ranks together.
 
     The time includes the wait for the slowest rank, because ranks that share a core take turns on it.
 
@@ -159,8 +159,8 @@ def _steps(row: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _figures(rounds: Sequence[float]) -> dict[str, Any]:
-    middle, low, high = median_interval(rounds)
-    return {"median_seconds": middle, "low_seconds": low, "high_seconds": high}
+    names = ("median_seconds", "low_seconds", "high_seconds")
+    return dict(zip(names, median_interval(rounds), strict=True))
 
 
 def _interval(found: tuple[float, float, float]) -> dict[str, float]:

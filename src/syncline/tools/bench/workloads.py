@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -36,12 +37,13 @@ COPY = "copy"
 
 
 def backend_group(notes: list[str]) -> dist.ProcessGroup | None:
-    """Return a group of all ranks on the backend "syncline", or None after adding the reason to `notes`."""
+    """Return a group of all ranks on the backend "syncline". On failure, add the reason to `notes`, and return None."""
     try:
         register_backend()
         group: dist.ProcessGroup = dist.new_group(backend="syncline")
     except Exception as error:
-        notes.append(f'no torch.distributed group on the backend "syncline": {_first_line(error)}')
+        reason = str(error).strip().partition("\n")[0] or type(error).__name__
+        notes.append(f'torch.distributed has no group on the backend "syncline": {reason}')
         return None
     return group
 
@@ -109,13 +111,9 @@ def checked(
     return {name: call for name, (call, _) in found.items()}
 
 
-def _first_line(error: BaseException) -> str:
-    return str(error).strip().partition("\n")[0] or type(error).__name__
-
-
 @dataclass(frozen=True, kw_only=True)
 class GPTConfig:
-    """A GPT and the shape of the batch on which it is trained."""
+    """The sizes of a GPT and of its batches."""
 
     vocabulary: int
     width: int
@@ -190,26 +188,25 @@ Wrap = Callable[[nn.Module], nn.Module]
 
 
 def wrappers(backend: dist.ProcessGroup | None) -> dict[str, Wrap]:
-    """Return the function by which each competitor wraps the module.
+    """Return for each competitor the function that wraps a module.
 
     Args:
         backend: a group on the backend "syncline", for torch's own class; None omits this competitor.
     """
     theirs: Any = nn.parallel.DistributedDataParallel
     ours: Any = DistributedDataParallel
-    found: dict[str, Wrap] = {
-        LOCAL: lambda module: module,
-        "torch DDP, gloo": lambda module: theirs(module),
-        "torch DDP, gloo, bucket view": lambda module: theirs(module, gradient_as_bucket_view=True),
+    on_backend: dict[str, Wrap] = {
+        "torch DDP, backend syncline": partial(theirs, process_group=backend, gradient_as_bucket_view=True)
     }
-    if backend is not None:
-        found["torch DDP, backend syncline"] = lambda module: theirs(
-            module, process_group=backend, gradient_as_bucket_view=True
-        )
-    found["syncline"] = lambda module: ours(module)
-    found["syncline, bucket view"] = lambda module: ours(module, gradient_as_bucket_view=True)
-    found[SHARDED] = lambda module: ours(module, sharded=True)
-    return found
+    return {
+        LOCAL: lambda module: module,
+        "torch DDP, gloo": theirs,
+        "torch DDP, gloo, bucket view": partial(theirs, gradient_as_bucket_view=True),
+        **(on_backend if backend is not None else {}),
+        "syncline": ours,
+        "syncline, bucket view": partial(ours, gradient_as_bucket_view=True),
+        SHARDED: partial(ours, sharded=True),
+    }
 
 
 def steps_of(

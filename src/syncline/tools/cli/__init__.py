@@ -12,7 +12,7 @@ from __future__ import annotations
 import difflib
 import platform
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from importlib import metadata
 
 from syncline.tools.cli import bench, doctor, run
@@ -21,11 +21,7 @@ from syncline.tools.cli.options import UsageError
 __all__ = ["main"]
 
 
-_COMMANDS: dict[str, tuple[Callable[[Sequence[str]], int], str]] = {
-    "run": (run.main, "start a program on several processes, as torchrun does"),
-    "bench": (bench.main, "measure Syncline on this machine, against Gloo and MPI"),
-    "doctor": (doctor.main, "check this host, or find results that differ between two runs or between ranks"),
-}
+_COMMANDS = {"run": run.main, "bench": bench.main, "doctor": doctor.main}
 
 _HELP = """\
 usage: syncline COMMAND ...
@@ -33,7 +29,9 @@ usage: syncline COMMAND ...
 Data-parallel PyTorch whose synchronization you can read, choose and trust.
 
 commands
-{commands}
+  run       start a program on several processes, as torchrun does
+  bench     measure Syncline on this machine, against Gloo and MPI
+  doctor    check this host, or find results that differ between two runs or ranks
 
 options
   -h, --help    show this text; syncline COMMAND --help shows the options of a command
@@ -54,14 +52,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     if name in _COMMANDS:
         return _run_command(name, arguments)
     if name in ("-h", "--help", "help"):
-        print(_help(), end="")
+        print(_HELP, end="")
         return 0
     if name == "--version":
         syncline, torch = metadata.version("syncline"), metadata.version("torch")
         print(f"syncline {syncline} (torch {torch}, Python {platform.python_version()})")
         return 0
     if not name:
-        print(_help(), end="", file=sys.stderr)
+        print(_HELP, end="", file=sys.stderr)
         return 2
     near = difflib.get_close_matches(name, [*_COMMANDS, "--help", "--version"], n=1)
     remedy = f"did you mean {near[0]}?" if near else f"expected {', '.join(_COMMANDS)}; see syncline --help"
@@ -73,15 +71,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _run_command(name: str, arguments: Sequence[str]) -> int:
     try:
-        return _COMMANDS[name][0](arguments)
+        return _COMMANDS[name](arguments)
     except UsageError as error:
         print(f"syncline {name}: {error}", file=sys.stderr)
         return 2
     except SystemExit as help_was_shown:
         return int(help_was_shown.code or 0)
-
-
-def _help() -> str:
-    width = max(map(len, _COMMANDS)) + 4
-    lines = [f"  {name:<{width}}{about}" for name, (_, about) in _COMMANDS.items()]
-    return _HELP.format(commands="\n".join(lines))

@@ -72,7 +72,7 @@ after another end by a signal; 2 for wrong usage.
 
 
 def _comma_separated_list(text: str) -> list[str]:
-    """Return the items of `text`; two commas stand for one in an item."""
+    """Split `text` at single commas. Two commas in a row stand for one comma in an item."""
     return [item.replace("\0", ",") for item in text.replace(",,", "\0").split(",")]
 
 

@@ -238,25 +238,14 @@ def _job(args: argparse.Namespace, guardian: Guardian) -> Job:
 
     from syncline.tools.launch.supervise import Job, listen_at, worker_command
 
-    for option, text in (("--tee", args.tee), ("--redirects", args.redirects)):
-        if not re.fullmatch(r"[0-3]|\d+:[0-3](,\d+:[0-3])*", text):
-            raise UsageError(
-                f"{option} {text}: expected 0 (nothing), 1 (stdout), 2 (stderr) or 3 (both), or such a number for "
-                "each local rank, as in 0:3,1:2"
-            )
-    wants_torch_logs = (
-        (args.tee, args.redirects) != ("0", "0")
-        or bool(args.local_ranks_filter or args.duplicate_stdout_filters or args.duplicate_stderr_filters)
-        or args.logs_specs is not None
-    )
+    wants_torch_logs = _wants_torch_logs(args)
     keep_in = Path(args.log_dir) if args.log_dir else None
     if keep_in is not None and keep_in.exists() and not keep_in.is_dir():
         raise UsageError(f"--log-dir {keep_in}: expected a folder, got a file")
     # Without a folder, torch creates one of its own that is never removed.
     args.log_dir = str(keep_in or guardian.folder) if wants_torch_logs else os.devnull
-    for (
-        action
-    ) in get_args_parser()._actions:  # a newer torch may expect an option that `parse_run` does not know
+    # A newer torch may expect an option that `parse_run` does not know.
+    for action in get_args_parser()._actions:
         if not hasattr(args, action.dest):
             setattr(args, action.dest, action.default)
     try:
@@ -282,4 +271,19 @@ def _job(args: argparse.Namespace, guardian: Guardian) -> Job:
         is_python=is_python,
         shutdown_seconds=args.shutdown_timeout,
         verbose=args.verbose,
+    )
+
+
+def _wants_torch_logs(args: argparse.Namespace) -> bool:
+    """Check the options of torch's own log files. Return True if one of them is used."""
+    for option, text in (("--tee", args.tee), ("--redirects", args.redirects)):
+        if not re.fullmatch(r"[0-3]|\d+:[0-3](,\d+:[0-3])*", text):
+            raise UsageError(
+                f"{option} {text}: expected 0 (nothing), 1 (stdout), 2 (stderr) or 3 (both), or such a number for "
+                "each local rank, as in 0:3,1:2"
+            )
+    return (
+        (args.tee, args.redirects) != ("0", "0")
+        or bool(args.local_ranks_filter or args.duplicate_stdout_filters or args.duplicate_stderr_filters)
+        or args.logs_specs is not None
     )

@@ -113,7 +113,7 @@ def _name_others(ddp: nn.Module) -> str:
 def _examine(
     ddp: Any, args: tuple[Any, ...], kwargs: dict[str, Any], transport: Transport, number: int
 ) -> tuple[bool, str]:
-    """Run and compare the module inside the wrapper. Return whether the runs agree, and the report, on all ranks."""
+    """Examine the module inside the wrapper. Return on all ranks whether the runs agree, and the report."""
     module: nn.Module = ddp.module
     if ddp.device_ids:  # the wrapper moves its inputs too
         device = torch.device(ddp.device_type, ddp.device_ids[0])

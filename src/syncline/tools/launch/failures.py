@@ -119,7 +119,7 @@ def first_failure(failures: Sequence[Failure]) -> Failure:
 
 
 def _without_ended(failures: Sequence[Failure]) -> list[Failure]:
-    """Return the failures without ranks that the launcher ended. The first failure is not the work of the launcher."""
+    """Return the failures without ranks that the launcher ended by SIGTERM, after the first failure."""
     return [
         failure
         for index, failure in enumerate(failures)
@@ -155,7 +155,7 @@ def describe(failures: Sequence[Failure], *, host: str, more_hosts: bool = False
     stopped = [other for other in others if other.has_stopped and not first.has_stopped]
     others = [other for other in others if other not in stopped]
     if others:
-        line += f"; later {_named(others)}"
+        line += f"; failed later: {_named(others)}"
     if stopped:
         line += f"; stopped as requested, without a failure: {_named(stopped)}"
     if more_hosts:
@@ -175,15 +175,13 @@ def _error_of_a_peer(others: Sequence[Failure]) -> list[str]:
 
 
 def _named(failures: Sequence[Failure]) -> str:
-    named = [f"rank {failure.rank} {_briefly(failure)}" for failure in failures[:_MAX_OTHERS]]
+    named = []
+    for failure in failures[:_MAX_OTHERS]:
+        is_killed = failure.record is None and failure.return_code < 0
+        how = _signal_name(-failure.return_code) if is_killed else f"exit code {failure.exit_code}"
+        named.append(f"rank {failure.rank} ({how})")
     hidden = len(failures) - len(named)
     return ", ".join(named) + (f" and {hidden} more" if hidden else "")
-
-
-def _briefly(failure: Failure) -> str:
-    if failure.record is None and failure.return_code < 0:
-        return f"({_signal_name(-failure.return_code)})"
-    return f"(exit code {failure.exit_code})"
 
 
 def _details(failure: Failure) -> list[str]:

@@ -1,4 +1,4 @@
-"""A process that cleans up after a killed launcher. It kills the ranks' child processes and removes the folder.
+"""A process that cleans up after a killed launcher. It kills the ranks' child processes and removes a folder.
 
 [Note: why another process]
 
@@ -31,14 +31,12 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-_READ_BYTES = 1 << 16
-
 _SAME_END_SECONDS = 1.0
 """Ranks that ended at most this long before the launcher count as ended together with the launcher."""
 
 _KILLING_SECONDS = 5.0
 
-_DONE = b"done"
+_DONE = b"done\n"
 
 
 class Guardian:
@@ -75,7 +73,7 @@ class Guardian:
             mark: a text in the environment of the ranks.
             sessions: process numbers of the ranks, each of which leads a session.
         """
-        self._write(" ".join([mark, *map(str, sessions)]).encode())
+        self._write(" ".join([mark, *map(str, sessions)]).encode() + b"\n")
 
     def __exit__(self, *_: object) -> None:
         self._temporary.cleanup()
@@ -86,7 +84,7 @@ class Guardian:
 
     def _write(self, line: bytes) -> None:
         with contextlib.suppress(OSError, ValueError):  # the guardian process was killed: continue without it
-            self._pipe.write(line + b"\n")
+            self._pipe.write(line)
             self._pipe.flush()
 
 
@@ -96,31 +94,29 @@ class Guardian:
 def main(folder: str) -> None:
     """Read the messages of `Guardian` from stdin. Clean up if the input ends without the final message."""
     mark, running, ended = "", dict[int, int](), dict[int, float]()
-    rest = b""
-    while True:
-        poll = select.poll()
-        poll.register(0, select.POLLIN)
-        for descriptor in running:
-            poll.register(descriptor, select.POLLIN)
-        ready = [descriptor for descriptor, _ in poll.poll()]
-        for descriptor in set(ready) & set(running):
-            ended[running.pop(descriptor)] = time.monotonic()
-            os.close(descriptor)
-        if 0 not in ready:
-            continue
-        data = os.read(0, _READ_BYTES)
-        if not data:
-            break
-        *lines, rest = (rest + data).split(b"\n")
-        for line in lines:
+    with open(0, "rb", buffering=0) as pipe:  # without a buffer, so that `poll` sees each message
+        while True:
+            poll = select.poll()
+            for descriptor in (0, *running):
+                poll.register(descriptor, select.POLLIN)
+            ready = {descriptor for descriptor, _ in poll.poll()}
+            for descriptor in ready & set(running):
+                ended[running.pop(descriptor)] = time.monotonic()
+                os.close(descriptor)
+            if 0 not in ready:
+                continue
+            line = pipe.readline()
             if line == _DONE:
                 return
-            mark, *sessions = line.decode().split()
-            ended.update(dict.fromkeys(running.values(), -math.inf))  # ranks of an earlier attempt
+            if not line.endswith(b"\n"):
+                break
+            mark, *texts = line.decode().split()
+            sessions = [int(text) for text in texts]
+            # Ranks of an earlier attempt, and ranks without a pidfd, count as having ended long ago.
+            ended.update(dict.fromkeys([*running.values(), *sessions], -math.inf))
             for descriptor in running:
                 os.close(descriptor)
-            running = _followed([int(session) for session in sessions])
-            ended.update(dict.fromkeys(map(int, sessions), -math.inf))  # ranks without a pidfd
+            running = _followed(sessions)
             for session in running.values():
                 del ended[session]
     now = time.monotonic()

@@ -46,7 +46,7 @@ def say(text: str) -> None:
 
 
 class Lines:
-    r"""A splitter of a byte stream into lines, as a log shows them.
+    r"""A splitter of a byte stream into complete lines.
 
     The text that a progress bar draws with carriage returns becomes a line every few seconds and when the bar ends.
 
@@ -82,7 +82,7 @@ class Lines:
 
 
 def _as_drawn(line: bytes) -> bytes:
-    """Return roughly the text that a terminal shows of a line with carriage returns: the last part drawn."""
+    """Return the last part of a line with carriage returns. This is roughly the text that a terminal shows."""
     return next((part for part in reversed(line.split(b"\r")) if part), b"")
 
 

@@ -62,13 +62,13 @@ _ORDERLY = (-signal.SIGINT, -signal.SIGTERM)
 
 
 class Workers:
-    """The ranks of a job on this host. A context manager, entered while torch's launcher runs them.
+    """The ranks of a job on this host. Enter this context manager while torch's launcher runs the ranks.
 
-    It replaces the functions with which torch's launcher starts, polls and ends the ranks.
+    The context replaces the functions with which torch's launcher starts, polls and ends the ranks.
 
     Args:
         mark: a text in the environment of the ranks.
-        guardian: the guardian, which learns the process numbers of all ranks when they start.
+        guardian: the guardian, which receives the process numbers of all ranks when they start.
         whole_groups: whether to send signals to all processes of a rank. This is needed if a rank is a command, because
             it is unknown which of its processes handles signals.
         note_ended: called with the ranks that have ended, before the launcher ends the others.

@@ -20,18 +20,17 @@ import traceback
 import uuid
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from datetime import timedelta
 from pathlib import Path
 
 from torch.distributed.elastic.multiprocessing import LogsSpecs
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.elastic.rendezvous import (
-    RendezvousHandler,
     RendezvousInfo,
     RendezvousParameters,
     RendezvousStoreInfo,
     rendezvous_handler_registry,
 )
+from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
 from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
@@ -49,7 +48,7 @@ _BACKEND = "syncline"
 
 _ADDRESS = "listen_at"
 
-_TIMEOUT_SECONDS = 600.0
+_TIMEOUT_SECONDS = 600
 
 
 def listen_at(config: LaunchConfig, address: str) -> None:
@@ -65,61 +64,39 @@ def listen_at(config: LaunchConfig, address: str) -> None:
     rendezvous_handler_registry.register(_BACKEND, _Rendezvous)
 
 
-class _Rendezvous(RendezvousHandler):
+class _Rendezvous(StaticTCPRendezvous):
     """A rendezvous of hosts that are numbered from 0 on the command line. Host 0 opens the store."""
 
     def __init__(self, parameters: RendezvousParameters) -> None:
-        self._run_id = parameters.run_id
-        self._host_rank = int(parameters.config.get("rank", 0))
-        self._num_hosts = parameters.max_nodes
-        self._listen_at = str(parameters.config[_ADDRESS])
-        self._timeout = timedelta(seconds=float(parameters.config.get("timeout", _TIMEOUT_SECONDS)))
-        self._host, self._port = parse_rendezvous_endpoint(parameters.endpoint, default_port=0)
-        self._store: TCPStore | None = None
-
-    def next_rendezvous(self) -> RendezvousInfo:
-        if self._store is None or self._port == 0:
-            self._store = self._open()
-        store: Store = PrefixStore(self._run_id, self._store)
-        return RendezvousInfo(
-            store, self._host_rank, self._num_hosts, RendezvousStoreInfo(self._host, self._store.port)
+        config = parameters.config
+        super().__init__(
+            *parse_rendezvous_endpoint(parameters.endpoint, default_port=0),
+            rank=int(config.get("rank", 0)),
+            world_size=parameters.max_nodes,
+            run_id=parameters.run_id,
+            timeout=int(config.get("timeout", _TIMEOUT_SECONDS)),
         )
-
-    def _open(self) -> TCPStore:
-        is_first = self._host_rank == 0
-        bound = bound_socket(self._listen_at, self._port) if is_first else None
-        port = self._port if bound is None else bound.getsockname()[1]
-        return TCPStore(
-            self._host,
-            port,
-            self._num_hosts,
-            is_first,
-            self._timeout,
-            multi_tenant=True,
-            master_listen_fd=None if bound is None else bound.detach(),
-        )
+        self._listen_at = str(config[_ADDRESS])
+        self._opened: TCPStore | None = None
 
     def get_backend(self) -> str:
         return _BACKEND
 
-    def get_run_id(self) -> str:
-        return self._run_id
-
-    @property
-    def use_agent_store(self) -> bool:
-        return True
-
-    def is_closed(self) -> bool:
-        return False
-
-    def set_closed(self) -> None:
-        pass
-
-    def num_nodes_waiting(self) -> int:
-        return 0
-
-    def shutdown(self) -> bool:
-        return True
+    def next_rendezvous(self) -> RendezvousInfo:
+        if self._opened is None or self.master_port == 0:
+            bound = bound_socket(self._listen_at, self.master_port) if self.rank == 0 else None
+            self._opened = TCPStore(
+                self.master_addr,
+                self.master_port if bound is None else bound.getsockname()[1],
+                self.world_size,
+                bound is not None,
+                self.timeout,
+                multi_tenant=True,
+                master_listen_fd=None if bound is None else bound.detach(),
+            )
+        store: Store = PrefixStore(self.run_id, self._opened)
+        address = RendezvousStoreInfo(self.master_addr, self._opened.port)
+        return RendezvousInfo(store, self.rank, self.world_size, address)
 
 
 _WORKER = Path(__file__).with_name("worker.py")
@@ -229,7 +206,11 @@ def supervise(job: Job) -> int:
     before |= environment.export(_variables(config))
     try:
         with workers, interruption, _without_torch_logs(job.verbose):
-            failure = _launch(job)
+            failure: Exception | None = None
+            try:
+                elastic_launch(config, job.command)(*job.arguments)
+            except Exception as error:
+                failure = error
             interruption.end()
             workers.kill()
             if failure is not None or interruption.received is not None:
@@ -249,15 +230,6 @@ def _variables(config: LaunchConfig) -> dict[str, str]:
     if config.max_nodes == 1:  # with several hosts, only the user can distribute a token safely
         found[environment.TOKEN] = secrets.token_hex(32)
     return found
-
-
-def _launch(job: Job) -> Exception | None:
-    """Run the job. Return the exception that ended the job, or None after success."""
-    try:
-        elastic_launch(job.config, job.command)(*job.arguments)
-    except Exception as error:
-        return error
-    return None
 
 
 def _report(

@@ -50,7 +50,7 @@ def _sibling(name: str) -> Any:
 
 
 def main(argv: list[str]) -> None:
-    """Run the program that `argv` names: LAUNCHER_PID [--before MODULE ARGUMENT] [-m | --exec] PROGRAM ..."""
+    """Run a program. The arguments are LAUNCHER_PID [--before MODULE ARGUMENT] [-m | --exec] PROGRAM [ARGUMENTS]."""
     process = _sibling("session/process")
     process.end_with_parent(int(argv[0]))
     before, program = (argv[2:4], argv[4:]) if argv[1] == "--before" else ([], argv[1:])
