@@ -26,8 +26,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 
 import syncline as sl
+from rounds import RoundsParser
 from syncline.session import transport_of
-from syncline.tools.bench.ranks import RoundsParser
 from syncline.tools.bench.tables import parse_size, seconds_text, size_text, table
 from syncline.tools.bench.timing import Timer, alternate, calls_for, ratio, timer
 from syncline.tools.bench.workloads import GPT, SIZES, random_batch

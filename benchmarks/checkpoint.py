@@ -37,8 +37,8 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict_saver import async_save
 
 import syncline as sl
-from syncline.tools.bench.ranks import RoundsParser
-from syncline.tools.bench.tables import judged, table
+from rounds import RoundsParser, judged
+from syncline.tools.bench.tables import table
 from syncline.tools.bench.timing import ratio
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))

@@ -30,9 +30,10 @@ from pathlib import Path
 from typing import Any
 
 import syncline as sl
+from rounds import RoundsParser, judged
 from syncline.tools.bench.mpi import find_mpi
-from syncline.tools.bench.ranks import Plan, RoundsParser, measure
-from syncline.tools.bench.tables import judged, parse_size, report, size_text, table
+from syncline.tools.bench.ranks import Plan, measure
+from syncline.tools.bench.tables import parse_size, report, size_text, table
 from syncline.tools.bench.timing import median_interval, ratio, summarize
 from syncline.tools.bench.workloads import COPY, GLOO, IN_PLACE, OURS, OURS_SUM
 

@@ -21,9 +21,10 @@ from typing import Any
 import torch
 
 import syncline as sl
+from rounds import take_turns
 from syncline.session import transport_of
 from syncline.testing import HostsUnavailable, two_hosts
-from syncline.tools.bench.timing import ratio, take_turns
+from syncline.tools.bench.timing import ratio
 from syncline.transport import C10dTransport, Transport
 
 UNITS = {"KiB": 2**10, "MiB": 2**20}

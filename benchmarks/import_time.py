@@ -15,7 +15,7 @@ import statistics
 import subprocess
 import sys
 
-from syncline.tools.bench.ranks import RoundsParser
+from rounds import RoundsParser
 
 TORCH = "import torch"
 STATEMENTS = (

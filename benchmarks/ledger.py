@@ -29,9 +29,10 @@ import torch
 
 import syncline as sl
 from models import Chain
+from rounds import take_turns
 from syncline.gradients.backward import Backward
 from syncline.gradients.ledger import Ledger
-from syncline.tools.bench.timing import median_interval, take_turns
+from syncline.tools.bench.timing import median_interval
 
 STEP_MS = 15.0
 GOAL = 0.01

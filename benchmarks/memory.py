@@ -26,7 +26,6 @@ from torch import Tensor, nn
 import syncline as sl
 from syncline.tools.bench.machine import total_memory_bytes
 from syncline.tools.bench.tables import size_text, table
-from syncline.tools.bench.workloads import can_shard
 
 LAYER_WIDTH = 1024
 NUM_STEPS = 2
@@ -189,13 +188,10 @@ def main() -> None:
             f"{arguments.ranks} ranks with {arguments.parameters} parameters take about {size_text(needed)}, and "
             f"this host has {size_text(total_memory_bytes())}: choose fewer"
         )
-    names = [name for name in VARIANTS if name != "syncline, sharded" or can_shard()]
-    rows = {name: run_job(name, arguments) for name in names}
+    rows = {name: run_job(name, arguments) for name in VARIANTS}
     count = next(iter(rows.values()))["num_parameters"]
     print(f"{arguments.ranks} ranks, {count / 1e6:.1f} M parameters, fp32, AdamW, after {NUM_STEPS} steps")
     print(report(rows))
-    if not can_shard():
-        print("sharded=True is not there yet")
     if arguments.json:
         arguments.json.write_text(json.dumps({"num_ranks": arguments.ranks, "rows": rows}, indent=2) + "\n")
 

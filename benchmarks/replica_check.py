@@ -27,9 +27,9 @@ from torch import nn
 
 import syncline as sl
 from models import CNN, GPT, SIZES, Chain, random_batch, random_images
-from syncline.tools.bench.ranks import RoundsParser
+from rounds import RoundsParser, take_turns
 from syncline.tools.bench.tables import table
-from syncline.tools.bench.timing import ratio, take_turns
+from syncline.tools.bench.timing import ratio
 
 WITHOUT, WITH = "without", "with"
 GOAL_SHARE = 0.01

@@ -11,7 +11,7 @@ way's steps are a multiple of the steps between two of its evaluations.
 
 Bytes are those of the cable's counters, headers and acknowledgements included, the larger of both directions.
 "compute" is what a step takes over a cable without a limit. "pays below" is the bandwidth below which a way is faster
-than torch's class: there steps * (compute + bytes * 8 / bandwidth) is as large as torch's (syncline.tools.bench.plot).
+than torch's class: there steps * (compute + bytes * 8 / bandwidth) is as large as torch's (loss_against_bytes.py).
 This takes nothing to overlap; torch's class hides a part of a backward, so it is a little too high, and "by formula",
 what the formula says for this cable, shows by how much it errs.
 
@@ -41,11 +41,11 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 
 import syncline as sl
+from loss_against_bytes import Pace, crossover, rate_text
 from syncline.compression import PowerSGD, Quantize
 from syncline.session import transport_of
 from syncline.testing import HostsUnavailable, TwoHosts, two_hosts
 from syncline.tools.bench.machine import describe_machine
-from syncline.tools.bench.plot import Pace, crossover, rate_text
 from syncline.tools.bench.tables import table
 from syncline.tools.bench.workloads import GPT, GPTConfig
 from tasks import Batch, characters, seed_of

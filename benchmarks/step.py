@@ -40,10 +40,11 @@ from torch import nn
 
 import syncline as sl
 from models import GPT, SIZES, random_batch
+from rounds import take_turns
 from step_variants import GOAL, VARIANTS, steps_of, verdict
 from syncline.session import transport_of
-from syncline.tools.bench.timing import ratio, take_turns
-from syncline.tools.bench.workloads import SHARDED, can_shard
+from syncline.tools.bench.timing import ratio
+from syncline.tools.bench.workloads import SHARDED
 
 Wrap = Callable[[nn.Module], nn.Module]
 
@@ -64,9 +65,7 @@ def wrappers(num_ranks: int) -> dict[str, Wrap]:
         "torch DDP": lambda m: torch_ddp(m),
         "torch DDP, bucket view": lambda m: torch_ddp(m, gradient_as_bucket_view=True),
     }
-    if can_shard():
-        wrap: Any = sl.DistributedDataParallel
-        ours[SHARDED] = lambda m: wrap(m, sharded=True)
+    ours[SHARDED] = lambda m: sl.DistributedDataParallel(m, sharded=True)
     return bare | {IN_STEP: lambda m: m} | theirs | ours
 
 

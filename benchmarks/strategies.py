@@ -33,11 +33,12 @@ from typing import Any
 import torch
 
 import syncline as sl
+from loss_against_bytes import frontier, frontier_table, plot_frontier
 from strategy_settings import BAR, SETTINGS, Setting
 from syncline import Statistics
 from syncline.session import transport_of
 from syncline.tools.bench.machine import describe_machine
-from syncline.tools.bench.plot import SUFFIXES, can_plot, frontier, frontier_table, plot_frontier
+from syncline.tools.bench.plot import SUFFIXES, can_plot
 from syncline.transport import Transport
 from tasks import TASKS, Task, seed_of, share_of_rate
 

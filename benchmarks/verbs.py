@@ -28,9 +28,9 @@ from torch import nn
 
 import syncline as sl
 from models import GPT, SIZES, Chain
+from rounds import RoundsParser, judged
 from syncline.session import transport_of
-from syncline.tools.bench.ranks import RoundsParser
-from syncline.tools.bench.tables import judged, table
+from syncline.tools.bench.tables import table
 from syncline.tools.bench.timing import alternate, calls_for, ratio, timer
 from syncline.transport import C10dTransport, Transport
 

@@ -30,7 +30,7 @@ from torch import nn
 
 import syncline as sl
 from syncline import PeerLost, SynclineError
-from syncline.testing import RankPool
+from syncline.testing import RankPool, Task
 
 __all__ = ["Kill", "one_rank"]
 
@@ -147,15 +147,13 @@ def kill_ranks(num_kills: int, seed: int, pool: RankPool) -> tuple[int, int]:
 
 
 def _found(pool: RankPool, kill: Kill, folder: str) -> list[dict[str, Any]]:
-    tasks = pool.tasks(
-        kill.size,
+    task = Task(
         module="kills",
         qualname="one_rank",
         arguments={"kill": kill, "folder": folder},
         timeout_seconds=_DEADLINE_SECONDS,
-        warning_filters=(),
     )
-    outcomes = pool.run(tasks, [kill.victim])
+    outcomes = pool.run(kill.size, task, [kill.victim])
     bad = [
         f"rank {rank} {one.kind}:\n{one.text}"
         for rank, one in enumerate(outcomes)

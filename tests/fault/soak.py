@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from syncline import PeerLost, SynclineError
-from syncline.testing import RankPool
+from syncline.testing import RankPool, Task
 from syncline.transport import C10dTransport, Transport, Work
 from syncline.transport.shared_memory import SharedMemoryTransport
 
@@ -232,15 +232,14 @@ def soak(seconds: float, seed: int, tell: Callable[[str], object], pool: RankPoo
     while time.monotonic() < until:
         plan = Round.drawn(seed + num_rounds)
         began = time.monotonic()
-        tasks = pool.tasks(
-            plan.size,
+        task = Task(
             module="soak",
             qualname="one_round",
             arguments={"plan": plan},
             timeout_seconds=2 * _DEADLINE_SECONDS,
             warning_filters=("error", "ignore:.*whose process is stopped:RuntimeWarning"),
         )
-        outcomes = pool.run(tasks, [] if plan.victim is None else [plan.victim])
+        outcomes = pool.run(plan.size, task, [] if plan.victim is None else [plan.victim])
         bad = [
             f"rank {rank} {outcome.kind}:\n{outcome.text}"
             for rank, outcome in enumerate(outcomes)

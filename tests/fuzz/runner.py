@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from syncline import environment
-from syncline.testing import RankPool
+from syncline.testing import RankPool, Task
 
 from .facts import facts_of
 from .interpreter import Outcome, alone
@@ -154,15 +154,14 @@ class Runner:
     def _job(self, left: list[Job], found: list[Both]) -> str:
         """Add outcomes to what was found; the words of the ranks."""
         with tempfile.TemporaryDirectory(prefix="syncline-fuzz-") as folder:
-            tasks = self._pool.tasks(
-                2,
+            task = Task(
                 module=run_programs.__module__,
                 qualname=run_programs.__qualname__,
                 arguments={"jobs": left, "folder": folder, "wraps": self._wraps},
                 timeout_seconds=_JOB_SECONDS,
                 warning_filters=("ignore",),
             )
-            text = "\n".join(outcome.text for outcome in self._pool.run(tasks))
+            text = "\n".join(outcome.text for outcome in self._pool.run(2, task))
             entries = [_entries(Path(folder) / str(rank)) for rank in range(2)]
         for number, way, _ in (entry for of_rank in entries for entry in of_rank):
             for report, of_rank in zip(found[number], entries, strict=True):

@@ -138,7 +138,7 @@ def test_the_same_batch_and_the_same_seed_are_said(doctor: Doctor) -> None:
     assert "is the sampler distributed" in text
     assert "All ranks draw the same ones (the same dropout masks)" in text
     assert text.endswith(
-        "not examined: DistributedDataParallel(Linear). --continue looks at each at its own forward"
+        "not examined: DistributedDataParallel(Linear). With --continue, each is examined at its own forward"
     )
 
 
@@ -178,7 +178,7 @@ def test_a_script_without_a_wrapped_module(doctor: Doctor, code: str, exit_code:
         (["--step", "0", "program.py"], "--step 0: expected at least 1"),
         (["--stop", "3", "program.py"], "unknown option --stop: did you mean --step?"),
         (["progam.py"], "did you mean program.py?"),
-        (["-m", "no_such_module"], "no module 'no_such_module'"),
+        (["-m", "no_such_module"], "there is no module 'no_such_module'"),
         (["-m"], "-m: expected the name of a module"),
         (["-n", "two"], "invalid int value: 'two'"),
     ],
@@ -207,7 +207,7 @@ def test_help(capsys: pytest.CaptureFixture[str]) -> None:
 def test_this_host_is_looked_at(tmp_path: Path, forks: Forks) -> None:
     done = forks.launch(tmp_path, command="doctor").wait()
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "two ranks          met, and added up over shared memory" in done.stdout
+    assert "two ranks          connected, and computed a sum over shared memory" in done.stdout
     assert [line[3:].split()[0] for line in done.stdout.splitlines()][:2] == ["versions", "processor"]
 
 

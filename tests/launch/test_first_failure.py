@@ -9,29 +9,29 @@ from pathlib import Path
 import pytest
 
 from syncline import EXIT_STOPPED
-from syncline.tools.launch.failures import Failure, LastWords, describe, first_failure, read_last_words
+from syncline.tools.launch.failures import ErrorRecord, Failure, describe, first_failure, read_error_file
 
 LOST = "RuntimeError: [pair.cc:553] Connection closed by peer [127.0.0.1]:7"
 
 
 def spoke(rank: int, summary: str, *, at: int, code: int = 1, return_code: int = 1) -> Failure:
-    words = LastWords(summary=summary, traceback=f"Traceback\n{summary}\n", time_ns=at, exit_code=code)
-    return Failure(rank=rank, pid=100 + rank, return_code=return_code, words=words)
+    words = ErrorRecord(summary=summary, traceback=f"Traceback\n{summary}\n", time_ns=at, exit_code=code)
+    return Failure(rank=rank, pid=100 + rank, return_code=return_code, record=words)
 
 
 def after_a_lost_peer(rank: int, *, at: int) -> Failure:
     traceback = f"Traceback\n{LOST}\n\nDuring handling ...\n\nTraceback\nKeyError: 'loss'\n"
-    words = LastWords(summary="KeyError: 'loss'", traceback=traceback, time_ns=at, exit_code=1)
-    return Failure(rank=rank, pid=100 + rank, return_code=1, words=words)
+    words = ErrorRecord(summary="KeyError: 'loss'", traceback=traceback, time_ns=at, exit_code=1)
+    return Failure(rank=rank, pid=100 + rank, return_code=1, record=words)
 
 
 def stopped(rank: int, *, at: int) -> Failure:
-    words = LastWords(summary="SystemExit: 75", traceback="", time_ns=at, exit_code=EXIT_STOPPED)
-    return Failure(rank=rank, pid=100 + rank, return_code=EXIT_STOPPED, words=words)
+    words = ErrorRecord(summary="SystemExit: 75", traceback="", time_ns=at, exit_code=EXIT_STOPPED)
+    return Failure(rank=rank, pid=100 + rank, return_code=EXIT_STOPPED, record=words)
 
 
 def silent(rank: int, return_code: int, *tail: str) -> Failure:
-    return Failure(rank=rank, pid=100 + rank, return_code=return_code, words=None, stderr_tail=tail)
+    return Failure(rank=rank, pid=100 + rank, return_code=return_code, record=None, stderr_tail=tail)
 
 
 KILLED = -int(signal.SIGKILL)
@@ -94,15 +94,15 @@ def test_the_exit_code_is_never_0(failure: Failure, code: int) -> None:
 def test_the_report_is_one_line_and_the_traceback() -> None:
     failures = [spoke(0, LOST, at=20), spoke(1, "ValueError: x", at=10), silent(2, TERMINATED)]
     assert describe(failures, host="h") == (
-        "rank 1 (pid 101 on h) failed with exit code 1; after it rank 0 (exit code 1):\nTraceback\nValueError: x"
+        "rank 1 (pid 101 on h) failed with exit code 1; failed later: rank 0 (exit code 1):\nTraceback\nValueError: x"
     )
 
 
 def test_ranks_that_have_stopped_are_told_apart() -> None:
     text = describe([stopped(0, at=10), silent(1, 3), silent(2, 4)], host="a")
     assert text == (
-        "rank 1 (pid 101 on a) failed with exit code 3; after it rank 2 (exit code 4); "
-        "not failed but stopped, as asked: rank 0 (exit code 75)"
+        "rank 1 (pid 101 on a) failed with exit code 3; failed later: rank 2 (exit code 4); "
+        "stopped as requested, without a failure: rank 0 (exit code 75)"
     )
 
 
@@ -118,7 +118,11 @@ def test_what_a_killed_rank_wrote_long_before_is_not_taken_for_the_reason() -> N
     _, *rest = describe([killed, spoke(0, lost, at=5)], host="h").split("\n")
     hint, *seen = rest
     assert "memory" in hint
-    assert seen == ["as rank 0 saw it:", "PeerLost: all_reduce on rank 0 of 2", "  rank 1: step 7, backward"]
+    assert seen == [
+        "rank 0 then reported:",
+        "PeerLost: all_reduce on rank 0 of 2",
+        "  rank 1: step 7, backward",
+    ]
     crashed = silent(1, -int(signal.SIGSEGV), "Fatal Python error: Segmentation fault", "x.py:3")
     assert describe([crashed], host="h").endswith(":\nFatal Python error: Segmentation fault\nx.py:3")
 
@@ -129,7 +133,7 @@ def test_many_other_failures_are_counted() -> None:
 
 
 def test_other_hosts_are_pointed_at() -> None:
-    assert "first on this host" in describe([silent(0, 1)], host="h", more_hosts=True)
+    assert "first failure on this host" in describe([silent(0, 1)], host="h", more_hosts=True)
 
 
 CHAINED = [
@@ -155,8 +159,8 @@ def test_without_a_record_the_end_of_stderr_is_shown(tail: list[str], shown: int
 
 
 def test_a_message_of_sys_exit_is_shown_once() -> None:
-    words = LastWords(summary="SystemExit: no data", traceback="", time_ns=0, exit_code=1)
-    failure = Failure(rank=0, pid=1, return_code=1, words=words, stderr_tail=["no data"])
+    words = ErrorRecord(summary="SystemExit: no data", traceback="", time_ns=0, exit_code=1)
+    failure = Failure(rank=0, pid=1, return_code=1, record=words, stderr_tail=["no data"])
     assert describe([failure], host="h").split("\n") == [
         "rank 0 (pid 1 on h) called sys.exit, exit code 1:",
         "no data",
@@ -168,11 +172,11 @@ def test_records_of_torch_and_of_plain_text_are_read(tmp_path: Path) -> None:
     path.write_text(
         json.dumps({"message": {"message": "E: x", "extraInfo": {"py_callstack": "T", "timestamp": "5"}}})
     )
-    words = read_last_words(str(path))
+    words = read_error_file(str(path))
     assert words is not None
     assert (words.summary, words.traceback, words.time_ns) == ("E: x", "T", path.stat().st_mtime_ns)
     path.write_text(json.dumps({"message": "only text"}))
-    words = read_last_words(str(path))
+    words = read_error_file(str(path))
     assert words is not None
     assert words.summary == "only text"
 
@@ -181,4 +185,4 @@ def test_records_of_torch_and_of_plain_text_are_read(tmp_path: Path) -> None:
 def test_a_missing_or_torn_record_is_none(content: str | None, tmp_path: Path) -> None:
     if content is not None:
         (tmp_path / "error.json").write_text(content)
-    assert read_last_words(str(tmp_path / "error.json")) is None
+    assert read_error_file(str(tmp_path / "error.json")) is None

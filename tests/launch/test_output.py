@@ -86,9 +86,10 @@ def test_ranks_are_not_held_up_when_nobody_reads_the_output_any_more(tmp_path: P
     assert tail[-1] == b"more than a pipe holds"
 
 
-def test_a_restart_names_the_rank_that_failed_and_not_one_that_met_its_end(tmp_path: Path) -> None:
-    said: list[str] = []
-    logs = RankLogs(scratch=tmp_path, keep_in=None, prefix="", say=said.append)
+def test_a_restart_names_the_rank_that_failed_and_not_one_that_met_its_end(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    logs = RankLogs(scratch=tmp_path, keep_in=None, prefix="")
     envs = {
         local_rank: {
             "RANK": str(local_rank + 4),
@@ -106,8 +107,11 @@ def test_a_restart_names_the_rank_that_failed_and_not_one_that_met_its_end(tmp_p
     logs.reify(envs)
     logs.reify(envs)
     logs.stop()
-    assert said == [
-        "starting all workers again (rank 5 was killed by SIGKILL (signal 9), exit code 137); restart 1 of at most 3",
-        "starting all workers again (rank 6 failed with exit code 1: ValueError: the data); restart 1 of at most 3",
-        "starting all workers again (a worker was lost); restart 1 of at most 3",
+    assert capsys.readouterr().err.splitlines() == [
+        f"syncline run: starting all ranks again ({why}); restart 1 of at most 3"
+        for why in (
+            "rank 5 was killed by SIGKILL (signal 9), exit code 137",
+            "rank 6 failed with exit code 1: ValueError: the data",
+            "a rank has ended",
+        )
     ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -15,7 +16,8 @@ import pytest
 from torch.distributed.run import get_args_parser
 
 from forks import Forks
-from syncline.tools.cli import main, options
+from syncline.tools.cli import main
+from syncline.tools.cli.options import parse_run
 
 Run = Callable[..., subprocess.CompletedProcess[str]]
 COMMAND = [sys.executable, "-m", "syncline.tools.cli", "run"]
@@ -47,7 +49,7 @@ def clean_environment() -> dict[str, str]:
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["-n", "2", "missing.py"], "no script missing.py"),
+        (["-n", "2", "missing.py"], "there is no script missing.py"),
         (["-n", "2", "progam.py"], "did you mean program.py"),
         (["-n", "2", "."], "is a directory"),
         (["-n", "0", "program.py"], "-n 0: expected at least 1 process"),
@@ -62,7 +64,7 @@ def clean_environment() -> dict[str, str]:
                 *("--nnodes", "2", "--host", "127.0.0.1"),
                 *("--rdzv-backend", "c10d", "--rdzv-endpoint", "h:29400", "program.py"),
             ],
-            "--host 127.0.0.1: not known to --rdzv-backend c10d",
+            "--host 127.0.0.1: --rdzv-backend c10d cannot use this option",
         ),
     ],
 )
@@ -149,9 +151,17 @@ def test_the_console_script_needs_no_torch_to_answer(without_torch: dict[str, st
     assert (done.returncode, done.stderr) == (0, "")
 
 
+def test_the_help_names_each_option(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["run", "--help"]) == 0
+    shown = set(re.split(r"[\s,]+", capsys.readouterr().out))
+    for action in get_args_parser()._actions:
+        if action.option_strings and action.dest not in ("help", "print_completion"):
+            assert shown & set(action.option_strings), action.option_strings
+
+
 def test_the_options_are_torchruns() -> None:
     theirs = vars(get_args_parser().parse_args(["program.py", "--epochs", "2"]))
-    ours = vars(options.parse(["program.py", "--epochs", "2"]))
+    ours = vars(parse_run(["program.py", "--epochs", "2"]))
     theirs.pop("print_completion", None)  # torch 2.15: it completes the command `torchrun`
     # torch 2.11 has another default of the port, and no --shutdown-timeout; torch 2.15 has prefixes of lines.
     later = {"master_port": None, "shutdown_timeout": None, "log_line_prefix_template": ""}
@@ -162,7 +172,7 @@ def test_the_options_are_torchruns() -> None:
             if name in ("-h", "--help") or (action.dest in ("numa_binding", "print_completion")):
                 continue
             arguments = [name, *([value] if action.nargs is None else []), "program.py"]
-            found, expected = options.parse(arguments), get_args_parser().parse_args(arguments)
+            found, expected = parse_run(arguments), get_args_parser().parse_args(arguments)
             assert getattr(found, action.dest) == getattr(expected, action.dest), name
 
 
@@ -181,7 +191,7 @@ def test_the_environment_has_defaults_of_torchruns_options(
 ) -> None:
     monkeypatch.setenv(name, value)
     dest = name.removeprefix("PET_").lower()
-    assert getattr(options.parse(["program.py"]), dest) == expected
+    assert getattr(parse_run(["program.py"]), dest) == expected
     assert getattr(get_args_parser().parse_args(["program.py"]), dest) == expected
 
 
@@ -365,7 +375,7 @@ def test_who_loses_a_peer_has_the_time_to_say_so(run: Run) -> None:
         "    raise\n"
     )
     assert done.returncode == 128 + signal.SIGKILL
-    assert "as rank 0 saw it:\nPeerLost: " in done.stderr
+    assert "rank 0 then reported:\nPeerLost: " in done.stderr
 
 
 def test_a_syntax_error_is_shown(run: Run) -> None:
@@ -445,7 +455,7 @@ def test_restarts_say_why_and_count(run: Run) -> None:
     assert done.returncode == 0
     assert done.stdout.count("attempt 1") == 2
     assert (
-        "starting all workers again (rank 1 failed with exit code 1: ValueError: once); restart 1 of at most 2"
+        "starting all ranks again (rank 1 failed with exit code 1: ValueError: once); restart 1 of at most 2"
         in done.stderr
     )
 

@@ -64,7 +64,7 @@ def test_a_signal_is_passed_on_and_the_launcher_ends_with_one_line(
     done = launcher.wait()
     assert done.returncode == 128 + number
     assert done.stdout.count(f"told {number.name}") == 2
-    assert done.stderr == f"syncline run: stopped by {number.name}, all workers on this host have ended\n"
+    assert done.stderr == f"syncline run: stopped by {number.name}, all ranks on this host have ended\n"
     assert_gone(pids)
 
 
@@ -73,7 +73,7 @@ def test_ctrl_c_shows_no_traceback_of_a_worker_either(forks: Forks, tmp_path: Pa
     os.kill(launcher.pid, signal.SIGINT)
     done = launcher.wait()
     assert done.returncode == 130
-    assert done.stderr == "syncline run: stopped by SIGINT, all workers on this host have ended\n"
+    assert done.stderr == "syncline run: stopped by SIGINT, all ranks on this host have ended\n"
     assert_gone(pids)
 
 

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import torch
 
-from syncline.testing import Outcome, RankPool
+from syncline.testing import Outcome, RankPool, Task
 
 HERE = Path(__file__).parent
 PASSES = HERE / "torch_passes.json"
@@ -102,14 +102,14 @@ def attempt(pool: RankPool, name: str, class_name: str, *, moved_to_cpu: bool) -
             "expected": "survey",
         }
         outcomes = pool.run(
-            pool.tasks(
-                num_ranks(name),
+            num_ranks(name),
+            Task(
                 module="torch_suite_rank",
                 qualname="run",
                 arguments=arguments,
                 timeout_seconds=TIMEOUT_SECONDS,
                 warning_filters=("ignore",),
-            )
+            ),
         )
     kind, text = _judge(outcomes)
     text = text.replace("survey | ", "")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import doctest
 import importlib.util
 import json
 import sys
@@ -16,7 +17,6 @@ import torch
 from syncline.tools.bench import workloads as reductions
 from syncline.tools.bench.mpi import MPI, MPIPeer, find_mpi
 from syncline.tools.bench.plot import can_plot, plot
-from syncline.tools.bench.ranks import RoundsParser
 from syncline.tools.bench.tables import parse_size, report, size_text, table
 from syncline.tools.bench.timing import alternate, calls_for, ratio, summarize, timer
 from syncline.tools.cli import bench, main
@@ -26,12 +26,14 @@ BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
 
 def program(name: str) -> ModuleType:
-    """A program of benchmarks/, as a module."""
+    """A program of benchmarks/, as a module. It imports its neighbours, as in a process of its own."""
     spec = importlib.util.spec_from_file_location(f"benchmarks_{name}", BENCHMARKS / f"{name}.py")
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(BENCHMARKS)
+        spec.loader.exec_module(module)
     return module
 
 
@@ -190,7 +192,7 @@ def test_the_report_says_what_disturbs() -> None:
     text = report(summarize(found))
     assert "more ranks than cores: 4 ranks share 2" in text
     assert "not idle" in text
-    assert "no shared memory between these ranks" in text
+    assert "these ranks share no memory" in text
     assert "no MPI: a reason" in text
 
 
@@ -310,7 +312,9 @@ def test_an_mpi_has_its_turn_when_told(fake_mpi: MPI) -> None:
 
 def test_an_mpi_that_ends_is_named_with_its_last_words(fake_mpi: MPI, tmp_path: Path) -> None:
     (tmp_path / "mpi4py" / "MPI.py").write_text("raise SystemExit('no fabric found')")
-    with pytest.raises(RuntimeError, match=r"MPICH 9.9: its ranks did not start; it said: no fabric found"):
+    with pytest.raises(
+        RuntimeError, match=r"MPICH 9.9: its ranks did not start; its last output: no fabric found"
+    ):
         MPIPeer(fake_mpi, num_ranks=1)
 
 
@@ -337,7 +341,7 @@ def test_open_mpi_is_not_bound_to_cores() -> None:
 
 
 def test_what_a_program_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    parser = RoundsParser("What it costs.\n\n    more of it", rounds=40, quick=3)
+    parser = program("rounds").RoundsParser("What it costs.\n\n    more of it", rounds=40, quick=3)
     parser.add_argument("--every", type=int, default=100)
     told = parser.parse_figures(["--rounds", "7", "--every", "5", "--json", str(tmp_path)])
     assert (told.rounds, told.every, told.quick, told.json) == (7, 5, False, tmp_path)
@@ -349,6 +353,11 @@ def test_what_a_program_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert "What it costs." in shown
     assert "more of it" not in shown
     assert "3 short rounds: figures without meaning" in shown
+
+
+def test_the_examples_of_what_the_programs_share() -> None:
+    found = doctest.testmod(program("rounds"))
+    assert (found.failed, found.attempted > 3) == (0, True)
 
 
 def test_goals_are_judged_with_their_figures() -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import doctest
 import math
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +12,11 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from syncline.tools.bench.plot import Pace, can_plot, crossover, frontier, frontier_table, plot_frontier
+from syncline.tools.bench.plot import can_plot
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
+import loss_against_bytes
+from loss_against_bytes import Pace, crossover, frontier, frontier_table, plot_frontier
 
 
 def run(setting: str, loss: float, *, seed: int = 0, rate: float = 0.1, **others: Any) -> dict[str, Any]:
@@ -75,6 +81,11 @@ paces = st.builds(
     compute_seconds=st.floats(1e-4, 10),
     link_bytes=st.floats(1, 1e9),
 )
+
+
+def test_the_examples() -> None:
+    found = doctest.testmod(loss_against_bytes)
+    assert (found.failed, found.attempted > 10) == (0, True)
 
 
 @settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])

@@ -204,7 +204,7 @@ def test_each_rank_is_named_with_its_end(report: str) -> None:
     assert "in sleeping_beauty" in text
     assert "rank 3 passed" in text
     lives = _section(report, "test_a_rank_that_was_to_be_killed_lives")
-    assert "rank 0 failed\nended on its own, but should have been killed" in lives
+    assert "rank 0 failed\nexpected the process to be killed (SIGKILL), but the test ended normally" in lives
 
 
 @pytest.mark.slow

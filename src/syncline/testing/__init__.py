@@ -5,8 +5,8 @@ Imports: faces, environment, _torch, transport, session.
 hosts.py   two hosts on one machine: network namespaces
 plugin.py  the pytest plugin: `@pytest.mark.ranks(n)`
 pool.py    a warm pool of rank processes
-ports.py   a port that stays free for a store
-worker.py  what runs in each of them
+ports.py   a port that stays free for a store, and the variables of a rank
+worker.py  the program of a rank process
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from syncline.testing.hosts import two_hosts as two_hosts
     from syncline.testing.pool import Outcome as Outcome
     from syncline.testing.pool import RankPool as RankPool
+    from syncline.testing.pool import Task as Task
     from syncline.testing.ports import held_port as held_port
     from syncline.testing.ports import variables_of_rank as variables_of_rank
     from syncline.transport.threads import run_ranks as run_ranks

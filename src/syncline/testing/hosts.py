@@ -1,7 +1,7 @@
 """Two hosts on one machine: network namespaces, joined by a virtual cable that can be slowed down or cut.
 
-Ranks in different namespaces have different addresses and host names, and Syncline shares no memory between them.
-Linux only, and only for root; elsewhere `two_hosts` raises `HostsUnavailable`.
+Ranks in different namespaces have different addresses and host names, and Syncline shares no memory between them. This
+needs Linux and root. Without them, `two_hosts` raises `HostsUnavailable`.
 """
 
 from __future__ import annotations
@@ -33,15 +33,15 @@ _TOOLS = ("ip", "unshare", "tc")
 
 
 class HostsUnavailable(RuntimeError):
-    """An error: network namespaces are not available here; the text says why."""
+    """An error that is raised if network namespaces are not available. Its text says why."""
 
 
 @contextmanager
 def two_hosts(*, megabits_per_second: float | None = None) -> Iterator[TwoHosts]:
-    """Open hosts "a" and "b"; the processes on them are killed at the end.
+    """Open hosts "a" and "b". All processes on them are killed when the context ends.
 
     Args:
-        megabits_per_second: the bandwidth of the cable in each direction; None: no limit.
+        megabits_per_second: the bandwidth of the cable in each direction; None means no limit.
 
     Raises:
         HostsUnavailable: not root, no Linux, or a tool is missing.
@@ -57,7 +57,10 @@ def two_hosts(*, megabits_per_second: float | None = None) -> Iterator[TwoHosts]
     """
     missing = [tool for tool in _TOOLS if shutil.which(tool) is None]
     if not hasattr(os, "geteuid") or os.geteuid() != 0 or missing:
-        raise HostsUnavailable(f"network namespaces need root, and {', '.join(missing or _TOOLS)}")
+        raise HostsUnavailable(
+            f"network namespaces need root and the tools {', '.join(_TOOLS)}; missing tools: "
+            f"{', '.join(missing) or 'none'}"
+        )
     hosts = TwoHosts({letter: f"syncline-{os.getpid()}-{letter}" for letter in _LETTERS})
     try:
         try:
@@ -84,7 +87,7 @@ class TwoHosts:
         return f"10.213.77.{1 + _LETTERS.index(letter)}"
 
     def start(self, command: Sequence[str], on: str, variables: Mapping[str, str] | None = None) -> None:
-        """Start one rank per letter of `on`, on that host, with the environment variables of torchrun.
+        """Start one rank for each letter of `on`, on the host with this letter, with torchrun's environment variables.
 
         Args:
             command: program and arguments.
@@ -132,11 +135,11 @@ class TwoHosts:
             line = process.stdout.readline()
             if line != "ready\n":
                 raise RuntimeError(
-                    f'expected rank {rank} to print "ready", got {line!r}{process.communicate()}'
+                    f'expected rank {rank} to print "ready", got {line!r} and then {process.communicate()}'
                 )
 
     def outputs(self, timeout_seconds: float) -> list[tuple[int, str, str]]:
-        """Return exit code, output and errors of each rank started since the last call, once all have ended.
+        """Wait for all ranks that were started since the last call. Return their exit codes, outputs and errors.
 
         Raises:
             subprocess.TimeoutExpired: a rank has not ended in time.

@@ -1,4 +1,4 @@
-"""The pytest plugin: `@pytest.mark.ranks(n)` runs a test function on n rank processes at once.
+"""The pytest plugin. `@pytest.mark.ranks(n)` runs a test function on n rank processes at once.
 
     import pytest, torch, torch.distributed as dist
 
@@ -8,10 +8,10 @@
         dist.all_reduce(x)          # torch.distributed (Gloo) is initialised in each rank
         assert x == dist.get_world_size()
 
-Installed with Syncline, found by pytest through its entry point. The processes are warm: they start once per session,
-import torch once, and have one thread each. Every test gets a new process group, so tests are isolated and start
-within milliseconds. `RANK`, `WORLD_SIZE`, `LOCAL_RANK`, `LOCAL_WORLD_SIZE`, `MASTER_ADDR` and `MASTER_PORT` are set
-as torchrun sets them. Nothing listens at the port, which is reserved for this test.
+The plugin is installed with Syncline, and pytest finds it by its entry point. The processes are warm: they start once
+per session, import torch once, and have one thread each. Every test gets a new process group, so tests are isolated and
+start within milliseconds. `RANK`, `WORLD_SIZE`, `LOCAL_RANK`, `LOCAL_WORLD_SIZE`, `MASTER_ADDR` and `MASTER_PORT` are
+set as torchrun sets them. Nothing listens at the port, which is reserved for this test.
 
 Fixtures and parameters are evaluated in pytest's own process and sent to the ranks, so they must be picklable. The test
 passes if it passes on every rank. The report names the ranks that failed, with their tracebacks. A rank that has not
@@ -26,11 +26,11 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Collection
-from typing import Any, NoReturn
+from typing import Any
 
 import pytest
 
-from syncline.testing.pool import Outcome, RankPool
+from syncline.testing.pool import Outcome, RankPool, Task
 
 __all__: list[str] = []
 
@@ -55,16 +55,14 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
     if marker is None:
         return None
     size, timeout_seconds, killed = _read(*marker.args, **marker.kwargs)
-    pool = _pool_of(pyfuncitem.config)
-    tasks = pool.tasks(
-        size,
+    task = Task(
         module=pyfuncitem.module.__name__,
         qualname=_qualname(pyfuncitem),
         arguments=_arguments(pyfuncitem),
         timeout_seconds=timeout_seconds,
         warning_filters=_warning_filters(pyfuncitem),
     )
-    _judge(pool.run(tasks, killed))
+    _judge(_pool_of(pyfuncitem.config).run(size, task, killed))
     return True
 
 
@@ -75,28 +73,26 @@ def _pool_of(config: pytest.Config) -> RankPool:
 
 
 def _read(n: int, timeout: float = 60.0, killed: Collection[int] = ()) -> tuple[int, float, frozenset[int]]:
-    """Return the marker's arguments, checked."""
+    """Return the arguments of the marker after a check."""
     if not isinstance(n, int) or n < 1:
-        _refuse(f"@pytest.mark.ranks(n): expected at least 1 rank, got {n!r}")
+        pytest.fail(f"@pytest.mark.ranks(n): expected at least 1 rank, got {n!r}", pytrace=False)
     if not all(0 <= rank < n for rank in killed):
-        _refuse(f"@pytest.mark.ranks({n}, killed={killed!r}): expected ranks between 0 and {n - 1}")
+        expected = f"expected ranks between 0 and {n - 1}"
+        pytest.fail(f"@pytest.mark.ranks({n}, killed={killed!r}): {expected}", pytrace=False)
     return n, float(timeout), frozenset(killed)
 
 
-def _refuse(message: str) -> NoReturn:
-    pytest.fail(message, pytrace=False)
-
-
 def _arguments(item: pytest.Function) -> dict[str, Any]:
-    """Return the function's arguments, after a check that they can be sent to the ranks."""
+    """Return the arguments of the test function. Fail the test if an argument cannot be sent to the ranks."""
     arguments = {name: item.funcargs[name] for name in item._fixtureinfo.argnames}
     for name, value in arguments.items():
         try:
             pickle.dumps(value)
         except Exception as error:
-            _refuse(
+            pytest.fail(
                 f"the argument {name!r} ({type(value).__name__}) cannot be sent to the rank processes: "
-                f"{error}. Make it inside the test, or parametrize by a name of it"
+                f"{error}. Create the value inside the test, or parametrize the test by a name of the value",
+                pytrace=False,
             )
     return arguments
 
@@ -107,7 +103,7 @@ def _qualname(item: pytest.Function) -> str:
 
 
 def _warning_filters(item: pytest.Function) -> tuple[str, ...]:
-    """Return the filters in pytest's order: the configuration's, the command line's, then the test's own."""
+    """Return the warning filters in pytest's order: of the configuration, of the command line, of the test."""
     config = item.config
     marked = [mark.args for mark in reversed(list(item.iter_markers("filterwarnings")))]
     given = [*config.getini("filterwarnings"), *(config.known_args_namespace.pythonwarnings or [])]
@@ -115,7 +111,7 @@ def _warning_filters(item: pytest.Function) -> tuple[str, ...]:
 
 
 def _judge(outcomes: list[Outcome]) -> None:
-    """Pass, skip or fail in pytest's own process."""
+    """Pass, skip or fail the test in pytest's own process, by the outcomes of all ranks."""
     bad = {rank: outcome for rank, outcome in enumerate(outcomes) if outcome.kind in ("failed", "stuck")}
     if bad:
         ranks_by_text: dict[str, list[int]] = {}

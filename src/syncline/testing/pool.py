@@ -1,15 +1,16 @@
-"""A warm pool of rank processes: torch is already imported, and each test gets a fresh process group.
+"""A warm pool of rank processes. They have already imported torch, and each test gets a fresh process group.
 
-Ranks are forked from templates: processes that have imported everything a rank needs. A fork takes milliseconds.
-There are two templates, for even and for odd ranks, because processes that were started separately have different
-string hashes. Behavior that depends on the order of a set therefore differs between ranks here as well.
+Ranks are forked from templates. A template is a process that has imported everything a rank needs, so that a fork takes
+milliseconds. There are two templates, for even and for odd ranks, because processes that were started separately have
+different string hashes. Behavior that depends on the order of a set therefore differs between ranks in tests, too.
 
-This file is the pool's side; the processes run `worker.py`.
+This file runs in the process of pytest. The rank processes run `worker.py`.
 """
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import pickle
 import signal
@@ -19,30 +20,38 @@ import sys
 import tempfile
 import time
 from collections.abc import Collection
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from multiprocessing.reduction import send_handle
 from pathlib import Path
 from threading import Lock
-from typing import Any, Literal, NamedTuple
+from typing import Any
 
-from syncline.testing.ports import held_port
+from syncline.testing.ports import held_port, variables_of_rank
 
 WORKER = "syncline.testing.worker"
 
 FORKS = "--fork"
 
 
-class Request(NamedTuple):
-    """A request of the pool to a template."""
+_POLL_SECONDS = 0.002
 
-    verb: Literal["fork", "poll", "wait"]
-    pid: int = 0
-    output: str = ""
+
+def _start(channel: socket.socket, output: Path, *options: str) -> subprocess.Popen[bytes]:
+    """Start a process that runs `worker.py` and prints to the file `output`."""
+    with output.open("wb") as log:
+        return subprocess.Popen(
+            [sys.executable, "-m", WORKER, str(channel.fileno()), *options],
+            pass_fds=[channel.fileno()],
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,  # Ctrl-C must reach pytest only, which then ends the workers
+        )
 
 
 class Template:
-    """A process that forks workers. May be used from several threads.
+    """A process that forks workers. Several threads may use a template.
 
     Args:
         output: the file to which the process prints errors.
@@ -51,36 +60,31 @@ class Template:
     def __init__(self, output: Path) -> None:
         self._output = output
         ours, theirs = socket.socketpair()
-        with theirs, output.open("wb") as log:
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", WORKER, str(theirs.fileno()), FORKS],
-                pass_fds=[theirs.fileno()],
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                # Ctrl-C is handled by the controller, which ends its workers.
-                start_new_session=True,
-            )
+        with theirs:
+            self._process = _start(theirs, output, FORKS)
         self._channel = Connection(ours.detach())
         self._lock = Lock()
 
     def fork(self, channel: socket.socket, output: Path) -> ForkedProcess:
         """Fork a new worker, which receives its tasks through `channel` and prints to the file `output`."""
-        pid = self._ask(Request("fork", output=str(output)), channel)
+        pid = self.ask(str(output), channel)
         assert pid is not None
         return ForkedProcess(self, pid)
 
-    def exit_code(self, pid: int, *, waits: bool) -> int | None:
-        """Return a worker's exit code, as in `subprocess`; None if it is running and `waits` is False."""
-        return self._ask(Request("wait" if waits else "poll", pid))
-
     def close(self) -> None:
-        """End the template, which ends its workers too."""
+        """End the template. Its workers then end as well."""
         self._channel.close()
         self._process.kill()
         self._process.wait()
 
-    def _ask(self, request: Request, handle: socket.socket | None = None) -> int | None:
+    def ask(self, request: str | int, handle: socket.socket | None = None) -> int | None:
+        """Send a request to the process, and return the reply.
+
+        Args:
+            request: the path of an output file, to fork a worker that prints there. Or the process number of a worker,
+                to get its exit code, which is None if the worker has not ended.
+            handle: the channel of the new worker.
+        """
         try:
             with self._lock:
                 self._channel.send(request)
@@ -89,7 +93,9 @@ class Template:
                 answer: int | None = self._channel.recv()
         except (EOFError, OSError) as error:
             printed = self._output.read_text(errors="replace")
-            raise RuntimeError(f"the process that starts the ranks has ended:\n{printed}") from error
+            raise RuntimeError(
+                f"the process from which ranks are forked has ended. Its output:\n{printed}"
+            ) from error
         return answer
 
 
@@ -102,25 +108,26 @@ class ForkedProcess:
         self.pid = pid
 
     def poll(self) -> int | None:
-        """Return the exit code if the process has ended, else None."""
+        """Return the exit code of the process, or None if the process has not ended."""
         if self._exit_code is None:
-            self._exit_code = self._template.exit_code(self.pid, waits=False)
+            self._exit_code = self._template.ask(self.pid)
         return self._exit_code
 
     def wait(self) -> int:
         """Wait for the end of the process and return its exit code."""
-        if self._exit_code is None:
-            self._exit_code = self._template.exit_code(self.pid, waits=True)
-        assert self._exit_code is not None
-        return self._exit_code
+        while (code := self.poll()) is None:
+            time.sleep(_POLL_SECONDS)
+        return code
 
     def send_signal(self, number: int) -> None:
         """Send a signal if the process has not ended."""
         if self.poll() is None:
-            os.kill(self.pid, number)  # the id cannot be reused yet, because our child was not waited for
+            os.kill(
+                self.pid, number
+            )  # the number cannot be reused yet, because the template has not waited for it
 
     def kill(self) -> None:
-        """Send SIGKILL."""
+        """Send SIGKILL if the process has not ended."""
         self.send_signal(signal.SIGKILL)
 
 
@@ -130,31 +137,32 @@ _CAN_FORK = sys.platform == "linux"
 _NUM_KINDS = 2
 
 _START_SECONDS = 300.0
-"""Limit for the start of a worker, even on a busy machine."""
+"""How long the start of a worker may take, even on a busy machine."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Task:
-    """One test function on one rank. It is sent to our own child through an inherited socket."""
+    """A test function that all ranks run."""
 
     module: str
+    """Name of the module that defines the function."""
     qualname: str
+    """Name of the function in its module, with its class, if it has one."""
     arguments: dict[str, Any]
-    rank: int
-    size: int
-    store_path: str
+    """Arguments of the function by name. They are pickled."""
     timeout_seconds: float
     warning_filters: tuple[str, ...] = ()
-    master_port: int = 0
-    """The port of the store for all ranks, set by the pool when they begin."""
+    """Filters as in pytest's configuration."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """The end of a task: "passed", "skipped", "xfailed", "failed", "killed" (its process) or "stuck"."""
+    """The end of a task on one rank."""
 
     kind: str
+    """One of "passed", "skipped", "xfailed", "failed", "stuck" and "killed" (the process of the rank)."""
     text: str = ""
+    """The reason, unless the task has passed."""
 
 
 @dataclass
@@ -166,7 +174,7 @@ class _Worker:
     output: Path
     output_from: int = 0
     output_before: str = ""
-    """Output printed before the task, for example after the last one. It may explain why a worker died since then."""
+    """Output that the worker printed before this task. It may explain why the worker has died since the last task."""
     is_ready: bool = False
 
     def new_output(self) -> str:
@@ -178,11 +186,9 @@ class _Worker:
         return data.decode(errors="replace").strip()
 
     def send(self, message: object) -> None:
-        # Plain pickle, because torch would send tensors as descriptors of shared memory, and the worker would need this
-        # process's key to open them.
-        with contextlib.suppress(
-            OSError
-        ):  # if the worker has died, this is detected when its outcome is awaited
+        # Use plain pickle, because torch would send tensors as descriptors of shared memory, and the worker would need
+        # this process's key to open them. If the worker has died, this is detected when its outcome is awaited.
+        with contextlib.suppress(OSError):
             self.channel.send_bytes(pickle.dumps(message))
 
     def wait_ready(self) -> None:
@@ -192,7 +198,9 @@ class _Worker:
                     raise TimeoutError
                 self.channel.recv_bytes()
             except (EOFError, OSError) as error:
-                raise RuntimeError(f"a rank process did not start:\n{self.new_output()}") from error
+                raise RuntimeError(
+                    f"a rank process did not start. Its output:\n{self.new_output()}"
+                ) from error
             self.is_ready = True
 
     def kill(self) -> None:
@@ -204,7 +212,7 @@ class _Worker:
 class RankPool:
     """A pool that runs functions on n processes at once. Workers are started when first needed and reused.
 
-    Several threads may run tasks at once; each uses separate workers.
+    Several threads may run tasks at once. Each thread uses separate workers.
 
     Args:
         grace_seconds: how long the other ranks may take to end after one has failed.
@@ -214,37 +222,35 @@ class RankPool:
         self._grace_seconds = grace_seconds
         self._folder = tempfile.TemporaryDirectory(prefix="syncline-ranks-")
         self._lock = Lock()
-        self._num_started = 0
-        self._num_tasks = 0
+        self._numbers = itertools.count(1)
         self._idle: tuple[list[_Worker], ...] = tuple([] for _ in range(_NUM_KINDS))
         self._templates = [
             Template(Path(self._folder.name) / f"template-{kind}.log")
             for kind in range(_NUM_KINDS if _CAN_FORK else 0)
         ]
 
-    def run(self, tasks: list[Task], killed: Collection[int] = ()) -> list[Outcome]:
-        """Run one task on each rank and return their outcomes, in rank order.
+    def run(self, size: int, task: Task, killed: Collection[int] = ()) -> list[Outcome]:
+        """Run a task on each of `size` ranks, which form a process group. Return their outcomes, in rank order.
 
         Args:
-            tasks: one for each rank.
+            size: the number of ranks.
+            task: the task.
             killed: the ranks whose process must be killed (SIGKILL) during the task.
 
         A rank that does not end before its deadline, or soon after another rank failed, is "stuck". Its stacks are part
         of the outcome. The processes of a failed test are killed, because their state is unknown.
         """
-        with held_port() as port:
-            return self._run([replace(task, master_port=port) for task in tasks], killed)
-
-    def _run(self, tasks: list[Task], killed: Collection[int]) -> list[Outcome]:
-        workers = [self._take(rank % _NUM_KINDS) for rank in range(len(tasks))]
+        store_path = os.path.join(tempfile.mkdtemp(prefix="store-", dir=self._folder.name), "store")
+        workers = [self._take(rank % _NUM_KINDS) for rank in range(size)]
         outcomes: list[Outcome] = []
         try:
             for worker in workers:
                 worker.wait_ready()
                 worker.output_before = worker.new_output()
-            for worker, task in zip(workers, tasks, strict=True):
-                worker.send(task)
-            outcomes = self._collect(workers, tasks[0].timeout_seconds, killed)
+            with held_port() as port:
+                for rank, worker in enumerate(workers):
+                    worker.send((task, store_path, variables_of_rank(rank, size, port)))
+                outcomes = self._collect(workers, task.timeout_seconds, killed)
         finally:
             is_sound = outcomes and not {"failed", "stuck"} & {outcome.kind for outcome in outcomes}
             for rank, worker in enumerate(workers):
@@ -255,36 +261,8 @@ class RankPool:
                     worker.kill()
         return outcomes
 
-    def tasks(
-        self,
-        size: int,
-        *,
-        module: str,
-        qualname: str,
-        arguments: dict[str, Any],
-        timeout_seconds: float,
-        warning_filters: tuple[str, ...],
-    ) -> list[Task]:
-        """Return the same task for each of `size` ranks, which connect through a new file store."""
-        with self._lock:
-            self._num_tasks += 1
-            store_path = os.path.join(self._folder.name, f"store-{self._num_tasks}")
-        return [
-            Task(
-                module=module,
-                qualname=qualname,
-                arguments=arguments,
-                rank=rank,
-                size=size,
-                store_path=store_path,
-                timeout_seconds=timeout_seconds,
-                warning_filters=warning_filters,
-            )
-            for rank in range(size)
-        ]
-
     def close(self) -> None:
-        """End all workers. They are idle, so nothing is lost."""
+        """End all workers. Call this when no task is running."""
         for workers in self._idle:
             for worker in workers:
                 worker.kill()
@@ -294,9 +272,10 @@ class RankPool:
         self._folder.cleanup()
 
     def _give_back(self, worker: _Worker, kind: int) -> None:
-        """Make a worker available again. The oldest is taken first, so that a rank keeps its process from test to test.
+        """Make a worker available again.
 
-        Counters within a process (torch's RPC counts how often it was started) are then equal on the ranks.
+        The oldest idle worker is taken first, so that a rank keeps its process from test to test. Counters within a
+        process are then equal on the ranks. For example, torch's RPC counts its starts.
         """
         with self._lock:
             self._idle[kind].append(worker)
@@ -307,23 +286,13 @@ class RankPool:
         with self._lock:
             if self._idle[kind]:
                 return self._idle[kind].pop(0)
-            self._num_started += 1
-            number = self._num_started
-            output = Path(self._folder.name) / f"worker-{number}.log"
+        number = next(self._numbers)
+        output = Path(self._folder.name) / f"worker-{number}.log"
+        output.touch()
         ours, theirs = socket.socketpair()
-        with theirs, output.open("wb") as log:
-            process = (
-                self._templates[kind].fork(theirs, output)
-                if self._templates
-                else subprocess.Popen(
-                    [sys.executable, "-m", WORKER, str(theirs.fileno())],
-                    pass_fds=[theirs.fileno()],
-                    stdin=subprocess.DEVNULL,
-                    stdout=log,
-                    stderr=subprocess.STDOUT,
-                    start_new_session=True,  # as in `Template`
-                )
-            )
+        with theirs:
+            template = self._templates[kind] if self._templates else None
+            process = _start(theirs, output) if template is None else template.fork(theirs, output)
         worker = _Worker(number, process, Connection(ours.detach()), output)
         worker.send(list(sys.path))
         return worker
@@ -360,15 +329,15 @@ def _outcome(worker: _Worker, *, must_be_killed: bool) -> Outcome:
         how = f"by signal {signal.Signals(-code).name}" if code < 0 else f"with exit code {code}"
         parts = [f"the process ended {how}", worker.new_output()]
         if worker.output_before:
-            parts.append(
-                f"--- printed before this test, by the end of the last one, say ---\n{worker.output_before}"
-            )
+            parts.append(f"--- printed by this rank before this test ---\n{worker.output_before}")
         return Outcome(kind="failed", text="\n".join(filter(None, parts)))
     assert isinstance(outcome, Outcome)
     if outcome.kind == "failed" and (printed := worker.new_output()):
         return Outcome(kind="failed", text=f"{outcome.text}\n--- printed by this rank ---\n{printed}")
     if outcome.kind == "passed" and must_be_killed:
-        return Outcome(kind="failed", text="ended on its own, but should have been killed")
+        return Outcome(
+            kind="failed", text="expected the process to be killed (SIGKILL), but the test ended normally"
+        )
     return outcome
 
 
@@ -381,4 +350,4 @@ def _stacks(worker: _Worker) -> str:
         while time.monotonic() < deadline and worker.output.stat().st_size != size:
             size = worker.output.stat().st_size
             time.sleep(0.05)
-    return f"did not end in time; its stacks and output:\n{worker.new_output()}"
+    return f"did not end in time. Its stacks and output:\n{worker.new_output()}"

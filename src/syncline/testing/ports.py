@@ -9,16 +9,14 @@ from contextlib import contextmanager
 
 from syncline.environment import Environment
 
-_CAN_HOLD = sys.platform == "linux"
-
 
 @contextmanager
 def held_port() -> Iterator[int]:
-    """Reserve a TCP port of this host; a store may listen there, but no other process is assigned the port.
+    """Reserve a TCP port of this host. A store may listen there, but the kernel assigns the port to no other process.
 
-    The kernel does not assign a bound port to a process that asks for any free one. On Linux, a socket that asks for
-    this very port still gets it if both sockets set SO_REUSEADDR and none listens yet. torch's stores and ours set it.
-    Elsewhere the port is only one that was free a moment ago.
+    The kernel does not assign a bound port to a process that asks for any free port. On Linux, a socket that asks for
+    this very port can still bind it if both sockets set SO_REUSEADDR and none listens yet. The stores of torch and
+    Syncline set this option. On other systems, the port was free a moment ago but is not reserved.
 
     Example:
         >>> from torch.distributed import TCPStore
@@ -31,7 +29,7 @@ def held_port() -> Iterator[int]:
         holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         holder.bind(("127.0.0.1", 0))
         port: int = holder.getsockname()[1]
-        if not _CAN_HOLD:
+        if sys.platform != "linux":
             holder.close()
         yield port
 

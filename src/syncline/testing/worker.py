@@ -1,7 +1,7 @@
-"""One rank process of the pool: `python -m syncline.testing.worker FD`. It ends when its channel is closed.
+"""One rank process of the pool: `python -m syncline.testing.worker FD`. It ends when the pool closes its channel.
 
-With `--fork` it is a template, which forks such processes. The template computes nothing and starts no thread, so
-that a forked child behaves like an interpreter that has just imported torch.
+With `--fork`, the process is a template, which forks such rank processes. The template computes nothing and starts no
+thread, so that a forked child behaves like an interpreter that has just imported torch.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ import signal
 import sys
 import traceback
 import warnings
-from collections.abc import Iterator
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from multiprocessing.reduction import recv_handle
@@ -32,8 +31,7 @@ from syncline import environment
 from syncline._torch.modules import import_compiler
 from syncline.session.process import end_with_parent
 from syncline.session.world import shutdown
-from syncline.testing.pool import FORKS, Outcome, Request, Task
-from syncline.testing.ports import variables_of_rank
+from syncline.testing.pool import FORKS, Outcome, Task
 
 _SLOW_TO_IMPORT = (
     "syncline.ddp.wrapper",
@@ -41,11 +39,11 @@ _SLOW_TO_IMPORT = (
     "syncline.evolution.strategy",
     "syncline.debug",
 )
-"""Modules that most tests import: imported once, before ranks are forked."""
+"""Modules that most tests import. A template imports them once, before it forks ranks."""
 
 
 def main(file_descriptor: int, *, forks: bool) -> None:
-    """Run as a worker, or as a template."""
+    """Run this process as a worker or, if `forks`, as a template. The pool's channel has the given descriptor."""
     end_with_parent()
     _rewrite_assertions()
     if not forks:
@@ -65,19 +63,23 @@ def main(file_descriptor: int, *, forks: bool) -> None:
 
 
 def _fork_on_request(file_descriptor: int) -> tuple[int, str] | None:
-    """Answer requests until the pool closes the channel. In a child, return its channel and its output file."""
+    """Answer the requests of `pool.Template` until the pool closes the channel.
+
+    Returns:
+        In a forked child, the descriptor of its channel and the path of its output file. In the template, None.
+    """
     with contextlib.suppress(EOFError, OSError), Connection(file_descriptor) as channel:
         while True:
-            request: Request = channel.recv()
-            if request.verb == "fork":
+            request: str | int = channel.recv()
+            if isinstance(request, str):
                 handle = recv_handle(channel)
                 pid = os.fork()
                 if not pid:
-                    return handle, request.output
+                    return handle, request
                 os.close(handle)
                 channel.send(pid)
             else:
-                ended, status = os.waitpid(request.pid, 0 if request.verb == "wait" else os.WNOHANG)
+                ended, status = os.waitpid(request, os.WNOHANG)
                 channel.send(os.waitstatus_to_exitcode(status) if ended else None)
     return None
 
@@ -90,7 +92,7 @@ def _print_to(path: str) -> None:
 
 
 def _work(channel: Connection) -> None:
-    """Run tasks until the controller closes the channel."""
+    """Run tasks until the pool closes the channel."""
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR1, all_threads=True)
     torch.set_num_threads(1)
@@ -101,23 +103,26 @@ def _work(channel: Connection) -> None:
             message = channel.recv_bytes()
             outcome = _run(message)
             if outcome.kind == "failed":
-                _clean_up()  # so that ranks waiting for this one fail too
+                _clean_up()  # so that ranks that wait for this rank fail too
             sys.stdout.flush()
             channel.send_bytes(pickle.dumps(outcome))
-            channel.recv_bytes()  # all ranks have ended, so none needs this one's connections any more
+            channel.recv_bytes()  # all ranks have ended, so none of them needs the connections of this rank
             _clean_up()
 
 
 def _run(message: bytes) -> Outcome:
     patches: list[pytest.MonkeyPatch] = []
+    before: dict[str, str | None] = {}
     try:
-        task: Task = pickle.loads(message)
+        task: Task
+        task, store_path, variables = pickle.loads(message)
         patches = [value for value in task.arguments.values() if isinstance(value, pytest.MonkeyPatch)]
-        with _environment(task), warnings.catch_warnings():
+        before = environment.export(variables, replace=True)
+        with warnings.catch_warnings():
             function = _find(task)
             for text in task.warning_filters:
                 warnings.filterwarnings(*parse_warning_filter(text, escape=False))
-            _init_process_group(task)
+            _init_process_group(store_path, task.timeout_seconds)
             function(**task.arguments)
     except pytest.skip.Exception as skip:
         return Outcome(kind="skipped", text=str(skip))
@@ -126,8 +131,9 @@ def _run(message: bytes) -> Outcome:
     except (Exception, SystemExit, KeyboardInterrupt, pytest.fail.Exception):
         return Outcome(kind="failed", text=_traceback())
     finally:
-        for patch in patches:  # a copy of the fixture; pytest's own process does not know of its patches
+        for patch in patches:  # pytest's own process cannot undo them, because this is a copy of the fixture
             patch.undo()
+        environment.restore(before)
     return Outcome(kind="passed")
 
 
@@ -139,30 +145,20 @@ def _find(task: Task) -> Any:
     return getattr(found, name)
 
 
-def _init_process_group(task: Task) -> None:
-    store = dist.FileStore(task.store_path, task.size)  # type: ignore[attr-defined]
-    timeout = timedelta(seconds=task.timeout_seconds)
-    dist.init_process_group("gloo", store=store, rank=task.rank, world_size=task.size, timeout=timeout)
+def _init_process_group(store_path: str, timeout_seconds: float) -> None:
+    ours = environment.current()
+    store = dist.FileStore(store_path, ours.size)  # type: ignore[attr-defined]
+    timeout = timedelta(seconds=timeout_seconds)
+    dist.init_process_group("gloo", store=store, rank=ours.rank, world_size=ours.size, timeout=timeout)
     # A rank that fails at once closes its connections. It must not do so before the others have connected.
-    store.set(f"rank {task.rank} is connected", "")
-    store.wait([f"rank {rank} is connected" for rank in range(task.size)], timeout)
+    store.set(f"rank {ours.rank} is connected", "")
+    store.wait([f"rank {rank} is connected" for rank in range(ours.size)], timeout)
 
 
 def _clean_up() -> None:
     shutdown()
     if dist.is_initialized():
         dist.destroy_process_group()
-
-
-@contextlib.contextmanager
-def _environment(task: Task) -> Iterator[None]:
-    """Set torchrun's variables for the duration of one test."""
-    variables = variables_of_rank(task.rank, task.size, task.master_port)
-    before = environment.export(variables, replace=True)
-    try:
-        yield
-    finally:
-        environment.restore(before)
 
 
 def _traceback() -> str:
@@ -174,9 +170,11 @@ def _traceback() -> str:
 
 
 def _rewrite_assertions() -> None:
-    """Let a failed `assert a == b` show a and b, as in any pytest run."""
+    """Make a failed `assert a == b` show a and b, as in any pytest run."""
     config: Config = get_config()
-    config.parse(["-W", "ignore"], addopts=False)  # it would warn of plugins that are already imported
+    config.parse(
+        ["-W", "ignore"], addopts=False
+    )  # without "ignore", it warns about plugins that are already imported
     install_importhook(config)
 
     def compared(op: str, left: object, right: object) -> str | None:

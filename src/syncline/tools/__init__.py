@@ -1,4 +1,4 @@
-"""What people run. Nothing in the library imports it.
+"""The command line and the parts behind it. Nothing in the library imports this package.
 
 Imports: environment, user_code, _torch, transport, torch_backend, session, gradients, verbs, ddp, debug.
 """

@@ -1,26 +1,28 @@
-"""What is measured on."""
+"""The machine on which a benchmark runs."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import platform
+import re
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 
 def num_cores() -> int:
-    """The cores that this process may use."""
+    """Return the number of cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def total_memory_bytes() -> int:
-    """The memory of this host."""
+    """Return the size of this host's memory."""
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def describe_machine() -> dict[str, Any]:
-    """The machine and what runs on it, as plain data."""
+    """Return the hardware, the load and the versions of this machine, as plain data."""
     return {
         "cpu": _cpu_model(),
         "architecture": platform.machine(),
@@ -35,9 +37,8 @@ def describe_machine() -> dict[str, Any]:
 
 
 def _cpu_model() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return platform.processor()
-    named = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return named[0] if named else platform.processor()
+    with contextlib.suppress(OSError):
+        found = re.search(r"^model name\s*:\s*(.*)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
+        if found:
+            return found[1]
+    return platform.processor()

@@ -1,24 +1,22 @@
-"""MPIs as competitors in benchmarks, and facts about this machine.
+"""MPIs as competitors in benchmarks.
 
-An MPI runs in a separate process tree. It gets a request for each of its turns, and sleeps between them.
+An MPI runs in a separate process tree. It gets a request for each of its turns, and sleeps between its turns.
 """
 
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import re
 import shutil
-import signal
 import socket
 import subprocess
 import tempfile
 import time
 from dataclasses import dataclass
+from multiprocessing.connection import Connection
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Literal, TextIO
+from typing import Any, Literal
 
 from syncline.tools.bench.timing import Timer
 from syncline.transport.base import Transport
@@ -27,7 +25,7 @@ _PEER = Path(__file__).with_name("mpi_peer.py")
 
 _START_SECONDS = 60.0
 
-_ANSWER_SECONDS = 300.0
+_REPLY_SECONDS = 300.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,10 +37,10 @@ class MPI:
     python: str
     """Path of a Python whose mpi4py uses this MPI."""
     mpiexec: str
-    """Path of the program that starts its ranks."""
+    """Path of the program that starts the ranks of this MPI."""
 
     def command(self, num_ranks: int, socket_path: str) -> list[str]:
-        """Return the command that starts the ranks of the measurement."""
+        """Return the command that starts the ranks, which connect to the socket."""
         options: list[str] = []
         if self.name.startswith("Open MPI"):
             options = ["--bind-to", "none", "--map-by", ":OVERSUBSCRIBE"]
@@ -71,42 +69,46 @@ def short_name(version: str) -> str:
 
 
 def find_mpi(python: str) -> MPI:
-    """Return the MPI that this Python's mpi4py uses.
+    """Return the MPI that the mpi4py of a Python uses.
+
+    Args:
+        python: path of the Python.
 
     Raises:
-        ValueError: there is none, or it does not work; the text has the reason.
+        ValueError: this Python has no working mpi4py. The text has the reason.
     """
     code = "from mpi4py import MPI; import numpy; print(MPI.Get_library_version())"
     try:
-        asked = subprocess.run(
+        version = subprocess.run(
             [python, "-c", code], capture_output=True, text=True, timeout=_START_SECONDS, check=False
         )
     except (OSError, subprocess.TimeoutExpired) as error:
-        raise ValueError(f"{python}: {error}") from None
-    if asked.returncode:
-        last = asked.stderr.strip().splitlines()[-1:] or [f"exit code {asked.returncode}"]
+        raise ValueError(f"{python} could not report its MPI: {error}") from None
+    if version.returncode:
+        last = version.stderr.strip().splitlines()[-1:] or [f"exit code {version.returncode}"]
         raise ValueError(f"mpi4py does not work with {python}: {last[0]}")
     beside = Path(python).with_name("mpiexec")
     mpiexec = str(beside) if beside.is_file() else shutil.which("mpiexec")
     if mpiexec is None:
-        raise ValueError(f"mpi4py works with {python}, but no mpiexec was found next to it or on PATH")
-    return MPI(name=short_name(asked.stdout), python=python, mpiexec=mpiexec)
+        raise ValueError(
+            f"mpi4py works with {python}, but there is no mpiexec in the folder of this Python or on PATH"
+        )
+    return MPI(name=short_name(version.stdout), python=python, mpiexec=mpiexec)
 
 
 class MPIPeer:
-    """The ranks of one MPI, started by one of our ranks; a context manager.
+    """The ranks of one MPI, started by one of Syncline's ranks; a context manager.
 
     Raises:
-        RuntimeError: they did not start, or ended early; the text has their last output.
+        RuntimeError: the ranks did not start, or ended early. The text has their last output.
     """
 
     def __init__(self, mpi: MPI, *, num_ranks: int) -> None:
         self.mpi = mpi
         self._folder = tempfile.TemporaryDirectory(prefix="syncline_mpi_", ignore_cleanup_errors=True)
-        self._connections: list[socket.socket] = []
-        self._lines: list[TextIO] = []
-        path = str(Path(self._folder.name) / "turn")
-        self._words = (Path(self._folder.name) / "words").open("w+")
+        self._connections: list[Connection] = []
+        path = str(Path(self._folder.name) / "socket")
+        self._output = (Path(self._folder.name) / "output").open("w+")
         with socket.socket(socket.AF_UNIX) as listener:
             listener.bind(path)
             listener.listen(num_ranks)
@@ -114,53 +116,47 @@ class MPIPeer:
             self._process = subprocess.Popen(
                 mpi.command(num_ranks, path),
                 stdin=subprocess.DEVNULL,
-                stdout=self._words,
+                stdout=self._output,
                 stderr=subprocess.STDOUT,
                 cwd=self._folder.name,
             )
             try:
-                self._meet(listener, num_ranks)
+                self._connect(listener, num_ranks)
             except BaseException:
                 self.close()
                 raise
 
-    def _meet(self, listener: socket.socket, num_ranks: int) -> None:
+    def _connect(self, listener: socket.socket, num_ranks: int) -> None:
         deadline = time.monotonic() + _START_SECONDS
         while len(self._connections) < num_ranks:
             try:
-                connection, _ = listener.accept()
+                accepted, _ = listener.accept()
             except TimeoutError:
                 if self._process.poll() is not None or time.monotonic() > deadline:
                     raise self._error("its ranks did not start") from None
                 continue
-            connection.settimeout(_ANSWER_SECONDS)
-            self._connections.append(connection)
-            self._lines.append(connection.makefile("rw", encoding="utf-8"))
-        sizes = {hello["size"] for hello in self._answers()}
+            self._connections.append(Connection(accepted.detach()))
+        sizes = set(self._receive())
         if sizes != {num_ranks}:
-            raise self._error(f"expected {num_ranks} ranks in one world, got worlds of {sorted(sizes)}")
+            raise self._error(f"expected {num_ranks} ranks in one world, got worlds of {sorted(sizes)} ranks")
 
     def __enter__(self) -> MPIPeer:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def prepare(self, numel: int) -> None:
-        """Let the ranks reduce this many fp32 elements from now on."""
-        self._say({"numel": numel})
-        if not all(answer["is_right"] for answer in self._answers()):
-            raise self._error("its sum is wrong")
+        """Set the number of fp32 elements that the ranks reduce from now on."""
+        if not all(self._ask("prepare", numel)):
+            raise self._error("the result of its all_reduce is wrong")
 
     def seconds_for(self, num_calls: int, op: Literal["sum", "mean"]) -> float:
-        """Return the time of this many reductions on the slowest of its ranks."""
-        self._say({"op": op, "calls": num_calls})
-        return float(max(answer["seconds"] for answer in self._answers()))
+        """Return the time in seconds of `num_calls` reductions on the slowest rank of the MPI."""
+        return float(max(self._ask(op, num_calls)))
 
     def timer(self, op: Literal["sum", "mean"], transport: Transport) -> Timer:
-        """Return a timer of this MPI, for the rank that started it."""
+        """Return a timer of this MPI, for the rank that started the MPI."""
 
         def seconds_for(num_calls: int) -> float:
             transport.barrier().wait()
@@ -170,38 +166,37 @@ class MPIPeer:
 
     def close(self) -> None:
         """End the ranks of the MPI."""
-        for lines, connection in zip(self._lines, self._connections, strict=True):
-            with contextlib.suppress(OSError):
-                lines.close()
+        for connection in self._connections:
             connection.close()
-        self._connections, self._lines = [], []
-        for signal_number in (None, signal.SIGTERM, signal.SIGKILL):
-            if signal_number is not None:
-                self._process.send_signal(signal_number)
+        self._connections = []
+        for end in (self._process.poll, self._process.terminate, self._process.kill):
+            end()
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._process.wait(timeout=5)
                 break
-        self._words.close()
+        self._output.close()
         self._folder.cleanup()
 
-    def _say(self, request: dict[str, object]) -> None:
+    def _ask(self, request: str, number: int) -> list[Any]:
+        """Send a request to all ranks, and return their replies."""
         try:
-            for lines in self._lines:
-                lines.write(json.dumps(request) + "\n")
-                lines.flush()
+            for connection in self._connections:
+                connection.send((request, number))
         except OSError:
             raise self._error("it ended early") from None
+        return self._receive()
 
-    def _answers(self) -> list[dict[str, Any]]:
+    def _receive(self) -> list[Any]:
         try:
-            lines = [lines.readline() for lines in self._lines]
-        except OSError as error:
-            raise self._error(f"no answer ({error})") from None
-        if not all(lines):
-            raise self._error("it ended early")
-        return [json.loads(line) for line in lines]
+            if not all(connection.poll(_REPLY_SECONDS) for connection in self._connections):
+                raise self._error(f"no reply within {_REPLY_SECONDS:.0f} s")
+            return [connection.recv() for connection in self._connections]
+        except (EOFError, OSError):
+            raise self._error("it ended early") from None
 
-    def _error(self, what: str) -> RuntimeError:
-        self._words.seek(0)
-        words = " ".join(self._words.read().split())[-400:]
-        return RuntimeError(f"{self.mpi.name}: {what}" + (f"; it said: {words}" if words else ""))
+    def _error(self, problem: str) -> RuntimeError:
+        self._output.seek(0)
+        output = " ".join(self._output.read().split())[-400:]
+        return RuntimeError(
+            f"{self.mpi.name}: {problem}" + (f"; its last output: {output}" if output else "")
+        )

@@ -1,11 +1,10 @@
-"""The program of each rank of a benchmark, and the common arguments of the programs in benchmarks/.
+"""The program that each rank of `syncline bench` runs.
 
 Run as `python -m syncline.tools.bench.ranks PLAN OUTPUT`, where PLAN is JSON.
 """
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import json
 import sys
@@ -26,49 +25,16 @@ from syncline.tools.bench.workloads import backend_group, checked, engines, num_
 from syncline.transport.base import Transport
 
 
-class RoundsParser(argparse.ArgumentParser):
-    """A parser with --rounds, --quick and --json; a program adds its own arguments.
-
-    The parsed arguments have `rounds`, `quick` and `json`. With --quick, `rounds` is the constructor's `quick`.
-
-    Args:
-        about: the program's docstring; its first line is shown.
-        rounds: the default number of rounds.
-        quick: the number of rounds for a check that the program runs.
-
-    Example:
-        >>> parser = RoundsParser("What it costs.", rounds=40, quick=3)
-        >>> parser.parse_figures([]).rounds, parser.parse_figures(["--quick"]).rounds
-        (40, 3)
-    """
-
-    def __init__(self, about: str | None, *, rounds: int, quick: int) -> None:
-        super().__init__(description=about.splitlines()[0] if about else None)
-        self._num_quick = quick
-        self.add_argument("--rounds", type=int, default=rounds)
-        self.add_argument(
-            "--quick", action="store_true", help=f"{quick} short rounds: figures without meaning"
-        )
-        self.add_argument("--json", type=Path, help="where to write the figures")
-
-    def parse_figures(self, argv: Sequence[str] | None = None) -> argparse.Namespace:
-        """Parse the arguments as `parse_args` does, and apply --quick."""
-        arguments = self.parse_args(argv)
-        if arguments.quick:
-            arguments.rounds = self._num_quick
-        return arguments
-
-
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """The measurements to make, and their numbers of rounds."""
+    """The measurements of a benchmark, and their numbers of rounds."""
 
     sizes_bytes: Sequence[int]
     """Payloads of all_reduce."""
     num_rounds: int = 20
     """Rounds of all_reduce."""
     turn_seconds: float = 0.01
-    """Target duration of a competitor's turn; a turn is at least one call."""
+    """Desired duration of a competitor's turn. A turn has at least one call."""
     models: Sequence[str] = ()
     """The models to train, by name."""
     num_step_rounds: int = 20
@@ -78,22 +44,21 @@ class Plan:
     mpis: Sequence[Mapping[str, str]] = ()
     """The MPIs to measure, as fields of `MPI`."""
     with_sum: bool = False
-    """Whether our engine and the MPIs are also measured without the division."""
+    """Whether Syncline and the MPIs are also measured without the division by the number of ranks."""
 
 
 def main(argv: Sequence[str]) -> None:
-    """Measure according to a plan and write the results to a file; arguments: PLAN OUTPUT."""
-    plan, output = Plan(**json.loads(argv[0])), Path(argv[1])
-    found = measure(plan)
+    """Measure according to a plan, and write the results to a file. The arguments are PLAN and OUTPUT."""
+    found = measure(Plan(**json.loads(argv[0])))
     if found is not None:
-        output.write_text(json.dumps(found))
+        Path(argv[1]).write_text(json.dumps(found))
 
 
 def measure(plan: Plan) -> dict[str, Any] | None:
     """Measure on all ranks together.
 
     Returns:
-        The raw results, for `timing.summarize`; None on ranks other than 0.
+        The raw results for `timing.summarize` on rank 0; None on other ranks.
     """
     torch.set_num_threads(1)
     machine = describe_machine()  # now, so that its load does not include the benchmark
@@ -137,7 +102,7 @@ def _all_reduce(
 
 @contextlib.contextmanager
 def _peers(plan: Plan, transport: Transport, notes: list[str]) -> Iterator[dict[str, MPIPeer | None]]:
-    """Yield the MPIs that started, by name; the peers themselves on rank 0, None on the other ranks."""
+    """Yield the MPIs that have started, by name. The values are None on ranks other than 0."""
     with contextlib.ExitStack() as stack:
         mine: dict[str, MPIPeer | None] = {}
         for fields in plan.mpis if transport.rank == 0 else ():

@@ -1,4 +1,4 @@
-"""Sizes and figures as text, and back. Pure."""
+"""Sizes and figures as text, and sizes read from text. Pure."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 
 
 def parse_size(text: str) -> int:
-    """Return the number of bytes of a size such as "64K" or "1.5M"; a K is 1024 bytes.
+    """Return the number of bytes of a size such as "64K" or "1.5M"; 1K is 1024 bytes.
 
     Raises:
         ValueError: the text is not a size, or not a multiple of 4 bytes, which fp32 needs.
@@ -27,7 +27,7 @@ def parse_size(text: str) -> int:
         raise ValueError(f"expected a size such as 1K, 64K or 25M, got {text!r}")
     size_bytes = float(found.group(1)) * _UNITS[found.group(2).upper()]
     if size_bytes < 4 or size_bytes % 4:
-        raise ValueError(f"{text}: expected a multiple of 4 bytes, from 4: the elements are fp32")
+        raise ValueError(f"{text}: expected a multiple of 4 bytes, because the elements are fp32")
     return int(size_bytes)
 
 
@@ -44,37 +44,6 @@ def size_text(size_bytes: int) -> str:
     return f"{size_bytes} B"
 
 
-def judged(
-    found: tuple[float, float, float],
-    *,
-    at_most: float | None = None,
-    at_least: float | None = None,
-    form: str = "{:.2f}",
-) -> str:
-    """Format a measured number with its interval, and say whether the median meets its goal.
-
-    "within noise" means that one end of the interval meets the goal and the other does not.
-
-    Args:
-        found: the median and its interval.
-        at_most: the upper bound that is the goal; give this or `at_least`.
-        at_least: the lower bound that is the goal.
-        form: the format of each figure.
-
-    Example:
-        >>> judged((1.1, 1.0, 1.3), at_most=1.2), judged((1.1, 1.0, 1.2), at_most=1.2)
-        ('1.10 [1.00, 1.30] met, within noise', '1.10 [1.00, 1.20] met')
-        >>> judged((9.0, 8.0, 10.0), at_least=10, form="{:.0f}x"), judged((4.0, 3.0, 4.5), at_least=5)
-        ('9x [8x, 10x] not met, within noise', '4.00 [3.00, 4.50] not met')
-    """
-    assert (at_most is None) != (at_least is None)
-    answers = {one <= at_most if at_most is not None else one >= (at_least or 0) for one in found[1:]}
-    middle, low, high = found
-    is_met = middle <= at_most if at_most is not None else middle >= (at_least or 0)
-    noise = ", within noise" if len(answers) > 1 else ""
-    return f"{form.format(middle)} [{form.format(low)}, {form.format(high)}] {'met' if is_met else 'not met'}{noise}"
-
-
 def seconds_text(seconds: float) -> str:
     """Format a time with three digits and a unit.
 
@@ -89,9 +58,7 @@ def seconds_text(seconds: float) -> str:
 
 
 def table(rows: Sequence[Sequence[str]]) -> str:
-    """Format rows as columns two spaces apart, the first left-aligned, the others right-aligned.
-
-    The first row is the header.
+    """Format rows as columns two spaces apart. The first column is left-aligned, the others are right-aligned.
 
     Example:
         >>> print(table([["size", "a"], ["1 KiB", "2 us"]]))
@@ -111,18 +78,13 @@ def table(rows: Sequence[Sequence[str]]) -> str:
 def report(summary: Mapping[str, Any]) -> str:
     """Format the whole measurement as text."""
     parts = [_head(summary)]
-    rows = summary["all_reduce"]
-    if rows:
-        parts.append("all_reduce, mean of fp32: time a call\n" + _times(rows))
-        parts.append(
-            "Payload bytes / time, GB/s (copy: each rank copies a tensor of this size)\n" + _bandwidths(rows)
-        )
-        parts.append("Times as fast as Gloo [95 % interval]\n" + _ratios(rows))
-        if any("share_of_copy" in row["engines"].get("syncline", {}) for row in rows):
-            parts.append("Speed against that copy, which moves as many bytes\n" + _shares(rows))
+    for title, figure, form in _FIGURES:
+        rows = _by_size(summary["all_reduce"], figure, form)
+        if rows:
+            parts.append(f"{title}\n{rows}")
     parts += [_steps(row) for row in summary["steps"]]
     if summary["notes"]:
-        parts.append("\n".join(["Left out", *(f"  {note}" for note in summary["notes"])]))
+        parts.append("\n".join(["Not measured", *(f"  {note}" for note in summary["notes"])]))
     return "\n\n".join(parts)
 
 
@@ -134,64 +96,45 @@ def _head(summary: Mapping[str, Any]) -> str:
     lines = [
         f"{num_ranks} ranks x 1 thread on {where}, load {machine['load']:.2f}",
         f"{versions} over {summary['transport']}, Python {machine['python']}, {machine['system']}",
-        f"medians over {plan['num_rounds']} rounds in which the engines take turns; of the slowest rank",
+        f"medians over {plan['num_rounds']} rounds in which the engines take turns, on the slowest rank",
     ]
     if num_ranks > cores:
         lines.append(
-            f"more ranks than cores: {num_ranks} ranks share {cores}, so times include waiting for a core"
+            f"more ranks than cores: {num_ranks} ranks share {cores} cores, so times include waiting for a core"
         )
     if machine["load"] > 0.5 * cores:
         lines.append("the machine was not idle when the benchmark started: expect wide intervals")
     if "shared memory" not in summary["transport"]:
-        lines.append("no shared memory between these ranks: syncline ran over the engine named above")
+        lines.append("these ranks share no memory, so syncline used the transport named above")
     return "\n".join(lines)
 
 
-def _names(rows: Sequence[Mapping[str, Any]], key: str | None = None) -> list[str]:
-    """Return the names of the engines, in order; with `key`, only of those that have this figure."""
-    names = dict.fromkeys(name for row in rows for name in row["engines"])
-    return [name for name in names if key is None or any(key in row["engines"].get(name, {}) for row in rows)]
+def _by_size(rows: Sequence[Mapping[str, Any]], figure: str, form: Callable[[Any], str]) -> str:
+    """Format one figure of all_reduce, with one line per engine and one column per size.
 
-
-def _by_size(rows: Sequence[Mapping[str, Any]], names: Sequence[str], cell: Callable[[Any], str]) -> str:
-    """Format one line per engine and one column per size, in several tables if the columns do not fit."""
+    If the columns do not fit, there are several tables. Engines without this figure are left out.
+    """
+    engines = dict.fromkeys(name for row in rows for name in row["engines"])
+    names = [name for name in engines if any(figure in row["engines"].get(name, {}) for row in rows)]
+    if not names:
+        return ""
     columns = [
-        [size_text(row["payload_bytes"]), *(cell(row["engines"][name]) for name in names)] for row in rows
+        [size_text(row["payload_bytes"]), *(form(row["engines"][name][figure]) for name in names)]
+        for row in rows
     ]
-    widths = [max(map(len, column)) + 2 for column in columns]
+    width = sum(max(map(len, column)) + 2 for column in columns)
     room = _MAX_WIDTH - max(map(len, names)) - 2
-    num_blocks = max(1, math.ceil(sum(widths) / room))
-    a_block = math.ceil(len(columns) / num_blocks)
-    blocks = [[["", *names], *columns[at : at + a_block]] for at in range(0, len(columns), a_block)]
-    return "\n".join(_indented(table(list(zip(*block, strict=True)))) for block in blocks)
-
-
-def _times(rows: Sequence[Mapping[str, Any]]) -> str:
-    return _by_size(rows, _names(rows), lambda figures: seconds_text(figures["median_seconds"]))
-
-
-def _bandwidths(rows: Sequence[Mapping[str, Any]]) -> str:
-    return _by_size(
-        rows, _names(rows), lambda figures: _three_digits(figures["payload_bytes_per_second"] / 1e9)
-    )
-
-
-def _ratios(rows: Sequence[Mapping[str, Any]]) -> str:
-    names = _names(rows, "times_as_fast_as_gloo")
-    return _by_size(rows, names, lambda figures: _interval_text(figures["times_as_fast_as_gloo"]))
-
-
-def _shares(rows: Sequence[Mapping[str, Any]]) -> str:
-    names = _names(rows, "share_of_copy")
-    return _by_size(rows, names, lambda figures: _percent_text(figures["share_of_copy"]))
+    num_columns = math.ceil(len(columns) / math.ceil(width / room))
+    parts = [columns[at : at + num_columns] for at in range(0, len(columns), num_columns)]
+    return "\n".join(_indented(table(list(zip(["", *names], *part, strict=True)))) for part in parts)
 
 
 def _steps(row: Mapping[str, Any]) -> str:
     rival = row["rival"]
     title = (
         f"{row['model']} ({row['num_parameters'] / 1e6:.2f} M parameters), forward, backward, fused AdamW\n"
-        f"  ratio: to {rival}, the better one; exposed: what a step takes longer than one that is "
-        "not synchronized"
+        f"  ratio: time relative to {rival}, the fastest step over Gloo\n"
+        "  exposed: additional time relative to a step that is not synchronized"
     )
     body = [
         [
@@ -222,3 +165,16 @@ def _three_digits(number: float) -> str:
 
 def _indented(text: str) -> str:
     return "\n".join(f"  {line}" for line in text.splitlines())
+
+
+_FIGURES: tuple[tuple[str, str, Callable[[Any], str]], ...] = (
+    ("all_reduce, mean of fp32: time of a call", "median_seconds", seconds_text),
+    (
+        "Payload bytes / time, GB/s (copy: each rank copies a tensor of this size)",
+        "payload_bytes_per_second",
+        lambda bytes_per_second: _three_digits(bytes_per_second / 1e9),
+    ),
+    ("Times as fast as Gloo [95 % interval]", "times_as_fast_as_gloo", _interval_text),
+    ("Speed relative to that copy, which moves as many bytes", "share_of_copy", _percent_text),
+)
+"""The tables of all_reduce: title, name of the figure, and its format."""

@@ -1,7 +1,7 @@
 """Timing of competitors that take turns, round by round, and the summary of the rounds.
 
-Turns make a drift of the machine's speed affect all competitors. The summary is pure: it turns the times of the rounds
-into medians, ratios and intervals.
+The competitors take turns so that a change of the machine's speed affects all of them. The summary is a pure function,
+which turns the times of the rounds into medians, ratios and intervals.
 """
 
 from __future__ import annotations
@@ -15,20 +15,18 @@ from typing import Any
 
 import torch
 
-from syncline.session.ranks import World
-from syncline.session.world import transport_of
 from syncline.transport.base import Transport
 
 Timer = Callable[[int], float]
-"""A function that makes the given number of calls and returns their seconds on this rank; all ranks call it at once."""
+"""A function that makes a number of calls and returns their seconds on this rank. All ranks call it together."""
 
 _NUM_DRAWS = 2000
 
 
 def timer(call: Callable[[], object], transport: Transport) -> Timer:
-    """Return a timer of `call` on ranks that start together.
+    """Return a function that times `call` on all ranks together.
 
-    The time ends when all ranks have ended, because ranks that share a core may not overlap.
+    The time includes the wait for the slowest rank, because ranks that share a core take turns on it.
 
     Args:
         call: the measured function, the same on all ranks.
@@ -69,28 +67,10 @@ def alternate(
     return {name: slowest[i * num_rounds : (i + 1) * num_rounds] for i, name in enumerate(mine)}
 
 
-def take_turns(
-    steps: Mapping[str, Callable[[], object]], *, num_rounds: int, num_steps: int, world: World
-) -> dict[str, list[float]]:
-    """Return the seconds per step on the slowest rank, by competitor and round.
-
-    Args:
-        steps: functions that make one step of each competitor, the same ones on all ranks.
-        num_rounds: rounds that count; two more run before them as a warm-up.
-        num_steps: steps of one competitor in one round.
-        world: the ranks.
-    """
-    transport = transport_of(None)
-    assert transport.size == world.size
-    timers = {name: timer(step, transport) for name, step in steps.items()}
-    num_calls = dict.fromkeys(timers, num_steps)
-    return alternate(timers, num_rounds=num_rounds, num_calls=num_calls, transport=transport)
-
-
 def calls_for(
     timers: Mapping[str, Timer], *, seconds: float, most: int, transport: Transport
 ) -> dict[str, int]:
-    """Return the number of calls of each competitor that take about `seconds`; 1 to `most`, the same on all ranks."""
+    """Return for each competitor the number of calls (1 to `most`) that take about `seconds`, equal on all ranks."""
     for warm_up in timers.values():
         warm_up(1)
     found = _slowest([measure(3) / 3 for measure in timers.values()], transport)
@@ -119,17 +99,15 @@ def median_interval(values: Sequence[float]) -> tuple[float, float, float]:
 
 
 def ratio(ours: Sequence[float], theirs: Sequence[float]) -> tuple[float, float, float]:
-    """Return the median of the rounds' ratios and its bootstrapped 95 % confidence interval."""
+    """Return the median of the ratios of all rounds, and its bootstrapped 95 % confidence interval."""
     return median_interval([a / b for a, b in zip(ours, theirs, strict=True)])
 
-
-Interval = dict[str, float]
 
 _COPY, _GLOO, _LOCAL, _OURS = "copy", "gloo", "not synchronized", "syncline"
 
 
 def summarize(raw: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the raw measurement with medians, bandwidths and ratios; every round is kept.
+    """Return the raw measurement with medians, bandwidths and ratios. The times of all rounds are kept.
 
     An interval is the median over rounds with its bootstrapped 95 % confidence interval. A ratio is computed from the
     two times of one round.
@@ -181,9 +159,9 @@ def _steps(row: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _figures(rounds: Sequence[float]) -> dict[str, Any]:
-    middle, low, high = median_interval(rounds)
-    return {"median_seconds": middle, "low_seconds": low, "high_seconds": high}
+    names = ("median_seconds", "low_seconds", "high_seconds")
+    return dict(zip(names, median_interval(rounds), strict=True))
 
 
-def _interval(found: tuple[float, float, float]) -> Interval:
+def _interval(found: tuple[float, float, float]) -> dict[str, float]:
     return dict(zip(("median", "low", "high"), found, strict=True))

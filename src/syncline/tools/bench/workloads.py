@@ -1,15 +1,14 @@
 """The workloads of the benchmarks: all_reduce by each engine, and training steps of small GPTs by each wrapper.
 
-The reference of all_reduce is a copy of the same tensor; the reference of the wrappers is a step without
-synchronization.
+All_reduce is compared with a copy of the same tensor, and a training step with a step without synchronization.
 """
 
 from __future__ import annotations
 
 import copy
-import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -38,12 +37,13 @@ COPY = "copy"
 
 
 def backend_group(notes: list[str]) -> dist.ProcessGroup | None:
-    """Return a group of all ranks on the backend "syncline", or None after adding the reason to `notes`."""
+    """Return a group of all ranks on the backend "syncline". On failure, add the reason to `notes`, and return None."""
     try:
         register_backend()
         group: dist.ProcessGroup = dist.new_group(backend="syncline")
     except Exception as error:
-        notes.append(f'no torch.distributed group on the backend "syncline": {_first_line(error)}')
+        reason = str(error).strip().partition("\n")[0] or type(error).__name__
+        notes.append(f'torch.distributed has no group on the backend "syncline": {reason}')
         return None
     return group
 
@@ -51,13 +51,13 @@ def backend_group(notes: list[str]) -> dist.ProcessGroup | None:
 def engines(
     numel: int, *, transport: Transport, backend: dist.ProcessGroup | None, with_sum: bool = False
 ) -> dict[str, tuple[Callable[[], object], Tensor]]:
-    """Return, by engine, a function that makes one all_reduce of `numel` elements, and the tensor that it reduces.
+    """Return for each engine a function that makes one all_reduce of `numel` elements, and the tensor that is reduced.
 
     Args:
         numel: number of fp32 elements.
-        transport: our transport, over the ranks of torch's default group, which is Gloo.
-        backend: a group on our torch.distributed backend.
-        with_sum: whether to add our all_reduce without the division.
+        transport: Syncline's transport over the ranks of torch's default group, which uses Gloo.
+        backend: a group on the backend "syncline"; None omits this engine.
+        with_sum: whether to add Syncline's all_reduce without the division by the number of ranks.
     """
     plain = torch.ones(numel)
     size = transport.size
@@ -91,10 +91,10 @@ def engines(
 def checked(
     found: Mapping[str, tuple[Callable[[], object], Tensor]], *, rank: int, size: int
 ) -> dict[str, Callable[[], object]]:
-    """Return the functions, after a check of each result. All tensors are then set to 0.
+    """Check the result of each engine, and set all tensors to 0. Return the functions of the engines.
 
     Raises:
-        RuntimeError: an engine's result is wrong.
+        RuntimeError: the result of an engine is wrong.
     """
     for name, (call, tensor) in found.items():
         tensor.fill_(rank + 1)
@@ -111,13 +111,9 @@ def checked(
     return {name: call for name, (call, _) in found.items()}
 
 
-def _first_line(error: BaseException) -> str:
-    return str(error).strip().partition("\n")[0] or type(error).__name__
-
-
 @dataclass(frozen=True, kw_only=True)
 class GPTConfig:
-    """A GPT and the shape of the batch on which it is trained."""
+    """The sizes of a GPT and of its batches."""
 
     vocabulary: int
     width: int
@@ -191,45 +187,40 @@ SHARDED = "syncline, sharded"
 Wrap = Callable[[nn.Module], nn.Module]
 
 
-def can_shard() -> bool:
-    """Return whether our class accepts `sharded=True`."""
-    return "sharded" in inspect.signature(DistributedDataParallel.__init__).parameters
-
-
 def wrappers(backend: dist.ProcessGroup | None) -> dict[str, Wrap]:
-    """Return the function by which each competitor wraps the module.
+    """Return for each competitor the function that wraps a module.
 
     Args:
-        backend: a group on our torch.distributed backend, for torch's own class; None omits that competitor.
+        backend: a group on the backend "syncline", for torch's own class; None omits this competitor.
     """
     theirs: Any = nn.parallel.DistributedDataParallel
     ours: Any = DistributedDataParallel
-    found: dict[str, Wrap] = {
-        LOCAL: lambda module: module,
-        "torch DDP, gloo": lambda module: theirs(module),
-        "torch DDP, gloo, bucket view": lambda module: theirs(module, gradient_as_bucket_view=True),
+    on_backend: dict[str, Wrap] = {
+        "torch DDP, backend syncline": partial(theirs, process_group=backend, gradient_as_bucket_view=True)
     }
-    if backend is not None:
-        found["torch DDP, backend syncline"] = lambda module: theirs(
-            module, process_group=backend, gradient_as_bucket_view=True
-        )
-    found["syncline"] = lambda module: ours(module)
-    found["syncline, bucket view"] = lambda module: ours(module, gradient_as_bucket_view=True)
-    if can_shard():
-        found[SHARDED] = lambda module: ours(module, sharded=True)
-    return found
+    return {
+        LOCAL: lambda module: module,
+        "torch DDP, gloo": theirs,
+        "torch DDP, gloo, bucket view": partial(theirs, gradient_as_bucket_view=True),
+        **(on_backend if backend is not None else {}),
+        "syncline": ours,
+        "syncline, bucket view": partial(ours, gradient_as_bucket_view=True),
+        SHARDED: partial(ours, sharded=True),
+    }
 
 
 def steps_of(
     model: str, *, rank: int, backend: dist.ProcessGroup | None, notes: list[str]
 ) -> dict[str, Callable[[], None]]:
-    """Return a function per competitor that makes one step: a separate replica, fused AdamW, the same batch each time.
+    """Return for each competitor a function that makes one training step.
+
+    Each competitor has a replica of its own and fused AdamW. The batch is the same in each step.
 
     Args:
         model: a name in `SIZES`.
         rank: the seed of the batch.
-        backend: as in `wrappers`.
-        notes: gets the reason if a competitor is not available.
+        backend: a group on the backend "syncline", or None.
+        notes: a list to which the reason is added if a competitor is not available.
     """
     torch.manual_seed(0)
     base = GPT(SIZES[model])

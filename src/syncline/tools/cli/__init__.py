@@ -1,9 +1,9 @@
-"""The command line, with one module per command. This module selects the command by name.
+"""The command line, with one module per command. This module finds the command by its name.
 
 __main__.py  `python -m syncline.tools.cli`
 bench.py     `syncline bench`
 doctor.py    `syncline doctor`
-options.py   parsers of command line options, and the help of `syncline run`
+options.py   the parser of all commands, and the options of `syncline run`
 run.py       `syncline run`
 """
 
@@ -12,19 +12,16 @@ from __future__ import annotations
 import difflib
 import platform
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from importlib import metadata
 
 from syncline.tools.cli import bench, doctor, run
+from syncline.tools.cli.options import UsageError
 
 __all__ = ["main"]
 
 
-_COMMANDS: dict[str, tuple[Callable[[Sequence[str]], int], str]] = {
-    "run": (run.main, "start a program on several processes, as torchrun does"),
-    "bench": (bench.main, "measure it on this machine, against Gloo and MPI"),
-    "doctor": (doctor.main, "find results that differ between two runs or between ranks"),
-}
+_COMMANDS = {"run": run.main, "bench": bench.main, "doctor": doctor.main}
 
 _HELP = """\
 usage: syncline COMMAND ...
@@ -32,10 +29,12 @@ usage: syncline COMMAND ...
 Data-parallel PyTorch whose synchronization you can read, choose and trust.
 
 commands
-{commands}
+  run       start a program on several processes, as torchrun does
+  bench     measure Syncline on this machine, against Gloo and MPI
+  doctor    check this host, or find results that differ between two runs or ranks
 
 options
-  -h, --help    show this text; syncline COMMAND --help shows a command's own
+  -h, --help    show this text; syncline COMMAND --help shows the options of a command
   --version     show the versions of Syncline, torch and Python
 """
 
@@ -44,37 +43,37 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the `syncline` command.
 
     Args:
-        argv: the arguments; None means those of this process.
+        argv: the arguments; None means the arguments of this process.
 
     Returns:
         The exit code; 2 for wrong usage.
     """
-    arguments = list(sys.argv[1:] if argv is None else argv)
-    if arguments and arguments[0] in _COMMANDS:
-        return _COMMANDS[arguments[0]][0](arguments[1:])
-    if arguments and arguments[0] in ("-h", "--help", "help"):
-        print(_help(), end="")
+    name, *arguments = (sys.argv[1:] if argv is None else argv) or [""]
+    if name in _COMMANDS:
+        return _run_command(name, arguments)
+    if name in ("-h", "--help", "help"):
+        print(_HELP, end="")
         return 0
-    if arguments and arguments[0] == "--version":
-        print(_versions())
+    if name == "--version":
+        syncline, torch = metadata.version("syncline"), metadata.version("torch")
+        print(f"syncline {syncline} (torch {torch}, Python {platform.python_version()})")
         return 0
-    if not arguments:
-        print(_help(), end="", file=sys.stderr)
+    if not name:
+        print(_HELP, end="", file=sys.stderr)
         return 2
-    near = difflib.get_close_matches(arguments[0], [*_COMMANDS, "--help", "--version"], n=1)
-    remedy = f"did you mean {near[0]}?" if near else f"there is {', '.join(_COMMANDS)}; see syncline --help"
-    if arguments[0].endswith(".py"):
-        remedy = f"did you mean: syncline run {arguments[0]}?"
-    print(f"syncline: no command {arguments[0]!r}: {remedy}", file=sys.stderr)
+    near = difflib.get_close_matches(name, [*_COMMANDS, "--help", "--version"], n=1)
+    remedy = f"did you mean {near[0]}?" if near else f"expected {', '.join(_COMMANDS)}; see syncline --help"
+    if name.endswith(".py"):
+        remedy = f"did you mean: syncline run {name}?"
+    print(f"syncline: unknown command {name!r}: {remedy}", file=sys.stderr)
     return 2
 
 
-def _help() -> str:
-    width = max(map(len, _COMMANDS)) + 4
-    lines = [f"  {name:<{width}}{about}" for name, (_, about) in _COMMANDS.items()]
-    return _HELP.format(commands="\n".join(lines))
-
-
-def _versions() -> str:
-    found = f"syncline {metadata.version('syncline')}"
-    return f"{found} (torch {metadata.version('torch')}, Python {platform.python_version()})"
+def _run_command(name: str, arguments: Sequence[str]) -> int:
+    try:
+        return _COMMANDS[name](arguments)
+    except UsageError as error:
+        print(f"syncline {name}: {error}", file=sys.stderr)
+        return 2
+    except SystemExit as help_was_shown:
+        return int(help_was_shown.code or 0)

@@ -1,6 +1,7 @@
-"""`syncline bench`: our engine against Gloo (and MPI) on this machine; a table, JSON, a picture.
+"""`syncline bench`: measure Syncline against Gloo and MPI on this machine, and print tables.
 
-Functions import what needs torch, which takes seconds, so that help and mistakes are answered without.
+Torch takes seconds to import. Functions that need torch therefore import it themselves, so that help and errors in the
+command line are printed without torch.
 """
 
 from __future__ import annotations
@@ -30,28 +31,28 @@ if TYPE_CHECKING:
 _HELP = """\
 usage: syncline bench [-n RANKS] [options]
 
-Measure on this machine: all_reduce by size and a training step, ours against
-Gloo, and against MPI where mpi4py is installed. The engines take turns in one
-set of processes, so a busy moment meets all of them. It takes about two minutes;
-keep the machine quiet meanwhile.
+Measure all_reduce by size and a training step on this machine: Syncline against
+Gloo, and against MPI if mpi4py is installed. The engines take turns in the same
+processes, so that other load on the machine affects all of them. This takes about
+two minutes. Keep the machine idle meanwhile.
 
   syncline bench                              2 ranks, everything
   syncline bench -n 4 --sizes 1K,1M,25M --no-steps
   syncline bench --json bench.json --plot bench.png
 
-  -n RANKS              processes, from 2 (default: 2); each has 1 thread
-  --sizes SIZE[,SIZE]   payloads of all_reduce; a K is 1024 bytes
+  -n RANKS              number of processes, from 2 (default: 2); each has 1 thread
+  --sizes SIZE[,SIZE]   payloads of all_reduce; 1K is 1024 bytes
                         (default: 1K,16K,64K,256K,1M,4M,25M,100M)
-  --steps, --no-steps   with training steps or without (default: with)
-  --rounds N            how often each engine has its turn (default: 20)
-  --quick               3 short rounds of few sizes and the small model: does it
-                        run? Its figures mean little
-  --json FILE           write everything, each round included
-  --plot FILE           draw it, as .png or .svg; needs matplotlib:
-                        pip install 'syncline[bench]'
+  --steps, --no-steps   measure training steps, or not (default: measure them)
+  --rounds N            number of turns of each engine (default: 20)
+  --quick               3 short rounds of few sizes and the small model, to check
+                        that the benchmark runs; the figures mean little
+  --json FILE           write all measurements to FILE, with each round
+  --plot FILE           draw the figures in FILE, a .png or .svg; this needs
+                        matplotlib: pip install 'syncline[bench]'
   -h, --help            show this text
 
-docs/benchmarks.md says how it measures. Ctrl-C ends it, without a result.
+docs/benchmarks.md describes the measurement. Ctrl-C ends it without a result.
 """
 
 _SIZES = "1K,16K,64K,256K,1M,4M,25M,100M"
@@ -66,28 +67,28 @@ def main(argv: Sequence[str]) -> int:
     """Run `syncline bench` with these arguments.
 
     Returns:
-        0 after a complete measurement; 2 for wrong usage, before any process is started; else the exit code of the
-        rank that failed first, or 128 + the number of the signal that ended it.
+        0 after a complete measurement; else the exit code of the rank that failed first, or 128 + the number of the
+        signal that ended the measurement.
+
+    Raises:
+        UsageError: the arguments are invalid. No rank was started.
     """
-    try:
-        args = _parse(argv)
-        plan = _plan(args)
-    except UsageError as error:
-        print(f"syncline bench: {error}", file=sys.stderr)
-        return 2
-    except SystemExit as asked_for_help:
-        return int(asked_for_help.code or 0)
+    args = _parse(argv)
+    plan = _plan(args)
     from syncline.tools.bench.timing import summarize
+    from syncline.tools.launch.supervise import run_on_this_host, worker_command
 
     with Guardian(environment.for_child({})) as guardian:
         output = guardian.folder / "measured.json"
-        code = _launch(args.n, [json.dumps(asdict(plan)), str(output)], guardian)
+        program = ["syncline.tools.bench.ranks", json.dumps(asdict(plan)), str(output)]
+        command = worker_command(program, is_module=True)
+        code = run_on_this_host(args.n, command, guardian, num_threads=1, prefix="syncline bench: ")
         if code:
             return code
         summary = summarize(json.loads(output.read_text()))
     print(report(summary))
     if args.quick:
-        print("\n--quick: these figures show that it runs, not how fast it is")
+        print("\n--quick: these figures only show that the benchmark runs, not how fast the engines are")
     if args.json is not None:
         args.json.write_text(json.dumps(summary, indent=2) + "\n")
     if args.plot is not None:
@@ -117,16 +118,18 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
         if path is not None and not path.absolute().parent.is_dir():
             raise UsageError(f"{option} {path}: expected a file in an existing folder")
         if path is not None and not os.access(path if path.exists() else path.absolute().parent, os.W_OK):
-            raise UsageError(f"{option} {path}: it cannot be written")
+            raise UsageError(f"{option} {path}: this file cannot be written")
     if args.plot is not None and args.plot.suffix.lower() not in SUFFIXES:
         raise UsageError(f"--plot {args.plot}: expected a file name that ends in {' or '.join(SUFFIXES)}")
     if args.plot is not None and not can_plot():
-        raise UsageError("--plot needs matplotlib: pip install 'syncline[bench]', or leave --plot out")
+        raise UsageError(
+            "--plot needs matplotlib, which is not installed: pip install 'syncline[bench]', or leave --plot out"
+        )
     return args
 
 
 def _plan(args: argparse.Namespace) -> Plan:
-    """Return the plan of what to measure.
+    """Return the plan of the measurement.
 
     Raises:
         UsageError: the sizes are invalid, or too large for this host.
@@ -139,8 +142,8 @@ def _plan(args: argparse.Namespace) -> Plan:
     needed, there = args.n * sizes[-1] * _COPIES, total_memory_bytes()
     if needed > there:
         raise UsageError(
-            f"--sizes {size_text(sizes[-1])}: {args.n} ranks would need about {size_text(needed)} of this host's "
-            f"{size_text(there)}"
+            f"--sizes {size_text(sizes[-1])}: {args.n} ranks would need about {size_text(needed)} of memory, but this "
+            f"host has {size_text(there)}: choose smaller sizes"
         )
     from syncline.tools.bench.ranks import Plan
 
@@ -164,24 +167,5 @@ def _mpis() -> list[dict[str, str]]:
     try:
         return [asdict(find_mpi(sys.executable))]
     except ValueError as error:
-        print(f"syncline bench: without MPI: {error}", file=sys.stderr)
+        print(f"syncline bench: MPI is not measured: {error}", file=sys.stderr)
         return []
-
-
-def _launch(num_ranks: int, arguments: Sequence[str], guardian: Guardian) -> int:
-    from syncline.tools.launch.supervise import Job, config_for_this_host, supervise, worker_command
-
-    config = config_for_this_host(num_ranks, log_line_prefix_template="syncline bench: ")
-    before = environment.export({"OMP_NUM_THREADS": "1"}, replace=True)
-    try:
-        return supervise(
-            Job(
-                config=config,
-                command=sys.executable,
-                arguments=worker_command(["syncline.tools.bench.ranks", *arguments], is_module=True),
-                scratch=guardian.folder,
-                guardian=guardian,
-            )
-        )
-    finally:
-        environment.restore(before)

@@ -1,16 +1,17 @@
-"""`syncline doctor`: is this host fit, and does a script compute the same, twice and on every rank?
+"""`syncline doctor`: check this host, or check that a script computes the same twice and on every rank.
 
-Functions import what needs torch, which takes seconds, so that help and mistakes are answered without.
+Torch takes seconds to import. Functions that need torch therefore import it themselves, so that help and errors in the
+command line are printed without torch.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import os
 import sys
 import textwrap
 from collections.abc import Sequence
+from dataclasses import asdict
 
 from syncline import environment
 from syncline.tools.cli.options import CommandParser, UsageError
@@ -22,25 +23,26 @@ usage: syncline doctor
        syncline doctor [-n RANKS] [--step K] [--continue] SCRIPT [arguments]
        syncline doctor [-n RANKS] [--step K] [--continue] -m MODULE [arguments]
 
-Without a script: is this host fit for training in parallel?
+Without a script: check whether this host is fit for training in parallel.
 
-With one: run it on several processes, unchanged, up to its first training step
-with a DistributedDataParallel (torch's or Syncline's). That step is computed
-twice on each rank, and once on all with rank 0's batch and random numbers: it
-has to be the same, bit for bit. If it is not, the first module that makes
-something else is named, with the causes that were seen.
+With a script: run the script unchanged on several processes, up to its first
+training step with a DistributedDataParallel (torch's or Syncline's). Compute this
+step twice on each rank, and once on all ranks with rank 0's batch and random
+numbers. All results must be equal, bit for bit. If they are not, print the first
+module with different results, and the causes that were found.
 
-  syncline doctor -n 2 train.py --epochs 1    what follows the script is its own
+  syncline doctor -n 2 train.py --epochs 1    --epochs is an option of train.py
   syncline doctor -n 2 --step 100 train.py    a later step: have replicas drifted?
 
-  -n RANKS        processes, from 1 (default: 2)
+  -n RANKS        number of processes, from 1 (default: 2)
   --step K        examine the K-th training forward of a wrapped module (default: 1)
   --continue      let the script continue afterwards, and examine each wrapped module
   -m, --module    SCRIPT is a module, as in python -m
   -h, --help      show this text
 
-Exit code: 0, nothing differs; 1, something does, or this host is not fit; 2, wrong
-usage, or there was no such step; else that of the script, where it failed.
+Exit code: 0 if nothing differs; 1 if something differs, or if this host is not fit
+for training; 2 for wrong usage, or if there was no such step; the exit code of the
+script if the script failed.
 """
 
 _WIDTH = 100
@@ -50,61 +52,54 @@ def main(argv: Sequence[str]) -> int:
     """Run `syncline doctor` with these arguments.
 
     Returns:
-        0 if nothing differs; 1 if something differs or the host is not fit; 2 for wrong usage, or if there was nothing
-        to examine; else the exit code of the script's rank that failed first.
+        0 if nothing differs; 1 if something differs or the host is not fit; 2 if there was nothing to examine; else the
+        exit code of the script's rank that failed first.
+
+    Raises:
+        UsageError: the arguments are invalid. No rank was started.
     """
-    try:
-        args = _parse(argv)
-    except UsageError as error:
-        print(f"syncline doctor: {error}", file=sys.stderr)
-        return 2
-    except SystemExit as asked_for_help:
-        return int(asked_for_help.code or 0)
+    args = _parse(argv)
     with Guardian(environment.for_child({})) as guardian:
-        return _examine(args, guardian) if args.script else _look_at_the_host(guardian)
+        return _examine_script(args, guardian) if args.training_script else _examine_host(guardian)
 
 
 def _parse(argv: Sequence[str]) -> argparse.Namespace:
-    parser = CommandParser("syncline doctor", _HELP)
+    parser = CommandParser("syncline doctor", _HELP, has_program=True)
     parser.add_argument("-n", type=int, default=2)
     parser.add_argument("--step", type=int, default=1)
-    parser.add_argument("--continue", dest="goes_on", action="store_true")
+    parser.add_argument("--continue", dest="continues", action="store_true")
     parser.add_argument("-m", "--module", action="store_true")
-    parser.add_argument("script", nargs="?")
-    parser.add_argument("arguments", nargs=argparse.REMAINDER)
-    args = parser.parse_all(argv, what="option", hint=" (options of the program follow its name)")
+    args = parser.parse_all(argv)
     if args.n < 1:
         raise UsageError(f"-n {args.n}: expected at least 1 process")
     if args.step < 1:
         raise UsageError(f"--step {args.step}: expected at least 1, the first training forward")
-    if args.module and not args.script:
+    if args.module and not args.training_script:
         raise UsageError("-m: expected the name of a module")
-    if not args.script and argv:
+    if args.training_script:
+        check_program(args.training_script, is_module=args.module, is_python=True)
+    elif argv:
         raise UsageError(
-            f"{argv[0]}: expected a script after this option; without a script, doctor checks the host"
+            f"{argv[0]}: expected a script after this option; without a script and options, doctor checks the host"
         )
-    if args.script:
-        check_program(args.script, is_module=args.module, is_python=True)
-    if args.arguments[:1] == ["--"]:
-        del args.arguments[0]
     return args
 
 
 # ---------------------------------------------------------------------- a script
 
 
-def _examine(args: argparse.Namespace, guardian: Guardian) -> int:
-    from syncline.tools.doctor.watch import Orders
-    from syncline.tools.launch.supervise import worker_command
+def _examine_script(args: argparse.Namespace, guardian: Guardian) -> int:
+    from syncline.tools.doctor.watch import WatchOptions
+    from syncline.tools.launch.supervise import run_on_this_host, worker_command
 
     report = guardian.folder / "reports.jsonl"
-    orders = Orders(step=args.step, goes_on=args.goes_on, report=str(report))
+    options = WatchOptions(step=args.step, continues=args.continues, report=str(report))
     command = worker_command(
-        [args.script, *args.arguments],
+        [args.training_script, *args.training_script_args],
         is_module=args.module,
-        before=("syncline.tools.doctor.watch", orders.dumped()),
+        before=("syncline.tools.doctor.watch", json.dumps(asdict(options))),
     )
-    code = _launch(args.n, command, guardian)
+    code = run_on_this_host(args.n, command, guardian)
     found = [json.loads(line) for line in report.read_text().splitlines()] if report.exists() else []
     for one in found:
         print(one["text"])
@@ -112,49 +107,34 @@ def _examine(args: argparse.Namespace, guardian: Guardian) -> int:
         return code
     if not found:
         print(
-            f"syncline doctor: {args.script} ended, and there was no training forward {args.step} of a module in a "
-            "DistributedDataParallel in these processes (in training mode, with gradients). Without a wrapper, or in "
-            "processes that the script itself starts, call sl.debug.assert_replicas_agree in it",
+            f"syncline doctor: {args.training_script} ended before training forward {args.step} of a module in a "
+            "DistributedDataParallel. Only forwards in training mode, with gradients enabled, in the processes that "
+            "doctor starts are counted. If the script has no such wrapper, or starts processes itself, call "
+            "sl.debug.assert_replicas_agree in the script",
             file=sys.stderr,
         )
         return 2
     return 0 if all(one["agrees"] for one in found) else 1
 
 
-def _launch(num_ranks: int, command: Sequence[str], guardian: Guardian) -> int:
-    from syncline.tools.launch.supervise import Job, config_for_this_host, supervise
-
-    config = config_for_this_host(num_ranks)
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    before = environment.export({"OMP_NUM_THREADS": str(max(1, cores // num_ranks))})
-    folder = guardian.folder / "launcher"
-    folder.mkdir()
-    try:
-        return supervise(
-            Job(config=config, command=sys.executable, arguments=command, scratch=folder, guardian=guardian)
-        )
-    finally:
-        environment.restore(before)
-
-
 # ---------------------------------------------------------------------- this host
 
 
-def _look_at_the_host(guardian: Guardian) -> int:
+def _examine_host(guardian: Guardian) -> int:
     from syncline.tools.doctor.host import findings
-    from syncline.tools.launch.supervise import worker_command
+    from syncline.tools.launch.supervise import run_on_this_host, worker_command
 
     found = findings()
     for finding in found:
         _show(finding.name, finding.text, finding.kind)
     if any(finding.kind == "problem" for finding in found):
         return 1
-    name = guardian.folder / "transport"
-    code = _launch(2, worker_command(["syncline.tools.doctor.host", str(name)], is_module=True), guardian)
-    if code:
-        _show("two ranks", "could not connect on this host, see above", "problem")
+    output = guardian.folder / "transport"
+    command = worker_command(["syncline.tools.doctor.host", str(output)], is_module=True)
+    if run_on_this_host(2, command, guardian):
+        _show("two ranks", "could not connect on this host; the error is above", "problem")
         return 1
-    _show("two ranks", f"met, and added up over {name.read_text()}", "fine")
+    _show("two ranks", f"connected, and computed a sum over {output.read_text()}", "fine")
     return 0
 
 

@@ -1,5 +1,5 @@
-"""What `syncline doctor` runs in the ranks of a program.
+"""The checks of `syncline doctor`.
 
-host.py   is this host fit for training in parallel?
-watch.py  wait for a forward of a wrapped module, and examine it
+host.py   checks whether this host is fit for parallel training
+watch.py  in each rank of a script: examine the module at a forward of its wrapper
 """

@@ -1,4 +1,4 @@
-"""Checks of the host's requirements for parallel training, and a small program for two ranks."""
+"""Checks whether this host is fit for parallel training, and a small program for two ranks."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from syncline.debug.report import facts
 from syncline.session.world import init, shutdown, transport_of
+from syncline.tools.bench.machine import num_cores
 from syncline.transport.shared_memory.core import SharedMemoryUnavailable, library
 from syncline.transport.shared_memory.memory import available_bytes
 
@@ -30,39 +31,31 @@ class Finding(NamedTuple):
     name: str
     text: str
     kind: Literal["fine", "note", "problem"] = "fine"
-    """A "problem" prevents training; a "note" may do so later. The text of both includes a remedy."""
+    """A "problem" prevents training. A "note" may become a problem. The text of both includes a remedy."""
 
 
 def findings() -> list[Finding]:
-    """Return the results of all checks; none is a collective call.
+    """Return the results of all checks. No check communicates with other ranks.
 
     Example:
         >>> [finding.name for finding in findings()][:3]
         ['versions', 'processor', 'native core']
     """
-    return list(_looked_at())
-
-
-def _looked_at() -> Iterator[Finding]:
     found = facts()
-    yield Finding(
-        "versions", f"syncline {found['syncline']}, torch {found['torch']}, Python {found['Python']}"
-    )
-    yield Finding("processor", f"{_num_cores()} cores, {found['processor']}")
-    yield _native_core()
-    yield _engines()
-    yield _cuda(found)
-    yield _memory()
-    yield from _shared_files()
-    yield from _limits()
+    versions = f"syncline {found['syncline']}, torch {found['torch']}, Python {found['Python']}"
+    return [
+        Finding("versions", versions),
+        Finding("processor", f"{num_cores()} cores, {found['processor']}"),
+        _check_native_core(),
+        _check_torch_backends(),
+        _check_cuda(found),
+        _check_memory(),
+        *_check_shared_files(),
+        *_check_limits(),
+    ]
 
 
-def _num_cores() -> int:
-    """Return the number of cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-def _native_core() -> Finding:
+def _check_native_core() -> Finding:
     name = "native core"
     try:
         library()
@@ -70,62 +63,63 @@ def _native_core() -> Finding:
         is_linux = sys.platform == "linux"
         remedy = "" if is_linux else "; Gloo moves the tensors instead"
         return Finding(name, f"{error}{remedy}", "problem" if is_linux else "note")
-    return Finding(name, "there, and loaded: ranks of one host share memory")
+    return Finding(name, "installed and loaded, so ranks of one host share memory")
 
 
-def _engines() -> Finding:
+def _check_torch_backends() -> Finding:
     name = "torch.distributed"
     if not dist.is_available():
-        return Finding(name, "this torch was built without it: install another build of torch", "problem")
-    asked = {"Gloo": dist.is_gloo_available, "NCCL": dist.is_nccl_available, "MPI": dist.is_mpi_available}
-    found = [engine for engine, is_there in asked.items() if is_there()]
+        text = "this torch was built without torch.distributed: install another build of torch"
+        return Finding(name, text, "problem")
+    checks = {"Gloo": dist.is_gloo_available, "NCCL": dist.is_nccl_available, "MPI": dist.is_mpi_available}
+    found = [backend for backend, is_available in checks.items() if is_available()]
     if "Gloo" not in found:
-        return Finding(
-            name, "without Gloo, which connects ranks on the CPU: install another build of torch", "problem"
-        )
+        text = "without Gloo, which connects ranks on the CPU: install another build of torch"
+        return Finding(name, text, "problem")
     return Finding(name, ", ".join(found))
 
 
-def _cuda(found: dict[str, str]) -> Finding:
+def _check_cuda(found: dict[str, str]) -> Finding:
     if not torch.cuda.is_available():
         return Finding("CUDA", "no device that this torch can use")
     devices = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
     text = f"{len(devices)} x {devices[0]}" if len(set(devices)) == 1 else ", ".join(devices)
     if not dist.is_nccl_available():
-        return Finding(
-            "CUDA", f"{text}; but torch was built without NCCL: install another build of torch", "problem"
-        )
+        text += ", but torch was built without NCCL: install another build of torch"
+        return Finding("CUDA", text, "problem")
     return Finding("CUDA", f"{text}, CUDA {found['CUDA']}")
 
 
-def _memory() -> Finding:
+def _check_memory() -> Finding:
     available = available_bytes()
     if available is None:
-        return Finding("memory", "the system does not report how much is free")
+        return Finding("memory", "the system does not report how much memory is free")
     text = f"{available / 1e9:.1f} GB free"
     if available < _LITTLE_MEMORY_BYTES:
-        return Finding("memory", f"{text}, under the limits that this process is in: raise them", "note")
+        return Finding(
+            "memory", f"{text} within the limits of this process, which is little: raise them", "note"
+        )
     return Finding("memory", text)
 
 
-def _shared_files() -> Iterator[Finding]:
-    """Check /dev/shm, through which DataLoader workers and NCCL pass tensors. Syncline's shared memory has no file."""
+def _check_shared_files() -> Iterator[Finding]:
+    """Check /dev/shm, which DataLoader workers and NCCL use to pass tensors. Syncline's shared memory is not there."""
     if sys.platform != "linux":
         return
     place = Path("/dev/shm")
-    remedy = "a container gets more by --shm-size=8g (Kubernetes: an emptyDir with medium: Memory)"
+    remedy = "start a container with --shm-size=8g (Kubernetes: mount an emptyDir with medium: Memory)"
     if not place.is_dir() or not os.access(place, os.W_OK):
         yield Finding("/dev/shm", f"does not exist or is not writable; {remedy}", "problem")
         return
     total, _, free = shutil.disk_usage(place)
     text = f"{total / 1e9:.2f} GB, {free / 1e9:.2f} GB free"
     if free < _SMALL_SHM_BYTES:
-        yield Finding("/dev/shm", f"{text}: little for DataLoader workers and NCCL; {remedy}", "note")
+        yield Finding("/dev/shm", f"{text}: this is little for DataLoader workers and NCCL; {remedy}", "note")
     else:
         yield Finding("/dev/shm", text)
 
 
-def _limits() -> Iterator[Finding]:
+def _check_limits() -> Iterator[Finding]:
     try:
         import resource
     except ImportError:  # not a Unix
@@ -134,15 +128,12 @@ def _limits() -> Iterator[Finding]:
     unlimited = resource.RLIM_INFINITY
     text = "unlimited" if soft == unlimited else str(soft)
     if soft != unlimited and soft < _FEW_FILES:
-        yield Finding(
-            "open files",
-            f"{text} at most: few for many ranks and workers; ulimit -n {min(hard, 65536)}",
-            "note",
-        )
+        text += f" at most, which is little for many ranks and workers: run ulimit -n {min(hard, 65536)}"
+        yield Finding("open files", text, "note")
     else:
         yield Finding("open files", f"{text} at most")
-    core, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
-    size = "unlimited" if core == unlimited else f"{core / 1e6:.2f} MB"
+    locked, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    size = "unlimited" if locked == unlimited else f"{locked / 1e6:.2f} MB"
     yield Finding("locked memory", f"{size} (InfiniBand needs unlimited: ulimit -l)")
 
 
@@ -150,14 +141,16 @@ def _limits() -> Iterator[Finding]:
 
 
 def main(path: str) -> None:
-    """Connect to the other ranks, all_reduce a tensor, and write the transport's name to a file."""
+    """Connect to the other ranks, all_reduce a tensor, and write the name of the transport to the file `path`."""
     world = init(device="cpu")
     transport = transport_of(None)
     ours = torch.full((1000,), 1.0 + world.rank)
     transport.all_reduce(ours).wait()
     expected = world.size * (world.size + 1) / 2
     if not bool((ours == expected).all()):
-        raise SystemExit(f"rank {world.rank}: expected a sum of {expected}, got {ours.unique().tolist()}")
+        raise SystemExit(
+            f"rank {world.rank}: all_reduce: expected the sum {expected}, got {ours.unique().tolist()}"
+        )
     if world.rank == 0:
         Path(path).write_text(transport.name)
     shutdown()

@@ -1,17 +1,18 @@
-"""A process that cleans up after a killed launcher. It kills the ranks' child processes and removes the folder.
+"""A process that cleans up after a killed launcher. It kills the ranks' child processes and removes a folder.
 
 [Note: why another process]
 
-SIGKILL ends the launcher before it can clean up. The kernel then kills the ranks (see `process.end_with_parent`), but
-not their child processes, such as workers of a DataLoader. It does not remove the launcher's folder either. Therefore a
-small process in a session of its own, the guardian, waits at a pipe that only the launcher holds open. If the pipe
-closes without a final message, the launcher was killed, and the guardian kills the sessions of its ranks. A process
-that has left its rank's session (setsid) was detached on purpose, and the guardian leaves it running.
+SIGKILL ends the launcher before the launcher can clean up. The kernel then kills the ranks (see
+`process.end_with_parent`), but not their child processes, such as workers of a DataLoader. The kernel does not remove
+the launcher's folder either. A small process in a session of its own, the guardian, therefore reads from a pipe that
+only the launcher holds open. If the pipe closes without a final message, the launcher was killed, and the guardian
+kills the sessions of the ranks. A process that has left its rank's session (setsid) was detached on purpose. The
+guardian lets such a process run.
 
 After a rank has ended, the system may give its process number to another process. For ranks that ended before the
 launcher, the guardian therefore kills only processes with the job's mark in their environment.
 
-This file needs only the standard library, because the guardian runs it by path.
+This file needs only the standard library, because the guardian process runs this file by path, without the package.
 """
 
 from __future__ import annotations
@@ -28,16 +29,14 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from types import TracebackType
-
-_READ_BYTES = 1 << 16
+from typing import NamedTuple
 
 _SAME_END_SECONDS = 1.0
-"""Ranks that ended at most this long before the launcher count as ended together with it."""
+"""Ranks that ended at most this long before the launcher count as ended together with the launcher."""
 
 _KILLING_SECONDS = 5.0
 
-_DONE = b"done"
+_DONE = b"done\n"
 
 
 class Guardian:
@@ -59,64 +58,65 @@ class Guardian:
             stderr=subprocess.DEVNULL,
             cwd="/",
             env=variables,
-            start_new_session=True,  # Ctrl-C and signals to the launcher's process group must not reach it
+            start_new_session=True,  # Ctrl-C and signals to the launcher's process group must not end the guardian
         )
+        assert self._process.stdin is not None
+        self._pipe = self._process.stdin
 
     def __enter__(self) -> Guardian:
         return self
 
     def watch(self, mark: str, sessions: Sequence[int]) -> None:
-        """Set the job's ranks, given as session leaders. Their environment contains `mark`."""
-        self._write(" ".join([mark, *map(str, sessions)]).encode())
+        """Send the job's ranks to the guardian process, in place of earlier ranks.
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None
-    ) -> None:
+        Args:
+            mark: a text in the environment of the ranks.
+            sessions: process numbers of the ranks, each of which leads a session.
+        """
+        self._write(" ".join([mark, *map(str, sessions)]).encode() + b"\n")
+
+    def __exit__(self, *_: object) -> None:
         self._temporary.cleanup()
         self._write(_DONE)
-        assert self._process.stdin is not None
         with contextlib.suppress(OSError):
-            self._process.stdin.close()
+            self._pipe.close()
         self._process.wait()
 
     def _write(self, line: bytes) -> None:
-        assert self._process.stdin is not None
-        with contextlib.suppress(OSError, ValueError):  # the guardian process was killed; continue without it
-            self._process.stdin.write(line + b"\n")
-            self._process.stdin.flush()
+        with contextlib.suppress(OSError, ValueError):  # the guardian process was killed: continue without it
+            self._pipe.write(line)
+            self._pipe.flush()
 
 
-# ---------------------------------------------------------------------- in the guardian
+# ---------------------------------------------------------------------- in the guardian process
 
 
 def main(folder: str) -> None:
     """Read the messages of `Guardian` from stdin. Clean up if the input ends without the final message."""
     mark, running, ended = "", dict[int, int](), dict[int, float]()
-    rest = b""
-    while True:
-        poll = select.poll()
-        poll.register(0, select.POLLIN)
-        for descriptor in running:
-            poll.register(descriptor, select.POLLIN)
-        ready = [descriptor for descriptor, _ in poll.poll()]
-        for descriptor in set(ready) & set(running):
-            ended[running.pop(descriptor)] = time.monotonic()
-            os.close(descriptor)
-        if 0 not in ready:
-            continue
-        data = os.read(0, _READ_BYTES)
-        if not data:
-            break
-        *lines, rest = (rest + data).split(b"\n")
-        for line in lines:
+    with open(0, "rb", buffering=0) as pipe:  # without a buffer, so that `poll` sees each message
+        while True:
+            poll = select.poll()
+            for descriptor in (0, *running):
+                poll.register(descriptor, select.POLLIN)
+            ready = {descriptor for descriptor, _ in poll.poll()}
+            for descriptor in ready & set(running):
+                ended[running.pop(descriptor)] = time.monotonic()
+                os.close(descriptor)
+            if 0 not in ready:
+                continue
+            line = pipe.readline()
             if line == _DONE:
                 return
-            mark, *sessions = line.decode().split()
-            ended.update(dict.fromkeys(running.values(), -math.inf))  # ranks of an earlier attempt
+            if not line.endswith(b"\n"):
+                break
+            mark, *texts = line.decode().split()
+            sessions = [int(text) for text in texts]
+            # Ranks of an earlier attempt, and ranks without a pidfd, count as having ended long ago.
+            ended.update(dict.fromkeys([*running.values(), *sessions], -math.inf))
             for descriptor in running:
                 os.close(descriptor)
-            running = _followed([int(session) for session in sessions])
-            ended.update(dict.fromkeys(map(int, sessions), -math.inf))  # if they cannot be followed
+            running = _followed(sessions)
             for session in running.values():
                 del ended[session]
     now = time.monotonic()
@@ -126,7 +126,7 @@ def main(folder: str) -> None:
 
 
 def _followed(sessions: Sequence[int]) -> dict[int, int]:
-    """Return sessions by the pidfds of their leaders, without leaders that have ended or cannot be followed."""
+    """Return the sessions by pidfds of their leaders. A leader that has ended, or has no pidfd, is left out."""
     found = {}
     for session in sessions:
         with contextlib.suppress(OSError):
@@ -140,8 +140,8 @@ def _kill(sessions: set[int], doubtful: set[int], mark: str) -> None:
     while time.monotonic() < deadline:
         members = [
             pid
-            for pid, session in _processes()
-            if session in sessions or (session in doubtful and _is_marked(pid, mark))
+            for pid, _, _, session in running_processes()
+            if session in sessions or (session in doubtful and is_marked(pid, mark))
         ]
         if not members:
             return
@@ -151,23 +151,30 @@ def _kill(sessions: set[int], doubtful: set[int], mark: str) -> None:
         time.sleep(0.01)
 
 
-def _processes() -> Iterator[tuple[int, int]]:
-    """Yield (pid, session) of each running process."""
-    for name in os.listdir("/proc"):
-        if name.isdigit():
-            with contextlib.suppress(OSError):
-                with open(f"/proc/{name}/stat", errors="replace") as file:
-                    # The format is "pid (name) state ppid pgrp session ...". The name may contain spaces and brackets.
-                    state, _, _, session = file.read().rpartition(")")[2].split()[:4]
-                if state not in "ZX":
-                    yield int(name), int(session)
+class RunningProcess(NamedTuple):
+    """The numbers of a process."""
+
+    pid: int
+    parent: int
+    group: int
+    session: int
 
 
-def _is_marked(pid: int, mark: str) -> bool:
+def running_processes() -> Iterator[RunningProcess]:
+    """Yield all running processes of this host (none except on Linux)."""
+    for folder in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):  # the process has ended
+            # The format is "pid (name) state ppid pgrp session ...". The name may contain spaces and brackets.
+            state, *numbers = (folder / "stat").read_text(errors="replace").rpartition(")")[2].split()[:4]
+            if state not in "ZX":
+                yield RunningProcess(int(folder.name), *map(int, numbers))
+
+
+def is_marked(pid: int, mark: str) -> bool:
+    """Return True if the environment of the process contains `mark`."""
     try:
-        with open(f"/proc/{pid}/environ", "rb") as file:
-            return os.fsencode(mark) in file.read()
-    except OSError:
+        return os.fsencode(mark) in Path(f"/proc/{pid}/environ").read_bytes()
+    except OSError:  # the process has ended, or belongs to another user
         return False
 
 

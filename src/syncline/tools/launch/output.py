@@ -1,8 +1,8 @@
-"""The output of the ranks, copied line by line, with the rank before each line.
+"""The output of the ranks, copied line by line, with the rank before each line; and the messages of the launcher.
 
-Torch's elastic launcher can do this with log files. They grow as long as the job runs, they are polled ten times a
-second, and a read may end inside a line. Here every stream of every rank is a named pipe, and one thread reads them
-all. Lines are complete, appear at once, and use no disk space.
+Torch's elastic launcher can do this with log files. These files grow as long as the job runs, they are polled ten times
+a second, and a read may end inside a line. Here every stream of every rank is a named pipe, and one thread reads all
+pipes. Lines are complete, appear at once, and use no disk space.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ import tempfile
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from string import Template
 
 from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs
 
-from syncline.tools.launch.failures import Failure, first_failure, read_last_words
+from syncline.tools.launch.failures import Failure, first_failure, read_error_file
 from syncline.tools.launch.stopping import Ended
 
 DEFAULT_PREFIX = "[rank ${rank}] "
 
-_PROGRESS_SECONDS = 5.0  # the shortest time between two lines of one progress bar
+_PROGRESS_SECONDS = 5.0
+"""The shortest time between two lines of one progress bar."""
 
 _READ_BYTES = 1 << 16
 
@@ -39,10 +39,16 @@ _MAX_LINE_BYTES = 1 << 20
 _TAIL_LINES = 200
 
 
-class Lines:
-    r"""A splitter of a byte stream into lines, as a log shows them.
+def say(text: str) -> None:
+    """Print one message of the launcher on stderr."""
+    with contextlib.suppress(OSError, ValueError):
+        print(f"syncline run: {text}", file=sys.stderr, flush=True)
 
-    The text that a progress bar draws with carriage returns becomes a line every few seconds and at its end.
+
+class Lines:
+    r"""A splitter of a byte stream into complete lines.
+
+    The text that a progress bar draws with carriage returns becomes a line every few seconds and when the bar ends.
 
     Example:
         >>> lines = Lines()
@@ -55,7 +61,7 @@ class Lines:
         self._drawn_at = 0.0
 
     def feed(self, data: bytes, now: float) -> list[bytes]:
-        """Add `data` and return the lines that it completes, without line ends. `now` is a time in seconds."""
+        """Add `data` and return the lines that are now complete, without line ends. `now` is a time in seconds."""
         *whole, self._rest = (self._rest + data).split(b"\n")
         lines = [_as_drawn(line) for line in whole]
         if b"\r" in self._rest:
@@ -76,12 +82,14 @@ class Lines:
 
 
 def _as_drawn(line: bytes) -> bytes:
-    """Return roughly the text that a terminal shows of a line with carriage returns: the last part drawn."""
+    """Return the last part of a line with carriage returns. This is roughly the text that a terminal shows."""
     return next((part for part in reversed(line.split(b"\r")) if part), b"")
 
 
 @dataclass
 class _Stream:
+    """The output of one rank to stdout or stderr."""
+
     pipe_fd: int
     to_fd: int
     prefix: bytes
@@ -91,7 +99,7 @@ class _Stream:
 
 
 class Forwarder:
-    """A thread that copies the ranks' pipes to this process's stdout and stderr."""
+    """A thread that copies the ranks' pipes to the stdout and stderr of this process."""
 
     def __init__(self) -> None:
         self._streams: list[_Stream] = []
@@ -102,16 +110,16 @@ class Forwarder:
         self._thread = threading.Thread(target=self._run, name="syncline-output", daemon=True)
 
     def add(self, pipe: Path, *, to_fd: int, prefix: str, copy: Path | None = None) -> deque[bytes]:
-        """Create the named pipe `pipe` and copy its lines to `to_fd`. Call it before `start`.
+        """Create a named pipe whose lines are copied to `to_fd`. Call this before `start`.
 
         Args:
             pipe: path of the new pipe.
-            to_fd: the target, 1 (stdout) or 2 (stderr).
+            to_fd: the file descriptor of the target: 1 (stdout) or 2 (stderr).
             prefix: text put before each line.
-            copy: a file that gets the same bytes without the prefix.
+            copy: a file to which the same bytes are written, without the prefix.
 
         Returns:
-            The last lines, kept up to date.
+            The last lines of the pipe. The thread keeps them up to date.
         """
         os.mkfifo(pipe, 0o600)
         # The pipe is also opened for writing, so that it reports no end of file when a rank closes it.
@@ -126,7 +134,7 @@ class Forwarder:
         self._thread.start()
 
     def stop(self) -> None:
-        """Copy the rest from the pipes, then close them. Call it after the ranks have ended."""
+        """Copy the rest from the pipes, then close the pipes. Call this after the ranks have ended."""
         os.write(self._stop_write_fd, b"x")
         self._thread.join()
         self._selector.close()
@@ -167,7 +175,7 @@ class Forwarder:
         self._write(stream.to_fd, b"".join(stream.prefix + line + b"\n" for line in lines))
 
     def _write(self, fd: int, data: bytes) -> None:
-        """Write all of `data`. If the reader has closed the stream (`| head`), drop it and let the job continue."""
+        """Write all of `data`. If the reader has closed the stream (`| head`), drop the data: the job continues."""
         left = memoryview(data)
         while left and fd not in self._closed_fds:
             try:
@@ -179,27 +187,24 @@ class Forwarder:
 
 
 class RankLogs(LogsSpecs):
-    """A description of the ranks' output for torch's launcher. The output goes through pipes to a `Forwarder`.
+    """The ranks' output, described for torch's launcher. The output goes through pipes to a `Forwarder`.
 
     If stdout or stderr is a terminal and no logs are kept, rank 0 writes to it directly. Progress bars and colours then
     work as without a launcher.
 
     Args:
-        scratch: a private folder for pipes and error files; its owner removes it.
+        scratch: a private folder for pipes and error files; the caller removes it.
         keep_in: a folder in which to keep logs, or None.
         prefix: template of the line prefix, with torch's macros (rank, local_rank, role_name, hostname).
-        say: called with a message when the workers are restarted.
     """
 
-    def __init__(
-        self, *, scratch: Path, keep_in: Path | None, prefix: str, say: Callable[[str], None]
-    ) -> None:
+    def __init__(self, *, scratch: Path, keep_in: Path | None, prefix: str) -> None:
         super().__init__(log_dir=str(keep_in or scratch))
+        self.kept: Path | None = None
+        """The folder with this job's logs; None if no logs are kept or no rank was started."""
         self._scratch = scratch
         self._keep_in = keep_in
         self._prefix = Template(prefix)
-        self._say = say
-        self._kept: Path | None = None
         self._forwarder: Forwarder | None = None
         self._num_attempts = 0
         self._stderr_tails: dict[int, deque[bytes]] = {}
@@ -211,19 +216,15 @@ class RankLogs(LogsSpecs):
     def root_log_dir(self) -> str:
         return str(self._keep_in or self._scratch)
 
-    @property
-    def kept(self) -> Path | None:
-        """The folder with this job's logs; None if no logs are kept or no worker was started."""
-        return self._kept
-
     def stderr_tail(self, local_rank: int) -> list[str]:
-        """Return the last lines that a rank of the latest attempt wrote to stderr through its pipe."""
+        """Return the last lines that a rank of the latest attempt wrote to stderr through a pipe."""
         return [line.decode(errors="replace") for line in self._stderr_tails.get(local_rank, ())]
 
     def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
-        """Create the pipes of one attempt. Torch calls this just before it starts the workers."""
+        """Create the pipes of one attempt. Torch calls this just before the launcher starts the ranks."""
         self.stop()
-        self._say_restart(envs)
+        if self._num_attempts:
+            self._say_restart(next(iter(envs.values())))
         self._ended = {}
         self._ranks = {local_rank: int(env["RANK"]) for local_rank, env in envs.items()}
         forwarder = Forwarder()
@@ -262,66 +263,60 @@ class RankLogs(LogsSpecs):
         return dest
 
     def note_ended(self, ended: Ended) -> None:
-        """Record the workers that ended before the launcher ended any. Only the first call of an attempt counts."""
+        """Record the ranks that ended before the launcher ended others. Only the first call of an attempt counts."""
         self._ended = self._ended or ended
 
     def stop(self) -> None:
-        """Copy the rest from the pipes. Call it after the workers have ended."""
+        """Copy the rest from the pipes. Call this after the ranks have ended."""
         if self._forwarder is not None:
             self._forwarder.stop()
             self._forwarder = None
 
-    def _say_restart(self, envs: dict[int, dict[str, str]]) -> None:
-        if not self._num_attempts:
-            return
-        env = next(iter(envs.values()))
+    def _say_restart(self, env: dict[str, str]) -> None:
         failures = self._failures()
-        why = "a worker was lost"
+        why = "a rank has ended"
         if failures:
             first = first_failure(failures)
             why = f"rank {first.rank} {first.ending}"
-            if first.words is not None:
-                why += ": " + first.words.summary.partition("\n")[0]
+            if first.record is not None:
+                why += ": " + first.record.summary.partition("\n")[0]
         count, most = env["TORCHELASTIC_RESTART_COUNT"], env["TORCHELASTIC_MAX_RESTARTS"]
-        self._say(f"starting all workers again ({why}); restart {count} of at most {most}")
+        say(f"starting all ranks again ({why}); restart {count} of at most {most}")
 
     def _failures(self) -> list[Failure]:
-        """Return the failures of workers that the launcher did not end, in the order in which they were detected."""
+        """Return the failures of ranks that the launcher did not end, in the order in which they were detected."""
         found = []
         for local_rank in dict.fromkeys([*self._ended, *self._error_files]):
-            words = read_last_words(self._error_files[local_rank])
-            pid, code = self._ended.get(local_rank, (0, 1 if words is not None else 0))
+            record = read_error_file(self._error_files[local_rank])
+            pid, code = self._ended.get(local_rank, (0, 1 if record is not None else 0))
             if code:
-                found.append(Failure(rank=self._ranks[local_rank], pid=pid, return_code=code, words=words))
+                found.append(Failure(rank=self._ranks[local_rank], pid=pid, return_code=code, record=record))
         return found
 
     def _folder_to_keep(self, envs: dict[int, dict[str, str]]) -> Path | None:
         if self._keep_in is None:
             return None
-        if self._kept is None:
+        if self.kept is None:
             self._keep_in.mkdir(parents=True, exist_ok=True)
-            run_id = next((env.get("TORCHELASTIC_RUN_ID") for env in envs.values()), None) or "run"
-            self._kept = Path(tempfile.mkdtemp(prefix=f"{run_id}_", dir=self._keep_in))
-        return self._kept / f"attempt_{self._num_attempts}"
+            run_id = next(iter(envs.values())).get("TORCHELASTIC_RUN_ID") or "run"
+            self.kept = Path(tempfile.mkdtemp(prefix=f"{run_id}_", dir=self._keep_in))
+        return self.kept / f"attempt_{self._num_attempts}"
 
 
 class TorchLogs(LogsSpecs):
-    """Torch's own handling of the ranks' output, as requested by --tee and similar options. It records the paths."""
+    """Torch's own handling of the ranks' output, which --tee and similar options request."""
 
     def __init__(self, inner: LogsSpecs) -> None:
         super().__init__()
+        self.kept = Path(inner.root_log_dir)
         self._inner = inner
         self._stderrs: dict[int, str] = {}
         if isinstance(sys.stdout, io.TextIOWrapper):
-            sys.stdout.reconfigure(line_buffering=True)  # else a pipe would get the lines late, in blocks
+            sys.stdout.reconfigure(line_buffering=True)  # otherwise, lines would reach a pipe late, in blocks
 
     @property
     def root_log_dir(self) -> str:
         return self._inner.root_log_dir
-
-    @property
-    def kept(self) -> Path | None:
-        return Path(self.root_log_dir)
 
     def stderr_tail(self, local_rank: int) -> list[str]:
         path = self._stderrs.get(local_rank)
@@ -336,7 +331,7 @@ class TorchLogs(LogsSpecs):
         return dest
 
     def note_ended(self, ended: Ended) -> None:
-        """Do nothing, because torch's launcher reports the reason of a restart."""
+        """Do nothing, because torch's launcher itself reports why the ranks are restarted."""
 
     def stop(self) -> None:
         """Do nothing, because torch's launcher has already stopped its reading threads."""

@@ -5,16 +5,16 @@
 A worker must end when its launcher is killed, and it must record its exception with an exact time. This must work for
 every program, with or without `sl.init`, with or without torch. The alternatives were worse:
 
-- Code in `sl.init` does not cover programs that never call it, or failures before the call.
+- Code in `sl.init` does not cover programs that never call `sl.init`, or failures before the call.
 - A launcher that watches from outside cannot determine which of two ranks failed first if they fail 20 ms apart.
-- A `sitecustomize` on PYTHONPATH hides the user's own.
+- A `sitecustomize` module on PYTHONPATH hides the user's own.
 
 The launcher therefore starts `python .../worker.py LAUNCHER_PID [-m] PROGRAM ARGUMENTS`. The file is run by path, not
-with -m, because importing the package would import torch before the program could set a variable that torch reads at
-import. The program runs in a new `__main__` module that exists until the interpreter ends. `sys.argv` and `sys.path[0]`
-are set as by `python PROGRAM`. Pickling, `multiprocessing` and `-m` thus behave as without the wrapper, and tracebacks
-do not show this file. A command that is not Python replaces this process by exec (`--exec`), and the parent-death
-signal stays set.
+with -m, because an import of the package would import torch before the program could set a variable that torch reads
+at import. The program runs in a new `__main__` module that exists until the interpreter ends. `sys.argv` and
+`sys.path[0]` are set as by `python PROGRAM`. Pickling, `multiprocessing` and `-m` thus behave as without the wrapper,
+and tracebacks do not show this file. A command that is not Python replaces this process by exec (`--exec`), and the
+parent-death signal stays set.
 
 With `--before MODULE ARGUMENT`, the wrapper first calls `MODULE.main(ARGUMENT)` in the same process. `syncline doctor`
 uses this to watch a program.
@@ -50,17 +50,14 @@ def _sibling(name: str) -> Any:
 
 
 def main(argv: list[str]) -> None:
-    """Run the program that `argv` names: LAUNCHER_PID [--before MODULE ARGUMENT] [-m | --exec] PROGRAM ..."""
+    """Run a program. The arguments are LAUNCHER_PID [--before MODULE ARGUMENT] [-m | --exec] PROGRAM [ARGUMENTS]."""
     process = _sibling("session/process")
     process.end_with_parent(int(argv[0]))
-    kind, program = "script", argv[1:]
-    before: list[str] = []
-    if program[0] == "--before":
-        before, program = program[1:3], program[3:]
-    if program[0] in ("-m", "--exec"):
-        kind, program = program[0], program[1:]
-    if kind == "--exec":
-        os.execvp(program[0], program)
+    before, program = (argv[2:4], argv[4:]) if argv[1] == "--before" else ([], argv[1:])
+    is_module = program[0] == "-m"
+    if program[0] == "--exec":
+        os.execvp(program[1], program[1:])
+    program = program[is_module:]
     for stream in (sys.stdout, sys.stderr):
         # Line buffering sends complete lines to the launcher. `python -u` would write "text" and "\n" separately.
         stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]
@@ -70,36 +67,34 @@ def main(argv: list[str]) -> None:
     own_pid = os.getpid()
     error_file = _sibling("environment").error_file()
     try:
-        code, module = _as_module(program[0]) if kind == "-m" else _as_script(program[0])
-        sys.argv[:] = [module.__file__ or program[0] if kind == "-m" else program[0], *program[1:]]
+        code, module = _as_module(program[0]) if is_module else _as_script(program[0])
+        sys.argv[:] = [module.__file__ or program[0] if is_module else program[0], *program[1:]]
         sys.modules["__main__"] = module
         if before:
             importlib.import_module(before[0]).main(before[1])
         exec(code, module.__dict__)
     except BaseException as error:
         shown = _without_this_file(error.__traceback__)
-        if error_file and os.getpid() == own_pid:  # a fork of the program must not write the file
+        if error_file and os.getpid() == own_pid:  # a fork of the program must not write the error file
             process.record_failure(error, error_file, shown)
         _show_from_the_program(shown)
         raise
 
 
 def _as_script(path: str) -> tuple[CodeType, ModuleType]:
+    """Return the code of a script, and the `__main__` module in which to run the code."""
     full = os.path.abspath(path)
     if not sys.flags.safe_path:
         sys.path[0] = os.path.dirname(os.path.realpath(full))
-    module = ModuleType("__main__")
-    module.__file__ = full
-    module.__builtins__ = __builtins__  # type: ignore[attr-defined]
-    module.__loader__ = importlib.machinery.SourceFileLoader("__main__", full)
-    module.__package__ = None
-    module.__dict__.update(__cached__=None, __annotations__={})
+    loader = importlib.machinery.SourceFileLoader("__main__", full)
+    module = _main_module(__file__=full, __loader__=loader, __package__=None, __cached__=None)
     with io.open_code(full) as file:
         source = file.read()
     return compile(source, full, "exec", dont_inherit=True), module
 
 
 def _as_module(name: str) -> tuple[CodeType, ModuleType]:
+    """Return the code of a module, or of the `__main__` in a package, and the `__main__` module in which to run it."""
     if not sys.flags.safe_path:
         sys.path[0] = os.getcwd()
     spec = importlib.util.find_spec(name)
@@ -109,18 +104,24 @@ def _as_module(name: str) -> tuple[CodeType, ModuleType]:
     get_code = getattr(spec.loader, "get_code", None) if spec is not None else None
     code: CodeType | None = get_code(name) if get_code is not None else None
     if spec is None or code is None:
-        raise SystemExit(f"no module named {name}, or it cannot be run with -m")
+        raise SystemExit(f"there is no module {name} that -m can run")
+    return code, _main_module(
+        __spec__=spec,
+        __loader__=spec.loader,
+        __package__=spec.parent,
+        __file__=spec.origin,
+        __cached__=spec.cached,
+    )
+
+
+def _main_module(**attributes: Any) -> ModuleType:
     module = ModuleType("__main__")
-    module.__builtins__ = __builtins__  # type: ignore[attr-defined]
-    module.__spec__ = spec
-    module.__loader__ = spec.loader
-    module.__package__ = spec.parent
-    module.__file__ = spec.origin
-    module.__dict__.update(__cached__=spec.cached, __annotations__={})
-    return code, module
+    module.__dict__.update(attributes, __builtins__=__builtins__, __annotations__={})
+    return module
 
 
 def _without_this_file(tb: TracebackType | None) -> TracebackType | None:
+    """Return the part of a traceback that belongs to the program."""
     while tb is not None and tb.tb_frame.f_code.co_filename == __file__:
         tb = tb.tb_next
     return tb
@@ -131,7 +132,7 @@ def _show_from_the_program(shown: TracebackType | None) -> None:
     hook = sys.excepthook
 
     def excepthook(kind: type[BaseException], error: BaseException, _: TracebackType | None) -> None:
-        if not issubclass(kind, KeyboardInterrupt):  # the launcher reports it once for all ranks
+        if not issubclass(kind, KeyboardInterrupt):  # the launcher reports Ctrl-C once for all ranks
             hook(kind, error.with_traceback(shown), shown)
 
     sys.excepthook = excepthook
