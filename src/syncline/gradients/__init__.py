@@ -3,22 +3,22 @@
 Imports: errors, words, checks, records, user_code, _torch, transport, session, optimizers, tensors, equality.
 
 backward.py           one backward: its state, its graph tasks, and the wrapper to which it belongs
-bucket.py             one bucket: a flat tensor, its views, its state
-bucket_plan.py        which gradients travel together, and in which order: pure
+bucket.py             one bucket and its state; dense buckets in a flat tensor, whole or sharded
+bucket_plan.py        which gradients are in which bucket, and in which order: pure
 comm_hook.py          a user's communication hook in place of all_reduce
 hooks.py              the hooks of parameters, which run once per gradient; those of torch's distributed autograd
-layout.py             where each gradient lies
+layout.py             the buckets of a reducer, and the place of each gradient
 ledger.py             what was reduced in the last backward
-options.py            how gradients are synchronized: a frozen value; requests of a wrapper for the next backwards
-out_of_step.py        errors after which ranks have sent different things
-reducer.py            the reducer: the start of a backward (does it synchronize?) and its end
+options.py            the options of gradient synchronization; requests of a wrapper for its next backwards
+out_of_step.py        errors after which some ranks have sent data that others do not expect
+reducer.py            the reducer: the start of a backward, which decides if it synchronizes, and its end
 reduction.py          buckets in flight: filled, sent, waited for, handed out
 shard.py              this rank's shard of a bucket
 shard_plan.py         which rank owns which part of which bucket: pure
 sparse.py             a bucket of one sparse gradient
 tail.py               the words of all riders, behind the gradients of the last bucket
-usage.py              which parameters a backward reaches, from the outputs of a forward
-wrapper_protocol.py   what the library asks of a wrapped module, and how it finds it
+usage.py              which parameters a backward reaches, and how often
+wrapper_protocol.py   how lower layers recognize a wrapper, and the methods of it that they call
 """
 
 from __future__ import annotations

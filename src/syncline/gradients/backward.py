@@ -5,9 +5,9 @@ A backward is in one of these states. The hooks of parameters copy gradients onl
 | state    | meaning                                                                              | next states      |
 |----------|--------------------------------------------------------------------------------------|------------------|
 | LOCAL    | it is not reduced: under `no_sync`, in a world of one rank, or by a strategy         | ENDED, FAILED    |
-| DEFERRED | it will be reduced, but its gradients may not be copied before it has ended          | FILLING, FAILED  |
+| DEFERRED | it will be reduced, but its gradients must not be copied before its end              | FILLING, FAILED  |
 | FILLING  | ready gradients are copied into their buckets, and complete buckets are sent         | SENT, FAILED     |
-| SENT     | all buckets are sent, and are waited for                                             | ENDED, FAILED    |
+| SENT     | all buckets are sent, and this rank waits for them                                   | ENDED, FAILED    |
 | ENDED    | it is over; if it was reduced, `.grad` holds the result                              |                  |
 | FAILED   | it ended with an error, or another backward began before its end                     |                  |
 
@@ -206,10 +206,8 @@ class Ownership:
         return is_own
 
     def _priority(self) -> tuple[int, int]:
-        trainable = [
-            p for p in self._parameters if p.requires_grad
-        ]  # some may have been frozen since construction
-        return num_reached(trainable), self.birth
+        # Some parameters may have been frozen since construction.
+        return num_reached([p for p in self._parameters if p.requires_grad]), self.birth
 
 
 NO_INDICES: frozenset[int] = frozenset()

@@ -189,9 +189,8 @@ def plan_buckets(
     groups = _group(specs, order, caps)
     for group in groups:
         first = specs[group[0]]
-        indices = sorted(
-            group, key=lambda index: specs[index].numel < LARGE_GRADIENT_NUMEL
-        )  # large ones first
+        large = [i for i in group if specs[i].numel >= LARGE_GRADIENT_NUMEL]
+        indices = [*large, *(i for i in group if specs[i].numel < LARGE_GRADIENT_NUMEL)]
         offsets, numel = [], 0
         for index in indices:
             numel += -numel % align_numel
@@ -204,7 +203,7 @@ def plan_buckets(
                 device=first.device,
                 parameters=tuple(indices),
                 offsets=tuple(offsets),
-                num_large=sum(not first.sparse and specs[i].numel >= LARGE_GRADIENT_NUMEL for i in group),
+                num_large=0 if first.sparse else len(large),
                 numel=numel,
                 tail_numel=tail_numel if group is groups[-1] else 0,
                 itemsize_bytes=first.itemsize_bytes,
@@ -229,7 +228,7 @@ def _group(specs: Sequence[ParameterSpec], order: Sequence[int], caps: BucketCap
             continue
         kind = (spec.dtype, spec.device, spec.delayed)
         size_bytes = spec.numel * spec.itemsize_bytes
-        # Every kind's first bucket gets the small cap, so that each dtype's sending starts early.
+        # The first bucket of each kind gets the small cap, so that sending starts early for each dtype and device.
         if kind not in filling or filled_bytes[kind] + size_bytes > caps.of(num_groups[kind] - 1):
             filling[kind] = []
             groups.append(filling[kind])

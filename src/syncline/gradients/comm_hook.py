@@ -107,10 +107,7 @@ class CommHook:
         Raises:
             TypeError: the hook returned no future.
         """
-        shape, is_flat = (
-            bucket.buffer().shape,
-            not bucket.buffer().is_sparse,
-        )  # the hook may replace the buffer
+        buffer = bucket.buffer()  # the hook may replace it
         future = self.hook(self.state, bucket)
         if not isinstance(future, TorchFuture):
             raise TypeError(
@@ -122,8 +119,9 @@ class CommHook:
         def take(result: object) -> None:
             if isinstance(result, list | tuple) and len(result) == 1:
                 (result,) = result
+            is_flat = not buffer.is_sparse
             if isinstance(result, Tensor) and (
-                result.shape == shape or (is_flat and result.numel() == shape.numel())
+                result.shape == buffer.shape or (is_flat and result.numel() == buffer.numel())
             ):
                 take_result(result)
                 return
@@ -132,7 +130,7 @@ class CommHook:
             )
             raise SynclineError(
                 f"communication hook {self.name}, bucket {bucket.index()}: expected the hook's future to hold a tensor "
-                f"of shape {tuple(shape)}, got {got}. Return a future that holds the bucket's buffer, reduced"
+                f"of shape {tuple(buffer.shape)}, got {got}. Return a future that holds the bucket's buffer, reduced"
             )
 
         return _HookWork(future, take)

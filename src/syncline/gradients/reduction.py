@@ -145,7 +145,7 @@ class Reduction:
         while backward.num_launched < len(buckets):
             bucket = buckets[backward.num_launched]
             if bucket.num_pending or (self.usage.static is not None and bucket.plan.tail_numel):
-                return  # the last bucket reports if a static graph has changed, which is known only at the end
+                return  # the last bucket reports whether a static graph has changed, which is known only at the end
             self._send_next(trigger=backward.ready[-1])
 
     def send_rest(self) -> None:

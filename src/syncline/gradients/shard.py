@@ -245,8 +245,8 @@ class BucketShard:
         position = self.team.position
         self.start = bounds[position]
         self.stop = max(self.start, min(bounds[position + 1], self.plan.numel))
-        self._in_bucket = self._gradients[self.start : self.stop]
-        self._reduced = torch.zeros_like(self._in_bucket) if self._outlives_bucket else self._in_bucket
+        in_bucket = self._gradients[self.start : self.stop]
+        self._reduced = torch.zeros_like(in_bucket) if self._outlives_bucket else in_bucket
         self.gradient = self._reduced
         """The reduced gradients of this rank's span, in the dtype of the parameters."""
         if self._gradients.dtype is not self.dtype:
@@ -286,8 +286,8 @@ class BucketShard:
 
     def collect(self) -> None:
         """Copy the reduced span out of the bucket, if another bucket will use the same memory."""
-        if self._reduced is not self._in_bucket:
-            self._reduced.copy_(self._in_bucket)
+        if self._outlives_bucket:
+            self._reduced.copy_(self._gradients[self.start : self.stop])
 
     def divide(self, divisor: float) -> None:
         """Divide the gradients that this rank has reduced."""

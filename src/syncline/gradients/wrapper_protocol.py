@@ -96,7 +96,5 @@ def replica_of(module: object) -> ReplicaProtocol | None:
     """
     if not isinstance(module, SynchronizedModule):
         return None
-    found: ReplicaProtocol | None = vars(module).get(
-        "_replica"
-    )  # None while the wrapper is being constructed
-    return found
+    replica: ReplicaProtocol | None = vars(module).get("_replica")  # None while the wrapper is constructed
+    return replica
