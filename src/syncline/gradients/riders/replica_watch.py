@@ -2,7 +2,7 @@
 
 The step number determines the slice. It is hashed when the step's backward begins, because nothing writes to it then:
 the last write to parameters and optimizer state was the optimizer's step, which all ranks have made. Buffers change in
-forward, so those that were just synchronized are hashed before it.
+forward, so buffers are hashed before the forward, if they have just been synchronized.
 
 The fingerprint travels with the gradients, so equal replicas send nothing else. Only if fingerprints
 differ do the ranks search for the differing elements (`replica_search.py`).
@@ -241,7 +241,8 @@ class ReplicaWatch:
         Args:
             error: the error that names the differences.
             names: the names of the values that differ.
-            repair: makes the values equal, and returns a sentence on how; None if they cannot be repaired.
+            repair: a function that makes the values equal, and returns a sentence on what it did; None if the values
+                cannot be repaired.
         """
         policy = self.check.on_divergence
         if policy == "raise" or (policy == "repair" and repair is None):
@@ -257,7 +258,7 @@ class ReplicaWatch:
             warn_user(text)
 
     def _repaired(self, located: Located, step: int) -> str:
-        """Broadcast the values of the majority; return a sentence on what was done. A collective call."""
+        """Broadcast the values of the majority, and return a sentence that says so. A collective call."""
         transport = self._peers.transport
         sources = set()
         for one in located.differences:
