@@ -239,7 +239,7 @@ def pool_moments(counts: Tensor, means: Tensor, m2s: Tensor) -> tuple[Tensor, Te
     """
     total = counts.sum()
     fractions = counts / total  # (num_ranks, 1)
-    # Average the differences from one of the means, so that equal means give exactly that mean.
+    # Average the differences from the first mean, so that equal means give exactly this mean.
     mean = means[0] + (fractions * (means - means[0])).sum(0)
     return total, mean, m2s.sum(0) / total + (fractions * (means - mean).square()).sum(0)
 

@@ -80,7 +80,7 @@ def _walk(tree: Any, keys: tuple[Any, ...], name: str) -> Iterator[tuple[str, tu
 def _has_own_memory(tensor: Tensor) -> bool:
     """Return whether the values can be read from the tensor's own memory.
 
-    A subclass with its own `__torch_dispatch__` may have no memory, because it handles every operation itself.
+    A subclass that overrides `__torch_dispatch__` may have no memory, because the subclass handles every operation.
     """
     is_ordinary = type(tensor).__torch_dispatch__ is Tensor.__torch_dispatch__ and not is_lazy(tensor)
     return is_ordinary and tensor.layout == torch.strided and not tensor.is_meta and not tensor.is_quantized

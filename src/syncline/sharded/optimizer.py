@@ -115,7 +115,7 @@ class Sharding:
         self._has_private = not all(bucket_shard.is_common for bucket_shard in bucket_shards)
         """Whether each rank has a copy of some parameters for itself."""
         self.num_copies = 0 if self._has_private else lane.size // self._team.size
-        """Number of copies of the parameters, one per host; 0 where each rank has its own copy."""
+        """Number of copies of the parameters, one per host; 0 if each rank has its own copy."""
         for bucket_shard in bucket_shards:
             if self._team.position == 0 or not bucket_shard.is_common:
                 bucket_shard.take_values()
@@ -244,7 +244,7 @@ class Sharding:
 
     @torch.no_grad()
     def _gather(self, attached: AttachedShards) -> None:
-        """Send the parameters that this rank has stepped, and receive the others. A collective call."""
+        """Send the parameters that this rank has stepped, and receive all other parameters. A collective call."""
         lane, works = self._module.lane, []
         for bucket_shard in attached.bucket_shards:
             if bucket_shard.is_common:

@@ -46,8 +46,8 @@ def remember_one_copy(module: nn.Module, copy: OneCopy) -> None:
     """Make `copy` the guard of a module's parameters. `load_state_dict` of the module then waits as writers have to."""
     copies = REGISTRY.by_module(OneCopy)
     if module not in copies:
-        module.register_load_state_dict_pre_hook(_BeforeLoading(module))
-        module.register_load_state_dict_post_hook(_AfterLoading(module))
+        module.register_load_state_dict_pre_hook(_before_loading)
+        module.register_load_state_dict_post_hook(_after_loading)
     copies[module] = copy
 
 
@@ -172,35 +172,16 @@ def written_elsewhere(where: str) -> SynclineError:
     )
 
 
-class _LoadingHook:
-    """A hook that does not keep its module alive. A copied or unpickled hook does nothing."""
-
-    def __init__(self, module: nn.Module | None = None) -> None:
-        self._module = None if module is None else weakref.ref(module)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        return type(self)()
-
-    def __reduce__(self) -> Any:
-        return type(self), ()
-
-    def _copy(self) -> OneCopy | None:
-        module = None if self._module is None else self._module()
-        return None if module is None else one_copy_of(module)
+def _before_loading(module: nn.Module, *_: Any) -> None:
+    """Open the guard of a module for writing. A copy of the module has this hook, too, but no guard."""
+    if (copy := one_copy_of(module)) is not None:
+        copy.open()
 
 
-class _BeforeLoading(_LoadingHook):
-    def __call__(self, module: nn.Module, *_: Any) -> None:
-        copy = self._copy()
-        if copy is not None:
-            copy.open()
-
-
-class _AfterLoading(_LoadingHook):
-    def __call__(self, module: nn.Module, incompatible: Any) -> None:
-        copy = self._copy()
-        if copy is not None:
-            copy.close()
+def _after_loading(module: nn.Module, _: Any) -> None:
+    """Close the guard of a module."""
+    if (copy := one_copy_of(module)) is not None:
+        copy.close()
 
 
 AnyModule = TypeVar("AnyModule", bound=nn.Module)

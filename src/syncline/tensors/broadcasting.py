@@ -108,7 +108,7 @@ class TensorBroadcaster:
 
 
 class _BytesPiece:
-    """The tensors of one collective, sent as bytes. A single contiguous tensor is sent in place, others as a copy."""
+    """The tensors of one collective, sent as bytes: a single contiguous tensor in place, other tensors as a copy."""
 
     def __init__(self, tensors: Sequence[Tensor], device: torch.device) -> None:
         self._device = device

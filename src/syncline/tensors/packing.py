@@ -1,8 +1,8 @@
 """Decide which tensors are sent alone and which are packed into chunks: a pure function of their sizes.
 
-A large tensor is sent from its own memory. Small ones are copied together, because for them a call costs more than the
-copy. The plan depends on sizes and devices only, so that all ranks plan the same collectives even if the strides of
-their tensors differ.
+A large tensor is sent from its own memory. Small tensors are copied together, because a call costs more than the copy
+of a small tensor. The plan depends on sizes and devices only, so that all ranks plan the same collectives even if the
+strides of their tensors differ.
 """
 
 from __future__ import annotations

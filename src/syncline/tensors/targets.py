@@ -47,7 +47,12 @@ def named_tensors(target: Any, *, for_writing: bool = True) -> list[tuple[str, T
 def distinct_tensors(
     walked: Iterable[tuple[str, Tensor]], *, for_writing: bool = True
 ) -> list[tuple[str, Tensor]]:
-    """Return the distinct tensors among those that `walk` has returned. Raises the ValueErrors of `named_tensors`."""
+    """Return the tensors of a walk, each once. See `named_tensors`, also for the errors.
+
+    Args:
+        walked: the names and tensors that `walk` has returned.
+        for_writing: whether to raise for tensors that cannot be written in place.
+    """
     seen: dict[int, list[Tensor]] = {}
     named: list[tuple[str, Tensor]] = []
     for name, tensor in walked:
@@ -122,7 +127,7 @@ def _walk_tree(tree: Any) -> Iterator[tuple[str, Tensor]]:
 
 
 def check_dense(name: str, tensor: Tensor) -> None:
-    """Raise if a tensor does not hold its values in its own dense memory.
+    """Raise an error unless a tensor has dense memory that holds its values.
 
     Raises:
         ValueError: the tensor is lazy, nested, sparse, quantized, on the meta device, or of a subclass that wraps other

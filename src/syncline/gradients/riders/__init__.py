@@ -12,8 +12,7 @@ missing.py           riders: parameters without a gradient; static graphs that c
 nonfinite.py         rider: gradients that are NaN or infinite; marks on gradients that must not be applied
 nonfinite_report.py  the error or warning about such gradients
 replica_search.py    search for the values in which replicas differ
-replica_watch.py     comparison of one slice of the replica per step
-replicas.py          rider: the fingerprint of that slice
+replica_watch.py     rider: the fingerprint of one slice of the replica per step, and its comparison
 roster.py            all riders of a reducer, in order
 same_data.py         rider: a hash of gradients, to detect that all ranks train on the same data
 settings.py          rider: the settings of attached optimizers

@@ -63,7 +63,7 @@ class OwnGradients:
             self.check_later(group)
 
     def wait(self) -> Found:
-        """Wait for the device, once for all buckets; return what was found."""
+        """Wait for the device, once for all buckets, and return the description of elements that are not finite."""
         for device in {size.device for _, size in self._sizes}:
             here = [(index, size) for index, size in self._sizes if size.device == device]
             for (index, _), size in zip(here, torch.stack([size for _, size in here]).tolist(), strict=True):
@@ -74,11 +74,11 @@ class OwnGradients:
 
 
 def is_finite(values: Tensor, dtype: torch.dtype | None = None) -> bool:
-    """Return whether all elements are finite, in their own dtype or in another one; wait for the device.
+    """Wait for the device, and return whether all elements are finite, in their dtype or in another dtype.
 
     Args:
         values: a tensor of any shape.
-        dtype: the dtype to which the values will be converted; None if they will not be.
+        dtype: the dtype to which the values will be converted; None if the values will not be converted.
 
     Example:
         >>> big = torch.full((2,), 3e38)
@@ -97,7 +97,7 @@ def is_finite(values: Tensor, dtype: torch.dtype | None = None) -> bool:
 
 
 def describe(parts: Parts) -> dict[int, str]:
-    """Describe the elements that are not finite, by parameter index; wait for the device.
+    """Wait for the device, and describe the elements that are not finite, by parameter index.
 
     Example:
         >>> describe([(7, torch.ones(2)), (8, torch.tensor([1.0, float("nan"), float("-inf")]))])

@@ -1,8 +1,8 @@
 """Rider: forwards in training mode that had no backward.
 
 The gradients do not show that one rank alone skipped a batch. Its forward ran and its backward did not, so this rank's
-next batch is averaged with the current batch of its peers. Each rank therefore reports how many forwards wait for a
-backward.
+next batch is averaged with the current batch of the other ranks. Each rank therefore reports how many forwards wait for
+a backward.
 
 A forward without a backward need not be wrong: rank 0 may compute an accuracy, and drop or keep the output. So a
 difference between ranks gives one warning, and no error. If a batch was skipped, that rank runs out of batches before
@@ -43,7 +43,7 @@ class Forwards(Rider):
         self.num_waiting = 0
         """Number of forwards since the last reduction that no backward has reached."""
         self.era = 0
-        """Number of reductions that left forwards waiting; forwards of an earlier era no longer count."""
+        """Number of reductions after which forwards still waited. Forwards of an earlier era no longer count."""
         self._has_warned = False
 
     def forward_ended(self, output: object) -> None:
@@ -65,7 +65,7 @@ class Forwards(Rider):
         return min(self.num_waiting, 255)
 
     def receive(self, words: Words) -> None:
-        """Warn on rank 0, once, if some ranks ran a forward without a backward and others did not."""
+        """Warn on rank 0, once, if the number of waiting forwards differs between ranks."""
         waiting = words.active
         if self._has_warned or len(set(waiting.values())) < 2:
             return

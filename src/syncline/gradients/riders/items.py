@@ -120,7 +120,7 @@ class ItemCount:
         return self.reduced_total
 
     def carry(self, num_ranks: int) -> float:
-        """Mark the reduced mean as carried; return the factor that turns it into each rank's part of the sum."""
+        """Mark the mean as carried; return the factor that turns the mean into each rank's part of the sum."""
         assert self.reduced_total is not None
         self.carried_total, self.reduced_total = self.reduced_total, None
         return self.carried_total / num_ranks
@@ -148,11 +148,11 @@ class Standing(NamedTuple):
     is_uncounted: bool
     """Whether there were backwards outside of `normalize_by` that are not reduced yet."""
     total: int | None
-    """Global items behind reduced gradients that are still in `.grad`; None if there are none."""
+    """Global items behind reduced gradients that are still in `.grad`; None if there are no such gradients."""
     is_mean: bool
-    """Whether those reduced gradients are a mean, not this rank's part of the sum."""
+    """Whether the reduced gradients in `.grad` are a mean, and not this rank's part of a sum."""
     is_changed: bool
-    """Whether that mean was changed after the reduction."""
+    """Whether the mean in `.grad` was changed after the reduction."""
 
 
 class ItemNormalizer:
@@ -198,7 +198,7 @@ class ItemNormalizer:
             self._versions = self._current_versions()
 
     def standing(self) -> Standing:
-        """Return the counts behind the present `.grad`; they are empty if it was cleared.
+        """Return the counts behind the present `.grad`. The counts are empty if `.grad` was cleared.
 
         Raises:
             ValueError: a block is open, so its gradients may be incomplete.
@@ -251,10 +251,10 @@ class ItemNormalizer:
         return total
 
     def _carry_reduced_gradients(self) -> bool:
-        """Prepare `.grad` so that gradients can be added to it; return whether it was scaled.
+        """Prepare `.grad` so that new gradients can be added; return whether `.grad` was scaled.
 
-        Reduced gradients are already a mean, the same on every rank. They are turned back into this rank's part of the
-        sum. Then they can be summed again together with the new gradients, and divided by the items of both.
+        Reduced gradients are a mean, the same on every rank. They are turned back into this rank's part of the sum. So
+        they can be summed again together with the new gradients, and be divided by the number of items of both.
         """
         if not self.count.anything_behind_gradients:
             return False

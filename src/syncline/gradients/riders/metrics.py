@@ -65,7 +65,7 @@ class Metrics(Rider):
         self.num_bits = _BITS * len(names)
 
     def word(self, backward: Backward) -> int:
-        """Return this rank's mean and weight of each metric; the weight is 0 if this rank did not report it."""
+        """Return this rank's mean and weight of each metric. A metric that was not reported has weight 0."""
         return self._own_word() if self._reports else 0
 
     def _own_word(self) -> int:

@@ -69,7 +69,7 @@ class NonFinite(Rider):
 
 
 class NonFiniteWatch(NonFinite):
-    """A check of one module's gradients, with a policy for those that are not finite.
+    """A check of one module's gradients, with a policy for gradients that are not finite.
 
     The calls of one backward are `backward_begins`, `look_at` for each bucket, `word` when the last bucket is sent,
     `conclude` when `.grad` holds the mean, and `act`, which raises or warns when everything else is done. If the
@@ -97,7 +97,7 @@ class NonFiniteWatch(NonFinite):
         self._transport = transport
         self._discarded = DiscardedGradients()
         self._is_bad: bool | None = None
-        """Whether the result of the present backward must not be applied; None while that is undecided."""
+        """Whether the result of the present backward must not be applied; None before the decision."""
         self._own = OwnGradients()
         self._replaces = False
         """Whether elements that are not finite are sent as zeros."""
@@ -165,9 +165,10 @@ class NonFiniteWatch(NonFinite):
         self._decide(findings, parts, step=step)
 
     def conclude_outside(self, gradients: Iterable[tuple[int, Tensor | None]], *, step: int) -> None:
-        """Check and decide about gradients that were reduced after a backward, when no rank has checked its own.
+        """Check the mean and decide, for gradients that were reduced after a backward.
 
-        This is a collective call if the mean, which is the same on every rank, is not finite.
+        No rank has checked its own gradients before. This is a collective call if the mean, which is the same on every
+        rank, is not finite.
         """
         self.backward_begins(has_hook=False)
         parts = _present(gradients)
@@ -287,7 +288,7 @@ class DiscardedGradients:
 
     def __init__(self) -> None:
         self._number = 0
-        """The number that the present marks bear; 0 if no gradient is marked."""
+        """The number that is stored as the mark; 0 if no gradient is marked."""
 
     def mark(self, gradients: Iterable[Tensor | None]) -> None:
         """Mark these gradients as discarded. Marks that were set before no longer count."""

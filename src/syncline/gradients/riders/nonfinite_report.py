@@ -61,7 +61,7 @@ class NonFiniteReport:
         self._names = names
         self._rank = rank
         self._error: NonFiniteGradient | None = None
-        """The error to raise, or whose text is the warning; None if there is nothing to report."""
+        """The error to raise. Under other policies its text is the warning. None if there is nothing to report."""
         self._warned: set[tuple[int, str]] = set()
         """The ranks (-1 for the mean) and parameters that a warning has already named."""
         self._warns_from = 1

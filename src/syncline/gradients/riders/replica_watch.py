@@ -1,10 +1,10 @@
-"""Rotating fingerprints: each step compares one slice of the replica with the other ranks.
+"""Rider: the fingerprint of a slice of the replica, by which each step compares this slice with the other ranks.
 
 The step number determines the slice. It is hashed when the step's backward begins, because nothing writes to it then:
 the last write to parameters and optimizer state was the optimizer's step, which all ranks have made. Buffers change in
-forward, so those that were just synchronized are hashed before it.
+forward, so buffers are hashed before the forward, if they have just been synchronized.
 
-The fingerprint travels with the gradients (`replicas.py`), so equal replicas send nothing else. Only if fingerprints
+The fingerprint travels with the gradients, so equal replicas send nothing else. Only if fingerprints
 differ do the ranks search for the differing elements (`replica_search.py`).
 """
 
@@ -23,6 +23,8 @@ from syncline.checks import checked_choice, checked_count, store
 from syncline.equality.fingerprint import mixed
 from syncline.equality.leaves import Leaf, parameter_leaves
 from syncline.errors import ReplicaDivergence
+from syncline.gradients.backward import Backward
+from syncline.gradients.riders.base import Holder, Reduced, Rider, Words
 from syncline.gradients.riders.coverage import Coverage, Listing
 from syncline.gradients.riders.replica_search import Located, Peers
 from syncline.tensors.broadcasting import TensorBroadcaster
@@ -32,10 +34,13 @@ from syncline.words import describe_ranks
 
 OnDivergence = Literal["raise", "repair", "warn"]
 
-NUM_FINGERPRINT_BITS = 48
+_NUM_FINGERPRINT_BITS = 48
 """Number of bits of a slice's fingerprint."""
 
-_MAX_FINGERPRINT: int = 2**NUM_FINGERPRINT_BITS - 1
+_NUM_SAMPLES = 64
+"""Number of elements of each bucket that are checked for finiteness."""
+
+_MAX_FINGERPRINT: int = 2**_NUM_FINGERPRINT_BITS - 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -236,7 +241,8 @@ class ReplicaWatch:
         Args:
             error: the error that names the differences.
             names: the names of the values that differ.
-            repair: makes the values equal, and returns a sentence on how; None if they cannot be repaired.
+            repair: a function that makes the values equal, and returns a sentence on what it did; None if the values
+                cannot be repaired.
         """
         policy = self.check.on_divergence
         if policy == "raise" or (policy == "repair" and repair is None):
@@ -252,7 +258,7 @@ class ReplicaWatch:
             warn_user(text)
 
     def _repaired(self, located: Located, step: int) -> str:
-        """Broadcast the values of the majority; return a sentence on what was done. A collective call."""
+        """Broadcast the values of the majority, and return a sentence that says so. A collective call."""
         transport = self._peers.transport
         sources = set()
         for one in located.differences:
@@ -271,3 +277,67 @@ class ReplicaWatch:
         self.last_compared = (self.steps_before + step, True)
         self._coverage.all_agreed(step)
         return f"the values of {describe_ranks(sorted(sources))} were broadcast."
+
+
+# ---------------------------------------------------------------------- the rider
+
+
+class Replicas(Rider):
+    """A report of the fingerprint of the slice of the replica that this step compares."""
+
+    num_bits = _NUM_FINGERPRINT_BITS
+
+    def __init__(self) -> None:
+        self.watch: ReplicaWatch | None = None
+        """The object that compares replicas; None without `replica_check`."""
+        self._reported: list[int] | None = None
+
+    def use(self, watch: ReplicaWatch | None) -> None:
+        """Compare replicas by `watch` from now on. `watch` takes over the state of its predecessor."""
+        if watch is not None and self.watch is not None:
+            watch.continues(self.watch)
+        self.watch = watch
+
+    def begin_step(self, step: int) -> None:
+        """Hash the slice of this step, before parameters or optimizer state change."""
+        if self.watch is not None:
+            at = step - self.watch.steps_before
+            self.watch.begin(range(at, at + 1))
+
+    def word(self, backward: Backward) -> int:
+        """Return the fingerprint; 0 if no part of the replica is compared in this step."""
+        return 0 if self.watch is None else self.watch.fingerprint()
+
+    def receive(self, words: Words) -> None:
+        """Keep the fingerprints for `conclude`."""
+        # Replicas are compared last, because under "repair" and "warn" the optimizer steps all the same.
+        self._reported = None if words.any_joined else list(words.active.values())
+
+    def conclude(self, reduced: Reduced) -> None:
+        """Compare the replicas.
+
+        Raises:
+            ReplicaDivergence: replicas differ (see `ReplicaWatch.compare`). Raised on every rank.
+        """
+        if self.watch is None or self._reported is None:
+            return
+        step = reduced.step - self.watch.steps_before
+        self.watch.compare(self._reported, step)
+        if reduced.is_mean:
+            dense = (bucket for bucket in reduced.buckets if not bucket.is_sparse)
+            is_finite = not reduced.any_nonfinite and all(_looks_finite(bucket) for bucket in dense)
+            self.watch.mean_is(is_finite, step)
+
+    def forget(self) -> None:
+        """Drop the fingerprints at the end of a backward."""
+        self._reported = None
+        if self.watch is not None:
+            self.watch.forget()
+
+
+def _looks_finite(bucket: Holder) -> bool:
+    """Return whether a sample of the reduced elements, evenly spread, is finite."""
+    values = (
+        bucket.own()
+    )  # this memory holds the result by now; `handed_out` would list all members of the bucket
+    return bool(values[:: max(1, len(values) // _NUM_SAMPLES)].isfinite().all())

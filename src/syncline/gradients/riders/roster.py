@@ -13,7 +13,7 @@ from syncline.gradients.riders.items import Items
 from syncline.gradients.riders.metrics import Metrics
 from syncline.gradients.riders.missing import MissingGradients, StaticGraph
 from syncline.gradients.riders.nonfinite import NonFinite, NonFiniteWatch
-from syncline.gradients.riders.replicas import Replicas
+from syncline.gradients.riders.replica_watch import Replicas
 from syncline.gradients.riders.same_data import SameData
 from syncline.gradients.riders.settings import Settings
 from syncline.gradients.riders.stop import Stop
