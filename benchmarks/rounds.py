@@ -1,4 +1,4 @@
-"""What the programs of this folder share: their arguments, competitors that take turns, and goals.
+"""The parts that the programs of this folder share: a parser of arguments, competitors that take turns, and goals.
 
 The figures are those of `syncline.tools.bench`.
 """

@@ -57,10 +57,8 @@ def two_hosts(*, megabits_per_second: float | None = None) -> Iterator[TwoHosts]
     """
     missing = [tool for tool in _TOOLS if shutil.which(tool) is None]
     if not hasattr(os, "geteuid") or os.geteuid() != 0 or missing:
-        raise HostsUnavailable(
-            f"network namespaces need root and the tools {', '.join(_TOOLS)}; missing tools: "
-            f"{', '.join(missing) or 'none'}"
-        )
+        reason = f"missing: {', '.join(missing)}" if missing else "this process is not root"
+        raise HostsUnavailable(f"network namespaces need root and the tools {', '.join(_TOOLS)} ({reason})")
     hosts = TwoHosts({letter: f"syncline-{os.getpid()}-{letter}" for letter in _LETTERS})
     try:
         try:

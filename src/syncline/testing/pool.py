@@ -151,6 +151,7 @@ class Task:
     arguments: dict[str, Any]
     """Arguments of the function by name. They are pickled."""
     timeout_seconds: float
+    """Time after which a rank that has not ended is "stuck"."""
     warning_filters: tuple[str, ...] = ()
     """Filters as in pytest's configuration."""
 

@@ -221,4 +221,4 @@ def _is_set(dest: str) -> bool:
     try:
         return bool(int(text))
     except ValueError:
-        raise UsageError(f"PET_{dest.upper()}={text!r}: expected 0 or 1") from None
+        raise UsageError(f"environment variable PET_{dest.upper()}={text!r}: expected 0 or 1") from None

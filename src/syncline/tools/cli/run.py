@@ -30,8 +30,8 @@ from syncline.tools.launch.guardian import Guardian
 if TYPE_CHECKING:
     from syncline.tools.launch.supervise import Job
 
-_RENDEZVOUS_OF_OURS = ("static", "c10d")
-"""The kinds of rendezvous for which this module finds a port and the launcher opens the store."""
+_CHECKED_BACKENDS = ("static", "c10d")
+"""Rendezvous backends whose endpoint is a port of a host. This module chooses or checks the port."""
 
 
 def main(argv: Sequence[str]) -> int:
@@ -165,9 +165,9 @@ def _choose_rendezvous(args: argparse.Namespace) -> None:
     if args.host is not None and not _is_this_host(args.host):
         raise UsageError(f"--host {args.host}: expected an address of this host")
     is_one_host = most == 1
-    is_ours = args.rdzv_backend in _RENDEZVOUS_OF_OURS
+    is_checked = args.rdzv_backend in _CHECKED_BACKENDS
     has_endpoint = args.rdzv_endpoint or (args.rdzv_backend != "c10d" and args.master_port is not None)
-    if args.standalone or (is_one_host and is_ours and not has_endpoint):
+    if args.standalone or (is_one_host and is_checked and not has_endpoint):
         # The kernel selects the port, and the id is unique, so that two jobs on one host never connect to each other.
         # Ranks cannot connect to a wildcard address.
         args.rdzv_backend, args.rdzv_id = "static", uuid.uuid4().hex
@@ -205,7 +205,7 @@ def _endpoint(args: argparse.Namespace) -> tuple[str, str, int]:
 def _check_port(args: argparse.Namespace, remedy: str) -> None:
     """Raise a UsageError if this host must listen at the endpoint and cannot."""
     option, host, port = _endpoint(args)
-    if args.rdzv_backend not in _RENDEZVOUS_OF_OURS or port == 0 or not _is_this_host(host):
+    if args.rdzv_backend not in _CHECKED_BACKENDS or port == 0 or not _is_this_host(host):
         return
     dual = socket.has_dualstack_ipv6()
     try:
@@ -215,8 +215,8 @@ def _check_port(args: argparse.Namespace, remedy: str) -> None:
             family = socket.AF_INET6 if dual else socket.AF_INET
             socket.create_server(("", port), family=family, dualstack_ipv6=dual).close()
     except OSError as error:
-        reasons = {errno.EADDRINUSE: "is in use on this host", errno.EACCES: "needs more rights"}
-        reason = reasons.get(error.errno or 0, f"cannot be opened ({error})")
+        reasons = {errno.EADDRINUSE: "is in use on this host", errno.EACCES: "needs more privileges"}
+        reason = reasons.get(error.errno or 0, f"cannot be used ({error})")
         raise UsageError(f"port {port} ({option}) {reason}: {remedy}") from None
 
 
