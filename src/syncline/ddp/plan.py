@@ -110,6 +110,10 @@ class Plan:
     """The attached optimizers."""
     metrics: tuple[str, ...] = ()
     """The names of the metrics that `ddp.report` averages."""
+    reports: tuple[str, ...] = ()
+    """What each rank reports behind its gradients."""
+    num_report_bits: int = 0
+    """The size of the reports of one rank."""
 
     @property
     def reducing_ranks(self) -> list[int]:

@@ -349,6 +349,8 @@ class Replica:
             has_buffer_hook=self.registered.buffer_hook is not None,
             optimizers=self.registered.in_words(),
             metrics=self.registered.metric_names(),
+            reports=self.gradients.riders.subjects,
+            num_report_bits=sum(self.gradients.riders.widths),
         )
 
     def evidence(self, *, looks_ahead: bool = False) -> Evidence:

@@ -44,6 +44,7 @@ def contract_of(plan: Plan, evidence: Evidence) -> Contract:
         _row("buffers", str(sizes.buffers), _buffers(plan)),
         _optimizer_row(plan),
         _metrics_row(plan),
+        _checks_row(plan),
     ]
     if plan.config.replica_check is not None:
         rows.append(_replica_row(plan, plan.config.replica_check))
@@ -143,6 +144,17 @@ def _metrics_row(plan: Plan) -> Row:
     return _row("loss, metrics", format_names(plan.metrics) if plan.metrics else "-", rule)
 
 
+def _checks_row(plan: Plan) -> Row:
+    if not _sends_reports(plan):
+        return _row("checks", "none", _ALONE if plan.num_ranks == 1 else Rule("never", None, "-"))
+    rule = Rule("with the gradients", "reports of each rank: see explain()", "none")
+    return _row("checks", f"{plan.num_report_bits} bits", rule)
+
+
+def _sends_reports(plan: Plan) -> bool:
+    return plan.num_ranks > 1 and plan.averages_in_backward
+
+
 def _replica_row(plan: Plan, check: ReplicaCheck) -> Row:
     """Return the row about comparing replicas."""
     parts = plan.compared_parts
@@ -178,6 +190,9 @@ def _last_done(plan: Plan, evidence: Evidence, backward: BackwardRecord) -> dict
         "buffers": _last_buffers(evidence),
         "optimizer": "nothing sent",
         "loss, metrics": f"step {backward.step}, with the gradients" if backward.metrics else "see sl.mean",
+        "checks": f"step {backward.step}"
+        if backward.synchronized and _sends_reports(plan)
+        else "nothing sent",
         "replica check": _last_compared(evidence),
     }
     if plan.rules is not None:
@@ -315,7 +330,11 @@ def _backward_planned(plan: Plan, buckets: Sequence[BucketPlan], names: Sequence
         kind = ".grad of a parameter cannot be read"
         holds = f"each rank holds its shard of the mean over {plan.num_ranks} ranks ({kind})"
     end = f"at the end of backward each rank waits for all buckets; then {holds}"
-    return [*lines, end, f"a missing gradient {rule}"]
+    return [*lines, _reports(plan), end, f"a missing gradient {rule}"]
+
+
+def _reports(plan: Plan) -> str:
+    return f"behind the gradients each rank reports: {', '.join(plan.reports)}"
 
 
 def _backward_recorded(plan: Plan, backward: BackwardRecord) -> list[str]:
@@ -348,6 +367,7 @@ def _buckets_recorded(plan: Plan, backward: BackwardRecord) -> list[str]:
         launched = f"{bucket.launched_seconds * 1e3:.1f} ms after the first gradient"
         waited = f"waited {bucket.waited_seconds * 1e3:.1f} ms for the bucket at the end"
         lines.append(f"  {_sent(plan)} {when}, {launched}; {waited}")
+    lines.append(_reports(plan))
     mean = describe_mean(backward)
     if plan.reduction is Reduction.SHARDS:
         return [*lines, f"each rank now holds its shard of the {mean}; .grad of a parameter cannot be read"]

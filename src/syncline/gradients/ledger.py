@@ -29,23 +29,14 @@ class Ledger:
         self._facts: dict[str, Any] = {}
         """Fields of the record that are known when the backward ends."""
 
-    def note(
-        self,
-        backward: Backward,
-        *,
-        step: int,
-        divisor: int,
-        nonfinite: NonFiniteRecord | None,
-        metrics: Mapping[str, float],
-    ) -> None:
+    def note(self, backward: Backward, *, step: int, divisor: int, facts: Mapping[str, Any]) -> None:
         """Record a backward that has ended.
 
         Args:
             backward: the backward; nothing may change it afterwards.
             step: number of steps of the run so far.
             divisor: the number by which the sums of the gradients were divided.
-            nonfinite: the values found that are not finite; None if the values were not checked.
-            metrics: the means over ranks of the metrics that were reported with the backward.
+            facts: the fields of the record that the riders fill.
         """
         self._backward, self._ended_at = backward, time.perf_counter()
         self._facts = {
@@ -53,8 +44,7 @@ class Ledger:
             "divisor": divisor,
             "counted_items": backward.num_items is not None,
             "reduced_afterwards": False,
-            "nonfinite": nonfinite,
-            "metrics": metrics,
+            **facts,
         }
 
     def note_reduction(self, *, num_items: int | None, num_ranks: int) -> None:

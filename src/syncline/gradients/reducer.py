@@ -12,7 +12,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import partial
 
 import torch
@@ -333,7 +333,6 @@ class GradientSync:
         reduction = self.reduction
         is_local = backward.state is BackwardState.LOCAL
         divisor = 1
-        metrics: Mapping[str, float] = {}
         if is_local and not self.controls.enabled:
             reduction.unreduced.update(backward.ready)
         else:
@@ -346,14 +345,7 @@ class GradientSync:
                 with self._hooks.contexts.as_grad(backward.context_id):
                     divisor = self._reduce(backward)
             reduction.unreduced.clear()
-            metrics = reduction.riders.metrics.last
-        self.ledger.note(
-            backward,
-            step=self.step,
-            divisor=divisor,
-            nonfinite=reduction.riders.nonfinite.last,
-            metrics=metrics,
-        )
+        self.ledger.note(backward, step=self.step, divisor=divisor, facts=reduction.riders.record())
         if not is_local and not reduction.layout.order_is_learnt:
             reduction.layout.learn_order(backward.ready)
 

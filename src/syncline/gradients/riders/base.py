@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 from torch import Tensor
 
@@ -99,14 +99,17 @@ class Rider:
     3. `word`, when the last bucket is sent;
     4. `receive`, or `receive_nothing` if no rank reported anything;
     5. `conclude`, when `.grad` holds the result;
-    6. `forget`, even after an error.
+    6. `record`;
+    7. `forget`, even after an error.
 
     If `receive` or `conclude` raises an error, every rank raises it.
 
     Attributes:
+        subject: what the words are about, as the contract and the timeline show it.
         num_bits: the number of bits of a word.
     """
 
+    subject: str
     num_bits: int
 
     def begin_step(self, step: int) -> None:
@@ -136,6 +139,10 @@ class Rider:
     def conclude(self, reduced: Reduced) -> None:
         """Act on the result in `.grad`. Called after `receive` in each reduced step."""
 
+    def record(self) -> Mapping[str, Any]:
+        """Return the fields of the record of a backward (`BackwardRecord`) that this rider fills."""
+        return {}
+
     def forget(self) -> None:
         """Reset the state of one backward. Called at its end, even after an error."""
 
@@ -154,12 +161,18 @@ class Riders:
         self._looking = overriding("look_at")
         self._receiving_nothing = overriding("receive_nothing")
         self._concluding = overriding("conclude")
+        self._recording = overriding("record")
         self._forgetting = overriding("forget")
 
     @property
     def widths(self) -> tuple[int, ...]:
         """The number of bits of each word."""
         return tuple(rider.num_bits for rider in self._riders)
+
+    @property
+    def subjects(self) -> tuple[str, ...]:
+        """What the words are about, for each rider that reports something."""
+        return tuple(rider.subject for rider in self._riders if rider.num_bits)
 
     def begin_step(self, step: int) -> None:
         """Prepare all riders for a backward whose gradients will be reduced."""
@@ -194,6 +207,13 @@ class Riders:
         """Let the riders act on the result in `.grad`."""
         for rider in self._concluding:
             rider.conclude(reduced)
+
+    def record(self) -> dict[str, Any]:
+        """Return the fields of the record of a backward that the riders fill."""
+        fields: dict[str, Any] = {}
+        for rider in self._recording:
+            fields.update(rider.record())
+        return fields
 
     def forget(self) -> None:
         """Reset all riders after a backward, even after an error."""

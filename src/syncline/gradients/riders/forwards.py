@@ -37,6 +37,7 @@ class Forwards(Rider):
         1
     """
 
+    subject = "forwards without a backward"
     num_bits = 8
 
     def __init__(self) -> None:

@@ -292,6 +292,7 @@ def _values(gradient: Tensor) -> Tensor:
 class Items(Rider):
     """A report of the number of items behind this rank's gradients, under `normalize_by`."""
 
+    subject = "numbers of items"
     num_bits = 49
 
     def __init__(self) -> None:

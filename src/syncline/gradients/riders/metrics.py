@@ -36,13 +36,15 @@ class Metrics(Rider):
         >>> backward = Backward(step=1, state=BackwardState.FILLING)
         >>> words = (one.word(backward), other.word(backward))
         >>> one.receive(Words(words, step=1, transport=ThreadGroup(2).transport(0)))
-        >>> one.last
-        {'loss': 3.0}
+        >>> one.record()
+        {'metrics': {'loss': 3.0}}
     """
+
+    subject = "metrics"
 
     def __init__(self) -> None:
         self.num_bits = 0
-        self.last: Mapping[str, float] = {}
+        self._means: Mapping[str, float] = {}
         """The means of the last backward; empty if no rank reported a metric for it."""
         self._names: tuple[str, ...] = ()
         self._reports: list[tuple[Mapping[str, Any], float]] = []
@@ -80,12 +82,17 @@ class Metrics(Rider):
 
     def receive_nothing(self, step: int) -> None:
         """Clear the means, because no rank reported anything."""
-        self.last = {}
+        self._means = {}
 
     def conclude_alone(self) -> None:
         """Use this rank's own means, because there is one rank or this backward is not reduced."""
         self._average([self._own_word()] if self._reports else [])
         self._reports.clear()
+
+    def record(self) -> Mapping[str, Any]:
+        """Return the means. They belong to one backward: the next call returns none, unless there are new ones."""
+        means, self._means = self._means, {}
+        return {"metrics": means}
 
     def forget(self) -> None:
         """Drop this rank's values at the end of a backward, because they have been averaged."""
@@ -103,7 +110,7 @@ class Metrics(Rider):
             name: _weighted_mean([row[2 * at : 2 * at + 2] for row in rows])
             for at, name in enumerate(self._names)
         }
-        self.last = {name: mean for name, (mean, weight) in means.items() if weight}
+        self._means = {name: mean for name, (mean, weight) in means.items() if weight}
 
 
 def check_metric(name: str, value: Any) -> Any:

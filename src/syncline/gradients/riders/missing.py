@@ -51,6 +51,8 @@ class MissingGradients(_Fault):
         are_allowed: whether a missing gradient counts as zero instead of being an error.
     """
 
+    subject = "missing gradients"
+
     def __init__(self, names: Sequence[str], *, are_allowed: bool) -> None:
         super().__init__()
         self._names = names
@@ -77,6 +79,8 @@ class StaticGraph(_Fault):
         names: names of all parameters, by index.
         static: the counts of each parameter's gradients.
     """
+
+    subject = "changes of a static graph"
 
     def __init__(self, names: Sequence[str], static: StaticUsage) -> None:
         super().__init__()

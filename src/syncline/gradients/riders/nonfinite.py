@@ -11,8 +11,9 @@ from __future__ import annotations
 import itertools
 import json
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -38,6 +39,7 @@ _numbers = itertools.count(1)
 class NonFinite(Rider):
     """The policy `on_nonfinite="ignore"`: no gradients are checked, and nothing is reported."""
 
+    subject = "gradients that are not finite"
     num_bits = 1
 
     last: NonFiniteRecord | None = None
@@ -62,6 +64,10 @@ class NonFinite(Rider):
 
     def failed(self) -> None:
         """Handle a backward that ended with an error."""
+
+    def record(self) -> Mapping[str, Any]:
+        """Return the record of the last reduction."""
+        return {"nonfinite": self.last}
 
     def discards_step(self) -> bool:
         """Return whether an optimizer must skip its step."""

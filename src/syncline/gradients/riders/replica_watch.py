@@ -285,6 +285,7 @@ class ReplicaWatch:
 class Replicas(Rider):
     """A report of the fingerprint of the slice of the replica that this step compares."""
 
+    subject = "fingerprints of replicas"
     num_bits = _NUM_FINGERPRINT_BITS
 
     def __init__(self) -> None:

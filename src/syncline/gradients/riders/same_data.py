@@ -34,6 +34,7 @@ class SameData(Rider):
         True
     """
 
+    subject = "equal data"
     num_bits = 8
 
     def __init__(self) -> None:

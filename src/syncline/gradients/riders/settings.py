@@ -22,6 +22,7 @@ _MAX: int = 2**_NUM_BITS - 1
 class Settings(Rider):
     """A comparison of the settings of attached optimizers: learning rates, other settings, and the number of steps."""
 
+    subject = "settings of optimizers"
     num_bits = _NUM_BITS
 
     def __init__(self) -> None:

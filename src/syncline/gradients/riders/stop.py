@@ -66,6 +66,7 @@ class StopVote:
 class Stop(Rider):
     """A report of whether this process was asked to stop; the word is 0 until `carry` is called."""
 
+    subject = "requests to stop"
     num_bits = 1
 
     def __init__(self) -> None:
