@@ -60,9 +60,9 @@ def plan_fragments(sizes_numel: Sequence[int], num_fragments: int) -> tuple[tupl
             f"{len(sizes_numel)} trained parameters; got {num_fragments}"
         )
     caps = range(max(sizes_numel), sum(sizes_numel) + 1)
-    # the smallest cap on the size of a fragment that needs at most `num_fragments` fragments
-    at = bisect_left(caps, True, key=lambda cap: len(_filled(sizes_numel, cap)) <= num_fragments)
-    fragments = _filled(sizes_numel, caps[at])
+    # The smallest cap on a fragment's number of elements under which `num_fragments` fragments are enough.
+    smallest = bisect_left(caps, True, key=lambda cap: len(_filled(sizes_numel, cap)) <= num_fragments)
+    fragments = _filled(sizes_numel, caps[smallest])
 
     def numel_of(indices: Sequence[int]) -> int:
         return sum(sizes_numel[index] for index in indices)
