@@ -5,6 +5,7 @@ In the streaming form the parameters are divided into fragments (`plan_fragments
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -58,14 +59,10 @@ def plan_fragments(sizes_numel: Sequence[int], num_fragments: int) -> tuple[tupl
             f"DiLoCo: expected between 1 and {len(sizes_numel)} fragments, because the module has "
             f"{len(sizes_numel)} trained parameters; got {num_fragments}"
         )
-    low, high = max(sizes_numel), sum(sizes_numel)
-    while low < high:  # find the smallest cap that needs at most `num_fragments` fragments
-        cap = (low + high) // 2
-        if len(_filled(sizes_numel, cap)) <= num_fragments:
-            high = cap
-        else:
-            low = cap + 1
-    fragments = _filled(sizes_numel, low)
+    caps = range(max(sizes_numel), sum(sizes_numel) + 1)
+    # The smallest cap on a fragment's number of elements under which `num_fragments` fragments are enough.
+    smallest = bisect_left(caps, True, key=lambda cap: len(_filled(sizes_numel, cap)) <= num_fragments)
+    fragments = _filled(sizes_numel, caps[smallest])
 
     def numel_of(indices: Sequence[int]) -> int:
         return sum(sizes_numel[index] for index in indices)

@@ -50,19 +50,18 @@ class ShardedServer(Kept):
                 "Convert the module, or use another strategy"
             )
         self._group = groups[0]
-        self._rank, self._size = transport.rank, transport.size
-        self._timeout_seconds = transport.timeout_seconds
+        self._transport = transport
         self._updates = _Mail("update", transport)
         self._values = _Mail("values", transport)
         self.lanes = [*self._updates.lanes, *self._values.lanes]
         numel = self._group.numel
-        bounds = [numel * rank // self._size for rank in range(self._size + 1)]
+        bounds = [numel * rank // self._transport.size for rank in range(self._transport.size + 1)]
         self._spans = [slice(start, stop) for start, stop in pairwise(bounds)]
         self._moves: dict[int, Tensor] = {}
         """This rank's own updates, by clock, which are not yet contained in the known values of all shards."""
         self._received: dict[int, dict[int, Tensor]] = {}
         """The updates of this rank's shard that are not yet added to it, by clock and rank."""
-        self._closed = [0] * self._size
+        self._closed = [0] * self._transport.size
         self.start()
 
     @property
@@ -88,9 +87,9 @@ class ShardedServer(Kept):
     def _send_update(self, clock: int) -> None:
         """Send each server this rank's update of step `clock`, which was just completed."""
         move = self._group.read().sub_(self._written)
+        own = self._spans[self._transport.rank]
         self._moves[clock] = move
-        self._received.setdefault(clock, {})[self._rank] = move[self._spans[self._rank]]
-        own = self._spans[self._rank]
+        self._received.setdefault(clock, {})[self._transport.rank] = move[own]
         for rank in self._others():
             self._updates.send(move[self._spans[rank]], rank)
             # All ranks take the same number of steps, so the others will send messages for this clock too.
@@ -103,12 +102,12 @@ class ShardedServer(Kept):
         The updates are added in rank order, so that the sum is reproducible.
         """
         updates = self._received.pop(clock)
-        own = self._served[self._spans[self._rank]]
+        own = self._served[self._spans[self._transport.rank]]
         total = torch.zeros_like(own)
-        for rank in range(self._size):
+        for rank in range(self._transport.size):
             total += updates[rank]
-        own.add_(total, alpha=1.0 / self._size)
-        self._closed[self._rank] = clock
+        own.add_(total, alpha=1.0 / self._transport.size)
+        self._closed[self._transport.rank] = clock
         values = own.clone()
         for rank in self._others():
             self._values.send(values, rank)
@@ -138,7 +137,7 @@ class ShardedServer(Kept):
         Raises:
             CollectiveTimeout, PeerLost, ...: no message arrived in time, or no message can arrive any more.
         """
-        deadline = time.monotonic() + self._timeout_seconds
+        deadline = time.monotonic() + self._transport.timeout_seconds
         pause_seconds = _SHORTEST_PAUSE_SECONDS
         while not (messages := self.poll()):
             if time.monotonic() > deadline:
@@ -152,7 +151,7 @@ class ShardedServer(Kept):
         self._values.finish()
 
     def _others(self) -> list[int]:
-        return [rank for rank in range(self._size) if rank != self._rank]
+        return [rank for rank in range(self._transport.size) if rank != self._transport.rank]
 
     def state_dict(self) -> dict[str, Any]:
         """Return the values of all shards as this rank knows them. No update may be in flight."""
@@ -168,7 +167,7 @@ class ShardedServer(Kept):
         # The shards depend on the number of ranks. All shards were closed at the same clock, because a state is saved
         # only while no update is in flight.
         closed = list(state["closed"])
-        self._closed = closed if len(closed) == self._size else [max(closed)] * self._size
+        self._closed = closed if len(closed) == self._transport.size else [max(closed)] * self._transport.size
         self._moves.clear()
 
 
