@@ -175,11 +175,11 @@ def gather_rows(transport: Transport, row: Tensor) -> list[Tensor]:
 def describe_tensors(
     named: Iterable[tuple[str, Tensor]], kind: str = "parameter", *, layout: bool = True
 ) -> list[str]:
-    """Return one line per tensor, for `agree`.
+    """Return a line of text that describes each tensor, to pass to `agree`.
 
     Args:
         named: names and tensors.
-        kind: the kind of tensor, the first word of each line.
+        kind: the kind of tensor, which is the first word of each line.
         layout: whether the lines contain strides and requires_grad, which may differ if only values are sent.
 
     Example:

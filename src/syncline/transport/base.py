@@ -31,12 +31,10 @@ ReduceOp = Literal["sum", "mean", "max", "min", "product"]
 
 REDUCE_OPS: tuple[str, ...] = get_args(ReduceOp)
 
-_REALS = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
-
 _INTEGERS = (torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64)
 
 _REDUCIBLE: dict[torch.dtype, tuple[str, ...]] = {
-    **dict.fromkeys(_REALS, REDUCE_OPS),
+    **dict.fromkeys((torch.float32, torch.float64, torch.float16, torch.bfloat16), REDUCE_OPS),
     **dict.fromkeys(_INTEGERS, ("sum", "max", "min", "product")),
     **dict.fromkeys((torch.complex64, torch.complex128), ("sum", "mean")),
     torch.bool: ("max", "min"),
@@ -59,8 +57,7 @@ def unknown_op(op: object) -> ValueError:
     words = f"expected op to be one of {', '.join(REDUCE_OPS)}; got "
     if isinstance(op, str):
         return ValueError(f"{words}{op!r}")
-    name = str(op).rpartition(".")[2].lower()
-    name = {"avg": "mean"}.get(name, name)
+    name = str(op).rpartition(".")[2].lower().replace("avg", "mean")
     return ValueError(f'{words}{op}: write "{name}"' if name in REDUCE_OPS else f"{words}{op!r}")
 
 
@@ -90,9 +87,9 @@ class Transport(ABC):
 
     def __init__(self, *, rank: int, size: int, timeout_seconds: float, board: Board | None = None) -> None:
         if not 0 <= rank < size:
-            raise ValueError(f"expected 0 <= rank < size, got rank {rank} of size {size}")
+            raise ValueError(f"expected a rank from 0 to size - 1, got rank {rank} of size {size}")
         if not 0 < timeout_seconds < float("inf"):
-            raise ValueError(f"expected a finite timeout above 0 seconds, got {timeout_seconds}")
+            raise ValueError(f"expected a finite timeout_seconds above 0, got {timeout_seconds}")
         self.rank = rank
         self.size = size
         self.timeout_seconds = timeout_seconds
@@ -121,10 +118,9 @@ class Transport(ABC):
         Args:
             tensor: a tensor with the same number of elements on all ranks.
             op: the reduction.
-            terms: a number that must be the same on all ranks, if the ranks have not compared their calls yet; 0 if
-                they have. If the terms or the calls differ, and all ranks gave terms, `Work.wait` raises
-                `Disagreement` on every rank, and the transport can still be used. Engines whose `sees_calls` is False
-                ignore the terms.
+            terms: a number that the ranks compare, or 0 to compare nothing. If the terms or the calls differ, and all
+                ranks gave terms, `Work.wait` raises `Disagreement` on every rank, and the transport can still be used.
+                Engines whose `sees_calls` is False ignore the terms.
         """
         self._check_reduction(op, tensor)
         return self._started("all_reduce", tensor, self._start_all_reduce(tensor, op, terms))
@@ -138,7 +134,7 @@ class Transport(ABC):
     def reduce_spans(self, tensor: Tensor, bounds: Sequence[int], op: ReduceOp = "sum") -> Work:
         """Reduce `tensor` over all ranks, in place; member p of each team gets elements `bounds[p]` to `bounds[p + 1]`.
 
-        Each other element of the tensor is undefined afterwards. Some engines reduce it, some do not.
+        All other elements of the tensor are undefined afterwards.
 
         Args:
             tensor: a flat tensor with the same number of elements on all ranks.
@@ -147,26 +143,18 @@ class Transport(ABC):
             op: the reduction.
         """
         self._check_reduction(op, tensor)
-        num_spans = self.team(tensor.device).size
-        if (
-            len(bounds) != num_spans + 1
-            or bounds[0] != 0
-            or bounds[-1] != tensor.numel()
-            or list(bounds) != sorted(bounds)
-        ):
+        num_bounds, numel = self.team(tensor.device).size + 1, tensor.numel()
+        is_ascending = list(bounds) == sorted(bounds)
+        if not is_ascending or len(bounds) != num_bounds or (bounds[0], bounds[-1]) != (0, numel):
             raise ValueError(
-                f"reduce_spans: expected {num_spans + 1} bounds that do not decrease, from 0 to {tensor.numel()}, got "
-                f"{list(bounds)}"
+                f"expected {num_bounds} bounds that do not decrease, from 0 to {numel}, got {list(bounds)}"
             )
         return self._started("reduce_spans", tensor, self._start_reduce_spans(tensor, bounds, op))
 
     def all_gather(self, output: Tensor, input: Tensor, *, terms: int = 0) -> Work:
         """Gather every rank's `input` (n elements) into `output` (size * n elements), in rank order.
 
-        Args:
-            output: the tensor that receives the elements of all ranks.
-            input: the elements of this rank.
-            terms: see `all_reduce`.
+        For `terms`, see `all_reduce`.
         """
         self._check_parts("all_gather", whole=output, part=input)
         return self._started("all_gather", output, self._start_all_gather(output, input, terms))
@@ -215,9 +203,7 @@ class Transport(ABC):
         If an engine mixes up different calls on one connection, each lane has a separate connection. Calls on different
         lanes then need no common order and are never matched with each other. All lanes of a transport have the same
         board, timeout and statistics. A failure on one lane breaks all of them. Closing a lane ends that lane only.
-        Closing the transport closes its lanes.
-
-        A collective call: every rank must make it, with the same purpose.
+        Closing the transport closes its lanes. A collective call: every rank must make it, with the same purpose.
 
         Args:
             purpose: one or two words for messages, such as "gradients".
@@ -225,10 +211,7 @@ class Transport(ABC):
         return self
 
     def common_lane(self, purpose: str) -> Transport:
-        """Return the one lane that all callers with the same `purpose` use.
-
-        The first call for a purpose is collective: every rank must make it.
-        """
+        """Return the lane that all callers with the same `purpose` use. The first call for a purpose is collective."""
         if purpose not in self._common_lanes:
             self._common_lanes[purpose] = self.lane(purpose)
         return self._common_lanes[purpose]
@@ -265,10 +248,8 @@ class Transport(ABC):
     def allocate_shared(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor | None:
         """Return a flat tensor of zeros in memory that all members of a team share; None without shared memory.
 
-        All members see what one member writes. The callers must order their reads and writes by `barrier`. If the
-        engine has no shared memory, the result is None on all ranks.
-
-        A collective call: every rank must make it, with the same arguments.
+        A collective call: every rank must make it, with the same arguments. All members see what one member writes.
+        The callers must order their reads and writes by `barrier`.
         """
         return None
 
@@ -305,10 +286,7 @@ class Transport(ABC):
         """
 
     def leave(self) -> None:  # noqa: B027  (an engine without peers has nothing to do)
-        """Publish that this rank makes no more calls, because its program is done.
-
-        Peers that wait for this rank, now or later, raise `UnevenInputs`.
-        """
+        """Publish that this rank makes no more calls. Peers that wait for this rank raise `UnevenInputs`."""
 
     @abstractmethod
     def abort(self, reason: str) -> None:
@@ -407,17 +385,14 @@ class Transport(ABC):
         self._check_rank(what, rank)
         if rank == self.rank:
             raise ValueError(
-                f"expected {what} to be another rank, got {rank}, this rank itself: copy the tensor instead"
+                f"expected {what} to be another rank, got this rank, {rank}: copy the tensor instead"
             )
 
 
 def gather_tensor(transport: Transport, row: Tensor, *, terms: int = 0) -> Tensor:
     """Return every rank's `row` as one tensor (size, numel) on the CPU, in rank order; a collective call that blocks.
 
-    Args:
-        transport: a transport between the ranks.
-        row: a flat tensor on the CPU, with the same number of elements and the same dtype on all ranks.
-        terms: see `Transport.all_reduce`.
+    `row` is a flat tensor on the CPU, with the same number of elements and the same dtype on all ranks.
     """
     mine = row.to(transport.control_device)
     everyone = torch.empty(transport.size * row.numel(), dtype=row.dtype, device=mine.device)

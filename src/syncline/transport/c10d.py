@@ -228,7 +228,7 @@ class C10dTransport(WatchedTransport):
         return work
 
     def _done_alone(self, output: Tensor | None = None, input: Tensor | None = None) -> Work:
-        """Return the work of an operation in a group of one rank. Its result is a copy of `input`, if any."""
+        """Copy `input` to `output`, if given, and return the work of an operation in a group of one rank."""
         if self.health.failure is not None:
             raise self.health.error()
         if output is not None and input is not None:
@@ -316,7 +316,7 @@ class C10dTransport(WatchedTransport):
             raise
         except RuntimeError as error:
             others = named_ranks(ranks)
-            text = f"rank {self.rank} could not connect to {others} a second time, for a lane or a split: {error}"
+            text = f"rank {self.rank} could not connect to {others} to create a lane or a split: {error}"
             raise self.health.failed(Failure(PeerLost, text)) from error
 
     def forget_addresses(self) -> None:

@@ -154,7 +154,7 @@ class MessageWork:
     def wait(self, timeout: timedelta | None = None) -> None:
         """Wait until the message is complete; raise RuntimeError if it fails or the timeout expires, as in torch."""
         if not self._ended.wait(None if timeout is None else timeout.total_seconds()):
-            raise RuntimeError("Operation timed out!")
+            raise RuntimeError("the wait for a message timed out")
         if self._error is not None:
             raise self._error
 

@@ -36,7 +36,7 @@ class Hosts:
 
     @staticmethod
     def of(keys: Sequence[object]) -> Hosts:
-        """Return the hosts for the ranks' keys; ranks with equal keys are on one host."""
+        """Return the hosts of ranks that have these keys. Ranks with equal keys are on one host."""
         ranks_with: dict[object, list[int]] = {}
         for rank, key in enumerate(keys):
             ranks_with.setdefault(key, []).append(rank)
@@ -124,7 +124,7 @@ def shared_memory_inside(beneath: C10dTransport, hosts: Hosts) -> SharedMemoryTr
 
 
 def raise_if_any(beneath: C10dTransport, members: Sequence[int], trouble: str) -> None:
-    """Raise on all ranks if one of them reports trouble; a collective call.
+    """Raise on all ranks if one of them reports an error; a collective call.
 
     Args:
         beneath: the transport between all ranks.
@@ -132,7 +132,7 @@ def raise_if_any(beneath: C10dTransport, members: Sequence[int], trouble: str) -
         trouble: the error of this rank, in which the ranks are numbered from 0 on each host; empty for no error.
 
     Raises:
-        SharedMemoryUnavailable: some ranks report trouble. The text contains all of their errors.
+        SharedMemoryUnavailable: some ranks report errors. The text contains all of them.
     """
     if trouble:
         trouble = f"{named_ranks(members)}, numbered from 0 on their host: {trouble}"

@@ -256,7 +256,9 @@ class CallMatcher:
             if rendezvous.failure is not None:
                 raise rendezvous.failure.on_rank(rank)
             if rendezvous.has_disagreed:
-                raise Disagreement(f"{rendezvous.title}:\n{rendezvous.describe_calls()}")
+                raise Disagreement(
+                    f"the ranks made different calls ({rendezvous.title}):\n{rendezvous.describe_calls()}"
+                )
             return rendezvous.result
 
     def _check_for_deadlock(self) -> None:

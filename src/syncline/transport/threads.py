@@ -223,7 +223,7 @@ class ThreadsTransport(Transport):
         return _ThreadsWork(self, self._matcher.join(self.rank, call, part, compute, channel), target)
 
     def _done_alone(self, output: Tensor | None = None, input: Tensor | None = None) -> Work:
-        """Return the work of an operation in a group of one rank. Its result is a copy of `input`, if any."""
+        """Copy `input` to `output`, if given, and return the work of an operation in a group of one rank."""
         if self._matcher.failure is not None:
             raise self._matcher.failure.on_rank(self.rank)
         if output is not None and input is not None:

@@ -57,7 +57,6 @@ class WatchedTransport(Transport):
         self.health.fail(Failure(PeerFailed, reason, aborted_by=self.rank))
 
     def leave(self) -> None:
-        """Publish that this rank makes no more calls. Peers that wait for this rank raise `UnevenInputs`."""
         self.health.leave()
 
     def close(self) -> None:

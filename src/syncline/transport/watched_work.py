@@ -252,7 +252,7 @@ class LongWait:
         self._warned_of = set(halted)
 
     def _look(self) -> dict[int, Place]:
-        """Return where the ranks are.
+        """Return the place of each rank.
 
         If a rank waits in a call of torch.distributed, publish how many calls this rank has started on that group.
         """

@@ -35,17 +35,18 @@ class Kind(IntEnum):
     BROADCAST = 4
     SEND = 5
     RECV = 6
-    ALL_REDUCE_IN_PLACE = 7
-    REDUCE_SCATTER_IN_PLACE = 8
+    IN_PLACE_ALL_REDUCE = 7
+    IN_PLACE_REDUCE_SCATTER = 8
 
     @property
     def words(self) -> str:
         """The name of the operation, for messages."""
-        name, in_place, _ = self.name.partition("_IN_PLACE")
-        return name.lower() + in_place.lower().replace("_", " ")
+        name = self.name.lower()
+        operation = name.removeprefix("in_place_")
+        return name if operation == name else f"{operation} in place"
 
 
-_REDUCTIONS = (Kind.ALL_REDUCE, Kind.REDUCE_SCATTER, Kind.ALL_REDUCE_IN_PLACE, Kind.REDUCE_SCATTER_IN_PLACE)
+_REDUCTIONS = (Kind.ALL_REDUCE, Kind.REDUCE_SCATTER, Kind.IN_PLACE_ALL_REDUCE, Kind.IN_PLACE_REDUCE_SCATTER)
 
 _REDUCED_AS = {
     torch.float32: 0,

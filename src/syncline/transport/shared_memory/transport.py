@@ -42,11 +42,11 @@ from syncline.transport.work import DONE, Work
 
 _ALL_REDUCE = reduction_codes(Kind.ALL_REDUCE)
 
-_ALL_REDUCE_IN_PLACE = reduction_codes(Kind.ALL_REDUCE_IN_PLACE)
+_ALL_REDUCE_IN_PLACE = reduction_codes(Kind.IN_PLACE_ALL_REDUCE)
 
 _REDUCE_SCATTER = reduction_codes(Kind.REDUCE_SCATTER)
 
-_REDUCE_SCATTER_IN_PLACE = reduction_codes(Kind.REDUCE_SCATTER_IN_PLACE)
+_REDUCE_SCATTER_IN_PLACE = reduction_codes(Kind.IN_PLACE_REDUCE_SCATTER)
 
 
 class SharedMemoryTransport(WatchedTransport):
