@@ -173,7 +173,7 @@ def step_of(net: nn.Module) -> Callable[[], Tensor]:
         (
             FeedsNoise,
             "3.1",
-            "input [0] of 3.1.inner (ReLU) differs, though all before it was equal",
+            "input [0] of 3.1.inner (ReLU) differs, although everything before was equal",
             "global",
         ),
         (TakesTurns, "3.1", "other modules are called, in the forward of 3.1 (TakesTurns)", "global"),
@@ -207,7 +207,7 @@ def test_a_loss_that_is_not_deterministic_is_not_blamed_on_a_module() -> None:
     net, numbers = nn.Linear(1, 1), itertools.count()
     report = sl.debug.compare_replicas(lambda: (net(torch.ones(1, 1)) + next(numbers)).sum(), net)
     assert (
-        "the result of the function differs, though all modules and gradients agree"
+        "the result of the function differs, although all modules and gradients agree"
         in report.findings[0].what
     )
 
@@ -296,7 +296,9 @@ def test_an_optimizer_that_is_not_known_may_not_step() -> None:
         net(torch.ones(1, 1)).sum().backward()
         optimizer.step()
 
-    with pytest.raises(ValueError, match=r"steps a SGD that was not passed here.*sl\.TrainState"):
+    with pytest.raises(
+        ValueError, match=r"steps an optimizer of class SGD that was not passed here.*sl\.TrainState"
+    ):
         sl.debug.assert_replicas_agree(step, net)
     assert net.weight.item() == before
     assert net.weight.grad is None

@@ -141,7 +141,7 @@ def test_other_data_are_a_note_or_what_was_asked_about() -> None:
     report = told_alike(sl.debug.compare_replicas(lambda: step_of(net)(x), net, same_inputs=True))
     (finding,) = report.findings
     assert (
-        "input [0] of Sequential differs, though all before it was equal: computed in the function"
+        "input [0] of Sequential differs, although everything before was equal: computed in the function"
         in finding.what
     )
     assert finding.causes[0].startswith("different data")
@@ -160,7 +160,10 @@ def test_inputs_of_other_shapes_are_rank_0s_for_the_comparison() -> None:
             lambda x, scale: step_of(net)(x * scale), net, inputs=(x, float(dist.get_rank()))
         )
     )
-    assert noted(report, "ranks were not given rank 0's inputs: on rank 0 [1] is 0.0, on rank 1 [1] is 1.0")
+    assert noted(
+        report,
+        "the ranks could not be compared with rank 0's inputs: on rank 0 [1] is 0.0, on rank 1 [1] is 1.0",
+    )
 
 
 class Counts(nn.Module):
@@ -271,7 +274,7 @@ class Branches(nn.Module):
     [
         (
             AnotherBackward,
-            "3 (AnotherBackward) returns another gradient of its input [0] in backward, for equal ones of its outputs",
+            "3 (AnotherBackward) returns another gradient of its input [0] in backward, for equal gradients of its",
         ),
         (Branches, "other modules are called, in the forward of 3 (Branches)"),
     ],
@@ -295,8 +298,8 @@ def test_gradients_that_were_not_reduced_are_named(wrap: Callable[[nn.Module], A
     report = told_alike(sl.debug.compare_replicas(step, ddp, inputs=(batch(dist.get_rank()),)))
     (finding,) = report.findings
     assert (
-        "6 of 6 gradients differ that should be the same mean on all ranks, the first of them that of 0.weight"
-        in (finding.what)
+        "6 of 6 gradients differ, although they should be the same mean on all ranks. The first of them is that of "
+        "0.weight" in finding.what
     )
     assert "no_sync()" in finding.causes[0]
 

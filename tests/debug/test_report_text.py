@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from syncline.debug import Finding, Report
-from syncline.debug.diagnosis import OwnFinding, put_together
+from syncline.debug.diagnosis import put_together
+from syncline.debug.report import OwnFinding
 
 
 def finding(what: str, *causes: str) -> Finding:
@@ -28,8 +29,8 @@ def test_a_cause_that_was_said_before_is_referred_to() -> None:
         "   - c",
         "3. tail differs",
         "   - d",
-        "   - as said under 1",
-        "   - as said under 2",
+        "   - see finding 1",
+        "   - see finding 2",
         "checked",
     ]
 

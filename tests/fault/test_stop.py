@@ -132,8 +132,8 @@ def test_what_could_not_be_saved_is_another_end(tmp_path: Path, forks: Forks) ->
     assert codes == [1, 1, 1]
     assert re.search(r"the state at step 10 could not be saved: .*No space left on device", text)
     assert (
-        "SynclineError: rank 1 got SIGTERM: stopped after step 10, but the state could not be saved (a warning says "
-        f"why). Saved before: {full.folder}/saves/save-000002-step-8"
+        "SynclineError: rank 1 got SIGTERM: all ranks stopped after step 10, but the state could not be saved (a "
+        f"warning has the reason). The last save is {full.folder}/saves/save-000002-step-8"
     ) in text
     assert saves_in(full.folder) == ["save-000001-step-4", "save-000002-step-8"]
 

@@ -46,12 +46,16 @@ who = pytest.mark.parametrize("nonsense_on", [(1,), (0, 1)], ids=["one rank", "a
         (
             {"directory": 3},
             TypeError,
-            "expected directory to be a path, a str or an os.PathLike of one, got 3",
+            "expected directory to be a path, a str or an os.PathLike of a str, got 3",
         ),
         ({"directory": b"x"}, TypeError, "expected directory to be a path"),
         ({"directory": ""}, ValueError, "expected directory to be a path, got ''"),
         ({"keep": "3"}, TypeError, "expected keep to be an integer of at least 1, got '3'"),
-        ({"files": "x"}, TypeError, "expected files to be a file system (names, make_directory"),
+        (
+            {"files": "x"},
+            TypeError,
+            "expected files to be a file system with the methods names, make_directory",
+        ),
         ({"stop_signals": None}, TypeError, "expected stop_signals to be a tuple of names, got None"),
         ({"stop_signals": ("sigtem",)}, ValueError, "got 'sigtem': did you mean 'SIGTERM'?"),
         ({"stop_every": True}, TypeError, "expected stop_every to be an integer of at least 1, got True"),
@@ -77,7 +81,7 @@ def test_a_checkpointer(
         (
             ("text",),
             TypeError,
-            "expected state to be a TrainState, got a str: give the objects of the run names",
+            "expected state to be a TrainState, got a str: put the objects of the run into one",
         ),
         ((nn.Linear(1, 1),), TypeError, "expected state to be a TrainState, got a Linear"),
         ((TrainState,), TypeError, "expected state to be a TrainState, got the class TrainState"),
@@ -155,11 +159,11 @@ def test_what_is_told_on_one_rank_alone(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "error", "words"),
     [
-        ({"path": None}, TypeError, "expected path to be the path of a file"),
+        ({"path": None}, TypeError, "expected path to be a path, a str or an os.PathLike"),
         (
             {"names": "model"},
             TypeError,
-            'expected names to be a dict by what is named here, such as {"model"',
+            'expected names to be a dict by the names of this state, such as {"model"',
         ),
         ({"names": {"model": "model", 3: "x"}}, TypeError, "expected names to be a dict"),
         ({"names": {"model": 3.5}}, TypeError, "expected names['model'] to be a key of the file"),

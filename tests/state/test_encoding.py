@@ -87,20 +87,23 @@ def test_what_is_encoded_comes_back(state: Any) -> None:
     ],
 )
 def test_what_cannot_be_held_is_refused_by_its_place(value: Any, what: str) -> None:
-    with pytest.raises(TypeError, match=rf"^mine\.groups\.1\.x is a {what}: expected tensors, numbers"):
+    with pytest.raises(
+        TypeError,
+        match=rf"^mine\.groups\.1\.x is a {what}, which cannot be stored: expected tensors, numbers",
+    ):
         encode({"groups": [0, {"x": value}]}, "mine")
 
 
 @pytest.mark.parametrize(
     ("tensor", "why"),
     [
-        (torch.zeros(2, 2).to_sparse(), r"torch\.sparse_coo"),
+        (torch.zeros(2, 2).to_sparse(), r"of torch\.sparse_coo"),
         (torch.zeros(2, device="meta"), "on the meta device"),
         (torch.zeros(2, dtype=torch.float8_e4m3fnuz), r"of torch\.float8_e4m3fnuz"),
     ],
 )
 def test_tensors_without_plain_values_are_refused(tensor: Tensor, why: str) -> None:
-    with pytest.raises(ValueError, match=rf"^mine\.x is {why}"):
+    with pytest.raises(ValueError, match=rf"^mine\.x is a tensor {why}"):
         encode({"x": tensor}, "mine")
 
 
@@ -152,5 +155,5 @@ def test_what_training_runs_have_can_be_held() -> None:
 
 @pytest.mark.parametrize("encoded", [{"$later": 1}, {"$dtype": "torch.nn"}, {"$dtype": "torch.zeros"}])
 def test_what_this_version_does_not_know_is_refused(encoded: Any) -> None:
-    with pytest.raises(ValueError, match="is unknown to this version"):
+    with pytest.raises(ValueError, match="this version of Syncline cannot decode"):
         decode(encoded, {})

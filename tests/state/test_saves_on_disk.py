@@ -21,7 +21,7 @@ from syncline.checkpoint.directory import (
     VERSION,
     Manifest,
     Save,
-    Shelf,
+    SaveDirectory,
     parse_name,
     read_manifest,
     write_manifest,
@@ -52,7 +52,7 @@ def write(files: Files, path: str, step: int) -> None:
     write_manifest(files, path, manifest)
 
 
-def save(files: Files, shelf: Shelf, step: int) -> Save:
+def save(files: Files, shelf: SaveDirectory, step: int) -> Save:
     one, path = shelf.begin(step)
     try:
         write(files, path, step)
@@ -72,7 +72,7 @@ def load(files: Files, path: str) -> tuple[int, Any]:
     return manifest.step, decode(manifest.shared, tensors)
 
 
-def load_newest(files: Files, shelf: Shelf) -> tuple[int, Any] | None:
+def load_newest(files: Files, shelf: SaveDirectory) -> tuple[int, Any] | None:
     """The newest that is sound."""
     for one in shelf.saves():
         try:
@@ -108,7 +108,7 @@ def test_whenever_it_crashes_the_last_committed_save_is_there_and_nothing_is_hal
     committed: list[int] = []
     step = 0
     for _ in range(data.draw(st.integers(1, 3))):  # lives of the machine
-        shelf = Shelf(files, "runs/one", KEEP)
+        shelf = SaveDirectory(files, "runs/one", KEEP)
         files.crash_at = files.num_done + data.draw(st.integers(0, 80))
         begun = step
         try:
@@ -119,7 +119,7 @@ def test_whenever_it_crashes_the_last_committed_save_is_there_and_nothing_is_hal
                 committed.append(step)
         except Crash:
             files = files.after_crash(data.draw(st.integers(0, 10**6)))
-        shelf = Shelf(files, "runs/one", KEEP)
+        shelf = SaveDirectory(files, "runs/one", KEEP)
         names = shelf.saves()
         for one in names:
             found, state = load(files, shelf.path_of(one))  # what bears a name is complete
@@ -137,7 +137,7 @@ def test_whenever_it_crashes_the_last_committed_save_is_there_and_nothing_is_hal
 @given(st.data())
 def test_no_damage_is_taken_for_what_was_saved(data: st.DataObject) -> None:
     files = FaultyFiles()
-    shelf = Shelf(files, "runs", KEEP)
+    shelf = SaveDirectory(files, "runs", KEEP)
     for step in (1, 2):
         save(files, shelf, step)
     newest, older = shelf.saves()
@@ -160,7 +160,7 @@ def test_no_damage_is_taken_for_what_was_saved(data: st.DataObject) -> None:
 @given(st.integers(0, 60))
 def test_a_full_disk_keeps_what_there_is(room: int) -> None:
     files = FaultyFiles()
-    shelf = Shelf(files, "runs", KEEP)
+    shelf = SaveDirectory(files, "runs", KEEP)
     save(files, shelf, 1)
     files.full_at = files.num_done + room
     last = 1
@@ -179,7 +179,7 @@ def test_a_full_disk_keeps_what_there_is(room: int) -> None:
 
 def test_saves_are_in_the_order_of_saving_whatever_their_steps_are() -> None:
     files = FaultyFiles()
-    shelf = Shelf(files, "runs", 3)
+    shelf = SaveDirectory(files, "runs", 3)
     for step in (5, 20, 10):
         save(files, shelf, step)
     assert [one.step for one in shelf.saves()] == [10, 20, 5]
@@ -190,7 +190,7 @@ def test_saves_are_in_the_order_of_saving_whatever_their_steps_are() -> None:
 
 def test_what_is_damaged_does_not_count_as_kept() -> None:
     files = FaultyFiles()
-    shelf = Shelf(files, "runs", 2)
+    shelf = SaveDirectory(files, "runs", 2)
     for step in range(4):
         one, path = shelf.begin(step)
         write(files, path, step)
@@ -204,7 +204,7 @@ def test_what_is_damaged_does_not_count_as_kept() -> None:
 def test_a_directory_of_something_else_is_left_alone(tmp_path: Path) -> None:
     (tmp_path / "notes").mkdir()
     (tmp_path / "save-1").write_text("")
-    shelf = Shelf(LocalFiles(), str(tmp_path), 1)
+    shelf = SaveDirectory(LocalFiles(), str(tmp_path), 1)
     for step in (1, 2):
         save(LocalFiles(), shelf, step)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["notes", "save-000002-step-2", "save-1"]
@@ -235,7 +235,7 @@ def test_a_later_version_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     write(LocalFiles(), str(tmp_path), 1)
     monkeypatch.undo()
     with pytest.raises(
-        CheckpointCorrupt, match=rf"version {VERSION + 1}: this version of Syncline reads up to version"
+        CheckpointCorrupt, match=rf"has format version {VERSION + 1} .* reads only versions up to {VERSION}"
     ):
         load(LocalFiles(), str(tmp_path))
 

@@ -202,8 +202,8 @@ def test_the_save_under_way_is_waited_for_even_if_it_fails() -> None:
         run.step()
         run.checkpointer.ask_to_stop("met their deadline")
         said = (
-            r"ranks 0, 1 met their deadline: stopped after step 3, but the state could not be saved .* "
-            r"Saved before: /runs/one/save-000001-step-1$"
+            r"ranks 0, 1 met their deadline: all ranks stopped after step 3, but the state could not be saved .* "
+            r"The last save is /runs/one/save-000001-step-1$"
         )
         with pytest.raises(SynclineError, match=said):
             run.checkpointer.stop_if_asked(run.state)

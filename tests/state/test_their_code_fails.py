@@ -116,7 +116,8 @@ def test_other_names_than_those_that_were_saved_are_no_failure_of_anybodys(tmp_p
 
     (text,) = set(run_ranks(2, program))
     assert text.startswith(
-        "sl.Checkpointer.load of save-000001-step-0: could not be loaded\nranks 0, 1: expected the state of model; "
+        "sl.Checkpointer.load of save-000001-step-0: could not be loaded\nranks 0, 1: expected a saved state with "
+        "the names step, model: "
     )
 
 

@@ -1,19 +1,19 @@
-"""A training run on disk and back, the same on all ranks or not at all.
+"""Save a training run to disk, and load it on all ranks or on none.
 
-Imports: errors, words, checks, user_code, _torch, transport, session, optimizers, equality, gradients, sharded, data,
-compression.
+Imports: errors, words, checks, trees, user_code, _torch, transport, session, optimizers, tensors, equality, gradients,
+sharded, data, compression.
 
 checkpointer.py  Checkpointer: save, load, stop
-contents.py      the state of a rank as it is written, and the part of a save that one rank reads
-dataloaders.py   warn of DataLoaders that a resumed run would read differently
+contents.py      the state that a rank writes, and the part of a save that a rank reads
+dataloaders.py   warn of DataLoaders and streams that a resumed run would read differently
 directory.py     the saves in a directory: manifests; list, commit and prune saves
-encoding.py      a state as JSON beside named tensors, and back
+encoding.py      encode a state as JSON and named tensors, and decode it
 files.py         durable writes; safetensors files with checksums
 load_torch.py    load a checkpoint that plain torch has written
 objects.py       the state of modules, optimizers and random number generators
-rollback.py      load on all ranks or on none: compare what was loaded, undo a failed load
+rollback.py      load on all ranks or on none: compare the loaded values, restore the state before a failed load
 stop.py          stop all ranks after the same step
-store.py         the saves that all ranks make together: write one, read the newest intact one
-torch_file.py    read what `torch.save` has written, without running it
-train_state.py   TrainState: what belongs to a run, by name
+store.py         the saves that all ranks make together: write a save, read the newest intact save
+torch_file.py    read a file of `torch.save` without running code from it
+train_state.py   TrainState: the objects of a training run, by name
 """

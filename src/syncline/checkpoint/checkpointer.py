@@ -13,15 +13,14 @@ from torch import Tensor
 
 from syncline.checkpoint.contents import Parts, remarks
 from syncline.checkpoint.dataloaders import ResumeRemarks
-from syncline.checkpoint.files import Files, LocalFiles
-from syncline.checkpoint.rollback import load_together
+from syncline.checkpoint.files import Files, LocalFiles, checked_path
+from syncline.checkpoint.rollback import failing_together, load_together
 from syncline.checkpoint.stop import JointStop
-from syncline.checkpoint.store import IntactSave, Refused, SaveStore, checked_path
+from syncline.checkpoint.store import IntactSave, Refused, SaveStore
 from syncline.checkpoint.train_state import TrainState, load_all
 from syncline.checks import checked_count, checked_flag, what_it_is
 from syncline.session.stop_request import STOP_SIGNALS
 from syncline.session.world import before_shutdown, transport_of
-from syncline.transport.agreement import exchange
 from syncline.transport.base import Transport
 from syncline.user_code import warn_user, warning_here
 
@@ -29,26 +28,26 @@ _FILE_METHODS = tuple(name for name in vars(Files) if not name.startswith("_"))
 
 
 class Checkpointer:
-    """Saves and loads of a `TrainState` in a directory; a save is either complete and verified, or an error.
+    """A writer and reader of the saves of a training run, all in one directory.
 
-    Rank 0 writes everything that is equal on all ranks, once. Each rank writes what differs: random numbers,
-    residuals, replicas that have drifted apart, and its shard of a sharded optimizer. A save becomes valid when its
-    directory is renamed, after all of its files were synced to the disk. Loading verifies every byte and uses the
-    newest save that is intact. Nothing is pickled: tensors are safetensors files, everything else is JSON.
+    Rank 0 writes everything that is equal on all ranks, once. Each rank writes its own state that differs: random
+    numbers, residuals, replicas that have drifted apart, and its shard of a sharded optimizer. A save becomes valid
+    when its directory is renamed, after all of its files were synced to the disk. Loading verifies every byte and uses
+    the newest save that is intact. Nothing is pickled: tensors are safetensors files, everything else is JSON.
 
     Construction, `save`, `load` and `stop_if_asked` are collective calls: every rank must make the same calls. Ranks
     on several hosts need a directory that all of them see; the constructor checks this. The object owns a connection
-    and a thread until `close`, the end of its `with` block, or its garbage collection.
+    and a thread until `close` is called, its `with` block ends, or it is garbage-collected.
 
     Args:
         directory: the directory that holds all saves of one training run.
         keep: how many saves to keep, at least 1.
         group: see `broadcast_`.
-        files: the file system; None means that of this host.
+        files: the file system; None means the file system of this host.
         stop_signals: names of the signals that ask this process to stop, the same on all ranks; see `stop_if_asked`.
             Signal handlers are installed by the first call of `stop_if_asked`; () means never.
-        stop_every: if `stop_if_asked` needs a collective of its own, only one in `stop_every` calls runs it.
-        read_only: only load. The directory need not be writable, and another run may save into it.
+        stop_every: if `stop_if_asked` needs a separate collective, only one in `stop_every` calls runs it.
+        read_only: refuse to save. The directory need not be writable, and another run may save into it.
 
     Raises:
         TypeError, ValueError: an argument is invalid: `keep` or `stop_every` is below 1, or a signal is unknown; on
@@ -80,22 +79,21 @@ class Checkpointer:
     ) -> None:
         self._transport = transport_of(group)
         files = files or LocalFiles()
-        path = ""
-        fault: Exception | None = None
-        lines = [f"keep  {keep}", f"read_only  {read_only}"]
-        try:
-            path = checked_path(directory)
+        with failing_together(self._transport, "sl.Checkpointer") as lines:
+            path = checked_path("directory", directory)
+            if not path:
+                raise ValueError(
+                    "expected directory to be a path, got '' (for the current directory, give '.')"
+                )
+            path = os.path.abspath(path)
             checked_flag("read_only", read_only)
             checked_count("keep", keep, at_least=1)
             if not all(callable(getattr(files, name, None)) for name in _FILE_METHODS):
                 raise TypeError(
-                    f"expected files to be a file system ({', '.join(_FILE_METHODS)}), got {files!r}"
+                    f"expected files to be a file system with the methods {', '.join(_FILE_METHODS)}, got {files!r}"
                 )
             self._stop = JointStop(self._transport, stop_signals, stop_every)
-            lines += self._stop.describe()
-        except (TypeError, ValueError) as error:
-            fault = error
-        exchange(self._transport, "sl.Checkpointer", lines, fault=fault)
+            lines += [f"keep  {keep}", f"read_only  {read_only}", *self._stop.describe()]
         with self._called():
             self._lane = self._transport.lane("checkpoints")
         self._remarks = ResumeRemarks()
@@ -114,7 +112,7 @@ class Checkpointer:
         before_shutdown(self.wait)
 
     def _called(self, method: str = "") -> contextlib.AbstractContextManager[object]:
-        """Show other ranks, during the block, that this rank is in a method."""
+        """Show the other ranks, during the block, that this rank is in a method."""
         return self._transport.board.called(f"sl.Checkpointer{method}")
 
     # ------------------------------------------------------------------ closing
@@ -141,7 +139,7 @@ class Checkpointer:
             self.close()
 
     def _check(self, state: object, *, saves: bool = False) -> None:
-        """Raise unless `state` can be loaded here, or saved if `saves` is set."""
+        """Raise unless this object is open and can load into `state`, or save `state` if `saves` is set."""
         if not self._end.alive:
             raise ValueError("this sl.Checkpointer is closed: create another one")
         if saves and self._store.is_read_only:
@@ -150,7 +148,7 @@ class Checkpointer:
             )
         if not isinstance(state, TrainState):
             raise TypeError(
-                f"expected state to be a TrainState, got {what_it_is(state)}: give the objects of the run names, "
+                f"expected state to be a TrainState, got {what_it_is(state)}: put the objects of the run into one, "
                 "sl.TrainState(model=..., optimizer=...)"
             )
 
@@ -174,14 +172,14 @@ class Checkpointer:
         Args:
             state: the state to save.
             step: assigned to `state.step` first; None keeps `state.step`.
-            blocking: wait until the save is on the disk. Otherwise a thread writes from a copy in this process's
-                memory (kept for the next save), and training continues. A new save waits for the previous one, so
-                saves do not pile up.
+            blocking: wait until the save is on the disk. Otherwise a thread writes a copy of the state, which is in
+                this process's memory (kept for the next save), and training continues. A new save waits for the
+                previous one, so saves do not pile up.
 
         Returns:
             The directory of the save, or None if it could not be written (for example because the disk is full). In
             that case a warning gives the reason, earlier saves are unchanged, and training may continue. With
-            `blocking=False`: a future of this value, whose `result()` waits.
+            `blocking=False`, a future of this value is returned; its `result()` waits.
 
         Raises:
             ContractMismatch: the ranks save different things, such as modules of different shapes or types, or are at
@@ -190,10 +188,7 @@ class Checkpointer:
                 cannot be stored (the message names it); or the Checkpointer was closed. On every rank.
         """
         self.wait()
-        parts: Parts | None = None
-        lines: list[str] = []
-        fault: Exception | None = None
-        try:
+        with failing_together(self._transport, "sl.Checkpointer.save") as lines:
             self._check(state, saves=True)
             checked_flag("blocking", blocking)
             checked_count(
@@ -201,17 +196,10 @@ class Checkpointer:
             )
             if step is not None:
                 state.step = step
-            lines = [
-                f"step  {state.step}",
-                f"blocking  {blocking}",
-                *(f"named  {name}" for name in state.named),
-            ]
+            lines += [f"step  {state.step}", f"blocking  {blocking}"]
+            lines += [f"named  {name}" for name in state.named]
             parts = Parts(state, None if blocking else self._copies)
             lines += parts.forms_of_modules
-        except Exception as error:
-            fault = error
-        exchange(self._transport, "sl.Checkpointer.save", lines, fault=fault)
-        assert parts is not None
         if self._transport.rank == 0:
             for remark in self._remarks.on(state.named, state._places.standing):
                 warn_user(remark)
@@ -253,13 +241,13 @@ class Checkpointer:
         `state` (unless this step was already saved), print a message to stderr, and exit with `sl.EXIT_STOPPED`.
 
         Signals are handled from the first call on, so call it once before the first step as well. A second signal that
-        arrives more than two seconds after the first has its usual effect: SIGTERM ends the process at once.
+        arrives more than two seconds after the first has its usual effect. SIGTERM, for example, ends the process.
 
         Args:
             state: the state to save before stopping.
 
         Raises:
-            SystemExit: with code `sl.EXIT_STOPPED`: all ranks stop here, and `state` is saved.
+            SystemExit: all ranks stop here, and `state` is saved. The exit code is `sl.EXIT_STOPPED`.
             TypeError, ValueError: `state` is not a TrainState, or the Checkpointer was closed. Raised on this rank
                 only, because other ranks may receive the request in their backwards and need no collective here.
             SynclineError: all ranks stop here, but `state` could not be saved; or the ranks must not wait for each
@@ -291,10 +279,10 @@ class Checkpointer:
             self._stop.end(self._lane, state.step, last if is_saved else self.save(state), last)
 
     def ask_to_stop(self, why: str = "asked to stop") -> None:
-        """Ask all ranks to stop, as a signal does; from any thread, and on one rank or several.
+        """Ask all ranks to stop, as a signal does. Any thread may call this, on one rank or on several.
 
         Args:
-            why: what this rank did or encountered; printed after the rank's name.
+            why: the reason, as the end of a sentence that begins with the rank: "reached its deadline".
 
         Raises:
             TypeError: `why` is not a string.
@@ -311,9 +299,9 @@ class Checkpointer:
         Every byte is verified before anything is changed. A warning names the saves that are damaged.
 
         Args:
-            state: a state with the same names as the saved one.
+            state: a state with the same names as the saved state.
             strict: require the same names. Otherwise only names that are in both are loaded (for example to evaluate
-                a model alone); what was not saved stays unchanged, and a warning names it.
+                a model alone). Objects that were not saved stay unchanged, and a warning names them.
 
         Returns:
             The step of the save, or None if there are no saves yet.
@@ -323,19 +311,14 @@ class Checkpointer:
             TypeError, ValueError: `state` is not a TrainState or does not match the save; or the Checkpointer was
                 closed. On every rank.
             SynclineError: the directory cannot be read; on every rank.
-            ReplicaDivergence: modules or optimizers that were saved as equal on all ranks differ between ranks after
-                loading; on every rank.
+            ReplicaDivergence: modules or optimizers that were equal on all ranks when they were saved differ between
+                ranks after loading; on every rank.
         """
         self.wait()
-        lines: list[str] = []
-        fault: Exception | None = None
-        try:
+        with failing_together(self._transport, "sl.Checkpointer.load") as lines:
             self._check(state)
             checked_flag("strict", strict)
-            lines = [f"strict  {strict}", *(f"named  {name}" for name in state.named)]
-        except (TypeError, ValueError) as error:
-            fault = error
-        exchange(self._transport, "sl.Checkpointer.load", lines, fault=fault)
+            lines += [f"strict  {strict}", *(f"named  {name}" for name in state.named)]
         with self._called(".load"):
             save = self._store.read_newest(state, strict=strict)
             if save is None:
@@ -352,7 +335,7 @@ class Checkpointer:
 
 
 def _load(state: TrainState, save: IntactSave, *, strict: bool) -> dict[str, Any]:
-    """Load the save; return the objects that must now be equal on all ranks."""
+    """Load the save, and return the state of the objects that must now be equal on all ranks."""
     load_all(state, save.states, strict=strict)
     return save.found.same_on_all(state)
 

@@ -1,6 +1,7 @@
-"""The content of a save: this rank's state, split into tensors and JSON values, and the part that one rank reads back.
+"""The content of a save: the state that a rank writes, and the state that a rank reads back.
 
-It also has the warnings after a load: names that were not saved, state of other ranks, and state of other classes.
+The state is split into tensors and JSON values. This module also has the warnings after a load: names that were not
+saved, state of other ranks, and state of other classes.
 """
 
 from __future__ import annotations
@@ -12,13 +13,18 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from syncline.checkpoint.directory import MANIFEST, SHARED_FILE, Manifest, own_file
 from syncline.checkpoint.encoding import decode, encode, tensors_in
 from syncline.checkpoint.files import Files, check, checksum, malformed_is_corrupt, memory_of, read_tensors
-from syncline.checkpoint.objects import check_rng_state, copies, is_wrapped
+from syncline.checkpoint.objects import (
+    check_rng_state,
+    copies,
+    is_wrapped,
+    unwrapped,
+    without_synchronization,
+)
 from syncline.checkpoint.train_state import TrainState
 from syncline.compression.averager import with_mean_residuals
 from syncline.data import DistributedSampler, place_to_resume
@@ -30,7 +36,7 @@ from syncline.words import describe_ranks, format_count
 
 
 def entry_of(name: str) -> str:
-    """Return the name of a JSON value in digests, which cannot be mistaken for a tensor's name."""
+    """Return the name under which `Parts.digests` has the JSON value of an object; no tensor has such a name."""
     return f"entry {name}"
 
 
@@ -38,9 +44,9 @@ class Parts:
     """The state of this rank, split into JSON values and tensors.
 
     Args:
-        state: the state to capture.
-        copies: buffers that tensors are copied into, by name; missing ones are added. None: tensors are not copied,
-            so the caller must not change them while they are read.
+        state: the state to save.
+        copies: memory that tensors are copied into, by name; missing entries are added. None: tensors are not copied,
+            so the caller must not change them until they are written.
 
     Raises:
         TypeError, ValueError: a value cannot be stored, or two tensors would have the same name; the message names
@@ -55,7 +61,7 @@ class Parts:
         }
         """The class names of all objects except modules, because a module may be wrapped differently when loaded."""
         self.forms_of_modules: list[str] = []
-        """The type and shape of each module tensor, one line per tensor; they must be equal on all ranks."""
+        """The dtype and shape of each tensor of a module, one line per tensor; they must be equal on all ranks."""
         self.sharded = [name for name, one in state.named.items() if has_sharded_state(one)]
         """The names of sharded objects."""
         self.tensors: dict[str, Tensor] = {}
@@ -65,15 +71,15 @@ class Parts:
             taken = self.tensors.keys() & tensors.keys()
             if taken:
                 raise ValueError(
-                    f"{min(taken)} of {name} is also the name of another tensor: use a name without a dot"
+                    f"two tensors of this sl.TrainState would be saved as {min(taken)}, one of them in {name}: give "
+                    f"{name} a name without a dot"
                 )
-            for key, tensor in tensors.items():
-                self.tensors[key] = (
-                    tensor.cpu().contiguous() if copies is None else _copied(tensor, key, copies)
-                )
+            self.tensors |= {
+                key: tensor.cpu().contiguous() if copies is None else _copied(tensor, key, copies)
+                for key, tensor in tensors.items()
+            }
             if isinstance(state.named.get(name), nn.Module):
-                tree = self.trees[name]
-                kept = dict.fromkeys(tensors_in(tree["module"] if is_wrapped(tree) else tree))
+                kept = dict.fromkeys(tensors_in(without_synchronization(self.trees[name])))
                 self.forms_of_modules += describe_tensors(
                     ((key, self.tensors[key]) for key in kept), kind="saved", layout=False
                 )
@@ -98,7 +104,7 @@ class Parts:
         }
 
     def chosen(self, names: Collection[str]) -> dict[str, Tensor]:
-        """Return the named tensors, in their original order."""
+        """Return the tensors with these names, in the order of `tensors`."""
         return {name: tensor for name, tensor in self.tensors.items() if name in names}
 
 
@@ -112,14 +118,15 @@ def _copied(tensor: Tensor, name: str, copies: dict[str, Tensor]) -> Tensor:
 # ---------------------------------------------------------------------- to read
 
 
-class Found:
-    """The part of a save that one rank needs, verified; tensors stay mapped from the file.
+class SaveContent:
+    """The part of a save that one rank needs, read and verified. Its tensors are memory that is mapped from the files.
 
     Args:
         files: the file system.
         path: the directory of the save.
         manifest: the manifest of the save.
-        rank: this rank. Its per-rank state is that of the same rank at save time, or of rank 0 if there was none.
+        rank: this rank. It loads the per-rank state of the rank with the same number at save time, or of rank 0 if
+            there was no such rank.
         num_ranks: the number of ranks now.
 
     Raises:
@@ -134,9 +141,10 @@ class Found:
         self._place = place = 0 if self.is_new_rank else rank
         self._are_others = num_ranks != manifest.num_ranks
         self._trees = [manifest.shared | own for own in manifest.ranks]
-        shared: dict[str, Tensor] = {}
-        if SHARED_FILE in manifest.files:
-            shared = read_tensors(files, path, SHARED_FILE, manifest.files[SHARED_FILE])
+        stored = manifest.files.get(SHARED_FILE)
+        shared = {} if stored is None else read_tensors(files, path, SHARED_FILE, stored)
+        self._shared = shared.keys()
+        """The names of the tensors that were equal on all ranks."""
         self._tensors = []
         self._manifest_path = f"{path}/{MANIFEST}"
         for other, trees in enumerate(self._trees):
@@ -148,7 +156,7 @@ class Found:
             self._tensors.append(tensors)
 
     def _needed_of_others(self, trees: Mapping[str, Any]) -> Iterator[str]:
-        """Yield the names of the tensors that this rank needs although another rank saved them."""
+        """Yield the names of the tensors that this rank needs from the state of another rank."""
         for name, tree in trees.items():
             if name in self.manifest.sharded:
                 yield from tensors_in(tree)
@@ -161,34 +169,29 @@ class Found:
         return list(self._trees[self._place])
 
     def own_names(self, named: Collection[str]) -> list[str]:
-        """Return descriptions of per-rank state among `named`: names, or the tensors of a name that differed.
+        """Return a description of each object among `named` that differed between ranks: its name, or its tensors.
 
-        State that is divided among any number of ranks, such as shards and sampler positions, is left out.
+        State that any number of ranks can divide, such as shards and the positions of samplers, is left out.
         """
-        stored = self.manifest.files.get(SHARED_FILE)
-        shared = stored.tensors.keys() if stored is not None else set()
         names = []
         for name, tree in self._trees[0].items():
             if name not in named or name in self.manifest.sharded:
                 continue
-            kept = tree["module"] if is_wrapped(tree) else tree
             is_own = name not in self.manifest.shared and not is_wrapped(tree)
-            tensors = sorted(set(tensors_in(kept)) - shared)
-            if is_own and self._have_one_place(name):
-                continue
+            tensors = sorted(set(tensors_in(without_synchronization(tree))) - self._shared)
             if is_own:
-                names.append(name)
+                names += [] if self._have_one_place(name) else [name]
             elif tensors:
                 count = format_count(len(tensors), "tensor")
                 names.append(f"{name} ({count}, {tensors[0]}{' among others' if len(tensors) > 1 else ''})")
         return names
 
     def decoded_for(self, named: Mapping[str, Any], *, strict: bool) -> dict[str, Any]:
-        """Decode the states that `TrainState.load_state_dict` takes.
+        """Return the states of all objects for `TrainState.load_state_dict`.
 
         Args:
             named: the objects to load into, by name.
-            strict: decode all that was saved, not only what is in `named`.
+            strict: return the states of all saved objects, not only of those in `named`.
 
         Raises:
             CheckpointCorrupt: the manifest has content that no save writes.
@@ -196,43 +199,42 @@ class Found:
         wanted = {"step", "rng", *(self.names if strict else named)}
         with malformed_is_corrupt(self._manifest_path):
             states = {name: self.decoded(name, named.get(name)) for name in self.names if name in wanted}
-            check(states["step"] == self.manifest.step, "expected a step", states["step"])
+            check(states["step"] == self.manifest.step, "the step of the manifest", states["step"])
             check_rng_state(states["rng"])
         if self.is_new_rank:
             del states["rng"]  # a new rank must not repeat rank 0's random numbers
         return states
 
     def decoded(self, name: str, one: Any) -> Any:
-        """Decode the state of an object, for `one` to load; shards are joined to the whole."""
-        if name not in self.manifest.sharded:
-            tree, tensors = self._trees[self._place][name], self._tensors[self._place]
-            place = self._place_to_resume(name, self._place) if isinstance(one, DistributedSampler) else None
+        """Return the saved state of an object, for `one` to load; shards are joined to the whole."""
+        if name in self.manifest.sharded:
+            # An object that loads shards copies them. One that needs whole tensors gets them joined in new memory.
+            return join_parts(
+                [
+                    decode(trees[name], tensors if copies(one) else _Cloned(tensors), parts=tensors)
+                    for trees, tensors in zip(self._trees, self._tensors, strict=True)
+                ]
+            )
+        if isinstance(one, DistributedSampler):
+            place = self._place_to_resume(name, self._place)
             if place is not None:
                 return place
-            if not is_wrapped(tree):
-                return decode(tree, tensors if copies(one) else _Kept(tensors))
-            beside = decode(tree["synchronization"], _Kept(tensors))
-            if self._are_others:
-                beside = self._for_another_number(name, beside)
-            return {
-                "module": decode(tree["module"], tensors if copies(one) else _Kept(tensors)),
-                "synchronization": beside,
-            }
-        # An object that loads shards copies them. One that needs whole tensors gets them joined in new memory.
-        return join_parts(
-            [
-                decode(trees[name], tensors if copies(one) else _Kept(tensors), parts=tensors)
-                for trees, tensors in zip(self._trees, self._tensors, strict=True)
-            ]
-        )
+        tree, mapped = self._trees[self._place][name], self._tensors[self._place]
+        tensors = mapped if copies(one) else _Cloned(mapped)
+        if not is_wrapped(tree):
+            return decode(tree, tensors)
+        beside = decode(tree["synchronization"], _Cloned(mapped))
+        if self._are_others:
+            beside = self._for_another_number(name, beside)
+        return {"module": decode(tree["module"], tensors), "synchronization": beside}
 
     def _have_one_place(self, name: str) -> bool:
-        """Return whether this is the position of samplers that all resume where rank 0's does."""
+        """Return whether the state is the position of a sampler, and all ranks resume at rank 0's position."""
         places = [self._place_to_resume(name, rank) for rank in range(self.manifest.num_ranks)]
         return places[0] is not None and all(place == places[0] for place in places)
 
     def _place_to_resume(self, name: str, rank: int) -> Any:
-        """Return where a sampler resumes (see `place_to_resume`), or None if the state is not a sampler's."""
+        """Return the position at which a sampler resumes (see `place_to_resume`); None for any other state."""
         places = []
         for tree in (self._trees[rank][name], self._trees[0][name]):
             place = None if any(tensors_in(tree)) else decode(tree, {})
@@ -242,7 +244,7 @@ class Found:
         return place_to_resume(*places, rank=rank, num_ranks=self.manifest.num_ranks)
 
     def _for_another_number(self, name: str, own: Any) -> Any:
-        """Return synchronization state for another number of ranks, with pending residuals divided evenly."""
+        """Return the synchronization state `own` for another number of ranks, with residuals divided evenly."""
         of_all = [
             decode(trees[name]["synchronization"], tensors)
             for trees, tensors in zip(self._trees, self._tensors, strict=True)
@@ -260,10 +262,10 @@ class Found:
         found: dict[str, Any] = {}
         for name, one in state.named.items():
             if isinstance(one, nn.Module):
-                module = one.module if isinstance(one, DistributedDataParallel) else one
                 own = self._own_entries(name)
                 if own is not None:
-                    found[name] = {key: value for key, value in module.state_dict().items() if key not in own}
+                    entries = unwrapped(one).state_dict().items()
+                    found[name] = {key: value for key, value in entries if key not in own}
             elif isinstance(one, Optimizer) and not has_sharded_state(one):
                 was_sharded = name in self.manifest.sharded  # if so, it was joined to one state for all ranks
                 if was_sharded or self._own_entries(name) == set():
@@ -271,38 +273,27 @@ class Found:
         return found
 
     def _own_entries(self, name: str) -> set[str] | None:
-        """Return the keys of an object's per-rank entries; None if the whole object may be per rank."""
-        tree = self.manifest.shared.get(name)
+        """Return the keys of an object's entries that differed between ranks; None if all of them may differ."""
+        tree = without_synchronization(self.manifest.shared.get(name))
         if not isinstance(tree, dict):
             return None
-        if is_wrapped(tree):
-            tree = tree["module"]
-        stored = self.manifest.files.get(SHARED_FILE)
-        shared = stored.tensors.keys() if stored is not None else set()
-        return {key for key, one in tree.items() if not shared >= set(tensors_in(one))}
+        return {key for key, one in tree.items() if not self._shared >= set(tensors_in(one))}
 
 
-class _Kept(Mapping[str, Tensor]):
-    """Saved tensors for objects that keep the tensors they load: each is copied when it is read."""
+class _Cloned(dict[str, Tensor]):
+    """A copy of each saved tensor, made when it is first read, for objects that keep references to what they load."""
 
-    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
-        self._tensors = tensors
-        self._copies: dict[str, Tensor] = {}
+    def __init__(self, mapped: Mapping[str, Tensor]) -> None:
+        super().__init__()
+        self._mapped = mapped
 
-    def __getitem__(self, name: str) -> Tensor:
-        if name not in self._copies:
-            self._copies[name] = self._tensors[name].clone()
-        return self._copies[name]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._tensors)
-
-    def __len__(self) -> int:
-        return len(self._tensors)
+    def __missing__(self, name: str) -> Tensor:
+        self[name] = self._mapped[name].clone()
+        return self[name]
 
 
-def remarks(name: str, found: Found, state: TrainState, num_ranks: int) -> Iterator[str]:
-    """Yield warnings about a loaded save, the same on all ranks.
+def remarks(name: str, found: SaveContent, state: TrainState, num_ranks: int) -> Iterator[str]:
+    """Yield the texts of warnings about a loaded save, which are the same on all ranks.
 
     Args:
         name: the name of the save.
@@ -313,18 +304,18 @@ def remarks(name: str, found: Found, state: TrainState, num_ranks: int) -> Itera
     stays = [one for one in state.named if one not in found.names]
     if stays:
         has = ", ".join(one for one in found.names if one not in ("step", "rng"))
-        yield f"{', '.join(stays)} {'is' if len(stays) == 1 else 'are'} not in {name}, which has {has}: unchanged"
+        yield f"{', '.join(stays)} {'is' if len(stays) == 1 else 'are'} unchanged: {name} has only {has}"
 
     before = found.manifest.num_ranks
     own = found.own_names(state.named) if before != num_ranks else []
     if own:
         if num_ranks > before:
-            what = f"{describe_ranks(range(before, num_ranks))} loaded that of rank 0"
+            what = f"{describe_ranks(range(before, num_ranks))} loaded the state of rank 0"
         else:
-            what = f"that of {describe_ranks(range(num_ranks, before))} was not loaded"
+            what = f"the state of {describe_ranks(range(num_ranks, before))} was not loaded"
         yield (
             f"{name} was saved by {format_count(before, 'rank')}, each with its own {', '.join(own)}, and there are "
-            f"{num_ranks} now: {what}"
+            f"{num_ranks} ranks now: {what}"
         )
 
     # Another class may give the same keys another meaning. Modules are exempt: they may be wrapped differently.
@@ -332,7 +323,6 @@ def remarks(name: str, found: Found, state: TrainState, num_ranks: int) -> Itera
         now, then = type(one).__name__, found.manifest.classes.get(key)
         if then not in (now, None) and not isinstance(one, nn.Module):
             yield (
-                f"{key} of {name} is the state of {then}, and was loaded into {now}: entries that {now} does "
-                "not know are "
-                "unused, and its settings are the saved ones"
+                f"{key} of {name} is the state of a {then}, and was loaded into a {now}: the {now} has the saved "
+                "settings, and does not use entries that it does not know"
             )

@@ -1,39 +1,34 @@
-"""Detect DataLoaders and streams that would read differently in a resumed run, so that a warning can be given."""
+"""Detect DataLoaders and streams that a resumed run would read differently, and write the warnings about them."""
 
 from __future__ import annotations
 
 import gc
 from collections.abc import Iterator, Mapping, Sequence
-from copy import deepcopy
 from typing import Any
 
-import torch
-from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
 from syncline.data import DistributedSampler
+from syncline.equality.fingerprint import fingerprints
+from syncline.trees import leaves
 from syncline.words import format_count
 
 _ENOUGH_STEPS = 3
-"""Number of steps without movement that trigger the warning; a stream may take several batches from one block."""
+"""Number of steps without a new position that trigger the warning. A stream may take several batches from a block."""
 
 
 def sampler_of(one: Any) -> DistributedSampler | None:
-    """Return the DistributedSampler: `one` itself, or the one inside a loader; None if there is none."""
-    for sampler in (
-        one,
-        getattr(one, "sampler", None),
-        getattr(getattr(one, "batch_sampler", None), "sampler", None),
-    ):
-        if isinstance(sampler, DistributedSampler):
-            return sampler
-    return None
+    """Return `one` itself if it is a DistributedSampler, or the DistributedSampler inside a loader; else None."""
+    inner = getattr(getattr(one, "batch_sampler", None), "sampler", None)
+    samplers = (one, getattr(one, "sampler", None), inner)
+    return next((sampler for sampler in samplers if isinstance(sampler, DistributedSampler)), None)
 
 
 class Places:
-    """Positions of streams, watched from step to step until each has moved once.
+    """The positions of streams, compared from step to step until each stream has moved once.
 
-    The workers of a DataLoader read copies of a stream, so the position of the saved stream never changes.
+    If the workers of a DataLoader read a stream, they read copies of it, and the position of the saved stream never
+    changes.
 
     Args:
         named: the saved objects, by name.
@@ -58,36 +53,33 @@ class Places:
             if isinstance(one, IterableDataset)
             or (name == "sampler" and not isinstance(one, DataLoader) and sampler_of(one) is None)
         }
-        self._last: dict[str, Any] = {}
-        self._num_equal = dict.fromkeys(self._watched, 0)
+        self._places: dict[str, list[list[Any]]] = {name: [] for name in self._watched}
+        """Fingerprints of the positions of each watched stream, by name, one for each step."""
         self.standing: list[str] = []
         """The names of the streams that did not move in several steps."""
 
     def step_ended(self) -> None:
-        """Compare the positions with those of the previous step; call this after each step."""
+        """Compare the positions of all streams with those after the previous step. Call this after each step."""
         for name, one in list(self._watched.items()):
-            place = deepcopy(one.state_dict())
-            if name in self._last:
-                self._num_equal[name] += 1
-                if not _is_same(self._last[name], place):
-                    del self._watched[name]
-                elif self._num_equal[name] == _ENOUGH_STEPS:
-                    del self._watched[name]
-                    self.standing.append(name)
-            self._last[name] = place
+            places = self._places[name]
+            places.append(_fingerprint_of_state(one.state_dict()))
+            has_moved = places[0] != places[-1]
+            if has_moved or len(places) > _ENOUGH_STEPS:
+                del self._watched[name], self._places[name]
+                self.standing += [] if has_moved else [name]
 
 
 class ResumeRemarks:
-    """The texts of warnings about streams and DataLoaders that would differ in a resumed run, each given once."""
+    """The warnings about streams and DataLoaders that a resumed run would read differently, each returned once."""
 
     def __init__(self) -> None:
         self._reported: set[str] = set()
-        """The names of streams that were reported."""
+        """The names of the streams that a warning was returned for."""
         self._has_searched = False
-        """Whether the DataLoaders of this process were searched for."""
+        """Whether this process was searched for DataLoaders."""
 
     def on(self, named: Mapping[str, Any], standing: Sequence[str]) -> list[str]:
-        """Return the new warnings; the first call takes some ten milliseconds.
+        """Return the texts of the new warnings. The first call takes some ten milliseconds.
 
         Args:
             named: the saved objects, by name.
@@ -108,10 +100,7 @@ class ResumeRemarks:
 
 
 def _remarks_on_loaders(named: Mapping[str, Any]) -> Iterator[str]:
-    """Yield a warning for each DataLoader of this process that makes a resumed run draw other random numbers.
-
-    This searches all objects of the process once.
-    """
+    """Yield a warning for each DataLoader of this process that makes a resumed run draw other random numbers."""
     names = {id(one): name for name, one in named.items()}
     for loader in _all_loaders():
         if getattr(loader, "generator", None) is not None:
@@ -124,28 +113,24 @@ def _remarks_on_loaders(named: Mapping[str, Any]) -> Iterator[str]:
         elif id(loader) in names and sampler_of(loader) is None:
             when = "whenever it begins"
         else:
-            continue  # its epochs draw the same numbers, or the sampler resets the generators
+            continue  # a resumed run draws the same numbers, or the sampler resets the generators
         what = f"{type(loader.dataset).__name__} ({format_count(loader.num_workers, 'worker')})"
         yield (
             f"a DataLoader of {what} draws from torch's global generator {when}. A resumed run draws one number more, "
-            "so that later random numbers differ, such as dropout masks: give the DataLoader a generator of its own, "
+            "so its later random numbers differ, such as dropout masks: give the DataLoader its own generator, "
             "generator=torch.Generator()"
         )
 
 
 def _all_loaders() -> list[DataLoader[Any]]:
-    """Return every DataLoader of this process, found through the references from objects to their classes."""
+    """Return every DataLoader of this process. The garbage collector finds the objects that refer to their class."""
     kinds: list[type] = [DataLoader]
     for kind in kinds:  # the list grows during the loop
         kinds += kind.__subclasses__()
     return [one for one in gc.get_referrers(*kinds) if type(one) in kinds]
 
 
-def _is_same(one: Any, other: Any) -> bool:
-    if isinstance(one, Tensor) and isinstance(other, Tensor):
-        return one.dtype == other.dtype and torch.equal(one, other)
-    if isinstance(one, Mapping) and isinstance(other, Mapping):
-        return one.keys() == other.keys() and all(_is_same(value, other[key]) for key, value in one.items())
-    if isinstance(one, list | tuple) and isinstance(other, list | tuple):
-        return len(one) == len(other) and all(map(_is_same, one, other))
-    return type(one) is type(other) and bool(one == other)
+def _fingerprint_of_state(state: Any) -> list[Any]:
+    """Return a value that is equal for two states if the states are equal."""
+    named = list(leaves(state))
+    return [*(name for name, _ in named), *fingerprints([leaf for _, leaf in named])]

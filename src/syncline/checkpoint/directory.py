@@ -1,4 +1,4 @@
-"""The saves in a directory: a directory each, with a manifest, and tensors in safetensors files.
+"""The saves in a directory. Each save is a directory with a manifest, and with tensors in safetensors files.
 
     save-000007-step-1200/
         manifest.json            the list of contents, their checksums, and all JSON values; written last
@@ -6,8 +6,8 @@
         rank-0.safetensors       the tensors that differ per rank, including each rank's shard
         rank-1.safetensors
 
-A directory is written under a temporary name and renamed when it is complete. Checksums cover everything in it: the
-manifest ends with its own, and it lists one for each file's header and one for each tensor.
+The directory of a save is written under a temporary name and renamed when it is complete. Checksums cover everything
+in it: the manifest ends with its own checksum, and lists the checksums of each file's header and of each tensor.
 """
 
 from __future__ import annotations
@@ -32,13 +32,14 @@ from syncline.errors import CheckpointCorrupt
 FORMAT = "syncline checkpoint"
 
 VERSION = 3
-"""The format version that is written. Earlier versions can be read; later ones are refused.
+"""The format version that is written. Earlier versions can be read; later versions are refused.
 
-1: the first. 2: tensors of which each rank has a part ("$part"), and "sharded". 3: Counters ("$counter"), "classes".
+Version 2 added tensors of which each rank has a part ("$part"), and "sharded". Version 3 added Counters ("$counter"),
+and "classes".
 """
 
 SHARED_FILE = "shared.safetensors"
-"""The name of the file of tensors that are equal on all ranks."""
+"""The name of the file with the tensors that are equal on all ranks."""
 
 MANIFEST = "manifest.json"
 
@@ -50,12 +51,12 @@ class Manifest:
     """The description of one save: everything except its tensors.
 
     Attributes:
-        step: the step at which it was saved.
+        step: the step of the saved state.
         number: the number of the save; 1 for the first in its directory, 0 for early formats that do not record it.
-        num_ranks: the number of ranks that saved it.
+        num_ranks: the number of ranks that made the save.
         shared: the JSON values that are equal on all ranks, as returned by `encode`, by name.
-        ranks: the JSON values that differ, by name, for each rank.
-        files: the tensor files, by name.
+        ranks: for each rank, the JSON values that differ between ranks, by name.
+        files: the expected contents of the tensor files, by file name.
         classes: the class names of the saved objects except modules, by name.
         sharded: the names of objects of which each rank saved a shard.
         about: versions and other information for people.
@@ -73,24 +74,8 @@ class Manifest:
 
 
 def own_file(rank: int) -> str:
-    """Return the name of the file of the tensors that only this rank has."""
+    """Return the name of the file with the tensors that only this rank has."""
     return f"rank-{rank}.safetensors"
-
-
-def directory_name(save: int, step: int) -> str:
-    """Return the directory name of save number `save` of the state at `step`; numbers follow the order of saving."""
-    return f"save-{save:06d}-step-{step}"
-
-
-def parse_name(name: str) -> tuple[int, int] | None:
-    """Return the save number and step of a directory name; None if it is not the name of a save.
-
-    Example:
-        >>> parse_name(directory_name(7, 1200)), parse_name("notes")
-        ((7, 1200), None)
-    """
-    found = _NAME.fullmatch(name)
-    return (int(found["save"]), int(found["step"])) if found else None
 
 
 def write_manifest(files: Files, directory: str, manifest: Manifest) -> None:
@@ -102,18 +87,15 @@ def _text(manifest: Manifest) -> bytes:
     body = {
         "format": FORMAT,
         "version": VERSION,
-        "about": dict(manifest.about),
+        "about": manifest.about,
         "number": manifest.number,
         "step": manifest.step,
         "num_ranks": manifest.num_ranks,
-        "classes": dict(manifest.classes),
-        "sharded": list(manifest.sharded),
-        "files": {
-            name: {"num_bytes": file.num_bytes, "header": file.header, "tensors": dict(file.tensors)}
-            for name, file in manifest.files.items()
-        },
+        "classes": manifest.classes,
+        "sharded": manifest.sharded,
+        "files": {name: vars(file) for name, file in manifest.files.items()},
         "shared": manifest.shared,
-        "ranks": list(manifest.ranks),
+        "ranks": manifest.ranks,
     }
     text = json.dumps(body, indent=1, allow_nan=False)
     # The checksum is the last line, so the text before it can be read and verified unchanged.
@@ -121,17 +103,17 @@ def _text(manifest: Manifest) -> bytes:
 
 
 def read_manifest(files: Files, directory: str) -> Manifest:
-    """Read and verify the manifest of a directory.
+    """Read and verify the manifest of a save.
 
     Raises:
-        CheckpointCorrupt: it is missing, damaged, or of an unknown version.
-        OSError: it could not be read.
+        CheckpointCorrupt: the manifest is missing, damaged, or of an unknown version.
+        OSError: the manifest could not be read.
     """
     path = f"{directory}/{MANIFEST}"
     try:
         content = files.read(path)
     except FileNotFoundError:
-        raise CheckpointCorrupt(f"{path} is missing: the directory is not complete") from None
+        raise CheckpointCorrupt(f"{path} is missing: the save is not complete") from None
     text, _, found = content.removesuffix(b"\n").rpartition(b"\n")
     if content[-1:] != b"\n" or found != checksum(text).encode():
         raise CheckpointCorrupt(f"{path} is damaged: its checksum, the last line, does not match the rest")
@@ -140,14 +122,15 @@ def read_manifest(files: Files, directory: str) -> Manifest:
         form, version = body["format"], body["version"]
         if form == FORMAT and is_count(version) and version > VERSION:
             raise CheckpointCorrupt(
-                f"{path} is of {form!r}, version {version}: this version of Syncline reads up to version {VERSION}"
+                f"{path} has format version {version} of {form!r}, but this version of Syncline reads only versions "
+                f"up to {VERSION}: load it with a newer Syncline"
             )
-        check(form == FORMAT and is_count(version), f"expected {FORMAT!r} and its version", (form, version))
+        check(form == FORMAT and is_count(version), f"{FORMAT!r} and its version", (form, version))
         return _manifest(body)
 
 
 def _manifest(body: Mapping[str, Any]) -> Manifest:
-    """Build a manifest from its JSON object.
+    """Return the manifest that a JSON object describes.
 
     Raises:
         ValueError, TypeError, LookupError: no version of `write_manifest` writes such an object.
@@ -155,19 +138,21 @@ def _manifest(body: Mapping[str, Any]) -> Manifest:
     shared, ranks, files = body["shared"], body["ranks"], body["files"]
     step, number, num_ranks = body["step"], body.get("number", 0), body["num_ranks"]
     for name, count in (("step", step), ("number", number), ("num_ranks", num_ranks)):
-        check(is_count(count), f"expected {name} to be a count", count)
-    check(isinstance(ranks, list) and 0 < len(ranks) == num_ranks, f"expected {num_ranks} ranks", ranks)
+        check(is_count(count), f"{name} to be a count", count)
+    check(isinstance(ranks, list) and 0 < len(ranks) == num_ranks, f"values of {num_ranks} ranks", ranks)
     for tree in (shared, *ranks):
-        check(isinstance(tree, dict), "expected values by name", tree)
+        check(isinstance(tree, dict), "an object with values by name", tree)
     for tree in ranks:
-        check(tree.keys() == ranks[0].keys(), "expected the same names of each rank", [*tree])
-        check(shared.keys().isdisjoint(tree), "expected no name to be both shared and per rank", [*tree])
+        check(tree.keys() == ranks[0].keys(), "the same names for each rank", [*tree])
+        check(shared.keys().isdisjoint(tree), "no name that is both in shared and in ranks", [*tree])
     classes, sharded, about = body.get("classes", {}), body.get("sharded", []), body["about"]
-    check(_are_strings(classes) and isinstance(about, dict), "expected strings by name", (classes, about))
+    check(_are_strings(classes), "classes to have strings by name", classes)
+    check(isinstance(about, dict), "about to be an object", about)
     names = shared.keys() | ranks[0].keys()
-    check(isinstance(sharded, list) and names >= set(sharded), f"expected names of {sorted(names)}", sharded)
-    check(shared.get("step", step) == step, f"expected the state of step {step}", shared.get("step"))
-    check(isinstance(files, dict), "expected files by name", files)
+    is_known = isinstance(sharded, list) and names >= set(sharded)
+    check(is_known, f"sharded to list some of {sorted(names)}", sharded)
+    check(shared.get("step", step) == step, f"the state of step {step}", shared.get("step"))
+    check(isinstance(files, dict), "an object with files by name", files)
     known = {SHARED_FILE, *map(own_file, range(num_ranks))}
     return Manifest(
         step=step,
@@ -183,12 +168,12 @@ def _manifest(body: Mapping[str, Any]) -> Manifest:
 
 
 def _stored_file(name: str, stored: Any, known: Collection[str]) -> StoredFile:
-    check(name in known, f"expected one of {sorted(known)}", name)
-    check(isinstance(stored, dict), f"expected an entry of {name}", stored)
+    check(name in known, f"the name of a tensor file to be one of {sorted(known)}", name)
+    check(isinstance(stored, dict), f"the entry of {name} to be an object", stored)
     file = StoredFile(**stored)
-    check(is_count(file.num_bytes), f"expected the number of bytes of {name}", file.num_bytes)
-    check(isinstance(file.header, str), f"expected a checksum of {name}", file.header)
-    check(_are_strings(file.tensors), f"expected a checksum of each tensor of {name}", file.tensors)
+    check(is_count(file.num_bytes), f"num_bytes of {name} to be a count", file.num_bytes)
+    check(isinstance(file.header, str), f"the header checksum of {name} to be a string", file.header)
+    check(_are_strings(file.tensors), f"the tensor checksums of {name} to be strings", file.tensors)
     return file
 
 
@@ -203,22 +188,34 @@ _UNFINISHED = "unfinished-"
 
 
 class Save(NamedTuple):
-    """A committed save; its content may still be damaged."""
+    """A committed save. Its content may still be damaged."""
 
     number: int
     step: int
 
     @property
     def name(self) -> str:
-        return directory_name(self.number, self.step)
+        """The name of the directory of this save."""
+        return f"save-{self.number:06d}-step-{self.step}"
 
 
-class Shelf:
-    """The saves in one directory, of which the newest are kept.
+def parse_name(name: str) -> Save | None:
+    """Return the save whose directory has this name; None if it is not the name of a save.
 
-    `begin` creates a directory with a temporary name, and `commit` renames it after everything in it was synced. So
-    every directory with a save's name is complete, even after a crash at any moment. `prune` renames a save back to a
-    temporary name before it removes it.
+    Example:
+        >>> parse_name(Save(7, 1200).name), parse_name("notes")
+        (Save(number=7, step=1200), None)
+    """
+    found = _NAME.fullmatch(name)
+    return Save(int(found["save"]), int(found["step"])) if found else None
+
+
+class SaveDirectory:
+    """A directory of saves, of which the newest are kept. Each save is a directory inside it.
+
+    `begin` creates the directory of a save under a temporary name, and `commit` renames it after everything in it was
+    synced. So every directory with the name of a save is complete, even after a crash. `prune` gives a save a
+    temporary name again before its files are removed.
 
     Args:
         files: the file system.
@@ -232,14 +229,15 @@ class Shelf:
         self._keep = keep
 
     def saves(self) -> list[Save]:
-        """Return the committed saves, newest first, in the order of saving (not of steps)."""
-        found = [Save(*parsed) for name in self._files.names(self._path) if (parsed := parse_name(name))]
-        return sorted(found, reverse=True)
+        """Return the committed saves, the newest first. Their order is the order of saving, not that of their steps."""
+        found = map(parse_name, self._files.names(self._path))
+        return sorted((save for save in found if save is not None), reverse=True)
 
     def identified(self) -> list[tuple[Save, Save]]:
-        """Return each committed save with its identity from the manifest, newest first by that identity.
+        """Return each committed save with its identity, the newest first.
 
-        The manifest counts, because a directory may have been renamed. If the manifest is damaged, the name counts.
+        The identity is the number and the step in the manifest, because a directory may have been renamed. If the
+        manifest is damaged, the identity is taken from the directory's name.
         """
         found = [(save, self._identity(save)) for save in self.saves()]
         return sorted(found, key=lambda one: (one[1].number, one[0]), reverse=True)
@@ -256,11 +254,11 @@ class Shelf:
         return f"{self._path}/{save.name}"
 
     def begin(self, step: int, after: int = 0) -> tuple[Save, str]:
-        """Create an empty directory for the next save; remove directories that crashes left unfinished.
+        """Create an empty directory for the next save, and remove unfinished directories that crashes have left.
 
         Args:
             step: the step of the state.
-            after: the number of the newest save known to exist, whatever its directory is called now.
+            after: the number of the newest known save, whose directory may have been renamed.
 
         Returns:
             The save, and its temporary directory.
@@ -275,13 +273,13 @@ class Shelf:
         return save, path
 
     def commit(self, save: Save) -> None:
-        """Give a save its name; all its files must be written and synced."""
+        """Give the directory of a save its final name. All files of the save must be written and synced."""
         self._files.sync_directory(self._unfinished(save))
         self._files.rename(self._unfinished(save), self.path_of(save))
         self._files.sync_directory(self._path)
 
     def probe_path(self, token: str) -> str:
-        """Return the path of a probe file that shows whether all ranks see the directory; `begin` removes leftovers."""
+        """Return the path of a file that shows whether all ranks see the directory. `begin` removes such files."""
         return f"{self._path}/{_UNFINISHED}probe-{token}"
 
     def abandon(self, save: Save) -> None:
@@ -289,10 +287,10 @@ class Shelf:
         self._files.remove(self._unfinished(save))
 
     def prune(self, damaged: Collection[Save] = ()) -> list[Save]:
-        """Remove the saves that are older than those to keep, by their manifests, and return them.
+        """Remove the saves that are older than the newest `keep` saves, and return the removed saves.
 
         Args:
-            damaged: saves known to be unusable; they do not count as kept.
+            damaged: saves that are known to be damaged. They are not counted among the newest `keep` saves.
         """
         saves = [save for save, _ in self.identified()]
         sound = [save for save in saves if save not in damaged]

@@ -1,11 +1,11 @@
-"""Encode a state as JSON and named tensors, and decode it again, without pickle.
+"""Encode a state as JSON and named tensors, and decode it, without pickle.
 
 JSON has no tuples, no keys other than strings, no infinity and no tensors. Values that JSON can hold are stored
 unchanged, so they stay readable. Any other value becomes an object with one key that begins with "$":
 
     {"$tensor": "model.weight"}        a tensor, by the name under which it is stored
     {"$complex": "model.z"}            a complex tensor, stored as real numbers with one more dimension
-    {"$part": {"values": ..., ...}}    a part of a tensor, with its start, and the whole tensor's shape and order
+    {"$part": {"values": ..., ...}}    a part of a tensor, with its start, and the shape and order of the whole tensor
     {"$tuple": [...]}                  a tuple
     {"$dict": [[key, value], ...]}     a dict with a key that is not a string or begins with "$"
     {"$counter": [[key, value], ...]}  a Counter, the type of MultiStepLR's milestones
@@ -26,7 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from syncline.checkpoint.files import STORABLE, is_count
+from syncline.checkpoint.files import STORABLE, are_counts
 from syncline.sharded.part import TensorPart
 
 _KEPT = (str, bool, int, type(None))
@@ -34,7 +34,7 @@ _KEPT = (str, bool, int, type(None))
 _FLOATS = ("nan", "inf", "-inf")
 
 _MAX_INT_BITS = 8192
-"""Python refuses to convert numbers of more than 4300 digits to decimal text, or back."""
+"""The largest size of an integer. Python refuses to convert numbers of more than 4300 digits to text, or back."""
 
 
 def encode(state: Any, name: str) -> tuple[Any, dict[str, Tensor]]:
@@ -45,10 +45,10 @@ def encode(state: Any, name: str) -> tuple[Any, dict[str, Tensor]]:
     Args:
         state: nested dicts, lists and tuples of tensors, numbers, strings, bytes and None; also dtypes, devices, and
             parts of tensors (`TensorPart`).
-        name: the name of the whole state, with which each tensor's name begins.
+        name: the name of the whole state. The name of each tensor begins with it.
 
     Raises:
-        TypeError: a value has another type; the message names its place.
+        TypeError: a value has another type; the message has the place of the value.
         ValueError: a tensor cannot be stored, because it is sparse, on the meta device, or of a subclass that wraps
             other tensors; or an integer has thousands of digits.
 
@@ -66,11 +66,12 @@ class _Encoder:
         self._names: dict[int, str] = {}
 
     def encode(self, value: Any, place: str) -> Any:
-        # Exact types, because a subclass (numpy.float64 is a float, an IntEnum is an int) would change its type.
+        # Compare exact types. An object of a subclass (numpy.float64, IntEnum) would be decoded as the base class.
         kind = type(value)
         if kind is int and value.bit_length() > _MAX_INT_BITS:
             raise ValueError(
-                f"{place} is an integer of {value.bit_length()} bits: expected up to {_MAX_INT_BITS}, or bytes"
+                f"{place} is an integer of {value.bit_length()} bits, which cannot be stored: expected at most "
+                f"{_MAX_INT_BITS} bits. Store it as bytes"
             )
         if kind in _KEPT:
             return value
@@ -102,8 +103,9 @@ class _Encoder:
         if kind is torch.Size:
             return {"$size": list(value)}
         raise TypeError(
-            f"{place} is a {kind.__module__}.{kind.__qualname__}: expected tensors, numbers, texts, bytes, None, and "
-            "dicts, lists and tuples of them. Give it a state_dict() of such things, or leave it out of the state"
+            f"{place} is a {kind.__module__}.{kind.__qualname__}, which cannot be stored: expected tensors, numbers, "
+            "strings, bytes, None, and dicts, lists and tuples of them. Convert the value to these types in "
+            "state_dict() and back in load_state_dict(), or leave it out of the state"
         )
 
     def _dict(self, value: Mapping[Any, Any], place: str) -> Any:
@@ -115,7 +117,10 @@ class _Encoder:
         pairs = []
         for key, one in value.items():
             if isinstance(key, Tensor):
-                raise TypeError(f"{place} has a tensor as a key: expected texts, numbers or tuples of them")
+                raise TypeError(
+                    f"{place} is a dict with a tensor as a key, which cannot be stored: expected strings, numbers or "
+                    "tuples of them as keys"
+                )
             pairs.append([self.encode(key, f"{place}, a key"), self.encode(one, f"{place}.{key}")])
         return pairs
 
@@ -124,12 +129,14 @@ class _Encoder:
 
     def _stored(self, tensor: Tensor, place: str) -> str:
         if tensor.layout != torch.strided or tensor.is_meta or tensor.is_quantized:
-            what = "on the meta device" if tensor.is_meta else f"{tensor.layout}, {tensor.dtype}"
-            raise ValueError(f"{place} is {what}: expected a dense tensor with values")
+            what = "on the meta device" if tensor.is_meta else f"of {tensor.layout} and {tensor.dtype}"
+            raise ValueError(
+                f"{place} is a tensor {what}, which cannot be stored: expected a dense tensor with values"
+            )
         if hasattr(tensor, "__tensor_flatten__"):
             raise ValueError(
-                f"{place} is a {type(tensor).__name__}, which wraps other tensors and cannot be stored. Give "
-                "the wrapped ones (a DTensor's to_local())"
+                f"{place} is a {type(tensor).__name__}, which wraps other tensors and cannot be stored: store the "
+                "wrapped tensors (of a DTensor, to_local())"
             )
         known = self._names.get(id(tensor))
         if known is None:
@@ -137,13 +144,15 @@ class _Encoder:
             values = tensor.detach().resolve_conj().resolve_neg()
             values = torch.view_as_real(values) if values.is_complex() else values
             if values.dtype not in STORABLE:
-                raise ValueError(f"{place} is of {tensor.dtype}, which cannot be stored: convert it first")
+                raise ValueError(
+                    f"{place} is a tensor of {tensor.dtype}, which cannot be stored: convert it to another dtype"
+                )
             self.tensors[known] = values
         return known
 
 
 def _free(name: str, taken: Mapping[str, Any]) -> str:
-    """Return the name, or one with a number if it is taken (keys with dots can give two places the same name)."""
+    """Return the name, with a number if it is taken. Keys with dots can give two places the same name."""
     number, free = 1, name
     while free in taken:
         number += 1
@@ -152,12 +161,12 @@ def _free(name: str, taken: Mapping[str, Any]) -> str:
 
 
 def decode(encoded: Any, tensors: Mapping[str, Tensor], *, parts: Mapping[str, Tensor] | None = None) -> Any:
-    """Decode what `encode` returned; the result equals the original, but ordered dicts become plain dicts.
+    """Decode a value that `encode` returned. The result equals the original, but ordered dicts become plain dicts.
 
     Args:
         encoded: the JSON value from `encode`.
         tensors: the tensors, by name.
-        parts: the tensors of `TensorPart` values, by name; None means that they are among `tensors`.
+        parts: the tensors of `TensorPart` values, by name; None means that `tensors` has them.
 
     Raises:
         KeyError: a tensor is missing.
@@ -178,7 +187,9 @@ def decode(encoded: Any, tensors: Mapping[str, Tensor], *, parts: Mapping[str, T
     if not tag.startswith("$"):
         return {key: decode(one, tensors, parts=parts) for key, one in encoded.items()}
     if len(encoded) > 1:
-        raise ValueError(f"expected {tag} alone, got it beside {', '.join([*encoded][1:])}")
+        raise ValueError(
+            f"expected an object with the only key {tag}, found also {', '.join([*encoded][1:])}"
+        )
     match tag:
         case "$tensor":
             return tensors[value]
@@ -204,15 +215,15 @@ def decode(encoded: Any, tensors: Mapping[str, Tensor], *, parts: Mapping[str, T
         case "$device" if isinstance(value, str):
             with contextlib.suppress(RuntimeError):  # there is no such device
                 return torch.device(value)
-        case "$size" if _are_counts(value):
+        case "$size" if are_counts(value):
             return torch.Size(value)
-    raise ValueError(f"{tag} {value!r} is unknown to this version of Syncline")
+    raise ValueError(f"this version of Syncline cannot decode {tag} {value!r}")
 
 
 def _complex(values: Tensor, name: str) -> Tensor:
     if not values.is_floating_point() or values.shape[-1:] != (2,):
         raise ValueError(
-            f"{name} is of {values.dtype} and {tuple(values.shape)}: expected pairs of real numbers"
+            f"{name} is a tensor of {values.dtype} and {tuple(values.shape)}: expected pairs of real numbers"
         )
     return torch.view_as_complex(values)
 
@@ -221,25 +232,19 @@ def _part(value: Any, tensors: Mapping[str, Tensor]) -> TensorPart:
     start, shape, order = value["start"], value["shape"], value["order"]
     values = decode(value["values"], tensors)
     fits = (
-        _are_counts([start])
-        and _are_counts(shape)
-        and _are_counts(order)
+        all(map(are_counts, ([start], shape, order)))
         and sorted(order) == [*range(len(shape))]
         and isinstance(values, Tensor)
         and values.dim() == 1
         and start + values.numel() <= math.prod(shape)
     )
     if not fits:
-        raise ValueError(f"{value} is not a part of a tensor")
+        raise ValueError(f"{value} does not describe a part of a tensor")
     return TensorPart(values=values, start=start, shape=tuple(shape), order=tuple(order))
 
 
-def _are_counts(value: Any) -> bool:
-    return isinstance(value, list) and all(map(is_count, value))
-
-
 def tensors_in(encoded: Any) -> Iterator[str]:
-    """Yield the names of the tensors in a value from `encode`; a name may occur more than once.
+    """Yield the names of the tensors in a value that `encode` returned. A name may occur more than once.
 
     Example:
         >>> list(tensors_in(encode({"a": torch.zeros(1), "b": (torch.ones(1), 2)}, "x")[0]))

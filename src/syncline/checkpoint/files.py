@@ -1,8 +1,8 @@
 """Files of a checkpoint: durable writes, and safetensors files with checksums that cover every byte.
 
 Tensors are written directly from their memory, and read as mapped memory, so nothing is copied. The checksum is XXH3
-with 128 bits. Its cost is negligible beside that of a disk, and it is long enough to distinguish tensors. A matching
-checksum proves only that a file is unchanged. Whether it is well formed is checked as well.
+with 128 bits. It costs little time compared with a disk, and it is long enough to distinguish tensors. A matching
+checksum proves only that a file is unchanged. The form of the content is therefore checked as well.
 """
 
 from __future__ import annotations
@@ -28,21 +28,33 @@ from torch import Tensor
 from syncline.errors import CheckpointCorrupt
 
 
+def checked_path(name: str, value: object) -> str:
+    """Return the path in the argument `name` as a string.
+
+    Raises:
+        TypeError: `value` is neither a string nor an os.PathLike of a string.
+    """
+    path = os.fspath(value) if isinstance(value, os.PathLike) else value
+    if not isinstance(path, str):
+        raise TypeError(f"expected {name} to be a path, a str or an os.PathLike of a str, got {value!r}")
+    return path
+
+
 class Files(Protocol):
     """A file system. Paths are absolute or relative strings with "/"; failures raise OSError.
 
-    A written file is certain to survive a crash of the machine only after both the file and its directory were synced.
-    A rename is certain only after its directory was synced.
+    A written file survives a crash of the machine only if both the file and its directory were synced. A rename
+    survives a crash only if the directory was synced.
     """
 
     def names(self, directory: str) -> list[str]:
-        """Return the names of the entries of a directory; none if it does not exist."""
+        """Return the names of the entries of a directory; no names if the directory does not exist."""
 
     def make_directory(self, path: str) -> None:
-        """Create a directory and its missing parents; it may exist already."""
+        """Create a directory and its missing parents; the directory may exist already."""
 
     def write(self, path: str, parts: Iterable[bytes | memoryview]) -> None:
-        """Write a new file, part by part, and sync it."""
+        """Write a new file, part by part, and sync the file."""
 
     def read(self, path: str) -> bytes:
         """Return the content of a file."""
@@ -57,7 +69,7 @@ class Files(Protocol):
         """Sync a directory, so that its entries are durable."""
 
     def remove(self, path: str) -> None:
-        """Remove a file, or a directory with its content; it may be gone already."""
+        """Remove a file, or a directory with its content. If the path does not exist, do nothing."""
 
 
 _KINDS = {
@@ -70,12 +82,14 @@ _KINDS = {
 
 
 def _opened(path: str) -> int:
-    """Open a regular file for reading; refuse anything else, because opening or reading a FIFO may block forever.
+    """Open a regular file for reading. Refuse other kinds of files, because reading a FIFO may block forever.
 
     Raises:
-        OSError: it is not a regular file, or cannot be opened.
+        OSError: the path is not a regular file, or the file cannot be opened.
     """
-    _check_is_regular(os.stat(path), path)  # before opening it, because opening a device may change its state
+    _check_is_regular(
+        os.stat(path), path
+    )  # first, because opening a device may change the state of the device
     fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
     try:
         _check_is_regular(os.fstat(fd), path)
@@ -87,7 +101,7 @@ def _opened(path: str) -> int:
 
 def _check_is_regular(found: os.stat_result, path: str) -> None:
     if not stat.S_ISREG(found.st_mode):
-        kind = _KINDS.get(stat.S_IFMT(found.st_mode), "something else")
+        kind = _KINDS.get(stat.S_IFMT(found.st_mode), "another kind of file")
         raise OSError(errno.EINVAL, f"expected a regular file, found {kind}", path)
 
 
@@ -149,14 +163,14 @@ class LocalFiles:
 
 
 _MAX_COUNT = 2**63
-"""torch's largest size plus one; steps are stored in as many bits."""
+"""torch's largest size plus one. Steps are limited to the same range."""
 
 
 @contextlib.contextmanager
 def malformed_is_corrupt(path: str) -> Iterator[None]:
-    """Turn errors about malformed content into a `CheckpointCorrupt` that names the file.
+    """Convert errors about malformed content into a `CheckpointCorrupt` that names the file.
 
-    Use it only around code that interprets the content of the file. A MemoryError is passed on.
+    Use this only around code that interprets the content of the file. A MemoryError is raised unchanged.
 
     Example:
         >>> with malformed_is_corrupt("manifest.json"):
@@ -167,7 +181,7 @@ def malformed_is_corrupt(path: str) -> Iterator[None]:
     try:
         yield
     except RecursionError:
-        raise CheckpointCorrupt(f"{path} is malformed: it is nested too deep") from None
+        raise CheckpointCorrupt(f"{path} is malformed: its values are nested too deep") from None
     except (ValueError, TypeError, LookupError, AttributeError, ArithmeticError) as error:
         raise CheckpointCorrupt(f"{path} is malformed: {type(error).__name__}: {error}") from error
 
@@ -176,8 +190,8 @@ def json_object(text: bytes) -> dict[str, Any]:
     """Parse a JSON object in UTF-8, with unique names and finite numbers only.
 
     Raises:
-        ValueError: it is not such an object.
-        RecursionError: it is nested too deep.
+        ValueError: the text is not such an object.
+        RecursionError: the object is nested too deep.
 
     Example:
         >>> json_object(b'{"a": [1, 2.5]}')
@@ -187,7 +201,7 @@ def json_object(text: bytes) -> dict[str, Any]:
         ValueError: expected a finite number, found NaN
     """
     found = json.loads(text.decode(), object_pairs_hook=_unique, parse_constant=_refuse, parse_float=_finite)
-    check(isinstance(found, dict), "expected an object", found)
+    check(isinstance(found, dict), "a JSON object", found)
     return found  # type: ignore[no-any-return]
 
 
@@ -195,7 +209,7 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) < len(pairs):
         names = [name for name, _ in pairs]
-        raise ValueError(f"{next(name for name in names if names.count(name) > 1)!r} occurs twice")
+        raise ValueError(f"the name {next(name for name in names if names.count(name) > 1)!r} occurs twice")
     return found
 
 
@@ -209,20 +223,25 @@ def _finite(text: str) -> float:
 
 
 def check(holds: bool, expected: str, found: object) -> None:
-    """Raise a ValueError that names the expected and the found value, unless `holds` is true."""
+    """Raise a ValueError, "expected ..., found ...", unless `holds` is true."""
     if not holds:
         shown = repr(found)
-        raise ValueError(f"{expected}, found {shown[:80]}{'...' if len(shown) > 80 else ''}")
+        raise ValueError(f"expected {expected}, found {shown[:80]}{'...' if len(shown) > 80 else ''}")
 
 
 def is_count(value: object) -> bool:
-    """Return whether `value` is an integer from 0 to torch's largest size; True and False are not.
+    """Return whether `value` is an integer from 0 to torch's largest size. True and False are not integers here.
 
     Example:
         >>> [is_count(value) for value in (3, -1, True, 1.0, 2**63)]
         [True, False, False, False, False]
     """
     return type(value) is int and 0 <= value < _MAX_COUNT
+
+
+def are_counts(value: object) -> bool:
+    """Return whether `value` is a list of integers from 0 to torch's largest size."""
+    return isinstance(value, list) and all(map(is_count, value))
 
 
 STORABLE = {
@@ -274,7 +293,7 @@ def write_tensors(
         files: the file system.
         path: the path of a new file.
         tensors: contiguous tensors on the CPU, of dtypes that can be stored.
-        checksums: the checksums of the tensors, if they are known.
+        checksums: the checksums of the tensors; None if they are not known yet.
 
     Raises:
         OSError: the file could not be written.
@@ -311,19 +330,19 @@ def read_tensors(
         wanted: the names of the tensors to verify and return; None means all.
 
     Raises:
-        CheckpointCorrupt: the content is not what was written.
+        CheckpointCorrupt: the content differs from the content that was written.
         OSError: the file could not be read.
     """
     path = f"{directory}/{name}"
     content = files.map(path)
     if len(content) != stored.num_bytes:
-        raise CheckpointCorrupt(f"{path} has {len(content)} bytes: expected {stored.num_bytes}")
+        raise CheckpointCorrupt(f"{path} is damaged: expected {stored.num_bytes} bytes, found {len(content)}")
     head_bytes = 8 + int.from_bytes(content[:8], "little")
     if head_bytes > len(content) or checksum(content[:head_bytes]) != stored.header:
-        raise CheckpointCorrupt(f"{path}: the checksum of its header is not the one in the manifest")
+        raise CheckpointCorrupt(f"{path} is damaged: its header does not match the checksum in the manifest")
     with malformed_is_corrupt(path):
         places = _places(bytes(content[8:head_bytes]), len(content) - head_bytes)
-        check(places.keys() == stored.tensors.keys(), "expected the tensors of the manifest", [*places])
+        check(places.keys() == stored.tensors.keys(), "the tensors of the manifest", [*places])
     tensors = {}
     for key, expected in stored.tensors.items():
         if wanted is not None and key not in wanted:
@@ -331,7 +350,9 @@ def read_tensors(
         dtype, shape, start, end = places[key]
         memory = content[head_bytes + start : head_bytes + end]
         if checksum(memory) != expected:
-            raise CheckpointCorrupt(f"{path}: {key} is damaged, its checksum is not the one in the manifest")
+            raise CheckpointCorrupt(
+                f"{path}: {key} is damaged: it does not match the checksum in the manifest"
+            )
         tensors[key] = (
             torch.frombuffer(memory, dtype=dtype).view(shape)
             if end > start
@@ -344,50 +365,33 @@ def _places(header: bytes, num_bytes: int) -> dict[str, tuple[torch.dtype, list[
     """Return the dtype, shape, start and end of each tensor.
 
     Raises:
-        ValueError, TypeError, LookupError: `write_tensors` does not write such a header for `num_bytes` bytes.
+        ValueError, TypeError, LookupError: `write_tensors` does not write such a header for tensors of `num_bytes`.
     """
     found = {}
     end = 0
     for name, entry in json_object(header).items():
-        check(
-            isinstance(entry, dict) and entry.keys() == _ENTRY, f"expected {sorted(_ENTRY)} of {name}", entry
-        )
+        is_entry = isinstance(entry, dict) and entry.keys() == _ENTRY
+        check(is_entry, f"the entry of {name} to have the keys {sorted(_ENTRY)}", entry)
         dtype, shape, offsets = _BY_NAME[entry["dtype"]], entry["shape"], entry["data_offsets"]
         for numbers in (shape, offsets):
-            check(
-                isinstance(numbers, list) and all(map(is_count, numbers)),
-                f"expected counts of {name}",
-                numbers,
-            )
+            check(are_counts(numbers), f"shape and data_offsets of {name} to be lists of counts", numbers)
         start, end_before = offsets[0], end
         end = start + math.prod(shape) * dtype.itemsize
-        check(
-            offsets == [end_before, end] and is_count(math.prod(max(1, size) for size in shape)),
-            f"expected {name} of shape {shape} to begin at {end_before}",
-            offsets,
-        )
-        check(start % dtype.itemsize == 0, f"expected {name} at a multiple of {dtype.itemsize} bytes", start)
+        is_next = offsets == [end_before, end] and is_count(math.prod(max(1, size) for size in shape))
+        check(is_next, f"{name} of shape {shape} to begin at {end_before}", offsets)
+        check(start % dtype.itemsize == 0, f"{name} at a multiple of {dtype.itemsize} bytes", start)
         found[name] = (dtype, shape, start, end)
-    check(end == num_bytes, f"expected tensors of {num_bytes} bytes", end)
+    check(end == num_bytes, f"the tensors to take {num_bytes} bytes", end)
     return found
 
 
 def memory_of(tensor: Tensor) -> memoryview:
-    """Return the bytes of a contiguous CPU tensor without a copy; they keep the tensor alive."""
+    """Return the bytes of a contiguous CPU tensor without a copy. The bytes keep the tensor alive."""
     if not tensor.numel():
         return memoryview(b"")
     memory: Any = (ctypes.c_ubyte * tensor.nbytes).from_address(tensor.data_ptr())
-    memory.owner = tensor  # an address keeps no tensor alive, and this may be the only reference to a copy
+    memory.owner = tensor  # an address alone does not keep the tensor alive
     return memoryview(memory)
-
-
-def checksum_of_file(path: str) -> str:
-    """Return the checksum of a whole file of this host.
-
-    Raises:
-        OSError: it could not be read.
-    """
-    return checksum(LocalFiles().map(path))
 
 
 def checksum(memory: bytes | memoryview) -> str:

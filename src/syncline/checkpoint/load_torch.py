@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import functools
+import operator
 import os
+import re
 from collections import OrderedDict
 from collections.abc import Collection, Mapping, Sequence
 from copy import deepcopy
@@ -11,17 +14,15 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from syncline._torch.modules import COMPILED_PREFIX, EXTRA_STATE, metadata_of, set_metadata
-from syncline.checkpoint.files import checksum_of_file
-from syncline.checkpoint.objects import load_into, types_in
-from syncline.checkpoint.rollback import Before, Loadable, load_together
+from syncline.checkpoint.files import LocalFiles, checked_path, checksum
+from syncline.checkpoint.objects import load_into, types_in, unwrapped
+from syncline.checkpoint.rollback import Before, Loadable, failing_together, load_together
 from syncline.checkpoint.torch_file import read_torch_file
 from syncline.checks import checked_flag, did_you_mean
 from syncline.sharded.part import has_sharded_state
-from syncline.transport.agreement import exchange
 from syncline.transport.base import Transport
 from syncline.user_code import calling, warn_user
 
@@ -30,11 +31,11 @@ Key = str | int | Sequence[str | int]
 
 _TITLE = "sl.TrainState.load_torch"
 
-_WRAPPERS = ("module.", COMPILED_PREFIX)
-"""Prefixes that DistributedDataParallel and torch.compile add to parameter names."""
+_PREFIXES = re.compile(rf"(?:module\.|{re.escape(COMPILED_PREFIX)})*")
+"""The prefixes that DistributedDataParallel and torch.compile add to parameter names."""
 
 
-def adopt(
+def load_torch_file(
     state: Loadable,
     path: str | os.PathLike[str],
     *,
@@ -43,14 +44,13 @@ def adopt(
     strict: bool,
     transport: Transport,
 ) -> dict[str, Any]:
-    """Load a torch checkpoint into `state`; see `TrainState.load_torch`."""
-    fault: Exception | None = None
-    matched, lines = Matched(), []
-    before: Before | None = None
-    try:
-        path, names, besides = _checked(path, names, besides)
+    """Load a file of `torch.save` into `state`; see `TrainState.load_torch`."""
+    remedy = "Give every rank the same file: a path that all hosts see, or equal copies."
+    with failing_together(transport, _TITLE, remedy=remedy) as lines:
+        path = checked_path("path", path)
+        names, besides = _checked(names, besides)
         checked_flag("strict", strict)
-        lines = [f"file  {checksum_of_file(path)}", f"strict  {strict}"]
+        lines += [f"file  {checksum(LocalFiles().map(path))}", f"strict  {strict}"]
         matched = match(read_torch_file(path), state.named, names=names, besides=besides)
         if strict:
             matched.check_complete(path)
@@ -58,57 +58,45 @@ def adopt(
         lines += [f"under another name  {name}: {names[name]!r}" for name in sorted(names)]
         lines += [f"besides  {key}" for key in besides]
         before = Before(state)  # before any rank begins to load, because ranks may share one copy of a module
-    except Exception as error:
-        fault = error
-    remedy = "Give every rank the same file: a path that all hosts see, or equal copies."
-    exchange(transport, _TITLE, lines, fault=fault, remedy=remedy)
-    assert before is not None
-    load_together(transport, _TITLE, before, lambda: _load(state, matched, os.fspath(path), strict=strict))
+    load_together(transport, _TITLE, before, lambda: _load(state, matched, str(path), strict=strict))
     if transport.rank == 0 and (matched.missing or matched.unused):
         warn_user(f"{_TITLE} of {path}: {'; '.join(matched.left())}")
     return matched.rest
 
 
-def _checked(path: object, names: object, besides: object) -> tuple[str, dict[str, Key | None], list[str]]:
-    """Return the arguments in a normal form.
+def _checked(names: object, besides: object) -> tuple[dict[str, Key | None], list[str]]:
+    """Check `names` and `besides`, and return them as a dict and a list.
 
     Raises:
         TypeError: an argument has a wrong type.
     """
-    path = os.fspath(path) if isinstance(path, os.PathLike) else path
-    if not isinstance(path, str):
-        raise TypeError(
-            f"expected path to be the path of a file, a str or an os.PathLike of one, got {path!r}"
-        )
     names = {} if names is None else names
     if not isinstance(names, Mapping) or not all(isinstance(name, str) for name in names):
         raise TypeError(
-            f'expected names to be a dict by what is named here, such as {{"model": "net"}}, got {names!r}'
+            f'expected names to be a dict by the names of this state, such as {{"model": "net"}}, got {names!r}'
         )
     for name, key in names.items():
         keys = [key] if key is None or isinstance(key, str | int) else key
-        if not isinstance(keys, Sequence) or not all(
-            one is None or isinstance(one, str | int) for one in keys
-        ):
+        if not isinstance(keys, Sequence) or not all(isinstance(one, str | int | None) for one in keys):
             raise TypeError(
-                f"expected names[{name!r}] to be a key of the file, several as a tuple, or None; got {key!r}"
+                f"expected names[{name!r}] to be a key of the file, a tuple of keys, or None; got {key!r}"
             )
     besides = [besides] if isinstance(besides, str) else besides
     if not isinstance(besides, Collection) or not all(isinstance(key, str) for key in besides):
         raise TypeError(f'expected besides to be keys of the file, such as ["epoch"], got {besides!r}')
-    return path, dict(names), list(besides)
+    return dict(names), list(besides)
 
 
 @dataclass
 class Matched:
-    """The objects that were found in a file, and those that do not match."""
+    """The entries of a file, matched with the names of a state."""
 
     found: dict[str, Any] = field(default_factory=dict)
-    """The objects of the file that match a name of the state, by that name."""
+    """The entries of the file that match a name of the state, by that name."""
     rest: dict[str, Any] = field(default_factory=dict)
     """The entries of the file that match no name, by key."""
     missing: list[str] = field(default_factory=list)
-    """The names for which the file has nothing."""
+    """The names of the state that the file has no entry for."""
     unused: list[str] = field(default_factory=list)
     """The keys of `rest` that the caller did not ask for."""
 
@@ -123,21 +111,20 @@ class Matched:
 
     def check_complete(self, path: str) -> None:
         """Raise a ValueError if anything did not match."""
-        if self.missing or self.unused:
-            ways = []
-            if self.missing:
-                name, key = _alike(self.missing, self.unused)
-                ways.append(
-                    f'give its key in the file, names={{"{name}": "{key}"}}, or leave it unchanged, '
-                    f'names={{"{name}": None}}'
-                )
-            if self.unused:
-                ways.append(f'besides=["{self.unused[0]}"] returns an entry that has no name here')
-            remedy = "; ".join([*ways, "strict=False loads what matches"])
-            raise ValueError(
-                "\n  ".join([f"{path} does not match the named objects:", *self.left()])
-                + f"\n{remedy[0].upper()}{remedy[1:]}"
+        if not self.missing and not self.unused:
+            return
+        remedies = []
+        if self.missing:
+            name, key = _alike(self.missing, self.unused)
+            remedies.append(
+                f'Give the key of {name} in the file, names={{"{name}": "{key}"}}, or leave {name} unchanged, '
+                f'names={{"{name}": None}}.'
             )
+        if self.unused:
+            remedies.append(f'Give besides=["{self.unused[0]}"] to get an entry that has no name here.')
+        remedies.append("Give strict=False to load only the entries that match.")
+        mismatches = "\n  ".join([f"{path} does not match the named objects:", *self.left()])
+        raise ValueError(f"{mismatches}\n{' '.join(remedies)}")
 
 
 def _alike(missing: Sequence[str], unused: Sequence[str]) -> tuple[str, str]:
@@ -185,12 +172,14 @@ def match(
     unknown = sorted(names.keys() - {"step", *named})
     if unknown:
         raise ValueError(
-            f"expected names= of what is named ({', '.join(['step', *named])}), got {', '.join(unknown)}"
+            f"expected the keys of names= to be names of this state ({', '.join(['step', *named])}), got "
+            + ", ".join(unknown)
             + did_you_mean(unknown[0], ["step", *named])
         )
     if not isinstance(content, dict):
         raise ValueError(
-            f"expected a file of a dict, by names or of a module, got one of a {type(content).__name__}"
+            "expected the file to have a dict (of objects by name, or of tensors of one module), got a "
+            + type(content).__name__
         )
     matched = Matched()
     modules = [name for name, one in named.items() if isinstance(one, nn.Module)]
@@ -205,14 +194,11 @@ def match(
             continue
         keys = [where] if isinstance(where, str | int) else list(where)
         try:
-            value = content
-            for key in keys:
-                value = value[key]
+            matched.found[name] = functools.reduce(operator.getitem, keys, content)
         except (KeyError, IndexError, TypeError):
             matched.missing.append(name)
-            continue
-        used.add(keys[0])
-        matched.found[name] = value
+        else:
+            used.add(keys[0])
     matched.rest = {key: value for key, value in content.items() if key not in used}
     matched.unused = [str(key) for key in matched.rest if key not in besides]
     matched.missing += [key for key in besides if key not in matched.rest]
@@ -220,7 +206,7 @@ def match(
 
 
 def _is_of_module(content: Mapping[Any, Any]) -> bool:
-    """Return whether `content` is what `module.state_dict()` returns, and nothing else."""
+    """Return whether `content` is the state of one module, as `module.state_dict()` returns it."""
     return bool(content) and all(
         isinstance(key, str) and (isinstance(value, Tensor) or key.endswith(EXTRA_STATE))
         for key, value in content.items()
@@ -231,7 +217,7 @@ def _is_of_module(content: Mapping[Any, Any]) -> bool:
 
 
 def _load(state: Loadable, matched: Matched, path: str, *, strict: bool) -> dict[str, Any]:
-    """Load the matched objects, and return those that must now be equal on all ranks."""
+    """Load the matched entries, and return the state of the objects that must now be equal on all ranks."""
     loaded: dict[str, Any] = {}
     if "step" in matched.found:
         step = matched.found["step"]
@@ -240,22 +226,19 @@ def _load(state: Loadable, matched: Matched, path: str, *, strict: bool) -> dict
             raise ValueError(f"expected step to be a number of steps, got {step!r} in {path}")
         matched.found["step"] = step
     types: dict[int, torch.dtype] = {}
-    for name, one in state.named.items():
-        if name in matched.found and isinstance(one, nn.Module):
-            module = one.module if isinstance(one, DistributedDataParallel) else one
-            matched.found[name] = _renamed(module, matched.found[name], name, path)
-            types |= types_in(module, matched.found[name])
-    for name, one in state.named.items():
-        if name not in matched.found:
-            continue
+    both = {name: one for name, one in state.named.items() if name in matched.found}
+    for name, one in both.items():
+        if isinstance(one, nn.Module):
+            matched.found[name] = _renamed(unwrapped(one), matched.found[name], name, path)
+            types |= types_in(one, matched.found[name])
+    for name, one in both.items():
         found = matched.found[name]
         if isinstance(one, nn.Module):
-            module = one.module if isinstance(one, DistributedDataParallel) else one
-            loaded[name] = _load_module(module, found, name, matched, path, strict=strict)
+            loaded[name] = _load_module(unwrapped(one), found, name, matched, path, strict=strict)
             continue
         try:
-            # An object may keep references to its state, which must not keep the mapped file open. Sharded objects
-            # copy their shard.
+            # An object may keep references to the loaded state. A copy does not keep the mapped file open. Sharded
+            # objects copy their shard.
             with calling(f"load_state_dict() of {name} ({type(one).__name__})"):
                 load_into(one, found if has_sharded_state(one) else deepcopy(found), types)
         except (KeyError, AttributeError, IndexError) as error:
@@ -269,6 +252,11 @@ def _load(state: Loadable, matched: Matched, path: str, *, strict: bool) -> dict
 
 
 def _renamed(module: nn.Module, found: Any, name: str, path: str) -> dict[str, Any]:
+    """Return the state of a module with its wrapper prefixes replaced by those of `module`.
+
+    Raises:
+        ValueError: it is not the state of a module, or has no entry of this module.
+    """
     if not isinstance(found, dict):
         kind = type(found).__name__
         raise ValueError(f"expected {name} of {path} to be what module.state_dict() returns, got a {kind}")
@@ -276,7 +264,8 @@ def _renamed(module: nn.Module, found: Any, name: str, path: str) -> dict[str, A
     renamed = renamed_like(found, own)
     if own and renamed.keys().isdisjoint(own):
         raise ValueError(
-            f"{name} of {path} has no entry of this {type(module).__name__}: expected {_some(own)}, got {_some(found)}"
+            f"{name} of {path} has no entry of this {type(module).__name__}: expected keys such as {_some(own)}, got "
+            f"{_some(found)}"
         )
     return renamed
 
@@ -299,7 +288,7 @@ def _some(keys: Collection[Any]) -> str:
 
 
 def renamed_like(found: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a module's state with its wrapper prefixes replaced by those of `own`.
+    """Return the state of a module with the wrapper prefixes of its keys replaced by those of `own`.
 
     Example:
         >>> dict(renamed_like({"module.fc.weight": 1, "module.fc.bias": 2}, {"fc.weight": 0, "fc.bias": 0}))
@@ -326,10 +315,6 @@ def renamed_like(found: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, 
 
 def _prefix(keys: Collection[str]) -> str:
     """Return the wrapper prefixes that all of these names begin with."""
-    prefix = ""
-    while keys:
-        longer = [prefix + one for one in _WRAPPERS if all(str(key).startswith(prefix + one) for key in keys)]
-        if not longer:
-            break
-        prefix = longer[0]
-    return prefix
+    common = os.path.commonprefix([str(key) for key in keys])  # noqa: RUF071  # these are strings, not paths
+    found = _PREFIXES.match(common)
+    return found[0] if found else ""

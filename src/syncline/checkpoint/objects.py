@@ -1,4 +1,4 @@
-"""Take and load the state of one object: a module (wrapped or not), an optimizer, random generators, or another object.
+"""Return and load the state of a module (wrapped or not), an optimizer, random number generators, or another object.
 
 Optimizers need care when they load: torch casts their state to the parameter's dtype, and a file does not keep strides.
 """
@@ -20,12 +20,17 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from syncline.gradients.wrapper_protocol import SynchronizedModule
-from syncline.optimizers.contents import keep_saved_types
+from syncline.optimizers.contents import keep_saved_types, parameters_of
 from syncline.sharded.part import has_sharded_state, sharded_state_of, whole_of
 
 
+def unwrapped(module: Any) -> Any:
+    """Return the module inside a DistributedDataParallel, torch's or Syncline's; any other object unchanged."""
+    return module.module if isinstance(module, DistributedDataParallel) else module
+
+
 def keep_types(optimizer: Optimizer, saved: Mapping[str, Any], types: Mapping[int, torch.dtype]) -> None:
-    """Restore the dtypes in which optimizer state was saved, where the parameter still has its dtype from then.
+    """Restore the dtypes in which optimizer state was saved, for parameters that still have their saved dtype.
 
     torch casts floating-point state to its parameter's dtype when it loads. Moments kept in float32 for bfloat16
     weights would be rounded, and the resumed run would differ.
@@ -33,7 +38,8 @@ def keep_types(optimizer: Optimizer, saved: Mapping[str, Any], types: Mapping[in
     Args:
         optimizer: an unsharded optimizer that has just loaded its state.
         saved: the state that it loaded, as returned by its `state_dict()`.
-        types: the dtypes in which parameters were saved, by `id`; other parameters are left alone.
+        types: the dtypes in which parameters were saved, by the `id` of the parameter. The state of other parameters is
+            not changed.
 
     Example:
         >>> weight = torch.nn.Parameter(torch.ones(2, dtype=torch.bfloat16))
@@ -47,23 +53,21 @@ def keep_types(optimizer: Optimizer, saved: Mapping[str, Any], types: Mapping[in
     """
     if not {"state", "param_groups"} <= saved.keys():
         return  # the optimizer's class has a state format of its own
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     keys = [key for group in saved["param_groups"] for key in group["params"]]
-    for parameter, key in zip(parameters, keys, strict=False):
+    for parameter, key in zip(parameters_of(optimizer), keys, strict=False):
         state, before = optimizer.state.get(parameter), saved["state"].get(key)
-        if types.get(id(parameter)) != parameter.dtype or not (
-            isinstance(state, dict) and isinstance(before, dict)
-        ):
+        if types.get(id(parameter)) != parameter.dtype:
             continue
-        keep_saved_types(state, before)
+        if isinstance(state, dict) and isinstance(before, dict):
+            keep_saved_types(state, before)
 
 
 def lay_out_like_parameters(optimizer: Optimizer) -> None:
-    """Give each state tensor of its parameter's shape the parameter's strides as well.
+    """Give each state tensor that has the shape of its parameter the strides of the parameter.
 
     A file stores elements in the order of their dimensions. Optimizers create state with `zeros_like(parameter)`, and
-    their fused kernels read parameter, gradient and state in memory order. State in another order than its
-    channels_last weight would be applied to the wrong elements.
+    their fused kernels read parameter, gradient and state in memory order. If a weight is channels_last and its state
+    is not, these kernels would apply the state to the wrong elements.
 
     Args:
         optimizer: an unsharded optimizer that has just loaded its state.
@@ -89,20 +93,25 @@ def lay_out_like_parameters(optimizer: Optimizer) -> None:
 
 
 def copies(one: Any) -> bool:
-    """Return whether loading into `one` copies the tensors, so that it keeps no reference to them.
+    """Return whether loading into `one` copies the tensors, so that `one` keeps no reference to the given tensors.
 
-    For a wrapped module this holds for the module's own tensors; synchronization state may be kept.
+    A wrapped module copies the tensors of the module, but may keep references to the synchronization state.
     """
     return has_sharded_state(one) or isinstance(one, nn.Module)
 
 
 def is_wrapped(state: Any) -> bool:
-    """Return whether `state` is that of a wrapped module: the module's state and the synchronization state."""
+    """Return whether `state` is the state of a wrapped module, with the keys "module" and "synchronization"."""
     return isinstance(state, dict) and state.keys() == {"module", "synchronization"}
 
 
+def without_synchronization(state: Any) -> Any:
+    """Return the module's part of the state of a wrapped module; any other state unchanged."""
+    return state["module"] if is_wrapped(state) else state
+
+
 def state_of(one: Any) -> Any:
-    """Return the state of an object; for a wrapped module, the module's state and the synchronization state."""
+    """Return the state of an object. That of a wrapped module has the keys "module" and "synchronization"."""
     if not isinstance(one, DistributedDataParallel):
         return one.state_dict()
     beside = one.sync_state_dict() if isinstance(one, SynchronizedModule) else None
@@ -110,13 +119,11 @@ def state_of(one: Any) -> Any:
 
 
 def types_in(module: nn.Module, state: Any) -> dict[int, torch.dtype]:
-    """Return the dtypes in which the parameters of a module were saved, by `id`."""
-    if isinstance(module, DistributedDataParallel):
-        module = module.module
-    tensors = state["module"] if is_wrapped(state) else state
+    """Return the dtypes in which the parameters of a module were saved, by the `id` of the parameter."""
+    tensors = without_synchronization(state)
     if not isinstance(tensors, Mapping):
         return {}  # loading it raises the error
-    found = ((id(parameter), tensors.get(name)) for name, parameter in module.named_parameters())
+    found = ((id(parameter), tensors.get(name)) for name, parameter in unwrapped(module).named_parameters())
     return {key: tensor.dtype for key, tensor in found if isinstance(tensor, Tensor)}
 
 
@@ -139,13 +146,8 @@ def load_into(one: Any, state: Any, types: Mapping[int, torch.dtype]) -> None:
         sharded._load_shards(state, types)
         return
     state = whole_of(state)
-    was_wrapped = is_wrapped(state)
-    module_state = state["module"] if was_wrapped else state
-    if not isinstance(one, DistributedDataParallel):
-        one.load_state_dict(module_state)
-        return
-    one.module.load_state_dict(module_state)
-    if isinstance(one, SynchronizedModule) and was_wrapped and state["synchronization"] is not None:
+    unwrapped(one).load_state_dict(without_synchronization(state))
+    if isinstance(one, SynchronizedModule) and is_wrapped(state) and state["synchronization"] is not None:
         one.load_sync_state_dict(state["synchronization"])
 
 
@@ -171,21 +173,21 @@ def _settings_of(optimizer: Optimizer) -> set[str]:
 def _check_settings(optimizer: Optimizer, settings: set[str]) -> None:
     """Raise unless an optimizer still has its settings, because torch accepts any groups and fails at a later step.
 
-    Settings that a newer torch has added are present: its optimizers fill them in when they load (`__setstate__`).
+    Settings that a newer torch has added are not missing, because its optimizers add them when they load
+    (`__setstate__`).
     """
     for group in optimizer.param_groups:
         missing = sorted(settings - group.keys())
         if missing:
             raise ValueError(
-                f"the saved state is of another optimizer: it lacks {', '.join(missing)}, which "
-                f"{type(optimizer).__name__} needs. Create the optimizer as it was when it was saved; if it is "
-                "your own "
-                "and has got new settings since, let its __setstate__ add them"
+                f"the saved state belongs to another kind of optimizer: it lacks {', '.join(missing)}, which "
+                f"{type(optimizer).__name__} needs. Create the optimizer as it was when it was saved. If the class is "
+                "your own and has new settings since then, let its __setstate__ add them"
             )
 
 
 def rng_state() -> dict[str, Any]:
-    """Return the state of Python's generator, NumPy's if it is imported, and torch's (CUDA if in use)."""
+    """Return the state of Python's random number generator, of NumPy's if imported, and of torch's (CUDA if in use)."""
     version, numbers, gauss = random.getstate()
     # A tensor keeps the manifest readable; as JSON, 625 numbers per rank would hide everything else.
     python = (version, torch.tensor(numbers), gauss)
@@ -207,43 +209,45 @@ def rng_state() -> dict[str, Any]:
 
 def set_rng_state(state: Mapping[str, Any]) -> None:
     """Set the generators to a state from `rng_state`."""
-    version, numbers, gauss = state["python"]
-    random.setstate((version, tuple(numbers.tolist()), gauss))
-    torch.set_rng_state(state["torch"])
     numpy = sys.modules.get("numpy")
-    if numpy is not None and "numpy" in state:
-        kind, keys, *rest = state["numpy"]
-        numpy.random.set_state((kind, keys.numpy(), *rest))
+    _set_generators(state, random, torch.default_generator, numpy and numpy.random)
     if "cuda" in state and torch.cuda.is_available():
         here: list[Tensor] = state["cuda"][: torch.cuda.device_count()]
         torch.cuda.set_rng_state_all(here)
 
 
 def check_rng_state(state: Any) -> None:
-    """Raise unless `set_rng_state` can set `state`; change nothing.
+    """Raise unless `set_rng_state` can set `state`. The global generators are not changed.
 
     Raises:
-        ValueError, TypeError, LookupError: it is not a state from `rng_state`.
+        ValueError, TypeError, LookupError: `state` is not a state from `rng_state`.
     """
-    version, numbers, gauss = state["python"]
-    random.Random().setstate((version, tuple(numbers.tolist()), gauss))
-    states = [("cpu", state["torch"]), *(("cuda", one) for one in state.get("cuda", ()))]
-    for device, one in states:
+    for one in (state["torch"], *state.get("cuda", ())):
         if not isinstance(one, Tensor) or one.dtype is not torch.uint8 or one.dim() != 1:
-            raise ValueError("expected states of torch's generators in bytes")
-        if device == "cpu":
-            try:
-                torch.Generator().set_state(one)
-            except RuntimeError as error:
-                raise ValueError(str(error)) from None
+            raise ValueError(
+                "expected the states of torch's generators to be tensors of bytes (uint8, one dimension)"
+            )
     numpy = sys.modules.get("numpy")
-    if numpy is not None and "numpy" in state:
+    try:
+        _set_generators(state, random.Random(), torch.Generator(), numpy and numpy.random.RandomState())
+    except RuntimeError as error:
+        raise ValueError(str(error)) from None
+
+
+def _set_generators(
+    state: Mapping[str, Any], of_python: Any, of_torch: torch.Generator, of_numpy: Any
+) -> None:
+    """Set these generators on the CPU, either the global ones or new ones, to a state from `rng_state`."""
+    version, numbers, gauss = state["python"]
+    of_python.setstate((version, tuple(numbers.tolist()), gauss))
+    of_torch.set_state(state["torch"])
+    if of_numpy is not None and "numpy" in state:
         kind, keys, *rest = state["numpy"]
-        numpy.random.RandomState().set_state((kind, keys.numpy(), *rest))
+        of_numpy.set_state((kind, keys.numpy(), *rest))
 
 
 def positions() -> dict[str, str]:
-    """Return 16 digits for each generator; they change when a number is drawn.
+    """Return the position of each global random number generator: 16 digits that change when a number is drawn.
 
     Example:
         >>> before = positions()
@@ -274,7 +278,7 @@ def packed() -> bytes:
 
 
 def unpacked(content: bytes) -> dict[str, Any]:
-    """Return the state from `packed`, for `set_rng_state`, without the devices that this process does not use."""
+    """Return the state in the bytes of `packed` for `set_rng_state`, without devices that this process does not use."""
     state: dict[str, Any] = torch.load(io.BytesIO(content), weights_only=True)
     of_devices = state.pop("cuda")
     if torch.cuda.is_initialized():

@@ -1,36 +1,42 @@
-"""Load on all ranks or on none: compare what the ranks have loaded, and undo a load that failed."""
+"""Load on all ranks or on none: compare what the ranks have loaded, and restore the state before a failed load."""
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from copy import deepcopy
+from functools import partial
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 from syncline.checkpoint.encoding import encode
 from syncline.checkpoint.files import checksum, memory_of
-from syncline.checkpoint.objects import rng_state, set_rng_state
+from syncline.checkpoint.objects import rng_state, set_rng_state, unwrapped
 from syncline.data import DistributedSampler
 from syncline.equality.fingerprint import fingerprint_of, fingerprints
 from syncline.equality.locate import differences, divergence_error
 from syncline.gradients.wrapper_protocol import SynchronizedModule
 from syncline.sharded.sharing import OneCopy, one_copy_of
+from syncline.tensors.targets import as_bytes, check_dense
 from syncline.transport.agreement import exchange
 from syncline.transport.base import Transport
+from syncline.trees import leaves, map_leaves
 from syncline.user_code import warn_user
+from syncline.words import DEFAULT_REMEDY
+
+Restorer = Callable[[], object]
+"""A function that restores an earlier state."""
 
 _REMEDY = (
-    "The ranks have read different files (is the path on the same file system on all hosts?), or a load_state_dict, or "
-    "a hook on it, loads other values depending on the rank. The load was undone on all ranks"
+    "Either the ranks have read different files, or a load_state_dict (or a hook on it) loads other values depending "
+    "on the rank. Check that the path is on the same file system on all hosts. The load was undone on all ranks"
 )
 
 
@@ -44,6 +50,32 @@ class Loadable(Protocol):
         """Set the step, also in wrapped modules."""
 
 
+@contextmanager
+def failing_together(
+    transport: Transport, title: str, *, remedy: str = DEFAULT_REMEDY
+) -> Iterator[list[str]]:
+    """Raise the error of the block on every rank if the block fails on any rank. The end is a collective call.
+
+    Yields a list, to which the block may append lines that must be the same on all ranks; see `exchange`.
+
+    Args:
+        transport: the transport between the ranks.
+        title: the name of the call, for messages.
+        remedy: see `exchange`.
+
+    Raises:
+        ContractMismatch: the lines differ between the ranks.
+        TypeError, ValueError, SynclineError: the block failed on a rank. Raised on every rank.
+    """
+    lines: list[str] = []
+    fault: Exception | None = None
+    try:
+        yield lines
+    except Exception as error:
+        fault = error
+    exchange(transport, title, lines, fault=fault, remedy=remedy)
+
+
 def load_together(
     transport: Transport, title: str, before: Before, load: Callable[[], Mapping[str, Any]]
 ) -> None:
@@ -52,11 +84,11 @@ def load_together(
     Args:
         transport: the transport between the ranks.
         title: the name of the call, for messages.
-        before: the state before the load.
-        load: loads on this rank, and returns the values that must now be equal on all ranks.
+        before: a backup of the state before the load.
+        load: a function that loads on this rank, and returns the values that must now be equal on all ranks.
 
     Raises:
-        TypeError, ValueError, SynclineError: `load` failed on a rank; on every rank.
+        TypeError, ValueError, SynclineError: `load` failed on a rank. Raised on every rank.
         ReplicaDivergence: see `agree_on_loaded`.
     """
     with before.restored_on_failure(together=True):
@@ -81,7 +113,7 @@ def agree_on_loaded(
         transport: the transport between the ranks.
         title: the name of the call, for messages.
         contents: values that `encode` accepts, by name.
-        fault: see `exchange`.
+        fault: the error with which the load failed on this rank, if it did; see `exchange`.
 
     Raises:
         ReplicaDivergence: a value differs. The message names it and the ranks that agree; it is the same on every rank.
@@ -151,11 +183,12 @@ def _form(value: Any) -> str:
 
 
 class Before:
-    """The state of objects before a load.
+    """A backup of the state of objects before a load.
 
-    A module's tensors are copied, which takes as much memory as its gradients take in training. For torch's optimizers
-    references are enough, because loading gives them new tensors. An optimizer with its own `load_state_dict` may
-    write into its tensors, so they are copied. For any other object, the backup is its `state_dict()`.
+    The tensors of a module are copied. The copies take as much memory as the module's gradients. For torch's own
+    optimizers references are enough, because loading gives them new tensors. An optimizer class with its own
+    `load_state_dict` may overwrite its tensors, so they are copied. The backup of any other object is its
+    `state_dict()`.
 
     Args:
         state: the objects to load into, and their step.
@@ -164,7 +197,7 @@ class Before:
     def __init__(self, state: Loadable) -> None:
         self._state = state
         self._step = state.step
-        self._undo = {name: (one, _undo_of(one)) for name, one in state.named.items()}
+        self._restorers = {name: (one, _restorer_of(one)) for name, one in state.named.items()}
         self._rng = rng_state()
 
     @contextmanager
@@ -172,8 +205,8 @@ class Before:
         """Restore the objects if the block raises.
 
         Args:
-            together: whether all ranks do this now. Otherwise modules of which ranks share one copy are left alone,
-                because other ranks may have loaded them.
+            together: whether all ranks restore now. Otherwise a module that the ranks of a host share in memory is
+                not restored, because other ranks may have loaded it without an error.
         """
         try:
             yield
@@ -183,7 +216,7 @@ class Before:
             raise
 
     def _restore(self, *, together: bool) -> None:
-        for name, (one, undo) in self._undo.items():
+        for name, (one, restore) in self._restorers.items():
             copies = _one_copies(one)
             if copies and not together:
                 continue
@@ -191,12 +224,12 @@ class Before:
                 with ExitStack() as written:
                     for copy in copies:
                         written.enter_context(copy.writing())
-                    undo()
+                    restore()
             except Exception as error:
                 # Restore the other objects as well. The caller gets the error of the load.
                 warn_user(
-                    f"a load failed, and {name} could not be restored to its state before that load: restoring it "
-                    f"raised {type(error).__name__}: {error}. It may be partly loaded: create it again"
+                    f"a load failed, and {name} could not be restored to its state before that load: restoring "
+                    f"{name} raised {type(error).__name__}: {error}. {name} may be partly loaded: create it again"
                 )
         set_rng_state(self._rng)
 
@@ -206,99 +239,140 @@ def _one_copies(one: Any) -> list[OneCopy]:
     return [copy for copy in found if copy is not None]
 
 
-def _undo_of(one: Any) -> Callable[[], None]:
+def _restorer_of(one: Any) -> Restorer:
     if isinstance(one, nn.Module):
-        return _undo_of_module(one)
+        return _restorer_of_module(one)
     if isinstance(one, Optimizer):
-        return _undo_of_optimizer(one)
+        loads_in_place = type(one).load_state_dict is not Optimizer.load_state_dict
+        return restorer_of_optimizer(one, copies_tensors=loads_in_place)
     if isinstance(one, DistributedSampler):
-        kept = dict(vars(one))
-        return lambda: vars(one).update(kept)
-    if isinstance(one, DataLoader):
-        return _nothing  # a loader with a position begins to iterate when it is asked for its state
-    with suppress(Exception):  # state_dict() may not work before the first load
-        state = deepcopy(one.state_dict())
-        return lambda: _try(lambda: one.load_state_dict(state))
-    return _nothing
+        return partial(vars(one).update, dict(vars(one)))
+    # A DataLoader that keeps its position would begin to iterate when it is asked for its state.
+    if not isinstance(one, DataLoader):
+        with suppress(Exception):  # state_dict() may not work before the first load
+            return _reloader(one.load_state_dict, deepcopy(one.state_dict()))
+    return lambda: None
 
 
-def _undo_of_module(module: nn.Module) -> Callable[[], None]:
-    sync_state: Any = None
-    if isinstance(module, SynchronizedModule):
-        with suppress(Exception):  # it may be unavailable while communication is in progress
-            sync_state = deepcopy(module.sync_state_dict())
-    inner = module.module if isinstance(module, DistributedDataParallel) else module
+def _reloader(load: Callable[[Any], object], state: Any) -> Restorer:
+    """Return a function that calls the user's code `load`. Its error is ignored in favor of the failed load's error."""
+
+    def restore() -> None:
+        with suppress(Exception):
+            load(state)
+
+    return restore
+
+
+def _restorer_of_module(module: nn.Module) -> Restorer:
+    inner = unwrapped(module)
     parts = list(inner.modules())
-    # A load may replace parameters and buffers by others.
-    places = [(kept, dict(kept)) for part in parts for kept in (part._parameters, part._buffers)]
-    tensors = [_undo_of_tensor(tensor) for tensor in {*inner.parameters(), *inner.buffers()}]
-    extras = [
-        (part, deepcopy(part.get_extra_state()))
-        for part in parts
-        if type(part).get_extra_state is not nn.Module.get_extra_state
+    restorers = [
+        restorer_of_registrations(parts),
+        *map(restorer_of_tensor, {*inner.parameters(), *inner.buffers()}),
+        *(
+            _reloader(part.set_extra_state, deepcopy(part.get_extra_state()))
+            for part in parts
+            if type(part).get_extra_state is not nn.Module.get_extra_state
+        ),
+    ]
+    if isinstance(module, SynchronizedModule):
+        with suppress(Exception):  # the state may be unavailable while communication is in progress
+            restorers.append(_reloader(module.load_sync_state_dict, deepcopy(module.sync_state_dict())))
+    return partial(restore_all, restorers)
+
+
+# ---------------------------------------------------------------------- functions that restore one kind of state
+
+
+def restore_all(restorers: Iterable[Restorer]) -> None:
+    """Call all restorers in order."""
+    for restore in restorers:
+        restore()
+
+
+def restorer_of_registrations(modules: Iterable[nn.Module]) -> Restorer:
+    """Return a function that registers exactly the current parameters and buffers of the modules again."""
+    tables: list[tuple[dict[str, Any], dict[str, Any]]] = [
+        (table, dict(table)) for module in modules for table in (module._parameters, module._buffers)
     ]
 
-    def undo() -> None:
-        for kept, before in places:
-            kept.clear()
-            kept.update(before)
-        with torch.no_grad():
-            for undo_tensor in tensors:
-                undo_tensor()
-        for part, extra in extras:
-            _try(lambda part=part, extra=extra: part.set_extra_state(extra))  # type: ignore[misc]
-        if sync_state is not None and isinstance(module, SynchronizedModule):
-            wrapper = module
-            _try(lambda: wrapper.load_sync_state_dict(sync_state))
+    def restore() -> None:
+        for table, before in tables:
+            table.clear()
+            table.update(before)
 
-    return undo
+    return restore
 
 
-def _undo_of_tensor(tensor: Tensor) -> Callable[[], None]:
-    if is_lazy(tensor):  # a load turns it into an ordinary parameter
+def restorer_of_tensor(tensor: Tensor) -> Restorer:
+    """Copy a tensor, and return a function that writes the copy back if the tensor has changed."""
+    if is_lazy(tensor):  # a load or a forward turns it into an ordinary parameter
         kind, empty = type(tensor), tensor.data
 
-        def undo_lazy() -> None:
+        def restore_lazy() -> None:
             if type(tensor) is not kind:
                 tensor.data = empty
                 tensor.__class__ = kind
 
-        return undo_lazy
-    copy = tensor.detach().clone()
+        return restore_lazy
+    copy, strides = tensor.detach().clone(), _strides_of(tensor)
 
-    def undo() -> None:
-        if tensor.shape == copy.shape and tensor.dtype == copy.dtype:
-            tensor.copy_(copy)
-        else:
+    def restore() -> None:
+        if tensor.shape != copy.shape or tensor.dtype != copy.dtype:
             tensor.data = copy
+        elif _strides_of(tensor) != strides or not _has_same_bits(tensor, copy):
+            with torch.no_grad():
+                tensor.copy_(copy)
 
-    return undo
+    return restore
 
 
-def _undo_of_optimizer(optimizer: Any) -> Callable[[], None]:
+def _strides_of(tensor: Tensor) -> tuple[int, ...] | None:
+    return tensor.stride() if tensor.layout == torch.strided and not tensor.is_nested else None
+
+
+def _has_same_bits(tensor: Tensor, copy: Tensor) -> bool:
+    """Return whether a tensor is equal to its copy bit for bit; False if it has no dense memory to compare."""
+    with suppress(ValueError):
+        check_dense("tensor", tensor)
+        return torch.equal(*(as_bytes(one.detach().resolve_conj().contiguous()) for one in (tensor, copy)))
+    return False
+
+
+def restorer_of_optimizer(optimizer: Any, *, copies_tensors: bool) -> Restorer:
+    """Return a function that restores the state and the settings of an optimizer.
+
+    Args:
+        optimizer: the optimizer.
+        copies_tensors: whether to copy the tensors of state and settings, because they may be overwritten. Otherwise
+            only references to them are kept.
+    """
     state, groups = optimizer.state, optimizer.param_groups
-    settings = [(group, dict(group)) for group in groups]
-    keeps_tensors = type(optimizer).load_state_dict is Optimizer.load_state_dict
-    of_parameters = None if keeps_tensors else {p: deepcopy(values) for p, values in state.items()}
+    copied = _copied if copies_tensors else dict
+    settings = [
+        (group, group["params"], copied({key: one for key, one in group.items() if key != "params"}))
+        for group in groups
+    ]
+    entries = [(parameter, copied(values)) for parameter, values in state.items() if copies_tensors]
+    kept = [values for *_, values in (*settings, *entries)]
+    tensors = [leaf for _, leaf in leaves(kept) if copies_tensors and isinstance(leaf, Tensor)]
+    restorers = [restorer_of_tensor(tensor) for tensor in tensors]
 
-    def undo() -> None:
+    def restore() -> None:
         optimizer.state, optimizer.param_groups = state, groups
-        groups[:] = [group for group, _ in settings]
-        for group, before in settings:
+        groups[:] = [group for group, *_ in settings]
+        for group, parameters, values in settings:
             group.clear()
-            group.update(before)
-        if of_parameters is not None:
+            group.update({"params": parameters, **copied(values)})
+        if copies_tensors:
             state.clear()
-            state.update(of_parameters)
+            state.update((parameter, copied(values)) for parameter, values in entries)
+        restore_all(restorers)
 
-    return undo
-
-
-def _nothing() -> None:
-    """Do nothing, because nothing has to be undone."""
+    return restore
 
 
-def _try(fn: Callable[[], object]) -> None:
-    """Call user code that may fail as the load has just failed; ignore its error in favor of the first."""
-    with suppress(Exception):
-        fn()
+def _copied(tree: Any) -> Any:
+    """Copy containers and plain values, but keep the same tensors."""
+    return map_leaves(tree, lambda _, leaf: leaf if isinstance(leaf, Tensor) else deepcopy(leaf))

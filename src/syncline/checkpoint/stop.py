@@ -1,7 +1,8 @@
 """Stop all ranks after the same step when one of them was asked to stop.
 
-The ranks agree with the control data of their backwards, or by a separate collective (see `gradients/riders/stop.py`).
-Which of the two they use depends only on calls that all ranks made alike, never on the state of a single rank.
+The ranks send their votes with the control data of their backwards, or in a separate collective (see
+`gradients/riders/stop.py`). They choose between the two only by calls that all ranks made, never by the state of one
+rank.
 """
 
 from __future__ import annotations
@@ -27,12 +28,12 @@ from syncline.words import describe_ranks, ranks_with
 
 
 class JointStop:
-    """The agreement of all ranks on whether to stop, and the end of the process if they do.
+    """The agreement of all ranks on whether to stop, and the end of the process after they have agreed to stop.
 
     Args:
         transport: the transport between the ranks.
-        signals: the signals that ask this process to stop; handled from the first call of `is_agreed` on.
-        every: of the calls that need a collective of their own, only one in `every` runs it.
+        signals: the signals that ask this process to stop. They are handled after the first call of `is_agreed`.
+        every: if `is_agreed` needs a separate collective, only one in `every` calls runs it.
 
     Raises:
         TypeError, ValueError: `signals` or `every` is invalid.
@@ -47,7 +48,7 @@ class JointStop:
         self._vote = StopVote(self.request)
         self._num_received = 0
         self._num_without_backward = 0
-        """Number of calls of `is_agreed` with no vote-carrying backward since the previous call."""
+        """Number of calls of `is_agreed` that were not preceded by a backward with the votes."""
         self._lane: Transport | None = None
         self._is_listening = False
 
@@ -59,7 +60,7 @@ class JointStop:
         ]
 
     def is_agreed(self, state: TrainState) -> bool:
-        """Return whether all ranks stop now; a collective call that sends nothing if a backward carried the votes."""
+        """Return whether all ranks stop now. A collective call; it sends nothing if a backward carried the votes."""
         if not self._is_listening:
             self._listen()
         if self._transport.size == 1:
@@ -78,17 +79,15 @@ class JointStop:
         return bool(self._vote.asked_ranks)
 
     def _route(self, state: TrainState) -> VoteRoute:
-        """Let the wrapped modules carry the vote, and return the route that it takes."""
+        """Send the vote with the backwards of the wrapped modules, if possible; return the route that it takes."""
         routes: set[VoteRoute] = set()
         for one in state.named.values():
             replica = replica_of(one)
             if replica is not None:
                 inside_join = isinstance(one, Joinable) and is_in_join(one)
                 routes.add(replica.send_stop_vote(self._vote, self._transport, inside_join=inside_join))
-        for route in (VoteRoute.GRADIENTS_ONLY, VoteRoute.GRADIENTS):
-            if route in routes:
-                return route
-        return VoteRoute.COLLECTIVE
+        order = (VoteRoute.GRADIENTS_ONLY, VoteRoute.GRADIENTS)
+        return next((route for route in order if route in routes), VoteRoute.COLLECTIVE)
 
     def _listen(self) -> None:
         self._is_listening = True
@@ -98,12 +97,12 @@ class JointStop:
         elif self._signals:
             warn_user(
                 "sl.Checkpointer.stop_if_asked: only the main thread can handle signals, and this is another thread, "
-                "so this rank will notice no signal. Call it in the main thread; or give stop_signals=() and call "
-                "checkpointer.ask_to_stop()"
+                "so signals will not stop this rank. Call stop_if_asked in the main thread; or give stop_signals=() "
+                "and call checkpointer.ask_to_stop()"
             )
 
     def close(self) -> None:
-        """Stop handling signals, unless a stop was agreed: then signals stay ineffective until the process ends."""
+        """Stop handling signals. After the ranks have agreed to stop, signals stay ignored until the process ends."""
         if self._vote.asked_ranks:
             return
         self.request.forget()
@@ -111,13 +110,13 @@ class JointStop:
             self._lane.close()
 
     def end(self, lane: Transport, step: int, saved: str | None, last: Any) -> None:
-        """End this process, as all ranks do.
+        """Raise the exception that ends this process; a collective call, after which all ranks end.
 
         Args:
-            lane: a transport with no collective in progress.
+            lane: a transport without a collective in progress.
             step: the step after which all ranks stop.
-            saved: the directory of the save; None if saving failed.
-            last: the previous save, for the message; None if there is none.
+            saved: the directory of the save at this step; None if saving failed.
+            last: the directory of the last save, for the message; None if there is no save.
 
         Raises:
             Stopped: the state is saved.
@@ -128,8 +127,8 @@ class JointStop:
         reason = _in_words(whys, lane.size)
         if saved is None:
             raise SynclineError(
-                f"{reason}: stopped after step {step}, but the state could not be saved (a warning says why). Saved "
-                f"before: {last or 'nothing'}"
+                f"{reason}: all ranks stopped after step {step}, but the state could not be saved (a warning has the "
+                f"reason). The last save is {last or 'none'}"
             )
         if lane.rank == 0:
             print(
@@ -145,6 +144,7 @@ class JointStop:
 
 
 def _in_words(whys: dict[int, str], num_ranks: int) -> str:
+    """Return the reasons in words, each after the ranks that gave it."""
     if num_ranks == 1:
         return f"this process {whys[0]}"
     return ", ".join(f"{describe_ranks(ranks)} {why}" for why, ranks in ranks_with(whys).items())

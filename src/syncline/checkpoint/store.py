@@ -1,28 +1,26 @@
-"""The saves that all ranks make together in one directory: write one, and read the newest that is intact.
+"""The saves that all ranks make together in one directory: write a save, and read the newest save that is intact.
 
-A file operation has the same outcome on all ranks: its results, or the same error.
+A file operation has the same outcome on all ranks: the same results, or the same error.
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
-import os
 import socket
 import uuid
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict
 from datetime import UTC, datetime
 from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 
-from syncline.checkpoint.contents import Found, Parts, entry_of
+from syncline.checkpoint.contents import Parts, SaveContent, entry_of
 from syncline.checkpoint.directory import (
     SHARED_FILE,
     Manifest,
     Save,
-    Shelf,
+    SaveDirectory,
     own_file,
     read_manifest,
     write_manifest,
@@ -40,25 +38,11 @@ T = TypeVar("T")
 _TITLE = "sl.Checkpointer"
 
 
-def checked_path(directory: object) -> str:
-    """Return the absolute path of a directory.
-
-    Raises:
-        TypeError, ValueError: it is not a path.
-    """
-    path = os.fspath(directory) if isinstance(directory, os.PathLike) else directory
-    if not isinstance(path, str):
-        raise TypeError(f"expected directory to be a path, a str or an os.PathLike of one, got {directory!r}")
-    if not path:
-        raise ValueError("expected directory to be a path, got '' (for the current directory, give '.')")
-    return os.path.abspath(path)
-
-
 # ---------------------------------------------------------------------- the same outcome on all ranks
 
 
 class Refused(Exception):
-    """A failed file operation, such as a full disk or a damaged file; raised on every rank."""
+    """An error because a file operation failed on a rank: a full disk, or a damaged file. All ranks raise it."""
 
 
 def everywhere(lane: Transport, fn: Callable[[], T]) -> list[T]:
@@ -69,8 +53,8 @@ def everywhere(lane: Transport, fn: Callable[[], T]) -> list[T]:
         fn: the file operation of this rank.
 
     Raises:
-        Refused: a file operation failed on any rank; on every rank.
-        SynclineError: `fn` failed otherwise on another rank. On the rank where it failed, the error of `fn` is raised.
+        Refused: a file operation failed on any rank. Raised on every rank.
+        SynclineError: `fn` failed with another error on another rank. A rank whose own `fn` failed raises that error.
 
     Example:
         >>> from syncline.transport.threads import run_ranks
@@ -99,7 +83,7 @@ def everywhere(lane: Transport, fn: Callable[[], T]) -> list[T]:
 
 
 def _by_ranks(texts: Mapping[int, str], form: str) -> str:
-    """Return each text with the ranks that have it."""
+    """Join the texts, each with the ranks that have it."""
     return "; ".join(
         form.format(ranks=describe_ranks(ranks), text=text) for text, ranks in ranks_with(texts).items()
     )
@@ -109,18 +93,20 @@ def _by_ranks(texts: Mapping[int, str], form: str) -> str:
 
 
 class IntactSave(NamedTuple):
-    """A save that was read and verified on all ranks, and a backup of the state from before it is loaded."""
+    """A save that was read and verified on all ranks, and a backup of the state before the save is loaded."""
 
     name: str
     path: str
-    """Its directory."""
-    found: Found
+    """The directory of the save."""
+    found: SaveContent
     states: dict[str, Any]
+    """The saved states, by name of the object."""
     before: Before
+    """The backup."""
 
 
 class SaveStore:
-    """The saves of all ranks in one directory; construction is a collective call, and so is every method.
+    """The saves that all ranks make in one directory. Construction and every method are collective calls.
 
     Args:
         lane: the transport between the ranks.
@@ -131,7 +117,7 @@ class SaveStore:
 
     Raises:
         SynclineError: the directory cannot be written (with `read_only`: cannot be read, or has no saves), or the
-            ranks see different directories; on every rank.
+            ranks see different directories. Raised on every rank.
     """
 
     def __init__(self, lane: Transport, files: Files, path: str, keep: int, *, read_only: bool) -> None:
@@ -139,7 +125,7 @@ class SaveStore:
         self.is_read_only = read_only
         self._lane = lane
         self._files = files
-        self._shelf = Shelf(files, path, keep)
+        self._directory = SaveDirectory(files, path, keep)
         self._damaged: set[Save] = set()
         self._last_number = 0
         """On rank 0: the number of the newest save that this object has found, made or loaded."""
@@ -160,7 +146,7 @@ class SaveStore:
 
         def write() -> str:
             self._files.make_directory(self.path)
-            probe = self._shelf.probe_path(uuid.uuid4().hex)
+            probe = self._directory.probe_path(uuid.uuid4().hex)
             self._files.write(probe, [b"seen by all ranks?"])
             return probe
 
@@ -185,21 +171,22 @@ class SaveStore:
             )
 
     def _check_readable(self) -> None:
-        """Raise unless all ranks see saves there, because a reader does not wait for a first save."""
+        """Raise unless all ranks see saves in the directory, because a reader does not wait for a first save."""
         try:
-            seen = everywhere(self._lane, lambda: (socket.gethostname(), bool(self._shelf.saves())))
+            seen = everywhere(self._lane, lambda: (socket.gethostname(), bool(self._directory.saves())))
         except Refused as refused:
             raise SynclineError(f"{_TITLE}: {self.path} cannot be read: {refused}") from None
         blind = {rank: host for rank, (host, has_saves) in enumerate(seen) if not has_saves}
         if blind:
             raise SynclineError(
                 f"{_TITLE}: expected saves to load in {self.path}, found none on "
-                f"{_by_ranks(blind, '{text} ({ranks})')}. Check "
-                "that all ranks give the same path, and that it is mounted on their hosts"
+                f"{_by_ranks(blind, '{text} ({ranks})')}. Check that all ranks give the same path, and that it is "
+                "mounted on their hosts"
             )
 
     def _known_saves(self) -> list[tuple[Save, Save]]:
-        saves = self._shelf.identified()
+        """Return each save with its identity (see `SaveDirectory.identified`), and remember the newest number."""
+        saves = self._directory.identified()
         self._last_number = max((save.number for both in saves for save in both), default=0)
         return saves
 
@@ -211,10 +198,10 @@ class SaveStore:
         Args:
             step: the step of the state.
             parts: the state of this rank.
-            warn: called on rank 0 with the text of a warning.
+            warn: a function that is called on rank 0 with the text of a warning.
 
         Raises:
-            Refused: it could not be written.
+            Refused: the save could not be written.
         """
         number, path = self._on_rank_0(lambda: self._begin(step, warn))
         save = Save(number, step)
@@ -230,29 +217,29 @@ class SaveStore:
         except Refused:
             if self._lane.rank == 0:
                 with contextlib.suppress(OSError):
-                    self._shelf.abandon(save)
+                    self._directory.abandon(save)
             raise
-        return self._shelf.path_of(save)
+        return self._directory.path_of(save)
 
     def _begin(self, step: int, warn: Callable[[str], None]) -> tuple[int, str]:
-        save, path = self._shelf.begin(step, self._last_number)
+        save, path = self._directory.begin(step, self._last_number)
         before = self._last_number
         if save.number > before + 1:
             warn(
                 f"another process saves into {self.path}: the newest save there is number {save.number - 1}, but the "
-                f"newest that this run knows of is number {before}. Two runs in one directory remove each other's "
-                "saves, and would resume from each other's state: give each run a directory of its own"
+                f"newest save that this run has made or found is number {before}. Two runs in one directory remove "
+                "each other's saves, and would resume from each other's state: give each run its own directory"
             )
         return save.number, path
 
     def _write_files(self, path: str, parts: Parts, shared: set[str]) -> dict[str, Any]:
-        """Write this rank's files; return their descriptions and the JSON values that only this rank has."""
+        """Write this rank's files, and return their descriptions and the JSON values that only this rank has."""
         rank = self._lane.rank
         wanted = {own_file(rank): parts.tensors.keys() - shared}
         if rank == 0:
             wanted[SHARED_FILE] = parts.tensors.keys() & shared
         written = {
-            name: asdict(write_tensors(self._files, f"{path}/{name}", parts.chosen(keys), parts.checksums))
+            name: vars(write_tensors(self._files, f"{path}/{name}", parts.chosen(keys), parts.checksums))
             for name, keys in wanted.items()
             if keys
         }
@@ -278,17 +265,15 @@ class SaveStore:
             },
         )
         write_manifest(self._files, path, manifest)
-        self._shelf.commit(save)
+        self._directory.commit(save)
         self._last_number = save.number
-        with contextlib.suppress(
-            OSError
-        ):  # the save is complete; the next save removes the remaining old ones
-            self._shelf.prune(self._damaged)
+        with contextlib.suppress(OSError):  # the save is complete, and the next save prunes again
+            self._directory.prune(self._damaged)
 
     # ------------------------------------------------------------------ reading
 
     def read_newest(self, state: TrainState, *, strict: bool) -> IntactSave | None:
-        """Read the newest save that is intact on all ranks, and warn of damaged ones; None if there are no saves.
+        """Read the newest save that is intact on all ranks, and warn of damaged saves; None if there are no saves.
 
         Args:
             state: the state that the save will be loaded into.
@@ -305,8 +290,8 @@ class SaveStore:
         for save, identity in known:
             if save != identity:
                 self._warn(
-                    f"{save.name} in {self.path} was renamed: according to its manifest it was {identity.name}, and "
-                    "the manifest counts"
+                    f"the save {save.name} in {self.path} was renamed: by its manifest it was {identity.name}. The "
+                    "manifest decides which save is the newest"
                 )
         damaged: list[str] = []
         for save, _ in known:
@@ -333,17 +318,17 @@ class SaveStore:
             warn_user(text)
 
     def _read(self, save: Save, state: TrainState, *, strict: bool) -> IntactSave:
-        """Read and verify, on all ranks, what this rank needs of a save, and back up the current state.
+        """Read and verify the part of a save that this rank needs, and back up the current state. A collective call.
 
         Raises:
-            Refused: the save is damaged, on any rank.
+            Refused: the save is damaged on any rank.
         """
-        path = self._shelf.path_of(save)
+        path = self._directory.path_of(save)
         intact: list[IntactSave] = []
 
         def read() -> None:
             manifest = read_manifest(self._files, path)
-            found = Found(self._files, path, manifest, rank=self._lane.rank, num_ranks=self._lane.size)
+            found = SaveContent(self._files, path, manifest, rank=self._lane.rank, num_ranks=self._lane.size)
             states = found.decoded_for(state.named, strict=strict)
             # Back up now: no rank has begun to load yet, and ranks may share one copy of a module.
             intact.append(IntactSave(save.name, path, found, states, Before(state)))

@@ -1,4 +1,4 @@
-"""Read a file that `torch.save` wrote, without running code that the file names."""
+"""Read a file that `torch.save` wrote, without running code from the file."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ _MAX_SHOWN = 5
 
 
 def read_torch_file(path: str) -> Any:
-    """Load the file; tensors are on the CPU, and mapped where the format allows it.
+    """Load a file of `torch.save`. Tensors are on the CPU, and mapped into memory if the format allows this.
 
     Raises:
-        ValueError: it is not a file that `torch.save` writes, or it has objects that only code named by the file could
-            create; the message lists their keys and types.
+        ValueError: `torch.save` does not write such a file, or it has objects that only code from the file could
+            create. The message lists the keys and types of these objects.
         OSError: the file could not be read.
     """
     with open(path, "rb") as file:  # raises the system's own error if the file cannot be opened
         is_zip = zipfile.is_zipfile(file)
     try:
         with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", category=FutureWarning)  # torch's own old types
+            warnings.filterwarnings("ignore", category=FutureWarning)  # about old types of torch itself
             return torch.load(path, map_location="cpu", weights_only=True, mmap=is_zip or None)
     except OSError:
         raise
@@ -38,20 +38,17 @@ def read_torch_file(path: str) -> Any:
             if isinstance(error, pickle.UnpicklingError):
                 reason = str(error).partition("WeightsUnpickler error: ")[2].partition("\n")[0] or reason
             raise ValueError(
-                f"{path} cannot be read as a file by torch.save of tensors and plain values only "
+                f"{path} cannot be read as a file that torch.save wrote, with only tensors and plain values in it "
                 f"(weights_only=True): {type(error).__name__}: {reason}"
             ) from error
         places = [f"  {place}" for place in refused[:_MAX_SHOWN]]
         if len(refused) > _MAX_SHOWN:
             places.append(f"  and {len(refused) - _MAX_SHOWN} more")
+        problem = f"{path} has objects other than tensors and plain values. Loading them could run code from the file:"
         remedy = (
-            "Save it without them (vars(args) for args, module.state_dict() for a module). For a file that you trust, "
-            "allow their types first, torch.serialization.add_safe_globals([...]), or load it once with "
-            "torch.load(path, weights_only=False) and save what is needed."
-        )
-        problem = (
-            f"{path} has objects other than tensors and plain values, and loading them could run code from the "
-            "file:"
+            "Save the file without these objects (vars(args) for args, module.state_dict() for a module). If you trust "
+            "the file, allow their types first, torch.serialization.add_safe_globals([...]); or load it once with "
+            "torch.load(path, weights_only=False), and save the needed entries."
         )
         raise ValueError("\n".join([problem, *places, remedy])) from None
 
@@ -60,21 +57,21 @@ def read_torch_file(path: str) -> Any:
 
 
 def _refused_types(path: str) -> list[str]:
-    """Return a line for each place of a refused object; empty if the places cannot be found."""
+    """Return a line for each refused object, with its place in the file; no lines if the places cannot be found."""
     try:
         refused = set(torch.serialization.get_unsafe_globals_in_checkpoint(path))
         with zipfile.ZipFile(path) as archive:
             (name,) = (name for name in archive.namelist() if name.endswith("/data.pkl"))
             content = _Shapes(io.BytesIO(archive.read(name))).load()
-    except Exception:  # the file is refused in any case; this only adds detail
+    except Exception:  # the file is refused in any case, and the places are only a detail
         return []
     places = list(dict.fromkeys(_places(content, refused, "")))
     unplaced = refused - {place.rpartition(" is a ")[2] for place in places}
-    return [*places, *(f"somewhere in it: {kind}" for kind in sorted(unplaced))]
+    return [*places, *(f"somewhere in the file is a {kind}" for kind in sorted(unplaced))]
 
 
 class _Inert:
-    """A placeholder for any object of a pickle, which does nothing."""
+    """A placeholder for an object in a pickle; it does nothing."""
 
     kind = ""
 
@@ -106,17 +103,16 @@ class _Shapes(pickle.Unpickler):
 
 
 def _places(value: Any, refused: set[str], place: str) -> Iterator[str]:
+    if isinstance(value, list | tuple | set):
+        value = dict(enumerate(value))
     if isinstance(value, dict):
         for key, one in value.items():
             yield from _places(one, refused, f"{place}.{key}" if place else str(key))
-    elif isinstance(value, list | tuple | set):
-        for index, one in enumerate(value):
-            yield from _places(one, refused, f"{place}.{index}" if place else str(index))
     elif _kind_of(value) in refused:
-        yield f"{place or 'all of it'} is a {_kind_of(value)}"
+        yield f"{place or 'the whole content'} is a {_kind_of(value)}"
 
 
 def _kind_of(value: Any) -> str:
-    """Return the type that a placeholder, an instance or a class, represents; "" for any other value."""
+    """Return the name of the type that a placeholder (an instance or a class) represents; "" for other values."""
     kind = value if isinstance(value, type) else type(value)
     return kind.kind if issubclass(kind, _Inert) else ""

@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader
 
 from syncline._torch.modules import uncompiled
 from syncline.checkpoint.dataloaders import Places, sampler_of
-from syncline.checkpoint.load_torch import Key, adopt
+from syncline.checkpoint.load_torch import Key, load_torch_file
 from syncline.checkpoint.objects import load_into, rng_state, set_rng_state, state_of, types_in
 from syncline.checkpoint.rollback import Before
 from syncline.checks import checked_count, checked_flag, checked_state, what_it_is
@@ -34,20 +34,21 @@ class TrainState(ShardedState):
 
     Args:
         model: a module. It may be wrapped by torch's or Syncline's DistributedDataParallel, or compiled by
-            torch.compile; the saved state is the same. For Syncline's wrapper, the state of the strategy and of the
-            compression is included.
+            torch.compile; this does not change the saved state. With Syncline's wrapper, the state of the strategy and
+            of the compression is saved, too.
         optimizer: a torch optimizer, attached or not.
         scheduler: a learning rate scheduler.
         scaler: a `torch.amp.GradScaler`.
-        sampler: the object that selects the samples: a `DistributedSampler`, or a loader that keeps its own position
-            in the data, such as torchdata's StatefulDataLoader.
+        sampler: the object that selects the samples: a `DistributedSampler`, or a loader that saves its position in
+            the data, such as torchdata's StatefulDataLoader.
         named: further objects with `state_dict()` and `load_state_dict(state)`, by names of your choice.
 
     Raises:
         TypeError: an object lacks these two methods; `step` or `rng` is used as a name; or a `DistributedSampler` has
             only a name of your choice, so that `commit` would not advance it.
-        ValueError: both a sampler and the loader that contains it are named, so that each would keep the position; or
-            a module contains a wrapped module that is not named and whose strategy or compression has a state.
+        ValueError: both a sampler and the loader that contains the sampler are named, so that both would set the
+            position; or a module contains a wrapped module that is not named, and whose strategy or compression has a
+            state.
 
     Example:
         >>> import torch, syncline as sl
@@ -80,15 +81,16 @@ class TrainState(ShardedState):
         self.named: dict[str, Any] = {name: uncompiled(one) for name, one in given.items()}
         """The named objects, by name; for a compiled module, the module that was compiled."""
         self.step = 0
-        """Number of steps made."""
+        """Number of steps that the run has made."""
         self._places = Places(self.named)
-        """Detects whether the positions of streams change."""
+        """The positions of streams, to detect those that never change."""
         _check_one_position(self.named)
         _check_none_is_hidden(self.named)
         for name, one in self.named.items():
             if name in _RESERVED:
                 raise TypeError(
-                    f"{name} is a reserved name, because it is always saved: give the {type(one).__name__} another name"
+                    f"{name} is a reserved name, because sl.TrainState always saves its own {name}: give the "
+                    f"{type(one).__name__} another name"
                 )
             if isinstance(one, type) or not all(
                 callable(getattr(one, method, None)) for method in ("state_dict", "load_state_dict")
@@ -105,12 +107,12 @@ class TrainState(ShardedState):
 
         Args:
             num_samples: the number of samples that this rank has used in the step, over all of its micro-batches.
-                Required if the sampler is a `DistributedSampler`, which cannot know what a DataLoader has only
-                prefetched. Report all used samples of an epoch before the next epoch begins.
+                Required if the sampler is a `DistributedSampler`, because a DataLoader may have fetched samples that
+                were not used yet. Commit all used samples of an epoch before the next epoch begins.
 
         Raises:
             TypeError: `num_samples` is required and missing, is given without a sampler, or is not an integer.
-            ValueError: it is below 0, or more than the epoch has left.
+            ValueError: `num_samples` is below 0, or more than the epoch has left.
         """
         if num_samples is not None:
             checked_count("num_samples", num_samples, at_least=0)
@@ -118,27 +120,26 @@ class TrainState(ShardedState):
         if advance is not None:
             if num_samples is None:
                 raise TypeError(
-                    "expected commit(num_samples), the number of samples that this rank has used in the step, "
-                    "by which the sampler advances: len(batch), or the sum over the micro-batches of the step"
+                    "expected commit(num_samples) with the number of samples that this rank has used in the step, "
+                    "because the sampler advances by this number: len(batch), or the sum over the micro-batches"
                 )
             advance(num_samples)
         elif num_samples and "sampler" not in self.named:
             raise TypeError(
                 f"got commit({num_samples}), but without a sampler the number of used samples is not saved, and a "
                 "resumed run would start the epoch again: give the sampler, sl.TrainState(sampler=...), or call "
-                "commit() "
-                "without a number"
+                "commit() without a number"
             )
         self.step += 1
         with calling("state_dict() of a stream"):
             self._places.step_ended()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state of all objects on this rank, without copies; a collective call if any is sharded."""
+        """Return the state of all objects on this rank, without copies; a collective call if any object is sharded."""
         return self._states(state_of)
 
     def _shard_state_dict(self) -> dict[str, Any]:
-        """Return the same state, but only this rank's shard of sharded objects; a local call."""
+        """Return the state of all objects, but only this rank's shard of sharded objects; not a collective call."""
         return self._states(_shard_state_of)
 
     def _load_shards(self, state: Mapping[str, Any], types: Mapping[int, torch.dtype]) -> None:
@@ -152,10 +153,13 @@ class TrainState(ShardedState):
         return {"step": self.step, **states, "rng": rng_state()}
 
     def load_state_dict(self, state: Mapping[str, Any], *, strict: bool = True) -> None:
-        """Load what `state_dict` returned.
+        """Load a state that `state_dict` returned.
 
-        Objects may keep references to the given tensors (see `copies`). Without "rng", the random number generators
-        keep their state.
+        Objects other than modules may keep references to the given tensors. Without "rng", the random number
+        generators keep their state.
+
+        If loading fails, the earlier state is restored: modules (except a module that ranks share, `sharded=True`),
+        optimizers, random numbers, and other objects as far as their `state_dict()` allows.
 
         Args:
             state: the saved state.
@@ -164,9 +168,6 @@ class TrainState(ShardedState):
         Raises:
             TypeError: `state` is not a dict.
             ValueError: names are missing or unknown.
-
-        If loading fails, everything is restored: modules (except one that ranks share, `sharded=True`), optimizers,
-        random numbers, and other objects as far as their `state_dict()` allows.
         """
         checked_state(state)
         checked_flag("strict", strict)
@@ -174,13 +175,13 @@ class TrainState(ShardedState):
             load_all(self, state, strict=strict)
 
     def _resume_from_step(self, step: int) -> None:
-        """Set `step` after a load, also in the wrapped modules, which use it in messages and records."""
+        """Set `step` after a load, also in the wrapped modules, which use the step in messages and records."""
         self.step = step
         for one in self._gradient_syncs():
             one.resume_from_step(step)
 
     def _mark_replicas_equal(self) -> None:
-        """Record that all ranks have compared what was loaded, so that a later divergence must be newer."""
+        """Record that all ranks have compared the loaded values, so a divergence that is found later is newer."""
         for one in self._gradient_syncs():
             one.mark_replicas_equal()
 
@@ -199,17 +200,17 @@ class TrainState(ShardedState):
     ) -> dict[str, Any]:
         """Load a file that torch.save wrote, such as `torch.save({"model": model.state_dict(), ...}, path)`.
 
-        A collective call: all ranks read the same file. The file is read with `weights_only=True`, so no code from it
-        runs. It is searched for `step` and for the names given here. A file that is only a `module.state_dict()` is
-        loaded into the one named module. The prefixes of DistributedDataParallel and torch.compile ("module.",
-        "_orig_mod.") may be present or not.
+        A collective call: all ranks read the same file. The file is read with `weights_only=True`, so no code from the
+        file runs. `step` and the names of this state are the keys that are loaded. A file with only the state of one
+        module (`module.state_dict()`) is loaded into the only named module. The prefixes of DistributedDataParallel
+        and torch.compile ("module.", "_orig_mod.") may be present or not.
 
         Args:
             path: the path of the file.
-            names: for a name given here, its key in the file if that differs; a tuple of keys for nested objects; None
-                for what is not in the file and stays unchanged.
-            besides: keys of the file that match no name here and are to be returned.
-            strict: raise an error for unused or missing entries, also within a module's state. Otherwise they are a
+            names: the keys in the file that differ from the names of this state, by name. A tuple of keys is the place
+                of a nested object. None means that the object is not in the file and stays unchanged.
+            besides: further keys of the file, whose entries are returned.
+            strict: raise an error for unused or missing entries, also within a module's state. Otherwise they cause a
                 warning.
             group: see `broadcast_`.
 
@@ -219,7 +220,7 @@ class TrainState(ShardedState):
         Raises:
             TypeError: an argument has a wrong type; on every rank.
             ValueError: entries are missing or unused; the file was not written by torch.save, or has objects of other
-                types; or its content does not fit the named objects. On every rank.
+                types; or the content of the file does not match the named objects. On every rank.
             ContractMismatch: the ranks have different files, or name different objects.
             ReplicaDivergence: modules or optimizers differ between ranks after loading.
 
@@ -235,21 +236,21 @@ class TrainState(ShardedState):
             1200
         """
         transport = transport_of(group)
-        return adopt(self, path, names=names, besides=besides, strict=strict, transport=transport)
+        return load_torch_file(self, path, names=names, besides=besides, strict=strict, transport=transport)
 
 
 def load_all(into: TrainState, state: Mapping[str, Any], *, strict: bool) -> None:
-    """Load the state as `TrainState.load_state_dict` does, but leave it half loaded after a failure."""
+    """Load a state as `TrainState.load_state_dict` does, but do not restore the earlier state after a failure."""
     missing = sorted({"step", *into.named} - state.keys())
     unknown = sorted(state.keys() - {"step", "rng", *into.named})
     if "step" not in state or (strict and (missing or unknown)):
         raise ValueError(
-            f"expected the state of {', '.join(into.named) or 'nothing but step and rng'}; "
+            f"expected a saved state with the names {', '.join(['step', *into.named])}: "
             + "; ".join(
                 [f"{name} was not saved" for name in missing]
                 + [f"{name} was saved, but is not named here" for name in unknown]
             )
-            + ". Use the same names as when it was saved; or load only the names in both, with strict=False"
+            + ". Use the same names as when the state was saved; or load only the names in both, with strict=False"
         )
     both = {name: one for name, one in into.named.items() if name in state}
     types: dict[int, torch.dtype] = {}
@@ -263,8 +264,8 @@ def load_all(into: TrainState, state: Mapping[str, Any], *, strict: bool) -> Non
     if "rng" in state:
         rng = state["rng"]
         set_rng_state(rng)
-        # A DataLoader draws a random number when it begins. It did so before the state was saved, and will again. So
-        # the generators are set a second time, when the sampler returns the first index of the resumed epoch.
+        # A DataLoader draws a random number when its iteration begins: once before the state was saved, and again in
+        # the resumed run. So the generators are set again when the sampler returns the first index of that epoch.
         sampler = sampler_of(into.named.get("sampler"))
         if sampler is not None:
             sampler.when_resumed = lambda: set_rng_state(rng)
@@ -276,7 +277,7 @@ def _check_one_position(named: Mapping[str, Any]) -> None:
         sampler = sampler_of(one)
         if sampler is not None and sampler in owners:
             raise ValueError(
-                f"{owners[sampler]} and {name} have the same DistributedSampler, and each would set its position. "
+                f"{owners[sampler]} and {name} have the same DistributedSampler, and both would set its position. "
                 "Give only the sampler, and call commit(num_samples); or only the loader, and call commit()"
             )
         if sampler is not None:
@@ -297,10 +298,9 @@ def _check_none_is_hidden(named: Mapping[str, Any]) -> None:
                 continue
             if not any(part is one for one in modules.values()):
                 raise ValueError(
-                    f"{name} contains a wrapped module, {path}, whose strategy or compression has a state. That "
-                    "state is not "
-                    f"in the state_dict() of a {type(module).__name__}, so a resumed run would lose it: give names to "
-                    "the wrapped modules themselves, sl.TrainState(model=..., other=...)"
+                    f"{name} contains a wrapped module, {path}, whose strategy or compression has a state. The "
+                    f"state_dict() of {name} does not have this state, so a resumed run would lose it: give each "
+                    "wrapped module a name, sl.TrainState(model=..., other=...)"
                 )
 
 
@@ -316,7 +316,7 @@ def _check_none_is_misnamed(named: Mapping[str, Any]) -> None:
 def _remedy_of(one: Any) -> str:
     if isinstance(one, DataLoader):
         return (
-            "A DataLoader does not keep its position in the data: give its sl.DistributedSampler, or use torchdata's "
-            "StatefulDataLoader, which does"
+            "A DataLoader does not save its position in the data: give its sl.DistributedSampler, or use torchdata's "
+            "StatefulDataLoader, which saves its position"
         )
     return "Put numbers and tensors of your own into an object with these two methods"

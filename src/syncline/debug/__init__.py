@@ -1,16 +1,16 @@
-"""Tools that check whether a step is the same bit for bit, run twice and on every rank, and that locate differences.
+"""Tools that check whether a step has the same results in each run and on each rank, and that locate differences.
 
 Imports: errors, words, checks, trees, user_code, _torch, transport, session, tensors, equality, gradients, data,
 checkpoint, verbs, ddp.
 
-compare.py           the first place at which two recordings differ: pure
+compare.py           find the first difference between recordings: pure
 compare_replicas.py  `compare_replicas` and `assert_replicas_agree`
-diagnosis.py         what all ranks found, put together: pure
-recording.py         what one run did, module by module
+diagnosis.py         the causes of differences, and the findings of all ranks merged: pure
+recording.py         the recording of one run, module by module
 repeated_runs.py     run a computation again from one state, and report what differs
 report.py            the report, and facts about this rank's machine
 run_state.py         the state from which a computation is run again, rank 0's inputs, torch's settings
-values.py            fingerprints of what a module gets and returns
+values.py            fingerprints of the inputs and outputs of modules
 """
 
 from __future__ import annotations

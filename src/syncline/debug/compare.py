@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Literal, NamedTuple
 
 from syncline.debug.recording import Call, Recording
@@ -12,32 +12,38 @@ from syncline.words import groups_of
 Stage = Literal["state", "calls", "input", "output", "backward", "gradients", "result"]
 
 
-class Found(NamedTuple):
+class FirstDifference(NamedTuple):
     """The first difference between recordings.
 
-    Stages: "state": the state before the run differs; "calls": other modules are called; "input": a module gets another
-    input, though everything before was equal; "output": a module returns another output for equal inputs; "backward":
-    its backward returns other gradients for equal ones; "gradients" and "result": only the results of the run differ.
+    The stage says what differs:
+
+    - "state": the state before the run.
+    - "calls": the modules that are called.
+    - "input": an input of a module, although everything before this call was equal.
+    - "output": an output of a module, although its inputs were equal.
+    - "backward": a gradient that a module's backward returns, although the gradients that it received were equal.
+    - "gradients", "result": only the results of the run.
     """
 
     stage: Stage
     call: int = -1
-    """Index of the call; for "calls", of the call around the calls that differ; -1 if there is none."""
+    """Index of the call that differs; for "calls", of the call around the calls that differ; -1 if there is none."""
     event: int = -1
+    """Index of the event that differs; -1 if the difference is not in an event."""
     place: int = 0
     """Position of the differing value in the event."""
     name: str = ""
-    """Name of the tensor, or its position in the inputs or outputs."""
+    """Name of the differing tensor, or its position in the inputs or outputs."""
     groups: tuple[tuple[int, ...], ...] = ()
-    """Indices of the recordings that are equal there, grouped, the largest group first."""
+    """Indices of the recordings, grouped by equal values; the largest group is the first."""
 
 
-def first_difference(recordings: Sequence[Recording], *, is_reduced: bool = False) -> Found | None:
-    """Return the first difference between recordings of one computation, in the order of execution; None if equal.
+def first_difference(recordings: Sequence[Recording], *, is_reduced: bool = False) -> FirstDifference | None:
+    """Return the first difference between recordings of one computation, in the order of execution; None if all agree.
 
     Args:
         recordings: at least two.
-        is_reduced: whether gradients of parameters are means over ranks. They then do not identify a module.
+        is_reduced: whether gradients of parameters are means over ranks. If so, they do not identify a module.
     """
     return (
         _in_values("state", [recording.state for recording in recordings])
@@ -48,51 +54,47 @@ def first_difference(recordings: Sequence[Recording], *, is_reduced: bool = Fals
     )
 
 
-def _in_values(stage: Stage, rows: Sequence[tuple[Value, ...]]) -> Found | None:
+def _in_values(stage: Stage, rows: Sequence[Sequence[Value]]) -> FirstDifference | None:
+    """Return the first difference between rows of values, one row for each recording."""
     names = [[value.name for value in row] for row in rows]
     if any(other != names[0] for other in names):
-        return Found(stage, groups=groups_of(list(map(tuple, names))))
+        return FirstDifference(stage, groups=groups_of(list(map(tuple, names))))
     for place, values in enumerate(zip(*rows, strict=True)):
         groups = groups_of(values)
         if len(groups) > 1:
-            return Found(stage, place=place, name=values[0].name, groups=groups)
+            return FirstDifference(stage, place=place, name=values[0].name, groups=groups)
     return None
 
 
-def _in_forward(recordings: Sequence[Recording]) -> Found | None:
+def _in_forward(recordings: Sequence[Recording]) -> FirstDifference | None:
     num_events = [len(recording.events) for recording in recordings]
     for index in range(min(num_events)):
         events = [recording.events[index] for recording in recordings]
-        if len(set(events)) == 1 and _same_call(recordings, events[0].call):
-            continue
+        first = events[0]
         steps = [
             (event.kind, _identity(recording.calls[event.call]))
             for event, recording in zip(events, recordings, strict=True)
         ]
         if len(set(steps)) > 1:
-            first = events[0]
             around = recordings[0].calls[first.call].parent if first.kind == "input" else first.call
-            return Found("calls", around, index, groups=groups_of(steps))
-        found = _in_values(events[0].kind, [event.values for event in events])
-        assert found is not None
-        return found._replace(call=events[0].call, event=index)
+            return FirstDifference("calls", around, index, groups=groups_of(steps))
+        found = _in_values(first.kind, [event.values for event in events])
+        if found is not None:
+            return found._replace(call=first.call, event=index)
     if len(set(num_events)) > 1:
-        return Found("calls", event=min(num_events), groups=groups_of(num_events))
+        return FirstDifference("calls", event=min(num_events), groups=groups_of(num_events))
     return None
-
-
-def _same_call(recordings: Sequence[Recording], call: int) -> bool:
-    return len({_identity(recording.calls[call]) for recording in recordings}) == 1
 
 
 def _identity(call: Call) -> tuple[str, str, int, int]:
     return call.module, call.kind, call.nth, call.parent
 
 
-def _in_backward(recordings: Sequence[Recording], *, is_reduced: bool) -> Found | None:
-    """Find the first call in backward with equal gradients of its outputs and other ones of its inputs or parameters.
+def _in_backward(recordings: Sequence[Recording], *, is_reduced: bool) -> FirstDifference | None:
+    """Find the first call in backward with equal gradients of its outputs, but not of its inputs or parameters.
 
-    Backward visits calls in the reverse of the order in which they began, and inner calls before the call around them.
+    A backward visits calls in the reverse of the order in which they began, and inner calls before the call around
+    them.
     """
     tuples = [recording.calls for recording in recordings]
     came_equal = [_equal(call.output_grads for call in calls) for calls in zip(*tuples, strict=True)]
@@ -104,12 +106,12 @@ def _in_backward(recordings: Sequence[Recording], *, is_reduced: bool) -> Found 
         call = recordings[0].calls[index]
         if not came_equal[index] or not call.output_grads:
             continue
-        found = _in_values("backward", [tuple(calls[index].input_grads) for calls in tuples])
+        found = _in_values("backward", [calls[index].input_grads for calls in tuples])
         if found is not None:
             return found._replace(call=index, name=f"input {found.name}".rstrip())
         if call.module in own and all(came_equal[other] for other in calls_of[call.module]):
             name, groups = own[call.module]
-            return Found("backward", index, name=f"parameter {name}", groups=groups)
+            return FirstDifference("backward", index, name=f"parameter {name}", groups=groups)
     return None
 
 
@@ -123,27 +125,23 @@ def _groups_of_own_gradients(
 ) -> dict[str, tuple[str, tuple[tuple[int, ...], ...]]]:
     """Return the first differing gradient, with its groups, for each module whose own parameters' gradients differ."""
     found: dict[str, tuple[str, tuple[tuple[int, ...], ...]]] = {}
-    for values in _aligned([recording.gradients for recording in recordings]):
-        groups = groups_of(values)
+    rows = [{value.name: value for value in recording.gradients} for recording in recordings]
+    for name in rows[0]:
+        groups = groups_of([row.get(name) for row in rows])
         if len(groups) > 1:
-            found.setdefault(values[0].name.rpartition(".")[0], (values[0].name, groups))
+            found.setdefault(name.rpartition(".")[0], (name, groups))
     return found
 
 
-def _aligned(rows: Sequence[tuple[Value, ...]]) -> Iterator[tuple[Value, ...]]:
-    """Yield the values of all rows that have the same name."""
-    others = [{value.name: value for value in row} for row in rows[1:]]
-    for value in rows[0]:
-        if all(value.name in other for other in others):
-            yield (value, *(other[value.name] for other in others))
-
-
 def first_nan(filled: Recording, ordinary: Recording) -> int | None:
-    """Return the first call whose outputs have NaN in a run with filled memory, but not in an ordinary run.
+    """Return the first call with NaN in its outputs in a run with filled memory, but not in an ordinary run.
 
     Args:
         filled: the run in which uninitialized memory was filled with NaN.
         ordinary: the run without filling.
+
+    Returns:
+        The index of the call; -1 for the function itself; None if there is no such call.
     """
     for index, event in enumerate(filled.events):
         if index >= len(ordinary.events) or len(event.values) != len(ordinary.events[index].values):

@@ -1,4 +1,4 @@
-"""`compare_replicas` and `assert_replicas_agree`: check that a step is the same run twice, and on every rank."""
+"""`compare_replicas` and `assert_replicas_agree`: check that a step has equal results in each run and on each rank."""
 
 from __future__ import annotations
 
@@ -9,15 +9,16 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from syncline.checkpoint.objects import unwrapped
+from syncline.checkpoint.rollback import failing_together
 from syncline.checkpoint.train_state import TrainState
-from syncline.checks import checked_count, checked_flag, checked_function, what_it_is
+from syncline.checks import checked_count, checked_flag, checked_function, checked_kind, what_it_is
 from syncline.data import DistributedSampler
-from syncline.debug.recording import named_roots, watching_for_roots
+from syncline.debug.recording import named_roots, qualified, watching_for_roots
 from syncline.debug.repeated_runs import Step, examine
 from syncline.debug.report import Disagreement, Report
-from syncline.debug.run_state import Subject, Synchronization, synchronization_of, unwrapped
+from syncline.debug.run_state import Subject, synchronization_of
 from syncline.session.world import transport_of
-from syncline.transport.agreement import exchange
 from syncline.transport.base import Transport
 from syncline.user_code import calling
 from syncline.verbs.common import Group, refuse_sharded
@@ -33,40 +34,43 @@ def assert_replicas_agree(
     align_rng: bool = True,
     group: Group = None,
 ) -> Report:
-    """Raise if a step is not the same, bit for bit, when it is computed twice, or on every rank.
+    """Raise if a step does not have the same results, bit for bit, in each run and on each rank.
 
     `fn(*inputs)` computes a step: forward, loss, backward. It may return any tree of tensors. It is run several times
     from one state, and every module inside is recorded. Afterwards parameters, buffers, gradients, random number
     generators, and the state of the wrapper are restored, so that training can continue. A collective call.
 
-    - On each rank, `repeats` runs with the rank's own data and random numbers must be the same. If not, the report
-      names the first module that returns another output for equal inputs (or other gradients for equal ones), how much
-      it differs, and the causes for which there is evidence.
+    - On each rank, `repeats` runs with the rank's own data and random numbers must be the same. If they differ, the
+      report names the first module that returns another output for equal inputs (or another gradient for equal
+      gradients), the size of the difference, and the causes for which there is evidence.
     - Between ranks, parameters must be equal, and so must gradients that a DistributedDataParallel (torch's or
       Syncline's) reduces. One more run, with rank 0's random numbers, buffers and `inputs` on every rank, must be the
-      same. Without `inputs` each rank has other data; the values that ranks compute from it are then not compared.
+      same. Without `inputs`, each rank has other data, and the values that ranks compute from their data are not
+      compared.
 
     Args:
-        fn: the step. It takes its data from `inputs`, or holds a fixed batch; an iterator would return other data in
-            each run. It may step an optimizer only if `module` is a `TrainState` with that optimizer. It is run
-            `repeats` + 2 times, once more if wrapped, and once more if something differs.
-        module: the module that `fn` computes with, wrapped or not, or a `TrainState`, whose optimizer and other parts
-            are then restored too. None: the modules are found by an additional run.
+        fn: the step. It takes its data from `inputs`, or holds a fixed batch. An iterator would return other data in
+            each run. `fn` may step an optimizer only if `module` is a `TrainState` with that optimizer. It is run
+            `repeats` + 2 times, once more if the module is wrapped, and once more if something differs.
+        module: the module that `fn` computes with, wrapped or not; or a `TrainState`, whose optimizer and other parts
+            are also restored. None: the modules are found by an additional run.
         inputs: the arguments of `fn`: nested dicts, lists and tuples of tensors and plain values, of the same kinds on
             all ranks. `fn` gets copies of the tensors.
         repeats: number of runs on each rank that must be the same, at least 2.
-        same_inputs: whether all ranks already have the same data, so that different data are a disagreement. None: no.
-        align_rng: whether ranks are compared with rank 0's random numbers. With False, a module that draws different
-            numbers is a disagreement (dropout under different seeds).
+        same_inputs: whether all ranks already have the same data, so that different data are a disagreement. None
+            means no.
+        align_rng: whether ranks are compared with rank 0's random numbers. With False, it is a disagreement if ranks
+            draw different numbers (dropout under different seeds).
         group: see `broadcast_`.
 
     Returns:
         The report of the checks, with notes.
 
     Raises:
-        Disagreement: something differs; its `report` has all findings. The same text on every rank.
+        Disagreement: something differs. Its `report` has all findings, and its text is the same on every rank.
         ContractMismatch: the ranks have different modules, or different arguments.
-        TypeError, ValueError, SynclineError: `fn` failed on a rank, or steps an unknown optimizer; on every rank.
+        TypeError, ValueError, SynclineError: an argument is invalid, or `fn` failed or stepped an unknown optimizer on
+            some rank. Raised on every rank.
 
     Example:
         >>> import torch, syncline as sl
@@ -120,49 +124,30 @@ def _compared(
     group: Group,
 ) -> Report:
     transport = transport_of(group)
-    fault: Exception | None = None
-    modules: list[nn.Module] = []
-    optimizers: list[Optimizer] = []
-    others: list[Any] = []
-    try:
+    with failing_together(transport, title) as lines:
         checked_function("fn", fn, "a function that computes a step")
         checked_count("repeats", repeats, at_least=2)
         if same_inputs is not None:
             checked_flag("same_inputs", same_inputs)
         checked_flag("align_rng", align_rng)
-        if inputs is not None and not isinstance(inputs, tuple):
-            raise TypeError(f"expected inputs to be a tuple, the arguments of fn, got {what_it_is(inputs)}")
+        if inputs is not None:
+            checked_kind("inputs", inputs, tuple, "a tuple, the arguments of fn")
         modules, optimizers, others = _parts(module)
-    except (TypeError, ValueError) as error:
-        fault = error
-    exchange(transport, title, [f"found by a run: {module is None}"], fault=fault)
-    arguments = () if inputs is None else inputs
+        lines.append(f"found by a run: {module is None}")
+    arguments = inputs or ()
     if not modules:
-        modules = _found_by_a_run(title, fn, arguments, transport, optimizers, others)
+        subject = Subject([], optimizers, others)
+        modules = _found_by_a_run(title, lambda: fn(*arguments), transport, subject)
     roots = named_roots(modules)
-    synchronization = Synchronization()
-    try:
+    with failing_together(transport, title):
         synchronization = synchronization_of(roots)
-    except ValueError as error:
-        fault = error
-    exchange(transport, title, [], fault=fault)
     bare = {name: unwrapped(root) for name, root in roots.items()}
-    parameters = {
-        f"{prefix}.{name}" if prefix else name: parameter
-        for prefix, root in bare.items()
-        for name, parameter in root.named_parameters()
-    }
-
-    def run(given: tuple[Any, ...]) -> tuple[Any, Mapping[str, Tensor | None]]:
-        with calling("the function"):
-            result = fn(*given)
-        return result, {name: parameter.grad for name, parameter in parameters.items()}
-
     step = Step(
         title=title,
-        run=run,
+        run=_with_gradients(fn, bare),
         inputs=arguments,
         roots=bare,
+        subject=Subject(modules, optimizers, others),
         synchronization=synchronization,
         transport=transport,
         repeats=repeats,
@@ -173,54 +158,65 @@ def _compared(
             isinstance(part, DistributedDataParallel) for root in modules for part in root.modules()
         ),
     )
-    return examine(step, Subject(modules, optimizers, others))
+    return examine(step)
+
+
+def _with_gradients(
+    fn: Callable[..., Any], roots: Mapping[str, nn.Module]
+) -> Callable[[tuple[Any, ...]], tuple[Any, Mapping[str, Tensor | None]]]:
+    """Return a function that calls `fn` and returns its result and the parameters' gradients."""
+    parameters = {
+        qualified(prefix, name): parameter
+        for prefix, root in roots.items()
+        for name, parameter in root.named_parameters()
+    }
+
+    def run(inputs: tuple[Any, ...]) -> tuple[Any, Mapping[str, Tensor | None]]:
+        with calling("the function"):
+            result = fn(*inputs)
+        return result, {name: parameter.grad for name, parameter in parameters.items()}
+
+    return run
 
 
 def _parts(target: nn.Module | TrainState | None) -> tuple[list[nn.Module], list[Optimizer], list[Any]]:
-    """Return the modules, the optimizers, and other objects whose state must be restored."""
+    """Return the modules, the optimizers, and the other objects whose state must be restored."""
     if target is None:
         return [], [], []
     if isinstance(target, nn.Module):
         return [target], [], []
     if not isinstance(target, TrainState):
         raise TypeError(f"expected module to be a Module or a TrainState, got {what_it_is(target)}")
-    named = list(target.named.values())
+    named = target.named.values()
     for one in named:
         refuse_sharded(one, "so there is nothing to compare")
     return (
         [one for one in named if isinstance(one, nn.Module)],
         [one for one in named if isinstance(one, Optimizer)],
-        # A sampler's position is that between two steps; loading it in the middle of an epoch would begin another one.
+        # Loading a sampler's state in the middle of an epoch would begin another epoch.
         [one for one in named if not isinstance(one, nn.Module | Optimizer | DistributedSampler)],
     )
 
 
 def _found_by_a_run(
-    title: str,
-    fn: Callable[..., Any],
-    arguments: tuple[Any, ...],
-    transport: Transport,
-    optimizers: list[Optimizer],
-    others: list[Any],
+    title: str, fn: Callable[[], Any], transport: Transport, before: Subject
 ) -> list[nn.Module]:
-    """Return the modules that `fn` calls directly, or `fn` itself if it is a module."""
-    before = Subject([], optimizers, others)
+    """Return the modules that `fn` calls directly, or `fn` itself if it is a module. Restore the state afterwards."""
     found: dict[nn.Module, Subject] = {}
 
     def on_root(module: nn.Module) -> None:
         found[module] = Subject([module])  # with the state before its first forward
 
-    fault: Exception | None = None
-    try:
-        with before.guarded(), watching_for_roots(on_root), calling("the function"):
-            fn(*arguments)
-    except Exception as error:
-        fault = error
-    finally:
-        for subject in found.values():
-            subject.restore()
-        before.restore()
-    if fault is None and not found:
-        fault = ValueError("the function calls no module: pass the module that it computes with")
-    exchange(transport, title, [f"module {name}" for name in named_roots(list(found))], fault=fault)
+    with failing_together(transport, title) as lines:
+        try:
+            with before.guarded(), watching_for_roots(on_root), calling("the function"):
+                fn()
+        finally:
+            for subject in (*found.values(), before):
+                subject.restore()
+        if not found:
+            raise ValueError(
+                "the function calls no module, so there is nothing to compare: pass the module that it computes with"
+            )
+        lines += [f"module {name}" for name in named_roots(list(found))]
     return list(found)

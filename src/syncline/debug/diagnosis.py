@@ -1,4 +1,4 @@
-"""The causes of differences, and the findings of all ranks combined into one list. Pure.
+"""The causes of differences, and the findings of all ranks merged into one list. Pure.
 
 The texts are the same on every rank, so that equal findings of several ranks can be merged into one.
 """
@@ -8,23 +8,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from syncline.debug.compare import Found
+from syncline.debug.compare import FirstDifference
 from syncline.debug.recording import Call, Recording
-from syncline.debug.report import Finding, by_value
+from syncline.debug.report import Finding, OwnFinding, OwnReport, by_value
 from syncline.words import describe_groups, describe_ranks, outside_of_largest, ranks_with
 
-
-@dataclass(frozen=True, kw_only=True)
-class OwnFinding:
-    """One rank's finding, as sent to the other ranks; a `Finding` without ranks."""
-
-    module: str
-    kind: str
-    what: str
-    """A description of the difference, without the rank and the size."""
-    difference: str = ""
-    """How much it differs, for this rank's own data; "" if unknown."""
-    causes: tuple[str, ...] = ()
+MAX_NAMED = 6
+"""Number of names that a note shows."""
 
 
 def put_together(of_ranks: Sequence[Sequence[OwnFinding]]) -> list[Finding]:
@@ -41,7 +31,7 @@ def put_together(of_ranks: Sequence[Sequence[OwnFinding]]) -> list[Finding]:
     differences: dict[tuple[str, str, str, tuple[str, ...]], dict[int, str]] = {}
     for rank, findings in enumerate(of_ranks):
         for one in findings:
-            alike = (one.module, one.kind, one.what, one.causes)
+            alike = (one.module, one.kind, one.what, tuple(one.causes))
             differences.setdefault(alike, {}).setdefault(rank, one.difference)
     return [
         Finding(
@@ -56,7 +46,7 @@ def put_together(of_ranks: Sequence[Sequence[OwnFinding]]) -> list[Finding]:
 
 
 def _how_much(by_rank: dict[int, str]) -> str:
-    """Describe how large a difference is; if it differs between ranks, give the first known one and its ranks."""
+    """Describe the size of a difference. If the size differs between ranks, give the first known size and its ranks."""
     known = ranks_with({rank: difference for rank, difference in by_rank.items() if difference})
     if not known:
         return ""
@@ -67,20 +57,19 @@ def _how_much(by_rank: dict[int, str]) -> str:
 # ---------------------------------------------------------------------- causes and remedies
 
 _STATE_OUTSIDE = (
-    "state outside of parameters and buffers: its attribute {changed}. An attribute that is neither parameter "
-    "nor buffer "
-    "is not restored before the second run, and is in no checkpoint: make it a buffer (register_buffer), or compute it "
-    "from the inputs"
+    "state outside of parameters and buffers: its attribute {changed}. An attribute that is neither a parameter nor a "
+    "buffer is not restored before the second run, and is in no checkpoint: make it a buffer (register_buffer), or "
+    "compute it from the inputs"
 )
 
 _OWN_GENERATOR = (
-    "a generator of its own: its attribute {name} is {kind}, which is not restored. Draw from torch's global one, or "
-    "save and load its state with the module's"
+    "a random number generator of its own: its attribute {name} is {kind}, which is not restored before the second "
+    "run. Draw from torch's global generator, or save and load the generator's state with the module's"
 )
 
 _NEVER_WRITTEN = (
-    "memory that is read before it is written: the output changes if that memory is filled with NaN. "
-    "Write a tensor from torch.empty, empty_like or new_empty before you read it"
+    "memory that is read before it is written: the output changes if that memory is filled with NaN. Write to a tensor "
+    "from torch.empty, empty_like or new_empty before you read it"
 )
 
 _NOT_DETERMINISTIC = (
@@ -89,48 +78,51 @@ _NOT_DETERMINISTIC = (
 )
 
 _ATOMICS = (
-    "on CUDA these add in an order that changes from run to run: index_add_, scatter_add_, index_put_ with "
+    "on CUDA these operations add in an order that changes from run to run: index_add_, scatter_add_, index_put_ with "
     "accumulate, bincount and cumsum, and in backward those of embeddings, gather, interpolate, pooling and padding"
 )
 
 _REDUCED = (
-    "it is a mean over ranks, and another rank's own gradient differs (see its finding); if no rank's does, the "
-    "transport sums in an order that changes"
+    "this gradient is a mean over ranks, and another rank's own gradient differs between its runs (see the finding of "
+    "that rank). If there is no such finding, the transport sums in an order that changes from run to run"
 )
 
-_CHANGED_ELSEWHERE = "it could not be restored: something else than the function changes it, perhaps a thread"
+_CHANGED_ELSEWHERE = "the state could not be restored: other code changes it meanwhile, perhaps a thread"
 
 _OTHER_DATA_EACH_TIME = (
-    "the function takes other data each time: an iterator returns each batch once, and a generator of its own is not "
-    "restored. Take the batch outside of the function, and pass it as inputs=(...)"
+    "the function takes other data in each run: an iterator returns each batch once, and a random number generator of "
+    "its own is not restored. Take the batch outside of the function, and pass it as inputs=(...)"
 )
 
 _STATE_NOT_RESTORED = (
-    "state that is not restored: a global counter or cache, a generator of its own, a clock, a file, the order of a "
-    "set"
+    "state that is not restored before the second run: a global counter or cache, a random number generator of its "
+    "own, a clock, a file, the order of a set"
 )
 
 _REPLICAS_APART = (
-    "the replicas are not equal: sl.broadcast_(module) makes them equal, sl.check_replicas(module) names the "
-    "differences. "
-    "Usual causes: other seeds and no synchronization, a step on some ranks only, a bit that flipped"
+    "the replicas are not equal: sl.check_replicas(module) names the differences, and sl.broadcast_(module) makes the "
+    "replicas equal. Usual causes: other seeds and no synchronization, a step on some ranks only, a bit that flipped"
 )
 
-_OTHER_DATA = "different data, but all ranks should have the same batch"
+_OTHER_DATA = "different data, although all ranks should have the same batch"
 
 _ALL_ELSE_EQUAL = (
-    "all that was compared is equal (versions, threads, settings, attributes). Remaining causes: state outside of the "
-    "module, data that it reads on its own, the order of a set (PYTHONHASHSEED), or the hardware"
+    "everything that was compared is equal (versions, threads, settings, attributes). Remaining causes: state outside "
+    "of the module, data that the module reads on its own, the order of a set (PYTHONHASHSEED), or the hardware"
 )
 
 _SEEDS = (
     "{drawing} random numbers (dropout does), from the generator{s} {generators}, at another position on each rank. If "
-    "ranks are to draw the same numbers, seed them alike, with torch.manual_seed(seed)"
+    "all ranks should draw the same numbers, give them the same seed: torch.manual_seed(seed)"
 )
 
-_NOT_REDUCED = "they were not reduced: the backward ran under no_sync(), or it did not go through the wrapper"
+_NOT_REDUCED = (
+    "the backward ran under no_sync(), or did not go through the wrapper, so the gradients were not reduced"
+)
 
-_CHANGED_AFTERWARDS = "or they were changed afterwards, on some ranks: clipped, scaled or replaced"
+_CHANGED_AFTERWARDS = (
+    "the gradients were changed after the reduction on some ranks: clipped, scaled or replaced"
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -138,7 +130,7 @@ class Evidence:
     """Observations on one rank, in addition to two runs that differ."""
 
     nan_call: int | None = None
-    """The call whose outputs become NaN if uninitialized memory is filled with NaN."""
+    """Index of the call whose outputs become NaN if uninitialized memory is filled with NaN; None if there is none."""
     agrees_when_deterministic: bool | None = None
     """Whether two runs agree with deterministic algorithms; None if that was not tested."""
     without_determinism: tuple[str, ...] = ()
@@ -152,67 +144,63 @@ def _named(call: Call) -> str:
     return f"{call.module} ({call.kind}{times})" if call.module else f"{call.kind}{times}"
 
 
-def _place(found: Found, what: str) -> str:
+def _place(found: FirstDifference, what: str) -> str:
     return f"{what} {found.name}" if found.name else what
 
 
-def _around(found: Found, calls: Sequence[Call]) -> Call | None:
-    """Return the call whose own code is to blame; None means the function that was passed."""
-    if found.call < 0:
-        return None
-    if found.stage == "input":
-        parent = calls[found.call].parent
-        return calls[parent] if parent >= 0 else None
-    return calls[found.call]
+def _around(found: FirstDifference, calls: Sequence[Call]) -> Call | None:
+    """Return the call whose own code causes the difference; None stands for the function that the user passed."""
+    at = calls[found.call].parent if found.stage == "input" else found.call
+    return calls[at] if at >= 0 else None
 
 
 # ---------------------------------------------------------------------- within a rank
 
 
-def within_a_rank(found: Found, first: Recording, difference: str, evidence: Evidence) -> OwnFinding:
-    """Return the finding for two runs of this rank that differ, though they began from the same state.
+def within_a_rank(
+    found: FirstDifference, first: Recording, difference: str, evidence: Evidence
+) -> OwnFinding:
+    """Return the finding for two runs of this rank that differ, although they began from the same state.
 
     Args:
         found: the first difference.
         first: one of the runs.
         difference: the size of the difference, in words; "" if unknown.
-        evidence: other observations.
+        evidence: further observations.
     """
-    calls = first.calls
-    blamed = _around(found, calls)
-    what = f"two runs from the same state: {_what(found, calls, _given(found, calls))}"
+    blamed = _around(found, first.calls)
+    what = f"two runs from the same state: {_what(found, first.calls)}"
     return _own_finding(blamed, what, _causes_within(found, blamed, first, evidence), difference)
 
 
-def _given(found: Found, calls: Sequence[Call]) -> str:
-    """Return the place of the differing code, for a differing input or call."""
-    parent = _around(found, calls)
-    return "the function itself" if parent is None else f"the forward of {_named(parent)}"
+def _what(found: FirstDifference, calls: Sequence[Call]) -> str:
+    """Describe the first difference between recordings."""
+    around = _around(found, calls)
+    where = "the function itself" if around is None else f"the forward of {_named(around)}"
+    named = _named(calls[found.call]) if found.call >= 0 else ""
+    match found.stage:
+        case "state":
+            return f"{found.name or 'the state'} differs before the run"
+        case "calls":
+            return f"other modules are called, in {where}"
+        case "result":
+            return f"{_place(found, 'the result')} of the function differs, although all modules and gradients agree"
+        case "gradients":
+            return f"the gradient of {found.name} differs, although every module's forward agrees"
+        case "input":
+            place = _place(found, "input")
+            return f"{place} of {named} differs, although everything before was equal: computed in {where}"
+        case "output":
+            return f"{named} returns another {_place(found, 'output')} for equal inputs"
+        case "backward":
+            place = found.name or "inputs"
+            return f"{named} returns another gradient of its {place} in backward, for equal gradients of its outputs"
 
 
-def _what(found: Found, calls: Sequence[Call], where: str) -> str:
-    if found.stage == "state":
-        return f"{found.name or 'the state'} differs before the run"
-    if found.stage == "calls":
-        return f"other modules are called, in {where}"
-    if found.stage == "result":
-        return (
-            f"{_place(found, 'the result')} of the function differs, though all modules and gradients agree"
-        )
-    if found.stage == "gradients":
-        return f"the gradient of {found.name} differs, though every module's forward agrees"
-    named = _named(calls[found.call])
-    if found.stage == "input":
-        return f"{_place(found, 'input')} of {named} differs, though all before it was equal: computed in {where}"
-    if found.stage == "output":
-        return f"{named} returns another {_place(found, 'output')} for equal inputs"
-    return (
-        f"{named} returns another gradient of its {found.name or 'inputs'} in backward, for equal ones of its "
-        "outputs"
-    )
-
-
-def _causes_within(found: Found, blamed: Call | None, first: Recording, evidence: Evidence) -> list[str]:
+def _causes_within(
+    found: FirstDifference, blamed: Call | None, first: Recording, evidence: Evidence
+) -> list[str]:
+    """Return the causes for which there is evidence, or else the usual causes."""
     causes = []
     if blamed is not None:
         changed = first.changed.get(blamed.module, [])
@@ -230,7 +218,9 @@ def _causes_within(found: Found, blamed: Call | None, first: Recording, evidence
     return causes or _usual_causes(found, blamed, first, evidence)
 
 
-def _usual_causes(found: Found, blamed: Call | None, first: Recording, evidence: Evidence) -> list[str]:
+def _usual_causes(
+    found: FirstDifference, blamed: Call | None, first: Recording, evidence: Evidence
+) -> list[str]:
     """Return the usual causes, for a difference that the observations do not explain."""
     if found.stage == "gradients" and evidence.is_reduced:
         return [_REDUCED]
@@ -239,10 +229,10 @@ def _usual_causes(found: Found, blamed: Call | None, first: Recording, evidence:
     if blamed is None and found.stage in ("input", "calls"):
         return [_OTHER_DATA_EACH_TIME]
     elsewhere = "; ".join(
-        f"{name or 'the outermost'}: {', '.join(texts)}" for name, texts in first.changed.items()
+        f"{name or 'the outermost module'}: {', '.join(texts)}" for name, texts in first.changed.items()
     )
     seen = f"; attributes that the run has changed: {elsewhere}" if elsewhere else ""
-    return [_STATE_NOT_RESTORED + seen, f"or a kernel that is not deterministic: {_ATOMICS}"]
+    return [_STATE_NOT_RESTORED + seen, f"a kernel that is not deterministic: {_ATOMICS}"]
 
 
 def _operations(evidence: Evidence) -> str:
@@ -256,18 +246,18 @@ def _is_generator(text: str) -> bool:
 
 
 def never_written(call: Call | None) -> OwnFinding:
-    """Return the finding that uninitialized memory reaches an output, even if two runs happened to agree."""
+    """Return the finding that an output depends on uninitialized memory, even if two runs happened to agree."""
     named = _named(call) if call is not None else "the function itself"
     what = f"in any run: an output of {named} depends on memory that was never written"
     return _own_finding(call, what, [_NEVER_WRITTEN])
 
 
 def _own_finding(blamed: Call | None, what: str, causes: Sequence[str], difference: str = "") -> OwnFinding:
-    module, kind = _of_call(blamed)
-    return OwnFinding(module=module, kind=kind, what=what, difference=difference, causes=tuple(causes))
+    return OwnFinding(*_of_call(blamed), what, difference, tuple(causes))
 
 
 def _of_call(blamed: Call | None) -> tuple[str, str]:
+    """Return the name and class of a call's module; two empty strings for the function itself."""
     return (blamed.module, blamed.kind) if blamed is not None else ("", "")
 
 
@@ -275,40 +265,37 @@ def _of_call(blamed: Call | None) -> tuple[str, str]:
 
 
 def between_ranks(
-    found: Found,
+    found: FirstDifference,
     recordings: Sequence[Recording],
     difference: str,
     *,
     facts: Sequence[Mapping[str, str]],
     positions: Sequence[Mapping[str, str]] | None,
 ) -> Finding:
-    """Return the finding for ranks that should have computed the same, but differ.
+    """Return the finding for ranks whose runs differ, although they should be the same.
 
     Args:
         found: the first difference; its groups are ranks.
         recordings: the recordings of all ranks.
         difference: the size of the difference, in words; "" if unknown.
         facts: versions, hardware and settings of each rank.
-        positions: the positions of each rank's generators; None if they were set to rank 0's.
+        positions: the positions of each rank's random number generators; None if all ranks used rank 0's.
     """
     calls = recordings[0].calls
     blamed = _around(found, calls)
-    ranks = describe_groups(found.groups)
-    what = f"between ranks ({ranks}): {_what(found, calls, _given(found, calls))}"
+    what = f"between ranks ({describe_groups(found.groups)}): {_what(found, calls)}"
     if difference:
         what += f": {difference}"
-    causes = _causes_between(found, blamed, recordings, facts, positions)
-    minority = outside_of_largest(found.groups)
+    module, kind = _of_call(blamed)
     if found.stage == "state":
         module = found.name.rpartition(".")[0]
         kind = next((call.kind for call in calls if call.module == module), "")
-        return Finding(ranks=minority, module=module, kind=kind, what=what, causes=tuple(causes))
-    module, kind = _of_call(blamed)
-    return Finding(ranks=minority, module=module, kind=kind, what=what, causes=tuple(causes))
+    causes = tuple(_causes_between(found, blamed, recordings, facts, positions))
+    return Finding(ranks=outside_of_largest(found.groups), module=module, kind=kind, what=what, causes=causes)
 
 
 def _causes_between(
-    found: Found,
+    found: FirstDifference,
     blamed: Call | None,
     recordings: Sequence[Recording],
     facts: Sequence[Mapping[str, str]],
@@ -320,30 +307,30 @@ def _causes_between(
     if blamed is not None:
         index = next(i for i, call in enumerate(recordings[0].calls) if call is blamed)
         same = [recording.calls[index] for recording in recordings]
-        modes = by_value(["training" if call.is_training else "evaluation" for call in same])
-        if "(rank" in modes:
-            causes.append(f"its mode: {modes}. Call train() or eval() on all ranks")
+        modes = ["training" if call.is_training else "evaluation" for call in same]
+        causes += [f"{cause}. Call train() or eval() on all ranks" for cause in _differing("its mode", modes)]
         held = [recording.settings.get(blamed.module, {}) for recording in recordings]
         for name in held[0]:
-            values = by_value([one.get(name, "nothing") for one in held])
-            if "(rank" in values:
-                causes.append(f"its attribute {name}: {values}")
+            causes += _differing(f"its attribute {name}", [one.get(name, "nothing") for one in held])
         drew = sorted({generator for call in same for generator in call.drew})
         causes += _seed_causes(drew, positions, "it draws")
     elif found.stage in ("input", "calls"):
         causes.append(_OTHER_DATA)
         causes += _seed_causes(sorted(positions[0]) if positions else [], positions, "the function may draw")
-    for name in facts[0]:
-        values = by_value([row.get(name, "none") for row in facts])
-        if name != "host" and "(rank" in values:
-            causes.append(f"{name}: {values}")
+    for name in [name for name in facts[0] if name != "host"]:  # in the same order on all ranks
+        causes += _differing(name, [row.get(name, "none") for row in facts])
     return causes or [_ALL_ELSE_EQUAL]
+
+
+def _differing(what: str, values: Sequence[str]) -> list[str]:
+    """Return the values of all ranks as one cause if they differ; else no cause."""
+    return [f"{what}: {by_value(values)}"] if len(set(values)) > 1 else []
 
 
 def _seed_causes(
     generators: Sequence[str], positions: Sequence[Mapping[str, str]] | None, drawing: str
 ) -> list[str]:
-    """Return a cause if one of these random number generators is in another state on another rank; else none."""
+    """Return one cause if any of these random number generators is in another state on another rank; else none."""
     apart = [name for name in generators if len({row.get(name) for row in positions or ()}) > 1]
     if not apart:
         return []
@@ -355,17 +342,33 @@ def of_gradients(names: Sequence[str], groups: Sequence[tuple[int, ...]], num_gr
 
     Args:
         names: names of the parameters whose gradients differ, in the module's order.
-        groups: groups of ranks with equal gradients of the first of them.
+        groups: groups of ranks with equal gradients of the first of these parameters.
         num_gradients: number of all compared gradients.
     """
-    ranks = describe_groups(groups)
     return Finding(
         ranks=outside_of_largest(groups),
         module=names[0].rpartition(".")[0],
         kind="",
         what=(
-            f"between ranks ({ranks}): after backward {len(names)} of {num_gradients} gradients differ that should be "
-            f"the same mean on all ranks, the first of them that of {names[0]}"
+            f"between ranks ({describe_groups(groups)}): after backward {len(names)} of {num_gradients} gradients "
+            f"differ, although they should be the same mean on all ranks. The first of them is that of {names[0]}"
         ),
         causes=(_NOT_REDUCED, _CHANGED_AFTERWARDS),
     )
+
+
+def notes_on_generators(reports: Sequence[OwnReport]) -> list[str]:
+    """Return one note if modules draw random numbers: which modules, and whether all ranks draw the same numbers."""
+    drew = reports[0].drew
+    if not drew:
+        return []
+    names = ", ".join(drew[:MAX_NAMED]) + (f" and {len(drew) - MAX_NAMED} more" if drew[MAX_NAMED:] else "")
+    generators = {name for one in reports for name in one.generators}
+    if all(len({one.positions.get(name) for one in reports}) == 1 for name in generators):
+        consequence = (
+            "All ranks draw the same ones (the same dropout masks), because their generators are at the same position. "
+            "If each rank is to draw its own, seed each with its rank: torch.manual_seed(seed + rank)"
+        )
+    else:
+        consequence = "Each rank draws its own, because their generators are at different positions"
+    return [f"random numbers are drawn by {names}. {consequence}"]

@@ -1,4 +1,4 @@
-"""The recording of one run, module by module: made by hooks, compared as plain data."""
+"""The recording of one run, module by module. Hooks make it; it is plain data that can be compared and sent."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import re
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -25,53 +25,51 @@ class Call:
     """One call of a module's forward."""
 
     module: str
-    """Qualified name of the module."""
+    """Qualified name of the module; "" for the outermost."""
     kind: str
-    """Class of the module."""
+    """Class name of the module."""
     nth: int
     """Number of this call among the module's calls in the run, from 1."""
     parent: int
-    """Index of the call around it; -1 if there is none."""
+    """Index of the call that made this call; -1 if no recorded module did."""
     is_training: bool
-    drew: tuple[str, ...] = ()
-    """Random number generators that advanced in this call, but not in a call inside it."""
+    """Whether the module was in training mode."""
+    drew: Sequence[str] = ()
+    """Names of the random number generators that advanced in this call, but not in a call inside it."""
     output_grads: list[Value] = field(default_factory=list)
-    """Gradients of its outputs in backward, in the order in which they arrived."""
+    """Gradients of the call's outputs in backward, in the order in which they arrived."""
     input_grads: list[Value] = field(default_factory=list)
-    """Gradients of its inputs, in the order in which they arrived."""
+    """Gradients of the call's inputs, in the order in which they arrived."""
 
 
 class Event(NamedTuple):
-    """The begin of a call, with its inputs, or its end, with its outputs."""
+    """The beginning of a call with its inputs, or the end of a call with its outputs."""
 
     kind: Literal["input", "output"]
     call: int
-    values: tuple[Value, ...]
+    values: Sequence[Value]
 
 
 @dataclass(kw_only=True)
 class Recording:
     """One run. Calls are in the order in which they began, events in the order in which they happened."""
 
-    state: tuple[Value, ...] = ()
+    state: Sequence[Value] = ()
     """Parameters and buffers before the run."""
     calls: list[Call] = field(default_factory=list)
     events: list[Event] = field(default_factory=list)
-    result: tuple[Value, ...] = ()
-    """The returned values."""
-    gradients: tuple[Value, ...] = ()
+    result: Sequence[Value] = ()
+    """The values that the function has returned."""
+    gradients: Sequence[Value] = ()
     """The parameters' gradients after the run."""
     settings: dict[str, dict[str, str]] = field(default_factory=dict)
     """Plain attributes of each module before the run, by qualified name."""
     changed: dict[str, list[str]] = field(default_factory=dict)
-    """Attributes that the run has changed, in words, by qualified name of the module."""
+    """Descriptions of the attributes that the run has changed, by qualified name of the module."""
 
     def compared(self) -> list[Any]:
         """Return the part that must be equal in two runs, as plain data."""
-        calls = [
-            (call.module, call.kind, call.nth, call.parent, call.output_grads, call.input_grads)
-            for call in self.calls
-        ]
+        calls = [replace(call, is_training=False, drew=()) for call in self.calls]
         return [self.state, calls, self.events, self.result, self.gradients]
 
     def dumped(self) -> bytes:
@@ -80,34 +78,27 @@ class Recording:
 
     @staticmethod
     def loaded(dumped: bytes) -> Recording:
-        """Restore a recording from `dumped`."""
+        """Return the recording that `dumped` has serialized."""
         found = json.loads(dumped)
-        return Recording(
-            state=_values(found["state"]),
-            calls=[
-                Call(
-                    **{
-                        **call,
-                        "drew": tuple(call["drew"]),
-                        "output_grads": list(_values(call["output_grads"])),
-                        "input_grads": list(_values(call["input_grads"])),
-                    }
-                )
-                for call in found["calls"]
-            ],
-            events=[Event(kind, call, _values(values)) for kind, call, values in found["events"]],
-            result=_values(found["result"]),
-            gradients=_values(found["gradients"]),
-            settings=found["settings"],
-            changed=found["changed"],
-        )
+        for row in (found, *found["calls"]):
+            for name in ("state", "result", "gradients", "output_grads", "input_grads"):
+                if name in row:
+                    row[name] = _values(row[name])
+        found["calls"] = [Call(**call) for call in found["calls"]]
+        found["events"] = [Event(kind, call, _values(values)) for kind, call, values in found["events"]]
+        return Recording(**found)
 
 
-def _values(rows: Sequence[Sequence[Any]]) -> tuple[Value, ...]:
-    return tuple(Value(*row) for row in rows)
+def _values(rows: Sequence[Sequence[Any]]) -> list[Value]:
+    return [Value(*row) for row in rows]
 
 
 # ---------------------------------------------------------------------- modules
+
+
+def qualified(*parts: str) -> str:
+    """Join the parts of a qualified name; empty parts are left out."""
+    return ".".join(filter(None, parts))
 
 
 def named_modules(roots: Mapping[str, nn.Module]) -> dict[nn.Module, str]:
@@ -119,12 +110,12 @@ def named_modules(roots: Mapping[str, nn.Module]) -> dict[nn.Module, str]:
     named: dict[nn.Module, str] = {}
     for prefix, root in roots.items():
         for name, module in root.named_modules():
-            named.setdefault(module, ".".join(filter(None, (prefix, name))))
+            named.setdefault(module, qualified(prefix, name))
     return named
 
 
 def named_roots(modules: Sequence[nn.Module]) -> dict[str, nn.Module]:
-    """Return the modules by the prefix of their parts' names; the prefix is empty for a single module.
+    """Return the modules, by the prefix for the names of their parts. A single module has an empty prefix.
 
     Example:
         >>> [*named_roots([nn.ReLU()])], [*named_roots([nn.ReLU(), nn.GELU(), nn.ReLU()])]
@@ -132,19 +123,16 @@ def named_roots(modules: Sequence[nn.Module]) -> dict[str, nn.Module]:
     """
     if len(modules) == 1:
         return {"": modules[0]}
-    kinds = Counter(type(module).__name__ for module in modules)
-    nth: Counter[str] = Counter()
-    named = {}
-    for module in modules:
-        kind = type(module).__name__
-        nth[kind] += 1
-        named[f"{kind}#{nth[kind]}" if kinds[kind] > 1 else kind] = module
-    return named
+    kinds = [type(module).__name__ for module in modules]
+    return {
+        f"{kind}#{kinds[: index + 1].count(kind)}" if kinds.count(kind) > 1 else kind: modules[index]
+        for index, kind in enumerate(kinds)
+    }
 
 
 @contextlib.contextmanager
 def watching_for_roots(on_root: Callable[[nn.Module], None]) -> Iterator[None]:
-    """Call `on_root` once for each module that runs inside the block without a module around it, before its forward."""
+    """Call `on_root` once for each outermost module that runs inside the block, before its first forward."""
     open_calls: list[nn.Module] = []
     known: set[nn.Module] = set()
 
@@ -173,14 +161,16 @@ def watching_for_roots(on_root: Callable[[nn.Module], None]) -> Iterator[None]:
 
 
 class Recorder:
-    """A recorder of a run: `with recorder: ...`, then `recorder.finish(result, gradients)`.
+    """A recorder of the calls of modules in one run.
+
+    Run the computation inside `with recorder:`, then call `recorder.finish(result, gradients)`.
 
     Args:
         modules: the modules to record, with their qualified names.
         state: parameters and buffers before the run.
-        kept: a store for copies of the outputs, for another recorder's `against`.
-        against: an earlier run of this rank, and the copies of its outputs. `difference` then describes the first
-            input or output that differs.
+        kept: a store that gets copies of the inputs and outputs, for another recorder's `against`.
+        against: an earlier run of this rank, and the copies of its inputs and outputs. `difference` then describes the
+            first input or output that differs.
 
     Example:
         >>> net = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
@@ -193,21 +183,21 @@ class Recorder:
     def __init__(
         self,
         modules: Mapping[nn.Module, str],
-        state: tuple[Value, ...] = (),
+        state: Sequence[Value] = (),
         *,
         kept: Kept | None = None,
         against: tuple[Recording, Kept] | None = None,
     ) -> None:
         self.recording = Recording(state=state)
         self.difference = ""
-        """A description of how the first input or output that differs from `against` differs; "" if unknown."""
+        """Size of the difference at the first input or output that differs from `against`, in words; "" if unknown."""
         self._modules = modules
         self._kept = kept
         self._against = against
         self._is_equal_so_far = True
         self._nth: Counter[str] = Counter()
         self._open: list[tuple[nn.Module, int, dict[str, str], set[str]]] = []
-        """Running calls: module, index, generator positions at the begin, generators advanced by inner calls."""
+        """The running calls: module, index, generator positions at the begin, generators that inner calls advanced."""
         self._handles: list[Any] = []
 
     def __enter__(self) -> Recorder:
@@ -260,7 +250,7 @@ class Recorder:
         self._open.append((module, index, positions(), set()))
 
     def _after(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-        # A forward that raised (as the forwards do that a checkpoint runs again) has left its call open.
+        # A forward that raised has left its call open. An activation checkpoint ends forwards that it repeats that way.
         while self._open and self._open[-1][0] is not module:
             self._open.pop()
         if not self._open:
@@ -276,7 +266,7 @@ class Recorder:
         self._watch(output, call.output_grads)
 
     def _watch(self, tree: Any, found: list[Value]) -> None:
-        """Record the gradients of the tensors in a tree."""
+        """Add the gradients of the tensors in a tree to `found` when a backward computes them."""
         if not torch.is_grad_enabled():
             return
         for name, leaf in named_leaves(tree):
@@ -284,7 +274,7 @@ class Recorder:
                 self._handles.append(leaf.register_hook(_noting(name, found)))
 
     def _compare(self, tree: Any) -> None:
-        """Keep copies of the values of the last event, or describe how they differ from earlier copies."""
+        """Keep copies of the tensors of the last event. Describe how they differ from the copies of `against`."""
         events = self.recording.events
         event = len(events) - 1
         if self._kept is not None:
@@ -321,22 +311,16 @@ _MAX_TEXT = 80
 
 
 def _settings(module: nn.Module) -> dict[str, str]:
-    """Return attributes that are plain values, unregistered tensors, or random number generators."""
-    found: dict[str, str] = {}
-    for name, value in vars(module).items():
-        if name in _ATTRIBUTES_OF_A_MODULE:
-            continue
-        text = _text_of(value)
-        if text is not None:
-            found[name] = text
-    return found
+    """Return descriptions of the attributes that are plain values, unregistered tensors, or number generators."""
+    texts = {name: _text_of(one) for name, one in vars(module).items() if name not in _ATTRIBUTES_OF_A_MODULE}
+    return {name: text for name, text in texts.items() if text is not None}
 
 
 _FINGERPRINT = re.compile(r" \([0-9a-f]{16}\)$")
 
 
 def _how_it_changed(key: str, before: str, after: str) -> str:
-    """Describe a change without fingerprints, so that equal findings of several ranks can be merged.
+    """Describe the change of an attribute without fingerprints, so that equal findings of several ranks can be merged.
 
     Example:
         >>> _how_it_changed("n", "1", "2"), _how_it_changed("h", "None", "a tensor (2,) torch.int64 (0123456789abcdef)")
@@ -347,7 +331,10 @@ def _how_it_changed(key: str, before: str, after: str) -> str:
 
 
 def _text_of(value: Any) -> str | None:
-    if isinstance(value, bool | int | float | str | torch.dtype | None):
+    """Describe the value of an attribute; None if it is of a kind that is not compared."""
+    plain = bool | int | float | str
+    is_plain_list = isinstance(value, list | tuple) and all(isinstance(one, plain) for one in value)
+    if is_plain_list or isinstance(value, plain | torch.dtype | None):
         return repr(value)[:_MAX_TEXT]
     if isinstance(value, Tensor):
         (found,) = values_of(value)
@@ -358,12 +345,7 @@ def _text_of(value: Any) -> str | None:
         return f"a random.Random ({fingerprint_of(value.getstate()):016x})"
     numpy = sys.modules.get("numpy")
     if numpy is not None and isinstance(value, numpy.random.Generator | numpy.random.RandomState):
-        state = (
-            value.bit_generator.state
-            if isinstance(value, numpy.random.Generator)
-            else value.get_state(legacy=False)
-        )
+        is_new = isinstance(value, numpy.random.Generator)
+        state = value.bit_generator.state if is_new else value.get_state(legacy=False)
         return f"a numpy.random.{type(value).__name__} ({fingerprint_of(state):016x})"
-    if isinstance(value, list | tuple) and all(isinstance(one, bool | int | float | str) for one in value):
-        return repr(value)[:_MAX_TEXT]
     return None

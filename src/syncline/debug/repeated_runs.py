@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -13,23 +13,26 @@ from torch import Tensor, nn
 
 from syncline._torch.modules import is_compiler_loaded
 from syncline.checkpoint.objects import positions
-from syncline.debug.compare import Found, first_difference, first_nan
+from syncline.checkpoint.rollback import failing_together
+from syncline.debug.compare import FirstDifference, first_difference, first_nan
 from syncline.debug.diagnosis import (
+    MAX_NAMED,
     Evidence,
-    OwnFinding,
     between_ranks,
     never_written,
+    notes_on_generators,
     of_gradients,
     put_together,
     within_a_rank,
 )
-from syncline.debug.recording import Recorder, Recording, named_modules
-from syncline.debug.report import Finding, OwnReport, Report, facts
+from syncline.debug.recording import Recorder, Recording, named_modules, qualified
+from syncline.debug.report import Finding, OwnFinding, OwnReport, Report, facts
 from syncline.debug.run_state import (
     Subject,
     Synchronization,
     align_generators,
     align_inputs,
+    copied_inputs,
     deterministic,
     uncompiled_code,
 )
@@ -39,50 +42,47 @@ from syncline.equality.locate import differences
 from syncline.tensors.broadcasting import TensorBroadcaster
 from syncline.transport.agreement import describe_tensors, exchange
 from syncline.transport.base import Transport
-from syncline.trees import map_leaves
 from syncline.words import describe_ranks, groups_of
-
-_MAX_NAMED = 6
 
 
 @dataclass(frozen=True, kw_only=True)
 class Step:
-    """A computation, and the way in which to compare it."""
+    """A computation, and the way in which its runs are compared."""
 
     title: str
     """The name of the public function, for reports and errors."""
     run: Callable[[Any], tuple[Any, Mapping[str, Tensor | None]]]
-    """A function of the inputs that returns its result and the parameters' gradients."""
+    """A function of the inputs that returns the result of the computation and the parameters' gradients."""
     inputs: Any
     """The inputs of this rank."""
     roots: Mapping[str, nn.Module]
     """Modules to record, not wrapped, by the prefix of their parts' names."""
+    subject: Subject
+    """The state to restore after each run."""
     synchronization: Synchronization
+    """The synchronization of the modules."""
     transport: Transport
+    """The transport between the ranks."""
     repeats: int = 2
     """Number of runs on each rank that must be the same."""
     aligns_inputs: bool = False
-    """Whether ranks are compared with rank 0's inputs."""
+    """Whether all ranks use rank 0's inputs when ranks are compared with one another."""
     same_inputs: bool = False
     """Whether all ranks already have the same inputs."""
     align_rng: bool = True
-    """Whether ranks are compared with rank 0's random numbers."""
+    """Whether all ranks use rank 0's random numbers when ranks are compared with one another."""
     needs_warm_up: bool = False
     """Whether the first run differs from later ones, because wrappers then change the layout of their buckets."""
 
 
-def examine(step: Step, subject: Subject) -> Report:
+def examine(step: Step) -> Report:
     """Run a computation repeatedly and compare the runs; a collective call.
-
-    Args:
-        step: the computation; the same on all ranks.
-        subject: the state to restore after each run.
 
     Raises:
         ContractMismatch: the ranks have different modules, or different arguments.
-        SynclineError, TypeError, ValueError: the computation failed on a rank; the same text on every rank.
+        SynclineError, TypeError, ValueError: the computation failed on a rank. The text is the same on every rank.
     """
-    report = _Examination(step, subject).report
+    report = _Examination(step).report
     if is_compiler_loaded():
         # Compiled code cannot change how torch compiles, as `uncompiled_code` does, so this must not be traced.
         report = torch.compiler.disable(report)
@@ -91,47 +91,45 @@ def examine(step: Step, subject: Subject) -> Report:
 
 
 class _Examination:
-    def __init__(self, step: Step, subject: Subject) -> None:
+    """The runs of one computation, and the report about them while it is written."""
+
+    def __init__(self, step: Step) -> None:
         self._step = step
-        self._subject = subject
         self._transport = step.transport
         self._modules = named_modules(step.roots)
-        named = [
-            (prefix, root.named_parameters(), root.named_buffers()) for prefix, root in step.roots.items()
-        ]
-        self._parameters = _distinct((prefix, parameters) for prefix, parameters, _ in named)
-        self._buffers = _distinct((prefix, buffers) for prefix, _, buffers in named)
+        roots = step.roots.items()
+        self._parameters = _distinct((prefix, root.named_parameters()) for prefix, root in roots)
+        self._buffers = _distinct((prefix, root.named_buffers()) for prefix, root in roots)
         self._compared = [
             (name, tensor)
             for name, tensor in (*self._parameters, *self._buffers)
             if name not in step.synchronization.exempt
         ]
         """The parameters and buffers that must be equal in all runs."""
+        self._is_reduced = self._transport.size > 1 and bool(step.synchronization.reduced)
+        """Whether gradients of parameters are means over ranks."""
         self._checked: list[str] = []
         self._notes: list[str] = []
         self._doubts: list[str] = []
 
     def report(self) -> Report:
+        """Run the computation, and return the report; the same on all ranks."""
         step, transport = self._step, self._transport
-        lines = [
-            f"repeats: {step.repeats}",
-            f"passes inputs: {step.aligns_inputs}",
-            f"same_inputs: {step.same_inputs}",
-            f"align_rng: {step.align_rng}",
-            *describe_tensors(self._parameters, layout=False),
-            *describe_tensors(self._buffers, kind="buffer", layout=False),
-        ]
-        exchange(transport, step.title, lines)
+        self._exchange(
+            [
+                f"repeats: {step.repeats}",
+                f"passes inputs: {step.aligns_inputs}",
+                f"same_inputs: {step.same_inputs}",
+                f"align_rng: {step.align_rng}",
+                *describe_tensors(self._parameters, layout=False),
+                *describe_tensors(self._buffers, kind="buffer", layout=False),
+            ]
+        )
         if step.needs_warm_up:
             self._run(step.inputs)
         rows = transport.all_gather_bytes(json.dumps(asdict(self._own_runs())).encode())
         reports = [OwnReport(**json.loads(row)) for row in rows]
-        findings = put_together(
-            [
-                [OwnFinding(**{**row, "causes": tuple(row["causes"])}) for row in one.findings]
-                for one in reports
-            ]
-        )
+        findings = put_together([[OwnFinding(*row) for row in one.findings] for one in reports])
         if transport.size > 1:
             findings += self._between(reports, is_deterministic=not findings)
         return Report(
@@ -144,44 +142,88 @@ class _Examination:
             facts=tuple(one.facts for one in reports),
         )
 
+    def _exchange(self, lines: Sequence[str] = (), *, payload: bytes = b"") -> list[bytes]:
+        """Check that all ranks have the same lines, and return the payloads of all ranks. A collective call."""
+        return exchange(self._transport, self._step.title, lines, payload=payload)
+
+    def _flags(self, mine: bool) -> list[bool]:
+        """Return the flags of all ranks. A collective call."""
+        return [bool(one[0]) for one in self._exchange(payload=bytes([mine]))]
+
     # ------------------------------------------------------------------ runs
 
     def _run(self, inputs: Any, *, prepare: Callable[[], None] | None = None, **options: Any) -> Recorder:
-        """Run once from the saved state and restore it. A collective call: all ranks raise if one fails."""
-        fault: Exception | None = None
-        recorder = Recorder(self._modules)
-        try:
-            if prepare is not None:
-                prepare()
-            recorder = Recorder(self._modules, values_of_named(self._compared), **options)
-            with self._subject.guarded(), uncompiled_code(), recorder:
-                result, gradients = self._step.run(_copied(inputs))
-            recorder.finish(result, gradients)
-        except Exception as error:
-            fault = error
-        finally:
-            self._subject.restore()
-        exchange(self._transport, self._step.title, [], fault=fault)
+        """Run the computation once, and restore the saved state. A collective call: all ranks raise if one fails.
+
+        Args:
+            inputs: the inputs of the run.
+            prepare: a function that is called before the run and may change the state.
+            options: further arguments of the `Recorder`.
+        """
+        with failing_together(self._transport, self._step.title):
+            try:
+                if prepare is not None:
+                    prepare()
+                recorder = Recorder(self._modules, values_of_named(self._compared), **options)
+                with self._step.subject.guarded(), uncompiled_code(), recorder:
+                    result, gradients = self._step.run(copied_inputs(inputs))
+                recorder.finish(result, gradients)
+            finally:
+                self._step.subject.restore()
         return recorder
 
     def _own_runs(self) -> OwnReport:
-        """Run several times with this rank's inputs and random numbers, and return its report."""
+        """Run several times with this rank's inputs and random numbers, and return this rank's report."""
         step = self._step
         before = positions()
         kept = Kept()
         first = self._run(step.inputs, kept=kept).recording
         others = [self._run(step.inputs, against=(first, kept)) for _ in range(step.repeats - 1)]
-        filled, operations = self._filled_run()
-        found, other = None, None
-        for other in others:
-            found = first_difference([first, other.recording], is_reduced=self._is_reduced)
-            if found is not None:
-                break
+        filled, operations = self._deterministic_run()
+        findings = self._own_findings(first, others, filled, operations)
+        self._checked.append(
+            f"{step.repeats} runs on each rank from the same state: {len(first.calls)} calls of "
+            f"{len({call.module for call in first.calls})} modules, {len(first.gradients)} gradients; and one run "
+            "in which memory that was never written is filled with NaN"
+            + ("" if filled is not None else " (this run failed, so it shows nothing)")
+        )
+        reduced = step.synchronization.reduced
+        inputs = first.events[0].values if first.events else ()
+        return OwnReport(
+            facts=facts(),
+            positions=before,
+            batch=[value.bits for value in inputs if value.about.startswith("(")],
+            drew=list(dict.fromkeys(call.module or call.kind for call in first.calls if call.drew)),
+            generators=sorted({name for call in first.calls for name in call.drew}),
+            state=[value.bits for value in first.state],
+            gradients=[value.bits for value in first.gradients if value.name in reduced],
+            findings=findings,
+        )
+
+    def _own_findings(
+        self, first: Recording, others: list[Recorder], filled: Recording | None, operations: tuple[str, ...]
+    ) -> list[OwnFinding]:
+        """Return the differences between this rank's own runs. A collective call.
+
+        Args:
+            first: the first run.
+            others: the other runs, recorded against the first run.
+            filled: the run with deterministic algorithms and filled memory; None if it failed.
+            operations: the operations in `filled` without a deterministic implementation.
+        """
+        differing = [
+            (found, other)
+            for other in others
+            if (found := first_difference([first, other.recording], is_reduced=self._is_reduced))
+        ]
         nan_call = None if filled is None else first_nan(filled, first)
-        differs = any(self._flags(found is not None))
-        agrees = self._agrees_when_deterministic(filled) if differs else None
+        agrees = None
+        if any(self._flags(bool(differing))):
+            again, _ = self._deterministic_run()
+            if filled is not None and again is not None:
+                agrees = first_difference([filled, again], is_reduced=self._is_reduced) is None
         findings = []
-        if found is not None and other is not None:
+        for found, other in differing[:1]:
             evidence = Evidence(
                 nan_call=nan_call,
                 agrees_when_deterministic=agrees,
@@ -190,83 +232,81 @@ class _Examination:
             )
             difference = other.difference if found.stage in ("input", "output") else ""
             findings.append(within_a_rank(found, first, difference, evidence))
-        if nan_call is not None and (found is None or found.call != nan_call):
-            call = first.calls[nan_call] if nan_call >= 0 else None
-            findings.append(never_written(call))
-        self._checked.append(
-            f"{step.repeats} runs on each rank from the same state: {len(first.calls)} calls of "
-            f"{len({call.module for call in first.calls})} modules, {len(first.gradients)} gradients; and one with "
-            "memory that was never written filled with NaN"
-            + ("" if filled is not None else " (which failed, so it shows nothing)")
-        )
-        reduced = step.synchronization.reduced
-        return OwnReport(
-            facts=facts(),
-            positions=before,
-            batch=_bits_of_batch(first),
-            drew=list(dict.fromkeys(call.module or call.kind for call in first.calls if call.drew)),
-            generators=sorted({name for call in first.calls for name in call.drew}),
-            state=[value.bits for value in first.state],
-            gradients=[value.bits for value in first.gradients if value.name in reduced],
-            findings=[asdict(finding) for finding in findings],
-        )
+        if nan_call is not None and not any(found.call == nan_call for found, _ in differing[:1]):
+            findings.append(never_written(first.calls[nan_call] if nan_call >= 0 else None))
+        return findings
 
-    @property
-    def _is_reduced(self) -> bool:
-        return self._transport.size > 1 and bool(self._step.synchronization.reduced)
+    def _deterministic_run(self) -> tuple[Recording | None, tuple[str, ...]]:
+        """Run with deterministic algorithms, and with uninitialized memory filled with NaN.
 
-    def _filled_run(self) -> tuple[Recording | None, tuple[str, ...]]:
-        """Run with uninitialized memory filled with NaN; also return the operations that are not deterministic."""
+        Returns:
+            The recording (None if the run failed), and the operations without a deterministic implementation.
+        """
         with deterministic() as operations, contextlib.suppress(Exception):
             return self._run(self._step.inputs).recording, operations()
         return None, ()
-
-    def _agrees_when_deterministic(self, filled: Recording | None) -> bool | None:
-        with deterministic(), contextlib.suppress(Exception):
-            again = self._run(self._step.inputs).recording
-            if filled is not None:
-                return first_difference([filled, again], is_reduced=self._is_reduced) is None
-        return None
-
-    def _flags(self, mine: bool) -> list[bool]:
-        """Return the flags of all ranks. A collective call."""
-        return [
-            bool(one[0]) for one in exchange(self._transport, self._step.title, [], payload=bytes([mine]))
-        ]
 
     # ------------------------------------------------------------------ comparison between ranks
 
     def _between(self, reports: list[OwnReport], *, is_deterministic: bool) -> list[Finding]:
         """Return the differences between the ranks; the same on every rank."""
         step = self._step
-        self._note_data_and_generators(reports)
+        self._note_batches(reports)
+        self._notes += notes_on_generators(reports)
+        self._note_buffers(reports)
         if step.synchronization.why_apart:
             self._notes.append(f"{step.synchronization.why_apart}: ranks were not compared with one another")
             self._doubts.append("ranks were not compared with one another")
             return []
         findings = self._differing_gradients(reports)
-        aligned = align_inputs(step.inputs, self._transport) if step.aligns_inputs else None
-        if aligned is not None and aligned.why_not:
-            self._notes.append(f"ranks were not given rank 0's inputs: {aligned.why_not}")
-        has_same = step.same_inputs if aligned is None else not aligned.why_not
+        inputs, has_same, aligned = step.inputs, step.same_inputs, ["rank 0's buffers"]
+        if step.align_rng:
+            aligned.append("random numbers")
+        if step.aligns_inputs:
+            inputs, why_not = align_inputs(step.inputs, self._transport)
+            has_same = not why_not
+            if why_not:
+                self._notes.append(f"the ranks could not be compared with rank 0's inputs: {why_not}")
+            else:
+                aligned.append("inputs")
         kept = Kept()
-        recording = self._run(
-            step.inputs if aligned is None else aligned.inputs, prepare=self._align, kept=kept
-        ).recording
+        recording = self._run(inputs, prepare=self._align, kept=kept).recording
         found, recordings = self._first_between(recording)
         if found is None:
-            of = ", ".join(
-                ["rank 0's buffers"]
-                + ["random numbers"] * step.align_rng
-                + ["inputs"] * (aligned is not None and has_same)
-            )
             self._checked.append(
-                f"ranks with one another, with {of}: parameters, calls, outputs and gradients"
+                f"ranks with one another, with {', '.join(aligned)}: parameters, calls, outputs and gradients"
             )
             return findings
-        # The function itself passes other inputs, or calls other modules.
+        if self._may_differ(found, recordings, has_same=has_same, is_deterministic=is_deterministic):
+            return findings
+        between = between_ranks(
+            found,
+            recordings,
+            self._how_ranks_differ(found, recordings, kept),
+            facts=[one.facts for one in reports],
+            positions=None if step.align_rng else [one.positions for one in reports],
+        )
+        return [*findings, between]
+
+    def _may_differ(
+        self,
+        found: FirstDifference,
+        recordings: list[Recording],
+        *,
+        has_same: bool,
+        is_deterministic: bool,
+    ) -> bool:
+        """Note the reason and return True if ranks may differ in this way.
+
+        Args:
+            found: the first difference between ranks.
+            recordings: the recordings of all ranks.
+            has_same: whether all ranks had the same inputs.
+            is_deterministic: whether the runs on each rank were the same.
+        """
+        # If so, the function itself passes other inputs, or calls other modules.
         is_from_outside = found.call < 0 or (
-            found.stage == "input" and recording.calls[found.call].parent < 0
+            found.stage == "input" and recordings[0].calls[found.call].parent < 0
         )
         if found.stage in ("input", "calls") and not has_same and is_from_outside:
             self._checked.append("ranks with one another: parameters only, because each rank has other data")
@@ -275,33 +315,30 @@ class _Examination:
                 "compared. To compare them, pass the batch as inputs=(...)"
             )
             self._doubts.append("the ranks' results for their own data were not compared")
-        elif found.stage != "state" and not is_deterministic:
+            return True
+        if found.stage != "state" and not is_deterministic:
             self._notes.append(
                 "the ranks' results were not compared, because they already differ between runs on one rank"
             )
-        else:
-            difference = self._how_ranks_differ(found, recordings, kept)
-            own_positions = None if step.align_rng else [one.positions for one in reports]
-            facts_of_ranks = [one.facts for one in reports]
-            findings.append(
-                between_ranks(found, recordings, difference, facts=facts_of_ranks, positions=own_positions)
-            )
-        return findings
+            return True
+        return False
 
     def _align(self) -> None:
+        """Load rank 0's buffers and, if wanted, its random number generators. A collective call."""
         TensorBroadcaster([buffer for _, buffer in self._buffers], self._transport).start(0).wait()
         if self._step.align_rng:
             align_generators(self._transport)
 
-    def _first_between(self, mine: Recording) -> tuple[Found | None, list[Recording]]:
+    def _first_between(self, mine: Recording) -> tuple[FirstDifference | None, list[Recording]]:
+        """Return the first difference between the ranks' recordings, and all recordings if there is a difference."""
         digest = digest_of([fingerprint_of(mine.compared())])
-        if len(set(exchange(self._transport, self._step.title, [], payload=digest))) == 1:
+        if len(set(self._exchange(payload=digest))) == 1:
             return None, []
         recordings = [Recording.loaded(row) for row in self._transport.all_gather_bytes(mine.dumped())]
         return first_difference(recordings), recordings
 
-    def _how_ranks_differ(self, found: Found, recordings: list[Recording], kept: Kept) -> str:
-        """Describe how far the first rank of the second-largest group is from one of the largest."""
+    def _how_ranks_differ(self, found: FirstDifference, recordings: list[Recording], kept: Kept) -> str:
+        """Describe how far the first rank of the second-largest group is from a rank of the largest group."""
         if found.stage not in ("input", "output"):
             return ""
         places = [recording.events[found.event].values for recording in recordings]
@@ -321,7 +358,7 @@ class _Examination:
     # ------------------------------------------------------------------ evaluation of the ranks' reports
 
     def _differing_gradients(self, reports: list[OwnReport]) -> list[Finding]:
-        """Return findings for gradients that should be the same mean on all ranks, but differ."""
+        """Return a finding if gradients that should be the same mean on all ranks differ."""
         reduced = self._step.synchronization.reduced
         names = [name for name, _ in self._parameters if name in reduced]
         rows = [one.gradients for one in reports]
@@ -331,43 +368,24 @@ class _Examination:
         found = differences(names, rows)
         return [of_gradients([one.name for one in found], found[0].groups, len(names))] if found else []
 
-    def _note_data_and_generators(self, reports: list[OwnReport]) -> None:
-        step = self._step
+    def _note_batches(self, reports: list[OwnReport]) -> None:
         batches = groups_of([tuple(one.batch) for one in reports])
-        if len(batches) == 1 and reports[0].batch and not step.same_inputs:
+        if len(batches) == 1 and reports[0].batch and not self._step.same_inputs:
             self._notes.append(
                 "all ranks were given the same batch. In data-parallel training each rank has samples of its own: is "
                 "the sampler distributed (sl.DistributedSampler), and does it know its rank?"
             )
             self._doubts.append("all ranks were given the same batch")
-        drew = reports[0].drew
-        if drew:
-            names = ", ".join(drew[:_MAX_NAMED]) + (
-                f" and {len(drew) - _MAX_NAMED} more" if drew[_MAX_NAMED:] else ""
-            )
-            generators = {name for one in reports for name in one.generators}
-            same = all(len({one.positions.get(name) for one in reports}) == 1 for name in generators)
-            self._notes.append(
-                f"random numbers are drawn by {names}. "
-                + (
-                    "All ranks draw the same ones (the same dropout masks), because their generators are at the "
-                    "same position; "
-                    "if each is to draw its own, seed each with its rank: torch.manual_seed(seed + rank)"
-                    if same
-                    else "Each rank draws its own, because their generators are at different positions"
-                )
-            )
-        self._note_buffers(reports)
 
     def _note_buffers(self, reports: list[OwnReport]) -> None:
         of_buffers = {name for name, _ in self._buffers}
         found = differences([name for name, _ in self._compared], [one.state for one in reports])
         apart = [one.name for one in found if one.name in of_buffers]
         if apart:
-            shown = ", ".join(apart[:_MAX_NAMED]) + (", ..." if apart[_MAX_NAMED:] else "")
+            shown = ", ".join(apart[:MAX_NAMED]) + (", ..." if apart[MAX_NAMED:] else "")
             self._notes.append(
-                f"{len(apart)} buffers differ between ranks ({shown}), because each rank has its own batches; for the "
-                "comparison all ranks had rank 0's"
+                f"{len(apart)} buffers differ between ranks ({shown}), because each rank has its own batches. For the "
+                "comparison all ranks used rank 0's buffers"
             )
         if self._step.synchronization.exempt:
             self._notes.append("parameters and buffers that the wrapper ignores were not compared")
@@ -378,21 +396,5 @@ def _distinct(named: Iterable[tuple[str, Iterable[tuple[str, Tensor]]]]) -> list
     seen: dict[int, tuple[str, Tensor]] = {}
     for prefix, tensors in named:
         for name, tensor in tensors:
-            seen.setdefault(id(tensor), (f"{prefix}.{name}" if prefix else name, tensor))
+            seen.setdefault(id(tensor), (qualified(prefix, name), tensor))
     return list(seen.values())
-
-
-def _copied(inputs: Any) -> Any:
-    """Copy the tensors among the inputs, so that a step may write to them."""
-    return map_leaves(inputs, lambda _, leaf: _copy(leaf) if isinstance(leaf, Tensor) else leaf)
-
-
-def _copy(tensor: Tensor) -> Tensor:
-    return tensor.detach().clone().requires_grad_(tensor.requires_grad)
-
-
-def _bits_of_batch(recording: Recording) -> list[int]:
-    """Return the fingerprints of the input tensors of the first module."""
-    for event in recording.events[:1]:
-        return [value.bits for value in event.values if value.about.startswith("(")]
-    return []

@@ -1,4 +1,4 @@
-"""The report of a comparison, as data and as text, and the facts of this rank that may explain a difference."""
+"""The report of a comparison, as data and as text, and the facts about this rank that may explain a difference."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from importlib import metadata
-from typing import Any
+from typing import NamedTuple
 
 import torch
 
@@ -17,7 +17,7 @@ from syncline.words import describe_ranks, ranks_with
 
 
 def facts() -> dict[str, str]:
-    """Return versions, hardware and settings of this process, by name.
+    """Return the versions, hardware and settings of this process, by name.
 
     Example:
         >>> facts()["torch"] == torch.__version__
@@ -52,18 +52,19 @@ _WIDTH = 110
 
 @dataclass(frozen=True, kw_only=True)
 class Finding:
-    """One disagreement."""
+    """One disagreement: something that differs, though it should be the same."""
 
     ranks: tuple[int, ...]
-    """The ranks with the finding; for one between ranks, those outside the largest group of equal ranks."""
+    """The ranks with the disagreement. If ranks differ from one another, these are all ranks outside the largest group
+    of equal ranks."""
     module: str
-    """Qualified name of the module to blame; "" if there is none, or if it is the outermost."""
+    """Qualified name of the module that causes the disagreement; "" if none does, or if it is the outermost module."""
     kind: str
-    """Class of the module to blame; "" if there is none."""
+    """Class name of this module; "" if there is none."""
     what: str
     """A description of the difference, with its size."""
     causes: tuple[str, ...] = ()
-    """Explanations by observed evidence, the strongest first, each with a remedy."""
+    """Possible causes, each with a remedy; the cause with the strongest evidence is the first."""
 
     def __str__(self) -> str:
         return "\n".join([_wrapped(self.what, ""), *(_wrapped(cause, "- ") for cause in self.causes)])
@@ -71,16 +72,18 @@ class Finding:
 
 @dataclass(frozen=True, kw_only=True)
 class Report:
-    """The checks and their results; the same on all ranks. `print(report)` shows it."""
+    """The checks and their results. All ranks have the same report, and `print(report)` shows it."""
 
     title: str
+    """The name of the function that made the report."""
     num_ranks: int
+    """The number of ranks that were compared."""
     checked: tuple[str, ...]
-    """The computations and comparisons made."""
+    """The computations and comparisons that were made."""
     findings: tuple[Finding, ...] = ()
-    """Disagreements: first those within ranks, then those between ranks."""
+    """All disagreements: first those within ranks, then those between ranks."""
     notes: tuple[str, ...] = ()
-    """Useful observations that are no disagreement."""
+    """Useful observations that are not disagreements."""
     doubts: tuple[str, ...] = ()
     """Short forms of the notes that limit the verdict; the verdict includes them."""
     facts: tuple[Mapping[str, str], ...] = field(default=(), repr=False)
@@ -117,15 +120,15 @@ class Report:
         return "\n".join([*lines, *self._facts()])
 
     def _findings(self) -> list[str]:
-        """Return the numbered findings, each cause written out only where it occurs first."""
+        """Return the numbered findings. A cause is printed only in the first finding that has it."""
         lines: list[str] = []
-        said: dict[str, int] = {}
+        printed: dict[str, int] = {}
         for number, finding in enumerate(self.findings, 1):
-            new = [cause for cause in finding.causes if cause not in said]
-            earlier = sorted({said[cause] for cause in finding.causes if cause in said})
-            causes = [*new, *(f"as said under {other}" for other in earlier)]
+            new = [cause for cause in finding.causes if cause not in printed]
+            earlier = sorted({printed[cause] for cause in finding.causes if cause in printed})
+            causes = [*new, *(f"see finding {other}" for other in earlier)]
             lines.append(_indented(str(replace(finding, causes=tuple(causes))), f"{number}. "))
-            said |= dict.fromkeys(new, number)
+            printed |= dict.fromkeys(new, number)
         return lines
 
     def _facts(self) -> list[str]:
@@ -139,9 +142,21 @@ class Report:
         return ["ranks", *(_wrapped(one, "  - ") for one in ["; ".join(common), *apart] if one)]
 
 
+class OwnFinding(NamedTuple):
+    """A difference between two runs on one rank, which is sent to the other ranks; a `Finding` without ranks."""
+
+    module: str
+    kind: str
+    what: str
+    """A description of the difference, without the rank and the size."""
+    difference: str = ""
+    """The size of the difference for this rank's own data, in words; "" if unknown."""
+    causes: Sequence[str] = ()
+
+
 @dataclass(kw_only=True)
 class OwnReport:
-    """The report of one rank's own runs, sent to the other ranks."""
+    """The report of one rank's own runs, which is sent to the other ranks."""
 
     facts: dict[str, str]
     positions: dict[str, str]
@@ -151,16 +166,17 @@ class OwnReport:
     drew: list[str]
     """Names of the modules that drew random numbers."""
     generators: list[str]
-    """Names of the generators from which they drew."""
+    """Names of the random number generators from which these modules drew."""
     state: list[int]
     """Fingerprints of parameters and buffers before the runs."""
     gradients: list[int]
     """Fingerprints of the gradients that are reduced."""
-    findings: list[dict[str, Any]] = field(default_factory=list)
+    findings: Sequence[OwnFinding]
+    """The differences between this rank's own runs."""
 
 
 class Disagreement(SynclineError):
-    """An error: results of two runs, or of two ranks, are not the same. The same text on every rank.
+    """An error because results of two runs, or of two ranks, are not the same. Every rank raises the same text.
 
     Attributes:
         report: the report with all findings.
@@ -172,7 +188,7 @@ class Disagreement(SynclineError):
 
 
 def by_value(values: Sequence[str]) -> str:
-    """Describe the value of each rank, with equal values merged.
+    """Describe the value of each rank in one line, with equal values merged.
 
     Example:
         >>> by_value(["1", "1"]), by_value(["1", "2"])

@@ -1,4 +1,4 @@
-"""Fingerprints of the inputs and outputs of modules, and descriptions of how two tensors differ."""
+"""Fingerprints of the inputs and outputs of modules, and descriptions of the difference between two tensors."""
 
 from __future__ import annotations
 
@@ -14,23 +14,24 @@ from syncline.gradients.usage import tensors_in
 from syncline.trees import leaves
 
 KEPT_BYTES = 1 << 28
-"""Limit for the copies of one run's outputs, which are needed to report how much another run differs."""
+"""Limit for the copies of the inputs and outputs in one run. They show how much another run differs."""
 
 
 class Value(NamedTuple):
-    """One tensor or plain value at one moment."""
+    """The fingerprint of one tensor or plain value at one moment."""
 
     name: str
-    """Its position in the tree of values; "" if it is the whole tree."""
+    """The position of the value in the tree of values; "" if it is the whole tree."""
     about: str
-    """Shape and dtype of a tensor, type of a plain value."""
+    """Shape and dtype of a tensor, or type of a plain value."""
     bits: int
-    """Its fingerprint."""
+    """The fingerprint; 0 if the value cannot be read."""
     has_nan: bool = False
+    """Whether the value is a tensor with NaN in it."""
 
 
 def values_of(tree: Any) -> tuple[Value, ...]:
-    """Return the values of the tensors and plain values in a tree; objects of other kinds are ignored.
+    """Return the fingerprints of the tensors and plain values in a tree; objects of other kinds are ignored.
 
     Example:
         >>> x, n = values_of((torch.zeros(2), {"n": 3}))
@@ -41,7 +42,7 @@ def values_of(tree: Any) -> tuple[Value, ...]:
 
 
 def values_of_named(named: Sequence[tuple[str, Any]]) -> tuple[Value, ...]:
-    """Return the values of named tensors and plain values, in their order."""
+    """Return the fingerprints of named tensors and plain values, in their order."""
     with torch.no_grad():
         bits = _bits_of([leaf for _, leaf in named])
         return tuple(
@@ -51,7 +52,10 @@ def values_of_named(named: Sequence[tuple[str, Any]]) -> tuple[Value, ...]:
 
 
 def named_leaves(tree: Any) -> list[tuple[str, Any]]:
-    """Return the tensors and plain values of a tree with their positions, including those in batch objects."""
+    """Return the tensors and plain values of a tree with their positions.
+
+    Tensors in mappings and dataclasses of other kinds (such as a tokenizer's batch) are included.
+    """
     found: list[tuple[str, Any]] = []
     for name, leaf in leaves(tree):
         if isinstance(leaf, Tensor | int | float | complex | str | bytes | bool | None):
@@ -96,7 +100,7 @@ def _has_nan(value: Any) -> bool:
 
 
 class Kept:
-    """Copies of one run's outputs, up to a size limit, by event and position in the event."""
+    """Copies of the inputs and outputs in one run, up to a size limit, by event and position in the event."""
 
     def __init__(self, limit_bytes: int = KEPT_BYTES) -> None:
         self._left_bytes = limit_bytes
@@ -110,16 +114,12 @@ class Kept:
                 self._tensors[event, place] = leaf.detach().to("cpu", copy=True)
 
     def get(self, event: int, place: int) -> Tensor | None:
-        """Return the copy of one tensor, or None if it did not fit."""
+        """Return the copy of one tensor; None if the tensor did not fit into the limit."""
         return self._tensors.get((event, place))
 
 
 def how_they_differ(expected: Tensor, got: Tensor) -> str:
-    """Describe how many elements differ, and by how much.
-
-    Args:
-        expected: a tensor on the CPU.
-        got: a tensor on the CPU.
+    """Describe how many elements of two tensors on the CPU differ, and by how much.
 
     Example:
         >>> how_they_differ(torch.tensor([1.0, 2.0, 3.0]), torch.tensor([1.0, 2.5, 2.0]))

@@ -123,11 +123,12 @@ def _examine(
         run=lambda inputs: _forward_and_backward(module, *inputs),
         inputs=(args, kwargs),
         roots={"": module},
+        subject=Subject([module], with_gradients=False),
         synchronization=synchronization_of({"": ddp}, with_gradients=False),
         transport=transport,
         aligns_inputs=True,
     )
-    report = examine(step, Subject([module], with_gradients=False))
+    report = examine(step)
     text = str(report)
     if isinstance(ddp, DistributedDataParallel):
         text += f"\n\n{ddp.contract}"
