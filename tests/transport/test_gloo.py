@@ -230,9 +230,9 @@ def test_all_that_a_backend_said_is_told_but_not_torchs_own_stack() -> None:
         size=2,
         backend="nccl",
         timeout_seconds=0,
-        barrier_device="cuda",
     )
-    transport = SimpleNamespace(health=health, own_lane=Lane("main", None), timeout_seconds=1.0)
+    lane = Lane("main", None, barrier_device="cuda")
+    transport = SimpleNamespace(health=health, own_lane=lane, timeout_seconds=1.0)
     work = C10dWork(transport, "barrier", "", None)  # type: ignore[arg-type]
     words = "NCCL error, unhandled system error\nLast error:\nsocketStartConnect: refused"
     raised = RuntimeError(f"{words}\nException raised from wait at x.cpp:1\nframe #0: y")

@@ -261,7 +261,8 @@ def test_a_call_on_a_broken_group_says_that_it_comes_too_late() -> None:
         t.all_reduce(torch.ones(2 + t.rank)).wait()
     for _ in range(2):
         with pytest.raises(
-            CollectiveMismatch, match=r"^this group was broken before(.|\n)*make it anew(.|\n)*of 3 elements"
+            CollectiveMismatch,
+            match=r"^this process group failed before(.|\n)*create it again(.|\n)*of 3 elements",
         ):
             t.all_reduce(torch.ones(2)).wait()
 

@@ -163,9 +163,10 @@ class FailedWait:
             steady: the same places, with only those waits that were seen twice.
         """
         health = self._health
-        if health.wait is None:
+        wait = health.position.wait
+        if wait is None:
             return
-        left = left_ranks(health.wait, places)
+        left = left_ranks(wait, places)
         if left:
             raise self._left(left, places)
         what, stuck = "", stuck_ranks(steady)

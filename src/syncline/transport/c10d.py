@@ -100,10 +100,10 @@ class C10dTransport(Transport):
             timeout_seconds = group_timeout_seconds(group)
         super().__init__(rank=rank, size=group.size(), timeout_seconds=timeout_seconds, board=board)
         self._group: Any = group  # None once closed. Typed as Any, because no operation starts after that.
-        self.own_lane = Lane(MAIN_LANE, group)
         self._lanes: list[C10dTransport] = []
         self._num_lanes_for: Counter[str] = Counter()
         self._backends = backends_of(group)
+        self.own_lane = Lane(MAIN_LANE, group, barrier_device=self.control_device.type)
         self._owns_group = False
         self._has_mean = set(self._backends.values()) <= _BACKENDS_WITH_MEAN
         self._options = CallOptions(
@@ -118,7 +118,6 @@ class C10dTransport(Transport):
             size=self.size,
             backend=self.name,
             timeout_seconds=max(self.timeout_seconds, group_timeout_seconds(group)),
-            barrier_device=self.control_device.type,
         )
         if notices is not None:
             publisher().add(self.health)
@@ -265,7 +264,8 @@ class C10dTransport(Transport):
         self._num_lanes_for[purpose] += 1
         lane = copy(self)
         lane._group, lane._owns_group = group, True
-        lane.own_lane = Lane(lane_name(purpose, self._num_lanes_for[purpose]), group)
+        name = lane_name(purpose, self._num_lanes_for[purpose])
+        lane.own_lane = Lane(name, group, barrier_device=self.own_lane.barrier_device)
         self.health.lanes.append(lane.own_lane)
         self._lanes.append(lane)
         lane._start_barrier().wait()  # a rank that closes the lane at once would disconnect ranks that still connect
@@ -361,7 +361,7 @@ class C10dTransport(Transport):
                 lane.close()
         elif group is not None:
             self._lanes.remove(self)
-            self.health.lane_closed(self.own_lane)
+            self.health.position.lane_closed(self.own_lane)
         if self._owns_group and group is not None:
             self.own_lane.group = None
             groups = [group]

@@ -234,14 +234,15 @@ class LongWait:
         self._warned_of: set[int] = set()
 
     def __enter__(self) -> LongWait:
-        self._health.wait_begins(self._work)
+        is_only_thread = self._health.calling_thread == threading.get_ident()
+        self._health.position.wait_begins(self._work, blocks_rank=is_only_thread)
         self._post()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None
     ) -> None:
-        self._health.wait_ends()
+        self._health.position.wait_ends()
         if error is None:
             self._post()
 
@@ -278,7 +279,7 @@ class LongWait:
             place.wait.lane for place in seen.values() if place.wait is not None and place.wait.is_torchs
         }
         if lanes:
-            health.count_calls_of_torch(lanes)
+            health.position.count_calls_of_torch(lanes)
             self._post()
             seen[health.rank] = health.place(code=seen[health.rank].code)
         return seen
