@@ -257,7 +257,7 @@ def test_ranks_may_meet_again_and_again_at_one_store() -> None:
 @pytest.mark.ranks(2)
 def test_a_call_on_a_broken_group_says_that_it_comes_too_late() -> None:
     t = met()
-    with pytest.raises(CollectiveMismatch, match=r"^the ranks met in different calls"):
+    with pytest.raises(CollectiveMismatch, match=r"^the ranks made different calls"):
         t.all_reduce(torch.ones(2 + t.rank)).wait()
     for _ in range(2):
         with pytest.raises(

@@ -12,6 +12,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Protocol
 
 from syncline._torch.process_groups import is_living
@@ -94,16 +95,13 @@ class Position:
 
     def as_place(self, *, code: str | None = None, has_left: bool = False) -> Place:
         """Return a snapshot of this position for the peers."""
-        return Place.of(
-            self._board,
-            wait=self.wait,
+        return replace(
+            Place.of(self._board, wait=self.wait, code=code, has_left=has_left),
             num_started={
                 **(dict(self._closed) if has_left else {}),
                 **{lane.name: lane.num_started for lane in list(self._lanes)},
                 **self._num_started_by_torch,
             },
-            code=code,
-            has_left=has_left,
             seen=time.time(),
         )
 

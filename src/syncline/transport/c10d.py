@@ -28,7 +28,7 @@ from torch import Tensor
 from syncline._torch.process_groups import all_gather_flat, reduce_scatter_flat
 from syncline.errors import PeerFailed, PeerLost, SynclineError
 from syncline.liveness.board import MAIN_LANE, Board
-from syncline.liveness.calls import Failure, lane_name, named_ranks
+from syncline.liveness.calls import Failure, lane_name
 from syncline.liveness.failed_wait import FailedWait
 from syncline.liveness.health import CLOSED, Health, Lane
 from syncline.liveness.notices import Notices, publisher
@@ -50,6 +50,7 @@ from syncline.transport.c10d_work import C10dWork, MessageWork
 from syncline.transport.threads import ThreadGroup
 from syncline.transport.watched_work import MESSAGES
 from syncline.transport.work import DONE, Work
+from syncline.words import describe_ranks
 
 _BACKENDS_WITH_MEAN = {"gloo", "nccl", "xccl"}
 
@@ -336,7 +337,7 @@ class C10dTransport(Transport):
         except SynclineError:
             raise
         except RuntimeError as error:
-            others = named_ranks(ranks)
+            others = describe_ranks(ranks)
             text = f"rank {self.rank} could not connect to {others} a second time, for a lane or a split: {error}"
             raise self.health.failed(Failure(PeerLost, text)) from error
 

@@ -10,7 +10,6 @@ from torch import Tensor
 
 from syncline.errors import SynclineError
 from syncline.liveness.board import MAIN_LANE
-from syncline.liveness.calls import named_ranks
 from syncline.liveness.health import Lane
 from syncline.liveness.processes import host_key
 from syncline.transport.c10d import C10dTransport
@@ -18,6 +17,7 @@ from syncline.transport.c10d_groups import writing
 from syncline.transport.shared_memory.core import SharedMemoryUnavailable
 from syncline.transport.shared_memory.hub import NUM_EXCHANGES, Hub
 from syncline.transport.shared_memory.transport import SharedMemoryTransport
+from syncline.words import describe_ranks
 
 
 @dataclass(frozen=True)
@@ -129,7 +129,7 @@ def shared_memory_inside(beneath: C10dTransport, hosts: Hosts) -> SharedMemoryTr
 
 def trouble_on_host(members: Sequence[int], error: Exception) -> str:
     """Return an error of a host's ranks as text for the other hosts."""
-    return f"{named_ranks(members)}, numbered from 0 on their host: {str(error) or type(error).__name__}"
+    return f"{describe_ranks(members)}, numbered from 0 on their host: {str(error) or type(error).__name__}"
 
 
 def raise_if_any(beneath: C10dTransport, trouble: str) -> None:

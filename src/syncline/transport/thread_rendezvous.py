@@ -15,19 +15,19 @@ from collections.abc import Callable
 from typing import Any
 
 from syncline.errors import CollectiveMismatch, CollectiveTimeout, PeerFailed, SynclineError, UnevenInputs
-from syncline.liveness.board import MAIN_LANE, Board, Place, Wait, who_is_where
+from syncline.liveness.board import MAIN_LANE, Board, Place, Wait, describe_places
 from syncline.liveness.calls import (
     ENDLESS_WAIT,
     SAME_CALLS,
     Call,
     Failure,
     lane_name,
-    named_ranks,
     remedy_for_left,
 )
 from syncline.liveness.deadlock import stuck_among
 from syncline.liveness.processes import FORKED, refuse_in_forks
 from syncline.transport.work import Disagreement
+from syncline.words import describe_ranks
 
 
 class State(enum.Enum):
@@ -94,7 +94,7 @@ class Rendezvous:
         for rank in self.members:
             call = self.calls.get(rank)
             by_call.setdefault("has not called yet" if call is None else str(call), []).append(rank)
-        return "\n".join(f"  {named_ranks(ranks)}: {call}" for call, ranks in by_call.items())
+        return "\n".join(f"  {describe_ranks(ranks)}: {call}" for call, ranks in by_call.items())
 
 
 class _Common:
@@ -298,7 +298,7 @@ class CallMatcher:
     def _time_out(self, rank: int, rendezvous: Rendezvous, timeout_seconds: float) -> None:
         text = (
             f"{rendezvous.calls[rank]} ({rendezvous.title} of this group of {self.size}): "
-            f"{named_ranks(rendezvous.absent())} did not arrive within {timeout_seconds:g} s\n"
+            f"{describe_ranks(rendezvous.absent())} did not arrive within {timeout_seconds:g} s\n"
             f"{rendezvous.describe_calls()}\n{self._describe_places()}\n"
             "look at what the absent ranks do instead (an endless loop, fewer batches); "
             "if they are only slow, raise the timeout"
@@ -315,7 +315,7 @@ class CallMatcher:
             if matcher is not None and rendezvous is not None:
                 wait = Wait(lane=matcher.name, call=rendezvous.call_number, words=str(rendezvous.calls[rank]))
             places[rank] = Place.of(board, wait=wait, has_left=rank in common.gone)
-        return who_is_where(places, size=self.size)
+        return describe_places(places, size=self.size)
 
     def break_(self, failure: Failure) -> None:
         """Fail all current and later rendezvous, here and in the children."""

@@ -23,7 +23,6 @@ from typing import Any
 from torch.distributed import DistStoreError
 
 from syncline.errors import CollectiveTimeout, SynclineError
-from syncline.liveness.calls import named_ranks
 from syncline.liveness.processes import host_key
 from syncline.liveness.store import SignedStore, decode
 from syncline.transport.shared_memory.core import MAX_RANKS, SharedMemoryUnavailable, library
@@ -40,6 +39,7 @@ from syncline.transport.shared_memory.sockets import (
     send_file,
     send_rows,
 )
+from syncline.words import describe_ranks
 
 Exchange = Callable[[bytes], list[bytes]]
 """A collective function that gathers every rank's bytes, in rank order."""
@@ -249,13 +249,13 @@ def _check_ability(everyone: list[_Presence]) -> None:
         reasons.append(f"{len(everyone)} ranks, and at most {MAX_RANKS} can share memory")
     others = [rank for rank, presence in enumerate(everyone) if presence.host != everyone[0].host]
     if others:
-        reasons.append(f"{named_ranks(others)} run on another host (or in another container) than rank 0")
+        reasons.append(f"{describe_ranks(others)} run on another host (or in another container) than rank 0")
     builds = [rank for rank, presence in enumerate(everyone) if presence.build != everyone[0].build]
     if builds and not others:
-        reasons.append(f"{named_ranks(builds)} run another build of the native library than rank 0")
+        reasons.append(f"{describe_ranks(builds)} run another build of the native library than rank 0")
     users = [rank for rank, presence in enumerate(everyone) if presence.uid != everyone[0].uid]
     if users:
-        reasons.append(f"{named_ranks(users)} run as another user than rank 0")
+        reasons.append(f"{describe_ranks(users)} run as another user than rank 0")
     pids = [presence.pid for presence in everyone]
     if len(set(pids)) < len(pids) and not others:
         reasons.append("two ranks are in one process")
@@ -324,8 +324,8 @@ def store_exchange(store: Any, rank: int, size: int, timeout_seconds: float) -> 
         except DistStoreError as error:
             missing = [peer for peer, key in enumerate(keys) if not messages.has(key)]
             raise CollectiveTimeout(
-                f"rank {rank} of {size} waited {timeout_seconds:g} s, but {named_ranks(missing)} did not take part in "
-                "setting up shared memory. Look for an earlier error of theirs, or for a different call"
+                f"rank {rank} of {size} waited {timeout_seconds:g} s, but {describe_ranks(missing)} did not take part "
+                "in setting up shared memory. Look for an earlier error of theirs, or for a different call"
             ) from error
         return [text.encode() for text in messages.multi_get(keys)]
 

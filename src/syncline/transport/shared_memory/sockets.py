@@ -18,8 +18,8 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from syncline.errors import SynclineError
-from syncline.liveness.calls import named_ranks
 from syncline.liveness.processes import RankProcess
+from syncline.words import describe_ranks
 
 
 class Peers:
@@ -143,7 +143,7 @@ def accepted(listener: socket.socket, expected: RankOnSocket, token: bytes) -> s
         try:
             connection, _ = listener.accept()
         except TimeoutError:
-            raise SynclineError(f"{named_ranks([expected.rank])} did not connect") from None
+            raise SynclineError(f"{describe_ranks([expected.rank])} did not connect") from None
         try:
             # Checked before the first read, so that a foreign process that sends nothing cannot delay this rank.
             _check_credentials(connection, expected)
