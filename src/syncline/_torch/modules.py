@@ -70,7 +70,7 @@ def _keep_out_of_compilation() -> None:
     if _is_kept_out or not is_compiler_loaded():
         return
     # The name is looked up here, because the lookup waits if another thread is importing the compiler.
-    add = lookup(f"{_COMPILER}:trace_rules.add", "keep its own functions out of torch.compile")
+    add = lookup(f"{_COMPILER}:trace_rules.add", "exclude its functions from torch.compile")
     _is_kept_out = True
     add(__name__.partition(".")[0])
 

@@ -25,24 +25,21 @@ EVAL_FORWARD = "forward in eval mode"
 """The phase of a forward of a wrapper in eval mode, in which the module's buffers are sent."""
 
 
+@dataclass(slots=True, eq=False)
 class Board:
-    """The position of this rank. Its attributes are plain, because the hot path of every step writes to them.
+    """The position of this rank. Its attributes are plain, because the hot path of every step writes to them."""
 
-    Attributes:
-        step: the current training step, from 1; None before the first step.
-        phase: the part of the step, in words.
-        bucket: the bucket of gradients that the rank sends or waits for; None if there is none.
-        opening: the call of Syncline that the ranks agree on or run now, such as "sl.mean"; None if there is none (see
-            `transport/agreement.py`).
+    step: int | None = None
+    """The current training step, from 1; None before the first step."""
+    phase: str = _BEFORE
+    """The part of the step, in words."""
+    bucket: int | None = None
+    """The bucket of gradients that the rank sends or waits for; None if there is none."""
+    opening: str | None = None
+    """The call of Syncline that the ranks agree on or run now, such as "sl.mean"; None if there is none.
+
+    See `transport/agreement.py`.
     """
-
-    __slots__ = ("bucket", "opening", "phase", "step")
-
-    def __init__(self) -> None:
-        self.step: int | None = None
-        self.phase = _BEFORE
-        self.bucket: int | None = None
-        self.opening: str | None = None
 
     @contextmanager
     def called(self, title: str) -> Iterator[None]:
@@ -70,8 +67,7 @@ class Wait:
     blocks_rank: bool = True
     """Whether no other thread of the rank has ever started a collective, so that the whole rank waits."""
     is_torchs: bool = False
-    """Whether the program called torch.distributed itself. The lane is then a process group of torch; see `calls.py`.
-    """
+    """Whether this is a call of torch.distributed by the program. The lane is then a process group; see `calls.py`."""
 
     def __str__(self) -> str:
         if self.is_torchs:

@@ -31,25 +31,22 @@ def different_calls(places: Places) -> list[int]:
         >>> different_calls({rank: Place(wait=Wait(lane="main", call=1, words=f"{rank}")) for rank in range(2)})
         [0, 1]
     """
-    words: dict[tuple[str, int], set[str]] = {}
     # Calls of torch are left out, because torch also counts messages, which not all ranks send.
     waits = {
         rank: place.wait
         for rank, place in sorted(places.items())
-        if place.wait is not None and not place.wait.is_torchs
+        if place.wait is not None and place.wait.call is not None and not place.wait.is_torchs
     }
+    words: dict[tuple[str, int | None], set[str]] = {}
     for wait in waits.values():
-        if wait.call is not None:
-            words.setdefault((wait.lane, wait.call), set()).add(wait.words)
-    return [
-        rank for rank, wait in waits.items() if wait.call is not None and len(words[wait.lane, wait.call]) > 1
-    ]
+        words.setdefault((wait.lane, wait.call), set()).add(wait.words)
+    return [rank for rank, wait in waits.items() if len(words[wait.lane, wait.call]) > 1]
 
 
 def stuck_ranks(places: Places) -> list[int]:
     """Return the ranks that wait for each other in different calls, so that none of the waits can ever end.
 
-    Rank A waits for rank B if B has not started A's call. B cannot start that call while it waits itself. If B waits
+    Rank A waits for rank B if B has not started A's call. B cannot start A's call while B waits. If B waits
     for A, or for another rank that waits for A, neither wait can end.
     """
     waits_for: dict[int, Collection[int]] = {}

@@ -12,7 +12,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from syncline._torch.process_groups import is_living
@@ -24,22 +24,18 @@ from syncline.liveness.processes import FORKED, RankProcess, refuse_in_forks
 from syncline.user_code import user_code
 
 
+@dataclass(slots=True, eq=False)
 class Lane:
-    """A separate sequence of a transport's collectives, which are numbered in the same way on every rank.
+    """A separate sequence of a transport's collectives, which are numbered in the same way on every rank."""
 
-    Args:
-        name: the name of the lane, for messages.
-        group: the process group of torch that carries the lane; None if there is none.
-        barrier_device: the type of device on which a barrier of the lane runs.
-    """
-
-    __slots__ = ("barrier_device", "group", "name", "num_started")
-
-    def __init__(self, name: str, group: object, *, barrier_device: str = "cpu") -> None:
-        self.name = name
-        self.group = group
-        self.barrier_device = barrier_device
-        self.num_started = 0
+    name: str
+    """The name of the lane, for messages."""
+    group: object
+    """The process group of torch that carries the lane; None if there is none."""
+    barrier_device: str = "cpu"
+    """The type of device on which a barrier of the lane runs."""
+    num_started: int = 0
+    """Number of collectives that this rank has started on the lane."""
 
 
 class Waiting(Protocol):

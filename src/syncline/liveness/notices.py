@@ -2,8 +2,8 @@
 
 There are three kinds of notices: the failure of the group, the place of each rank, and the process of each rank. The
 first rank that detects a failure publishes the failure, and the others read it while they wait. A waiting rank reads
-the places to show where its peers are. Without the store, ranks exchange no notices, and each rank still raises an
-error of its own.
+the places of its peers to show them in an error. Without the store, ranks exchange no notices, but they still raise
+errors.
 
 `Publisher` is a thread that publishes this rank's place while the rank does not wait for its peers. Each process has
 one publisher. It keeps no transport alive. The thread ends before the interpreter does, because a thread that runs C++
@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import functools
 import os
 import threading
 from collections.abc import Callable
@@ -256,9 +257,7 @@ class Publisher:
         for what in current:
             if self._ended:
                 return
-            with contextlib.suppress(
-                Exception
-            ):  # there is no caller that could catch an error of this thread
+            with contextlib.suppress(Exception):  # this thread has no caller that could catch an error
                 self._publish(what)
 
     def _publish(self, what: Published) -> None:
@@ -301,25 +300,19 @@ class Publisher:
         return place
 
 
-_publisher: Publisher | None = None
-
-
+@functools.cache
 def publisher() -> Publisher:
     """Return the publisher of this process."""
-    global _publisher
-    if _publisher is None:
-        _publisher = Publisher()
-        atexit.register(_publisher.end)
-    return _publisher
+    found = Publisher()
+    atexit.register(found.end)
+    return found
 
 
-def _forget_the_parents() -> None:
-    """Drop the parent's publisher in a fork, because the fork does not have its thread."""
-    global _publisher
-    if _publisher is not None:
-        atexit.unregister(_publisher.end)
-    _publisher = None
+def _forget_publisher() -> None:
+    """Forget the parent's publisher in a fork, because the fork does not have the publisher's thread."""
+    atexit.unregister(publisher().end)
+    publisher.cache_clear()
 
 
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_forget_the_parents)
+    os.register_at_fork(after_in_child=_forget_publisher)

@@ -5,7 +5,7 @@ of shared memory, or the record of drifting replicas that belongs to the module.
 here. The registry is in `session/`, because the packages that register or search (gradients, sharded, checkpoint, verbs
 and ddp) are all above `session/`. The registry is not a part of the session: attached objects outlive `shutdown`.
 
-The registry finds objects by their class and uses none of these classes itself. The package of a class defines the
+The registry finds objects by their class and imports none of these classes. The package of a class defines the
 search (`reducers_of`, `one_copy_of`, `divergences_around`).
 """
 

@@ -1,4 +1,4 @@
-"""Requests to stop this process, made by a signal or by the program itself.
+"""Requests to stop this process, made by a signal or by the program.
 
 A signal handler can interrupt the main thread between any two instructions. So the handler only records the request.
 `Checkpointer.stop_if_asked` reads the request and acts on it.
@@ -130,9 +130,8 @@ class StopRequest:
             return False
         for number in signals:
             handler: Any = signal.getsignal(number)
-            if (
-                handler is None or handler == signal.SIG_IGN
-            ):  # None: code outside of Python has set the handler
+            # None means that code outside of Python has set the handler.
+            if handler is None or handler == signal.SIG_IGN:
                 continue
             if not isinstance(handler, _Handler):
                 handler = _Handler(number, handler)
@@ -149,9 +148,8 @@ class StopRequest:
             handler.requests.remove(self)
             installed: Any = signal.getsignal(handler.number)
             if not handler.requests and installed is handler:
-                with contextlib.suppress(
-                    ValueError
-                ):  # not the main thread; our handler then calls the previous one
+                # Another thread than the main thread gets a ValueError. `handler` then calls the previous handler.
+                with contextlib.suppress(ValueError):
                     signal.signal(handler.number, handler.before)
 
     def rearm(self) -> None:

@@ -50,7 +50,7 @@ class Transports:
         self._entries: dict[int, _Entry] = {}
         self._alone: Transport | None = None
         self._has_lost_default = False
-        """Whether the program itself, and not `shutdown`, destroyed a default group of several ranks."""
+        """Whether code other than `shutdown` destroyed a default group of several ranks."""
         self._has_warned = False
 
     def of(self, group: dist.ProcessGroup | Transport | None, asked: str) -> Transport:
