@@ -178,7 +178,7 @@ def _wait_for_all(store: Store, mine: Presence, timeout_seconds: float) -> list[
     if len(sizes) > 1:
         sizes_in_words = ", ".join(f"{p.size} on rank {p.rank} ({p})" for p in everyone)
         raise SynclineError(
-            f"the ranks have different numbers of ranks: {sizes_in_words}. Set the same WORLD_SIZE on all ranks"
+            f"the ranks have different world sizes: {sizes_in_words}. Set the same WORLD_SIZE on all ranks"
         )
     difference = _difference(everyone)
     if difference is not None:
