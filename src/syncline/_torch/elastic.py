@@ -31,7 +31,7 @@ class Method:
 
     @property
     def is_there(self) -> bool:
-        """Whether this torch has the method."""
+        """Whether the installed torch has the method."""
         return is_there(self._original)
 
     @contextlib.contextmanager

@@ -43,7 +43,7 @@ class Board:
 
     @contextmanager
     def called(self, title: str) -> Iterator[None]:
-        """Name the call `title` in errors about collectives inside the block, unless a call around it has a name."""
+        """Let errors inside the block name the call `title`, unless an outer block names another call."""
         before = self.opening
         self.opening = before or title
         try:
@@ -129,7 +129,7 @@ class Place:
         return self.phase == EVAL_FORWARD
 
     def is_in(self, wait: Wait) -> bool:
-        """Return whether the rank waits in the call of `wait`, which is the same lane and the same number of the call.
+        """Return whether the rank waits in the same call as `wait`, compared by lane and number.
 
         The operations may differ if the ranks made different calls.
         """

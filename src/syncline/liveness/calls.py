@@ -76,7 +76,10 @@ _MAX_TEXT_CHARS = 32 * 1024
 
 @dataclass(frozen=True)
 class Call:
-    """A call of one rank. In a collective, all ranks must make the same call; a message has a send and a recv."""
+    """The call that one rank makes in a collective or a message.
+
+    In a collective, all ranks must make the same call. In a message, one rank sends and the other receives.
+    """
 
     operation: str
     detail: str = ""
@@ -233,7 +236,7 @@ class TorchCall:
         return Wait(lane=lane, call=self.number, words=words, blocks_rank=blocks_rank, is_torchs=True)
 
     def end(self, error: SynclineError) -> None:
-        """Raise `error` in the main thread, inside this call; do nothing if the call has returned."""
+        """Raise `error` in the main thread, inside this call. Do nothing if the call has returned."""
         main = threading.main_thread().ident or 0
         if _call_of_frame(sys._current_frames().get(main)) != self:
             return

@@ -32,7 +32,7 @@ from syncline.words import describe_ranks
 
 
 class FailedWait:
-    """The search for the cause of a failed wait.
+    """The search for the cause of a wait that has failed, and the error with this cause.
 
     Each method marks the group as failed, publishes the failure, and returns the error to raise on this rank. If a peer
     has already published a cause, the error names that cause.
@@ -119,7 +119,7 @@ class FailedWait:
         return self._ended(UnevenInputs, what, remedy, places)
 
     def mismatched(self, calls: dict[int, Call]) -> SynclineError:
-        """Return the error for ranks that made different calls where one collective needs equal calls.
+        """Return the error for ranks that made different calls in one collective.
 
         Args:
             calls: the call of each rank, by rank.
@@ -158,7 +158,7 @@ class FailedWait:
             time.sleep(_PAUSE_SECONDS)
 
     def raise_if_endless(self, places: dict[int, Place], steady: dict[int, Place]) -> None:
-        """Raise if this wait, which has not failed yet, can never end.
+        """Raise an error if this wait can never end, although it has not failed yet.
 
         Args:
             places: the last place of each rank.
@@ -245,7 +245,7 @@ def _without_cpp_frames(message: str) -> str:
 
 
 def is_of_backend(error: RuntimeError) -> bool:
-    """Return whether the error's text is one that a backend raises for late or lost peers, or for different calls."""
+    """Return whether a backend raises this error for late or lost peers, or for different calls."""
     return _meaning(str(error))[0] is not SynclineError
 
 

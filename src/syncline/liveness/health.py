@@ -66,11 +66,11 @@ class Position:
         self._num_started_by_torch: dict[str, int] = {}
         """Like `Place.num_started`, for groups of torch in which a peer waits while this rank waits."""
 
-    def wait_begins(self, work: Waiting, *, blocks_rank: bool) -> None:
+    def begin_wait(self, work: Waiting, *, blocks_rank: bool) -> None:
         """Record that this rank has been waiting in a call for a while."""
         self.wait = work.as_wait(number=time.monotonic_ns(), blocks_rank=blocks_rank)
 
-    def wait_ends(self) -> None:
+    def end_wait(self) -> None:
         """Record that the wait is over."""
         self.wait = None
         self._num_started_by_torch = {}
@@ -79,7 +79,7 @@ class Position:
         """Count the calls that this rank has started on groups of torch, in which peers wait while this rank waits."""
         self._num_started_by_torch = num_started(lanes)
 
-    def lane_closed(self, lane: Lane) -> None:
+    def mark_lane_closed(self, lane: Lane) -> None:
         """Mark a lane as closed.
 
         When this rank shuts down, it publishes the number of calls that it started on the lane, for peers that still
@@ -146,7 +146,7 @@ class Health:
     # ------------------------------------------------------------------ the end of the group
 
     def fail(self, failure: Failure) -> None:
-        """Mark the group as failed and publish the failure.
+        """Mark the process group as failed and publish the failure.
 
         If a peer has published a failure with a common text first, that failure is used instead.
         """
@@ -158,7 +158,7 @@ class Health:
             self._keep_groups()
 
     def failed(self, failure: Failure) -> SynclineError:
-        """Mark the group as failed, like `fail`, and return the error to raise on this rank."""
+        """Mark the process group as failed, like `fail`, and return the error to raise on this rank."""
         self.fail(failure)
         return self.error()
 
@@ -175,7 +175,7 @@ class Health:
         return error
 
     def refuse_a_fork(self) -> None:
-        """Refuse all use in this process, a fork of a rank, without informing the peers."""
+        """Let every later call fail, because this process is a fork of a rank. Do not inform the peers."""
         self.failure = FORKED
         self.on_failure.clear()
 
@@ -184,7 +184,7 @@ class Health:
         return self._group is not None and not is_living(self._group)
 
     def is_live(self) -> bool:
-        """Return whether there is still something to publish; once False, it stays False."""
+        """Return whether this rank still publishes its place. Once the result is False, it stays False."""
         return self.failure is None and not self.has_lost_its_group()
 
     def leave(self) -> None:
@@ -246,7 +246,7 @@ class Health:
         self.calling_thread = thread if self.calling_thread == 0 else -1
 
     def runs_over(self, backend: str) -> None:
-        """Name another backend in messages from now on."""
+        """Set the name of the backend in messages."""
         self.backend = backend
 
     def place(self, *, code: str | None = None, has_left: bool = False) -> Place:

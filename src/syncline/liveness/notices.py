@@ -165,7 +165,7 @@ class Notices:
         return f"{self._epoch}/{name}"
 
     def _ask(self, question: Callable[[SignedStore], T]) -> T | None:
-        """Return the store's answer; None if the store has ended, or in a fork, which must not use the connection."""
+        """Return the store's answer to a question; None if the store has ended, or in a fork of the process."""
         if os.getpid() != self._pid:
             return None
         with self._lock:
@@ -198,7 +198,7 @@ class Published(Protocol):
     calling_thread: int
 
     def is_live(self) -> bool:
-        """Return whether there is still something to publish; once False, it stays False."""
+        """Return whether the object still publishes its place. Once the result is False, it stays False."""
 
     def place(self) -> Place:
         """Return the current place of this rank."""
@@ -220,7 +220,7 @@ class Publisher:
         self._thread: threading.Thread | None = None
 
     def add(self, what: Published) -> None:
-        """Begin to publish the place of `what`; do nothing once the process ends."""
+        """Begin to publish the place of `what`. Do nothing if the process is about to end."""
         with self._lock:
             if self._ended:
                 return
@@ -232,7 +232,7 @@ class Publisher:
         self._wake.set()
 
     def end(self) -> None:
-        """End the thread."""
+        """End the publisher's thread."""
         with self._lock:
             self._ended = True
         self._wake.set()

@@ -69,7 +69,7 @@ class SignedStore:
         self._token = environment.token() if token is ... else token
 
     def set(self, key: str, text: str) -> None:
-        """Write a message."""
+        """Write a message to the store."""
         self._store.set(key, self._signed(key, text))
 
     def set_first(self, key: str, text: str) -> str:
@@ -77,11 +77,11 @@ class SignedStore:
         return self._read(key, self._store.compare_set(key, "", self._signed(key, text)))
 
     def get(self, key: str) -> str:
-        """Return a message; wait for it up to the store's timeout."""
+        """Return the message at a key. Wait for the message up to the store's timeout."""
         return self._read(key, self._store.get(key))
 
     def multi_get(self, keys: Sequence[str]) -> list[str]:
-        """Return the messages at several keys; wait for them up to the store's timeout."""
+        """Return the messages at several keys. Wait for them up to the store's timeout."""
         values = self._store.multi_get(list(keys)) if keys else []
         return [self._read(key, value) for key, value in zip(keys, values, strict=True)]
 
@@ -274,10 +274,10 @@ class StoreLine:
 
 
 def clone_of(store: Any, timeout: timedelta) -> tuple[Any, StoreLine | None]:
-    """Return a clone of a store that has a separate connection and timeout, and a line to the store's server.
+    """Return a clone of a store with a separate connection and timeout, and a `StoreLine` to the store's server.
 
     A request over the new connection raises if the network is lost, instead of waiting forever. If the store cannot be
-    cloned, return the store itself. If the store has no server, the line is None.
+    cloned, return the store itself. If the store has no server, the second result is None.
     """
     innermost = _innermost(store)
     port = getattr(innermost, "port", None)

@@ -75,7 +75,7 @@ def has_failed() -> bool:
 
 
 def uncaught_exception() -> BaseException | None:
-    """Return the exception that ends this process; None if there is none, or if an interactive prompt continued."""
+    """Return the exception that ends this process; None if there is none, or if this is an interactive prompt."""
     return None if hasattr(sys, "ps1") else getattr(sys, "last_value", None)
 
 

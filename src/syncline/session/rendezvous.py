@@ -92,7 +92,7 @@ class Stores:
 
 
 def connect(env: Environment, timeout_seconds: float) -> Store:
-    """Connect to the store at MASTER_ADDR:MASTER_PORT. Rank 0 opens it unless the launcher has.
+    """Connect to the store at MASTER_ADDR:MASTER_PORT. Rank 0 opens the store unless the launcher has opened it.
 
     Raises:
         SynclineError: the port is in use.

@@ -252,7 +252,7 @@ class Session:
         return group
 
     def _refuse(self, fault: Exception) -> None:
-        """Report invalid arguments of `init` on this rank to the other ranks, which may be waiting for it.
+        """Report invalid arguments of `init` on this rank to the other ranks, which may be waiting for this rank.
 
         Raises:
             TypeError, ValueError: the arguments are invalid on some rank. Every rank raises it.

@@ -169,7 +169,7 @@ class Transports:
             return c10d
 
     def selected(self) -> list[Transport]:
-        """Return the transports of all process groups."""
+        """Return the transports that the ranks have selected, one for each process group."""
         return [known.transport for known in list(self._entries.values()) if known.transport is not None]
 
     def forget_destroyed(self) -> None:

@@ -73,7 +73,9 @@ def shutdown() -> None:
 
 
 def world() -> World:
-    """Return the world of this process: from `init`, from torch.distributed if `init` was not called, or of one rank.
+    """Return the world of this process.
+
+    It comes from `init`, or else from torch.distributed. Without either, it is a world of one rank.
 
     Raises:
         SynclineError: a launcher started several ranks, and this process has not joined them yet.

@@ -362,7 +362,7 @@ class C10dTransport(Transport):
                 lane.close()
         elif group is not None:
             self._lanes.remove(self)
-            self.health.position.lane_closed(self.own_lane)
+            self.health.position.mark_lane_closed(self.own_lane)
         if self._owns_group and group is not None:
             self.own_lane.group = None
             groups = [group]

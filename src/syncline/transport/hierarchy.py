@@ -368,7 +368,7 @@ class HierarchicalTransport(Transport):
         if is_main or self._beneath.own_lane is self.own_lane:
             self._beneath.close()
         else:
-            self.health.position.lane_closed(self.own_lane)
+            self.health.position.mark_lane_closed(self.own_lane)
 
 
 # ---------------------------------------------------------------------- small steps

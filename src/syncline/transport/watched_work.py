@@ -235,14 +235,14 @@ class LongWait:
 
     def __enter__(self) -> LongWait:
         is_only_thread = self._health.calling_thread == threading.get_ident()
-        self._health.position.wait_begins(self._work, blocks_rank=is_only_thread)
+        self._health.position.begin_wait(self._work, blocks_rank=is_only_thread)
         self._post()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None
     ) -> None:
-        self._health.position.wait_ends()
+        self._health.position.end_wait()
         if error is None:
             self._post()
 

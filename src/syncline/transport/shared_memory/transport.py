@@ -407,7 +407,7 @@ class SharedMemoryTransport(Transport):
     def close(self) -> None:
         self._handle = None
         if self.own_lane.name != MAIN_LANE:
-            self.health.position.lane_closed(self.own_lane)
+            self.health.position.mark_lane_closed(self.own_lane)
             if self in self._lanes:  # the list would keep the lane's memory mapped
                 self._lanes.remove(self)
             return
