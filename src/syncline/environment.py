@@ -144,6 +144,41 @@ def restore(before: Mapping[str, str | None]) -> None:
 # ---------------------------------------------------------------------- parsing
 
 
+class _Variables(dict[str, str]):
+    """Environment variables that are parsed with clear errors."""
+
+    def number(
+        self,
+        name: str,
+        *,
+        at_least: int = 0,
+        at_most: int | None = None,
+        limit: str = "",
+        default: int | None = None,
+    ) -> int:
+        """Return a variable as an integer from `at_least` to `at_most`; `default` if the variable is not set or empty.
+
+        The error shows `limit`, which says where `at_most` comes from.
+        """
+        text = self.get(name, "")
+        if not text and default is not None:
+            return default
+        is_number = re.fullmatch(r"\s*[+-]?\d+\s*", text) is not None
+        if not is_number or int(text) < at_least or (at_most is not None and int(text) > at_most):
+            bounds = f"of at least {at_least}" if at_most is None else f"from {at_least} to {at_most}"
+            bounds += f" ({limit})" if limit else ""
+            raise ValueError(f"{name}={text!r}: expected a whole number {bounds}; {_REMEDY}")
+        return int(text)
+
+    def missing(self, name: str, *, because: str) -> ValueError:
+        """Return the error for a variable that is not set, although the variable `because` is set."""
+        return ValueError(f"{name} is not set, although {because}={self[because]!r} is: {_REMEDY}")
+
+    def master_port(self) -> int | None:
+        """Return MASTER_PORT; None if it is not set."""
+        return self.number("MASTER_PORT", at_least=1, at_most=65535, default=0) or None
+
+
 def parse(variables: Mapping[str, str]) -> Environment:
     """Return the environment that these variables describe.
 
@@ -161,107 +196,110 @@ def parse(variables: Mapping[str, str]) -> Environment:
         >>> env.rank, env.local_size
         (1, 2)
     """
-    if "RANK" in variables:
-        return _parse_torchrun(variables)
-    if _is_srun_task(variables):
-        return _parse_slurm(variables)
-    if _number(variables, "WORLD_SIZE", at_least=1, default=1) > 1:
-        raise _missing("RANK", because="WORLD_SIZE", variables=variables)
+    given = _Variables(variables)
+    if "RANK" in given:
+        return _parse_torchrun(given)
+    if _is_srun_task(given):
+        return _parse_slurm(given)
+    if given.number("WORLD_SIZE", at_least=1, default=1) > 1:
+        raise given.missing("RANK", because="WORLD_SIZE")
     return Environment(launcher="alone")
 
 
-def _parse_torchrun(variables: Mapping[str, str]) -> Environment:
-    if "WORLD_SIZE" not in variables:
-        raise _missing("WORLD_SIZE", because="RANK", variables=variables)
-    size = _number(variables, "WORLD_SIZE", at_least=1)
-    rank = _number(variables, "RANK", at_most=size - 1)
+def _parse_torchrun(given: _Variables) -> Environment:
+    if "WORLD_SIZE" not in given:
+        raise given.missing("WORLD_SIZE", because="RANK")
+    size = given.number("WORLD_SIZE", at_least=1)
+    rank = given.number("RANK", at_most=size - 1, limit="WORLD_SIZE - 1")
     # LOCAL_RANK and LOCAL_WORLD_SIZE are missing if a user sets RANK and WORLD_SIZE by hand. Assume one host then.
-    local_size = _number(variables, "LOCAL_WORLD_SIZE", at_least=1, at_most=size, default=size)
+    local_size = given.number("LOCAL_WORLD_SIZE", at_least=1, at_most=size, limit="WORLD_SIZE", default=size)
     for name in ("MASTER_ADDR", "MASTER_PORT"):
-        if size > 1 and not variables.get(name):
-            raise _missing(name, because="WORLD_SIZE", variables=variables)
+        if size > 1 and not given.get(name):
+            raise given.missing(name, because="WORLD_SIZE")
     launcher: Launcher = "environment"
-    if "TORCHELASTIC_RUN_ID" in variables:
-        launcher = "syncline run" if RUN_MARK in variables else "torchrun"
+    if "TORCHELASTIC_RUN_ID" in given:
+        launcher = "syncline run" if RUN_MARK in given else "torchrun"
     return Environment(
         launcher=launcher,
         rank=rank,
         size=size,
-        local_rank=_number(variables, "LOCAL_RANK", at_most=local_size - 1, default=rank),
+        local_rank=given.number(
+            "LOCAL_RANK", at_most=local_size - 1, limit="LOCAL_WORLD_SIZE - 1", default=rank
+        ),
         local_size=local_size,
-        master_addr=variables.get("MASTER_ADDR") or None,
-        master_port=_master_port(variables),
-        generation=_number(variables, "TORCHELASTIC_RESTART_COUNT", default=0),
-        launcher_has_store=variables.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
+        master_addr=given.get("MASTER_ADDR") or None,
+        master_port=given.master_port(),
+        generation=given.number("TORCHELASTIC_RESTART_COUNT", default=0),
+        launcher_has_store=given.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
     )
 
 
-def _is_srun_task(variables: Mapping[str, str]) -> bool:
+def _is_srun_task(given: _Variables) -> bool:
     # A batch script and an interactive shell have SLURM_NTASKS too, and a batch script even SLURM_PROCID=0, although
     # they are not ranks. Only srun creates a job step, and only a step has the variables below.
     marks = ("SLURM_STEP_ID", "SLURM_STEPID", "SLURM_STEP_NUM_TASKS", "SLURM_STEP_NODELIST")
-    in_step = any(name in variables for name in marks)
-    return in_step and "SLURM_PROCID" in variables and _slurm_size(variables) > 1
+    in_step = any(name in given for name in marks)
+    return in_step and "SLURM_PROCID" in given and _slurm_size(given) > 1
 
 
-def _slurm_size(variables: Mapping[str, str]) -> int:
-    default = _number(variables, "SLURM_NTASKS", at_least=1, default=1)
-    return _number(variables, "SLURM_STEP_NUM_TASKS", at_least=1, default=default)
+def _slurm_size(given: _Variables) -> int:
+    default = given.number("SLURM_NTASKS", at_least=1, default=1)
+    return given.number("SLURM_STEP_NUM_TASKS", at_least=1, default=default)
 
 
-def _parse_slurm(variables: Mapping[str, str]) -> Environment:
-    size = _slurm_size(variables)
-    rank = _number(variables, "SLURM_PROCID", at_most=size - 1)
-    if _number(variables, "WORLD_SIZE", at_least=1, default=size) != size:
+def _parse_slurm(given: _Variables) -> Environment:
+    size = _slurm_size(given)
+    rank = given.number("SLURM_PROCID", at_most=size - 1, limit="SLURM_NTASKS - 1")
+    if given.number("WORLD_SIZE", at_least=1, default=size) != size:
         raise ValueError(
-            f"WORLD_SIZE={variables['WORLD_SIZE']!r} contradicts srun, which started {size} tasks: "
+            f"WORLD_SIZE={given['WORLD_SIZE']!r} contradicts srun, which started {size} tasks: "
             f"unset WORLD_SIZE, or set it to {size}"
         )
-    if "SLURM_LOCALID" not in variables:
-        raise _missing("SLURM_LOCALID", because="SLURM_PROCID", variables=variables)
-    local_size = _slurm_local_size(variables, rank=rank, size=size)
-    # The port is equal on all ranks, differs between jobs and between steps of one job, and is below ephemeral ports.
-    job_and_step = 16 * _number(variables, "SLURM_JOB_ID", default=0) + _number(
-        variables, "SLURM_STEP_ID", default=0
-    )
+    if "SLURM_LOCALID" not in given:
+        raise given.missing("SLURM_LOCALID", because="SLURM_PROCID")
+    local_size = _slurm_local_size(given, rank=rank, size=size)
     return Environment(
         launcher="slurm",
         rank=rank,
         size=size,
-        local_rank=_number(variables, "SLURM_LOCALID", at_most=local_size - 1),
+        local_rank=given.number("SLURM_LOCALID", at_most=local_size - 1, limit="tasks on this node - 1"),
         local_size=local_size,
-        master_addr=variables.get("MASTER_ADDR") or _first_node(variables),
-        master_port=_master_port(variables) or 20000 + job_and_step % 12000,
-        generation=_number(variables, "SLURM_RESTART_COUNT", default=0),
+        master_addr=given.get("MASTER_ADDR") or _first_node(given),
+        master_port=given.master_port() or _slurm_port(given),
+        generation=given.number("SLURM_RESTART_COUNT", default=0),
     )
 
 
-def _first_node(variables: Mapping[str, str]) -> str:
+def _slurm_port(given: _Variables) -> int:
+    # The port is equal on all ranks, differs between jobs and between steps of one job, and is below ephemeral ports.
+    job, step = given.number("SLURM_JOB_ID", default=0), given.number("SLURM_STEP_ID", default=0)
+    return 20000 + (16 * job + step) % 12000
+
+
+def _first_node(given: _Variables) -> str:
     for name in ("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST"):
-        if variables.get(name):
-            return first_host(variables[name])
+        if given.get(name):
+            return first_host(given[name])
     raise ValueError(
-        "SLURM_STEP_NODELIST is not set, although SLURM_PROCID is, so srun started this process: pass all variables "
-        "on to the tasks (srun --export=ALL), or set MASTER_ADDR to the first host"
+        "SLURM_STEP_NODELIST is not set, although srun started this process (SLURM_PROCID is set): pass all variables "
+        "to the tasks (srun --export=ALL), or set MASTER_ADDR to the first host"
     )
 
 
-def _slurm_local_size(variables: Mapping[str, str], *, rank: int, size: int) -> int:
+def _slurm_local_size(given: _Variables, *, rank: int, size: int) -> int:
     for name in ("SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE"):
-        if variables.get(name):
-            per_node = tasks_per_node(variables[name], name)
+        if given.get(name):
+            per_node = tasks_per_node(given[name], name)
             break
     else:
-        return _number(variables, "SLURM_NTASKS_PER_NODE", at_least=1, default=size)
-    if "SLURM_NODEID" in variables:
-        return per_node[_number(variables, "SLURM_NODEID", at_most=len(per_node) - 1)]
-    by_rank = [
-        num_tasks for num_tasks in per_node for _ in range(num_tasks)
-    ]  # srun fills one node after the other
+        return given.number("SLURM_NTASKS_PER_NODE", at_least=1, default=size)
+    if "SLURM_NODEID" in given:
+        node = given.number("SLURM_NODEID", at_most=len(per_node) - 1, limit=f"nodes in {name} - 1")
+        return per_node[node]
+    # By default, srun fills one node after the other.
+    by_rank = [num_tasks for num_tasks in per_node for _ in range(num_tasks)]
     if rank >= len(by_rank):
-        raise ValueError(
-            f"{name}={variables[name]!r} counts fewer tasks than SLURM_NTASKS={size}: unset {name}"
-        )
+        raise ValueError(f"{name}={given[name]!r} counts fewer tasks than SLURM_NTASKS={size}: unset {name}")
     return by_rank[rank]
 
 
@@ -292,30 +330,3 @@ def first_host(nodes: str) -> str:
     """
     first_of_each_range = re.sub(r"\[([^\],-]*)[^\]]*\]", r"\1", nodes)
     return first_of_each_range.partition(",")[0]
-
-
-def _master_port(variables: Mapping[str, str]) -> int | None:
-    return _number(variables, "MASTER_PORT", at_least=1, at_most=65535, default=0) or None
-
-
-def _number(
-    variables: Mapping[str, str],
-    name: str,
-    *,
-    at_least: int = 0,
-    at_most: int | None = None,
-    default: int | None = None,
-) -> int:
-    """Return a variable as an integer from `at_least` to `at_most`; `default` if the variable is not set or empty."""
-    text = variables.get(name, "")
-    if not text and default is not None:
-        return default
-    is_number = re.fullmatch(r"\s*[+-]?\d+\s*", text) is not None
-    if not is_number or int(text) < at_least or (at_most is not None and int(text) > at_most):
-        bounds = f"of at least {at_least}" if at_most is None else f"from {at_least} to {at_most}"
-        raise ValueError(f"{name}={text!r}: expected a whole number {bounds}; {_REMEDY}")
-    return int(text)
-
-
-def _missing(name: str, *, because: str, variables: Mapping[str, str]) -> ValueError:
-    return ValueError(f"{name} is not set, although {because}={variables[because]!r} is: {_REMEDY}")

@@ -27,7 +27,6 @@ ALLOWED = {
     "syncline.gradients.riders.nonfinite._numbers": "numbers steps, so that marks of two reducers differ",
     "syncline.liveness.processes._inherited": "filled once in a fork",
     "syncline.liveness.processes._live": "the hook on forks is of the process",
-    "syncline.liveness.notices._publisher": "one thread of the process publishes all places",
     "syncline.liveness.store._lock": "guards the file descriptors of the process",
     "syncline.session.registry.REGISTRY": "what is attached to a user's modules, found by kind",
     "syncline.session.world._SESSION": "the session of the process",

@@ -103,7 +103,8 @@ def test_a_timeout_names_the_absent_rank_its_step_its_phase_and_its_line() -> No
         t.barrier().wait()
     tell("rank 0 gave up")
     first, _, about_rank_1, *_ = str(caught.value).splitlines()
-    assert "barrier (call 1 on the main lane) on rank 0 of 2 over gloo: rank 1 did not come" in first
+    assert "barrier (call 1 on the main lane) failed after " in first
+    assert " s on rank 0 of 2 over gloo: rank 1 did not make this call" in first
     assert about_rank_1.startswith("  rank 1: step 12, forward, at test_board_processes.py:")
     assert "in wait_for (last report " in about_rank_1
 
@@ -123,8 +124,8 @@ def test_who_waits_for_a_rank_that_has_left_in_good_order_is_told_so() -> None:
     assert time.monotonic() - start < 10
     tell("told")
     text = str(caught.value)
-    assert "rank 1 has left in good order, and will not come" in text
-    assert "rank 1: step 7, after backward, has left in good order" in text
+    assert "rank 1 has shut down normally and will not make this call" in text
+    assert "rank 1: step 7, after backward, has shut down normally" in text
     for remedy in ("DistributedSampler", "drop_last=True", "ddp.join()"):
         assert remedy in text
 
@@ -142,7 +143,7 @@ def test_a_rank_that_has_freed_its_wrapper_when_it_leaves_is_not_waited_for(over
         t.leave()
         wait_for("told")
         return
-    with pytest.raises(UnevenInputs, match="rank 1 has left in good order"):
+    with pytest.raises(UnevenInputs, match="rank 1 has shut down normally"):
         ddp(torch.ones(1, 2)).sum().backward()
     tell("told")
 
@@ -160,7 +161,7 @@ def test_who_calls_something_that_another_rank_has_left_out_is_told_so(last_step
         t.leave()
         wait_for("told")
         return
-    with pytest.raises(UnevenInputs, match="rank 1 has left in good order") as caught:
+    with pytest.raises(UnevenInputs, match="rank 1 has shut down normally") as caught:
         sl.check_replicas(torch.ones(1), group=t)
     tell("told")
     assert remedy in str(caught.value)
@@ -188,7 +189,7 @@ def test_a_connection_that_closes_after_its_rank_has_left_is_uneven_inputs() -> 
         t.leave()
         dist.destroy_process_group()
         return
-    with pytest.raises(UnevenInputs, match="rank 1 has left in good order"):
+    with pytest.raises(UnevenInputs, match="rank 1 has shut down normally"):
         t.all_reduce(torch.zeros(10)).wait()
 
 

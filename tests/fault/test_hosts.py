@@ -294,7 +294,7 @@ def test_shared_memory_over_two_hosts_is_refused_with_a_way_out(start: Start) ->
     assert len(texts) == 1, outputs
     (text,) = texts
     assert "ranks 2, 3 run on another host" in text, outputs
-    assert 'Use transport="auto": shared memory within each host, gloo between them' in text
+    assert 'Use transport="auto": shared memory within each host, gloo between the hosts' in text
 
 
 def start_with_disks(

@@ -469,7 +469,7 @@ def assert_falls_back(reason: str) -> None:
     assert len(texts) == (1 if world.rank == 0 else 0), texts
     for text in texts:
         assert reason in text
-        assert "Tensors on the CPU are sent by gloo instead, which is slower" in text
+        assert "gloo sends tensors on the CPU instead, which is slower" in text
 
 
 @pytest.mark.ranks(2)

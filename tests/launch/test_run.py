@@ -356,7 +356,7 @@ def test_a_rank_that_exits_with_0_has_left_in_good_order(rank: int, transport: s
     )
     assert done.returncode == 1
     assert f"UnevenInputs: rank {1 - rank}, step 3, backward, bucket 0" in done.stderr
-    assert f"rank {rank} has left in good order" in done.stderr
+    assert f"rank {rank} has shut down normally" in done.stderr
 
 
 def test_who_loses_a_peer_has_the_time_to_say_so(run: Run) -> None:

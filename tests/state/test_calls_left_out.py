@@ -83,4 +83,4 @@ def test_who_made_fewer_steps_is_still_told_of_batches(tmp_path: Path) -> None:
         steps(state.named["model"], 1)
 
     *_, remedy = told_to_rank_0(tmp_path, call).splitlines()
-    assert "the rank that left made fewer steps than this rank" in remedy
+    assert "the rank that shut down made fewer steps than this rank" in remedy

@@ -30,7 +30,7 @@ def test_survivors_of_a_killed_rank_raise_peer_lost_long_before_the_deadline() -
     assert time.monotonic() - start < 10
     text = str(caught.value)
     assert "all_reduce(sum) of 100 elements, torch.float32" in text
-    assert "look at the log of the rank that ended first" in text
+    assert "Look at the log of the rank that ended first" in text
     error = caught.value
     assert error.__suppress_context__, "a user sees one traceback"
     assert isinstance(error.__context__, RuntimeError)
@@ -93,7 +93,8 @@ def test_a_timeout_names_who_is_absent_and_where_everybody_was_seen() -> None:
         store.set("rank 0 gave up", "")
     first, *lines = str(caught.value).splitlines()
     call = "all_reduce(max) of 4 elements, torch.float32 (call 1 on the main lane)"
-    assert f"{call} on rank 0 of 3 over gloo: rank 1 did not come before the deadline, 1." in first
+    assert f"{call} failed after 1." in first
+    assert " s on rank 0 of 3 over gloo: rank 1 did not make this call before the deadline" in first
     assert re.fullmatch(
         r"  rank 1: step 3, forward, at test_gloo.py:\d+ in .* \(last report .* s ago\)", lines[1]
     )
@@ -113,7 +114,7 @@ def test_different_calls_of_one_number_are_a_mismatch_long_before_the_deadline()
     texts = texts_of_all_ranks(str(caught.value))
     assert texts[0] == texts[1]
     lines = texts[0].splitlines()
-    assert lines[0] == "the ranks met in different calls:"
+    assert lines[0] == "the ranks made different calls:"
     assert "rank 0: before the first step, waiting in all_reduce(sum) of 4 elements" in lines[1]
     assert "rank 1: before the first step, waiting in barrier (call 1 on the main lane)" in lines[2]
 
@@ -206,7 +207,7 @@ def test_the_timeout_that_a_peer_gave_up_for_is_told_rather_than_its_lost_connec
         store.set("told", "")
         os.kill(os.getpid(), signal.SIGKILL)
     store.wait(["told"])
-    with pytest.raises(CollectiveTimeout, match=r"rank 1 aborted the group: .*rank 0 did not come"):
+    with pytest.raises(CollectiveTimeout, match=r"rank 1 aborted the group: .*rank 0 did not make this call"):
         t.all_reduce(torch.zeros(3)).wait()
 
 
@@ -230,14 +231,14 @@ def test_all_that_a_backend_said_is_told_but_not_torchs_own_stack() -> None:
         size=2,
         backend="nccl",
         timeout_seconds=0,
-        barrier_device="cuda",
     )
-    transport = SimpleNamespace(health=health, own_lane=Lane("main", None), timeout_seconds=1.0)
+    lane = Lane("main", None, barrier_device="cuda")
+    transport = SimpleNamespace(health=health, own_lane=lane, timeout_seconds=1.0)
     work = C10dWork(transport, "barrier", "", None)  # type: ignore[arg-type]
     words = "NCCL error, unhandled system error\nLast error:\nsocketStartConnect: refused"
     raised = RuntimeError(f"{words}\nException raised from wait at x.cpp:1\nframe #0: y")
     error = FailedWait(health, work).broken_by(raised)
-    assert str(error).endswith(f"nccl said: {words}")
+    assert str(error).endswith(f"nccl reported: {words}")
 
 
 @pytest.mark.ranks(2)

@@ -295,7 +295,7 @@ def test_a_timeout_names_the_rank_that_is_absent(absent: int) -> None:
         return
     error, seconds = error_of(lambda: t.all_reduce(torch.ones(10)).wait())
     assert isinstance(error, CollectiveTimeout)
-    assert f"rank {absent} did not come" in str(error)
+    assert f"rank {absent} did not make this call" in str(error)
     assert f"rank {absent}: step 7, forward" in str(error)
     assert "over shared memory within 2 hosts, gloo across" in str(error)
     assert seconds < 5
@@ -313,7 +313,7 @@ def test_a_rank_that_has_left_in_good_order_is_uneven_inputs() -> None:
         return
     error, seconds = error_of(lambda: t.all_reduce(torch.ones(10)).wait())
     assert isinstance(error, UnevenInputs)
-    assert "rank 2 has left in good order" in str(error)
+    assert "rank 2 has shut down normally" in str(error)
     assert seconds < 5
     meet_at_the_store("done")
 

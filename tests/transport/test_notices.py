@@ -12,6 +12,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
@@ -46,7 +47,7 @@ class Rank:
         return self.lives
 
     def place(self) -> Place:
-        return Place.of(self.board, seen=self.seconds)
+        return replace(Place.of(self.board), seen=self.seconds)
 
     def adopted(self, failure: Failure) -> SynclineError:
         raise AssertionError

@@ -257,11 +257,12 @@ def test_ranks_may_meet_again_and_again_at_one_store() -> None:
 @pytest.mark.ranks(2)
 def test_a_call_on_a_broken_group_says_that_it_comes_too_late() -> None:
     t = met()
-    with pytest.raises(CollectiveMismatch, match=r"^the ranks met in different calls"):
+    with pytest.raises(CollectiveMismatch, match=r"^the ranks made different calls"):
         t.all_reduce(torch.ones(2 + t.rank)).wait()
     for _ in range(2):
         with pytest.raises(
-            CollectiveMismatch, match=r"^this group was broken before(.|\n)*make it anew(.|\n)*of 3 elements"
+            CollectiveMismatch,
+            match=r"^this process group failed before(.|\n)*create it again(.|\n)*of 3 elements",
         ):
             t.all_reduce(torch.ones(2)).wait()
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from syncline.liveness import Board, Place, Wait
-from syncline.liveness.board import who_is_where
+from syncline.liveness.board import describe_places
 
 
 def test_a_board_begins_before_the_first_step() -> None:
@@ -58,13 +58,13 @@ def test_a_place_travels_as_text() -> None:
 def test_who_has_left_waits_nowhere() -> None:
     wait = Wait(lane="main", call=2, words="barrier")
     place = Place(step=3, phase="after backward", wait=wait, code="a.py:1", has_left=True)
-    assert str(place) == "step 3, after backward, has left in good order"
+    assert str(place) == "step 3, after backward, has shut down normally"
 
 
 def test_many_ranks_are_not_all_listed() -> None:
-    lines = who_is_where({}, size=1000).splitlines()
+    lines = describe_places({}, size=1000).splitlines()
     assert lines[31:] == ["  rank 31: it has reported nothing", "  and 968 more ranks"]
 
 
 def test_a_clock_that_goes_behind_gives_no_negative_age() -> None:
-    assert who_is_where({0: Place(seen=11.0)}, size=1, now=10.0).endswith("(last report 0.0 s ago)")
+    assert describe_places({0: Place(seen=11.0)}, size=1, now=10.0).endswith("(last report 0.0 s ago)")

@@ -81,10 +81,10 @@ def test_torchrun_inside_of_srun_wins() -> None:
     [
         ({"WORLD_SIZE": None}, ["WORLD_SIZE", "RANK"]),
         ({"RANK": None}, ["RANK", "WORLD_SIZE"]),
-        ({"RANK": "4"}, ["RANK='4'", "from 0 to 3"]),
+        ({"RANK": "4"}, ["RANK='4'", "from 0 to 3 (WORLD_SIZE - 1)"]),
         ({"RANK": "one"}, ["RANK='one'", "whole number from 0 to 3"]),
         ({"RANK": "-1"}, ["RANK='-1'", "from 0 to 3"]),
-        ({"LOCAL_RANK": "2"}, ["LOCAL_RANK='2'", "from 0 to 1"]),
+        ({"LOCAL_RANK": "2"}, ["LOCAL_RANK='2'", "from 0 to 1 (LOCAL_WORLD_SIZE - 1)"]),
         ({"MASTER_ADDR": None}, ["MASTER_ADDR"]),
         ({"MASTER_PORT": "high"}, ["MASTER_PORT='high'"]),
     ],

@@ -52,7 +52,7 @@ def test_all_ranks_learn_of_all() -> None:
 def test_ranks_that_do_not_come_are_named() -> None:
     for error in met(presence(0, 4), presence(2, 4), timeout_seconds=0.2):
         assert isinstance(error, CollectiveTimeout)
-        assert "ranks 1, 3 of 4 did not come" in str(error)
+        assert "ranks 1, 3 of 4 did not call it" in str(error)
 
 
 def test_a_store_that_ends_while_ranks_meet_is_a_lost_peer() -> None:
@@ -73,7 +73,7 @@ def test_a_store_that_ends_while_ranks_meet_is_a_lost_peer() -> None:
     del server
     thread.join()
     assert isinstance(errors[0], PeerLost)
-    assert "rank 1 of 2 lost the store in init" in str(errors[0])
+    assert "rank 1 of 2 lost the connection to the store in sl.init" in str(errors[0])
 
 
 def test_two_processes_that_are_the_same_rank_are_named() -> None:
@@ -88,8 +88,8 @@ def test_two_processes_that_are_the_same_rank_are_named() -> None:
 def test_ranks_that_count_differently_are_told_who() -> None:
     errors = met(presence(0, 2), presence(1, 2), presence(2, 3))
     assert isinstance(errors[2], SynclineError)
-    assert "rank 1 (pid 101 on h) says 2" in str(errors[2])
-    assert "rank 2 (pid 102 on h) says 3" in str(errors[2])
+    assert "2 on rank 1 (pid 101 on h)" in str(errors[2])
+    assert "3 on rank 2 (pid 102 on h)" in str(errors[2])
 
 
 def test_a_port_in_use_is_named() -> None:

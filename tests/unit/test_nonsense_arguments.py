@@ -414,7 +414,14 @@ def public_callables() -> Iterator[tuple[str, Callable[..., Any]]]:
     """All of them, by name: functions, classes, and the methods that classes define here."""
     modules: list[tuple[str, types.ModuleType]] = [("sl", sl)]
     for prefix, found in modules:
-        for name in found.__all__:
+        own_classes = [
+            name
+            for name, value in vars(found).items()
+            if inspect.isclass(value) and value.__module__ == found.__name__ and not name.startswith("_")
+        ]
+        for name in getattr(
+            found, "__all__", own_classes
+        ):  # a module without a list, as sl.nn, offers its classes
             value = getattr(found, name)
             if isinstance(value, types.ModuleType):
                 modules.append((f"{prefix}.{name}", value))

@@ -20,19 +20,21 @@ from syncline.errors import SynclineError
 # ---------------------------------------------------------------------- graph tasks
 
 current_graph_task_id: Callable[[], int] = lookup(
-    "torch._C:_current_graph_task_id", "see which backward a gradient belongs to"
+    "torch._C:_current_graph_task_id", "find the backward to which a gradient belongs"
 )
-"""Return the number of the graph task that runs in this thread, or -1 if none does. This is torch's own function,
-because it is called for each gradient."""
+"""Return the number of the graph task that runs in this thread, or -1 if no task runs.
+
+This is torch's own function and no wrapper, because the hook of each gradient calls it.
+"""
 
 queue_callback: Callable[[Callable[[], object]], None] = lookup(
-    "torch.autograd:Variable._execution_engine.queue_callback", "see the end of a backward"
+    "torch.autograd:Variable._execution_engine.queue_callback", "detect the end of a backward"
 )
 """Register a function to be called at the end of the graph task that runs now."""
 
 reaches_all_leaves: Callable[[], bool] = lookup(
     "torch.autograd:Variable._execution_engine.is_checkpoint_valid",
-    "tell a backward from torch.autograd.grad",
+    "distinguish a backward from torch.autograd.grad",
 )
 """Return whether the running graph task was started without particular inputs, as `backward()` does."""
 
@@ -44,8 +46,8 @@ will_execute_node: Callable[[Node], bool] = lookup(
 # ---------------------------------------------------------------------- nested backwards
 
 # Activation checkpointing with `use_reentrant=True` runs a separate backward for each checkpoint, inside the backward
-# function of an autograd node. For the engine these are ordinary graph tasks. Only the Python stack shows that another
-# one is running around them: torch's function that runs the engine was called from a node in Python.
+# function of an autograd node. For the engine these are ordinary graph tasks. Only the Python stack shows the outer
+# backward: an autograd node written in Python called torch's function that runs the engine.
 _RUN_BACKWARD = lookup("torch.autograd.graph:_engine_run_backward.__code__", "use re-entrant checkpoints")
 
 _NODE = lookup("torch.autograd.function:BackwardCFunction.apply.__code__", "use re-entrant checkpoints")
@@ -54,8 +56,9 @@ _NODE = lookup("torch.autograd.function:BackwardCFunction.apply.__code__", "use 
 def is_inside_another_backward() -> bool:
     """Return whether an autograd node written in Python started the backward that runs in this thread.
 
-    Walks up the Python stack, so call it once per backward, not once per gradient. If torch lacks these functions, the
-    result is False. A re-entrant checkpoint is then taken for a whole backward, which raises `UnreducedGradients`.
+    This function searches the Python stack, so call it once per backward, not once per gradient. If torch lacks the
+    functions to search for, the result is False. A re-entrant checkpoint then counts as a whole backward, which raises
+    `UnreducedGradients`.
 
     Example:
         >>> is_inside_another_backward()
@@ -78,19 +81,21 @@ def is_inside_another_backward() -> bool:
 _CONTEXT = "context"
 """The key under which torch 2.12 and later keep the caller's contextvars while a backward runs."""
 
-_is_kept = lookup("torch._C:_is_key_in_tls", "keep the context of a backward out of a collective")
+_WITHOUT_CONTEXT = "keep the context of a backward out of a collective"
 
-_get = lookup("torch._C:_get_obj_in_tls", "keep the context of a backward out of a collective")
+_is_kept = lookup("torch._C:_is_key_in_tls", _WITHOUT_CONTEXT)
 
-_stash = lookup("torch._C:_stash_obj_in_tls", "keep the context of a backward out of a collective")
+_get = lookup("torch._C:_get_obj_in_tls", _WITHOUT_CONTEXT)
 
-_remove = lookup("torch._C:_remove_obj_from_tls", "keep the context of a backward out of a collective")
+_stash = lookup("torch._C:_stash_obj_in_tls", _WITHOUT_CONTEXT)
+
+_remove = lookup("torch._C:_remove_obj_from_tls", _WITHOUT_CONTEXT)
 
 _CAN_REMOVE = all(is_there(one) for one in (_is_kept, _get, _stash, _remove))
 
 
 def call_without_context(function: Callable[[], Any]) -> Any:
-    """Call a function while this thread holds no context of a backward. torch 2.11 has no such context."""
+    """Call a function while this thread holds no context of a backward. (torch 2.11 has no such context at all.)"""
     if not (_CAN_REMOVE and _is_kept(_CONTEXT)):
         return function()
     context = _get(_CONTEXT)
@@ -114,12 +119,12 @@ _get_gradients = lookup("torch._C._distributed_autograd:get_gradients", _OVER_RP
 
 
 def is_rpc_in_use() -> bool:
-    """Return whether this process has joined torch's RPC. False if torch was built without RPC."""
+    """Return whether this process has joined torch's RPC; False if torch was built without RPC."""
     return torch.distributed.rpc.is_available() and is_there(_is_agent_set) and bool(_is_agent_set())
 
 
 def current_context_id() -> int | None:
-    """Return the id of this thread's context of distributed autograd; None in an ordinary forward."""
+    """Return the id of this thread's context of distributed autograd; None if the thread has no such context."""
     try:
         context_id: int = _current_context()._context_id()
     except SynclineError:
@@ -130,7 +135,7 @@ def current_context_id() -> int | None:
 
 
 def gradients_in_context(context_id: int) -> dict[Tensor, Tensor] | None:
-    """Return the gradients by parameter; None if the context has ended."""
+    """Return the gradients in a context of distributed autograd, by parameter; None if the context has ended."""
     try:
         gradients: dict[Tensor, Tensor] = _get_gradients(context_id)
     except SynclineError:

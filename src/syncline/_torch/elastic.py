@@ -1,7 +1,7 @@
-"""The launcher: replacements for how torch's agent starts, polls and closes the processes of a host.
+"""The launcher: replacements of the methods by which torch's agent starts, polls and closes the processes of a host.
 
-torch's launcher has no public way to change this. So `syncline run` replaces methods of its `SubprocessContext`, in
-its own process and only while it runs.
+torch's launcher has no public way to change these steps. So `syncline run` replaces methods of torch's
+`SubprocessContext` while it runs. The ranks are other processes and are not affected.
 """
 
 from __future__ import annotations
@@ -25,15 +25,14 @@ class Method:
 
     def __init__(self, name: str, used_for: str) -> None:
         self._name = name
-        self._is_there = is_there(
-            lookup(f"torch.distributed.elastic.multiprocessing.api:SubprocessContext.{name}", used_for)
+        self._original = lookup(
+            f"torch.distributed.elastic.multiprocessing.api:SubprocessContext.{name}", used_for
         )
-        self._used_for = used_for
 
     @property
     def is_there(self) -> bool:
-        """Whether this torch has the method."""
-        return self._is_there
+        """Whether the installed torch has the method."""
+        return is_there(self._original)
 
     @contextlib.contextmanager
     def replaced(self, make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Iterator[None]:
@@ -45,11 +44,9 @@ class Method:
         Raises:
             SynclineError: torch has no such method.
         """
-        former = lookup(
-            f"torch.distributed.elastic.multiprocessing.api:SubprocessContext.{self._name}", self._used_for
-        )
-        if not is_there(former):
-            former()
+        if not self.is_there:
+            self._original()  # raises the error
+        former = getattr(SubprocessContext, self._name)
         setattr(SubprocessContext, self._name, make(former))
         try:
             yield
@@ -61,7 +58,7 @@ START = Method("_start", "run ranks that can be asked to stop")
 """Starts all ranks of the host."""
 
 POLL = Method("_poll", "run ranks that can be asked to stop")
-"""Checks whether the ranks are running; returns their results when all have ended, or one has failed."""
+"""Checks the ranks. Returns their results when all ranks have ended or one rank has failed, and None before."""
 
 CLOSE = Method("_close", "let ranks report why a peer has ended")
-"""Ends the ranks. If it is missing, ranks are ended without time to report why a peer has ended."""
+"""Ends the ranks. Without this method, ranks are ended before they can report why a peer has ended."""

@@ -1,4 +1,4 @@
-"""Lookup of torch's private names, with a clear error when a missing one is used."""
+"""Lookup of torch's private names, with a clear error when the code uses a missing name."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ import torch
 from syncline.errors import SynclineError
 
 TESTED = ("2.11", "2.15")
-"""The first and the last version of torch that the tests run with."""
+"""The first and the last version of torch with which Syncline is tested."""
 
 
 def lookup(path: str, used_for: str) -> Any:
-    """Return the object at `path` in torch, or a stand-in that raises an error when it is used.
+    """Return the object at `path` in torch, or a stand-in that raises an error when the code uses it.
 
     Args:
-        path: a module, a colon, and names inside it: "torch._C:_current_graph_task_id".
-        used_for: the feature that needs it; completes "Syncline needs it to ...".
+        path: a module, a colon, and names inside the module: "torch._C:_current_graph_task_id".
+        used_for: the feature that needs the object. It completes the sentence "Syncline needs it to ...".
 
     Example:
         >>> lookup("torch:add", "add")(torch.ones(1), 1)
@@ -50,7 +50,7 @@ def attribute(path: str, used_for: str) -> Callable[[Any], Any]:
     """Return a function that reads a private attribute of an object, for attributes that only instances have.
 
     Args:
-        path: names after the object, with dots between them.
+        path: the name of the attribute, or several names with dots between them.
         used_for: as for `lookup`.
 
     Example:
@@ -80,13 +80,13 @@ class _Missing(type):
         _raise_missing(cls.__name__, cls._used_for)
 
     def __getattr__(cls, name: str) -> NoReturn:
-        if name.startswith("__"):  # Python and its tools read such names, and can do without them
+        if name.startswith("__"):  # Python and tools read such names, and accept that they are missing
             raise AttributeError(name)
         _raise_missing(cls.__name__, cls._used_for)
 
 
 def _raise_missing(name: str, used_for: str) -> NoReturn:
     raise SynclineError(
-        f"torch {torch.__version__} has no {name}. Syncline needs it to {used_for}. It is tested with torch "
-        f"{TESTED[0]} to {TESTED[1]}: install one of these, or do without this feature"
+        f"torch {torch.__version__} has no {name}. Syncline needs it to {used_for}. Install a version of torch from "
+        f"{TESTED[0]} to {TESTED[1]}, with which Syncline is tested, or do not use this feature"
     )

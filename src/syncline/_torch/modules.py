@@ -1,8 +1,7 @@
 """Modules and their state dicts, torch's own DistributedDataParallel, Join, device meshes, and torch.compile.
 
-A module's `_parameters`, `_buffers` and `_modules` are used everywhere. They are as old as torch 1.0, and exempt from
-the rule that other packages use no private names of torch. Code that synchronizes is kept out of torch.compile. The
-module inside the wrapper is still compiled.
+Other packages may use three private names of a module: `_parameters`, `_buffers` and `_modules`, which torch has had
+since 1.0. torch.compile must not trace the code that synchronizes, but it still compiles the module inside the wrapper.
 """
 
 from __future__ import annotations
@@ -34,20 +33,21 @@ _is_kept_out = False
 
 
 def is_compiler_loaded() -> bool:
-    """Return whether the compiler has been imported. Importing it takes seconds."""
+    """Return whether the program has imported the compiler, which takes seconds to import."""
     return _COMPILER in sys.modules
 
 
 def import_compiler() -> None:
-    """Import the compiler now; torch would do so at an optimizer's first step and for activation checkpoints."""
+    """Import the compiler now, before an optimizer's first step or an activation checkpoint imports it."""
     importlib.import_module(_COMPILER)
 
 
 class NotTraced:
-    """A method that torch.compile does not trace, though it compiles the functions that the method calls.
+    """A method that torch.compile does not trace, although it compiles the functions that the method calls.
 
-    Like `torch.compiler.disable(recursive=False)`, but without an import of the compiler in programs that do not use
-    it. The compiler looks the method up before it decides whether to trace it, so the lookup configures the compiler.
+    `torch.compiler.disable(recursive=False)` does the same, but it imports the compiler in every program. Here, the
+    lookup of the method configures the compiler, if it is loaded. The compiler looks up a method before it decides
+    whether to trace the method.
 
     Args:
         function: the method.
@@ -65,12 +65,12 @@ class NotTraced:
 
 
 def _keep_out_of_compilation() -> None:
-    """Exclude the functions of this package from compilation, once, if the compiler is loaded."""
+    """Exclude the functions of Syncline from compilation, if the compiler is loaded. Later calls do nothing."""
     global _is_kept_out
     if _is_kept_out or not is_compiler_loaded():
         return
-    # Looked up here, because the lookup waits if another thread is importing the compiler.
-    add = lookup(f"{_COMPILER}:trace_rules.add", "keep its own functions out of torch.compile")
+    # The name is looked up here, because the lookup waits if another thread is importing the compiler.
+    add = lookup(f"{_COMPILER}:trace_rules.add", "exclude its functions from torch.compile")
     _is_kept_out = True
     add(__name__.partition(".")[0])
 
@@ -78,25 +78,25 @@ def _keep_out_of_compilation() -> None:
 # ---------------------------------------------------------------------- layers
 
 COPIED_WITH_A_LAYER = ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set")
-"""The dictionaries and sets of a module that are copied with it. A name that torch drops is no longer copied."""
+"""The dictionaries and sets that are copied together with a module. Names that torch lacks are left out."""
 
 # ---------------------------------------------------------------------- the wrapper of torch.compile
 
 _COMPILED = "_orig_mod"
 
 COMPILED_PREFIX = f"{_COMPILED}."
-"""The prefix of parameter names in a compiled module."""
+"""The prefix of the parameters' names in a compiled module."""
 
 
 def uncompiled(module: Any) -> Any:
-    """Return the module that torch.compile has wrapped; any other object unchanged."""
+    """Return the module that torch.compile has wrapped. Return any other object unchanged."""
     return getattr(module, _COMPILED, module) if isinstance(module, nn.Module) else module
 
 
 # ---------------------------------------------------------------------- state dicts
 
 EXTRA_STATE = "_extra_state"
-"""The end of the key under which the result of `get_extra_state` is stored. It is part of torch's file format."""
+"""The end of the key under which a state dict stores the result of a module's `get_extra_state`."""
 
 _METADATA = "_metadata"
 """The attribute of a state dict that holds the version of each module's state."""
@@ -115,13 +115,13 @@ def set_metadata(state_dict: Any, metadata: dict[str, Any]) -> None:
 # ---------------------------------------------------------------------- torch's DistributedDataParallel
 
 IGNORED_BY_DDP = "_ddp_params_and_buffers_to_ignore"
-"""The attribute of a module with the names that torch's class ignores. If it is not set, none are ignored."""
+"""The attribute of a module with the names of the parameters and buffers that torch's class ignores."""
 
 
 def while_in_forward_of_ddp(wrapper: nn.Module) -> AbstractContextManager[Any]:
-    """Return a context that marks, for torch.compile, that a wrapper's forward is running.
+    """Return a context in which torch.compile knows that a wrapper's forward is running.
 
-    Without it graphs are not split at the buckets, which is slower.
+    Without this context, torch.compile does not split graphs at the buckets, which is slower.
     """
     make = getattr(wrapper, "_inside_ddp_forward", nullcontext)
     context: AbstractContextManager[Any] = make()
@@ -146,12 +146,12 @@ def leave_join(joinable: Joinable) -> None:
 
 
 def with_join_disabled(attributes: Mapping[str, Any]) -> dict[str, Any]:
-    """Copy the attributes of a wrapper, with the values that they have outside any `join` block."""
+    """Return a copy of a wrapper's attributes, with the values that they have outside of any `join` block."""
     return {**attributes, _JOIN_CONFIG: _disabled()}
 
 
 def set_join_configs(join: Join) -> None:
-    """Mark the wrappers of a `join` block as inside it. torch does so only when the block is created."""
+    """Mark the wrappers of a `join` block as inside the block. torch does so only when the block is created."""
     set_all = lookup(
         "torch.distributed.algorithms.join:Join._set_joinable_configs", "enter a join block again"
     )
@@ -164,13 +164,13 @@ _root_of = attribute("_get_root_mesh", "use one dimension of a device mesh")
 
 
 def is_slice(mesh: DeviceMesh) -> bool:
-    """Return whether a mesh is one dimension of a larger one, with tensor parallelism over the others."""
+    """Return whether a mesh is one dimension of a larger mesh, whose other dimensions use tensor parallelism."""
     return bool(_root_of(mesh)() != mesh)
 
 
 def prepare_for_tensor_parallel(module: nn.Module) -> None:
-    """Let a module's DTensor parameters be reduced as plain tensors."""
-    # Looked up here, because the lookup imports DTensor.
+    """Prepare a module so that its DTensor parameters can be reduced as plain tensors."""
+    # The name is looked up here, because the lookup imports DTensor.
     transform = lookup(
         "torch.distributed.tensor.parallel.ddp:_pre_dp_module_transform",
         "combine tensor and data parallelism",

@@ -110,20 +110,20 @@ def state_dict_post_hooks(optimizer: Optimizer) -> list[Callable[[Optimizer, dic
 
 
 def mark_step_as_made(optimizer: Optimizer) -> None:
-    """Mark an optimizer as stepped, so that its scheduler does not warn about a step left out on purpose.
+    """Mark an optimizer as stepped, so that its scheduler does not warn about a step that Syncline has discarded.
 
-    Setting the mark is harmless if torch no longer reads it.
+    The mark has no effect if torch no longer reads it.
     """
     optimizer._opt_called = True  # type: ignore[attr-defined]
 
 
 def as_overlapped(kind: type, options: Any, *args: Any, **kwargs: Any) -> Any:
-    """Return an optimizer that steps in a communication hook, made by torch for an optimizer class.
+    """Return torch's version of an optimizer class that steps in a communication hook.
 
     Raises:
         NotImplementedError: torch supports no such optimizer for this class.
     """
-    # Looked up here, because the lookup imports much, and few programs need it.
+    # The name is looked up here, because the lookup imports much that few programs need.
     make = lookup(
         "torch.distributed.algorithms._optimizer_overlap:_as_overlapped_optim",
         "step optimizers in a communication hook",
@@ -134,10 +134,10 @@ def as_overlapped(kind: type, options: Any, *args: Any, **kwargs: Any) -> Any:
 # ---------------------------------------------------------------------- steps inside backward
 
 # torch's `_apply_optimizer_in_backward` lets each parameter's optimizer step as soon as its local gradient is ready. On
-# several ranks that would be a step with an unreduced gradient. So its hooks are removed, as torch's own class does,
-# and the optimizers step when `.grad` holds the mean. Then the gradient is freed, as users of the helper expect.
+# several ranks that would be a step with an unreduced gradient. So its hooks are removed, as torch's DDP does, and the
+# optimizers step when `.grad` holds the mean. Then the gradient is freed, as users of this helper expect.
 _STEPS_HERE = "_in_backward_optimizers"
-"""The attribute that the helper sets on a parameter. A torch without the helper sets it on none."""
+"""The attribute that the helper sets on a parameter."""
 
 
 def steps_in_backward(parameter: Tensor) -> bool:
@@ -149,7 +149,7 @@ def optimizers_in_backward(parameters: Sequence[Tensor]) -> Callable[[], None] |
     """Remove the hooks that step optimizers inside backward.
 
     Returns:
-        A function that steps those optimizers; None if no parameter has one.
+        A function that steps those optimizers; None if no parameter has such an optimizer.
     """
     with_optimizers: list[tuple[Tensor, list[Any]]] = [
         (parameter, getattr(parameter, _STEPS_HERE))
@@ -158,7 +158,7 @@ def optimizers_in_backward(parameters: Sequence[Tensor]) -> Callable[[], None] |
     ]
     if not with_optimizers:
         return None
-    # Looked up here, because the lookup imports much, and few programs need it.
+    # The name is looked up here, because the lookup imports much that few programs need.
     handles = lookup(
         "torch.distributed.optim:apply_optimizer_in_backward.param_to_optim_hook_handle_map",
         "step optimizers inside backward",

@@ -1,4 +1,4 @@
-"""Process groups of torch.distributed: create, list and forget them, and call functions without a public name."""
+"""Process groups of torch.distributed: their creation, torch's record of groups, and methods without a public name."""
 
 from __future__ import annotations
 
@@ -25,20 +25,22 @@ else:
         "torch._C._distributed_c10d:AllgatherOptions", "gather tensors on an accelerator"
     )
     # Public names, but missing if torch was built without torch.distributed.
-    Store = lookup("torch.distributed:Store", "meet other ranks")
-    TCPStore = lookup("torch.distributed:TCPStore", "meet other ranks")
-    PrefixStore = lookup("torch.distributed:PrefixStore", "meet other ranks")
+    Store = lookup("torch.distributed:Store", "join other ranks")
+    TCPStore = lookup("torch.distributed:TCPStore", "join other ranks")
+    PrefixStore = lookup("torch.distributed:PrefixStore", "join other ranks")
 
 # ---------------------------------------------------------------------- torch's record of groups
 
 _C10D = "torch.distributed.distributed_c10d"
 
-_world: Any = lookup(f"{_C10D}:_world", "see which process groups there are")
+_world: Any = lookup(f"{_C10D}:_world", "list the process groups")
 
-_living: Any = lookup(f"{_C10D}:_world.pg_map", "see which process groups there are")
-"""The same dictionary for the lifetime of the process."""
+_living: Any = lookup(f"{_C10D}:_world.pg_map", "list the process groups")
+"""torch's dictionary of process groups, which is the same object for the lifetime of the process."""
 
-_new_group = lookup(f"{_C10D}:_new_process_group_helper", "make a process group among its members")
+_new_group = lookup(
+    f"{_C10D}:_new_process_group_helper", "create a process group by calls of its members only"
+)
 
 _unregister = lookup(
     "torch._C._distributed_c10d:_unregister_process_group", "serve other devices than the CPU"
@@ -46,22 +48,14 @@ _unregister = lookup(
 
 _group_name = lookup(f"{_C10D}:GroupName", "name a process group")
 
-_get_default_group = lookup(f"{_C10D}:_get_default_group", "see in which call a rank waits")
-
 is_living: Callable[[object], bool] = _living.__contains__ if is_there(_living) else _living
-"""Return whether a process group exists and is not destroyed. Each collective calls it."""
+"""Return whether a process group is not destroyed. Each collective calls this function, so it is not wrapped."""
 
 
 def living_groups() -> dict[dist.ProcessGroup, Any]:
     """Return torch's own dictionary whose keys are all process groups that are not destroyed."""
     groups: dict[dist.ProcessGroup, Any] = _living if is_there(_living) else _living()
     return groups
-
-
-def default_group() -> dist.ProcessGroup:
-    """Return torch's default group."""
-    group: dist.ProcessGroup = _get_default_group()
-    return group
 
 
 def has_record_of(group: dist.ProcessGroup) -> bool:
@@ -79,7 +73,7 @@ def new_group_of(
     *,
     size: int | None = None,
 ) -> dist.ProcessGroup:
-    """Create a process group; only its members call this.
+    """Create a process group. Only the members of the group call this function.
 
     Args:
         global_ranks: ranks of the members in the default group; empty for all of them.
@@ -88,7 +82,7 @@ def new_group_of(
         store: a store that all members can reach and no other group uses.
         name: name of the group.
         timeout: timeout of its operations; None for the backend's default.
-        size: number of members, if `global_ranks` is empty.
+        size: number of members; needed only if `global_ranks` is empty.
     """
     group: dist.ProcessGroup
     group, _ = _new_group(
@@ -104,7 +98,7 @@ def new_group_of(
 
 
 def record_ranks(group: dist.ProcessGroup, global_ranks: Sequence[int]) -> None:
-    """Record the ranks of a new group for torch.distributed."""
+    """Add the ranks of a new group to torch's record."""
     _world.pg_group_ranks[group] = {global_rank: rank for rank, global_rank in enumerate(global_ranks)}
 
 
@@ -119,7 +113,7 @@ def forget_group(group: dist.ProcessGroup, name: str) -> None:
 
 # ---------------------------------------------------------------------- calls without a public name
 
-# torch renames these methods: later versions also call `_allgather_base` `all_gather_single`, and have both so far.
+# torch is renaming these methods: later versions have `all_gather_single` beside `_allgather_base`.
 _ALL_GATHER, _REDUCE_SCATTER = (
     ("_allgather_base", "_reduce_scatter_base")
     if is_there(lookup("torch.distributed:ProcessGroup._allgather_base", "gather tensors"))
@@ -130,7 +124,7 @@ _ALL_GATHER, _REDUCE_SCATTER = (
 def all_gather_flat(
     group: dist.ProcessGroup, output: torch.Tensor, input: torch.Tensor, options: Any
 ) -> dist.Work:
-    """Start to gather one flat tensor per rank into one."""
+    """Start to gather the flat tensors of all ranks into one tensor."""
     work: dist.Work = getattr(group, _ALL_GATHER)(output, input, options)
     return work
 
@@ -138,15 +132,15 @@ def all_gather_flat(
 def reduce_scatter_flat(
     group: dist.ProcessGroup, output: torch.Tensor, input: torch.Tensor, options: Any
 ) -> dist.Work:
-    """Start to reduce a flat tensor; each rank gets its shard of the result."""
+    """Start to reduce a flat tensor, of which each rank gets a shard."""
     work: dist.Work = getattr(group, _REDUCE_SCATTER)(output, input, options)
     return work
 
 
 def num_calls_started(group: dist.ProcessGroup) -> int | None:
-    """Return how many calls this rank has started on a group; None if the backend does not count them.
+    """Return the number of calls that this rank has started on a group; None if the backend does not count them.
 
-    Without this number, a rank that waits in a call of torch.distributed cannot be named.
+    Without this number, errors cannot name a rank that waits in a call of torch.distributed.
     """
     try:
         number: int = group._get_sequence_number_for_group()  # type: ignore[attr-defined]
@@ -164,7 +158,7 @@ def backend_on(group: dist.ProcessGroup, device: torch.device) -> Any:
 
 
 def timeout_seconds_of(group: dist.ProcessGroup) -> float | None:
-    """Return the shortest timeout of a group's backends; None if none is known."""
+    """Return the shortest timeout of a group's backends; None if no timeout is known."""
     found = []
     for device in getattr(group, "_device_types", ()):
         timeout = timeout_of(getattr(backend_on(group, device), "options", None))

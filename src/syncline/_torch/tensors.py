@@ -18,7 +18,7 @@ _TOGETHER = "compute with many tensors in one call"
 
 
 def _foreach(name: str, one_by_one: Callable[..., Any]) -> Callable[..., Any]:
-    """Look up an operation on lists; without it, tensors are processed one by one: slower, with the same result."""
+    """Return torch's operation on lists of tensors, or a slower replacement that processes the tensors one by one."""
     found = lookup(f"torch:{name}", _TOGETHER)
     return found if is_there(found) else one_by_one
 
@@ -43,22 +43,22 @@ foreach_norm = _foreach(
 split_like: Callable[[Tensor, _Tensors], tuple[Tensor, ...]] = lookup(
     "torch._C:_nn.unflatten_dense_tensors", "view a flat tensor as tensors of given shapes"
 )
-"""Return views of a flat tensor in the shapes of others, created in one call."""
+"""Return views of a flat tensor that have the shapes of given tensors."""
 
 # ---------------------------------------------------------------------- one tensor
 
-version_of: Callable[[Tensor], int] = attribute("_version", "see whether a tensor was written to")
-"""Return the version counter of a tensor, which each write increases."""
+version_of: Callable[[Tensor], int] = attribute("_version", "detect writes to a tensor")
+"""Return the version counter of a tensor. Each write to the tensor increases the counter."""
 
-# The public methods reject a sparse tensor that is not coalesced, and gradients of embeddings are not.
+# The public methods reject a sparse tensor that is not coalesced, as gradients of embeddings are.
 num_entries: Callable[[Tensor], int] = lookup("torch:Tensor._nnz", "reduce sparse gradients")
 """Return the number of rows that a sparse tensor stores."""
 
 stored_indices: Callable[[Tensor], Tensor] = lookup("torch:Tensor._indices", "reduce sparse gradients")
-"""Return the indices of these rows."""
+"""Return the indices of the rows that a sparse tensor stores."""
 
 stored_values: Callable[[Tensor], Tensor] = lookup("torch:Tensor._values", "reduce sparse gradients")
-"""Return the rows; writing to them changes the sparse tensor."""
+"""Return the rows that a sparse tensor stores. A write to the rows changes the sparse tensor."""
 
 _make_sparse = lookup("torch:ops.aten._sparse_coo_tensor_with_dims_and_tensors", "reduce sparse gradients")
 
@@ -66,9 +66,10 @@ _make_sparse = lookup("torch:ops.aten._sparse_coo_tensor_with_dims_and_tensors",
 def sparse_tensor(
     indices: Tensor, values: Tensor, shape: Sequence[int], *, is_coalesced: bool | None = None
 ) -> Tensor:
-    """Return a sparse tensor of these indices and values, which are not checked.
+    """Return a sparse tensor of these indices and values. They are not checked.
 
-    The public function of torch 2.11 and 2.12 warns about that, even with `check_invariants=False`. It is the fallback.
+    torch's public function is only the fallback, because in torch 2.11 and 2.12 it warns about unchecked indices, even
+    with `check_invariants=False`.
     """
     if not is_there(_make_sparse):
         return torch.sparse_coo_tensor(
@@ -90,7 +91,7 @@ def sparse_tensor(
 
 
 TorchFuture: Any = lookup("torch._C:Future", "check what a communication hook returns")
-"""The base of torch.futures.Future; torch also returns instances of it."""
+"""The base class of torch.futures.Future. torch returns instances of the base class as well."""
 
 tree_map_only: Callable[..., Any] = lookup("torch.utils._pytree:tree_map_only", "move or cast inputs")
 """Replace the objects of one type in nested lists, tuples and dicts."""
@@ -108,22 +109,22 @@ plain_torch_functions: Any = lookup("torch._C:DisableTorchFunctionSubclass", "sh
 UNSCALE = lookup(
     "torch:_amp_foreach_non_finite_check_and_unscale_", "use a GradScaler with sharded gradients"
 )
-"""The function by which a GradScaler looks for infinities, for comparison in `__torch_function__`."""
+"""The function by which a GradScaler finds infinities. A `__torch_function__` compares the called function with it."""
 
 FOREACH_NORM = lookup("torch:_foreach_norm", _TOGETHER)
-"""The function that clip_grad_norm_ calls, for comparison in `__torch_function__`. If missing, nothing calls it."""
+"""The function that clip_grad_norm_ calls. A `__torch_function__` compares the called function with it."""
 
 FOREACH_ZERO = lookup("torch:ops.aten._foreach_zero_.default", _TOGETHER)
-"""The function that zero_grad calls, for comparison in `__torch_dispatch__`. If missing, nothing calls it."""
+"""The function that zero_grad calls. A `__torch_dispatch__` compares the called function with it."""
 
 
 def make_without_memory(kind: type[Tensor], like: Tensor) -> Any:
-    """Create a tensor of a subclass without memory, in the shape, dtype and device of another."""
+    """Return a tensor of a subclass without memory, with the shape, dtype and device of another tensor."""
     return _make_wrapper_subclass(kind, like.shape, dtype=like.dtype, device=like.device)
 
 
 def check_that_infinities_are_seen() -> None:
-    """Raise an error if a GradScaler could look for infinities by a function that a subclass cannot intercept."""
+    """Raise an error if a subclass of Tensor cannot intercept the function by which a GradScaler finds infinities."""
     if not is_there(UNSCALE):
         UNSCALE()
 
@@ -136,7 +137,7 @@ _set_deterministic = lookup("torch._C:_set_deterministic_algorithms", "ask for d
 def set_deterministic(is_on: bool, *, warn_only: bool) -> None:
     """Switch deterministic algorithms on or off.
 
-    The public function also imports the compiler, which takes seconds. It is the fallback.
+    torch's public function is only the fallback, because it imports the compiler, which takes seconds.
     """
     if is_there(_set_deterministic):
         _set_deterministic(is_on, warn_only=warn_only)

@@ -1,15 +1,15 @@
-"""Which rank is where, and which rank is gone: what turns a wait into an error that names the cause.
+"""The position of each rank and the end of ranks, from which a wait that cannot end becomes an error with its cause.
 
-Imports: errors, environment, user_code, _torch.
+Imports: errors, words, environment, user_code, _torch.
 
 board.py        the step, phase and bucket of each rank, published for its peers
-calls.py        what a rank called, also of torch.distributed itself, and why its group is broken
-deadlock.py     can the waits of the ranks ever end? Pure functions of the board
-failed_wait.py  the cause of a wait that fails, and the error
-health.py       can a group still be used, and where are its ranks?
-notices.py      failures that ranks publish for each other through the store
-processes.py    has the process of a rank ended, is it stopped, or is this one a fork of a rank?
-store.py        messages at the store, signed and checked; our connection to it
+calls.py        the call in which a rank waits, also one of torch.distributed; the reason why a group has failed
+deadlock.py     detection of waits that can never end, by pure functions of the board
+failed_wait.py  the search for the cause of a wait that fails, and the error
+health.py       the state of a group: whether it can still be used, and the positions of its ranks
+notices.py      failures and positions that ranks publish for each other through the store
+processes.py    whether the process of a rank has ended, is stopped, or is a fork of a rank
+store.py        messages at the store, signed and checked; this process's connection to the store
 """
 
 from __future__ import annotations

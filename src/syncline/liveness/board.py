@@ -1,7 +1,7 @@
-"""The position of each rank: the step, phase and bucket that it is in, and the call that it waits in.
+"""The position of each rank: its step, phase and bucket, and the call in which it waits.
 
-`Board` holds this rank's own position; the code that does the work writes it. A `Place` is a snapshot of it that other
-ranks receive as text. Errors about missing ranks are built from places.
+`Board` holds the position of this rank. The code that trains writes to the board. A `Place` is a snapshot of a rank's
+position, which the rank sends to its peers as text. Errors about missing ranks show the places of all ranks.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from syncline.liveness.store import decode
 
 MAIN_LANE = "main"
-"""The first lane of every transport; see `Transport.lane`."""
+"""The name of the first lane of every transport; see `Transport.lane`."""
 
 _BEFORE = "before the first step"
 
@@ -22,30 +22,28 @@ FORWARD = "forward"
 """The phase of a forward of a wrapper in training mode."""
 
 EVAL_FORWARD = "forward in eval mode"
+"""The phase of a forward of a wrapper in eval mode, in which the module's buffers are sent."""
 
 
+@dataclass(slots=True, eq=False)
 class Board:
-    """The position of this rank. Its attributes are plain because the hot path of every step writes them.
+    """The position of this rank. Its attributes are plain, because the hot path of every step writes to them."""
 
-    Attributes:
-        step: the training step under way, from 1; None before the first.
-        phase: the part of the step, in words.
-        bucket: the bucket of gradients that is being waited for or sent; None if there is none.
-        opening: the call that ranks agree on or run, such as "sl.mean"; None if there is none (see
-            `transport/agreement.py`).
+    step: int | None = None
+    """The current training step, from 1; None before the first step."""
+    phase: str = _BEFORE
+    """The part of the step, in words."""
+    bucket: int | None = None
+    """The bucket of gradients that the rank sends or waits for; None if there is none."""
+    opening: str | None = None
+    """The call of Syncline that the ranks agree on or run now, such as "sl.mean"; None if there is none.
+
+    See `transport/agreement.py`.
     """
-
-    __slots__ = ("bucket", "opening", "phase", "step")
-
-    def __init__(self) -> None:
-        self.step: int | None = None
-        self.phase = _BEFORE
-        self.bucket: int | None = None
-        self.opening: str | None = None
 
     @contextmanager
     def called(self, title: str) -> Iterator[None]:
-        """Attribute each collective inside of the block to the call `title`, unless it is part of another call."""
+        """Let errors inside the block name the call `title`, unless an outer block names another call."""
         before = self.opening
         self.opening = before or title
         try:
@@ -56,7 +54,7 @@ class Board:
 
 @dataclass(frozen=True, kw_only=True)
 class Wait:
-    """A call that a rank has been waiting in for a while."""
+    """A call in which a rank has been waiting for a while."""
 
     lane: str
     """The lane of the call."""
@@ -65,11 +63,11 @@ class Wait:
     words: str
     """The call in words."""
     number: int = 0
-    """The number of this long wait on the rank. Two snapshots with the same number show the same wait."""
+    """A number that identifies this long wait on the rank. Two snapshots with the same number show the same wait."""
     blocks_rank: bool = True
-    """Whether the rank does nothing else meanwhile, because no other thread of it has ever started a collective."""
+    """Whether no other thread of the rank has ever started a collective, so that the whole rank waits."""
     is_torchs: bool = False
-    """Whether torch.distributed itself was called. The lane is then a group of torch's, see `calls.py`."""
+    """Whether this is a call of torch.distributed by the program. The lane is then a process group; see `calls.py`."""
 
     def __str__(self) -> str:
         if self.is_torchs:
@@ -80,7 +78,7 @@ class Wait:
 
 @dataclass(frozen=True, kw_only=True)
 class Place:
-    """The position of a rank when it was last seen.
+    """A snapshot of the position of a rank.
 
     Example:
         >>> print(Place(step=12, phase="backward", bucket=0, code="train.py:34 in main"))
@@ -94,41 +92,33 @@ class Place:
     bucket: int | None = None
     opening: str | None = None
     wait: Wait | None = None
-    """The call that it waits in; None while it does not wait, or if the wait has only just begun."""
+    """The call in which the rank waits; None if the rank does not wait, or has only just begun to wait."""
     num_started: dict[str, int] = field(default_factory=dict)
-    """Number of collectives that it has started, by lane."""
+    """Number of collectives that the rank has started, by lane."""
     code: str | None = None
-    """The line of the user's code that it is in."""
+    """The line of the user's code that the rank runs."""
     has_left: bool = False
-    """Whether it has left in good order, by shutdown() or at the end of its program."""
+    """Whether the rank has shut down normally, by sl.shutdown() or at the end of its program."""
     seen: float = 0.0
     """Time of the snapshot, in seconds since the epoch."""
 
     @staticmethod
     def of(
-        board: Board,
-        *,
-        wait: Wait | None = None,
-        num_started: dict[str, int] | None = None,
-        code: str | None = None,
-        has_left: bool = False,
-        seen: float = 0.0,
+        board: Board, *, wait: Wait | None = None, code: str | None = None, has_left: bool = False
     ) -> Place:
-        """Return a snapshot of `board`, together with the state of its transport."""
+        """Return a snapshot of `board`."""
         return Place(
             step=board.step,
             phase=board.phase,
             bucket=board.bucket,
             opening=board.opening,
             wait=wait,
-            num_started=num_started or {},
             code=code,
             has_left=has_left,
-            seen=seen,
         )
 
     def is_as(self, other: Place) -> bool:
-        """Return whether both places are equal except for the line of code and the time."""
+        """Return whether two places are equal except for the line of code and the time."""
         return replace(self, code=other.code, seen=other.seen) == other
 
     @property
@@ -139,7 +129,10 @@ class Place:
         return self.phase == EVAL_FORWARD
 
     def is_in(self, wait: Wait) -> bool:
-        """Return whether the rank waits in the same call (by lane and number), even if it called something else."""
+        """Return whether the rank waits in the same call as `wait`, compared by lane and number.
+
+        The operations may differ if the ranks made different calls.
+        """
         return self.wait is not None and (self.wait.lane, self.wait.call) == (wait.lane, wait.call)
 
     def to_json(self) -> str:
@@ -151,7 +144,7 @@ class Place:
 
     @staticmethod
     def from_json(text: str) -> Place:
-        """Return the place that `to_json` has written."""
+        """Return the place that `to_json` returned as text."""
         return decode(Place, text, "the place of a rank")
 
     def __str__(self) -> str:
@@ -161,7 +154,7 @@ class Place:
         if self.bucket is not None:
             words.append(f"bucket {self.bucket}")
         if self.has_left:
-            words.append("has left in good order")
+            words.append("has shut down normally")
             return ", ".join(words)
         if self.wait is not None:
             called = self.wait if self.opening is None else replace(self.wait, words=self.opening)
@@ -176,20 +169,20 @@ class Place:
 _MAX_LINES = 32
 
 
-def who_is_where(
+def describe_places(
     places: Mapping[int, Place], *, size: int, here: int | None = None, now: float | None = None
 ) -> str:
-    """Return one line of text per rank.
+    """Return the places of all ranks in words, one line per rank.
 
     Args:
-        places: where ranks were seen.
+        places: the places that are known, by rank.
         size: number of ranks.
-        here: the rank that reports; None if all ranks report the same text.
+        here: this rank, whose place is current; None if all ranks show the same text.
         now: seconds since the epoch, used to show the age of other ranks' reports; None omits the age.
 
     Example:
         >>> seen = {1: Place(step=2, phase="forward", seen=10.0), 2: Place(step=3, phase="backward", seen=12.5)}
-        >>> print(who_is_where(seen, size=3, here=2, now=12.5))
+        >>> print(describe_places(seen, size=3, here=2, now=12.5))
           rank 0: it has reported nothing
           rank 1: step 2, forward (last report 2.5 s ago)
           rank 2: step 3, backward

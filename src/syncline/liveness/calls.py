@@ -1,11 +1,11 @@
-"""The calls in which ranks wait: descriptions for errors, and calls that the program makes of torch.distributed.
+"""The calls in which ranks wait: Syncline's own calls, and the program's calls of torch.distributed.
 
-torch counts the calls that are started on each of its groups. Such a call can therefore be treated as a wait of our
-own: the group is the lane, and a rank that has started fewer calls on it is absent. The same proof applies
-(`deadlock.py`), and an error raised inside the call ends it.
+torch counts the calls that each rank starts on a process group. So a wait in torch.distributed is treated like a wait
+in Syncline: the group is the lane, and a rank that has started fewer calls on the group is absent. The proof of
+`deadlock.py` that a wait can never end applies to both. An error raised inside the call ends the wait.
 
-The frame of the main thread is read only once `faulthandler` has shown that the thread is in such a call, because the
-thread sleeps then.
+The frame of the main thread is read only after `faulthandler` has shown that the thread is in such a call. The thread
+sleeps then.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ import torch
 from torch import distributed as dist
 from torch.distributed import distributed_c10d
 
-from syncline._torch.process_groups import PrefixStore, default_group, living_groups, num_calls_started
+from syncline._torch.process_groups import PrefixStore, living_groups, num_calls_started
 from syncline.errors import (
     CollectiveMismatch,
     CollectiveTimeout,
@@ -46,24 +46,24 @@ SAME_CALLS = (
 """Remedy for ranks that called different operations."""
 
 ENDLESS_WAIT = "the ranks wait for each other in different calls, and none of them can ever continue:"
-"""Heading over the places of ranks, none of which can continue."""
+"""The line above the places of ranks, none of which can continue."""
 
 ONE_RANK_EVALUATES = (
     "a forward of the wrapper sends the module's buffers (BatchNorm's statistics), so all ranks must run it. To "
-    "evaluate on one rank, call ddp.module(x) there; or call ddp.sync_buffers_() on all ranks, and then the "
-    "wrapper under torch.no_grad() on one"
+    "evaluate on one rank only, call ddp.module(x) on that rank; or call ddp.sync_buffers_() on all ranks, and then "
+    "the wrapper under torch.no_grad() on one rank"
 )
-"""Remedy for a forward that not all ranks run."""
+"""Remedy for a forward that only some ranks run."""
 
 _UNEVEN = (
-    "the rank that left made fewer steps than this rank: give every rank the same number of batches "
+    "the rank that shut down made fewer steps than this rank. Give every rank the same number of batches "
     "(DistributedSampler pads them, drop_last=True drops the rest), or run the loop inside ddp.join(), which lets "
     "ranks end at different times (not with sharded=True)"
 )
 
 _LEFT_OUT = (
-    "all ranks must call {call} equally often, but the rank that left ended without calling it: move it out of any "
-    "branch that depends on the rank (if rank == 0), and let no rank return before it"
+    "all ranks must call {call} equally often, but the rank that shut down made fewer of these calls. Move the call "
+    "out of any branch that depends on the rank (if rank == 0), and let no rank return before the call"
 )
 
 _KINDS: dict[str, type[SynclineError]] = {
@@ -76,17 +76,20 @@ _MAX_TEXT_CHARS = 32 * 1024
 
 @dataclass(frozen=True)
 class Call:
-    """A call of one rank. All ranks that meet must make the same call, or be the two sides of a message."""
+    """The call that one rank makes in a collective or a message.
+
+    In a collective, all ranks must make the same call. In a message, one rank sends and the other receives.
+    """
 
     operation: str
     detail: str = ""
     numel: int | None = None
     dtype: torch.dtype | None = None
     terms: int = 0
-    """A number that the ranks have to agree on as well; 0 if they have agreed before."""
+    """A number that must be equal on all ranks as well; 0 if there is none."""
 
     def agrees_with(self, other: Call) -> bool:
-        """Return whether two ranks may meet with these calls."""
+        """Return whether two ranks can make these two calls in one collective or message."""
         if {self.operation, other.operation} == {"send", "recv"}:
             return (self.numel, self.dtype) == (other.numel, other.dtype)
         return self == other
@@ -98,18 +101,19 @@ class Call:
 
 @dataclass(frozen=True)
 class Failure:
-    """The reason why a group is broken. Every rank creates its own exception object from it."""
+    """The reason why a group can no longer be used. Each rank creates its exception object from the failure."""
 
     kind: type[SynclineError]
     text: str
     aborted_by: int | None = None
+    """The rank that published the failure for its peers; None if the text needs no such rank."""
     is_common: bool = False
     """Whether the text describes all ranks and is the same on each of them."""
     stuck_ranks: Sequence[int] = ()
-    """Ranks that are proved to wait forever, wherever they wait."""
+    """Ranks that wait forever, as is proved, in whatever calls."""
 
     def on_rank(self, rank: int | None) -> SynclineError:
-        """Return the error that `rank` raises; `rank` is None for a caller outside the group."""
+        """Return the error to raise on `rank`; `rank` is None for a caller outside the group."""
         if self.aborted_by is None:
             return self.kind(self.text)
         if rank == self.aborted_by:
@@ -117,7 +121,10 @@ class Failure:
         return self.kind(f"rank {self.aborted_by} aborted the group: {self.text}")
 
     def to_json(self, rank: int) -> str:
-        """Return the text that `rank` publishes. A long text is cut to its end, where a traceback names the error."""
+        """Return the failure as text that `rank` publishes.
+
+        Of a long text only the end is kept, because a traceback names the error at its end.
+        """
         rank_of_text = None if self.is_common else rank
         text = self.text[-_MAX_TEXT_CHARS:]
         record = _Record(self.kind.__name__, text, rank_of_text, list(self.stuck_ranks))
@@ -128,7 +135,7 @@ class Failure:
         """Return the failure that another rank has published.
 
         Raises:
-            SynclineError: the text was not written by `to_json`.
+            SynclineError: the text is not one that `to_json` returns.
         """
         record = decode(_Record, text, "the reason for the end of a group")
         kind = _KINDS.get(record.kind, PeerFailed)
@@ -143,7 +150,7 @@ class Failure:
 
 @dataclass(frozen=True)
 class _Record:
-    """A failure in the form in which it is published."""
+    """A failure as published: fields that JSON can represent."""
 
     kind: str
     text: str
@@ -151,34 +158,23 @@ class _Record:
     stuck_ranks: list[int] = field(default_factory=list)
 
 
-def named_ranks(ranks: Iterable[int]) -> str:
-    """Return ranks in words.
-
-    Example:
-        >>> named_ranks([2]), named_ranks([0, 3])
-        ('rank 2', 'ranks 0, 3')
-    """
-    numbers = [str(rank) for rank in ranks]
-    return f"rank{'s' if len(numbers) > 1 else ''} {', '.join(numbers)}"
-
-
 def remedy_for_left(here: Place, left: Iterable[Place]) -> str:
-    """Return the remedy for ranks that have left in good order while this rank waits for them.
+    """Return the remedy for ranks that have shut down normally while this rank waits for them.
 
     Args:
-        here: where this rank is.
-        left: where the other ranks were when they left.
+        here: the place of this rank.
+        left: the places of the other ranks when they shut down.
 
     Example:
-        >>> remedy_for_left(Place(step=4, phase="backward"), [Place(step=3)])[:41]
-        'the rank that left made fewer steps than '
+        >>> remedy_for_left(Place(step=4, phase="backward"), [Place(step=3)])[:40]
+        'the rank that shut down made fewer steps'
         >>> remedy_for_left(Place(step=3, opening="sl.Checkpointer.save"), [Place(step=3)])[:40]
         'all ranks must call sl.Checkpointer.save'
     """
     if here.phase == EVAL_FORWARD:
         return ONE_RANK_EVALUATES
     if here.sends_buffers:
-        return f"{_UNEVEN}. If it is no training step: {ONE_RANK_EVALUATES}"
+        return f"{_UNEVEN}. If this call is not part of a training step: {ONE_RANK_EVALUATES}"
     if here.opening is None or any((place.step or 0) < (here.step or 0) for place in left):
         return _UNEVEN
     return _LEFT_OUT.format(call=here.opening)
@@ -200,10 +196,10 @@ _NEEDS_ALL = {
     "reduce_scatter_single",
     "reduce_scatter_tensor",
 }
-"""Calls that return on no rank before every rank of the group has made them."""
+"""Calls of torch.distributed that return only after every rank of the group has made the call."""
 
 _NEEDS_THE_OTHER = _NEEDS_ALL | {"broadcast", "gather", "recv", "reduce", "scatter", "send"}
-"""Calls that wait for the other rank in a group of two."""
+"""Calls of torch.distributed that, in a group of two ranks, wait for the other rank."""
 
 _LANE = "torch group "
 
@@ -219,7 +215,7 @@ class TorchCall:
 
     @classmethod
     def latest(cls, group: dist.ProcessGroup, name: str) -> TorchCall | None:
-        """Return the call that was started last on `group`; None if its backend does not count calls."""
+        """Return the call that this rank started last on `group`; None if the backend does not count calls."""
         number = num_calls_started(group)
         return None if number is None else cls(group, name, number)
 
@@ -230,7 +226,7 @@ class TorchCall:
         return Wait(lane=lane, call=self.number, words=words, blocks_rank=blocks_rank, is_torchs=True)
 
     def end(self, error: SynclineError) -> None:
-        """Raise `error` in the main thread, inside this call; do nothing if the call has returned."""
+        """Raise `error` in the main thread, inside this call. Do nothing if the call has returned."""
         main = threading.main_thread().ident or 0
         if _call_of_frame(sys._current_frames().get(main)) != self:
             return
@@ -245,7 +241,10 @@ class TorchCall:
 
 
 def call_in_dump(dump: str) -> TorchCall | None:
-    """Return the call of torch.distributed that the main thread was in when `dump` was written, and is still in."""
+    """Return the call of torch.distributed in which the main thread was when `dump` was written, and still is.
+
+    Return None if there is no such call.
+    """
     main = threading.main_thread().ident or 0
     path, name = innermost_in_dump(dump, main)
     if path != _FILE or name not in _NEEDS_THE_OTHER:
@@ -256,7 +255,7 @@ def call_in_dump(dump: str) -> TorchCall | None:
 def num_started(lanes: set[str]) -> dict[str, int]:
     """Return the number of calls that this rank has started on groups of torch, by lane.
 
-    The result is empty if another thread, in the user's code or in torch.distributed, may start more of them.
+    The result is empty if another thread, in the user's code or in torch.distributed, may start such a call now.
     """
     if any(
         _may_call(frame) for ident, frame in sys._current_frames().items() if ident != threading.get_ident()
@@ -274,7 +273,7 @@ def _call_of_frame(frame: FrameType | None) -> TorchCall | None:
     if frame is None or frame.f_code.co_filename != _FILE:
         return None
     group = frame.f_locals.get("group")
-    group = default_group() if group is None else group
+    group = dist.group.WORLD if group is None else group
     name = frame.f_code.co_name
     if not isinstance(group, dist.ProcessGroup) or (number := num_calls_started(group)) is None:
         return None
@@ -295,9 +294,9 @@ def _may_call(frame: FrameType | None) -> bool:
 
 
 def _close_connections(group: dist.ProcessGroup) -> None:
-    """Close this process's connections of a Gloo group, so that its waits end. The group's `abort` does not end them.
+    """Close this process's connections of a Gloo group, because the group's `abort` does not end waits.
 
-    A connection belongs to the group if one end has an address that a rank announced in the store when the group was
+    A connection belongs to the group if one end has an address that a rank wrote to the store when the group was
     created.
     """
     announced = b"".join(_announced(group))

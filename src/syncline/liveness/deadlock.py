@@ -1,6 +1,6 @@
-"""Detection of waits that can never end, as pure functions of the places where ranks were seen.
+"""Detection of waits that can never end, by pure functions of the places of all ranks.
 
-A rank is reported as stuck only if this is certain. A place may be outdated, so a wait counts only if it was seen twice
+A rank counts as stuck only if this is certain. A place may be outdated. So a wait counts only if it was seen twice
 (`steady`), and only on a rank on which no other thread starts collectives.
 """
 
@@ -15,41 +15,38 @@ Places = Mapping[int, Place]
 
 
 def absent_ranks(wait: Wait, places: Places) -> list[int]:
-    """Return the ranks that had not started the call of `wait` when they were last seen."""
+    """Return the ranks whose last place shows that they had not started the call of `wait`."""
     return [rank for rank, place in sorted(places.items()) if _is_absent(wait, place)]
 
 
 def left_ranks(wait: Wait, places: Places) -> list[int]:
-    """Return the ranks that will never start the call of `wait`, because they have left in good order."""
+    """Return the ranks that will never start the call of `wait`, because they have shut down normally."""
     return [rank for rank in absent_ranks(wait, places) if places[rank].has_left]
 
 
 def different_calls(places: Places) -> list[int]:
-    """Return the ranks that wait in a collective with one number but made different calls; empty if calls agree.
+    """Return the ranks that made different calls under the same number of a lane; empty if all calls agree.
 
     Example:
         >>> different_calls({rank: Place(wait=Wait(lane="main", call=1, words=f"{rank}")) for rank in range(2)})
         [0, 1]
     """
-    words: dict[tuple[str, int], set[str]] = {}
     # Calls of torch are left out, because torch also counts messages, which not all ranks send.
     waits = {
         rank: place.wait
         for rank, place in sorted(places.items())
-        if place.wait is not None and not place.wait.is_torchs
+        if place.wait is not None and place.wait.call is not None and not place.wait.is_torchs
     }
+    words: dict[tuple[str, int | None], set[str]] = {}
     for wait in waits.values():
-        if wait.call is not None:
-            words.setdefault((wait.lane, wait.call), set()).add(wait.words)
-    return [
-        rank for rank, wait in waits.items() if wait.call is not None and len(words[wait.lane, wait.call]) > 1
-    ]
+        words.setdefault((wait.lane, wait.call), set()).add(wait.words)
+    return [rank for rank, wait in waits.items() if len(words[wait.lane, wait.call]) > 1]
 
 
 def stuck_ranks(places: Places) -> list[int]:
     """Return the ranks that wait for each other in different calls, so that none of the waits can ever end.
 
-    Rank A waits for rank B if B has not started A's call. B cannot start that call while it waits itself. If B waits
+    Rank A waits for rank B if B has not started A's call. B cannot start A's call while B waits. If B waits
     for A, or for another rank that waits for A, neither wait can end.
     """
     waits_for: dict[int, Collection[int]] = {}
@@ -63,20 +60,20 @@ def stuck_among(waits_for: Mapping[int, Collection[int]]) -> list[int]:
     """Return the largest set of waiting ranks in which each rank waits for a member of the set.
 
     Args:
-        waits_for: by rank, for each rank that waits and does nothing else: the ranks that it needs.
+        waits_for: for each rank that waits and does nothing else, the ranks that must act before the wait ends.
 
     Example:
         >>> stuck_among({0: [1], 1: [0, 2], 3: [1], 4: [2]})
         [0, 1, 3]
     """
     stuck = set(waits_for)
-    while going_on := {rank for rank in stuck if stuck.isdisjoint(waits_for[rank])}:
-        stuck -= going_on
+    while can_continue := {rank for rank in stuck if stuck.isdisjoint(waits_for[rank])}:
+        stuck -= can_continue
     return sorted(stuck)
 
 
 def steady(earlier: Places, later: Places) -> dict[int, Place]:
-    """Return the later places, without waits that were not seen in the earlier places as well."""
+    """Return the later places, each without its wait unless the earlier place of the rank shows the same wait."""
     return {
         rank: place if rank in earlier and earlier[rank].wait == place.wait else replace(place, wait=None)
         for rank, place in later.items()

@@ -1,4 +1,4 @@
-"""A wait that fails: its cause, found from what the ranks have published, and the error that this rank raises."""
+"""A wait that fails: the search for the cause in the reports of all ranks, and the error that this rank raises."""
 
 from __future__ import annotations
 
@@ -15,31 +15,31 @@ from syncline.errors import (
     SynclineError,
     UnevenInputs,
 )
-from syncline.liveness.board import Board, Place, Wait, who_is_where
+from syncline.liveness.board import Place, Wait, describe_places
 from syncline.liveness.calls import (
     ENDLESS_WAIT,
     ONE_RANK_EVALUATES,
     SAME_CALLS,
     Call,
     Failure,
-    named_ranks,
     remedy_for_left,
 )
 from syncline.liveness.deadlock import absent_ranks, different_calls, left_ranks, stuck_ranks
 from syncline.liveness.health import Health, Waiting
 from syncline.liveness.notices import SIGN_OF_LIFE_SECONDS
 from syncline.user_code import user_code
+from syncline.words import describe_ranks
 
 
 class FailedWait:
-    """The search for the cause of a failed wait.
+    """The search for the cause of a wait that has failed, and the error with this cause.
 
-    Its methods mark the group as failed, publish the failure, and return the error to raise on this rank. If a peer has
-    published a cause already, it is that cause.
+    Each method marks the group as failed, publishes the failure, and returns the error to raise on this rank. If a peer
+    has already published a cause, the error names that cause.
 
     Args:
         health: the state of the group.
-        work: the operation that was waited for.
+        work: the operation for which this rank waited.
     """
 
     def __init__(self, health: Health, work: Waiting) -> None:
@@ -47,12 +47,12 @@ class FailedWait:
         self._work = work
 
     def timed_out(self) -> SynclineError:
-        """Return the error for a wait that took too long although no rank is known to have failed."""
+        """Return the error for a wait that reached its deadline although no rank is known to have failed."""
         places = self._health.places()
         return self._ended(CollectiveTimeout, self._late(places), _LATE, places)
 
     def broken_by(self, error: RuntimeError) -> SynclineError:
-        """Return our error for an error of the backend."""
+        """Return Syncline's error for an error of the backend."""
         kind, what, remedy = _meaning(str(error))
         if kind is PeerLost:
             return self._connection_lost(error)
@@ -74,18 +74,19 @@ class FailedWait:
         if not killed:
             return self._left(ranks, places)
         has = "its process has" if len(killed) == 1 else "their processes have"
-        return self._ended(PeerLost, f"{named_ranks(killed)}: {has} ended", _LOST, places)
+        return self._ended(PeerLost, f"{describe_ranks(killed)}: {has} ended", _LOST, places)
 
     def _connection_lost(self, error: RuntimeError) -> SynclineError:
-        """Return the error for a closed connection, which names the peer that ended first if it can be found.
+        """Return the error for a closed connection. The error names the peer that ended first if that peer is found.
 
-        This has to wait, because a connection closes a moment before its process counts as ended or has reported a
-        failure. A survivor's connections close as well when it raises, but it reports the cause before that.
+        A connection closes a moment before the kernel reports its process as ended. So this method waits a while for
+        such a report, or for a failure that another rank publishes. A rank that raises closes its connections as well,
+        but it publishes the cause before that.
         """
         health = self._health
         first = health.places()
         began = time.monotonic()
-        # All peers are on this host, where an ended process is seen at once. With two ranks only one can be the cause.
+        # An ended process on this host is detected at once. With two ranks, only the other one can be the cause.
         is_seen_here = health.size == 2 or len(health.processes_here()) == health.size - 1
         patience_seconds = _LOCAL_CAUSE_SECONDS if is_seen_here else _REMOTE_CAUSE_SECONDS
         places, pause_seconds = first, _PAUSE_SECONDS
@@ -106,18 +107,19 @@ class FailedWait:
         if health.size == 2:
             what = f"the connection to rank {1 - health.rank} is lost"
         elif silent and not is_seen_here:
-            what += f", and {named_ranks(silent)} gave no sign of life for {patience_seconds:g} s"
+            what += f", and {describe_ranks(silent)} sent no report for {patience_seconds:g} s"
         return self._ended(PeerLost, what, _LOST, places, error)
 
     def _left(self, ranks: Sequence[int], places: dict[int, Place]) -> SynclineError:
-        """Return the error for ranks that have left in good order."""
-        what = f"{named_ranks(ranks)} {'has' if len(ranks) == 1 else 'have'} left in good order, and will not come"
+        """Return the error for ranks that have shut down normally."""
+        have = "has" if len(ranks) == 1 else "have"
+        what = f"{describe_ranks(ranks)} {have} shut down normally and will not make this call"
         here = replace(self._health.place(), wait=self._work.as_wait())
         remedy = remedy_for_left(here, [places[rank] for rank in ranks])
         return self._ended(UnevenInputs, what, remedy, places)
 
     def mismatched(self, calls: dict[int, Call]) -> SynclineError:
-        """Return the error for ranks that met in different calls.
+        """Return the error for ranks that made different calls in one collective.
 
         Args:
             calls: the call of each rank, by rank.
@@ -127,16 +129,16 @@ class FailedWait:
         if health.failure is not None:
             return health.error()
         for rank, call in calls.items():
-            place = places.get(rank, Place.of(Board()))
+            place = places.get(rank, Place())
             places[rank] = replace(place, wait=replace(own, words=str(call)), has_left=False)
-        lines = [_DIFFERENT_CALLS, who_is_where(places, size=health.size), SAME_CALLS]
+        lines = [_DIFFERENT_CALLS, describe_places(places, size=health.size), SAME_CALLS]
         return health.failed(Failure(CollectiveMismatch, "\n".join(lines), is_common=True))
 
     def _places_in(self, wait: Wait, ranks: Collection[int]) -> dict[int, Place]:
-        """Return where the ranks are that have met in one call.
+        """Return the places of the ranks that wait in one call, by rank.
 
         Publish this rank's place, and wait a moment for the places of the others. For a rank that does not publish in
-        time, return the place where it was last seen, without its wait.
+        time, return its last place, without the wait.
         """
         health = self._health
         here = replace(health.place(code=user_code(sys._getframe())), wait=wait)
@@ -156,16 +158,17 @@ class FailedWait:
             time.sleep(_PAUSE_SECONDS)
 
     def raise_if_endless(self, places: dict[int, Place], steady: dict[int, Place]) -> None:
-        """Raise if this wait, which has not failed yet, can never end.
+        """Raise an error if this wait can never end, although it has not failed yet.
 
         Args:
-            places: where the ranks were seen.
+            places: the last place of each rank.
             steady: the same places, with only those waits that were seen twice.
         """
         health = self._health
-        if health.wait is None:
+        wait = health.position.wait
+        if wait is None:
             return
-        left = left_ranks(health.wait, places)
+        left = left_ranks(wait, places)
         if left:
             raise self._left(left, places)
         what, stuck = "", stuck_ranks(steady)
@@ -174,7 +177,7 @@ class FailedWait:
         elif stuck:
             what = ENDLESS_WAIT
         if what:
-            lines = [what, who_is_where(places, size=health.size), SAME_CALLS]
+            lines = [what, describe_places(places, size=health.size), SAME_CALLS]
             if any(place.sends_buffers for place in places.values()):
                 lines.append(ONE_RANK_EVALUATES)
             text = "\n".join(lines)
@@ -183,7 +186,9 @@ class FailedWait:
     def _late(self, places: dict[int, Place]) -> str:
         unseen = [rank for rank in range(self._health.size) if rank not in places]
         late = sorted([*absent_ranks(self._work.as_wait(), places), *unseen])
-        return f"{named_ranks(late)} did not come before the deadline" if late else _NOT_ALL_CAME
+        return (
+            f"{describe_ranks(late)} did not make this call before the deadline" if late else _NOT_ALL_CALLED
+        )
 
     def _ended(
         self,
@@ -194,63 +199,71 @@ class FailedWait:
         error: Exception | None = None,
     ) -> SynclineError:
         health = self._health
-        where = f"rank {health.rank} of {health.size} over {health.backend}"
-        lines = [f"{self._work} on {where}: {what}, {self._work.elapsed_seconds():.1f} s after the call"]
+        where = f"on rank {health.rank} of {health.size} over {health.backend}"
+        lines = [f"{self._work} failed after {self._work.elapsed_seconds():.1f} s {where}: {what}"]
         if places is not None:
-            lines.append(who_is_where(places, size=health.size, here=health.rank, now=time.time()))
+            lines.append(describe_places(places, size=health.size, here=health.rank, now=time.time()))
         lines.append(remedy)
         if error is not None:
-            lines.append(f"{health.backend} said: {_without_cpp_frames(str(error))}")
+            lines.append(f"{health.backend} reported: {_without_cpp_frames(str(error))}")
         return health.failed(Failure(kind, "\n".join(lines)))
 
 
 _PLACES_SECONDS = 1.0
-"""How long a rank that has detected different calls waits for the places of its peers."""
+"""Time for which a rank that has detected different calls waits for the places of its peers."""
 
 _PAUSE_SECONDS = 0.005
 
 _MAX_PAUSE_SECONDS = 0.1
 
 _LOCAL_CAUSE_SECONDS = 0.75
-"""How long to look for the cause of a closed connection: the end of a process on this host, or a published failure."""
+"""Time for which to look for the cause of a closed connection: an ended process here, or a published failure."""
 
 _REMOTE_CAUSE_SECONDS = SIGN_OF_LIFE_SECONDS + 1.5
-"""The same limit if there are ranks on other hosts. Any rank that still runs has given a sign of life by then."""
+"""The same time if there are ranks on other hosts. Each rank that still runs publishes a report within this time."""
 
-_DIFFERENT_CALLS = "the ranks met in different calls:"
+_DIFFERENT_CALLS = "the ranks made different calls:"
 
-_NOT_ALL_CAME = "not every rank came before the deadline"
+_NOT_ALL_CALLED = "not every rank made this call before the deadline"
 
 _LATE = (
-    "the ranks that do not wait here may be in an endless loop, may have fewer batches, or may have made another call; "
-    "if they are only slow, raise the timeout"
+    "a rank that did not make this call may be in an endless loop, may have fewer batches, or may have made another "
+    "call. If it is only slow, raise the timeout"
 )
 
 _LOST = (
-    "a peer's process has ended, or its network failed: look at the log of the rank that ended first; "
-    "its last lines say why"
+    "a peer's process has ended, or the network between the hosts has failed. Look at the log of the rank that ended "
+    "first: the last lines give the reason"
 )
 
 _SIGNS_OF_LOSS = ("connect", "broken pipe", "socket", "peer", "pair closure")
 
 
 def _without_cpp_frames(message: str) -> str:
-    """Return a backend's message (NCCL's reason is on its second line) without torch's C++ stack below it."""
+    """Return a backend's message without torch's C++ stack. (The message can have several lines, as NCCL's has.)"""
     return message.partition("\nException raised from ")[0].rstrip()
 
 
 def is_of_backend(error: RuntimeError) -> bool:
-    """Return whether the error's text is one by which a backend reports late or lost peers, or different calls."""
+    """Return whether a backend raises this error for late or lost peers, or for different calls."""
     return _meaning(str(error))[0] is not SynclineError
 
 
 def _meaning(message: str) -> tuple[type[SynclineError], str, str]:
-    """Return our error class, a description and a remedy for a backend's error message."""
+    """Return the class of Syncline's error, a description and a remedy for a backend's error message."""
     words = message.lower()
     if "enforce fail" in words or "mismatch" in words:
-        return CollectiveMismatch, "the ranks called different operations, or sizes differ", SAME_CALLS
+        return (
+            CollectiveMismatch,
+            "the ranks called different operations, or passed different sizes",
+            SAME_CALLS,
+        )
     if "timed out" in words or "timeout" in words:
-        return CollectiveTimeout, _NOT_ALL_CAME, _LATE
+        return CollectiveTimeout, _NOT_ALL_CALLED, _LATE
     if any(sign in words for sign in _SIGNS_OF_LOSS):
         return PeerLost, "the connection to a peer is lost", _LOST
-    return SynclineError, "the backend failed", "its message, below, is all that is known"
+    return (
+        SynclineError,
+        "the backend failed",
+        "Syncline does not know the reason. See the backend's message below",
+    )

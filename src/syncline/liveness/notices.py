@@ -1,18 +1,20 @@
-"""Notices that ranks exchange through their process group's store, and the thread that publishes them.
+"""Notices that ranks exchange through the store of their process group, and the thread that publishes them.
 
-`Notices` carries three kinds of information: why the group is broken, where each rank is, and which process each rank
-is. The first rank that detects a failure publishes it; the others read it while they wait. Positions let a waiting rank
-report where the other ranks are. Publishing is best effort: without the store, each rank still raises its own error.
+There are three kinds of notices: the failure of the group, the place of each rank, and the process of each rank. The
+first rank that detects a failure publishes the failure, and the others read it while they wait. A waiting rank reads
+the places of its peers to show them in an error. Without the store, ranks exchange no notices, but they still raise
+errors.
 
-`Publisher` is a thread that publishes this rank's position while the rank does not wait for its peers. There is one per
-process. It keeps no transport alive. It ends before the interpreter does, because a thread that runs C++ code while
-Python shuts down aborts the process.
+`Publisher` is a thread that publishes this rank's place while the rank does not wait for its peers. Each process has
+one publisher. It keeps no transport alive. The thread ends before the interpreter does, because a thread that runs C++
+code while Python shuts down aborts the process.
 """
 
 from __future__ import annotations
 
 import atexit
 import contextlib
+import functools
 import os
 import threading
 from collections.abc import Callable
@@ -35,14 +37,14 @@ T = TypeVar("T")
 _STORE_TIMEOUT = timedelta(seconds=1)
 
 _MAX_READS = 100
-"""Number of reads of the other ranks' processes in quick succession."""
+"""How often the processes of other ranks are read in quick succession, until all of them are known."""
 
 
 class Notices:
-    """One rank's access to its group's notices. Any thread of the process that created it may use it.
+    """A rank's access to the notices of its group. Any thread may use it, but only in the process that created it.
 
     Args:
-        store: the group's store. A separate connection is opened, so that other users of the store are not disturbed.
+        store: the group's store. `Notices` opens a separate connection, so that it does not delay other users.
         rank: this rank in the group.
         size: number of ranks in the group.
     """
@@ -52,12 +54,12 @@ class Notices:
         self._size = size
         self._pid = os.getpid()
         self._has_left = False
-        # Two threads that wait for answers on one connection of a TCPStore would receive each other's answers.
+        # Without the lock, two threads that share a connection of a TCPStore would receive each other's answers.
         self._lock = threading.Lock()
         own, self._line = clone_of(store, _STORE_TIMEOUT)
         self._store: SignedStore | None = SignedStore(PrefixStore("syncline", own))
         # Old notices stay in the store, and a group created again under the same name must not read them. Each rank
-        # counts the creations on its own, because asking another rank would mean waiting for it.
+        # counts the creations separately, because a common count would mean waiting for another rank.
         self._epoch = self._ask(lambda store: store.count_up(f"epoch/{rank}"))
         self._process = RankProcess.own()
         self._processes: dict[int, RankProcess] = {}
@@ -67,18 +69,18 @@ class Notices:
             self._ask(lambda store: store.set(key, process.to_json()))
 
     def publish(self, failure: Failure) -> Failure:
-        """Publish why the group is broken, and return the first failure published, which is valid for all ranks."""
+        """Publish a failure of the group, and return the failure that was published first, which all ranks read."""
         mine = failure.to_json(self._rank)
         try:
             first = self._ask(lambda store: store.set_first(self._key("failure"), mine))
-        except SynclineError:  # the stored notice is unreadable, so this rank's own reason is better
+        except SynclineError:  # the published failure is unreadable, so this rank's own failure says more
             return failure
         return failure if first is None or first == mine else self._parsed(first)
 
     def failure(self) -> Failure | None:
-        """Return the published failure, as described by the rank that detected it first; None if there is none.
+        """Return the failure that a rank published first; None if there is none.
 
-        An unreadable notice counts as a failure as well, because the true reason can no longer be learned.
+        An unreadable notice counts as a failure as well. Its text then says that the notice is unreadable.
         """
         key = self._key("failure")
         try:
@@ -94,11 +96,11 @@ class Notices:
             return Failure(SynclineError, str(error))
 
     def post(self, place: Callable[[], Place | None]) -> None:
-        """Publish where this rank is.
+        """Publish the place of this rank.
 
         Args:
-            place: returns the place, or None if it is already published. It is called once this thread may write, so
-                that of two threads the later one publishes the newer place.
+            place: returns the place, or None if that place is already published. It is called once this thread holds
+                the lock, so that of two threads the later one publishes the newer place.
         """
         key = self._key(f"place/{self._rank}")
 
@@ -110,10 +112,10 @@ class Notices:
         self._ask(write)
 
     def leave(self, place: Place) -> None:
-        """Publish this rank's last place; later calls of `post` publish nothing.
+        """Publish this rank's last place. Later calls of `post` publish nothing.
 
-        This does not wait for an answer. At the end of a program the process that holds the store may be ending as
-        well, and torch prints a C++ stack trace to stderr if a connection closes while it waits.
+        This method does not wait for an answer of the store. At the end of a program, the process with the store may
+        end as well, and torch prints a C++ stack trace to stderr if a connection closes during such a wait.
         """
 
         def write(store: SignedStore) -> None:
@@ -124,7 +126,7 @@ class Notices:
         self._ask(write)
 
     def places(self) -> dict[int, Place]:
-        """Return where each rank was last seen, without ranks that have published nothing."""
+        """Return the last published place of each rank, without ranks that have published none."""
         return self._read_all("place", Place.from_json)
 
     def processes_here(self) -> dict[int, RankProcess]:
@@ -146,16 +148,16 @@ class Notices:
 
     @property
     def is_learning(self) -> bool:
-        """Whether the processes of other ranks are still unknown; each rank publishes its own at construction."""
+        """Whether the process of some rank is still unknown, and should soon be read again."""
         is_complete = self._process is None or len(self._processes) == self._size
         return not is_complete and self._num_reads < _MAX_READS
 
     def _read_all(self, name: str, parsed: Callable[[str], T]) -> dict[int, T]:
-        """Return what each rank has published about itself under `name`."""
+        """Return the notices called `name`, one of each rank, by rank. Missing and unreadable ones are left out."""
         keys = {self._key(f"{name}/{rank}"): rank for rank in range(self._size)}
         found = {}
         for key, text in (self._ask(lambda store: store.readable(list(keys))) or {}).items():
-            with contextlib.suppress(SynclineError):  # only informative, mostly for the text of another error
+            with contextlib.suppress(SynclineError):  # such a notice only adds details to an error
                 found[keys[key]] = parsed(text)
         return found
 
@@ -163,7 +165,7 @@ class Notices:
         return f"{self._epoch}/{name}"
 
     def _ask(self, question: Callable[[SignedStore], T]) -> T | None:
-        """Return the store's answer; None once the store is gone, and in a fork, which must not use the connection."""
+        """Return the store's answer to a question; None if the store has ended, or in a fork of the process."""
         if os.getpid() != self._pid:
             return None
         with self._lock:
@@ -171,7 +173,7 @@ class Notices:
                 try:
                     return question(self._store)
                 except SynclineError:
-                    raise  # the store is there, but it holds a message that is not ours
+                    raise  # the store still answers, but the message is not one of Syncline
                 except RuntimeError:
                     pass
             self._store = None
@@ -183,34 +185,34 @@ _PERIOD_SECONDS = 0.5
 _LEARNING_SECONDS = 0.02
 
 SIGN_OF_LIFE_SECONDS = 5.0
-"""Period in which a place is published again if it does not change. A rank silent for longer does not run."""
+"""The period after which a rank publishes an unchanged place again. A rank that is silent for longer does not run."""
 
 _JOIN_SECONDS = 5.0
 
 
 class Published(Protocol):
-    """An object that has a place to publish."""
+    """An object whose place is published."""
 
     notices: Notices | None
     rank: int
     calling_thread: int
 
     def is_live(self) -> bool:
-        """Return whether there is still something to publish; once False, it stays False."""
+        """Return whether the object still publishes its place. Once the result is False, it stays False."""
 
     def place(self) -> Place:
-        """Return where this rank is."""
+        """Return the current place of this rank."""
 
     def adopted(self, failure: Failure) -> SynclineError:
         """Record a failure that a peer has published, and return the error to raise on this rank."""
 
 
 class Publisher:
-    """A thread that publishes the places of all added objects, each while it is alive."""
+    """A thread that publishes the places of all added objects, each as long as the object is alive."""
 
     def __init__(self) -> None:
         self._last_places: WeakKeyDictionary[Published, Place] = WeakKeyDictionary()
-        """The places that were published last."""
+        """The place of each object that was published last."""
         self._lock = threading.Lock()
         self._wake = threading.Event()
         self._ended = False
@@ -218,7 +220,7 @@ class Publisher:
         self._thread: threading.Thread | None = None
 
     def add(self, what: Published) -> None:
-        """Begin to publish the place of `what`; do nothing once the process ends."""
+        """Begin to publish the place of `what`. Do nothing if the process is about to end."""
         with self._lock:
             if self._ended:
                 return
@@ -230,7 +232,7 @@ class Publisher:
         self._wake.set()
 
     def end(self) -> None:
-        """End the thread."""
+        """End the publisher's thread."""
         with self._lock:
             self._ended = True
         self._wake.set()
@@ -245,7 +247,7 @@ class Publisher:
 
     def _period_seconds(self) -> float | None:
         if self._is_learning:
-            return _LEARNING_SECONDS  # the rank that hosts the store may be lost right after the first step
+            return _LEARNING_SECONDS  # the process with the store may end right after the first step
         return _PERIOD_SECONDS if len(self._last_places) else None
 
     def _publish_all(self) -> None:
@@ -255,7 +257,7 @@ class Publisher:
         for what in current:
             if self._ended:
                 return
-            with contextlib.suppress(Exception):  # no caller could catch an error of this thread
+            with contextlib.suppress(Exception):  # this thread has no caller that could catch an error
                 self._publish(what)
 
     def _publish(self, what: Published) -> None:
@@ -264,22 +266,22 @@ class Publisher:
                 self._last_places.pop(what, None)
             return
         what.notices.post(lambda: self._unpublished_place(what))
-        what.notices.processes_here()  # read early, because the store may end together with the lost rank
+        what.notices.processes_here()  # read them now, because the store may end together with a lost rank
         self._is_learning |= what.notices.is_learning
         place = self._last_places.get(what)
         if place is not None and place.wait is not None and place.wait.is_torchs:
             self._end_torch_call(what, what.notices)
 
     def _end_torch_call(self, what: Published, notices: Notices) -> None:
-        """End the main thread's call of torch.distributed with an error, if peers have proved that it can never end."""
+        """Raise in the main thread's call of torch.distributed if a peer has proved that the call can never end."""
         failure, call = notices.failure(), call_in_dump(dump_of_main_thread())
         if failure is not None and call is not None and what.rank in failure.stuck_ranks:
             call.end(what.adopted(failure))
 
     def _unpublished_place(self, what: Published) -> Place | None:
-        """Return the place of `what`; None if it is already published.
+        """Return the place of `what`; None if that place is already published.
 
-        Walking the stack costs most, so a line of code is found only for a rank that waits or has not moved.
+        To find the current line of code is slow. So this is done only for a rank that waits or has not moved.
         """
         place, last = what.place(), self._last_places[what]
         was_in_torch_call = last.wait is not None and last.wait.is_torchs
@@ -288,7 +290,7 @@ class Publisher:
             dump, main = dump_of_main_thread(), threading.main_thread().ident or 0
             place = replace(place, code=user_code_in_dump(dump, main))
             call = call_in_dump(dump)
-            # If the place has changed since, it was taken before this call.
+            # If the place has changed since then, `place` describes a moment before this call.
             if call is not None and place.wait is None and what.place().is_as(place):
                 wait = call.as_wait(blocks_rank=what.calling_thread in (0, main))
                 place = replace(place, wait=wait)
@@ -298,25 +300,19 @@ class Publisher:
         return place
 
 
-_publisher: Publisher | None = None
-
-
+@functools.cache
 def publisher() -> Publisher:
     """Return the publisher of this process."""
-    global _publisher
-    if _publisher is None:
-        _publisher = Publisher()
-        atexit.register(_publisher.end)
-    return _publisher
+    found = Publisher()
+    atexit.register(found.end)
+    return found
 
 
-def _forget_the_parents() -> None:
-    """Drop the parent's publisher in a fork, because the fork does not have its thread."""
-    global _publisher
-    if _publisher is not None:
-        atexit.unregister(_publisher.end)
-    _publisher = None
+def _forget_publisher() -> None:
+    """Forget the parent's publisher in a fork, because the fork does not have the publisher's thread."""
+    atexit.unregister(publisher().end)
+    publisher.cache_clear()
 
 
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_forget_the_parents)
+    os.register_at_fork(after_in_child=_forget_publisher)

@@ -1,10 +1,10 @@
-"""The processes of ranks on this host: has one ended, is it stopped, or is this one only a fork of a rank?
+"""The processes of ranks on this host: detection of processes that have ended, are stopped, or are forks of a rank.
 
 The kernel reports whether a process has ended or is stopped. A process is identified by its number and its start time,
 so that a later process with the same number is not mistaken for it. No file stays open.
 
-A fork of a rank inherits the rank's connections and memory, but must not use them. Python reports a fork to a hook of
-the process, so the objects that refuse all calls in forks are listed here.
+A fork of a rank inherits the rank's connections and memory, but must not use them. This module lists the objects that
+refuse all calls in a fork, because Python calls one hook per process after a fork.
 """
 
 from __future__ import annotations
@@ -35,19 +35,19 @@ class RankProcess:
     """
 
     host: str
-    """A key that is equal for processes that can see each other; see `host_key`."""
+    """A key of the host, equal for processes that can see each other; see `host_key`."""
     pid: int
     started: int
     """Start time, in the kernel's units."""
 
     @staticmethod
     def own() -> RankProcess | None:
-        """Return this process; None if the system does not provide its state."""
+        """Return this process; None if the system does not show the states of processes."""
         return RankProcess.here(os.getpid())
 
     @staticmethod
     def here(pid: int) -> RankProcess | None:
-        """Return a process on this host; None if it has ended, or if the system does not provide its state."""
+        """Return the process with this number on this host; None if it has ended, or if the system does not show it."""
         try:
             if os.readlink("/proc/self") != str(os.getpid()):
                 return None  # /proc shows the process numbers of another container
@@ -61,7 +61,7 @@ class RankProcess:
 
     @staticmethod
     def from_json(text: str) -> RankProcess:
-        """Return the process that `to_json` has written."""
+        """Return the process that `to_json` returned as text."""
         return decode(RankProcess, text, "the process of a rank")
 
     def has_ended(self) -> bool:
@@ -85,7 +85,7 @@ class RankProcess:
 
 
 def host_key() -> str:
-    """Return a key that is equal for processes that may be able to share memory; mapping memory verifies it later."""
+    """Return a key that is equal for processes that may be able to share memory. Only mapping memory proves it."""
     with open("/proc/sys/kernel/random/boot_id") as file:
         boot = file.read().strip()
     spaces = [os.readlink(f"/proc/self/ns/{space}") for space in ("pid", "net")]
@@ -113,7 +113,7 @@ def _is_unknown(pid: int) -> bool:
 
 
 def _is_empty(pid: int) -> bool:
-    """Return whether a process has no working directory, so has ended. Reading the link needs no descriptor."""
+    """Return whether a process has no working directory, because it has ended. This check opens no file descriptor."""
     try:
         os.readlink(f"/proc/{pid}/cwd")
     except FileNotFoundError:
@@ -128,15 +128,15 @@ def _is_empty(pid: int) -> bool:
 
 FORKED = Failure(
     SynclineError,
-    "this process was forked from a rank and is not a rank itself: the other ranks would take its messages and its "
-    "writes to shared memory for those of the rank. Start processes before the ranks join, or by spawn, and "
-    "synchronize only in the rank",
+    "this process was forked from a rank and is not a rank itself, so it must not synchronize. The other ranks would "
+    "mistake its messages and its writes to shared memory for those of the rank. Start such processes before "
+    "sl.init(), or by spawn instead of fork, and synchronize only in the rank",
 )
 
 
 class _Refusing(Protocol):
     def refuse_a_fork(self) -> None:
-        """Fail every call from now on. The fork runs no other thread meanwhile."""
+        """Let every later call fail. The fork runs no other thread meanwhile."""
 
 
 _live: weakref.WeakSet[_Refusing] = weakref.WeakSet()
@@ -145,7 +145,7 @@ _inherited: set[object] = set()
 
 
 def refuse_in_forks(what: _Refusing) -> None:
-    """Make `what` refuse every call in processes forked from now on."""
+    """Let `what` refuse every call in processes that are forked from now on."""
     _live.add(what)
 
 

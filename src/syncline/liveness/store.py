@@ -1,17 +1,18 @@
-"""A store as the ranks use it: messages that are signed and checked, and a connection that never blocks forever.
+"""Access to a store: messages that are signed and checked, and a connection that never blocks forever.
 
 [Note: messages]
 
 A store has no passwords, so any program that can connect can write any key. With a token that only the job's processes
-know, a reader can verify that a message is from one of them (HMAC-SHA256 over the key and the text). In any case, bytes
-that are not a valid message raise one clear error.
+know, a reader can verify that a message is from one of them (HMAC-SHA256 over the key and the text). With or without a
+token, bytes that are not a valid message raise one clear error.
 
 [Note: connections]
 
-A TCPStore ends with the process that opened it, often rank 0. A later request does not only raise: torch first prints a
-C++ stack trace to stderr, even at the end of a program without errors. So the kernel is asked first whether the server
-has closed the connection. A lost network closes no connection, and torch would wait for an answer forever. So the
-kernel is set to end a connection on which the other side no longer acknowledges anything.
+A TCPStore ends with the process that opened it, which is often rank 0. On a later request, torch does not only raise.
+It first prints a C++ stack trace to stderr, even at the end of a program without errors. So Syncline first asks the
+kernel whether the server has closed the connection. A lost network closes no connection, and torch would wait for an
+answer forever. So Syncline configures the kernel to close a connection on which the other side no longer acknowledges
+anything.
 """
 
 from __future__ import annotations
@@ -51,8 +52,9 @@ class SignedStore:
     """A store of torch.distributed for text messages.
 
     Args:
-        store: the same for all ranks.
-        token: a secret that only the job's processes know; None for no signatures. The default is the launcher's token.
+        store: a store of torch, the same for all ranks.
+        token: a secret that only the job's processes know; None for no signatures. The default is the token in the
+            environment.
 
     Example:
         >>> from torch.distributed import HashStore
@@ -67,24 +69,24 @@ class SignedStore:
         self._token = environment.token() if token is ... else token
 
     def set(self, key: str, text: str) -> None:
-        """Write a message."""
+        """Write a message to the store."""
         self._store.set(key, self._signed(key, text))
 
     def set_first(self, key: str, text: str) -> str:
-        """Write a message if the key has none, and return the message that the key has now."""
+        """Write a message if the key has none yet, and return the key's message."""
         return self._read(key, self._store.compare_set(key, "", self._signed(key, text)))
 
     def get(self, key: str) -> str:
-        """Return a message; wait for it up to the store's timeout."""
+        """Return the message at a key. Wait for the message up to the store's timeout."""
         return self._read(key, self._store.get(key))
 
     def multi_get(self, keys: Sequence[str]) -> list[str]:
-        """Return several messages, see `get`."""
+        """Return the messages at several keys. Wait for them up to the store's timeout."""
         values = self._store.multi_get(list(keys)) if keys else []
         return [self._read(key, value) for key, value in zip(keys, values, strict=True)]
 
     def readable(self, keys: Sequence[str]) -> dict[str, str]:
-        """Return the messages at these keys, without missing and unreadable ones."""
+        """Return the messages at these keys, by key. Missing and unreadable messages are left out."""
         if not self.has(*keys):  # `multi_get` would wait for missing keys
             keys = [key for key in keys if self.has(key)]
         found = {}
@@ -102,13 +104,13 @@ class SignedStore:
         self._store.wait(list(keys), timeout)
 
     def count_up(self, key: str) -> int:
-        """Return the number of calls of this method with `key`, which only one rank may write.
+        """Add 1 to the number at `key`, and return the new number. Only one rank may write to this key.
 
-        This does not use the store's `add`, because a store closes the connection if the value is not a number.
+        This method does not use the store's `add`, because a store closes the connection if the value is no number.
         """
         text = self.get(key) if self.has(key) else "0"
         if not (text.isascii() and text.isdigit() and len(text) < 10):
-            _refuse(f"key {key!r} at the store", "a number", text)
+            _refuse(_at(key), "a number", text)
         self.set(key, str(int(text) + 1))
         return int(text) + 1
 
@@ -124,7 +126,7 @@ class SignedStore:
         return hmac.new(self._token.encode(), signed, hashlib.sha256).hexdigest().encode()
 
     def _read(self, key: str, value: bytes) -> str:
-        where = f"key {key!r} at the store"
+        where = _at(key)
         if len(value) > _MAX_BYTES:
             _refuse(where, f"at most {_MAX_BYTES} bytes, not {len(value)}", value)
         if self._token is None:
@@ -140,6 +142,10 @@ class SignedStore:
         return _text(where, value, value[: len(_SIGNED) + _DIGEST_CHARS])
 
 
+def _at(key: str) -> str:
+    return f"key {key!r} at the store"
+
+
 def _text(where: str, value: bytes, beginning: bytes) -> str:
     if not value.startswith(beginning):
         _refuse(where, "a message of Syncline", value)
@@ -151,9 +157,9 @@ def _text(where: str, value: bytes, beginning: bytes) -> str:
 
 def _refuse(where: str, expected: str, got: str | bytes) -> NoReturn:
     raise SynclineError(
-        f"{where}: expected {expected}, got {got[:_SHOWN_BYTES]!r}. Another program wrote there, or the ranks run "
-        "different versions of Syncline or have different tokens (SYNCLINE_TOKEN). docs/security.md says which "
-        "programs can connect to the store, and how to close its port to others"
+        f"{where}: expected {expected}, got {got[:_SHOWN_BYTES]!r}. Another program wrote this message, or the "
+        "ranks run different versions of Syncline or have different tokens (SYNCLINE_TOKEN). docs/security.md says "
+        "which programs can connect to the store, and how to close its port to other programs"
     )
 
 
@@ -161,16 +167,16 @@ def _refuse(where: str, expected: str, got: str | bytes) -> NoReturn:
 
 
 def decode(kind: type[T], text: str | bytes, where: str) -> T:
-    """Return the dataclass that JSON describes, with every field of its declared type.
+    """Return the object of a dataclass that a JSON text describes, and check the type of every field.
 
     Args:
-        kind: a dataclass with fields of type int, float, str, bool, None, list, dict with str keys, or such a
+        kind: a dataclass with fields of type int, float, str, bool, None, list, dict with str keys, or another such
             dataclass.
         text: a JSON object. Fields that have a default may be left out.
-        where: the place where the text was found, for messages.
+        where: where the text was found, for error messages.
 
     Raises:
-        SynclineError: the text is not such an object.
+        SynclineError: the text does not describe such an object.
     """
     try:
         value = json.loads(text)
@@ -181,7 +187,11 @@ def decode(kind: type[T], text: str | bytes, where: str) -> T:
 
 
 def _converted(value: Any, hint: Any) -> Any:
-    """Return `value` as the type `hint`; raise TypeError or ValueError if it has another type."""
+    """Return `value`, a part of parsed JSON, as the type `hint`.
+
+    Raises:
+        TypeError, ValueError: the value has another type.
+    """
     if isinstance(hint, types.UnionType):
         choices = typing.get_args(hint)
         if value is None and types.NoneType in choices:
@@ -235,16 +245,18 @@ def _checked(value: Any, kind: type) -> Any:
 _CONNECT_SECONDS = 1.0
 
 _SILENCE_SECONDS = 4
-"""How long the other side's kernel may acknowledge nothing before a connection ends."""
+"""The time after which the kernel closes a connection if the other side acknowledges nothing."""
 
 _lock = threading.Lock()
 
 
 class StoreLine:
-    """A connection to a store's server, used to check that the server still exists. No answer is pending on it then.
+    """A connection to a store's server, used to check that the server still exists.
+
+    The check needs a connection on which no answer of the server is pending.
 
     Args:
-        file_descriptor: descriptor of the connection. This object owns it from now on.
+        file_descriptor: descriptor of the connection. This object closes the descriptor when the object is deleted.
     """
 
     def __init__(self, file_descriptor: int) -> None:
@@ -253,7 +265,7 @@ class StoreLine:
         self._poll.register(file_descriptor, select.POLLIN)
 
     def is_open(self) -> bool:
-        """Return whether the server's end is open. Only its close makes the idle connection readable."""
+        """Return whether the server's end is open. An idle connection becomes readable only if the server closes."""
         return not self._poll.poll(0)
 
     def __del__(self) -> None:
@@ -262,15 +274,15 @@ class StoreLine:
 
 
 def clone_of(store: Any, timeout: timedelta) -> tuple[Any, StoreLine | None]:
-    """Return a clone of a store with its own connection and timeout, and the line to the store's server.
+    """Return a clone of a store with a separate connection and timeout, and a `StoreLine` to the store's server.
 
-    The connection raises when the network is lost, instead of waiting forever. A store that cannot be cloned is
-    returned itself. Without a server the line is None.
+    A request over the new connection raises if the network is lost, instead of waiting forever. If the store cannot be
+    cloned, return the store itself. If the store has no server, the second result is None.
     """
     innermost = _innermost(store)
     port = getattr(innermost, "port", None)
     timeout_before = store.timeout
-    with _lock:  # a connection that another thread opens here would be taken for the clone's
+    with _lock:  # otherwise a connection that another thread opens could be mistaken for the clone's
         before = open_sockets()
         try:
             clone = store.clone()
@@ -279,15 +291,14 @@ def clone_of(store: Any, timeout: timedelta) -> tuple[Any, StoreLine | None]:
         made = [one for one in open_sockets() - before if port is not None and _leads_to(port, one)]
     clone.set_timeout(timeout)
     if store.timeout != timeout_before:
-        clone.set_timeout(timeout_before)  # the clone shares its timeout with the store
+        clone.set_timeout(timeout_before)  # the clone and the store share one timeout
     for connection in made:
         _end_with_the_network(connection)
     with contextlib.suppress(OSError):
         if len(made) == 1:
             return clone, StoreLine(os.dup(made[0]))
-        if (
-            port is not None
-        ):  # the clone's connection is unknown; the server closes an idle one at the same time
+        if port is not None:
+            # The clone's connection is unknown. The server closes another, idle connection at the same time.
             idle = socket.create_connection((innermost.host, port), timeout=_CONNECT_SECONDS)
             return clone, StoreLine(idle.detach())
     return clone, None
@@ -301,7 +312,7 @@ def _leads_to(port: int, file_descriptor: int) -> bool:
 
 
 def _end_with_the_network(file_descriptor: int) -> None:
-    """Let the kernel end a connection on which the other side no longer acknowledges anything."""
+    """Configure the kernel to close a connection on which the other side no longer acknowledges anything."""
     with contextlib.suppress(OSError), socket.socket(fileno=os.dup(file_descriptor)) as connection:
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 1)
@@ -310,7 +321,7 @@ def _end_with_the_network(file_descriptor: int) -> None:
 
 
 def open_sockets() -> set[int]:
-    """Return the descriptors of this process's sockets; empty if the system does not list them."""
+    """Return the descriptors of this process's sockets; an empty set if the system does not list them."""
     found = set()
     with contextlib.suppress(OSError):
         for name in os.listdir("/proc/self/fd"):

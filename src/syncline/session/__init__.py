@@ -1,18 +1,18 @@
-"""The session of a process: its rank, and how it joins and leaves the other ranks.
+"""The session of a process: the process joins the other ranks, has a rank, and leaves the others.
 
-`init` checks its arguments (session.py), then calls rendezvous.py and transports.py. One object, of the class in
-session.py, holds all state of the process; world.py makes it.
+`init` checks its arguments (session.py), then calls rendezvous.py and transports.py. One object of the class `Session`
+in session.py holds all state of the process. world.py creates this object.
 
 Imports: errors, faces, words, checks, environment, user_code, _torch, liveness, transport.
 
 ending.py        the end of the process: report an exception to the launcher and the peers, end without a hang
 listening.py     sockets that listen at one address, for stores; needs no torch
-process.py       what a rank leaves for its launcher: an error file; and its end when the launcher ends
+process.py       the error file of a rank for the launcher; the end of a rank when the launcher ends
 ranks.py         World: the rank of a process, from a launcher's variables, from a process group, or alone
-registry.py      what is attached to a user's modules, found by kind: the only such registry
-rendezvous.py    how ranks wait for each other at the store, compare arguments and agree on a backend
-session.py       the session of this process: its states, the arguments of `init`
-stop_request.py  was this process asked to stop?
+registry.py      objects that the library attaches to a user's modules, found by their class
+rendezvous.py    ranks wait for each other at the store, compare arguments and agree on a backend
+session.py       the session of this process: states, the arguments of `init`
+stop_request.py  requests to stop this process, by a signal or by the program
 transports.py    the transport of each process group, selected by all of its ranks together
 world.py         init, shutdown, world, and the transport of a group
 """

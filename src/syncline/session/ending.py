@@ -23,10 +23,10 @@ _DESTROY_SECONDS = 10.0
 
 
 class ReportingHook:
-    """An excepthook that also reports to the launcher, by the error file, and to the peers.
+    """An excepthook that also reports an exception to the launcher (in the error file) and to the peers.
 
     Args:
-        before: the hook that prints the exception; it is called first, and `remove` puts it back.
+        before: the previous hook, which prints the exception. It is called first, and `remove` installs it again.
         report: reports the exception to the peers.
     """
 
@@ -51,43 +51,49 @@ class ReportingHook:
             self._report(error, tb)
 
     def remove(self) -> None:
-        """Put the former hook back, unless the program has set another one."""
+        """Install the previous hook again, unless the program has set another one."""
         if sys.excepthook is self:
             sys.excepthook = self._before
 
 
 def report_to_peers(transports: Iterable[Transport], error: BaseException, tb: TracebackType | None) -> None:
-    """Report the exception to the peers. Ranks waiting for this one, now or later, raise `PeerFailed` with its text."""
+    """Report the exception to the peers. A rank that waits for this rank, now or later, raises it as `PeerFailed`."""
     lines = traceback.format_exception(type(error), error, tb)
-    reason = "it ended by an uncaught exception:\n" + "".join(lines).rstrip()
+    reason = "its program raised an exception:\n" + "".join(lines).rstrip()
     for transport in transports:
         with contextlib.suppress(Exception):
             transport.abort(reason)
 
 
 def has_failed() -> bool:
-    """Return whether an exception ends this process. Python does not record `sys.exit(1)`; the error file does."""
+    """Return whether an exception ends this process.
+
+    Python does not record the SystemExit of `sys.exit(1)`, but the error file does.
+    """
     path = environment.error_file()
     return getattr(sys, "last_type", None) is not None or (path is not None and os.path.exists(path))
 
 
 def uncaught_exception() -> BaseException | None:
-    """Return the exception that ends this process; None if there is none, or if its prompt survived it."""
+    """Return the exception that ends this process; None if there is none, or if this is an interactive prompt."""
     return None if hasattr(sys, "ps1") else getattr(sys, "last_value", None)
 
 
 def keep_groups() -> None:
-    """Keep torch's process groups from being destroyed when the process ends.
+    """Prevent the destructors of torch's process groups from running when the process ends.
 
-    An exception ends this process, perhaps while collectives are pending that its peers will never join. The destructor
-    of a group would wait for these collectives until the timeout, while the peers wait for this process. Without it,
-    the kernel closes the connections at once.
+    An exception ends this process, perhaps while collectives are pending that the peers will never join. The destructor
+    of a group would wait for these collectives until the timeout, while the peers wait for this process. Without the
+    destructor, the kernel closes the connections at once.
     """
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(living_groups()))
 
 
 class Destroyer:
-    """A thread that destroys the default group, started in advance: Python 3.12 starts no thread while it exits."""
+    """A thread that destroys the default group at shutdown.
+
+    It is started in advance, because Python 3.12 starts no thread while it exits.
+    """
 
     def __init__(self) -> None:
         self._decided = threading.Event()
@@ -101,13 +107,17 @@ class Destroyer:
             dist.destroy_process_group()
 
     def end(self, *, destroy: bool) -> None:
-        """End the thread, but wait only a limited time for a collective that other ranks have not joined."""
+        """Destroy the group if `destroy` is True, and end the thread.
+
+        If a collective is pending that other ranks have not joined, wait only a limited time.
+        """
         self._destroy = destroy
         self._decided.set()
         self._thread.join(_DESTROY_SECONDS)
         if self._thread.is_alive():
             warn_user(
-                f"shutdown: after {_DESTROY_SECONDS:g} s a collective is still under way that other ranks have not "
-                "joined; the process group is left behind. Wait for asynchronous work before shutdown()",
+                f"sl.shutdown() could not destroy the process group within {_DESTROY_SECONDS:g} s, because a "
+                "collective is pending that other ranks have not joined. Wait for asynchronous work before "
+                "sl.shutdown()",
                 UserWarning,
             )

@@ -1,4 +1,4 @@
-"""Sockets that listen at one address: a store of torch listens on every interface of the host unless given one."""
+"""Sockets that listen at one address. A store of torch without such a socket listens on all interfaces of the host."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _SIOCGIFADDR = 0x8915
 def is_loopback(address: str) -> bool:
     """Return whether only processes of this host can connect to `address`.
 
-    A host name may mean something else on another host, so it does not count, except for "localhost".
+    A host name other than "localhost" does not count, because it can have another meaning on another host.
 
     Example:
         >>> is_loopback("127.0.0.1"), is_loopback("localhost"), is_loopback("10.0.0.7"), is_loopback("node1")
@@ -31,8 +31,8 @@ def bound_socket(address: str, port: int) -> socket.socket:
     """Bind a TCP socket to one address of this host, so that a store can listen with it.
 
     Args:
-        address: a name or an IP address.
-        port: 0 for any free one.
+        address: a host name or an IP address.
+        port: the port; 0 for any free port.
 
     Raises:
         OSError: this host does not have the address, or the port is in use.
@@ -41,7 +41,7 @@ def bound_socket(address: str, port: int) -> socket.socket:
     family, kind, protocol, _, where = next((row for row in found if row[0] == socket.AF_INET), found[0])
     bound = socket.socket(family, kind, protocol)
     try:
-        # As torch does: connections of an ended job that the kernel still remembers do no harm.
+        # As torch does. Otherwise connections of an ended job, which the kernel still remembers, would block the port.
         bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         bound.bind(where)
     except BaseException:
@@ -51,7 +51,7 @@ def bound_socket(address: str, port: int) -> socket.socket:
 
 
 def interface_of(address: str) -> str | None:
-    """Return the name of the network interface that has `address`; None where it cannot be determined.
+    """Return the name of the network interface that has `address`; None if it cannot be determined.
 
     Example:
         >>> interface_of("127.0.0.1")

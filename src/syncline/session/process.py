@@ -3,9 +3,9 @@
 The error file is a JSON file. The launcher sets its path in TORCHELASTIC_ERROR_FILE. The format is the one that
 torch's elastic agent reads, with two additions:
 
-- the time in nanoseconds. Torch stores whole seconds, which is too coarse to find the rank that failed first.
-- the exit code that the exception leads to. The real exit code may differ, because the launcher may end the process
-  by a signal while it is still cleaning up after the exception.
+- The time is in nanoseconds. torch stores whole seconds, which is too coarse to find the rank that failed first.
+- The exit code is the one to which the exception leads. The real exit code may differ, because the launcher may end the
+  process by a signal while the process cleans up after the exception.
 
 This module needs only the standard library, so that `tools/launch/worker.py` can load it before torch.
 """
@@ -25,10 +25,10 @@ _PR_SET_PDEATHSIG = 1
 
 
 def record_failure(error: BaseException, path: str, tb: TracebackType | None = None) -> None:
-    """Write an uncaught exception to the launcher's error file, unless it already holds a record of ours.
+    """Write an uncaught exception to the launcher's error file, unless Syncline has written to the file before.
 
-    Three endings are not failures and are not written: exit code 0, a KeyboardInterrupt (the launcher has passed it
-    on itself), and an agreed stop of all ranks.
+    Three endings are not failures and are not written: exit code 0, a KeyboardInterrupt (which the launcher has
+    received as well), and an agreed stop of all ranks.
 
     Args:
         error: the exception that ends this process.
@@ -79,21 +79,21 @@ def exit_code_of(error: BaseException) -> int:
 
 
 def is_agreed_stop(error: BaseException) -> bool:
-    """Return True if `error` ends all ranks by agreement, see `stop_request.Stopped`.
+    """Return whether `error` ends all ranks by agreement; see `stop_request.Stopped`.
 
-    The class is recognized by an attribute, because this module may be loaded twice.
+    The attribute identifies the class, because this module may be loaded twice.
     """
     return bool(getattr(error, "is_agreed_stop", False))
 
 
 def end_with_parent(launcher_pid: int | None = None) -> None:
-    """Make the kernel kill this process when its parent ends, however it ends (Linux only, else do nothing).
+    """Let the kernel kill this process when the parent process ends for any reason. Do nothing except on Linux.
 
-    Without this, workers whose launcher was killed with SIGKILL continue to train unnoticed.
+    Otherwise workers would continue to train unnoticed after their launcher was killed with SIGKILL.
 
     Args:
-        launcher_pid: process number of the launcher. If it is given and no such process exists, the launcher ended
-            before this call, and this process exits at once.
+        launcher_pid: process number of the launcher. If no such process exists, the launcher ended before this call,
+            and this process exits at once. None means no such check.
     """
     try:
         prctl = ctypes.CDLL(None, use_errno=True).prctl
@@ -111,7 +111,7 @@ def end_with_parent(launcher_pid: int | None = None) -> None:
 
 
 def _has_exact_time(path: str) -> bool:
-    """Return True if `path` holds a record of ours. A record by torch's @record has a coarse time and is replaced."""
+    """Return whether `path` holds a record by Syncline. A record by torch's @record is replaced: its time is coarse."""
     try:
         with open(path, encoding="utf-8") as file:
             return "time_ns" in json.load(file)["message"]["extraInfo"]

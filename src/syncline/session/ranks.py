@@ -1,4 +1,4 @@
-"""The rank of a process among the others: from a launcher's variables, from a process group, or alone."""
+"""The world of a process: from a launcher's variables, from a process group, or a world of one rank."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from syncline.errors import SynclineError
 
 @dataclass(frozen=True, kw_only=True)
 class World:
-    """The place of this process among the ranks of its job."""
+    """The rank and the device of this process, and the number of ranks of the job."""
 
     rank: int
     """Rank of this process, from 0 to `size - 1`, over all hosts."""
@@ -34,7 +34,12 @@ class World:
 
 
 def world_from(env: Environment, device: torch.device | None) -> World:
-    """Return the world that a launcher's variables describe; device None: the GPU of the local rank, else the CPU."""
+    """Return the world that a launcher's variables describe.
+
+    Args:
+        env: the launcher's variables.
+        device: the device on which this rank computes. None means the GPU of its local rank, or the CPU without GPUs.
+    """
     return World(
         rank=env.rank,
         size=env.size,
@@ -52,14 +57,14 @@ def world_alone(device: torch.device | None) -> World:
 
 
 def world_of_default_group(device: torch.device | None) -> World:
-    """Return the world of torch's default group, which exists."""
+    """Return the world of torch's default group. The group must exist."""
     rank, size = dist.get_rank(), dist.get_world_size()
     try:
         env = environment.current()
     except ValueError:  # torch.distributed was initialised without these variables
         env = Environment(launcher="alone")
     if (env.rank, env.size) != (rank, size):
-        # The variables do not say which ranks share a host, and asking the ranks is a collective. Assume one host.
+        # Only a collective could find out which ranks share a host. Assume one host.
         env = Environment(launcher="environment", rank=rank, size=size, local_rank=rank, local_size=size)
     if device is None and torch.cuda.is_available() and torch.cuda.is_initialized():
         device = torch.device("cuda", torch.cuda.current_device())  # the program has already selected it
@@ -76,32 +81,23 @@ def _device(asked: torch.device | None, local_rank: int) -> torch.device:
 
 
 def check_that_ranks_were_joined(*, has_left: bool) -> None:
-    """Raise if a launcher started several ranks and this process is not joined to them. Each would train alone.
+    """Raise if a launcher started several ranks that this process has not joined, because it would train alone.
 
     Args:
-        has_left: whether this process was joined to them until `shutdown`.
+        has_left: whether this process had joined the other ranks until `shutdown`.
     """
     try:
         env = environment.current()
     except ValueError:
-        return  # `init` reports invalid variables; without `init` they are ignored
+        return  # only `init` reports invalid variables
     if env.size > 1:
-        has = "has left the others by sl.shutdown()" if has_left else "has not joined the others"
+        has = "has left the other ranks by sl.shutdown()" if has_left else "has not joined the other ranks"
         raise SynclineError(
-            f"this process is rank {env.rank} of {env.size} (launcher: {env.launcher}), but it {has}: call sl.init() "
-            "first, or torch.distributed.init_process_group()"
+            f"this process is rank {env.rank} of {env.size} (launcher: {env.launcher}), but it {has}. Call sl.init() "
+            "or torch.distributed.init_process_group() first"
         )
 
 
 def default_group() -> dist.ProcessGroup | None:
     """Return torch's default group; None if there is none."""
     return dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
-
-
-def is_alive(group: dist.ProcessGroup) -> bool:
-    """Return whether a process group was not destroyed."""
-    try:
-        dist.get_process_group_ranks(group)
-    except (KeyError, ValueError):
-        return False
-    return True

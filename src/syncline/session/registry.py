@@ -1,12 +1,11 @@
-"""The registry of what the library attaches to a user's modules, found by kind, and held only while it is in use.
+"""The registry of the objects that the library attaches to a user's modules.
 
-A verb is called with a plain module or its parameters. It has to find the reducer, the guard of shared memory, or the
-record of drifting replicas that belongs to them, without a wrapper at hand. This is the only place where the library
-looks for such an object. It is in `session/` because gradients, sharded, checkpoint, verbs and ddp, which register or
-search, are all above it, and nothing below needs it. It is not a part of the session: what is attached to a module
-outlives `shutdown`.
+A verb is called with a plain module or its parameters, not with a wrapper. The verb has to find the reducer, the guard
+of shared memory, or the record of drifting replicas that belongs to the module. It searches for such an object only
+here. The registry is in `session/`, because the packages that register or search (gradients, sharded, checkpoint, verbs
+and ddp) are all above `session/`. The registry is not a part of the session: attached objects outlive `shutdown`.
 
-The registry knows none of the kinds. A kind is the class of what is registered; the room of this class defines the
+The registry finds objects by their class and imports none of these classes. The package of a class defines the
 search (`reducers_of`, `one_copy_of`, `divergences_around`).
 """
 
@@ -23,7 +22,7 @@ T = TypeVar("T")
 
 
 class Registry:
-    """Objects by their class: a set of living ones, and those that belong to one module.
+    """Objects by their class. An object is registered alone, or as the object of one module.
 
     Example:
         >>> from torch import nn
@@ -39,7 +38,7 @@ class Registry:
         self._by_module: dict[type, weakref.WeakKeyDictionary[nn.Module, Any]] = {}
 
     def add(self, one: object) -> None:
-        """Register `one` under its class, without keeping it alive."""
+        """Register `one` under its class. The registry does not keep the object alive."""
         with self._lock:
             self._living.setdefault(type(one), weakref.WeakSet()).add(one)
 
@@ -49,7 +48,7 @@ class Registry:
             return list(self._living.get(kind, ()))
 
     def by_module(self, kind: type[T]) -> MutableMapping[nn.Module, T]:
-        """Return the table of objects of this class by the module they belong to. An entry ends with its module."""
+        """Return the table of objects of this class, by module. An entry is removed when its module is deleted."""
         with self._lock:
             return self._by_module.setdefault(kind, weakref.WeakKeyDictionary())
 

@@ -1,14 +1,11 @@
 """The rendezvous of a job's ranks at a store, before the first collective.
 
-Every rank writes its identity and its arguments of `sl.init` to the store. This has four effects:
+Every rank writes its identity and its arguments of `sl.init` to the store, and reads those of all ranks. So:
 
 - After a timeout, the error names the ranks that are missing.
-- If two processes claim one rank, the second one raises an error that names both.
+- If two processes claim one rank, the second process raises an error that names both processes.
 - Different arguments raise the same error on all ranks, before any process group exists.
-- All ranks select the same backend, because they select it from the same facts.
-
-The module also binds sockets to one address. Without such a socket, a store of torch listens on every interface of
-the host.
+- All ranks select the same backend, because they select it from the same messages.
 """
 
 from __future__ import annotations
@@ -30,7 +27,7 @@ from syncline.errors import CollectiveTimeout, ContractMismatch, PeerLost, Syncl
 from syncline.liveness.store import SignedStore, decode
 from syncline.session.listening import bound_socket, is_loopback
 from syncline.user_code import warn_user
-from syncline.words import describe_difference, refusal_of
+from syncline.words import describe_difference, describe_ranks, refusal_of
 
 TITLE = "sl.init"
 
@@ -38,28 +35,29 @@ REMEDY = 'Pass the same arguments to sl.init on every rank; if only some have a 
 """The remedy for ranks that called `sl.init` with different arguments."""
 
 _READ_SECONDS = 10.0
-"""How long the rank that opened the store keeps it open after an error, so that the others can read the reason."""
+"""Time for which rank 0 keeps the store open after an error, so that the other ranks can read the reason."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Presence:
-    """The message that a rank writes to the store about itself."""
+    """The message of a rank to all ranks: its identity, its host and its arguments of `sl.init`."""
 
     rank: int
     size: int
     host: str
     pid: int
     gpu: str | None
-    """Unique id of the rank's GPU; None on the CPU."""
+    """Unique id of the rank's GPU; None if the rank computes on the CPU."""
     asked: list[str] = field(default_factory=list)
-    """Arguments of `sl.init`, one line per argument. They must be equal on all ranks."""
+    """Arguments of `sl.init`, one line per argument. These lines must be equal on all ranks."""
     fault: list[str] | None = None
-    """Class name and text of the error, if the rank's arguments are invalid and it cannot join; else None."""
+    """Class name and text of an error, if the rank cannot join because its arguments are invalid; None otherwise."""
 
     @staticmethod
     def of_this_process(
         env: Environment, device: torch.device, asked: Sequence[str] = (), fault: Exception | None = None
     ) -> Presence:
+        """Return the message of this process."""
         return Presence(
             rank=env.rank,
             size=env.size,
@@ -75,16 +73,16 @@ class Presence:
 
 
 class Stores:
-    """The stores of this process. They outlive `shutdown`, so that a second `init` connects to none that is closing."""
+    """The stores of this process. They outlive `shutdown`, so that a later `init` never connects to a closing store."""
 
     def __init__(self) -> None:
         self._by_place: dict[tuple[str | None, int | None, int, int], Store] = {}
         self._num_inits = 0
 
     def of_next_init(self, env: Environment, timeout_seconds: float) -> Store:
-        """Return the store for one `init`, with a prefix of its own.
+        """Return the store for the next `init`, with a new prefix for its keys.
 
-        Without the prefix, the launcher's store could return keys of an earlier attempt or an earlier `init`.
+        Without a new prefix, the launcher's store could return keys of an earlier attempt or an earlier `init`.
         """
         place = (env.master_addr, env.master_port, env.rank, env.size)
         if place not in self._by_place:
@@ -94,7 +92,7 @@ class Stores:
 
 
 def connect(env: Environment, timeout_seconds: float) -> Store:
-    """Connect to the store at MASTER_ADDR:MASTER_PORT. Rank 0 opens it unless the launcher has.
+    """Connect to the store at MASTER_ADDR:MASTER_PORT. Rank 0 opens the store unless the launcher has opened it.
 
     Raises:
         SynclineError: the port is in use.
@@ -106,7 +104,7 @@ def connect(env: Environment, timeout_seconds: float) -> Store:
     is_master = env.rank == 0 and not env.launcher_has_store
     bound = None
     if is_master and is_loopback(env.master_addr):
-        with contextlib.suppress(OSError):  # TCPStore reports the error, or shares a store of this process
+        with contextlib.suppress(OSError):  # TCPStore raises the error, or shares a store of this process
             bound = bound_socket(env.master_addr, env.master_port)
     try:
         return TCPStore(
@@ -122,12 +120,12 @@ def connect(env: Environment, timeout_seconds: float) -> Store:
     except (dist.DistNetworkError, dist.DistStoreError) as error:
         if is_master and "address already in use" in str(error).lower():
             raise SynclineError(
-                f"rank 0 cannot listen on {where}: the port is in use. Give the job another MASTER_PORT; "
-                "`syncline run` finds a free one automatically"
+                f"rank 0 cannot listen on {where}: the port is in use. Set another MASTER_PORT for the job, or use "
+                "`syncline run`, which finds a free port"
             ) from error
         raise CollectiveTimeout(
-            f"rank {env.rank} of {env.size} could not connect to {where} within {timeout_seconds:g} s. Is "
-            f"rank 0 running, and can this host reach that port? ({str(error).splitlines()[0]})"
+            f"rank {env.rank} of {env.size} could not connect to {where} within {timeout_seconds:g} s. Check that "
+            f"rank 0 is running and that this host can reach that port ({str(error).splitlines()[0]})"
         ) from error
 
 
@@ -137,7 +135,7 @@ def wait_for_all(store: Store, mine: Presence, timeout_seconds: float) -> list[P
     Args:
         store: an empty store, the same on all ranks.
         mine: the message of this rank.
-        timeout_seconds: how long to wait for the last rank.
+        timeout_seconds: how long to wait for each rank.
 
     Raises:
         SynclineError: another process claims this rank, or the ranks have different world sizes.
@@ -150,9 +148,9 @@ def wait_for_all(store: Store, mine: Presence, timeout_seconds: float) -> list[P
         return _wait_for_all(store, mine, timeout_seconds)
     except dist.DistNetworkError as error:
         raise PeerLost(
-            f"rank {mine.rank} of {mine.size} lost the store in init, before all ranks had arrived: the process that "
-            "opened it (rank 0, or the launcher) has ended. Look at its log, its last lines say why "
-            f"({str(error).splitlines()[0]})"
+            f"rank {mine.rank} of {mine.size} lost the connection to the store in sl.init, before all ranks had "
+            "arrived: the process that opened the store (rank 0, or the launcher) has ended. Look at the last lines of "
+            f"its log ({str(error).splitlines()[0]})"
         ) from error
 
 
@@ -165,22 +163,22 @@ def _wait_for_all(store: Store, mine: Presence, timeout_seconds: float) -> list[
     if held != message:
         other = _parsed(held, mine.rank)
         raise SynclineError(
-            f"two processes are rank {mine.rank}: {other}, and {mine}. Give each its own RANK; if the first is "
-            "left from an earlier job, end it or use another MASTER_PORT"
+            f"two processes are rank {mine.rank}: {other}, and {mine}. Set a different RANK for each process. If the "
+            "first process belongs to an earlier job, end it or use another MASTER_PORT"
         )
     try:
         everyone = [_parsed(text, rank) for rank, text in enumerate(messages.multi_get(keys))]
     except dist.DistStoreError as error:
         missing = [rank for rank, key in enumerate(keys) if not messages.has(key)]
         raise CollectiveTimeout(
-            f"rank {mine.rank} waited {timeout_seconds:g} s in init, but {_ranks(missing)} of {mine.size} did not "
-            "come. Did they fail before sl.init(), or does their host not reach rank 0?"
+            f"rank {mine.rank} waited {timeout_seconds:g} s in sl.init, but {describe_ranks(missing)} of {mine.size} "
+            "did not call it. Check whether they failed before sl.init(), and whether their host can reach rank 0"
         ) from error
     sizes = {presence.size for presence in everyone}
     if len(sizes) > 1:
-        counts = ", ".join(f"rank {p.rank} ({p}) says {p.size}" for p in everyone)
+        sizes_in_words = ", ".join(f"{p.size} on rank {p.rank} ({p})" for p in everyone)
         raise SynclineError(
-            f"the ranks do not agree on the number of ranks: {counts}. Set one WORLD_SIZE for all"
+            f"the ranks have different world sizes: {sizes_in_words}. Set the same WORLD_SIZE on all ranks"
         )
     difference = _difference(everyone)
     if difference is not None:
@@ -190,7 +188,7 @@ def _wait_for_all(store: Store, mine: Presence, timeout_seconds: float) -> list[
 
 
 def _difference(everyone: Sequence[Presence]) -> Exception | None:
-    """Return the error that keeps these ranks from forming one group; None if they can."""
+    """Return the error to raise on all ranks if some arguments are invalid or different; None if there is none."""
     faults = {p.rank: (p.fault[0], p.fault[1], None) for p in everyone if p.fault is not None}
     if faults:
         return refusal_of(TITLE, faults, "refused, no rank has joined")
@@ -199,7 +197,7 @@ def _difference(everyone: Sequence[Presence]) -> Exception | None:
 
 
 def _let_all_read(store: Store, mine: Presence, timeout_seconds: float) -> None:
-    """Wait on rank 0 until all ranks have read the messages, because the store ends with the process that opened it."""
+    """Keep rank 0 waiting until all ranks have read the messages, because the store may end with its process."""
     keys = [f"rank {rank} has read" for rank in range(mine.size)]
     with contextlib.suppress(dist.DistStoreError, dist.DistNetworkError):
         store.set(keys[mine.rank], "")
@@ -208,7 +206,7 @@ def _let_all_read(store: Store, mine: Presence, timeout_seconds: float) -> None:
 
 
 def _parsed(text: str, rank: int) -> Presence:
-    """Return the message that a process wrote to the store as `rank`."""
+    """Return the message that the process of `rank` wrote to the store."""
     where = f"key 'rank {rank}' at the store"
     found = decode(Presence, text, where)
     if found.rank != rank:
@@ -219,11 +217,11 @@ def _parsed(text: str, rank: int) -> Presence:
 
 
 def backend_for(everyone: Sequence[Presence], *, warn: bool) -> str:
-    """Return the torch.distributed backend that serves all ranks; the result is the same on every rank.
+    """Return the torch.distributed backend that all ranks can use. The result is the same on every rank.
 
     Args:
         everyone: the messages of all ranks. `wait_for_all` has checked that either all ranks use a GPU or none does.
-        warn: whether to warn if ranks share a GPU. One rank per host is enough for this.
+        warn: whether this rank warns if ranks share a GPU. One rank per host is enough.
     """
     if everyone[0].gpu is None:
         return "gloo"
@@ -232,17 +230,9 @@ def backend_for(everyone: Sequence[Presence], *, warn: bool) -> str:
         return "cpu:gloo,cuda:nccl"
     if warn:
         warn_user(
-            f"{len(everyone)} ranks share {num_gpus} GPU(s). NCCL needs one for each rank, so tensors on GPUs "
-            "are sent by Gloo, through the CPU: use this only for trials, because it is slow. Start one process "
-            'per GPU (syncline run -n gpu), or call init(device="cpu")',
+            f"{len(everyone)} ranks share {num_gpus} GPU(s). NCCL needs one GPU for each rank, so Gloo sends the "
+            "tensors on GPUs through the CPU, which is slow and only good for trials. Start one process per GPU "
+            '(syncline run -n gpu), or call sl.init(device="cpu")',
             UserWarning,
         )
     return "cpu:gloo,cuda:gloo"
-
-
-def _ranks(ranks: Sequence[int]) -> str:
-    """Return "rank 3" or "ranks 0, 1, 2, 3, 4, 5, 6, 7 and 12 more"."""
-    if len(ranks) == 1:
-        return f"rank {ranks[0]}"
-    shown = ", ".join(map(str, ranks[:8]))
-    return f"ranks {shown}" + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")

@@ -1,10 +1,9 @@
-"""The session of a process: how it joins the other ranks, what it has while it is joined, and how it leaves them."""
+"""The session of a process: the process joins the other ranks, keeps its transports, and leaves the other ranks."""
 
 from __future__ import annotations
 
 import atexit
 import contextlib
-import enum
 import os
 import sys
 import threading
@@ -57,7 +56,7 @@ class Asked:
 
     @staticmethod
     def of(transport: str, timeout: timedelta | float, device: torch.device | str | int | None) -> Asked:
-        """Check the arguments and return them as one object.
+        """Check the arguments of `sl.init` and return them as one object.
 
         Raises:
             TypeError, ValueError: an argument is invalid.
@@ -69,10 +68,10 @@ class Asked:
         )
 
     def lines(self, device: torch.device) -> list[str]:
-        """Return the lines that must be equal on all ranks.
+        """Return the arguments as lines of text, which must be equal on all ranks.
 
         Args:
-            device: the device on which this rank computes; only its type is compared.
+            device: the device on which this rank computes. Only its type must be equal.
         """
         return [
             f"transport: {self.transport!r}",
@@ -113,23 +112,12 @@ def _checked_device(value: object) -> torch.device | None:
 
 
 _REFUSAL_SECONDS = 10.0
-"""How long a rank with invalid arguments waits for the others, to report the error to them, before it raises alone."""
-
-
-class State(enum.Enum):
-    """The state of a session."""
-
-    NOT_INITIALISED = "not initialised"
-    """`init` has not been called. The library uses torch's process groups, and does not change the process."""
-    INITIALISED = "initialised"
-    """`init` has joined the ranks. It may have created the default group and replaced the excepthook."""
-    SHUT_DOWN = "shut down"
-    """`shutdown` has undone `init`, which may be called again."""
+"""Time for which a rank with invalid arguments waits for the other ranks, so that they raise the error as well."""
 
 
 @dataclass(frozen=True)
 class _Joined:
-    """The effects of one `init`, which `shutdown` undoes."""
+    """The effects of one call of `init`, which `shutdown` undoes."""
 
     asked: Asked
     world: World
@@ -141,7 +129,7 @@ class _Joined:
     hook: ReportingHook | None = None
 
     def is_current(self) -> bool:
-        """Return True if the default group is still that of this session. Users and tests may destroy it."""
+        """Return whether the default group is still the group of this session. The program may destroy the group."""
         return (self.group() if self.group is not None else None) is default_group()
 
 
@@ -149,16 +137,17 @@ class Session:
     """The state of the library that belongs to the process as a whole."""
 
     def __init__(self) -> None:
-        self.state = State.NOT_INITIALISED
         self.transports = Transports(self._leave_at_exit, self._check_alone)
         self._joined: _Joined | None = None
-        """Set only in the state INITIALISED."""
+        """The effects of `init`; None before `init` and after `shutdown`."""
+        self._has_left = False
+        """Whether `shutdown` was called last, and not `init`."""
         self._lock = threading.RLock()
         self._stores = Stores()
         self._waits: list[weakref.WeakMethod[Callable[[], object]]] = []
-        """Methods that wait for pending work, called by `shutdown`."""
+        """Methods that wait for pending work. `shutdown` calls them."""
         self._pid_at_exit = 0
-        """The process that runs `_at_exit` when it ends; 0 if none does."""
+        """The number of the process that runs `_at_exit` when it ends; 0 if no process does."""
 
     # ------------------------------------------------------------------ init
 
@@ -166,7 +155,7 @@ class Session:
         """Join the other ranks; see `world.init`.
 
         Args:
-            ask: checks the arguments and returns them.
+            ask: returns the checked arguments, or raises TypeError or ValueError.
         """
         with self._lock:
             if self._joined is not None and not self._joined.is_current():
@@ -182,11 +171,11 @@ class Session:
                 raise refused
             if self._joined is None:
                 self._joined = self._start(asked)
-                self.state = State.INITIALISED
+                self._has_left = False
             elif self._joined.asked != asked:
                 raise SynclineError(
-                    f"init was called before with {self._joined.asked}, and now with {asked}: use the same arguments, "
-                    "or call shutdown() in between"
+                    f"expected sl.init to be called with the same arguments as before, {self._joined.asked}, got "
+                    f"{asked}: pass the same arguments, or call sl.shutdown() between the two calls"
                 )
             return self._joined.world
 
@@ -198,7 +187,7 @@ class Session:
         if env.master_addr is None or env.master_port is None:
             return _Joined(asked, world_alone(asked.device))
         if env.launcher in ("syncline run", "torchrun"):
-            process.end_with_parent()  # the parent stays alive as long as its ranks; a thread of Ray's may not
+            process.end_with_parent()  # these launchers live as long as their ranks, but a thread of Ray may not
         before = environment.export(env.variables())
         hook_before = sys.excepthook
         try:
@@ -209,7 +198,7 @@ class Session:
         except BaseException:
             environment.restore(before)
             raise
-        # Torch's own hook puts "[rank1]: " before each line. Output of `syncline run` names the rank already.
+        # torch's hook puts "[rank1]: " before each line. The output of `syncline run` already names the rank.
         if env.launcher != "syncline run":
             hook_before = sys.excepthook
         destroyer = Destroyer()
@@ -233,8 +222,8 @@ class Session:
             exchange(known, TITLE, lines, remedy=REMEDY)
             if asked.transport != "auto":
                 raise SynclineError(
-                    f"the ranks use {known.name} already, chosen by their first call without init: call "
-                    f"sl.init({asked.transport!r}) before it"
+                    f"sl.init({asked.transport!r}) cannot change the transport: an earlier call without sl.init has "
+                    f"already selected {known.name}. Call sl.init({asked.transport!r}) before all other calls"
                 )
         self._run_at_exit()
         return _Joined(asked, world, weakref.ref(group), hook=ReportingHook(sys.excepthook, self._report))
@@ -263,7 +252,7 @@ class Session:
         return group
 
     def _refuse(self, fault: Exception) -> None:
-        """Report invalid arguments of `init` on this rank to the other ranks, which may be waiting for it.
+        """Report invalid arguments of `init` on this rank to the other ranks, which may be waiting for this rank.
 
         Raises:
             TypeError, ValueError: the arguments are invalid on some rank. Every rank raises it.
@@ -277,7 +266,7 @@ class Session:
                 c10d.close()
         env = environment.current()
         if env.master_addr is not None and env.master_port is not None:
-            # The invalid arguments matter more than missing ranks or a missing store, so these errors are dropped.
+            # The error about the arguments is more useful than an error about missing ranks or a missing store.
             with contextlib.suppress(CollectiveTimeout, PeerLost):
                 store = self._stores.of_next_init(env, _REFUSAL_SECONDS)
                 mine = Presence.of_this_process(env, torch.device("cpu"), fault=fault)
@@ -301,12 +290,12 @@ class Session:
         return self.transports.of(group, "auto" if joined is None else joined.asked.transport)
 
     def before_shutdown(self, wait: Callable[[], object]) -> None:
-        """Register a method to be called by `shutdown`. Its object is held weakly."""
+        """Let `shutdown` call a method; see `world.before_shutdown`."""
         self._waits = [known for known in self._waits if known() is not None]
         self._waits.append(weakref.WeakMethod(wait))
 
     def _check_alone(self) -> None:
-        check_that_ranks_were_joined(has_left=self.state is State.SHUT_DOWN)
+        check_that_ranks_were_joined(has_left=self._has_left)
 
     # ------------------------------------------------------------------ shutdown and the end of the process
 
@@ -317,14 +306,14 @@ class Session:
             for known in self._waits:
                 wait = known()
                 if wait is not None:
-                    with contextlib.suppress(Exception):  # the error was reported where it occurred
+                    with contextlib.suppress(Exception):  # the program has seen the error where it occurred
                         wait()
         with self._lock:
             joined, self._joined = self._joined, None
             self.transports.continue_alone()
             if joined is None:
                 return
-            self.state = State.SHUT_DOWN
+            self._has_left = True
             atexit.unregister(self._at_exit)
             self._pid_at_exit = 0
             group_is_live = joined.is_current()
@@ -342,7 +331,7 @@ class Session:
         report_to_peers(self.transports.selected(), error, tb)
 
     def _leave_at_exit(self) -> None:
-        """Leave the peers when the process ends, also in a program that uses torch.distributed without `init`."""
+        """Register `_at_exit`, also in a program that uses torch.distributed without `init`."""
         if not self._pid_at_exit:
             self._run_at_exit()
 
@@ -352,9 +341,9 @@ class Session:
         self._pid_at_exit = os.getpid()
 
     def _at_exit(self) -> None:
-        """Leave the peers: ranks waiting for this one, now or later, raise an error that says why it does not come."""
+        """Leave the other ranks. A rank that waits for this rank, now or later, raises an error with the reason."""
         failed = has_failed()
-        if self.state is State.INITIALISED:
+        if self._joined is not None:
             if failed:
                 keep_groups()
             else:

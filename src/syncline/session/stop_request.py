@@ -1,15 +1,15 @@
-"""Requests to stop this process, made by a signal or by the program itself.
+"""Requests to stop this process, made by a signal or by the program.
 
-A signal handler runs between any two instructions of the main thread. It therefore only records the request;
-`Checkpointer.stop_if_asked` reads it and acts on it.
+A signal handler can interrupt the main thread between any two instructions. So the handler only records the request.
+`Checkpointer.stop_if_asked` reads the request and acts on it.
 
 [Note: the second signal]
 
-A first SIGTERM asks the process to save and end. A second SIGTERM asks it to end at once. One request may arrive twice,
-however: a scheduler signals all processes of a job, and the launcher, which is one of them, passes the signal on. A
-signal that arrives within two seconds of the first therefore belongs to the same request. A later one does what the
-signal did before a handler was installed. Signals that by convention do not end a process (SIGUSR1) may arrive any
-number of times.
+A first SIGTERM asks the process to save and end. A second SIGTERM asks the process to end at once. However, one request
+may arrive twice: a scheduler signals all processes of a job, and the launcher, which is one of these processes, passes
+the signal on. So a signal that arrives within two seconds of the first belongs to the same request. After that, the
+signal does again what it did before this handler was installed. Signals that by convention do not end a process
+(SIGUSR1) may arrive any number of times.
 
 This module needs only the standard library and `checks.py`, which needs only the standard library.
 """
@@ -30,10 +30,11 @@ from syncline.checks import did_you_mean
 EXIT_STOPPED: int = 75
 """The exit code of ranks that were asked to stop, agreed on a step and saved there (EX_TEMPFAIL: try again)."""
 
-STOP_SIGNALS: tuple[str, ...] = tuple(
-    name for name in ("SIGTERM", "SIGUSR1") if hasattr(signal, name)
-)  # Windows has no SIGUSR1
-"""Signals by which schedulers announce the end of a job: SIGTERM everywhere, SIGUSR1 by custom under SLURM."""
+STOP_SIGNALS: tuple[str, ...] = tuple(name for name in ("SIGTERM", "SIGUSR1") if hasattr(signal, name))
+"""Signals by which schedulers announce the end of a job: SIGTERM everywhere, SIGUSR1 often under SLURM.
+
+Windows has no SIGUSR1.
+"""
 
 _SAME_REQUEST_SECONDS = 2.0
 
@@ -44,7 +45,7 @@ _ENDING = frozenset(
 
 
 class Stopped(SystemExit):
-    """The exit of ranks that stopped after the same step and saved their state; the exit code is `EXIT_STOPPED`."""
+    """The exit of ranks that stopped after the same step and saved their state, with the exit code `EXIT_STOPPED`."""
 
     is_agreed_stop = True  # read by name, see `process.is_agreed_stop`
 
@@ -53,7 +54,7 @@ class Stopped(SystemExit):
 
 
 class _Handler:
-    """The handler of one signal while stop requests are registered for it."""
+    """The handler of one signal, installed while stop requests are registered for the signal."""
 
     def __init__(self, number: signal.Signals, before: Any) -> None:
         self.number = number
@@ -61,13 +62,13 @@ class _Handler:
         """The handler before this one: a callable or SIG_DFL."""
         self.requests: list[StopRequest] = []
         self.first_at: float | None = None
-        """When the signal arrived first, in `time.monotonic` seconds."""
+        """The time at which the signal arrived first, in seconds of `time.monotonic`."""
         self._pid = os.getpid()
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
         if os.getpid() != self._pid:
-            # This is a fork, such as a worker of a DataLoader. It obeys signals that end a process. Other signals,
-            # sent to all processes of the job, are meant for the ranks, and the fork ignores them.
+            # This process is a fork, such as a worker of a DataLoader. Signals that end a process end the fork. Other
+            # signals are sent to all processes of the job but are meant for the ranks, so the fork ignores them.
             if self.number in _ENDING:
                 self._do_as_before(frame)
             return
@@ -92,7 +93,7 @@ class _Handler:
 
 
 class StopRequest:
-    """A request to stop this process, and its reason. `ask` is safe in signal handlers and from any thread.
+    """A request to stop this process, and the reason. Signal handlers and any thread may call `ask`.
 
     Example:
         >>> request = StopRequest()
@@ -107,29 +108,30 @@ class StopRequest:
     def __init__(self) -> None:
         self.is_asked = False
         self.why: str | None = None
-        """The first reason that was given."""
+        """The reason of the first request; None if there was no request."""
         self._handlers: list[_Handler] = []
 
     def ask(self, why: str) -> None:
-        """Ask to stop. The first reason is kept."""
+        """Request a stop for a reason. A later reason does not replace the first one."""
         # No lock: a signal handler that interrupts the code that holds the lock would wait forever.
         if self.why is None:
             self.why = why
         self.is_asked = True
 
     def listen(self, signals: Sequence[signal.Signals]) -> bool:
-        """Let each of these signals call `ask` until `forget`.
+        """Let each of these signals call `ask`, until `forget` is called.
 
-        The program's own handler is called as well. An ignored signal stays ignored.
+        The program's handler of the signal is called as well. An ignored signal stays ignored.
 
         Returns:
-            Whether the signals are handled. Only the main thread can do this.
+            True if handlers are installed; False if this is not the main thread, which alone can install handlers.
         """
         if threading.current_thread() is not threading.main_thread():
             return False
         for number in signals:
             handler: Any = signal.getsignal(number)
-            if handler is None or handler == signal.SIG_IGN:  # None: it was not set by Python
+            # None means that code outside of Python has set the handler.
+            if handler is None or handler == signal.SIG_IGN:
                 continue
             if not isinstance(handler, _Handler):
                 handler = _Handler(number, handler)
@@ -140,23 +142,24 @@ class StopRequest:
         return True
 
     def forget(self) -> None:
-        """Undo `listen`. A signal without any request does again what it did before."""
+        """Undo `listen`. A signal without any other request does again what it did before."""
         while self._handlers:
             handler = self._handlers.pop()
             handler.requests.remove(self)
             installed: Any = signal.getsignal(handler.number)
             if not handler.requests and installed is handler:
-                with contextlib.suppress(ValueError):  # not in the main thread: the handler calls the old one
+                # Another thread than the main thread gets a ValueError. `handler` then calls the previous handler.
+                with contextlib.suppress(ValueError):
                     signal.signal(handler.number, handler.before)
 
     def rearm(self) -> None:
-        """Treat the next signal as a first one, because this request has been carried out."""
+        """Treat the next signal as a first signal, because the program has acted on this request."""
         for handler in self._handlers:
             handler.first_at = None
 
 
 def checked_signals(names: Iterable[str | int]) -> tuple[signal.Signals, ...]:
-    """Return the signals with these names or numbers, in the given order and without duplicates.
+    """Return the signals with these names or numbers, in this order and without duplicates.
 
     Raises:
         TypeError: `names` is a single string, or holds something other than names and numbers.
@@ -175,25 +178,17 @@ def checked_signals(names: Iterable[str | int]) -> tuple[signal.Signals, ...]:
 
 
 def _signal(name: str | int) -> signal.Signals:
+    text = f"expected stop_signals to hold names of signals, such as 'SIGUSR1', got {name!r}"
     if isinstance(name, bool) or not isinstance(name, str | int):
-        raise TypeError(f"expected stop_signals to hold names of signals, such as 'SIGUSR1', got {name!r}")
+        raise TypeError(text)
+    key = f"SIG{name.upper().removeprefix('SIG')}" if isinstance(name, str) else name
     try:
-        if isinstance(name, int):
-            found = signal.Signals(name)
-        else:
-            upper = name.upper()
-            found = signal.Signals[upper if upper.startswith("SIG") else f"SIG{upper}"]
+        found = signal.Signals[key] if isinstance(key, str) else signal.Signals(key)
     except (KeyError, ValueError):
-        raise ValueError(
-            f"expected stop_signals to hold names of signals, such as 'SIGUSR1', got {name!r}{_near(name)}"
-        ) from None
+        raise ValueError(text + did_you_mean(key, signal.Signals.__members__)) from None
     if found.name in ("SIGKILL", "SIGSTOP"):
-        raise ValueError(f"no program can handle {found.name}: it ends or stops a process at once")
+        raise ValueError(
+            f"expected stop_signals to hold signals that a program can handle, got {found.name}, which ends or stops a "
+            "process at once"
+        )
     return found
-
-
-def _near(name: str | int) -> str:
-    if not isinstance(name, str):
-        return ""
-    upper = name.upper()
-    return did_you_mean(upper if upper.startswith("SIG") else f"SIG{upper}", signal.Signals.__members__)

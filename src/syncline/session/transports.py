@@ -1,4 +1,4 @@
-"""The transports of a process, one per process group, each selected by all ranks of the group together.
+"""The transports of a process, one for each process group. All ranks of a group select its transport together.
 
 A transport is shared memory, a hierarchy of shared memory and Gloo, or torch.distributed alone.
 """
@@ -12,8 +12,9 @@ from typing import Any
 
 import torch.distributed as dist
 
+from syncline._torch.process_groups import is_living
 from syncline.errors import SynclineError
-from syncline.session.ranks import default_group, is_alive
+from syncline.session.ranks import default_group
 from syncline.transport.base import Transport
 from syncline.transport.c10d import C10dTransport
 from syncline.transport.hierarchy import HierarchicalTransport
@@ -25,20 +26,20 @@ from syncline.user_code import warn_user
 
 @dataclass
 class _Entry:
-    """A process group of which this process is a member, and its transport once selected."""
+    """A process group of which this process is a member, and its transport once the ranks have selected it."""
 
     group: dist.ProcessGroup
     is_default: bool
     transport: Transport | None = None
     lock: Any = field(default_factory=threading.RLock)
-    """Held while the ranks select the transport. Per group, because other threads may do this for other groups."""
+    """Held while the ranks select the transport. Each group has a lock, because threads may select at the same time."""
 
 
 class Transports:
-    """The transports of the process groups that this process is in, and of a world of one rank.
+    """The transports of the process groups of this process, and of a world of one rank.
 
     Args:
-        before_first: called before a transport is selected by a first call, not by `init`.
+        before_first: called before the first call on a group selects a transport. It is not called in `init`.
         check_alone: raises if this process must not be a world of one rank.
     """
 
@@ -57,7 +58,7 @@ class Transports:
 
         Args:
             group: a process group; None means torch's default group, or a world of one rank if there is none.
-            asked: "auto", "c10d" or "shm", used if the ranks have to select the transport now.
+            asked: "auto", "c10d" or "shm", used only if the ranks have not selected the transport yet.
         """
         if isinstance(group, Transport):
             return group
@@ -80,9 +81,10 @@ class Transports:
     def _of_one_rank(self) -> Transport:
         if self._has_lost_default:
             raise SynclineError(
-                "the default process group was destroyed (torch.distributed.destroy_process_group), and this "
-                "process is in no group of ranks any more: synchronize before that, or join the ranks again "
-                "(sl.init(), or torch.distributed.init_process_group()); after sl.shutdown() it continues alone"
+                "the program destroyed the default process group (torch.distributed.destroy_process_group), so this "
+                "process has no other ranks to synchronize with. Synchronize before that call, or join the ranks again "
+                "(sl.init(), or torch.distributed.init_process_group()). To continue without the other ranks, call "
+                "sl.shutdown() first"
             )
         self._check_alone()
         if self._alone is None:
@@ -92,18 +94,21 @@ class Transports:
     def _entry(self, group: object, *, is_default: bool) -> _Entry:
         if not isinstance(group, dist.ProcessGroup):
             raise ValueError(
-                f"expected group to be a process group that this rank is in, got {group!r}: dist.new_group "
-                "returns such a value on ranks outside of the group; make no call with it there"
+                f"expected group to be a process group that contains this rank, got {group!r}. dist.new_group "
+                "returns such a value on ranks outside of the new group: do not make this call on those ranks"
             )
         if id(group) not in self._entries:
-            if not is_alive(group):
-                raise ValueError("this process group was destroyed: pass one that is alive, or None")
+            if not is_living(group):
+                raise ValueError(
+                    "expected group to be a process group in use, but this process group was destroyed: pass "
+                    "another group, or None for the default group"
+                )
             self._entries[id(group)] = _Entry(group, is_default)
             self._before_first()
         return self._entries[id(group)]
 
     def known(self, group: dist.ProcessGroup) -> Transport | None:
-        """Return the transport of a group if the ranks have selected it."""
+        """Return the transport of a group; None if the ranks have not selected it yet."""
         entry = self._entries.get(id(group))
         return None if entry is None else entry.transport
 
@@ -114,13 +119,13 @@ class Transports:
         timeout_seconds: float | None = None,
         compare: Callable[[Transport], object] = lambda c10d: None,
     ) -> Transport:
-        """Select the transport of a group, and return it; a collective call.
+        """Select the transport of a group, and return the transport. All ranks of the group must call this method.
 
         Args:
             group: the group; in `init`, the default group.
             asked: "auto", "c10d" or "shm", the same on all ranks.
             timeout_seconds: how long an operation may wait; None means the group's own timeout.
-            compare: called first with a transport between the ranks; raises if they do not agree.
+            compare: called first with a transport between the ranks. It raises if the ranks' arguments differ.
         """
         c10d = C10dTransport(group, timeout_seconds=timeout_seconds)
         try:
@@ -133,7 +138,9 @@ class Transports:
         return selected
 
     def _best_over(self, c10d: C10dTransport, asked: str) -> Transport:
-        """Return the requested transport, or for "auto" the best one that all ranks can use; a collective call.
+        """Return the requested transport, or for "auto" the best one that all ranks can use.
+
+        All ranks of the group must call this method.
 
         Args:
             c10d: a transport between the ranks. The returned transport closes it.
@@ -151,32 +158,30 @@ class Transports:
             if asked == "shm":
                 text = f'sl.init(transport="shm"): {error}'
                 if not error.is_worth_a_warning:
-                    text += (
-                        f'\nUse transport="auto": shared memory within each host, {c10d.name} between them'
-                    )
+                    text += f'\nUse transport="auto": shared memory within each host, {c10d.name} between the hosts'
                 raise SharedMemoryUnavailable(text) from error
             if error.is_worth_a_warning and not self._has_warned and c10d.rank == 0:
                 self._has_warned = True
                 warn_user(
-                    f"{error}\nTensors on the CPU are sent by {c10d.name} instead, which is slower",
+                    f"{error}\n{c10d.name} sends tensors on the CPU instead, which is slower",
                     UserWarning,
                 )
             return c10d
 
     def selected(self) -> list[Transport]:
-        """Return the transports of all process groups."""
+        """Return the transports that the ranks have selected, one for each process group."""
         return [known.transport for known in list(self._entries.values()) if known.transport is not None]
 
     def forget_destroyed(self) -> None:
         """Close the transports of groups that were destroyed."""
-        for key in [key for key, known in self._entries.items() if not is_alive(known.group)]:
+        for key in [key for key, known in self._entries.items() if not is_living(known.group)]:
             known = self._entries.pop(key)
             if known.transport is not None:
                 self._has_lost_default |= known.is_default and known.transport.size > 1
                 known.transport.close()
 
     def continue_alone(self) -> None:
-        """Let this process be a world of one rank from now on if it is in no group; part of `shutdown`."""
+        """Make this process a world of one rank if it is in no process group. `shutdown` calls this method."""
         with self._lock:
             self._alone = None
             self.forget_destroyed()

@@ -1,9 +1,9 @@
-"""The functions of a session that users and the rest of the library call, and the one session of the process.
+"""The session of this process, and the functions of the session that users and other packages call.
 
 `init` is optional. A single process does not need it. If torch.distributed is already initialised (by Ray or by the
-user), the library uses the existing group. `init` does what a program otherwise does itself: it reads the launcher's
-variables, waits for the other ranks, creates the process group, and selects the device. It also reports an uncaught
-exception to the launcher and the peers, and ends the process without hanging.
+user), the library uses the existing group. Otherwise `init` reads the launcher's variables, waits for the other ranks,
+creates the process group, and selects the device. It also installs hooks that report an uncaught exception to the
+launcher and the peers, and that end the process without a hang.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ def init(
     timeout: timedelta | float = 300.0,
     device: torch.device | str | int | None = None,
 ) -> World:
-    """Join the other ranks, as described by the launcher's variables. Without a launcher, return a world of one rank.
+    """Join the other ranks that the launcher has started. Without a launcher, return a world of one rank.
 
-    Call it on all ranks. They compare the arguments before any process group exists, and select the transport of the
-    default group together. A second call with the same arguments returns the same `World`. If torch.distributed is
-    already initialised, `init` uses its group, and `shutdown` does not destroy it.
+    Call `init` on all ranks. The ranks compare the arguments before any process group exists, and select the transport
+    of the default group together. A second call with the same arguments returns the same `World`. If torch.distributed
+    is already initialised, `init` uses the existing group, and `shutdown` does not destroy that group.
 
     Args:
         transport: how tensors are sent. "c10d": torch.distributed (Gloo on CPUs, NCCL on GPUs). "shm": shared memory
@@ -39,7 +39,7 @@ def init(
             "auto": the best transport that all ranks of a group can use. For tensors on the CPU this is shared memory
             on one host, and shared memory within each host with Gloo between hosts. Everything else uses
             torch.distributed.
-        timeout: how long to wait for another rank, here and in every collective (a timedelta, or seconds).
+        timeout: how long to wait for another rank, in `init` and in every collective (a timedelta, or seconds).
         device: the device on which this rank computes. None means the GPU of its local rank, or the CPU if there is no
             GPU. A GPU becomes torch's current device.
 
@@ -50,8 +50,8 @@ def init(
         TypeError, ValueError: an argument, or a variable of the launcher, is invalid. An argument that is invalid on
             one rank raises the same error on all ranks.
         ContractMismatch: the ranks passed different arguments. The text is the same on every rank.
-        SynclineError: init was called before with other arguments, or the ranks do not fit together, or "shm" was
-            requested and is not available. The text gives the reason on every rank.
+        SynclineError: `init` was called before with other arguments, or the ranks have different world sizes, or two
+            processes claim the same rank, or "shm" was requested and is not available. Every rank raises it.
         CollectiveTimeout: some ranks did not arrive in time. The text names them.
 
     Example:
@@ -64,19 +64,21 @@ def init(
 
 
 def shutdown() -> None:
-    """Undo `init`. Without an `init`, or when called again, do nothing.
+    """Undo `init`. Do nothing if `init` was not called, or if `shutdown` was called already.
 
-    Call it on all ranks. It waits for pending saves, unless an exception is being handled. Then it closes the
+    Call `shutdown` on all ranks. It waits for pending saves, unless an exception is being handled. Then it closes the
     transports and destroys the process group that `init` created.
     """
     _SESSION.shutdown()
 
 
 def world() -> World:
-    """Return the world of this process: from `init`, else from torch.distributed, else a world of one rank.
+    """Return the world of this process.
+
+    It comes from `init`, or else from torch.distributed. Without either, it is a world of one rank.
 
     Raises:
-        SynclineError: a launcher started several ranks, and this process has not joined the others yet.
+        SynclineError: a launcher started several ranks, and this process has not joined them yet.
 
     Example:
         >>> world().rank
@@ -86,10 +88,10 @@ def world() -> World:
 
 
 def transport_of(group: dist.ProcessGroup | Transport | None = None) -> Transport:
-    """Return the transport of a group, always the same object while the group exists.
+    """Return the transport of a group. The same object is returned as long as the group exists.
 
-    `init` selects the transport of the default group. For any other group, or without `init`, the first call is
-    collective, because the ranks select the transport together.
+    `init` selects the transport of the default group. For any other group, or without `init`, all ranks of the group
+    must make the first call, because they select the transport together.
 
     Args:
         group: None means torch's default group, or a world of one rank if there is none. A transport is returned
@@ -108,5 +110,5 @@ def transport_of(group: dist.ProcessGroup | Transport | None = None) -> Transpor
 
 
 def before_shutdown(wait: Callable[[], object]) -> None:
-    """Register `wait`, a method that waits for pending work, to be called by `shutdown`. Its object is held weakly."""
+    """Let `shutdown` call the method `wait`, which waits for pending work. The method's object is held weakly."""
     _SESSION.before_shutdown(wait)

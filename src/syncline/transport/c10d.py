@@ -24,7 +24,7 @@ from torch import Tensor
 from syncline._torch.process_groups import all_gather_flat, reduce_scatter_flat
 from syncline.errors import PeerLost, SynclineError
 from syncline.liveness.board import MAIN_LANE, Board
-from syncline.liveness.calls import Failure, named_ranks
+from syncline.liveness.calls import Failure
 from syncline.liveness.failed_wait import FailedWait
 from syncline.liveness.health import Lane
 from syncline.liveness.processes import FORKED, is_inherited
@@ -46,6 +46,7 @@ from syncline.transport.threads import transport_of_one_rank
 from syncline.transport.watched import WatchedTransport, published_health
 from syncline.transport.watched_work import MESSAGES
 from syncline.transport.work import DONE, Work
+from syncline.words import describe_ranks
 
 _BACKENDS_WITH_MEAN = {"gloo", "nccl", "xccl"}
 
@@ -100,7 +101,7 @@ class C10dTransport(WatchedTransport):
         self._backends = backends_of(group)
         self._has_mean = set(self._backends.values()) <= _BACKENDS_WITH_MEAN
         self._options = CallOptions(size, timeout_seconds, self.control_device, has_mean=self._has_mean)
-        own_lane = Lane(MAIN_LANE, group)
+        own_lane = Lane(MAIN_LANE, group, barrier_device=self.control_device.type)
         health = published_health(
             own_lane,
             Board() if board is None else board,
@@ -109,7 +110,6 @@ class C10dTransport(WatchedTransport):
             size=size,
             backend=self.name,
             timeout_seconds=max(timeout_seconds, group_seconds),
-            barrier_device=self.control_device.type,
         )
         super().__init__(health, own_lane, rank=rank, size=size, timeout_seconds=timeout_seconds)
 
@@ -269,7 +269,7 @@ class C10dTransport(WatchedTransport):
 
     def _lane_over(self, group: dist.ProcessGroup, name: str) -> C10dTransport:
         """Return a lane that sends over `group` and destroys this group in the end."""
-        lane = self._copy_for(Lane(name, group))
+        lane = self._copy_for(Lane(name, group, barrier_device=self.own_lane.barrier_device))
         lane._group, lane._owns_group = group, True
         self.health.lanes.append(lane.own_lane)
         return lane
@@ -315,7 +315,7 @@ class C10dTransport(WatchedTransport):
         except SynclineError:
             raise
         except RuntimeError as error:
-            others = named_ranks(ranks)
+            others = describe_ranks(ranks)
             text = f"rank {self.rank} could not connect to {others} to create a lane or a split: {error}"
             raise self.health.failed(Failure(PeerLost, text)) from error
 

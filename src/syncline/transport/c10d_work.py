@@ -48,7 +48,7 @@ class C10dWork(WatchedWork):
         if self._work is None:
             return
         try:
-            device = self._health.barrier_device if self._tensor is None else self._tensor.device.type
+            device = self._lane.barrier_device if self._tensor is None else self._tensor.device.type
             if device == "cpu":
                 self._wait_in_slices(self._timeout_seconds if timeout_seconds is None else timeout_seconds)
             elif timeout_seconds is None:

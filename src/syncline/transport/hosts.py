@@ -10,13 +10,13 @@ import torch
 from torch import Tensor
 
 from syncline.liveness.board import MAIN_LANE
-from syncline.liveness.calls import named_ranks
 from syncline.liveness.health import Lane
 from syncline.liveness.processes import host_key
 from syncline.transport.c10d import C10dTransport
 from syncline.transport.shared_memory.core import SharedMemoryUnavailable
 from syncline.transport.shared_memory.hub import NUM_EXCHANGES, Hub, attempt
 from syncline.transport.shared_memory.transport import SharedMemoryTransport
+from syncline.words import describe_ranks
 
 
 @dataclass(frozen=True)
@@ -135,7 +135,7 @@ def raise_if_any(beneath: C10dTransport, members: Sequence[int], trouble: str) -
         SharedMemoryUnavailable: some ranks report errors. The text contains all of them.
     """
     if trouble:
-        trouble = f"{named_ranks(members)}, numbered from 0 on their host: {trouble}"
+        trouble = f"{describe_ranks(members)}, numbered from 0 on their host: {trouble}"
     troubles = [row.decode() for row in beneath.all_gather_bytes(trouble.encode())]
     if any(troubles):
         raise SharedMemoryUnavailable("\n".join(dict.fromkeys(text for text in troubles if text)))

@@ -16,11 +16,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from syncline.errors import CollectiveMismatch, CollectiveTimeout, PeerFailed, SynclineError, UnevenInputs
-from syncline.liveness.board import MAIN_LANE, Board, Place, Wait, who_is_where
-from syncline.liveness.calls import ENDLESS_WAIT, SAME_CALLS, Call, Failure, named_ranks, remedy_for_left
+from syncline.liveness.board import MAIN_LANE, Board, Place, Wait, describe_places
+from syncline.liveness.calls import ENDLESS_WAIT, SAME_CALLS, Call, Failure, remedy_for_left
 from syncline.liveness.deadlock import stuck_among
 from syncline.liveness.processes import FORKED, refuse_in_forks
 from syncline.transport.work import Disagreement
+from syncline.words import describe_ranks
 
 
 @dataclass(eq=False)
@@ -77,7 +78,7 @@ class Rendezvous:
         for rank in self.members:
             call = self.calls.get(rank)
             by_call.setdefault("has not called yet" if call is None else str(call), []).append(rank)
-        return "\n".join(f"  {named_ranks(ranks)}: {call}" for call, ranks in by_call.items())
+        return "\n".join(f"  {describe_ranks(ranks)}: {call}" for call, ranks in by_call.items())
 
 
 @dataclass(eq=False)
@@ -278,7 +279,7 @@ class CallMatcher:
     def _time_out(self, rank: int, rendezvous: Rendezvous, timeout_seconds: float) -> None:
         text = (
             f"{rendezvous.calls[rank]} ({rendezvous.title} of this group of {self.size}): "
-            f"{named_ranks(rendezvous.absent())} did not make this call within {timeout_seconds:g} s\n"
+            f"{describe_ranks(rendezvous.absent())} did not make this call within {timeout_seconds:g} s\n"
             f"{rendezvous.describe_calls()}\n{self._describe_places()}\n"
             "find out what the absent ranks do instead: they may be in an endless loop, or have fewer batches. If they "
             "are only slow, raise the timeout"
@@ -295,7 +296,7 @@ class CallMatcher:
                 if waiting == rank
             )
             places[rank] = Place.of(board, wait=next(waits, None), has_left=rank in common.gone)
-        return who_is_where(places, size=self.size)
+        return describe_places(places, size=self.size)
 
     def break_(self, failure: Failure) -> None:
         """Fail all current and later calls, of this group and of the groups that were split from it."""

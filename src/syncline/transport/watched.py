@@ -69,7 +69,7 @@ class WatchedTransport(Transport):
                 lane.close()
         else:
             self._lanes.remove(self)
-            self.health.lane_closed(self.own_lane)
+            self.health.position.mark_lane_closed(self.own_lane)
         self._release()
 
     @abstractmethod
@@ -86,7 +86,6 @@ def published_health(
     size: int,
     backend: str,
     timeout_seconds: float,
-    barrier_device: str = "cpu",
 ) -> Health:
     """Return the health of a new group, which the process publishes from now on unless the group has only one rank.
 
@@ -98,7 +97,6 @@ def published_health(
         size: number of ranks.
         backend: the name of the engine, for messages.
         timeout_seconds: how long an operation of the group can be under way.
-        barrier_device: the type of device on which a barrier runs.
     """
     notices = Notices(store, rank=rank, size=size) if size > 1 else None
     health = Health(
@@ -109,7 +107,6 @@ def published_health(
         size=size,
         backend=backend,
         timeout_seconds=timeout_seconds,
-        barrier_device=barrier_device,
     )
     if notices is not None:
         publisher().add(health)

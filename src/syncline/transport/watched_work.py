@@ -220,14 +220,15 @@ class LongWait:
         self._warned_of: set[int] = set()
 
     def __enter__(self) -> LongWait:
-        self._health.wait_begins(self._work)
+        is_only_thread = self._health.calling_thread == threading.get_ident()
+        self._health.position.begin_wait(self._work, blocks_rank=is_only_thread)
         self._post()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None
     ) -> None:
-        self._health.wait_ends()
+        self._health.position.end_wait()
         if error is None:
             self._post()
 
@@ -260,7 +261,7 @@ class LongWait:
         seen = health.places()
         waits = (place.wait for place in seen.values() if place.wait is not None)
         if lanes := {wait.lane for wait in waits if wait.is_torchs}:
-            health.count_calls_of_torch(lanes)
+            health.position.count_calls_of_torch(lanes)
             self._post()
             seen[health.rank] = health.place(code=seen[health.rank].code)
         return seen

@@ -23,7 +23,6 @@ from typing import Any, TypeVar
 from torch.distributed import DistStoreError
 
 from syncline.errors import CollectiveTimeout, SynclineError
-from syncline.liveness.calls import named_ranks
 from syncline.liveness.processes import host_key
 from syncline.liveness.store import SignedStore, decode
 from syncline.transport.shared_memory.core import MAX_RANKS, SharedMemoryUnavailable, library
@@ -40,6 +39,7 @@ from syncline.transport.shared_memory.sockets import (
     send_file,
     send_rows,
 )
+from syncline.words import describe_ranks
 
 T = TypeVar("T")
 
@@ -257,13 +257,13 @@ def _check_ability(everyone: list[_Presence]) -> None:
         reasons.append(f"there are {len(everyone)} ranks, but at most {MAX_RANKS} ranks can share memory")
     others = [rank for rank, presence in enumerate(everyone) if presence.host != first.host]
     if others:
-        reasons.append(f"{named_ranks(others)} run on another host (or in another container) than rank 0")
+        reasons.append(f"{describe_ranks(others)} run on another host (or in another container) than rank 0")
     builds = [rank for rank, presence in enumerate(everyone) if presence.build != first.build]
     if builds and not others:
-        reasons.append(f"{named_ranks(builds)} run another build of the native library than rank 0")
+        reasons.append(f"{describe_ranks(builds)} run another build of the native library than rank 0")
     users = [rank for rank, presence in enumerate(everyone) if presence.uid != first.uid]
     if users:
-        reasons.append(f"{named_ranks(users)} run as another user than rank 0")
+        reasons.append(f"{describe_ranks(users)} run as another user than rank 0")
     if len({presence.pid for presence in everyone}) < len(everyone) and not others:
         reasons.append("two ranks are in one process")
     if reasons:
@@ -334,7 +334,7 @@ def store_exchange(store: Any, rank: int, size: int, timeout_seconds: float) -> 
             missing = [peer for peer, key in enumerate(keys) if not messages.has(key)]
             raise CollectiveTimeout(
                 f"rank {rank} of {size} waited {timeout_seconds:g} s to set up shared memory, but "
-                f"{named_ranks(missing)} did not take part: look for an earlier error on the missing ranks, or for a "
+                f"{describe_ranks(missing)} did not take part: look for an earlier error on the missing ranks, or for a "
                 "branch in which they make a different call"
             ) from error
         return [text.encode() for text in messages.multi_get(keys)]
