@@ -334,8 +334,8 @@ def store_exchange(store: Any, rank: int, size: int, timeout_seconds: float) -> 
             missing = [peer for peer, key in enumerate(keys) if not messages.has(key)]
             raise CollectiveTimeout(
                 f"rank {rank} of {size} waited {timeout_seconds:g} s to set up shared memory, but "
-                f"{describe_ranks(missing)} did not take part: look for an earlier error on the missing ranks, or for a "
-                "branch in which they make a different call"
+                f"{describe_ranks(missing)} did not take part. Look for an earlier error on the missing ranks, or for "
+                "a branch in which they make a different call"
             ) from error
         return [text.encode() for text in messages.multi_get(keys)]
 
