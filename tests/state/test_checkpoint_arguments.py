@@ -248,7 +248,11 @@ def test_what_is_compared(
 @who
 @pytest.mark.parametrize(
     ("target", "words"),
-    [("net", "got a str: take it out"), (nn.Linear, "got the class Linear: take"), ([1], "got a int at [0]")],
+    [
+        ("net", "got a str: remove this value"),
+        (nn.Linear, "got the class Linear: remove"),
+        ([1], "got a int at [0]"),
+    ],
 )
 def test_what_is_checked(target: Any, words: str, nonsense_on: tuple[int, ...]) -> None:
     def call(t: Transport, is_nonsense: bool) -> Any:

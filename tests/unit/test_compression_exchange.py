@@ -208,7 +208,7 @@ def test_bytes_on_the_wire_by_operation() -> None:
         0,
     )
     assert sent_bytes("all_reduce", 800, 1) == 0
-    with pytest.raises(ValueError, match=r"expected one of all_reduce, .*; got 'gossip'"):
+    with pytest.raises(ValueError, match=r"expected the operation to be one of all_reduce, .*; got 'gossip'"):
         sent_bytes("gossip", 1, 2)
     statistics = Statistics(payload_bytes={"send": 5, "recv": 7, "all_reduce": 100})
     assert statistics.sent_bytes(2) == 105

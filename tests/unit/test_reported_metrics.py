@@ -171,7 +171,7 @@ def test_other_names_on_another_rank_are_an_error_everywhere(first: bool) -> Non
         (
             {"loss": "low"},
             TypeError,
-            "expected the metric loss to be a real number or a tensor of one element, got a str",
+            "expected each of the metrics to be a real number or a tensor of one element, got a str for 'loss'",
         ),
         ({"loss": torch.ones(2)}, TypeError, r"got a Tensor of shape \(2,\)"),
         ({"loss": 1j}, TypeError, "a real number"),

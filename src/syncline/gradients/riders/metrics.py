@@ -128,7 +128,9 @@ def check_metric(name: str, value: Any) -> Any:
         if isinstance(number, Real):
             return float(number)
         what = what_it_is(value)
-    raise TypeError(f"expected the metric {name} to be a real number or a tensor of one element, got {what}")
+    raise TypeError(
+        f"expected each of the metrics to be a real number or a tensor of one element, got {what} for {name!r}"
+    )
 
 
 def _weighted_mean(parts: Sequence[Sequence[float]]) -> tuple[float, float]:
