@@ -12,7 +12,11 @@ from syncline import UnreducedGradients
 from syncline.gradients import Words
 from syncline.gradients import backward as module
 from syncline.gradients.backward import ALLOWED_MOVES, Backward, BackwardState
+from syncline.gradients.bucket_plan import BucketCaps
+from syncline.gradients.options import GradientOptions
 from syncline.gradients.riders.missing import MissingGradients
+from syncline.gradients.riders.roster import Roster
+from syncline.gradients.usage import StaticUsage
 from syncline.transport import Transport, run_ranks
 
 DOCS = Path(__file__).parents[2] / "docs" / "architecture.md"
@@ -28,6 +32,28 @@ def moves_in(text: str) -> dict[str, set[str]]:
 @pytest.mark.parametrize("text", [str(module.__doc__), DOCS.read_text()], ids=["module", "architecture page"])
 def test_the_table_of_states_is_that_of_the_code(text: str) -> None:
     assert moves_in(text) == {state.name: {to.name for to in after} for state, after in ALLOWED_MOVES.items()}
+
+
+_RIDER = re.compile(r"^\| `(\w+)` \| (\d+)(?: each)? \| ([^|]+) \|", re.MULTILINE)
+
+
+def test_the_page_lists_the_riders_in_the_order_in_which_they_conclude() -> None:
+    def rank(t: Transport) -> Roster:
+        options = GradientOptions(
+            caps=BucketCaps(cap_bytes=1, first_cap_bytes=1),
+            as_bucket_view=False,
+            allow_unused=False,
+            static_graph=True,
+            compares_replicas=True,
+            on_nonfinite="raise",
+        )
+        return Roster(["weight"], t, options, static=StaticUsage(1), gradients=list)
+
+    roster = run_ranks(2, rank)[0]
+    roster.metrics.use_names(["loss"])
+    riders = [(type(one).__module__.rpartition(".")[2], one.num_bits, one.subject) for one in roster.riders]
+    assert [(file, int(bits), subject) for file, bits, subject in _RIDER.findall(DOCS.read_text())] == riders
+    assert roster.subjects == tuple(subject for _, _, subject in riders)
 
 
 def test_every_other_move_is_refused() -> None:

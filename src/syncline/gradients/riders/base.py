@@ -154,7 +154,7 @@ class Riders:
         def overriding(method: str) -> list[Rider]:
             return [rider for rider in riders if getattr(type(rider), method) is not getattr(Rider, method)]
 
-        self._riders = riders
+        self.riders = riders
         self._transport = transport
         # Calling an empty method costs about as much as calling a short one, so only overridden methods are called.
         self._beginning = overriding("begin_step")
@@ -167,12 +167,12 @@ class Riders:
     @property
     def widths(self) -> tuple[int, ...]:
         """The number of bits of each word."""
-        return tuple(rider.num_bits for rider in self._riders)
+        return tuple(rider.num_bits for rider in self.riders)
 
     @property
     def subjects(self) -> tuple[str, ...]:
         """What the words are about, for each rider that reports something."""
-        return tuple(rider.subject for rider in self._riders if rider.num_bits)
+        return tuple(rider.subject for rider in self.riders if rider.num_bits)
 
     def begin_step(self, step: int) -> None:
         """Prepare all riders for a backward whose gradients will be reduced."""
@@ -186,7 +186,7 @@ class Riders:
 
     def words(self, backward: Backward) -> list[int]:
         """Return this rank's words, one per rider."""
-        return [rider.word(backward) for rider in self._riders]
+        return [rider.word(backward) for rider in self.riders]
 
     def receive(self, rows: Sequence[Sequence[int] | None], step: int) -> None:
         """Pass each rider the words that all ranks reported for it.
@@ -199,7 +199,7 @@ class Riders:
             for rider in self._receiving_nothing:
                 rider.receive_nothing(step)
             return
-        for at, rider in enumerate(self._riders):
+        for at, rider in enumerate(self.riders):
             of_rank = tuple(None if row is None else row[at] for row in rows)
             rider.receive(Words(of_rank, step, self._transport))
 
