@@ -14,7 +14,8 @@ SEED ?= 0
 
 # Two test processes, each of which takes whole files, in the order of tests/conftest.py: ranks stay warm in it.
 WORKERS ?= 2
-PYTEST := $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder
+IN_WORKERS := --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder
+PYTEST := $(BIN)/python -m pytest $(IN_WORKERS)
 
 .PHONY: help setup train test test-all test-torch soak fuzz check format bench clean
 
@@ -91,4 +92,4 @@ test-torch: ## run the tests of the class, the transports and checkpoints with a
 	PIP_CONSTRAINT=/dev/null $(TEST_VENV)/bin/python -m pip install --quiet --disable-pip-version-check \
 		--constraint $(TEST_VENV)/constraints.txt --requirement requirements-dev.txt torch==$(TORCH)
 	$(TEST_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-build-isolation --no-deps .
-	$(TEST_VENV)/bin/python -m pytest -p no:cacheprovider $(TEST_TORCH)
+	$(TEST_VENV)/bin/python -m pytest -p no:cacheprovider $(IN_WORKERS) $(TEST_TORCH)
