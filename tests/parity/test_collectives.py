@@ -216,6 +216,22 @@ def test_forks() -> None:
     on_every_engine(a_fork_is_refused_and_its_parent_goes_on)
 
 
+@pytest.mark.ranks(2)
+def test_a_fork_frees_no_group_that_its_parent_has_destroyed() -> None:
+    """The end of a Gloo group waits for threads, which a fork has not."""
+    group = dist.new_group()
+    assert sl.mean(1.0, group=group) == 1.0
+    dist.destroy_process_group(group)
+    del group
+
+    def is_refused() -> None:
+        with pytest.raises(SynclineError, match="this process was forked from a rank"):
+            sl.mean(1.0)
+
+    assert in_a_fork(is_refused) == 0
+    assert sl.mean(1.0) == 1.0
+
+
 def test_a_fork_of_ranks_that_are_threads() -> None:
     group, room = ThreadGroup(2), threading.Barrier(2)
 

@@ -5,6 +5,7 @@ A transport is shared memory, a hierarchy of shared memory and Gloo, or torch.di
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -48,6 +49,7 @@ class Transports:
         self._check_alone = check_alone
         self._lock = threading.RLock()
         self._entries: dict[int, _Entry] = {}
+        self._pid = os.getpid()
         self._alone: Transport | None = None
         self._has_lost_default = False
         """Whether code other than `shutdown` destroyed a default group of several ranks."""
@@ -173,7 +175,13 @@ class Transports:
         return [known.transport for known in list(self._entries.values()) if known.transport is not None]
 
     def forget_destroyed(self) -> None:
-        """Close the transports of groups that were destroyed."""
+        """Close the transports of groups that were destroyed.
+
+        A fork of the process keeps these groups, because the destructor of a Gloo group waits for threads, and a fork
+        does not have the threads of its parent.
+        """
+        if os.getpid() != self._pid:
+            return
         for key in [key for key, known in self._entries.items() if not is_living(known.group)]:
             known = self._entries.pop(key)
             if known.transport is not None:
