@@ -71,7 +71,7 @@ class Controls:
 
     @contextmanager
     def disabled(self) -> Iterator[None]:
-        """Disable synchronization for the backwards that begin while a `with` block runs. `no_sync` calls this method."""
+        """Disable synchronization for the backwards that begin inside a `with` block. `no_sync` calls this method."""
         before, self.enabled = self.enabled, False
         try:
             yield
@@ -128,6 +128,6 @@ class Controls:
             self.on_reduced()
 
     def take_num_contributing(self) -> int | None:
-        """Return the number that was given to `count_ranks`, and forget it, because it is valid for one backward only."""
+        """Return the number that was given to `count_ranks`, and forget it, because it is valid for one backward."""
         num_ranks, self._num_contributing = self._num_contributing, None
         return num_ranks

@@ -10,7 +10,9 @@ from collections.abc import Sequence
 from syncline.errors import SynclineError
 from syncline.gradients.bucket_plan import BucketPlan
 
-_CHECKPOINTING = "use_reentrant=False in torch.utils.checkpoint, or wrap the module with static_graph=True"
+_CHECKPOINTING = (
+    "pass use_reentrant=False to torch.utils.checkpoint, or wrap the module with static_graph=True"
+)
 
 
 class OutOfStep:
@@ -54,7 +56,7 @@ class OutOfStep:
         return self._error(
             step,
             "a parameter received another gradient after all gradients of the backward had been reduced. This gradient "
-            f"came from another re-entrant checkpoint of the same backward. Use {_CHECKPOINTING}",
+            f"came from another re-entrant checkpoint of the same backward. To avoid this, {_CHECKPOINTING}",
         )
 
     def from_outside(self, step: int, index: int) -> SynclineError:
@@ -62,7 +64,7 @@ class OutOfStep:
         return self._error(
             step,
             f"parameter {self._names[index]} received a gradient, although the graph of this backward did not contain "
-            f"this parameter when the backward began. With activation checkpointing, use {_CHECKPOINTING}",
+            f"this parameter when the backward began. With activation checkpointing, {_CHECKPOINTING}",
         )
 
     def twice(self, step: int, indices: Sequence[int]) -> SynclineError:
@@ -72,7 +74,7 @@ class OutOfStep:
             step,
             f"expected one gradient per parameter, but these parameters received several: {names}. The first gradient "
             "of a parameter may already have been sent when its second gradient was ready. With activation "
-            f"checkpointing, use {_CHECKPOINTING}",
+            f"checkpointing, {_CHECKPOINTING}",
         )
 
     def interrupted(self, step: int, num_sent: int) -> SynclineError:
@@ -86,7 +88,7 @@ class OutOfStep:
             step,
             "a backward began before the previous one had ended, and this rank had already sent data of the previous "
             f"one ({num_sent} bucket(s)), so the ranks are out of step. If an exception ended the previous backward, "
-            f"restart all ranks from a checkpoint. With activation checkpointing, use {_CHECKPOINTING}",
+            f"restart all ranks from a checkpoint. With activation checkpointing, {_CHECKPOINTING}",
         )
 
     def _error(self, step: int, problem: str) -> SynclineError:
