@@ -170,7 +170,11 @@ class Ownership:
         self._reached_in = former._reached_in
 
     def add_rivals(self, others: Iterable[Ownership]) -> None:
-        """Register the ownerships of wrappers that have some of the same parameters as rivals, in both directions."""
+        """Register rivals, in both directions.
+
+        Args:
+            others: the ownerships of other wrappers that have some of the same parameters.
+        """
         for other in others:
             self.rivals.append(weakref.ref(other, self.rivals.remove))
             other.rivals.append(weakref.ref(self, other.rivals.remove))

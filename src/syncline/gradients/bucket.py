@@ -56,7 +56,7 @@ class Bucket(ABC):
         self.num_pending = len(self.members)
         """Number of members whose gradients are not ready yet."""
         self.trigger: int | None = None
-        """Index of the parameter whose gradient caused the bucket to be sent; None if the end of backward did."""
+        """Index of the parameter whose gradient caused the bucket to be sent; None if the end of backward caused it."""
         self.launched_at = 0.0
         self.waited_seconds = 0.0
         self._work: Work | None = None
@@ -86,7 +86,7 @@ class Bucket(ABC):
 
         Args:
             tail: the control data to send behind the gradients; None if this bucket carries none.
-            trigger: index of the parameter whose gradient caused this call; None if the end of backward did.
+            trigger: index of the parameter whose gradient caused this call; None at the end of backward.
         """
         self.trigger = trigger
         self._enter(BucketState.IN_FLIGHT)
@@ -140,7 +140,7 @@ class Bucket(ABC):
 
     @abstractmethod
     def own_parts(self) -> list[tuple[int, Tensor]]:
-        """Return this rank's own gradients as pairs (parameter index, gradient). They share the memory of `own`."""
+        """Return this rank's own gradients as pairs (parameter index, gradient), in the memory of `own()`."""
 
     @abstractmethod
     def divide(self, divisor: float) -> None:

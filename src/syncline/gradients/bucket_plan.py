@@ -22,7 +22,7 @@ from dataclasses import dataclass
 MIB = 1024 * 1024
 
 LARGE_GRADIENT_NUMEL = 16 * 1024
-"""The number of elements from which a gradient is copied as soon as it is ready (64 KiB in fp32)."""
+"""The smallest number of elements of a large gradient, which is copied as soon as it is ready (64 KiB in fp32)."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

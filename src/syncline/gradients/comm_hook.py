@@ -56,7 +56,7 @@ class GradBucket:
         return self._buffer
 
     def gradients(self) -> list[Tensor]:
-        """Return one view of the flat tensor per parameter; none for a sparse gradient, and none after `set_buffer`."""
+        """Return one view of the flat tensor per parameter; [] for a sparse gradient, and [] after `set_buffer`."""
         return list(self._gradients)
 
     def parameters(self) -> list[Tensor]:

@@ -23,7 +23,7 @@ from syncline.gradients.tail import TailForm, TailMessage
 from syncline.transport.base import Transport
 
 POOL_BYTES = 96 * 1024 * 1024
-"""Approximate size of the memory pool of sharded buckets. If all buckets together need more, they use it in turn."""
+"""Approximate size of the memory pool of sharded buckets. If all buckets need more, they use the pool in turn."""
 
 _MIN_TURNS = 3
 """The smallest number of buckets that the pool has memory for at the same time."""
@@ -53,7 +53,7 @@ def parameter_specs(
 
 
 class BucketLayout:
-    """The buckets for a list of parameters, and the place of each gradient in them. It is the same on all ranks.
+    """The buckets for a list of parameters, and the place of each gradient in them. All ranks have the same layout.
 
     There are no buckets until `build` is called.
 
@@ -127,9 +127,9 @@ class BucketLayout:
         """Lay the buckets out again, in the order in which rank 0's gradients were ready.
 
         This happens once, at the end of the first synchronized backward. Every rank uses rank 0's order, because
-        buckets must be the same on all ranks. Only now does the transport allocate their memory, which is a collective
-        call. Before the first backward, ranks can run different code: a single rank can copy a wrapped module, for
-        example. Sharded buckets are not laid out again.
+        buckets must be the same on all ranks. Only now does the transport allocate the buckets' memory, by a
+        collective call. Before the first backward, ranks can run different code: a single rank can copy a wrapped
+        module, for example. Sharded buckets are not laid out again.
 
         Args:
             ready: parameter indices in the order in which this rank's gradients were ready.
@@ -150,9 +150,9 @@ class BucketLayout:
 
     @property
     def _uses_transport_memory(self) -> bool:
-        """Whether the transport allocates the memory of the buckets, because it reduces this memory faster.
+        """Whether the transport allocates the memory of the buckets, so that it can reduce them faster.
 
-        It does so at the start for sharded buckets, which are laid out only once, and for others after `learn_order`.
+        It allocates sharded buckets from the start, because they are laid out only once, and others in `learn_order`.
         """
         can_use = self._transport.reduces_in_place and self.comm_hook is None
         return can_use and (self.order_is_learnt or self._options.sharded)

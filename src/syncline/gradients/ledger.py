@@ -33,7 +33,7 @@ class Ledger:
         """Store the facts about a backward that has ended.
 
         Args:
-            backward: the backward; nothing may change it afterwards.
+            backward: the backward, which must not be changed afterwards.
             step: number of steps of the run so far.
             divisor: the number by which the sums of the gradients were divided.
             facts: the fields of the record that the riders provide, by name.

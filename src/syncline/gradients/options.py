@@ -26,7 +26,7 @@ class GradientOptions:
     allow_unused: bool
     """Whether a missing gradient counts as zero. Otherwise a missing gradient is an error."""
     skip_unused: bool = False
-    """Whether a bucket is not sent if no rank uses its parameters. Ranks exchange this when a backward begins."""
+    """Whether a bucket is left out if no rank uses its parameters. Ranks exchange which parameters they use."""
     static_graph: bool = False
     """Whether each parameter gets the same number of gradients in every backward."""
     reduce_dtype: torch.dtype | None = None

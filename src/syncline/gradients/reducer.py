@@ -383,7 +383,7 @@ class GradientSync:
 
 
 def reducers_of(parameters: Iterable[Tensor]) -> list[GradientSync]:
-    """Return the reducers that have hooks and at least one of these parameters."""
+    """Return the reducers that have at least one of these parameters, and whose hooks are still registered."""
     wanted = {id(parameter) for parameter in parameters}
     return [
         reducer

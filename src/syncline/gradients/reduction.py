@@ -25,7 +25,7 @@ from syncline.user_code import warn_user
 class Reduction:
     """The part of a reducer that sends buckets in index order, waits for them, and hands out the results.
 
-    The cost of this part is that of its Python calls: one per parameter, and a few per bucket. So work is done once per
+    Most of the cost is that of Python calls: one per parameter, and a few per bucket. So work is done once per
     bucket wherever possible, and not once per parameter.
 
     Args:
@@ -113,7 +113,7 @@ class Reduction:
             warn_user(
                 f"step {step}: backward(create_graph=True) averages the values of .grad over ranks, but the graph of "
                 ".grad belongs to one rank, so second derivatives are not averaged. Either call sl.average_ on the "
-                "values that you compute from second derivatives. Or compute the gradients that need a graph by "
+                "values that you compute from second derivatives, or compute the gradients that need a graph by "
                 "torch.autograd.grad(..., create_graph=True), and then run loss.backward() without create_graph=True, "
                 "which averages the gradients of the loss. This warning is shown once"
             )
@@ -195,7 +195,7 @@ class Reduction:
         """Send the next bucket in index order, unless the ranks have agreed that none of them uses its parameters.
 
         Args:
-            trigger: index of the parameter whose gradient caused this call; None if the end of backward did.
+            trigger: index of the parameter whose gradient caused this call; None at the end of backward.
         """
         backward = self.backward
         bucket = self.layout.buckets[backward.num_launched]
@@ -214,7 +214,7 @@ class Reduction:
         backward.sent.append(bucket)
 
     def _tail(self) -> list[int]:
-        """Return the tail that this rank sends. It is an empty list if this rank has nothing to report, as usual."""
+        """Return the tail that this rank sends. The list is usually empty, because this rank has nothing to report."""
         used: list[int] = []
         if self.options.allow_unused:
             used = self.usage.uses(NO_INDICES, self.unreduced | set(self.backward.ready))
@@ -255,7 +255,7 @@ class Reduction:
         Args:
             divisor: the number of ranks or items over which gradients are averaged.
             in_turn: whether to wait for each bucket just before it is handed out, while later ones are being reduced.
-                Otherwise all buckets must already have been waited for.
+                If not, all buckets must already be reduced.
         """
         backward, comm_hook = self.backward, self.layout.comm_hook
         # Without items, gradients were scaled by 1/N before they were sent, or a user's hook divides them. A hook that

@@ -282,7 +282,7 @@ class BucketShard:
     # ------------------------------------------------------------------ during backward
 
     def take_over(self) -> None:
-        """Replace `.grad` by stand-ins, which frees the gradients. They have already been copied into the bucket."""
+        """Replace each gradient by its stand-in, because the bucket has a copy. This frees the gradient's memory."""
         if self._gaps is not None:  # clipping by a non-finite norm may have made the gaps NaN
             self._gradients.index_fill_(0, self._gaps, 0)
         for member, stand_in in zip(self.members, self.stand_ins, strict=True):

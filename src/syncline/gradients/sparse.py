@@ -15,7 +15,7 @@ from syncline.transport.work import CombinedWork, Work
 
 
 class SparseBucket(Bucket):
-    """A bucket that sums one sparse gradient over ranks, each of which has other rows of the gradient.
+    """A bucket that sums one sparse gradient over the ranks, which have different rows of the gradient.
 
     Each rank contributes the rows that it used. Every rank receives the rows of all ranks, in rank order, and adds up
     the rows with the same index in that order. So every rank gets the same bits. Traffic grows with the number of used

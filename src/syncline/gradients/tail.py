@@ -70,8 +70,8 @@ class TailForm:
         for word, width in zip(words or (0,) * len(self.widths), self.widths, strict=True):
             if word >> width:
                 raise OverflowError(
-                    f"rank {rank}: expected a rider's word of {width} bits, got the word {word}, which needs more. "
-                    "Increase num_bits of the rider"
+                    f"rank {rank}: expected a rider's word of {width} bits, got the word {word}, which needs more "
+                    "bits. Increase num_bits of the rider"
                 )
             number = number << width | word
         number = number << 1 | (words is None)
@@ -82,7 +82,7 @@ class TailForm:
     def decode(self, tail: Sequence[float]) -> tuple[tuple[tuple[int, ...] | None, ...], tuple[int, ...]]:
         """Return the words of each rank, and the number of ranks that used each parameter.
 
-        A rank that has no inputs left has None instead of words. In bfloat16, the number 256 may also stand for more
+        A rank that has no inputs left has None instead of words. In bfloat16, the number 256 can also stand for more
         than 256 ranks.
         """
         ranks = []

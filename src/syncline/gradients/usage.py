@@ -120,11 +120,11 @@ class StaticUsage:
         self.counts[:] = [0] * len(self.counts)
 
     def has_changed(self) -> bool:
-        """Return whether any parameter got more or fewer gradients than expected. No gradients at all are allowed."""
+        """Return whether any parameter got more or fewer gradients than expected. It is no change if it got none."""
         return self.is_learnt and self.counts != self.expected and bool(self.changed())
 
     def changed(self) -> list[tuple[int, int, int]]:
-        """Return a tuple (index, expected number, actual number) for each parameter whose number has changed."""
+        """Return (index, expected count, actual count) of each parameter whose count of gradients has changed."""
         return [
             (index, expected, count)
             for index, (expected, count) in enumerate(zip(self.expected, self.counts, strict=True))
@@ -159,7 +159,7 @@ class Usage:
         self.reads_graph = options.allow_unused and not options.static_graph
         """Whether to ask the autograd engine in each backward which parameters the backward will not reach."""
         self.is_exchanged = options.skip_unused
-        """Whether ranks exchange which parameters they use when a backward begins."""
+        """Whether the ranks exchange at the beginning of each backward which parameters they use in it."""
         self._parameters = parameters
         self._nodes = accumulation_nodes(parameters if self.reads_graph else ())
         self._message = TailMessage(transport, len(parameters) if self.is_exchanged else 0)

@@ -29,7 +29,7 @@ class ReplicaProtocol(Protocol):
 
     @property
     def has_sync_state(self) -> bool:
-        """Whether a strategy or a compression has state to save. `sync_state_dict` of the wrapper returns this state."""
+        """Whether a strategy or a compression has state to save. The wrapper's `sync_state_dict` returns this state."""
 
     @property
     def is_drifting(self) -> bool:
@@ -40,7 +40,7 @@ class ReplicaProtocol(Protocol):
 
     @property
     def drift_reason(self) -> str:
-        """The reason why replicas are allowed to differ now; an empty string if parameters must be equal on all ranks."""
+        """The reason why replicas are allowed to differ now; an empty string if all parameters must be equal."""
 
     def equal_tensors(self) -> list[tuple[str, Tensor]]:
         """Return the tensors that must now be equal on all ranks according to the contract, each with its name.
@@ -79,7 +79,7 @@ class SynchronizedModule(ABC):
 
     @abstractmethod
     def sync_state_dict(self) -> dict[str, Any]:
-        """Return the state of the strategy and of the compression, which `state_dict` of the module does not contain."""
+        """Return the state of the strategy and the compression, which `state_dict` of the module does not contain."""
 
     @abstractmethod
     def load_sync_state_dict(self, state: Mapping[str, Any]) -> None:
