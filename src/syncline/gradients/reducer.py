@@ -198,7 +198,7 @@ class GradientSync:
         nonfinite.act()
 
     def discards_step(self) -> bool:
-        """Return whether attached optimizers must skip their step, because gradients are not finite."""
+        """Return whether attached optimizers must skip their step, because `.grad` holds discarded gradients."""
         reduction, nonfinite = self.reduction, self.riders.nonfinite
         if reduction.unreduced and not reduction.sends and nonfinite.last is not None:
             # In a world of one rank, gradients of backwards under no_sync may be applied without any reduction.
