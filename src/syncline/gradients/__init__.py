@@ -1,24 +1,24 @@
-"""Average gradients during backward: hooks fill buckets, buckets are reduced while backward runs.
+"""The averaging of gradients during backward: hooks fill buckets, and buckets are reduced while backward runs.
 
 Imports: errors, words, checks, records, user_code, _torch, transport, session, optimizers, tensors, equality.
 
 backward.py           one backward: its state, its graph tasks, and the wrapper to which it belongs
 bucket.py             one bucket and its state; dense buckets in a flat tensor, whole or sharded
-bucket_plan.py        which gradients are in which bucket, and in which order: pure
+bucket_plan.py        which gradients are in which bucket, and in which order (pure functions)
 comm_hook.py          a user's communication hook in place of all_reduce
-hooks.py              the hooks of parameters, which run once per gradient; those of torch's distributed autograd
+hooks.py              the hooks on parameters, which report ready gradients, also those of torch's distributed autograd
 layout.py             the buckets of a reducer, and the place of each gradient
 ledger.py             what was reduced in the last backward
-options.py            the options of gradient synchronization; requests of a wrapper for its next backwards
-out_of_step.py        errors after which some ranks have sent data that others do not expect
-reducer.py            the reducer: the start of a backward, which decides if it synchronizes, and its end
-reduction.py          buckets in flight: filled, sent, waited for, handed out
+options.py            the options of gradient synchronization, and the requests of a wrapper for its next backwards
+out_of_step.py        errors after which ranks are out of step, because some have sent data that others do not expect
+reducer.py            the reducer, which begins and ends each backward and decides whether it synchronizes
+reduction.py          the path of gradients: buckets are filled, sent, waited for, and handed out
 shard.py              this rank's shard of a bucket
-shard_plan.py         which rank owns which part of which bucket: pure
+shard_plan.py         which rank owns which part of which bucket (pure functions)
 sparse.py             a bucket of one sparse gradient
-tail.py               the words of all riders, behind the gradients of the last bucket
+tail.py               the tail of the last bucket, which carries the words of all riders
 usage.py              which parameters a backward reaches, and how often
-wrapper_protocol.py   how lower layers recognize a wrapper, and the methods of it that they call
+wrapper_protocol.py   the interface by which lower layers recognize a wrapper and call its methods
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ A backward is in one of these states. The hooks of parameters copy gradients onl
 
 | state    | meaning                                                                              | next states      |
 |----------|--------------------------------------------------------------------------------------|------------------|
-| LOCAL    | it is not reduced: under `no_sync`, in a world of one rank, or by a strategy         | ENDED, FAILED    |
+| LOCAL    | it is not reduced, due to `no_sync`, a world of one rank, or a strategy              | ENDED, FAILED    |
 | DEFERRED | it will be reduced, but its gradients must not be copied before its end              | FILLING, FAILED  |
 | FILLING  | ready gradients are copied into their buckets, and complete buckets are sent         | SENT, FAILED     |
 | SENT     | all buckets are sent, and this rank waits for them                                   | ENDED, FAILED    |
@@ -12,9 +12,9 @@ A backward is in one of these states. The hooks of parameters copy gradients onl
 | FAILED   | it ended with an error, or another backward began before its end                     |                  |
 
 An ordinary backward is one graph task of the autograd engine. A re-entrant checkpoint runs an inner task inside the
-outer task. The first gradient of such a backward may therefore come from an inner task. The outer task follows, and
-more inner tasks may follow. The engine reports only the number of the task that runs now, and the end of each task. A
-task that begins later has a higher number.
+outer task. The first gradient of such a backward may therefore come from an inner task, and later gradients may come
+from the outer task or from more inner tasks. The engine reports only the number of the task that runs now, and the end
+of each task. A task that begins later has a higher number.
 
 Several wrappers may share parameters: an actor and a critic may share an encoder, and a notebook may wrap the same
 module twice. Then one gradient is ready for several wrappers at once, but only the wrapper whose forward built the
@@ -38,23 +38,23 @@ from syncline.gradients.bucket import Bucket
 from syncline.gradients.usage import num_reached, when_backward_reaches_any
 
 _NO_TASK = -1
-"""A number that no graph task has."""
+"""The number that stands for no graph task. Every graph task has another number."""
 
 
 class Entry(enum.Enum):
-    """The relation of a gradient's graph task to the present backward."""
+    """The backward to which a gradient from a new graph task belongs: a new one, the present one, or an ended one."""
 
     BEGINS = "a backward begins"
     CONTINUES = "the present backward continues in another graph task"
     INTERRUPTS = "a backward begins, but the previous one has not ended"
-    TOO_LATE = "a backward continues that was ended because all its gradients were ready"
+    TOO_LATE = "a backward continues, although it was ended when all its gradients were ready"
 
 
 class GraphTasks:
-    """A state machine that assigns graph tasks to one backward after another.
+    """A state machine that decides which graph tasks belong to the same backward.
 
     Args:
-        is_inside: a function that returns whether the running task was started inside another one. It is called a few
+        is_inside: a function that returns whether the running task was started inside another task. It is called a few
             times per backward.
 
     Example:
@@ -68,9 +68,9 @@ class GraphTasks:
 
     def __init__(self, is_inside: Callable[[], bool] = is_inside_another_backward) -> None:
         self.current = _NO_TASK
-        """The task that the last gradient came from. The hook of each parameter compares its own task with it."""
+        """The task that the last gradient came from. The hook of each parameter compares the running task with it."""
         self.outermost: int | None = None
-        """The task that is known not to run inside another one; None if no task is known to be the outermost."""
+        """The outermost task, which does not run inside another task; None if the outermost task is unknown."""
         self._is_inside = is_inside
         self._tasks: set[int] = set()
         self._has_ended_inside = False
@@ -81,7 +81,10 @@ class GraphTasks:
         return bool(self._tasks)
 
     def enter(self, task: int) -> Entry:
-        """Return the relation of `task` to the present backward, if the last gradient came from another task."""
+        """Decide whether a gradient from `task` begins a backward, continues the present one, or is an error.
+
+        Call this method when a gradient comes from another task than the last gradient.
+        """
         if self._tasks:
             if task in self._tasks:
                 self.current = task
@@ -96,12 +99,12 @@ class GraphTasks:
         return Entry.BEGINS
 
     def join(self, task: int) -> None:
-        """Add `task` to this backward. The caller must call `ends_backward` when the task ends."""
+        """Add `task` to the present backward. The caller must call `ends_backward` when the task ends."""
         self._tasks.add(task)
         self.current = task
 
     def knows(self, task: int) -> bool:
-        """Return whether `task` is part of this backward."""
+        """Return whether `task` is part of the present backward."""
         return task in self._tasks
 
     def ends_backward(self, task: int, *, is_complete: bool) -> bool:
@@ -109,7 +112,7 @@ class GraphTasks:
 
         Args:
             task: the number of the task that has just ended.
-            is_complete: whether every gradient is ready.
+            is_complete: whether the gradients of all parameters are ready.
         """
         if task not in self._tasks:
             return False
@@ -125,13 +128,13 @@ class GraphTasks:
         return True
 
     def forget(self) -> None:
-        """Remove all tasks after a backward, whether the backward completed or failed."""
+        """Remove all tasks of a backward that has completed or failed."""
         self._tasks.clear()
         self.current = _NO_TASK
         self.outermost = None
 
     def forward_begins(self) -> None:
-        """Record that a forward begins, so that the next gradient begins a new backward."""
+        """Record that a forward begins, so that later gradients are not attributed to a backward that has ended."""
         self._has_ended_inside = False
 
 
@@ -139,9 +142,10 @@ _births = itertools.count()
 
 
 class Ownership:
-    """The decision of whether a backward belongs to one wrapper, if other wrappers share parameters with it.
+    """The record by which a wrapper decides whether a backward belongs to it or to one of its rivals.
 
-    These other wrappers are its rivals. A wrapper without rivals owns every backward.
+    The rivals of a wrapper are the other wrappers that have some of its parameters. A wrapper without rivals owns every
+    backward.
 
     Args:
         parameters: the parameters of the wrapper.
@@ -149,27 +153,34 @@ class Ownership:
 
     def __init__(self, parameters: Sequence[Tensor]) -> None:
         self.rivals: list[weakref.ref[Ownership]] = []
-        """The ownerships of the rivals. The list stays the same object, because hooks refer to it."""
+        """Weak references to the ownerships of the rivals. The list object never changes, because hooks refer to it."""
         self.birth = next(_births)
-        """A number that is higher for wrappers that were created later."""
+        """A number that orders wrappers by creation: a later wrapper has a higher number."""
         self._parameters = parameters
         self._reached_in = _NO_TASK  # the last graph task that passed through an output of the wrapper
         self._refused_task = _NO_TASK  # the last graph task that was found to belong to a rival
         self._successor: Ownership | None = None
 
     def replace(self, former: Ownership) -> None:
-        """Replace `former`. Hooks on outputs of earlier forwards still call `former`, which then calls this object."""
+        """Replace `former`, the ownership of the same wrapper before its module or group changed.
+
+        Hooks on outputs of earlier forwards still call `former`, which passes each call on to this object.
+        """
         former._successor = self
         self._reached_in = former._reached_in
 
     def add_rivals(self, others: Iterable[Ownership]) -> None:
-        """Register the ownerships of wrappers with shared parameters. Each side becomes a rival of the other."""
+        """Register rivals, in both directions.
+
+        Args:
+            others: the ownerships of other wrappers that have some of the same parameters.
+        """
         for other in others:
             self.rivals.append(weakref.ref(other, self.rivals.remove))
             other.rivals.append(weakref.ref(self, other.rivals.remove))
 
     def withdraw(self) -> None:
-        """Remove this wrapper from the rivals of other wrappers, because it no longer reduces gradients."""
+        """Remove this wrapper from the rivals of all other wrappers, because it no longer reduces gradients."""
         for rival in self._living_rivals():
             rival.rivals[:] = [other for other in rival.rivals if other() is not self]
         self.rivals.clear()
@@ -178,7 +189,7 @@ class Ownership:
         return [rival for reference in self.rivals if (rival := reference()) is not None]
 
     def watch(self, output: object) -> None:
-        """Detect each backward that passes through this output of the wrapper's forward."""
+        """Register hooks on an output of the wrapper's forward, to detect each backward that passes through it."""
         when_backward_reaches_any(output, self._record_reached)
 
     def _record_reached(self, gradient: object) -> None:
@@ -191,7 +202,8 @@ class Ownership:
         """Return whether `task`, the graph task that runs now, belongs to this wrapper.
 
         A task that passed through no output of any wrapper (because the modules were called directly) belongs to the
-        wrapper with the most parameters in the graph. If there are several, it belongs to the latest of them.
+        wrapper with the most parameters in the graph. If several wrappers have equally many, it belongs to the one that
+        was created last.
         """
         if task == self._refused_task:
             return False
@@ -236,7 +248,7 @@ ALLOWED_MOVES: dict[BackwardState, frozenset[BackwardState]] = {
 
 @dataclass(kw_only=True, slots=True, eq=False)
 class Backward:
-    """One backward of a module's parameters, from its first gradient to its end.
+    """The state of one backward, from its first gradient to its end.
 
     Example:
         >>> backward = Backward(step=1, state=BackwardState.LOCAL)
@@ -247,31 +259,31 @@ class Backward:
     """
 
     step: int
-    """The step that this backward ends."""
+    """The number of the step to which this backward belongs."""
     state: BackwardState
     """The present state. A backward that is not reduced stays in LOCAL until its end."""
     num_items: int | None = None
-    """Number of items behind this rank's gradients, under `normalize_by`; None if items are not counted."""
+    """The number of items that this rank reports, under `normalize_by`; None if items are not counted."""
     num_ranks: int = 1
-    """Number of ranks whose gradients count."""
+    """Number of ranks by which gradients are divided if items are not counted (see `Controls.count_ranks`)."""
     scale: float = 1.0
     """The factor by which gradients are multiplied when they are copied into buckets."""
     context_id: int | None = None
-    """The context of torch's distributed autograd; None for an ordinary backward."""
+    """The id of the context in torch's distributed autograd; None for an ordinary backward."""
     keeps_tensors: bool = False
-    """Whether `.grad` must stay the same tensor when it receives the result, see `Bucket.hand_out`."""
+    """Whether `.grad` must stay the same tensor when it receives the result (see `Bucket.hand_out`)."""
     missing: frozenset[int] = NO_INDICES
-    """Indices of the parameters that get no gradient. Until all buckets are filled, these are only the parameters that
-    the backward does not reach according to the autograd engine."""
+    """Indices of the parameters that get no gradient. Until the end of the backward, these are only the parameters that
+    the backward does not reach, according to the autograd engine."""
     num_launched: int = 0
-    """Number of buckets, in index order, that were sent or left out because no rank uses their parameters."""
+    """Number of buckets so far, in index order, that were sent, or left out because no rank uses their parameters."""
     began_at: float = field(default_factory=time.perf_counter)
     ready: list[int] = field(default_factory=list)
     """Indices of the parameters in the order in which their gradients were ready."""
     sent: list[Bucket] = field(default_factory=list)
 
     def move(self, to: BackwardState) -> None:
-        """Move the backward to another state, which the table of states must allow."""
+        """Move the backward to the state `to`. `ALLOWED_MOVES` must allow this move."""
         assert to in ALLOWED_MOVES[self.state], (
             f"the backward of step {self.step}: {self.state.value} -> {to.value}"
         )

@@ -1,4 +1,4 @@
-"""Buckets: groups of gradients that are reduced together, each in one flat tensor."""
+"""Buckets, which are groups of gradients that are reduced together. A dense bucket is one flat tensor."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ class BucketState(enum.Enum):
     """The state of a bucket in the current backward."""
 
     FILLING = "filling"
-    """The bucket waits for gradients of this backward; its memory belongs to this rank."""
+    """The bucket waits for gradients of this backward. Only this rank uses its memory."""
     IN_FLIGHT = "in flight"
-    """The bucket was handed to the transport; nothing else may use its memory."""
+    """The bucket is being reduced. Nothing else may use its memory."""
     REDUCED = "reduced"
-    """The bucket holds the sum over all ranks, until the next backward."""
+    """The bucket holds the result of the reduction, until the next backward begins."""
 
 
 _ALLOWED_MOVES: dict[BucketState, frozenset[BucketState]] = {
@@ -37,26 +37,26 @@ _ALLOWED_MOVES: dict[BucketState, frozenset[BucketState]] = {
 
 
 class Bucket(ABC):
-    """The gradients of some parameters, which are filled in, reduced and handed out in each backward.
+    """A group of gradients that are copied in, reduced and handed out together in each backward.
 
     Args:
-        plan: the parameters and their places in the bucket.
+        plan: the parameters of the bucket, and the places of their gradients in it.
         parameters: all parameters of the module, by index.
     """
 
     is_sparse = False
     views: Sequence[Tensor] = ()
-    """The part of the bucket's memory for each member; empty if the bucket has no memory of its own."""
+    """One view of the bucket's memory per member; empty for a sparse bucket."""
 
     def __init__(self, plan: BucketPlan, parameters: Sequence[Tensor]) -> None:
         self.plan = plan
         self.members = [parameters[index] for index in plan.parameters]
-        """The parameters of the plan, in its order."""
+        """The parameters whose gradients are in the bucket, in the order of the plan."""
         self.state = BucketState.FILLING
         self.num_pending = len(self.members)
-        """Number of gradients that are not ready yet."""
+        """Number of members whose gradients are not ready yet."""
         self.trigger: int | None = None
-        """The parameter whose gradient completed the bucket; None if the end of backward completed it."""
+        """Index of the parameter whose gradient caused the bucket to be sent; None if the end of backward caused it."""
         self.launched_at = 0.0
         self.waited_seconds = 0.0
         self._work: Work | None = None
@@ -64,16 +64,16 @@ class Bucket(ABC):
         self._is_last = False
 
     def reduce_by(self, comm_hook: CommHook | None, *, is_last: bool) -> None:
-        """Let a communication hook reduce the bucket. None: let the transport reduce it.
+        """Choose whether a communication hook or the transport reduces the bucket.
 
         Args:
-            comm_hook: the hook.
-            is_last: whether no bucket follows this one; passed to the hook as `GradBucket.is_last`.
+            comm_hook: the hook; None for the transport.
+            is_last: whether no bucket follows this one. The hook gets this value from `GradBucket.is_last`.
         """
         self._comm_hook, self._is_last = comm_hook, is_last
 
     def reset(self) -> None:
-        """Prepare the bucket for the next backward. The transport must not be using its memory."""
+        """Prepare the bucket for the next backward. The last reduction of the bucket must have ended."""
         self._enter(BucketState.FILLING)
         self.num_pending = len(self.members)
 
@@ -85,8 +85,8 @@ class Bucket(ABC):
         """Start to reduce the bucket over all ranks.
 
         Args:
-            tail: control data to send behind the gradients; None if this bucket carries none.
-            trigger: the parameter whose gradient completed the bucket; None if the end of backward completed it.
+            tail: the control data to send behind the gradients; None if this bucket carries none.
+            trigger: index of the parameter whose gradient caused this call; None at the end of backward.
         """
         self.trigger = trigger
         self._enter(BucketState.IN_FLIGHT)
@@ -94,7 +94,7 @@ class Bucket(ABC):
         self._work = self._start(tail)
 
     def wait(self) -> None:
-        """Block until the bucket holds the sum, or the result of the communication hook."""
+        """Block until the bucket holds the result of the reduction."""
         if self.state is BucketState.REDUCED:  # already waited for, because a later bucket needed its memory
             return
         assert self._work is not None
@@ -105,7 +105,7 @@ class Bucket(ABC):
         self._enter(BucketState.REDUCED)
 
     def _grad_bucket(self, buffer: Tensor, gradients: Sequence[Tensor]) -> GradBucket:
-        """Return this bucket in the form that a communication hook expects."""
+        """Return the `GradBucket` that describes this bucket to a communication hook."""
         return GradBucket(
             index=self.plan.index,
             buffer=buffer,
@@ -116,30 +116,31 @@ class Bucket(ABC):
 
     @abstractmethod
     def fill(self, scale: float, missing: frozenset[int]) -> None:
-        """Copy the gradients that are not in the bucket yet. Then the bucket holds this rank's gradients.
+        """Copy the gradients that are not in the bucket yet, so that it holds all of this rank's gradients.
 
-        A missing gradient counts as zero, unless earlier backwards without synchronization left a gradient in `.grad`.
+        If a parameter got no gradient in this backward, its `.grad` from earlier backwards without synchronization is
+        copied. If there is none, the gradient counts as zero.
 
         Args:
             scale: the factor by which gradients are multiplied.
-            missing: indices of the parameters whose gradients were not ready in this backward.
+            missing: indices of the parameters that got no gradient in this backward.
         """
 
     @abstractmethod
     def _start(self, tail: Sequence[int] | None) -> Work:
-        """Start to reduce the bucket, with the control data `tail` behind the gradients."""
+        """Start to reduce the bucket. The control data `tail` follow the gradients, unless `tail` is None."""
 
     @abstractmethod
     def fill_zeros(self) -> None:
-        """Fill the bucket with zeros, on a rank that has no inputs left. `.grad` stays as it is."""
+        """Fill the bucket with zeros, because this rank has no inputs left. The values of `.grad` do not change."""
 
     @abstractmethod
     def own(self) -> Tensor:
-        """Return this rank's gradients; valid between `fill` and `send`."""
+        """Return the tensor of this rank's own gradients. Call this method between `fill` and `send`."""
 
     @abstractmethod
     def own_parts(self) -> list[tuple[int, Tensor]]:
-        """Return the memory of `own` as pairs of a parameter's index and its part."""
+        """Return this rank's own gradients as pairs (parameter index, gradient), in the memory of `own()`."""
 
     @abstractmethod
     def divide(self, divisor: float) -> None:
@@ -151,30 +152,30 @@ class Bucket(ABC):
 
         Args:
             skip: indices of the parameters whose `.grad` stays as it is.
-            any_missing: whether a member may have no `.grad`.
-            keeps_tensor: whether `.grad` stays the same tensor and the values are copied into it, even if it could be a
-                view of the bucket. This is necessary if `.grad` has a graph (create_graph=True), or if another wrapper
-                reduces it too.
+            any_missing: whether some parameters of the module got no gradient, so that `.grad` of a member may be None.
+            keeps_tensor: whether the values are copied into the present tensor in `.grad`, even if `.grad` could become
+                a view of the bucket. This is necessary if `.grad` has a graph (create_graph=True), or if another
+                wrapper also reduces `.grad`.
         """
 
     @abstractmethod
     def handed_out(self) -> tuple[Tensor, list[tuple[int, Tensor]]]:
-        """Return the reduced values as one tensor, and the present `.grad` tensors by parameter index.
+        """Return the reduced values as one tensor, and as a list of pairs (parameter index, values in `.grad`).
 
-        Valid after `hand_out`. The one tensor may have a wider dtype than the `.grad` tensors. In a sharded bucket both
-        results cover this rank's span only.
+        Call this method after `hand_out`. The one tensor may have a wider dtype than the `.grad` tensors. For a sharded
+        bucket, both results contain only the values of this rank's span.
         """
 
 
 class DenseBucket(Bucket):
-    """A bucket in one flat tensor, which is summed over the ranks by one collective.
+    """A bucket whose gradients lie in one flat tensor, which one collective sums over the ranks.
 
     Args:
         plan: the parameters and their places in the flat tensor.
         parameters: all parameters of the module, by index.
         transport: the transport that reduces the flat tensor.
-        flat: the flat tensor, with the padding and the tail of the plan.
-        as_view: whether `.grad` becomes a view of the flat tensor, instead of getting its values copied.
+        flat: the flat tensor, which includes the padding and the tail of the plan.
+        as_view: whether `.grad` becomes a view of the flat tensor. If not, the reduced values are copied into `.grad`.
     """
 
     def __init__(
@@ -246,7 +247,7 @@ class DenseBucket(Bucket):
         self.flat.zero_()
 
     def give_back_views(self) -> None:
-        """Replace each `.grad` that is a view of the flat tensor by a copy."""
+        """Replace each `.grad` that is a view of the flat tensor by a copy in memory of its own."""
         for parameter, view in zip(self.members, self.views, strict=True):
             if parameter.grad is view:
                 parameter.grad = view.clone()
@@ -258,7 +259,7 @@ class DenseBucket(Bucket):
         return list(zip(self.plan.parameters, self.views, strict=True))
 
     def read_tail(self) -> list[float]:
-        """Return the control data, summed over all ranks."""
+        """Return the control data behind the gradients, which have been summed over all ranks."""
         tail: list[float] = self._tail.tolist()
         return tail
 
@@ -290,17 +291,20 @@ class DenseBucket(Bucket):
 
 
 class ShardedBucket(DenseBucket):
-    """A dense bucket of which each rank reduces only its shard; construction is a collective call.
+    """A dense bucket that is divided into shards. Each rank receives the reduced values of its own shard only.
+
+    The constructor is a collective call.
 
     Args:
         plan: the parameters and their places in the flat tensor.
         parameters: all parameters of the module, by index.
         transport: the transport that reduces the flat tensor.
-        flat: the flat tensor, with the padding of the plan.
+        flat: the flat tensor, which includes the padding of the plan.
         names: names of all parameters, by index.
-        outlives_memory: whether another bucket uses the same memory before the optimizer steps, so that the reduced
-            shard must be kept elsewhere.
-        predecessor: the last bucket that used the same memory. `fill` waits for it.
+        outlives_memory: whether another bucket uses the same memory before the optimizer steps. If so, the reduced
+            shard is copied to memory of its own.
+        predecessor: the bucket that uses the same memory before this one, or None. `fill` waits until the predecessor
+            is reduced.
     """
 
     def __init__(
@@ -346,9 +350,9 @@ class ShardedBucket(DenseBucket):
 
 
 def copy_scaled(view: Tensor, gradient: Tensor | None, scale: float) -> None:
-    """Set `view` to `gradient * scale` in one pass.
+    """Set `view` to `gradient * scale`.
 
-    A gradient of None counts as zero. A gradient that already is the view is scaled in place.
+    If the gradient is None, set the view to zero. If the gradient is the view itself, scale it in place.
     """
     if gradient is None:
         view.zero_()

@@ -1,16 +1,16 @@
-"""The plan of the buckets: which gradients are reduced together, and in which order. Pure functions of plain data.
+"""The plan of the buckets: which gradients are reduced together, and in which order. All functions are pure.
 
 A bucket is one flat tensor that is reduced by one collective. Buckets are launched strictly in index order, so that
-every rank starts the same collectives in the same order, whatever its autograd engine does. All ranks therefore agree
-on a plan before they use it.
+every rank starts the same collectives in the same order, even if its gradients become ready in another order. All ranks
+therefore agree on a plan before they use it.
 
 Inside a bucket the large gradients come first and the small gradients follow. A large gradient is copied into its place
 as soon as it is ready, while it is still in the processor's cache. The small gradients are copied in one batched call
-when the bucket is launched, because a call costs more than the memory access of a small gradient.
+when the bucket is launched, because a call takes longer than reading a small gradient from memory.
 
 Method: gradient bucketing with overlap (Li et al., "PyTorch Distributed: Experiences on Accelerating Data
-Parallel Training", VLDB 2020, section 3.2.3). The reasons for the default bucket sizes:
-`docs/decisions/0002-few-large-buckets.md`.
+Parallel Training", VLDB 2020, section 3.2.3). `docs/decisions/0002-few-large-buckets.md` gives the reasons for the
+default bucket sizes.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from dataclasses import dataclass
 MIB = 1024 * 1024
 
 LARGE_GRADIENT_NUMEL = 16 * 1024
-"""Gradients of at least this size are copied as soon as they are ready (64 KiB in fp32)."""
+"""The smallest number of elements of a large gradient, which is copied as soon as it is ready (64 KiB in fp32)."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ParameterSpec:
-    """The facts about one parameter that planning needs."""
+    """The facts about one parameter that are needed to plan buckets."""
 
     name: str
     numel: int
@@ -38,28 +38,28 @@ class ParameterSpec:
     sparse: bool = False
     """Whether the gradient is sparse. Then its rows are gathered instead of being added up in a flat tensor."""
     delayed: bool = False
-    """Whether the gradient is reduced after all gradients that are not delayed."""
+    """Whether the gradient is sent in one of the last buckets, after all gradients that are not delayed."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BucketCaps:
-    """The size limits of buckets. A parameter larger than the cap gets its own bucket."""
+    """The size limits of buckets, in bytes. A gradient above the limit gets its own bucket."""
 
     cap_bytes: int
     first_cap_bytes: int
-    """The cap of the first bucket. A smaller first bucket starts the overlap of sending and computing earlier."""
+    """The cap of the first bucket of each dtype and device. With a small first bucket, sending begins earlier."""
     listed_bytes: tuple[int, ...] = ()
-    """Caps for the first buckets of each dtype and device, one per bucket. Later buckets get `cap_bytes`."""
+    """Separate caps for the first buckets of each dtype and device, one per bucket. Later buckets have `cap_bytes`."""
     is_default: bool = False
     """Whether the caps were chosen automatically, because the user gave none."""
 
     @property
     def largest_bytes(self) -> int:
-        """The larger of `cap_bytes` and all `listed_bytes`."""
+        """The largest cap among `cap_bytes` and `listed_bytes`."""
         return max((self.cap_bytes, *self.listed_bytes))
 
     def of(self, position: int) -> int:
-        """Return the cap of the bucket at `position` among the buckets of one dtype and device."""
+        """Return the cap of a bucket. Its `position` is its index among the buckets of the same dtype and device."""
         if position < len(self.listed_bytes):
             return self.listed_bytes[position]
         return self.first_cap_bytes if position == 0 else self.cap_bytes
@@ -67,28 +67,28 @@ class BucketCaps:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BucketPlan:
-    """The layout of one bucket: which parameters (by index) lie where in its flat tensor."""
+    """The layout of one bucket: the parameters, and the place of each gradient in the flat tensor."""
 
     index: int
     dtype: str
     device: str
     parameters: tuple[int, ...]
-    """Parameter indices in the order of their places in the flat tensor, the large ones first."""
+    """Indices of the parameters, in the order of their gradients in the flat tensor. Large gradients come first."""
     offsets: tuple[int, ...]
-    """The offset of each parameter's first element in the flat tensor, in elements."""
+    """The position of each gradient's first element in the flat tensor, counted in elements."""
     num_large: int
-    """The number of parameters at the front whose gradients are copied one by one, as soon as they are ready."""
+    """The number of large gradients at the front. These are copied one by one, as soon as they are ready."""
     numel: int
-    """Number of elements of all gradients and of the gaps between them, without padding and control tail."""
+    """Number of elements of all gradients and of the gaps between them, without the padding and the tail."""
     tail_numel: int
-    """Number of elements of control data behind the gradients; 0 in every bucket but the last."""
+    """Number of elements of the tail, which is control data behind the gradients. Only the last bucket can have one."""
     itemsize_bytes: int
     sparse: bool = False
-    """Whether the bucket is one parameter with a sparse gradient, which has no flat tensor."""
+    """Whether the bucket holds one sparse gradient. Such a bucket has no flat tensor."""
     numels: tuple[int, ...] = ()
-    """Number of elements of each parameter."""
+    """Number of elements of each gradient, in the order of `parameters`."""
     padding_numel: int = 0
-    """Number of padding elements behind the gradients, so that ranks can have equal shards of the bucket."""
+    """Number of padding elements behind the gradients. With them, the bucket can be cut into shards of equal size."""
 
     @property
     def num_gradient_elements(self) -> int:
@@ -97,7 +97,7 @@ class BucketPlan:
 
     @property
     def payload_bytes(self) -> int:
-        """Size of the flat tensor, including padding and control tail."""
+        """Size of the flat tensor in bytes, including the padding and the tail."""
         return (self.numel + self.padding_numel + self.tail_numel) * self.itemsize_bytes
 
 
@@ -113,21 +113,21 @@ class HostLoad:
 _IN_PLACE_CAP_BYTES = 8 * MIB
 
 _Kind = tuple[str, str, bool]
-"""The dtype, the device, and whether gradients are delayed; equal for all gradients of a bucket."""
+"""A key (dtype, device, delayed), by which dense gradients are grouped. A bucket holds gradients of one key only."""
 
 
 def automatic_caps(
     hosts: Sequence[HostLoad], *, device_type: str, reduces_in_place: bool = False
 ) -> BucketCaps:
-    """Return the caps to use if the user gave none.
+    """Return the bucket caps to use if the user gave none.
 
-    Overlapping communication and computation pays if something other than the computing cores can do the sending: an
+    Communication during backward saves time if something other than the computing cores sends the data: an
     accelerator's copy engines, a network between hosts, or cores that no rank computes on. Then the caps are 1 MiB for
     the first bucket and 25 MiB for the rest, as in torch. On one host whose cores all compute, each further collective
     only takes time from the computation, so a few large buckets are faster.
 
-    If the ranks read each other's gradients from memory, a bucket costs little, and a bucket that is reduced soon is
-    still in the last-level cache. Then buckets of medium size are faster.
+    If the ranks of one host read each other's gradients from memory, an additional bucket costs little, and a bucket
+    that is reduced soon after it was filled is still in the last-level cache. Then buckets of medium size are faster.
 
     Args:
         hosts: the load of each host.
@@ -165,11 +165,11 @@ def plan_buckets(
 
     Args:
         specs: the parameters, by index.
-        order: a permutation of the indices; the gradient that is ready first comes first.
+        order: the indices of all parameters, in the order in which their gradients are expected to become ready.
         caps: the size limits of buckets.
         tail_numel: the number of elements of control data to add to the last bucket.
-        align_numel: each parameter begins at a multiple of this number of elements.
-        multiple_of: each bucket is padded to a multiple of this number of elements.
+        align_numel: a number of elements. The offset of each gradient in a bucket is a multiple of it.
+        multiple_of: a number of elements. Each bucket is padded to a multiple of it.
 
     Returns:
         The buckets in launch order: a bucket that is complete earlier in `order` comes first, and delayed parameters
@@ -183,7 +183,8 @@ def plan_buckets(
     """
     if sorted(order) != list(range(len(specs))):
         raise ValueError(
-            f"expected `order` to contain the index of each of {len(specs)} parameters once, got {list(order)}"
+            f"expected `order` to contain the index of every parameter exactly once ({len(specs)} parameters), got the "
+            f"indices {list(order)}"
         )
     plans: list[BucketPlan] = []
     groups = _group(specs, order, caps)
@@ -216,7 +217,7 @@ def plan_buckets(
 
 
 def _group(specs: Sequence[ParameterSpec], order: Sequence[int], caps: BucketCaps) -> list[list[int]]:
-    """Return the parameter indices of each bucket, with buckets in the order in which they are complete."""
+    """Return one list of parameter indices per bucket, in the order in which the buckets are complete."""
     groups: list[list[int]] = []
     filling: dict[_Kind, list[int]] = {}
     filled_bytes: Counter[_Kind] = Counter()

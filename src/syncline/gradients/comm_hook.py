@@ -1,7 +1,8 @@
-"""Communication hooks: a user's function that replaces Syncline's all_reduce, with torch's interface.
+"""Communication hooks, which are functions of the user that reduce buckets in place of all_reduce.
 
-`torch.distributed.GradBucket` cannot be created from Python, so hooks receive an object with the same methods. torch's
-own hooks (`torch.distributed.algorithms.ddp_comm_hooks`) and hooks written for torch's class work unchanged.
+The interface is that of torch. `torch.distributed.GradBucket` cannot be created from Python, so hooks receive an object
+with the same methods. torch's own hooks (`torch.distributed.algorithms.ddp_comm_hooks`) and hooks written for torch's
+class work unchanged.
 """
 
 from __future__ import annotations
@@ -20,13 +21,14 @@ from syncline.transport.work import Work
 
 
 class GradBucket:
-    """One bucket as passed to a communication hook, with the methods of torch's `GradBucket`.
+    """The description of one bucket that a communication hook receives. It has the methods of torch's `GradBucket`.
 
     Args:
         index: index of the bucket. Hooks are called in the order of the indices.
-        buffer: all gradients of the bucket, not divided: a flat tensor of shape (numel,), or one sparse gradient.
-        parameters: the bucket's parameters.
-        gradients: views of `buffer` in the parameters' shapes; empty for a sparse gradient, as in torch.
+        buffer: a flat tensor of shape (numel,) with all gradients of the bucket, or one sparse gradient. The gradients
+            are not divided by the number of ranks.
+        parameters: the parameters of the bucket.
+        gradients: one view of `buffer` per parameter, in its shape. As in torch, there are none for a sparse gradient.
         is_last: whether this is the last bucket of the backward.
     """
 
@@ -50,15 +52,15 @@ class GradBucket:
         return self._index
 
     def buffer(self) -> Tensor:
-        """Return the flat tensor of the gradients."""
+        """Return the tensor that holds all gradients of the bucket, or the tensor given to `set_buffer`."""
         return self._buffer
 
     def gradients(self) -> list[Tensor]:
-        """Return views of the flat tensor, one per parameter; an empty list after the flat tensor was replaced."""
+        """Return one view of the flat tensor per parameter; [] for a sparse gradient, and [] after `set_buffer`."""
         return list(self._gradients)
 
     def parameters(self) -> list[Tensor]:
-        """Return the parameters, in the order of `gradients`."""
+        """Return the parameters of the bucket, in the order of `gradients`."""
         return list(self._parameters)
 
     def is_last(self) -> bool:
@@ -66,7 +68,10 @@ class GradBucket:
         return self._is_last
 
     def set_buffer(self, buffer: Tensor) -> None:
-        """Replace the flat tensor (by a compressed one, say). The result is still the value of the hook's future."""
+        """Replace the tensor that `buffer` returns, for example by a compressed one.
+
+        This does not set the result of the reduction, which is the value of the hook's future.
+        """
         self._buffer = buffer
         self._gradients = []
 
@@ -79,21 +84,21 @@ class CommHook:
     hook: Callable[[Any, Any], Any]
     label: str = ""
     averages: bool = False
-    """Whether the hook is known to return the mean over all ranks, so that another divisor can be applied."""
+    """Whether the hook is known to return the mean over all ranks, which can be turned into a mean over items."""
 
     @property
     def name(self) -> str:
-        """The label, or else the hook's qualified name. Ranks compare their hooks by this name."""
+        """The name by which ranks compare their hooks: the label or, without a label, the hook's qualified name."""
         return self.label or qualified_name(self.hook)
 
     def refuse_own_division(self, remedy: str) -> None:
         """Check that the hook returns a mean over all ranks, which can be turned into a mean over items.
 
         Args:
-            remedy: the end of the message, which states what to do.
+            remedy: the last sentences of the error message, which state what to do.
 
         Raises:
-            ValueError: the hook may divide the gradients by another number.
+            ValueError: the hook is not known to return the mean over all ranks.
         """
         if not self.averages:
             raise ValueError(
@@ -102,7 +107,11 @@ class CommHook:
             )
 
     def start(self, bucket: GradBucket, take_result: Callable[[Tensor], object]) -> Work:
-        """Call the hook for a bucket; return a work whose `wait` passes the hook's result to `take_result`.
+        """Call the hook for a bucket, and return the `Work` that waits for the hook's result.
+
+        Args:
+            bucket: the bucket that the hook reduces.
+            take_result: a function that `wait` of the work calls with the reduced tensor.
 
         Raises:
             TypeError: the hook returned no future.
@@ -112,8 +121,8 @@ class CommHook:
         if not isinstance(future, TorchFuture):
             raise TypeError(
                 f"communication hook {self.name}: expected the hook to return a torch.futures.Future that holds the "
-                f"reduced flat tensor, got {type(future).__name__}. For example, return "
-                "`dist.all_reduce(..., async_op=True).get_future()`"
+                f"reduced tensor, got an object of type {type(future).__name__}. Return a future, for example "
+                "`dist.all_reduce(bucket.buffer(), async_op=True).get_future()`"
             )
 
         def take(result: object) -> None:
@@ -126,18 +135,21 @@ class CommHook:
                 take_result(result)
                 return
             got = (
-                f"one of shape {tuple(result.shape)}" if isinstance(result, Tensor) else type(result).__name__
+                f"a tensor of shape {tuple(result.shape)}"
+                if isinstance(result, Tensor)
+                else type(result).__name__
             )
             raise SynclineError(
                 f"communication hook {self.name}, bucket {bucket.index()}: expected the hook's future to hold a tensor "
-                f"of shape {tuple(buffer.shape)}, got {got}. Return a future that holds the bucket's buffer, reduced"
+                f"of shape {tuple(buffer.shape)}, got {got}. Return a future that holds the reduced values of "
+                "bucket.buffer()"
             )
 
         return _HookWork(future, take)
 
 
 class _HookWork(Work):
-    """The reduction of one bucket by a communication hook, under way.
+    """The work that waits until a communication hook has reduced one bucket.
 
     Args:
         future: the future that the hook returned.
@@ -158,20 +170,23 @@ class _HookWork(Work):
 
 
 def qualified_name(hook: Callable[..., Any]) -> str:
-    """Return the name by which ranks compare callables; for a callable object, the name of its class."""
+    """Return the qualified name of a hook, or the name of its class if the hook is a callable object."""
     name: str = getattr(hook, "__qualname__", type(hook).__name__)
     return name
 
 
 def checked_comm_hook(state: object, hook: object, *, label: str = "") -> CommHook:
-    """Return a communication hook with its state, after a check of its signature.
+    """Check the signature of a communication hook, and return the hook together with its state.
 
     Raises:
         TypeError: the hook is not callable.
         ValueError: its annotations contradict the signature of a communication hook.
     """
     if not callable(hook):
-        raise TypeError(f"Communication hook must be callable, got {type(hook).__name__}.")
+        raise TypeError(
+            f"Communication hook must be callable, got an object of type {type(hook).__name__}. Pass a "
+            "function of (state, bucket)"
+        )
     signature = inspect.signature(hook)
     bucket = signature.parameters.get("bucket")
     annotation = None if bucket is None else bucket.annotation  # a string if annotations are postponed
@@ -179,12 +194,14 @@ def checked_comm_hook(state: object, hook: object, *, label: str = "") -> CommHo
     allowed = (inspect.Parameter.empty, object, torchs, GradBucket)
     if isinstance(annotation, type) and annotation not in allowed:
         raise ValueError(
-            f"Communication hook: bucket annotation should be dist.GradBucket, got {annotation}."
+            f"Communication hook: bucket annotation should be dist.GradBucket, got {annotation}. Annotate the argument "
+            "`bucket` as dist.GradBucket, or remove its annotation"
         )
     returned = signature.return_annotation
     is_open = returned in (inspect.Signature.empty, object, Any) or isinstance(returned, str)
     if not is_open and "Future" not in str(returned):
         raise ValueError(
-            f"Communication hook: return annotation should be torch.futures.Future[torch.Tensor], got {returned}."
+            f"Communication hook: return annotation should be torch.futures.Future[torch.Tensor], got {returned}. "
+            "Correct or remove the return annotation"
         )
     return CommHook(state=state, hook=hook, label=label)

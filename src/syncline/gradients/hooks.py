@@ -1,13 +1,13 @@
-"""The hooks of parameters, which report each gradient that is ready.
+"""The hooks on parameters, which report each gradient as soon as it is ready.
 
-The hook of a parameter runs once per gradient. Its code is the only code whose cost grows with the number of
-parameters. Creating hooks anew in each backward would be slow, so they refer to objects that stay: the reduction, which
-holds the present backward, the lists of the layout, and the graph tasks.
+The hook of a parameter runs once per gradient, so its cost grows with the number of parameters. To create hooks anew in
+each backward would be slow. So hooks refer to objects that stay the same: the reduction (which holds the present
+backward), the lists of the layout, and the graph tasks.
 
 torch's distributed autograd (over RPC) keeps gradients in a context instead of in `.grad`. Its engine does not run the
 hooks that ordinary backwards run. It only runs hooks on the nodes that would accumulate into `.grad`. So a wrapper that
 is created while RPC is in use also registers hooks on these nodes. When all gradients of such a backward are ready,
-they replace `.grad` until they are reduced. The reduction does not overlap with the backward.
+they are put into `.grad`, reduced there, and copied back. The reduction does not overlap with the backward.
 """
 
 from __future__ import annotations
@@ -38,14 +38,17 @@ def gradient_hook(
     begin: Callable[[], bool],
     rivals: Sequence[object],
 ) -> Callable[[Tensor], None]:
-    """Return the hook of a parameter: it counts the gradient, copies it if it is large, and sends complete buckets.
+    """Return the hook of one parameter.
+
+    The hook counts the gradient, copies it if it is large, and sends the buckets that are complete.
 
     Args:
         index: index of the parameter.
-        reduction: holds the present backward and the buckets.
+        reduction: the reduction, which holds the present backward and the buckets.
         tasks: the graph tasks of the present backward.
-        begin: registers the running graph task; returns False if it belongs to another wrapper.
-        rivals: other wrappers with some of the same parameters, see `Ownership.rivals`.
+        begin: a function that registers the running graph task. It returns False if the task belongs to another
+            wrapper.
+        rivals: the list `Ownership.rivals`, which is empty if no other wrapper has any of the same parameters.
     """
     places, static, reads_graph = reduction.layout.places, reduction.usage.static, reduction.usage.reads_graph
     current_task, filling = current_graph_task_id, BackwardState.FILLING
@@ -84,14 +87,15 @@ def gradient_hook(
 
 
 class ParameterHooks:
-    """The hooks of one reducer on its parameters.
+    """All hooks that one reducer has registered on its parameters.
 
     Args:
-        reduction: holds the parameters, the buckets and the present backward.
+        reduction: the reduction, which holds the parameters, the buckets and the present backward.
         tasks: the graph tasks of the present backward.
-        ownership: holds the rivals of the wrapper.
-        begin: registers the running graph task, with the id of its context, if it has one; returns whether the task
-            belongs to this wrapper.
+        ownership: the ownership of the wrapper, which holds the rivals.
+        begin: a function that registers the running graph task. Its argument is the id of the task's context in
+            distributed autograd; without such a context there is no argument. It returns whether the task belongs to
+            this wrapper.
     """
 
     def __init__(
@@ -111,7 +115,7 @@ class ParameterHooks:
 
     @property
     def are_registered(self) -> bool:
-        """Whether the hooks have not been removed."""
+        """Whether the hooks are still registered; False after `remove`."""
         return bool(self._handles)
 
     def remove(self) -> None:
@@ -121,10 +125,12 @@ class ParameterHooks:
         self._handles.clear()
 
     def outermost_hook(self, begin: Callable[[], bool]) -> Callable[[object], None]:
-        """Return a hook for the outputs of a forward, which are reached by the outermost graph task of a backward.
+        """Return a hook that detects the outermost graph task of a backward.
+
+        The caller registers the hook on the outputs of a forward, because the outermost task reaches these outputs.
 
         Args:
-            begin: registers the running graph task.
+            begin: a function that registers the running graph task.
         """
         tasks, current_task = self._tasks, current_graph_task_id
 
@@ -138,14 +144,15 @@ class ParameterHooks:
 
 
 class AutogradContexts:
-    """Hooks for the gradients that parameters get in contexts of distributed autograd.
+    """The hooks that report gradients in the contexts of torch's distributed autograd.
 
-    No hooks are registered if this process does not use torch's RPC.
+    There are no such hooks if this process does not use torch's RPC.
 
     Args:
-        reduction: holds the parameters and the present backward.
+        reduction: the reduction, which holds the parameters and the present backward.
         tasks: the graph tasks of the present backward.
-        begin: registers the running graph task, with the id of its context; returns whether it belongs to this wrapper.
+        begin: a function that registers the running graph task under the id of its context, and returns whether the
+            task belongs to this wrapper.
     """
 
     def __init__(self, reduction: Reduction, tasks: GraphTasks, begin: Callable[[int], bool]) -> None:
@@ -158,7 +165,7 @@ class AutogradContexts:
         ]
 
     def forward_begins(self) -> None:
-        """Store the context of this thread, because a backward runs in threads that cannot look up their context."""
+        """Store the id of this thread's context, because the threads of a backward cannot look it up."""
         if not self.handles:
             return
         self._ids = {context_id for context_id in self._ids if gradients_in_context(context_id) is not None}
@@ -182,7 +189,12 @@ class AutogradContexts:
 
     @contextmanager
     def as_grad(self, context_id: int) -> Iterator[None]:
-        """Put the context's gradients into `.grad`; at the end, copy the results back and restore `.grad`.
+        """Put the gradients of a context into `.grad` while a `with` block runs.
+
+        At the end of the block, the results in `.grad` are copied back into the context, and `.grad` is restored.
+
+        Args:
+            context_id: the id of the context.
 
         Raises:
             SynclineError: gradients are sharded.
@@ -190,8 +202,8 @@ class AutogradContexts:
         if self._reduction.options.sharded:
             raise SynclineError(
                 f"rank {self._reduction.transport.rank}, step {self._reduction.backward.step}: torch's distributed "
-                "autograd keeps gradients in contexts of its own, which cannot be combined with sharded=True. Wrap the "
-                "module without sharded=True"
+                "autograd cannot be used with sharded=True, because it keeps gradients in its own contexts instead of "
+                ".grad. Wrap the module without sharded=True"
             )
         parameters, in_context = self._reduction.parameters, gradients_in_context(context_id) or {}
         before = [parameter.grad for parameter in parameters]

@@ -1,7 +1,7 @@
 """The layout of gradients in buckets.
 
-Buckets are laid out at the start. They are laid out once more after the first backward, in the order in which its
-gradients were ready.
+Buckets are laid out at the start, in reverse order of the parameters. After the first synchronized backward they are
+laid out once more, in the order in which its gradients were ready, unless the buckets are sharded.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from syncline.gradients.tail import TailForm, TailMessage
 from syncline.transport.base import Transport
 
 POOL_BYTES = 96 * 1024 * 1024
-"""Size of the memory that sharded buckets use in turn if they need more memory in total."""
+"""Approximate size of the memory pool of sharded buckets. If all buckets need more, they use the pool in turn."""
 
 _MIN_TURNS = 3
-"""The least number of buckets that have memory at once."""
+"""The smallest number of buckets that the pool has memory for at the same time."""
 
 
 def parameter_specs(
     named_parameters: Sequence[tuple[str, Tensor]], options: GradientOptions
 ) -> list[ParameterSpec]:
-    """Return the facts about the parameters that bucket planning needs."""
+    """Return one `ParameterSpec` per parameter, with the facts that are needed to plan buckets."""
     specs = []
     for name, parameter in named_parameters:
         dtype = parameter.dtype
@@ -53,10 +53,12 @@ def parameter_specs(
 
 
 class BucketLayout:
-    """The buckets of some parameters; the same on all ranks. Empty until `build`.
+    """The buckets for a list of parameters, and the place of each gradient in them. All ranks have the same layout.
+
+    There are no buckets until `build` is called.
 
     Args:
-        named_parameters: the parameters, each once.
+        named_parameters: the names and parameters. Each parameter occurs once.
         transport: the transport that reduces the buckets.
         options: the options of gradient synchronization.
     """
@@ -69,7 +71,7 @@ class BucketLayout:
     ) -> None:
         self.buckets: list[Bucket] = []
         self.places: list[tuple[Bucket, Tensor | None]] = []
-        """For each parameter, its bucket, and the view into which its gradient is copied as soon as it is ready. The
+        """For each parameter, its bucket and the view into which its gradient is copied as soon as it is ready. The
         view is None if the gradient is copied at launch. The list stays the same object, because hooks refer to it."""
         self.message: TailMessage | None = None
         """The separate message that carries the tail; None if the last bucket carries the tail."""
@@ -78,7 +80,7 @@ class BucketLayout:
             widths=(),
             num_tracked=len(named_parameters) if options.allow_unused else 0,
         )
-        """The layout of the tail."""
+        """The layout of the tail, which carries control data of all ranks."""
         self.order_is_learnt = False
         """Whether the buckets are laid out in the order in which gradients were ready in the first backward."""
         self._parameters = [parameter for _, parameter in named_parameters]
@@ -90,10 +92,13 @@ class BucketLayout:
         self._kinds: list[tuple[Tensor, torch.dtype, torch.device]] = []
 
     def reserve_tail(self, widths: Sequence[int]) -> None:
-        """Reserve space in the tail for words of these widths, in bits, from each rank.
+        """Reserve space in the tail for the words of all riders, from each rank.
 
-        Buckets that are already laid out for a tail of another size are laid out again, in the same order. Call this
-        method between two backwards. It is a collective call if buckets are in memory of the transport.
+        Buckets that are already laid out for a tail of another form are laid out again, in the same order. Call this
+        method between two backwards. It is a collective call if the transport allocates the memory of the buckets.
+
+        Args:
+            widths: the number of bits of each rider's word.
         """
         form = replace(self.form, widths=tuple(widths))
         if form == self.form:
@@ -107,9 +112,12 @@ class BucketLayout:
         self._build_anew([i for bucket in self.buckets for i in bucket.plan.parameters])
 
     def build(self, comm_hook: CommHook | None) -> None:
-        """Lay out the buckets in reverse order of the parameters; a collective call if they are sharded.
+        """Lay out the buckets in reverse order of the parameters. This is a collective call if they are sharded.
 
-        The parameters used last in forward are usually ready first in backward.
+        The parameters that forward uses last usually get their gradients first.
+
+        Args:
+            comm_hook: the communication hook that reduces the buckets; None for the transport's all_reduce.
         """
         self.comm_hook = comm_hook
         self.order_is_learnt = False
@@ -119,9 +127,9 @@ class BucketLayout:
         """Lay the buckets out again, in the order in which rank 0's gradients were ready.
 
         This happens once, at the end of the first synchronized backward. Every rank uses rank 0's order, because
-        buckets must be the same on all ranks. Only now do the buckets take their memory from the transport, which is a
-        collective call. Before the first backward, ranks may execute different code (only one rank may copy a wrapped
-        module, for example).
+        buckets must be the same on all ranks. Only now does the transport allocate the buckets' memory, by a
+        collective call. Before the first backward, ranks can run different code: a single rank can copy a wrapped
+        module, for example. Sharded buckets are not laid out again.
 
         Args:
             ready: parameter indices in the order in which this rank's gradients were ready.
@@ -142,12 +150,15 @@ class BucketLayout:
 
     @property
     def _uses_transport_memory(self) -> bool:
-        """Whether buckets are in memory of the transport. Sharded ones always are, because they keep their places."""
+        """Whether the transport allocates the memory of the buckets, so that it can reduce them faster.
+
+        It allocates sharded buckets from the start, because they are laid out only once, and others in `learn_order`.
+        """
         can_use = self._transport.reduces_in_place and self.comm_hook is None
         return can_use and (self.order_is_learnt or self._options.sharded)
 
     def _build_anew(self, order: Sequence[int]) -> None:
-        """Build the buckets; replace each `.grad` that was a view of a former bucket by a view of the new one."""
+        """Build the buckets again. Replace each `.grad` that was a view of a former bucket by a view of a new one."""
         former = self._dense()  # held, so that no new tensor gets the id of a former view
         former_views = {id(view) for bucket in former for view in bucket.views}
         self._build(order)
@@ -158,7 +169,7 @@ class BucketLayout:
                         parameter.grad = view.copy_(parameter.grad)  # type: ignore[arg-type]
 
     def give_back_views(self) -> None:
-        """Replace each `.grad` that is a view of a bucket by a tensor of its own."""
+        """Replace each `.grad` that is a view of a bucket by a copy in memory of its own."""
         for bucket in self._dense():
             bucket.give_back_views()
 
@@ -214,7 +225,7 @@ class BucketLayout:
         return DenseBucket(plan, self._parameters, self._transport, flat, as_view=has_views)
 
     def _allocate(self, plan: BucketPlan) -> Tensor:
-        """Return the flat tensor of a bucket; a collective call if the transport allocates it."""
+        """Allocate the flat tensor of a bucket. This is a collective call if the transport allocates it."""
         numel = plan.numel + plan.padding_numel + plan.tail_numel
         dtype: torch.dtype = getattr(torch, plan.dtype)
         device = self._parameters[plan.parameters[0]].device
@@ -223,10 +234,10 @@ class BucketLayout:
         return torch.zeros(numel, dtype=dtype, device=device)
 
     def _make_sharded_buckets(self, plans: Sequence[BucketPlan]) -> list[Bucket]:
-        """Make sharded buckets. If they need much memory in total, they use a pool of memory in turn.
+        """Make the sharded buckets. If they need much memory in total, they use a pool of memory in turn.
 
-        This is possible because a rank need not keep the parts of a bucket outside of its shard. A bucket of a pool is
-        filled only when it is launched, because the bucket that used the memory before it is waited for only then.
+        They can do so because a rank keeps only its own shard of a reduced bucket. A bucket in a pool is filled only
+        when it is launched. Only then does this rank wait for the bucket that used the same memory before.
         """
         names = [spec.name for spec in self._specs]
         num_kinds = len({(plan.dtype, plan.device) for plan in plans})
@@ -257,13 +268,16 @@ class BucketLayout:
         return buckets
 
     def shards(self) -> list[BucketShard]:
-        """Return this rank's shard of each bucket, in order; an empty list if gradients are not sharded."""
+        """Return this rank's shard of each bucket, in order. The list is empty if gradients are not sharded."""
         return [bucket.shard for bucket in self.buckets if isinstance(bucket, ShardedBucket)]
 
     def stand_in_of(self, index: int) -> Tensor | None:
-        """Return the stand-in that replaces a parameter's `.grad` once the gradient is copied into its bucket.
+        """Return the stand-in that replaces `.grad` of a parameter once the gradient is copied into its bucket.
 
-        Return None if gradients are not sharded.
+        Returns None if gradients are not sharded.
+
+        Args:
+            index: index of the parameter.
         """
         for shard in self.shards():
             if index in shard.plan.parameters:

@@ -1,7 +1,7 @@
-"""The ledger: a record of what was reduced in the last backward.
+"""The ledger, which stores the facts about the last backward and builds a record of them on request.
 
-Recording must cost next to nothing. So the ledger stores only references and numbers. `Ledger.last` looks up names and
-builds the record on request.
+Facts are stored in each backward, which must cost next to nothing. So the ledger stores only references and numbers.
+`Ledger.last` looks up names and builds the record.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from syncline.records import BackwardRecord, BucketRecord, NonFiniteRecord
 
 
 class Ledger:
-    """A record of the most recent backward.
+    """A store for the facts about the most recent backward, from which its record is built.
 
     Args:
         names: the parameters' names, by index.
@@ -27,16 +27,16 @@ class Ledger:
         self._backward: Backward | None = None
         self._ended_at = 0.0
         self._facts: dict[str, Any] = {}
-        """Fields of the record that are known when the backward ends."""
+        """The fields of the record that are stored when the backward ends. The other fields are computed on request."""
 
     def note(self, backward: Backward, *, step: int, divisor: int, facts: Mapping[str, Any]) -> None:
-        """Record a backward that has ended.
+        """Store the facts about a backward that has ended.
 
         Args:
-            backward: the backward; nothing may change it afterwards.
+            backward: the backward, which must not be changed afterwards.
             step: number of steps of the run so far.
             divisor: the number by which the sums of the gradients were divided.
-            facts: the fields of the record that the riders fill.
+            facts: the fields of the record that the riders provide, by name.
         """
         self._backward, self._ended_at = backward, time.perf_counter()
         self._facts = {
@@ -48,7 +48,7 @@ class Ledger:
         }
 
     def note_reduction(self, *, num_items: int | None, num_ranks: int) -> None:
-        """Record that gradients left in `.grad` were reduced after the backward.
+        """Record that the gradients in `.grad` were reduced after the backward had ended.
 
         Args:
             num_items: the number of items by which the sums were divided; None if they were divided by `num_ranks`.
@@ -58,11 +58,11 @@ class Ledger:
         self._facts.update(divisor=divisor, counted_items=num_items is not None, reduced_afterwards=True)
 
     def note_nonfinite(self, nonfinite: NonFiniteRecord | None) -> None:
-        """Record the values that are not finite, because `.grad` was checked again after the backward."""
+        """Replace the record of values that are not finite, because `.grad` was checked again after the backward."""
         self._facts["nonfinite"] = nonfinite
 
     def last(self) -> BackwardRecord | None:
-        """Return the record of the most recent backward; None if there was no backward yet."""
+        """Return the record of the most recent backward. Returns None if there was no backward yet."""
         backward = self._backward
         if backward is None:
             return None

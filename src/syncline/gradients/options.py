@@ -1,4 +1,4 @@
-"""The options of gradient synchronization, which do not change, and a wrapper's requests for its next backwards."""
+"""The fixed options of gradient synchronization, and the requests of a wrapper for its next backwards."""
 
 from __future__ import annotations
 
@@ -12,35 +12,35 @@ import torch
 from syncline.gradients.bucket_plan import BucketCaps
 
 OnNonFinite = Literal["ignore", "raise", "skip", "zero"]
-"""The policies for gradients that are not finite, which `riders/nonfinite.py` explains."""
+"""The policies for gradients that are not finite. `riders/nonfinite.py` explains them."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GradientOptions:
-    """The options of gradient synchronization; equal on all ranks."""
+    """The options of gradient synchronization, which are the same on all ranks."""
 
     caps: BucketCaps
     """The maximum sizes of buckets."""
     as_bucket_view: bool
     """Whether `.grad` is a view of a bucket after a synchronized backward, instead of a separate tensor."""
     allow_unused: bool
-    """Whether a missing gradient counts as zero. If not, it is an error."""
+    """Whether a missing gradient counts as zero. Otherwise a missing gradient is an error."""
     skip_unused: bool = False
-    """Whether a bucket is left out if no rank uses its parameters. Ranks exchange their use when a backward begins."""
+    """Whether a bucket is left out if no rank uses its parameters. Ranks exchange which parameters they use."""
     static_graph: bool = False
     """Whether each parameter gets the same number of gradients in every backward."""
     reduce_dtype: torch.dtype | None = None
-    """The dtype in which floating-point gradients are summed; None for each parameter's own dtype."""
+    """The dtype in which floating-point gradients are summed; None to sum each in the dtype of its parameter."""
     sparse: frozenset[str] = frozenset()
     """Names of the parameters whose gradients are sparse."""
     delayed: frozenset[str] = frozenset()
-    """Names of the parameters whose gradients are sent last."""
+    """Names of the parameters whose gradients are sent after all other gradients."""
     sharded: bool = False
     """Whether each rank reduces only its shard of every bucket, and the optimizer steps only this shard."""
     compares_replicas: bool = False
-    """Whether fingerprints of replicas are sent with the gradients."""
+    """Whether fingerprints of the replicas are sent with the gradients, so that ranks can compare the replicas."""
     on_nonfinite: OnNonFinite = "ignore"
-    """The policy of all ranks if a gradient on any rank is not finite."""
+    """The policy that all ranks follow if a gradient on any rank is not finite."""
 
 
 def _always() -> bool:
@@ -54,24 +54,24 @@ def _nothing() -> None:
 class Controls:
     """The requests of one wrapper for its next backwards.
 
-    They are read when a backward begins or ends. They stay in force if the module changes.
+    The reducer reads them when a backward begins or ends. If the module changes, they remain valid for the new reducer.
     """
 
     def __init__(self) -> None:
         self.enabled = True
-        """Whether backwards synchronize; False under `no_sync`."""
+        """Whether backwards synchronize gradients; False under `no_sync`."""
         self.decide: Callable[[], bool] = _always
-        """A function that is called when a backward begins. It returns whether the backward is reduced."""
+        """A function that is called when a backward begins. It returns whether the gradients are reduced."""
         self._num_contributing: int | None = None
         """Number of ranks whose gradients count in the next backward (see `join`); None for all ranks."""
         self.on_reduced: Callable[[], None] = _nothing
-        """A function that is called at the end of each backward that may synchronize."""
+        """A function that is called at the end of each backward, except under `no_sync`."""
         self._before_reduction: Callable[[], None] | None = None
         self._futures: list[torch.futures.Future[Any]] = []
 
     @contextmanager
     def disabled(self) -> Iterator[None]:
-        """Do not synchronize the backwards that begin inside of the block (`no_sync`)."""
+        """Disable synchronization for the backwards that begin inside a `with` block. `no_sync` calls this method."""
         before, self.enabled = self.enabled, False
         try:
             yield
@@ -79,45 +79,48 @@ class Controls:
             self.enabled = before
 
     def enable(self, enabled: bool) -> None:
-        """Set whether backwards synchronize."""
+        """Enable or disable the synchronization of gradients in backwards."""
         self.enabled = enabled
 
     def decide_by(self, decide: Callable[[], bool] | None) -> None:
-        """Let `decide` return whether a backward is reduced, each time a backward begins.
+        """Call `decide` whenever a backward begins, to decide whether the gradients are reduced.
 
-        If `decide` is None, each backward is reduced.
+        If `decide` is None, the gradients of every backward are reduced.
         """
         self.decide = _always if decide is None else decide
 
     def count_ranks(self, num_contributing: int) -> None:
-        """Divide the gradients of the next backward by this number of ranks."""
+        """Divide the gradients of the next backward by this number of ranks, instead of by the number of all ranks."""
         self._num_contributing = num_contributing
 
     def do_after_reduction(self, action: Callable[[], None] | None) -> None:
-        """Call `action` at the end of each backward, when `.grad` holds the reduced gradients. None: call nothing."""
+        """Call `action` at the end of each backward, when `.grad` holds the result.
+
+        `action` is not called under `no_sync`. Pass None to call nothing.
+        """
         self.on_reduced = _nothing if action is None else action
 
     def do_before_reduction(self, action: Callable[[], None] | None) -> None:
-        """Call `action` when the next backward that may synchronize begins. None: call nothing.
+        """Call `action` once, when the next backward outside of `no_sync` begins. Pass None to call nothing.
 
-        If `action` raises, it is called again in the following backward.
+        If `action` raises an error, it is called again in the following backward.
         """
         self._before_reduction = action
 
     def wait_for(self, futures: Iterable[torch.futures.Future[Any]]) -> None:
-        """Wait for these futures at the end of the next backward. They may come from a buffer hook, for example."""
+        """Wait for these futures (for example those of a buffer hook) at the end of the next backward."""
         self._futures.extend(futures)
 
     # ------------------------------------------------------------------ for the reducer
 
     def backward_begins(self) -> None:
-        """Call the action that was requested before the next reduction, if there is one."""
+        """Call the action that was given to `do_before_reduction`, if there is one."""
         if self._before_reduction is not None and self.enabled:
             self._before_reduction()
             self._before_reduction = None  # only now: if it raised, the next backward calls it again
 
     def backward_ends(self) -> None:
-        """Wait for the futures, and call the action that was requested after each reduction."""
+        """Wait for the futures, and call the action that was given to `do_after_reduction`."""
         for future in self._futures:
             future.wait()
         self._futures.clear()
@@ -125,6 +128,6 @@ class Controls:
             self.on_reduced()
 
     def take_num_contributing(self) -> int | None:
-        """Return the requested number of ranks, and forget it, because it holds for one backward only."""
+        """Return the number that was given to `count_ranks`, and forget it, because it is valid for one backward."""
         num_ranks, self._num_contributing = self._num_contributing, None
         return num_ranks

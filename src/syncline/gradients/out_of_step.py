@@ -10,16 +10,18 @@ from collections.abc import Sequence
 from syncline.errors import SynclineError
 from syncline.gradients.bucket_plan import BucketPlan
 
-_CHECKPOINTING = "torch.utils.checkpoint(..., use_reentrant=False), or static_graph=True"
+_CHECKPOINTING = (
+    "pass use_reentrant=False to torch.utils.checkpoint, or wrap the module with static_graph=True"
+)
 
 
 class OutOfStep:
-    """The error after which this rank is out of step with the others, if there was one.
+    """A store for the error after which this rank is out of step with the others. It also composes such errors.
 
     Args:
         rank: the number of this rank.
         names: names of all parameters, by index.
-        text: the text of an earlier error; None if there was none.
+        text: the text of an error that is to be raised again; None if there was no error.
     """
 
     def __init__(self, rank: int, names: Sequence[str], *, text: str | None = None) -> None:
@@ -29,12 +31,12 @@ class OutOfStep:
         self._names = names
 
     def raise_again(self) -> None:
-        """Raise the error again, if there was an error."""
+        """Raise the stored error again, if there is one."""
         if self.text is not None:
             raise SynclineError(self.text)
 
     def add_place(self, error: Exception, step: int, bucket: BucketPlan) -> None:
-        """Add the rank, the step, the phase and the parameters to the message of `error`, and store the message.
+        """Add the rank, the step, the phase and the bucket to the message of `error`, and store the message.
 
         The caller raises the same exception again, so that a user sees only one traceback.
         """
@@ -50,19 +52,19 @@ class OutOfStep:
     # The methods below return an error, which the caller raises.
 
     def too_late(self, step: int) -> SynclineError:
-        """Return the error for a gradient that was ready after its backward had been ended."""
+        """Return the error for a gradient that came after its backward had been ended."""
         return self._error(
             step,
-            "a gradient was ready after all gradients of the backward had been reduced. The gradient came from another "
-            f"re-entrant checkpoint of the same backward. Use {_CHECKPOINTING}",
+            "a parameter received another gradient after all gradients of the backward had been reduced. This gradient "
+            f"came from another re-entrant checkpoint of the same backward. To avoid this, {_CHECKPOINTING}",
         )
 
     def from_outside(self, step: int, index: int) -> SynclineError:
         """Return the error for a gradient of a parameter that the backward was not expected to reach."""
         return self._error(
             step,
-            f"parameter {self._names[index]} received a gradient, but it is not part of the graph with which this "
-            f"backward began. With activation checkpointing, use {_CHECKPOINTING}",
+            f"parameter {self._names[index]} received a gradient, although the graph of this backward did not contain "
+            f"this parameter when the backward began. With activation checkpointing, {_CHECKPOINTING}",
         )
 
     def twice(self, step: int, indices: Sequence[int]) -> SynclineError:
@@ -71,8 +73,8 @@ class OutOfStep:
         return self._error(
             step,
             f"expected one gradient per parameter, but these parameters received several: {names}. The first gradient "
-            "may have been sent before the second one was ready. With activation checkpointing, use "
-            f"{_CHECKPOINTING}",
+            "of a parameter may already have been sent when its second gradient was ready. With activation "
+            f"checkpointing, {_CHECKPOINTING}",
         )
 
     def interrupted(self, step: int, num_sent: int) -> SynclineError:
@@ -84,9 +86,9 @@ class OutOfStep:
         """
         return self._error(
             step,
-            f"a backward began before the previous one had ended, and {num_sent} bucket(s) of the previous one had "
-            "already been sent, so the ranks are out of step. If an exception ended the previous backward, restart all "
-            f"ranks from a checkpoint. With activation checkpointing, use {_CHECKPOINTING}",
+            "a backward began before the previous one had ended, and this rank had already sent data of the previous "
+            f"one ({num_sent} bucket(s)), so the ranks are out of step. If an exception ended the previous backward, "
+            f"restart all ranks from a checkpoint. With activation checkpointing, {_CHECKPOINTING}",
         )
 
     def _error(self, step: int, problem: str) -> SynclineError:

@@ -1,13 +1,15 @@
-"""Gradient synchronization: hooks fill buckets, and buckets are reduced while backward is running.
+"""The reducer, which averages gradients: hooks fill buckets, and buckets are reduced while backward is running.
 
-`docs/architecture.md` has a picture of one backward, and `backward.py` has the table of its states. In order:
+`docs/architecture.md` has a picture of one backward, and `backward.py` has the table of its states. The steps of a
+backward are:
 
-1. The first gradient that is ready begins the backward. At this point it is decided whether the backward synchronizes,
-   and a callback for its end is queued in the autograd engine.
-2. Each ready gradient is counted and copied into its bucket, a large one at once and a small one at launch.
-3. A bucket whose gradients are all ready is launched, strictly in index order.
-4. At the end of backward the remaining buckets are launched, with zeros for missing gradients. All buckets are waited
-   for, the tail of the last one is read, and `.grad` gets the mean (`reduction.py`).
+1. The first gradient that is ready begins the backward. At this point the reducer decides whether the backward
+   synchronizes, and queues a callback for its end in the autograd engine.
+2. Each ready gradient is counted and copied into its bucket. A large gradient is copied at once, and a small one when
+   its bucket is launched.
+3. Buckets whose gradients are all ready are launched, strictly in index order.
+4. At the end of backward the remaining buckets are launched, with zeros for missing gradients. The reducer waits for
+   all buckets, reads the tail of the last one, and sets `.grad` to the mean (`reduction.py`).
 """
 
 from __future__ import annotations
@@ -34,7 +36,7 @@ from syncline.transport.base import Transport
 
 
 class GradientSync:
-    """The reducer of some parameters' gradients, active in each backward until `remove_hooks`.
+    """A reducer, which averages the gradients of its parameters in each backward until `remove_hooks` is called.
 
     Two backwards of the same parameters must not run at once.
 
@@ -42,10 +44,10 @@ class GradientSync:
         named_parameters: the parameters that require grad, each once, the same on all ranks.
         transport: the transport that reduces the buckets.
         options: the options of gradient synchronization.
-        main_lane: the transport on which ranks agree if gradients are reduced outside of a backward. If it is not
-            `transport`, nothing else uses the connections of `transport`.
-        former: the object that this one replaces, because the module or its group has changed. Its state is taken over,
-            and its hooks are removed.
+        main_lane: the transport for reductions outside of a backward (`sl.sync_gradients_`). If it is another object
+            than `transport`, nothing else uses the connections of `transport`.
+        former: the reducer that this one replaces, because the module or its group has changed. This reducer takes over
+            its state and removes its hooks. Pass None if there is no former reducer.
     """
 
     def __init__(
@@ -63,7 +65,7 @@ class GradientSync:
         """The graph tasks of the present backward."""
         self.controls: Controls = Controls()
         self.step: int = 0
-        """Number of steps of the run so far, as used in messages and records; includes steps before a resume."""
+        """Number of steps of the run so far, including steps before a resume. Messages and records show this number."""
         self._steps_before: int = 0
         if former is not None:
             former.remove_hooks()
@@ -81,7 +83,7 @@ class GradientSync:
         self.layout: BucketLayout = self.reduction.layout
         self.ledger = Ledger(self.names)
         self.ownership = Ownership(self.parameters)
-        """The decision of whether a backward belongs to this wrapper or to another one with the same parameters."""
+        """The record by which a backward is assigned to this wrapper or to another one with the same parameters."""
         if former is not None:
             self.ownership.replace(former.ownership)
         self._hooks = ParameterHooks(self.reduction, self.tasks, self.ownership, self.begin)
@@ -100,17 +102,17 @@ class GradientSync:
 
     @property
     def riders(self) -> Roster:
-        """The riders, by name."""
+        """The roster, which has each rider of this reducer as an attribute."""
         return self.reduction.riders
 
     @property
     def normalizer(self) -> ItemNormalizer:
-        """The counts of items behind `.grad`."""
+        """The normalizer, which counts the items whose gradients are in `.grad` (see `normalize_by`)."""
         return self.reduction.normalizer
 
     @property
     def has_hooks(self) -> bool:
-        """Whether backwards are still reduced; False after `remove_hooks`."""
+        """Whether the hooks are registered, so that backwards are reduced; False after `remove_hooks`."""
         return self._hooks.are_registered
 
     @property
@@ -125,32 +127,32 @@ class GradientSync:
 
     @property
     def num_backwards(self) -> int:
-        """Number of synchronized backwards so far, including those of the objects whose state was taken over."""
+        """Number of synchronized backwards so far, including those of former reducers that this one has replaced."""
         return self.step - self._steps_before
 
     # ------------------------------------------------------------------ between backwards
 
     def use_metrics(self, names: Sequence[str]) -> None:
-        """Report these metrics from now on. Call this on all ranks with the same names, between two backwards."""
+        """Report the metrics with these names from now on. All ranks must make this call, between two backwards."""
         self.riders.metrics.use_names(names)
         self.layout.reserve_tail(self.riders.widths)
 
     def use_comm_hook(self, hook: CommHook) -> None:
-        """Reduce buckets by `hook` from now on. The hook receives undivided gradients, and has to divide them.
+        """Let `hook` reduce the buckets from now on. It receives undivided gradients, and must divide them itself.
 
         Raises:
-            RuntimeError: a hook is registered already, or a backward has begun and not ended.
-            ValueError: the hook divides gradients and is registered inside of a block of `normalize_by`.
+            RuntimeError: a hook is already registered, or a backward is running.
+            ValueError: this call is inside of a block of `normalize_by`, and the hook is not known to return a mean.
         """
         if self.layout.comm_hook is not None:
             raise RuntimeError(
                 "register_comm_hook or register_builtin_comm_hook can only be called once: communication hook "
-                f"{self.layout.comm_hook.name} is already registered"
+                f"{self.layout.comm_hook.name} is already registered. To use another hook, wrap the module again"
             )
         if self.tasks.is_running:
             raise RuntimeError(
-                "register_comm_hook must be called between two backwards, but it was called in the backward of step "
-                f"{self.step + 1}"
+                "register_comm_hook must be called between two backwards, but it was called during the backward of "
+                f"step {self.step + 1}. Call it before or after loss.backward()"
             )
         if self.normalizer.count.is_open:
             hook.refuse_own_division(
@@ -159,14 +161,14 @@ class GradientSync:
         self.layout.build(hook)
 
     def compare_replicas_by(self, watch: ReplicaWatch | None) -> None:
-        """Compare replicas by `watch` in each synchronized backward from now on. None: do not compare replicas."""
+        """Let `watch` compare replicas in each synchronized backward from now on. Pass None to compare none."""
         self.riders.replicas.use(watch)
 
     def resume_from_step(self, step: int) -> None:
-        """Continue to count from `step`, because parameters that were saved after this step have been loaded.
+        """Set the number of steps so far to `step`, because parameters that were saved after this step were loaded.
 
-        Only messages and records may depend on the number. One rank may load alone and broadcast the loaded values, so
-        the number may differ between ranks.
+        The number can differ between ranks, because one rank can load alone and broadcast the loaded values. So only
+        messages and records must depend on the number.
         """
         self.step, self._steps_before = step, step - self.num_backwards
         if (watch := self.riders.replicas.watch) is not None:
@@ -174,7 +176,7 @@ class GradientSync:
             watch.agreed_at(None)
 
     def mark_replicas_equal(self) -> None:
-        """Record that all ranks have just compared their replicas, which were equal."""
+        """Record that all ranks have just compared their replicas and found them equal."""
         if (watch := self.riders.replicas.watch) is not None:
             watch.agreed_at(self.num_backwards)
 
@@ -182,9 +184,9 @@ class GradientSync:
         """Record that `.grad` of some parameters was reduced outside of a backward.
 
         Args:
-            indices: indices of these parameters; those of all parameters if items are counted.
+            indices: indices of these parameters. If items are counted, these must be all parameters.
             num_items: the number of items by which the sum was divided; None if it was divided by the number of ranks.
-            was_changed: whether the result of an earlier reduction was changed before this one, see `Standing`.
+            was_changed: whether the result of an earlier reduction had been changed (see `Standing.is_changed`).
         """
         self.reduction.unreduced.difference_update(indices)
         if not self.reduction.unreduced:
@@ -196,7 +198,7 @@ class GradientSync:
         nonfinite.act()
 
     def discards_step(self) -> bool:
-        """Return whether attached optimizers must skip their step, because `.grad` is not finite."""
+        """Return whether attached optimizers must skip their step, because `.grad` holds discarded gradients."""
         reduction, nonfinite = self.reduction, self.riders.nonfinite
         if reduction.unreduced and not reduction.sends and nonfinite.last is not None:
             # In a world of one rank, gradients of backwards under no_sync may be applied without any reduction.
@@ -207,26 +209,28 @@ class GradientSync:
         return nonfinite.discards_step()
 
     def remove_hooks(self) -> None:
-        """Remove all hooks from the parameters."""
+        """Remove all hooks from the parameters, so that later backwards are not reduced."""
         self._hooks.remove()
         self.ownership.withdraw()
 
     # ------------------------------------------------------------------ a backward begins
 
     def forward_begins(self) -> None:
-        """Record that a forward begins, so that the next gradient begins a new backward."""
+        """Record that a forward begins, so that later gradients are not attributed to a backward that has ended."""
         self.tasks.forward_begins()
         self._hooks.contexts.forward_begins()
 
     def outermost_hook(self) -> Callable[[object], None]:
-        """Return a hook for the outputs of a forward, which are reached by the outermost graph task of a backward."""
+        """Return a hook that detects the outermost graph task of a backward. Register it on outputs of the forward."""
         return self._hooks.outermost_hook(self.begin)
 
     def begin(self, context_id: int | None = None) -> bool:
-        """Register the running graph task, which begins a backward or continues one in an inner or outer task.
+        """Register the running graph task.
+
+        The task begins a backward, or it is an inner or outer task of the present backward.
 
         Args:
-            context_id: the context of distributed autograd; None for an ordinary backward.
+            context_id: the id of the context in distributed autograd; None for an ordinary backward.
 
         Returns:
             Whether the backward belongs to this wrapper.
@@ -257,7 +261,7 @@ class GradientSync:
         queue_callback(partial(self._end_of_task, task))
 
     def _new_backward(self, context_id: int | None) -> Backward:
-        """Decide whether the backward that begins now synchronizes, and when its buckets are filled."""
+        """Decide whether the backward that begins now is reduced and when its buckets are filled. Return its state."""
         controls, reduction = self.controls, self.reduction
         state, has_graph = BackwardState.LOCAL, False
         if controls.enabled and reduction.sends and controls.decide():
@@ -283,10 +287,10 @@ class GradientSync:
         )
 
     def _abandon(self) -> None:
-        """Abandon the previous backward, which has not ended: an error has interrupted it, or it still runs.
+        """Abandon the previous backward, which has not ended: either an error interrupted it, or it still runs.
 
         Raises:
-            SynclineError: the previous backward has sent data, so the ranks are out of step.
+            SynclineError: the previous backward has already sent data, so the ranks are out of step.
         """
         former = self.reduction.backward
         has_exchanged = former.state is not BackwardState.LOCAL and self.reduction.usage.is_exchanged
@@ -329,7 +333,7 @@ class GradientSync:
         self.controls.backward_ends()
 
     def _finish(self, backward: Backward) -> None:
-        """Set `.grad` to the result of the backward, or leave it for a later one, and record what was done."""
+        """Reduce the gradients of the backward, unless it runs under `no_sync`, and record the backward."""
         reduction = self.reduction
         is_local = backward.state is BackwardState.LOCAL
         divisor = 1
@@ -355,7 +359,7 @@ class GradientSync:
         return self.reduction.collect()
 
     def shadow(self) -> None:
-        """Take part in a synchronized backward of the other ranks with zeros, because this rank has no inputs left."""
+        """Send zeros in a synchronized backward of the other ranks, because this rank has no inputs left."""
         self.step += 1
         nonfinite = self.riders.nonfinite
         nonfinite.backward_begins(has_hook=self.layout.comm_hook is not None)
@@ -368,7 +372,7 @@ class GradientSync:
         self._leave(BackwardState.ENDED)
 
     def _leave(self, state: BackwardState) -> None:
-        """Move the present backward to its last state, and reset what belongs to one backward."""
+        """Move the present backward to `state`, which ends it, and reset everything that belongs to this backward."""
         reduction = self.reduction
         if reduction.backward.state is not BackwardState.LOCAL:
             reduction.riders.forget()
@@ -379,7 +383,7 @@ class GradientSync:
 
 
 def reducers_of(parameters: Iterable[Tensor]) -> list[GradientSync]:
-    """Return the reducers that synchronize the gradients of any of these parameters."""
+    """Return the reducers that have at least one of these parameters, and whose hooks are still registered."""
     wanted = {id(parameter) for parameter in parameters}
     return [
         reducer

@@ -1,4 +1,4 @@
-"""The path of the gradients of one backward: into buckets, over the transport, and back into `.grad`."""
+"""The reduction of gradients: they are copied into buckets, sent over the transport, and written to `.grad`."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ from syncline.user_code import warn_user
 
 
 class Reduction:
-    """The reduction of gradients: buckets are sent in index order, waited for, and handed out.
+    """The part of a reducer that sends buckets in index order, waits for them, and hands out the results.
 
-    The cost is the number of Python calls: one per parameter, a few per bucket. So work is done per bucket wherever it
-    need not be done per parameter.
+    Most of the cost is that of Python calls: one per parameter, and a few per bucket. So work is done once per
+    bucket wherever possible, and not once per parameter.
 
     Args:
         named_parameters: the parameters that require grad, each once, the same on all ranks.
@@ -34,7 +34,8 @@ class Reduction:
         options: the options of gradient synchronization.
         has_own_connection: whether nothing else uses the connections of `transport`, not even a collective that a
             communication hook starts.
-        former: the object whose state is taken over, because the module or its group has changed.
+        former: the reduction that this one replaces, because the module or its group has changed. Its state is taken
+            over. Pass None if there is none.
     """
 
     def __init__(
@@ -51,9 +52,9 @@ class Reduction:
         self.transport = transport
         self.options = options
         self.backward = Backward(step=0, state=BackwardState.ENDED)
-        """The backward that runs, or the last one."""
+        """The backward that runs now, or the last backward if none runs."""
         self.unreduced: set[int] = set() if former is None else former._unreduced_among(self.parameters)
-        """Indices of the parameters that hold gradients of earlier backwards that were not reduced."""
+        """Indices of the parameters whose `.grad` holds gradients of earlier backwards that were not reduced."""
         self.layout = BucketLayout(named_parameters, transport, options)
         self.usage = Usage(self.parameters, transport, options)
         self.riders: Roster = Roster(
@@ -80,22 +81,22 @@ class Reduction:
             self.layout.build(comm_hook)
 
     def _unreduced_among(self, parameters: Sequence[Tensor]) -> set[int]:
-        """Return the indices of those of `parameters` that hold gradients that were not reduced."""
+        """Return the indices, in the sequence `parameters`, of parameters whose gradients were not reduced."""
         unreduced = {id(self.parameters[index]) for index in self.unreduced}
         return {index for index, parameter in enumerate(parameters) if id(parameter) in unreduced}
 
     @property
     def sends(self) -> bool:
-        """Whether gradients can be reduced at all, because there are other ranks or a communication hook."""
+        """Whether buckets can be sent: there are other ranks, or a communication hook is registered."""
         return self.transport.size > 1 or self.layout.comm_hook is not None
 
     # ------------------------------------------------------------------ during backward
 
     def check_graph(self, step: int) -> None:
-        """Warn that only values are reduced, because the backward runs under create_graph=True.
+        """Warn that second derivatives are not averaged in a backward with create_graph=True.
 
         Args:
-            step: the step that the backward ends.
+            step: the number of the step to which the backward belongs.
 
         Raises:
             SynclineError: gradients are sharded.
@@ -104,17 +105,17 @@ class Reduction:
         if self.options.sharded:
             raise SynclineError(
                 f"rank {rank}, step {step}: backward(create_graph=True) is not possible with sharded=True, because "
-                "reduced gradients in shards have no graph. Compute inner gradients by torch.autograd.grad(..., "
+                "sharded gradients have no graph. Compute the gradients that need a graph by torch.autograd.grad(..., "
                 "create_graph=True), or wrap the module without sharded=True"
             )
         if rank == 0 and not self._has_warned_of_graph:
             self._has_warned_of_graph = True
             warn_user(
                 f"step {step}: backward(create_graph=True) averages the values of .grad over ranks, but the graph of "
-                ".grad belongs to one rank, so second derivatives are not averaged. Either average the values that are "
-                "computed from second derivatives by sl.average_, or compute inner gradients by "
-                "torch.autograd.grad(..., create_graph=True) and run a plain backward() on the loss, which averages "
-                "its gradients. This warning is shown once"
+                ".grad belongs to one rank, so second derivatives are not averaged. Either call sl.average_ on the "
+                "values that you compute from second derivatives, or compute the gradients that need a graph by "
+                "torch.autograd.grad(..., create_graph=True), and then run loss.backward() without create_graph=True, "
+                "which averages the gradients of the loss. This warning is shown once"
             )
 
     def begin(self, backward: Backward) -> None:
@@ -140,7 +141,7 @@ class Reduction:
         self.riders.begin_step(step)
 
     def send_complete(self) -> None:
-        """Send, in index order, every bucket that is complete."""
+        """Send the complete buckets in index order, up to the first bucket that is not complete."""
         backward, buckets = self.backward, self.layout.buckets
         while backward.num_launched < len(buckets):
             bucket = buckets[backward.num_launched]
@@ -182,7 +183,7 @@ class Reduction:
         return frozenset(range(len(self.parameters))) - seen
 
     def _fill(self, index: int) -> None:
-        """Put a ready gradient into its bucket, as a hook does, because its hook could not do so."""
+        """Copy a ready gradient into its bucket at the end of a backward, because its hook was not allowed to do so."""
         bucket, view = self.layout.places[index]
         if view is not None:
             copy_scaled(view, self.parameters[index].grad, self.backward.scale)
@@ -191,7 +192,11 @@ class Reduction:
             self.send_complete()
 
     def _send_next(self, *, trigger: int | None) -> None:
-        """Send the bucket that is next in order, unless the ranks have agreed that none of them uses its parameters."""
+        """Send the next bucket in index order, unless the ranks have agreed that none of them uses its parameters.
+
+        Args:
+            trigger: index of the parameter whose gradient caused this call; None at the end of backward.
+        """
         backward = self.backward
         bucket = self.layout.buckets[backward.num_launched]
         backward.num_launched += 1
@@ -209,7 +214,7 @@ class Reduction:
         backward.sent.append(bucket)
 
     def _tail(self) -> list[int]:
-        """Return the tail that this rank sends; an empty list if it has nothing to report, as in almost every step."""
+        """Return the tail that this rank sends. The list is usually empty, because this rank has nothing to report."""
         used: list[int] = []
         if self.options.allow_unused:
             used = self.usage.uses(NO_INDICES, self.unreduced | set(self.backward.ready))
@@ -224,7 +229,7 @@ class Reduction:
         """Wait for all buckets, set `.grad` to the result, and let the riders conclude.
 
         Returns:
-            The divisor of the sums.
+            The number of ranks or items by which the sums of the gradients are divided.
         """
         backward = self.backward
         divisor = backward.num_ranks
@@ -245,11 +250,12 @@ class Reduction:
         return divisor
 
     def _hand_out(self, divisor: int, *, in_turn: bool = False) -> None:
-        """Divide the sums, as far as this is left to do, and set `.grad` to the result.
+        """Divide the sums that are not yet divided, and set `.grad` to the result.
 
         Args:
-            divisor: the number of ranks or items behind the sums.
-            in_turn: whether to wait for each bucket here, so that it is handed out while later ones are being reduced.
+            divisor: the number of ranks or items over which gradients are averaged.
+            in_turn: whether to wait for each bucket just before it is handed out, while later ones are being reduced.
+                If not, all buckets must already be reduced.
         """
         backward, comm_hook = self.backward, self.layout.comm_hook
         # Without items, gradients were scaled by 1/N before they were sent, or a user's hook divides them. A hook that
@@ -268,11 +274,11 @@ class Reduction:
             bucket.hand_out(skip, any_missing=any_missing, keeps_tensor=backward.keeps_tensors)
 
     def _launch_message(self, tail: Sequence[int]) -> None:
-        """Send the tail by its own message, if no bucket carries it.
+        """Send the tail in a separate message, if no bucket carries the tail.
 
         If the message uses the same connection as a communication hook, it is sent only after all buckets were waited
-        for: the hook may start collectives whenever one of its futures completes, and the collective of the message
-        must not get between them.
+        for. The hook may start collectives whenever one of its futures completes. The collective of the message must
+        not start between those, because ranks must start all collectives in the same order.
         """
         if self.layout.message is not None:
             shares_connection = self.layout.comm_hook is not None and not self._has_own_connection
@@ -287,7 +293,7 @@ class Reduction:
             raise
 
     def _read_tail(self) -> None:
-        """Read the tail, and give the riders the words of all ranks. If a rider raises, it raises on every rank."""
+        """Read the tail, and pass the words of all ranks to the riders. If a rider raises, it raises on every rank."""
         if self.layout.message is not None:
             tail = self.layout.message.read()
         else:
@@ -318,7 +324,11 @@ class Reduction:
     # ------------------------------------------------------------------ without gradients to send
 
     def collect_alone(self) -> int:
-        """Finish a backward without sending, by the rules of `collect`; return the divisor of the gradients."""
+        """Finish a backward without sending anything, with the checks and the division of `collect`.
+
+        Returns:
+            The divisor of the gradients.
+        """
         backward, riders, transport = self.backward, self.riders, self.transport
         backward.missing = self.missing()
         riders.missing.check_alone(backward, rank=transport.rank, num_ranks=transport.size)
@@ -336,12 +346,12 @@ class Reduction:
         return divisor
 
     def check_finite_alone(self, step: int) -> None:
-        """Check all of `.grad` for values that are not finite, because there is only one rank."""
+        """Check `.grad` of all parameters for values that are not finite, in a world of one rank."""
         gradients = [(index, parameter.grad) for index, parameter in enumerate(self.parameters)]
         self.riders.nonfinite.conclude_alone(gradients, step=step)
 
     def take_part_with_zeros(self, backward: Backward) -> None:
-        """Match a synchronized backward of the other ranks, because this rank has no inputs left (`join`)."""
+        """Send zeros in a synchronized backward of the other ranks, because this rank has no inputs left (`join`)."""
         self.backward = backward
         self._begin_step()
         num_tracked = len(self.parameters) if self.options.allow_unused else 0
@@ -363,7 +373,7 @@ class Reduction:
 
 
 def _tensors_in_grad(parameters: Sequence[Tensor], layout: BucketLayout) -> Iterator[Tensor | None]:
-    """Yield the `.grad` of each parameter; with shards, the stand-ins that represent the gradients."""
+    """Yield `.grad` of each parameter. If gradients are sharded, yield the stand-ins that replace `.grad`."""
     shards = layout.shards()
     for shard in shards:
         yield from shard.stand_ins

@@ -1,14 +1,14 @@
 """This rank's shard of one bucket, and the replacement for `.grad` if no rank has whole gradients.
 
-`BucketShard` holds the part of a bucket that this rank reduces, cut into the pieces that an optimizer steps. Beside the
-bucket's flat tensor of gradients there is a flat tensor of parameters with the same layout. The module's parameters are
-views of the tensor of parameters. All ranks of a host use one such tensor if the transport can share memory. Otherwise
-each rank has its own.
+`BucketShard` holds the part of a bucket that this rank reduces, cut into the pieces that an optimizer steps. The bucket
+has a flat tensor of gradients and a flat tensor of parameters with the same layout. The module's parameters are views
+of the tensor of parameters. All ranks of a host use one such tensor if the transport can share memory. Otherwise each
+rank has its own.
 
 Each rank has only its shard of the reduced gradients. Code that uses `.grad` of a parameter would see this rank's local
 values, or nothing. Both are silently wrong. `StandIn` therefore replaces `.grad` by a tensor of the right shape without
-memory. Every use of a stand-in raises an error that names the call to use instead. `ShardGradient` is the gradient of
-one piece.
+memory. Every use of a stand-in, except to zero it, raises an error that names the call to use instead. `ShardGradient`
+is the gradient of one piece.
 """
 
 from __future__ import annotations
@@ -38,9 +38,10 @@ from syncline.transport.base import Transport
 
 
 class StandIn(Tensor):
-    """A replacement for `.grad` of a parameter whose reduced gradient is in shards, one on each rank.
+    """A replacement for `.grad` of a parameter whose reduced gradient is divided into shards, one on each rank.
 
-    If a stand-in is zeroed, as by `zero_grad`, `.grad` of its parameter becomes None. Every other use raises an error.
+    If a stand-in is zeroed, as by `zero_grad`, `.grad` of its parameter becomes None. Every other operation raises an
+    error.
 
     Example:
         >>> weight = torch.nn.Parameter(torch.zeros(2, 3))
@@ -64,7 +65,7 @@ class StandIn(Tensor):
 
     @staticmethod
     def of(parameter: Tensor, name: str) -> StandIn:
-        """Create the stand-in of one parameter."""
+        """Create the stand-in for `.grad` of one parameter."""
         stand_in: StandIn = make_without_memory(StandIn, parameter)
         stand_in._name = name
         stand_in._owner = weakref.ref(parameter)
@@ -86,18 +87,18 @@ class StandIn(Tensor):
         operation = func.__name__.partition(".")[0].strip("_")
         if operation == "to_copy":
             raise SynclineError(
-                f"parameter {name} cannot be moved or converted: with sharded=True all parameters are parts of one "
-                "tensor. Move or convert a module before you wrap it"
+                f"parameter {name} cannot be moved or converted, because with sharded=True it is a part of a larger "
+                "tensor. Move or convert the module before you wrap it"
             )
         if not is_stepped:
             raise SynclineError(
-                f"parameter {name} belongs to no attached optimizer, so {operation} cannot be applied to its .grad: "
-                "with sharded=True the reduced gradient is in shards, one on each rank. If an optimizer has this "
-                "parameter, call optimizer = ddp.attach(optimizer), and step that optimizer. To clip gradients, call "
-                "ddp.clip_grad_norm_(max_norm)"
+                f"parameter {name} belongs to no attached optimizer, and {operation} cannot be called on its .grad, "
+                "because with sharded=True each rank has only its shard of the reduced gradient. If an optimizer has "
+                "this parameter, call optimizer = ddp.attach(optimizer), and step that optimizer. To clip gradients, "
+                "call ddp.clip_grad_norm_(max_norm)"
             )
         raise SynclineError(
-            f".grad of parameter {name} cannot be read or added to, but {operation} was called on it: with "
+            f".grad of parameter {name} cannot be read or changed, but {operation} was called on it. With "
             "sharded=True each rank has only its shard of the reduced gradient. To clip gradients, call "
             "ddp.clip_grad_norm_(max_norm). To step, use the optimizer that was given to ddp.attach(optimizer). Before "
             "the next backward, call optimizer.zero_grad(). To accumulate gradients, run all backwards but the last "
@@ -116,11 +117,11 @@ class StandIn(Tensor):
 
 
 def _nothing() -> None:
-    """Return None; a stand-in is unpickled as None."""
+    """Return None. Unpickling a stand-in calls this function, so the result is None."""
 
 
 def _flat(args: tuple[Any, ...]) -> list[Any]:
-    """Return the arguments, with the items of lists and tuples in place of these."""
+    """Return the arguments as one list, in which each list or tuple is replaced by its items."""
     found: list[Any] = []
     for item in args:
         found.extend(item) if isinstance(item, list | tuple) else found.append(item)
@@ -131,8 +132,8 @@ class ShardGradient(Tensor):
     """The `.grad` of one piece that this rank steps, from the end of backward until the optimizer steps.
 
     It differs from a plain tensor in two ways. To compute its norm is an error, because the result would be only a part
-    of the norm. When a GradScaler looks for infinities in it, all ranks combine their results, so that an infinity
-    found on one rank counts on all.
+    of the norm of all gradients. When a GradScaler looks for infinities in it, all ranks combine their results, so that
+    an infinity found on one rank counts on all.
     """
 
     plain: Tensor
@@ -145,7 +146,8 @@ class ShardGradient(Tensor):
 
         Args:
             plain: the gradient as a plain tensor.
-            find_together: a function that replaces a number by the largest over all ranks; a collective call.
+            find_together: a function that sets the number in a tensor to its maximum over all ranks. It is a collective
+                call.
         """
         check_that_infinities_are_seen()
         made = plain.as_subclass(ShardGradient)
@@ -159,7 +161,8 @@ class ShardGradient(Tensor):
     ) -> Any:
         if func in _NORMS:
             raise SynclineError(
-                "the norm of a shard is not the norm of the gradients. With sharded=True, call "
+                "a norm of .grad was computed, but with sharded=True .grad is a shard, and the norm of a shard is not "
+                "the norm of the gradients. To clip gradients or to get their norm, call "
                 "ddp.clip_grad_norm_(max_norm), which combines the shards of all ranks"
             )
         with plain_torch_functions():
@@ -182,28 +185,30 @@ _NORMS = {
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Shard:
-    """One piece in the form of a parameter for the optimizer, in the memory of this rank's span."""
+    """A piece of this rank's span, as a parameter that the optimizer can step. Its tensors are views of the span."""
 
     piece: Piece
     parameter: nn.Parameter
-    """The piece's part of the flat tensor of parameters."""
+    """The values of the piece, a view of the flat tensor of parameters."""
     gradient: Tensor
-    """The piece's part of the reduced gradients."""
+    """The reduced gradients of the piece, a view of `BucketShard.gradient`."""
     guarded: ShardGradient
-    """The same memory as `gradient`; this tensor is `.grad` of `parameter` until the optimizer steps."""
+    """A `ShardGradient` over the memory of `gradient`. It is `.grad` of `parameter` until the optimizer steps."""
 
 
 class BucketShard:
-    """One rank's shard of one bucket.
+    """This rank's shard of one bucket: a span of parameters and of reduced gradients, cut into pieces.
+
+    The constructor is a collective call.
 
     Args:
         plan: the plan of the bucket.
         members: the parameters of the bucket, in the plan's order.
         names: names of the members.
-        gradients: the bucket's flat tensor.
-        transport: the transport between the ranks; construction is a collective call.
-        outlives_bucket: whether another bucket uses the same memory before the optimizer steps, so that the values
-            reduced by this rank must be kept elsewhere.
+        gradients: the bucket's flat tensor of gradients.
+        transport: the transport between the ranks.
+        outlives_bucket: whether another bucket uses the same memory before the optimizer steps. If so, the reduced
+            values of this rank are copied to memory of their own.
     """
 
     def __init__(
@@ -221,7 +226,7 @@ class BucketShard:
         self.members = list(members)
         self.dtype, device = members[0].dtype, members[0].device
         self.team = transport.team(device)
-        """The ranks that have the other shards of this bucket."""
+        """The ranks that together hold all shards of this bucket, and the position of this rank among them."""
         common = transport.allocate_shared(gradients.numel(), self.dtype, device)
         self.is_common = common is not None
         """Whether all ranks of a host use one copy of the parameters."""
@@ -240,7 +245,7 @@ class BucketShard:
         self.set_bounds(bounds_of([plan], self.team.size)[0])
 
     def set_bounds(self, bounds: Sequence[int]) -> None:
-        """Cut the bucket at these offsets, which `bounds_of` returns, and remove the present shards."""
+        """Cut the bucket into spans at these offsets, which come from `bounds_of`, and remove the present shards."""
         self.bounds = tuple(bounds)
         position = self.team.position
         self.start = bounds[position]
@@ -259,7 +264,7 @@ class BucketShard:
         """Return a new shard for one piece of this rank's span. `hand_out` sets the gradient of the shard.
 
         Args:
-            piece: the range in the bucket.
+            piece: a range of the bucket within this rank's span.
             find_together: see `ShardGradient.of`.
         """
         at = piece.start - self.start
@@ -277,7 +282,7 @@ class BucketShard:
     # ------------------------------------------------------------------ during backward
 
     def take_over(self) -> None:
-        """Replace the gradients, which have been copied into the bucket, by stand-ins. This frees their memory."""
+        """Replace each gradient by its stand-in, because the bucket has a copy. This frees the gradient's memory."""
         if self._gaps is not None:  # clipping by a non-finite norm may have made the gaps NaN
             self._gradients.index_fill_(0, self._gaps, 0)
         for member, stand_in in zip(self.members, self.stand_ins, strict=True):
@@ -285,16 +290,21 @@ class BucketShard:
                 member.grad = stand_in
 
     def collect(self) -> None:
-        """Copy the reduced span out of the bucket, if another bucket will use the same memory."""
+        """Copy the reduced gradients out of the bucket, if another bucket will use the same memory."""
         if self._outlives_bucket:
             self._reduced.copy_(self._gradients[self.start : self.stop])
 
     def divide(self, divisor: float) -> None:
-        """Divide the gradients that this rank has reduced."""
+        """Divide the reduced gradients of this rank's span by `divisor`."""
         self._reduced.div_(divisor)
 
     def hand_out(self, skip: frozenset[int], *, any_missing: bool) -> None:
-        """Set `.grad` of each shard to its part of the reduced span, or to None for parameters in `skip`."""
+        """Set `.grad` of the parameter of each shard to the reduced gradient.
+
+        Args:
+            skip: indices of the parameters that no rank used. Pieces of these parameters get None.
+            any_missing: whether some parameters got no gradient on this rank, and may therefore have no stand-in yet.
+        """
         if any_missing:
             triples = zip(self.plan.parameters, self.members, self.stand_ins, strict=True)
             for index, member, stand_in in triples:
@@ -306,7 +316,7 @@ class BucketShard:
             shard.parameter.grad = None if shard.piece.parameter in skip else shard.guarded
 
     def parts(self) -> list[tuple[int, Tensor]]:
-        """Return the reduced gradients of this rank's span as pairs of a parameter's index and its part."""
+        """Return the reduced gradients of this rank's span as pairs (parameter index, part of its gradient)."""
         plan, start = self.plan, self.start
         return [
             (
@@ -318,24 +328,24 @@ class BucketShard:
 
     @property
     def has_gradients(self) -> bool:
-        """Whether there are reduced gradients that have not been cleared since."""
+        """Whether the bucket holds reduced gradients that were not cleared by `zero_grad`."""
         return any(type(member.grad) is StandIn for member in self.members)
 
     # ------------------------------------------------------------------ the parameters
 
     def take_values(self) -> None:
-        """Copy the parameters' values into the flat tensor of parameters."""
+        """Copy the values of the module's parameters into the flat tensor of parameters."""
         with torch.no_grad():
             for member, view in zip(self.members, self.views, strict=True):
                 view.copy_(member)
 
     def adopt(self) -> None:
-        """Make the parameters views of the flat tensor of parameters."""
+        """Turn the module's parameters into views of the flat tensor of parameters."""
         for member, view in zip(self.members, self.views, strict=True):
             member.data = view
 
     def check_adopted(self) -> None:
-        """Check that the parameters are still views of the flat tensor of parameters.
+        """Check that the module's parameters are still views of the flat tensor of parameters.
 
         Raises:
             SynclineError: a parameter has been given other memory.
@@ -343,18 +353,19 @@ class BucketShard:
         for member, view, stand_in in zip(self.members, self.views, self.stand_ins, strict=True):
             if member.data_ptr() != view.data_ptr():
                 raise SynclineError(
-                    f"parameter {stand_in._name} has other memory than it was given by DistributedDataParallel: with "
-                    "sharded=True all parameters are parts of one tensor, which the optimizer steps. Change values in "
-                    "place, inside of sl.write_shared(module). Move or convert a module before you wrap it"
+                    f"parameter {stand_in._name} has other memory than it was given by DistributedDataParallel. With "
+                    "sharded=True each parameter must remain a part of a larger tensor, which the optimizer steps. To "
+                    "change values, write in place, inside of sl.write_shared(module). Move or convert the module "
+                    "before you wrap it"
                 )
 
 
 def view_like(flat: Tensor, offset: int, parameter: Tensor) -> Tensor:
-    """Return the part of `flat` that begins at `offset`, in the shape and with the strides of a parameter.
+    """Return the part of the tensor `flat` that begins at `offset`, with the shape and strides of a parameter.
 
-    With the same strides, the optimizer's fused kernels and autograd's accumulation can use both tensors as plain
-    memory (for channels_last weights, for example). If the parameter's elements have gaps or overlap in memory, the
-    result is contiguous.
+    If the gradient and the parameter have the same strides, the optimizer's fused kernels and autograd's accumulation
+    can use both tensors as plain memory, for example for channels_last weights. If the parameter's elements have gaps
+    or overlap in memory, the result is contiguous.
     """
     if is_dense(parameter):
         return flat.as_strided(parameter.shape, parameter.stride(), flat.storage_offset() + offset)
@@ -362,7 +373,7 @@ def view_like(flat: Tensor, offset: int, parameter: Tensor) -> Tensor:
 
 
 def order_of(parameter: Tensor) -> tuple[int, ...]:
-    """Return the dimensions of a parameter in the order in which `view_like` lays out elements, slowest first.
+    """Return the dimensions of a parameter in the memory order of `view_like`, the largest stride first.
 
     Example:
         >>> weight = torch.zeros(2, 3, 4, 5)

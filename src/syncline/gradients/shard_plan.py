@@ -1,12 +1,12 @@
 """The plan of the shards: which rank owns which part of which bucket, and the pieces that an optimizer steps.
 
 All functions are pure. A bucket's flat tensor is cut into one span per rank. Each rank reduces its span and steps the
-parameters in the span. If an optimizer treats all elements alike, the spans are equal and may cut parameters. If an
-optimizer uses a parameter as a whole, spans begin and end between parameters. A span is stepped in pieces: one tensor
-for each contiguous run of elements of one parameter group.
+parameters in the span. If an optimizer treats all elements alike, the spans have equal sizes and may cut parameters. If
+an optimizer uses a parameter as a whole, spans begin and end between parameters. A span is stepped in pieces. A piece
+is a contiguous run of elements of one parameter group, as one tensor.
 
 Method: optimizer state sharding (Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter
-Models", SC 2020, section 5.1), over buckets as in Megatron-LM's distributed optimizer.
+Models", SC 2020, section 5.1), applied to buckets as in Megatron-LM's distributed optimizer.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from syncline.gradients.bucket_plan import BucketPlan
 
 ALIGNMENT_NUMEL = 32
-"""Spans and parameters begin at multiples of this many elements: 64 bytes, a cache line, in bfloat16.
+"""Spans and parameters begin at multiples of this many elements. In bfloat16, these are 64 bytes, a cache line.
 
 With the same alignment as torch's own memory, matrix products of sharded parameters are as fast as those of other
 parameters and give the same bits. Elements between two parameters belong to neither of them. Their gradient is zero,
@@ -32,29 +32,29 @@ class Piece:
     bucket: int
     """Index of the bucket."""
     start: int
-    """The first element, as an offset into the bucket's flat tensor."""
+    """The offset of the first element in the bucket's flat tensor."""
     stop: int
-    """The offset behind the last element."""
+    """The offset behind the last element in the bucket's flat tensor."""
     group: int
-    """Index of the parameter group."""
+    """Index of the optimizer's parameter group that contains the piece."""
     parameter: int | None = None
-    """Index of the only parameter in the piece; None if a piece may contain several parameters."""
+    """Index of the only parameter in the piece; None if the piece is not limited to one parameter."""
     is_whole: bool = False
-    """Whether the piece is a whole parameter, which is then stepped in its own shape."""
+    """Whether the piece is one whole parameter. The optimizer steps such a piece in the parameter's shape."""
 
 
 def bounds_of(
     plans: Sequence[BucketPlan], num_ranks: int, *, whole: Collection[int] = ()
 ) -> list[tuple[int, ...]]:
-    """Return num_ranks + 1 offsets for each bucket: rank r owns the elements from the r-th offset to the next.
+    """Return the bounds of the ranks' spans in each bucket: rank r owns the elements from bounds[r] to bounds[r + 1].
 
-    Buckets without a parameter of `whole` are cut into equal spans. In the other buckets each rank gets a run of whole
-    parameters. Buckets are cut one after another. Each is cut so that the largest load of a rank, summed over all
-    buckets up to this one, is as small as possible.
+    There are num_ranks + 1 offsets per bucket. A bucket that contains no parameter of `whole` is cut into spans of
+    equal size. In the other buckets each rank gets a run of whole parameters. The buckets are cut one after another, so
+    that the largest load of a rank is as small as possible. A rank's load is the number of its elements so far.
 
     Args:
         plans: the buckets, padded to a multiple of the number of ranks.
-        num_ranks: number of ranks.
+        num_ranks: the number of ranks.
         whole: indices of the parameters that must not be cut.
 
     Example:
@@ -86,6 +86,10 @@ def _balanced_cuts(plan: BucketPlan, loads: Sequence[int]) -> list[int]:
     """Return the offset at which each rank's run of whole parameters begins.
 
     The runs are chosen so that the largest load of a rank is as small as possible.
+
+    Args:
+        plan: the bucket to cut.
+        loads: the number of elements that each rank owns in earlier buckets.
     """
     sizes = plan.numels
     low, high = max(loads), max(loads) + plan.numel
@@ -101,9 +105,10 @@ def _balanced_cuts(plan: BucketPlan, loads: Sequence[int]) -> list[int]:
 
 
 def _fill(sizes: Sequence[int], loads: Sequence[int], limit: int) -> list[int] | None:
-    """Return the position of the first parameter of each rank's run, if no rank may have a load above `limit`.
+    """Give each rank a run of parameters, as many as fit without a load above `limit`.
 
-    Return None if the parameters do not fit.
+    Returns:
+        The position of the first parameter of each rank's run, or None if parameters are left over.
     """
     first_of = []
     at = 0
@@ -130,10 +135,10 @@ def pieces_of(
         plans: the buckets.
         bounds: the result of `bounds_of`.
         rank: the rank whose pieces are returned.
-        group_of: the optimizer's parameter group, by parameter index. Parameters without an entry belong to another
-            optimizer, or to none.
+        group_of: a map from the index of a parameter to the index of its parameter group. Parameters without an entry
+            belong to another optimizer, or to none.
         whole: whether each piece is a whole parameter.
-        by_parameter: whether each piece ends at the end of a parameter.
+        by_parameter: whether a piece contains elements of one parameter only.
 
     Example:
         >>> from syncline.gradients.bucket_plan import BucketCaps, ParameterSpec, plan_buckets
@@ -170,7 +175,7 @@ def pieces_of(
 
 
 def gaps_in(plan: BucketPlan) -> list[int]:
-    """Return the offsets of the elements between parameters, which belong to no parameter.
+    """Return the offsets of the elements that lie between parameters and belong to none of them.
 
     Example:
         >>> plan = BucketPlan(index=0, dtype="float32", device="cpu", parameters=(4, 2), offsets=(0, 8), num_large=0,
@@ -187,10 +192,10 @@ def gaps_in(plan: BucketPlan) -> list[int]:
 
 
 def spans_in(plan: BucketPlan, start: int, stop: int) -> list[tuple[int, int, int]]:
-    """Return the parts of parameters that lie between the elements `start` and `stop` of a bucket.
+    """Return the parts of parameters that lie between the offsets `start` and `stop` of a bucket.
 
-    Each part is (position, first, stop): the parameter's position in the bucket, the offset of the part's first element
-    in the parameter, and the offset behind its last element.
+    Each part is a tuple (position, first, stop). `position` is the parameter's position in the bucket. `first` is the
+    offset of the part's first element in the parameter, and `stop` is the offset behind its last element.
 
     Example:
         >>> plan = BucketPlan(index=0, dtype="float32", device="cpu", parameters=(4, 2), offsets=(0, 6), num_large=0,

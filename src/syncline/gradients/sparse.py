@@ -1,4 +1,4 @@
-"""A bucket of one sparse gradient (an embedding with `sparse=True`): rows are gathered and then added up."""
+"""A bucket of one sparse gradient, as of an embedding with `sparse=True`: rows are gathered and then added up."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from syncline.transport.work import CombinedWork, Work
 
 
 class SparseBucket(Bucket):
-    """A bucket that sums one sparse gradient over ranks that have different rows of the gradient.
+    """A bucket that sums one sparse gradient over the ranks, which have different rows of the gradient.
 
-    Each rank contributes the rows that it used. Every rank receives all rows, in rank order, and adds up the rows of
-    one index in that order, so every rank gets the same bits. Traffic grows with the number of used rows, not with the
-    size of the embedding.
+    Each rank contributes the rows that it used. Every rank receives the rows of all ranks, in rank order, and adds up
+    the rows with the same index in that order. So every rank gets the same bits. Traffic grows with the number of used
+    rows, not with the size of the embedding.
 
     Args:
-        plan: a plan with one parameter.
+        plan: the plan of the bucket, which has one parameter.
         parameters: all parameters of the module, by index.
         transport: the transport that sends the rows.
     """
@@ -61,7 +61,7 @@ class SparseBucket(Bucket):
         self._sum = result
 
     def _gather_rows(self) -> None:
-        """Gather the rows of all ranks, whose numbers are known now, and add them up."""
+        """Gather the rows of all ranks, and add them up. The number of rows of each rank is already known."""
         num_rows: list[int] = self._num_rows.tolist()
         parameter, size, num_own = self._parameter, self._transport.size, num_entries(self._own)
         most = max(num_rows)  # every rank sends as many rows as the rank that has the most
@@ -97,7 +97,7 @@ class SparseBucket(Bucket):
         stored_values(self._sum).div_(divisor)
 
     def hand_out(self, skip: frozenset[int], *, any_missing: bool, keeps_tensor: bool = False) -> None:
-        """Set `.grad` to the sum, which has no autograd graph, unless no rank used the parameter."""
+        """Set `.grad` to the sum, unless the parameter is in `skip`. The sum has no autograd graph."""
         if self.plan.parameters[0] not in skip:
             self._parameter.grad = self._sum
         self._own, self._sum = _no_rows(self._parameter), None

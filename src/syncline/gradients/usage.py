@@ -1,6 +1,6 @@
-"""The parameters that get a gradient in a backward, and how often: read from the autograd engine, or learnt once.
+"""The use of parameters in a backward: which parameters get gradients, and how many gradients each one gets.
 
-Three options need this knowledge. With `find_unused_parameters`, the engine reports which parameters a backward
+Three options depend on this. With `find_unused_parameters`, the engine reports which parameters a backward
 reaches. With `skip_all_reduce_unused_params`, the ranks exchange these reports. With `static_graph`, the gradients of
 the first backward are counted (`StaticUsage`). `Usage` combines the three for the reducer.
 """
@@ -22,7 +22,7 @@ from syncline.transport.base import Transport
 
 
 def tensors_in(output: object) -> Iterator[Tensor]:
-    """Yield the tensors in `output`, which may consist of nested lists, tuples, dictionaries and dataclasses.
+    """Yield the tensors in `output`, also those in nested lists, tuples, dictionaries and dataclasses.
 
     Objects of other types are not searched.
 
@@ -45,7 +45,7 @@ def tensors_in(output: object) -> Iterator[Tensor]:
 
 
 def when_backward_reaches(tensor: Tensor, call: Callable[[Any], None]) -> None:
-    """Register `call` to be called when a backward reaches `tensor`, which requires grad.
+    """Register the function `call`, which is called when a backward reaches a tensor that requires grad.
 
     Example:
         >>> import torch
@@ -61,17 +61,17 @@ def when_backward_reaches(tensor: Tensor, call: Callable[[Any], None]) -> None:
 
 
 def when_backward_reaches_any(output: object, call: Callable[[Any], None]) -> None:
-    """Register `call` to be called when a backward reaches any tensor of `output` that requires grad."""
+    """Register the function `call`, which is called for each tensor in `output` that a backward reaches."""
     for tensor in tensors_in(output):
         if tensor.requires_grad:
             when_backward_reaches(tensor, call)
 
 
 def is_accumulating(parameters: Sequence[Tensor]) -> bool:
-    """Return whether the running graph task writes gradients of some of `parameters` to `.grad`.
+    """Return whether the running graph task writes gradients of any of these parameters to `.grad`.
 
-    A task of torch.autograd.grad writes none. A task counts, too, if checkpoints with `use_reentrant=True` run inner
-    tasks in it, and these write the gradients.
+    The result is False for a task of torch.autograd.grad. It is True for a task in which checkpoints with
+    `use_reentrant=True` run inner tasks that write the gradients.
     """
     if reaches_all_leaves():  # a backward without `inputs=`
         return True
@@ -84,9 +84,10 @@ def is_accumulating(parameters: Sequence[Tensor]) -> bool:
 
 
 def accumulation_nodes(parameters: Sequence[Tensor]) -> list[graph.Node]:
-    """Return the graph node that accumulates into `.grad` of each parameter.
+    """Return one graph node per parameter: the node that adds gradients to `.grad` of the parameter.
 
-    The caller must hold the nodes: the engine knows them by identity, and a parameter holds its node weakly.
+    The caller must keep the nodes alive. The engine compares nodes by identity, and a parameter has only a weak
+    reference to its node.
     """
     return [graph.get_gradient_edge(parameter).node for parameter in parameters]
 
@@ -97,7 +98,9 @@ def num_reached(parameters: Sequence[Tensor]) -> int:
 
 
 class StaticUsage:
-    """Numbers of gradients that each parameter gets in one backward. Later backwards must match the first one.
+    """A counter of the gradients that each parameter gets in one backward of a static graph.
+
+    In a later backward, each parameter must get as many gradients as in the first one, or none.
 
     Args:
         num_parameters: the number of parameters.
@@ -105,7 +108,7 @@ class StaticUsage:
 
     def __init__(self, num_parameters: int) -> None:
         self.is_learnt = False
-        """Whether the first backward has ended, so that `expected` is known."""
+        """Whether the first backward has ended, so that `expected` contains its counts."""
         # Hooks refer to these lists, so they are only changed in place.
         self.counts = [0] * num_parameters
         """Number of gradients of each parameter so far in this backward."""
@@ -117,11 +120,11 @@ class StaticUsage:
         self.counts[:] = [0] * len(self.counts)
 
     def has_changed(self) -> bool:
-        """Return whether any parameter got another number of gradients than expected. 0 gradients are allowed."""
+        """Return whether any parameter got more or fewer gradients than expected. It is no change if it got none."""
         return self.is_learnt and self.counts != self.expected and bool(self.changed())
 
     def changed(self) -> list[tuple[int, int, int]]:
-        """Return (index, expected number, actual number) of each parameter whose number of gradients has changed."""
+        """Return (index, expected count, actual count) of each parameter whose count of gradients has changed."""
         return [
             (index, expected, count)
             for index, (expected, count) in enumerate(zip(self.expected, self.counts, strict=True))
@@ -129,18 +132,18 @@ class StaticUsage:
         ]
 
     def learn(self) -> None:
-        """At the end of the first backward, store its counts as those expected of all later backwards."""
+        """Store the counts of the first backward as those expected of all later backwards. Later calls do nothing."""
         if not self.is_learnt:
             self.is_learnt = True
             self.expected[:] = [max(1, count) for count in self.counts]
 
 
 class Usage:
-    """The parameters that a backward uses, as far as the options require this knowledge.
+    """The use of parameters in each backward, which is determined only if the options require it.
 
-    With torch's `skip_all_reduce_unused_params`, torch's class decides on each rank alone which buckets to leave out,
-    and may hang if ranks differ. Here one small collective makes the decision the same on all ranks. It is started when
-    a backward begins, and its result is read only when needed.
+    With `skip_all_reduce_unused_params`, torch's DistributedDataParallel decides on each rank alone which buckets to
+    leave out, and can hang if the decisions differ. Here one small collective makes the decision the same on all ranks.
+    The collective is started when a backward begins, and its result is read only when it is needed.
 
     Args:
         parameters: the parameters whose gradients are reduced.
@@ -150,13 +153,13 @@ class Usage:
 
     def __init__(self, parameters: Sequence[Tensor], transport: Transport, options: GradientOptions) -> None:
         self.static = StaticUsage(len(parameters)) if options.static_graph else None
-        """The counts of a static graph; None without `static_graph`."""
+        """The counter of gradients in a static graph; None without `static_graph`."""
         self.num_ranks_using: Sequence[int] = ()
-        """Number of ranks that used each parameter in the last backward; empty if unused ones are not detected."""
+        """Number of ranks that used each parameter in the last backward; empty without `allow_unused`."""
         self.reads_graph = options.allow_unused and not options.static_graph
-        """Whether the autograd engine is asked, in each backward, which parameters the backward will not reach."""
+        """Whether to ask the autograd engine in each backward which parameters the backward will not reach."""
         self.is_exchanged = options.skip_unused
-        """Whether the ranks exchange their use of parameters when a backward begins."""
+        """Whether the ranks exchange at the beginning of each backward which parameters they use in it."""
         self._parameters = parameters
         self._nodes = accumulation_nodes(parameters if self.reads_graph else ())
         self._message = TailMessage(transport, len(parameters) if self.is_exchanged else 0)
@@ -164,16 +167,16 @@ class Usage:
         self._exchanged: Sequence[float] | None = None
 
     def absent(self) -> frozenset[int]:
-        """Return the indices of the parameters that the backward that begins now will not reach.
+        """Return the indices of the parameters that will get no gradient in the backward that begins now.
 
-        In a backward inside of another one, the engine does not know them all. Then the result is empty.
+        If this backward runs inside another one, the engine cannot find them, and the result is empty.
         """
         if is_inside_another_backward():
             return frozenset()
         return frozenset(index for index, node in enumerate(self._nodes) if not will_execute_node(node))
 
     def exchange(self, now: Set[int], unreduced: Set[int]) -> None:
-        """Start to exchange the use of parameters between the ranks, if the options require it.
+        """Start to exchange which parameters each rank uses, if the options require it.
 
         Args:
             now: indices of the parameters that this rank uses in the present backward.
@@ -184,7 +187,7 @@ class Usage:
             self._message.launch(self._own)
 
     def uses(self, now: Set[int], unreduced: Set[int]) -> list[int]:
-        """Return 1 for each parameter for which this rank has a gradient, and 0 for the others.
+        """Return one flag per parameter: 1 if this rank has a gradient for the parameter, and else 0.
 
         The arguments are those of `exchange`.
         """
@@ -196,7 +199,7 @@ class Usage:
     def is_unused_by_all(self, parameters: Sequence[int]) -> bool:
         """Return whether the exchange has shown that no rank uses any of these parameters.
 
-        Wait for the other ranks only if this rank uses none of them.
+        This method waits for the other ranks only if this rank uses none of these parameters.
         """
         if not self.is_exchanged or any(self._own[index] for index in parameters):
             return False
@@ -204,7 +207,7 @@ class Usage:
         return not any(used[index] for index in parameters)
 
     def wait(self) -> Sequence[float]:
-        """Wait for the exchange, if there is one; return the number of ranks that use each parameter."""
+        """Wait for the exchange, and return the number of ranks that use each parameter. Return () if there is none."""
         if self.is_exchanged and self._exchanged is None:
             self._exchanged = self._message.read()
         return self._exchanged or ()

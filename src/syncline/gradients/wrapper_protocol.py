@@ -1,11 +1,11 @@
 """The interface by which lower layers recognize a wrapper and call it.
 
-`DistributedDataParallel` is above nearly every other layer, so verbs, checkpoints and stopping cannot import it.
-Instead they import its base class, `SynchronizedModule`. They call methods of `replica_of(module)`, which are internal,
-and methods of the module itself, which are public and may be overridden by a subclass.
+`DistributedDataParallel` is above nearly every other layer, so the lower layers cannot import it. These include the
+verbs, the checkpoints, and the code that stops a run. They import its base class `SynchronizedModule` instead. They
+call internal methods of `replica_of(module)`, and public methods of the module itself, which a subclass may override.
 
-A `runtime_checkable` Protocol would compare attribute names only, so any user's module with attributes of these names
-would pass for a wrapper. Therefore a base class is used.
+A `runtime_checkable` Protocol would compare attribute names only. Then any user's module with attributes of these names
+would count as a wrapper. A base class is therefore used.
 """
 
 from __future__ import annotations
@@ -25,42 +25,42 @@ class ReplicaProtocol(Protocol):
 
     @property
     def transport(self) -> Transport:
-        """The transport between the ranks that the module is synchronized over."""
+        """The transport between the ranks that have replicas of the module."""
 
     @property
     def has_sync_state(self) -> bool:
-        """Whether a strategy or a compression has state to save, which `sync_state_dict` of the wrapper returns."""
+        """Whether a strategy or a compression has state to save. The wrapper's `sync_state_dict` returns this state."""
 
     @property
     def is_drifting(self) -> bool:
-        """Whether ranks may step their replicas differently.
+        """Whether replicas are allowed to differ, now or later.
 
-        They may under some strategies, and after `sl.diverge` until the replicas are equal again.
+        This is so under some strategies, and after `sl.diverge` until the replicas are equal again.
         """
 
     @property
     def drift_reason(self) -> str:
-        """The reason why replicas may differ now; an empty string if parameters must be equal on all ranks."""
+        """The reason why replicas are allowed to differ now; an empty string if all parameters must be equal."""
 
     def equal_tensors(self) -> list[tuple[str, Tensor]]:
-        """Return the names and tensors that must now be equal on all ranks according to the contract.
+        """Return the tensors that must now be equal on all ranks according to the contract, each with its name.
 
-        These are the parameters and the buffers that were made equal since the last forward. Under a strategy that lets
-        replicas drift, parameters are included only directly after a parameter sync that makes them equal.
+        These are the parameters, and the buffers if they were made equal after the last forward. Under a strategy that
+        lets replicas drift, parameters are included only directly after a parameter sync that makes them equal.
         """
 
     def refuse_sharded(self, why: str) -> None:
         """Check that the module was wrapped without `sharded=True`.
 
         Args:
-            why: the reason why shards are refused, for the message.
+            why: a clause for the error message, which states why the module must not be sharded.
 
         Raises:
             ValueError: the module was wrapped with `sharded=True`.
         """
 
     def send_stop_vote(self, vote: StopVote, transport: Transport, *, inside_join: bool) -> VoteRoute:
-        """Send a vote on stopping with synchronized backwards, if possible; return the route of the vote.
+        """Let the next synchronized backwards carry a vote on stopping, if possible. Return the route of the vote.
 
         Args:
             vote: the vote of this rank, which also receives the other ranks' votes.
@@ -68,18 +68,18 @@ class ReplicaProtocol(Protocol):
             inside_join: whether the wrapper is inside of `join`.
 
         Raises:
-            SynclineError: ranks cannot wait for each other now (`ParameterServer`, between two rounds).
+            SynclineError: the ranks cannot wait for each other now, because they serve parameters (`ParameterServer`).
         """
 
 
 class SynchronizedModule(ABC):
-    """The base class of modules that Syncline synchronizes, by which lower layers recognize such modules."""
+    """The base class of wrappers, by which lower layers recognize modules that Syncline synchronizes."""
 
     _replica: ReplicaProtocol
 
     @abstractmethod
     def sync_state_dict(self) -> dict[str, Any]:
-        """Return the state of synchronization, which `state_dict` of the module does not contain."""
+        """Return the state of the strategy and the compression, which `state_dict` of the module does not contain."""
 
     @abstractmethod
     def load_sync_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -87,7 +87,9 @@ class SynchronizedModule(ABC):
 
 
 def replica_of(module: object) -> ReplicaProtocol | None:
-    """Return the replica behind one of Syncline's wrappers; None for any other object, such as torch's own wrapper.
+    """Return the replica of one of Syncline's wrappers.
+
+    Returns None for any other object, such as torch's own wrapper.
 
     Example:
         >>> import torch
