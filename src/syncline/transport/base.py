@@ -67,7 +67,7 @@ class Team(NamedTuple):
     """A set of ranks that together hold every shard once. If there are several teams, each team has all shards."""
 
     members: tuple[int, ...]
-    """The ranks of the first team. On ranks of other teams, too, these are the ranks from which to get the shards."""
+    """The ranks of the first team. The value is equal on all ranks, so that all ranks fetch shards from one team."""
     position: int
     """The index of this rank in its own team."""
 
@@ -121,10 +121,9 @@ class Transport(ABC):
         Args:
             tensor: a tensor with the same number of elements on all ranks.
             op: the reduce operation.
-            terms: a number that the engine compares between the ranks, besides the calls. Pass 0 for no such check. If
-                all ranks pass other numbers than 0, a difference between numbers or calls is harmless: `Work.wait`
-                raises `Disagreement` on every rank, and the transport can still be used. Engines whose `sees_calls` is
-                False ignore `terms`.
+            terms: a number that the engine compares between the ranks, together with the call. Pass 0 for no number. If
+                the numbers or the calls differ, and no rank passed 0, `Work.wait` raises `Disagreement` on every rank,
+                and the transport can still be used. Engines whose `sees_calls` is False ignore `terms`.
         """
         self._check_reduction(op, tensor)
         return self._started("all_reduce", tensor, self._start_all_reduce(tensor, op, terms))
@@ -211,11 +210,12 @@ class Transport(ABC):
     def lane(self, purpose: str) -> Transport:
         """Return a lane: a transport between the same ranks, for one purpose. A collective call.
 
-        Calls on different lanes are never matched with each other, so ranks can make them in different orders. All
-        lanes of a transport have the same board, timeout and statistics. A failure on one lane breaks all of them.
-        Closing a lane ends that lane only. Closing the transport closes its lanes.
+        If the engine could mix up different calls on one connection, each lane has its own connection. Calls on
+        different lanes are then never matched with each other, so ranks can make them in different orders. Other
+        engines return the transport itself.
 
-        An engine returns the transport itself if its calls need no separate connections.
+        All lanes of a transport have the same board, timeout and statistics. A failure on one lane breaks all of them.
+        Closing a lane ends that lane only. Closing the transport closes its lanes.
 
         Args:
             purpose: the name of the lane in messages, in one or two words, such as "gradients". It is the same on all
@@ -231,7 +231,7 @@ class Transport(ABC):
 
     @property
     def sees_calls(self) -> bool:
-        """Whether the engine detects that ranks make different calls, and raises an error."""
+        """Whether the engine raises an error if ranks make different calls. Other engines may mix up their data."""
         return False
 
     def rounds_once(self, device: torch.device) -> bool:

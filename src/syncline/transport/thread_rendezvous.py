@@ -88,7 +88,7 @@ class _Common:
     lock: threading.Lock = field(default_factory=threading.Lock)
     failure: Failure | None = None
     gone: dict[int, str] = field(default_factory=dict)
-    """A map from each rank that makes no more calls to the reason."""
+    """The reason for each rank that makes no more calls, by rank."""
     boards: dict[int, Board] = field(default_factory=dict)
     waiting: dict[tuple[int, int], tuple[CallMatcher, Rendezvous]] = field(default_factory=dict)
     """The rendezvous for which each thread of each rank waits now, by rank and thread identifier.

@@ -16,7 +16,7 @@ from syncline.transport.base import Transport
 
 
 class WatchedTransport(Transport):
-    """A transport between processes. Its waits check whether the peers are still alive (see `watched_work.py`).
+    """The base class of transports between processes. Their waits check for failed peers (see `watched_work.py`).
 
     Args:
         health: the object that records failures of the group. All lanes use the same object.

@@ -230,9 +230,9 @@ class LongWait:
         self._next_look = time.monotonic() + self._period_seconds / 2  # half of the period has passed already
         self._seen: dict[int, Place] = {}
         self._signs_of_life: dict[int, tuple[float, float]] = {}
-        """For each rank, the time at which it last published its place, and the time at which this rank first read it.
+        """Two times for each rank: when it last published its place, and when this rank first read that place.
 
-        Each of the two times is by the clock of the rank that acts.
+        The first time is by the clock of the other rank, the second by the clock of this rank.
         """
         self._warned_of: set[int] = set()
 

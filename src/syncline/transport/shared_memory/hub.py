@@ -182,13 +182,13 @@ class Hub:
     def allocate(self, num_bytes: int, purpose: str) -> SharedMemory:
         """Create shared memory of zeros, and map it on all ranks; a collective call.
 
-            Args:
-                num_bytes: the size of the memory, which is the same on all ranks. It is rounded up to whole pages.
-                purpose: the use of the memory, for error messages.
+        Args:
+            num_bytes: the size of the memory, which is the same on all ranks. It is rounded up to whole pages.
+            purpose: the use of the memory, for error messages.
 
-            Raises:
-                SharedMemoryUnavailable: there is not enough memory. All ranks raise this error.
-        SynclineError: the connection to another rank failed, for instance because its process has ended.
+        Raises:
+            SharedMemoryUnavailable: there is not enough memory. All ranks raise this error.
+            SynclineError: the connection to another rank failed, for instance because its process has ended.
         """
         num_bytes = -(-num_bytes // _PAGE_BYTES) * _PAGE_BYTES
         try:
@@ -318,8 +318,8 @@ def _raise_if_any(problem: str, troubles: list[str]) -> None:
 def store_exchange(store: Any, rank: int, size: int, timeout_seconds: float) -> Exchange:
     """Return a function that gathers the bytes of all ranks through a store.
 
-    The returned function is collective, and every call of it uses new keys. All ranks of the store must call
-    `store_exchange` the same number of times.
+    The returned function is collective, and every call of it uses new keys. All ranks that use the store must call
+    `store_exchange` equally often.
 
     Args:
         store: a store that all ranks can reach.

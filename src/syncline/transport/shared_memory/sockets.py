@@ -22,7 +22,7 @@ from syncline.liveness.processes import RankProcess
 
 
 class Peers:
-    """The processes of the other ranks, which this object watches for their end.
+    """A watcher of the processes of the other ranks, which reports the processes that have ended.
 
     A process is identified by its number (pid) and its start time, because the kernel can reuse the number. If `/proc`
     does not show the start time, an open process descriptor (pidfd) identifies the process instead.

@@ -60,8 +60,8 @@ class SharedMemoryTransport(WatchedTransport):
         beneath: the transport over which the ranks connected. It handles the tensors that are not on the CPU. Pass None
             if the ranks connected over a store.
         store: the store over which the ranks connected. Pass None if there is a transport beneath.
-        numbers: for each rank, the number by which errors name it. Pass None if errors number the ranks from 0, and
-            other numbers if `health` belongs to a larger group.
+        numbers: for each rank, its number in the larger group to which `health` belongs. Errors name the ranks by these
+            numbers. Pass None if `health` belongs to this group.
     """
 
     def __init__(

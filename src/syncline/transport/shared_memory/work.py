@@ -110,7 +110,7 @@ class SharedMemoryWork(WatchedWork):
             raise self._ended_by(outcome)
         self._end()
         if outcome == Outcome.DISAGREED:
-            raise Disagreement(f"{self}: another rank passed other terms, or made a different call")
+            raise Disagreement(f"{self}: the ranks made different calls, or passed different `terms`")
         return True
 
     def _ended_by(self, outcome: int) -> SynclineError:
