@@ -304,7 +304,7 @@ def test_a_limit_of_the_system_is_an_error_on_all_ranks_and_the_group_goes_on() 
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     text = str(caught.value)
-    assert text.startswith("there is no shared memory for 2097152 elements of torch.float32:\nrank 0: ")
+    assert text.startswith("cannot allocate shared memory for 2097152 elements of torch.float32:\nrank 0: ")
     assert "File too large" in text
     assert_same_on_all_ranks(text)
     tensor = t.allocate(2**21, torch.float32, CPU)

@@ -101,7 +101,7 @@ def test_a_fault_that_cannot_happen_is_refused() -> None:
     with pytest.raises(ValueError, match=r"operation to be one of all_reduce, .*; got 'allreduce'"):
         Fault(rank=0, operation="allreduce")
     with pytest.raises(
-        ValueError, match="error to be one of lost, timeout, raise or an exception; got 'gone'"
+        ValueError, match="error to be one of lost, timeout, raise, or an exception object; got 'gone'"
     ):
         Fault(rank=0, operation="barrier", error="gone")  # type: ignore[arg-type]
 

@@ -283,7 +283,7 @@ def test_an_old_abort_is_forgotten_when_the_group_is_made_again(late: int) -> No
 def test_a_transport_over_a_subgroup_speaks_of_its_own_ranks() -> None:
     group = dist.new_group([2, 0])
     if dist.get_rank() == 1:
-        with pytest.raises(ValueError, match="expected a process group that this process is in"):
+        with pytest.raises(ValueError, match="expected a process group of which this process is a member"):
             C10dTransport(group)
         return
     t = C10dTransport(group)

@@ -176,7 +176,7 @@ def test_a_rank_that_has_returned_is_lost_at_once() -> None:
         if t.rank == 2:
             return "early"
         with pytest.raises(
-            UnevenInputs, match="needs rank 2, which makes no more calls: its function has returned"
+            UnevenInputs, match="needs rank 2, which makes no more calls, because its function has returned"
         ):
             t.barrier().wait()
         return "late"
@@ -205,7 +205,7 @@ def test_a_closed_transport_is_lost_for_its_peers() -> None:
         t.barrier().wait()
 
     own, peer = errors_of(2, program)
-    assert "its transport was closed" in str(own)
+    assert "it had already closed its transport" in str(own)
     assert type(peer) is UnevenInputs
 
 
@@ -300,7 +300,7 @@ def test_a_result_that_cannot_be_computed_is_an_error_on_all_ranks(monkeypatch: 
 def test_sizes_and_ranks_are_checked() -> None:
     with pytest.raises(ValueError, match="at least 1 rank, got 0"):
         ThreadGroup(0)
-    with pytest.raises(ValueError, match="rank between 0 and 1, got 2"):
+    with pytest.raises(ValueError, match="a rank from 0 to 1; got 2"):
         ThreadGroup(2).transport(2)
     with pytest.raises(ValueError, match="finite timeout"):
         ThreadGroup(2, timeout_seconds=0.0)

@@ -1,18 +1,18 @@
-"""Transports: a few operations on flat tensors, each of which returns a `Work`. The engines are interchangeable.
+"""Transports: interchangeable engines that move and reduce flat tensors. Each operation returns a `Work`.
 
 Imports: errors, words, user_code, _torch, liveness.
 
 agreement.py          check that all ranks are about to make the same call, before any data is sent
-base.py               Transport: final public methods; engines implement `_start_*`
+base.py               the class Transport: final public methods; engines implement `_start_*`
 c10d.py               engine: any torch.distributed process group
 c10d_groups.py        process groups: options of their calls, creation, destruction, dtypes
-c10d_work.py          an operation of a process group: waiting, and conversion of errors
+c10d_work.py          an operation of a process group: the wait for it, and its errors
 caller_lock.py        a lock that lets one thread of a rank use a transport at a time
 faulty.py             engine: fails on purpose, for tests
 hierarchy.py          engine: shared memory within each host, Gloo between hosts
 hosts.py              which rank is on which host, and the shared memory within each host
 phases.py             operations that consist of several phases, and how they advance
-statistics.py         counts, and the bytes that each operation sends: pure functions of sizes
+statistics.py         counts of operations, bytes and waiting time, and the bytes that each operation sends
 thread_rendezvous.py  the calls of ranks that are threads, and how they are matched
 threads.py            engine: ranks as threads of one process
 watched.py            the base of engines whose ranks are processes: health, lanes, close

@@ -1,12 +1,11 @@
-"""Agreement: a check that all ranks are about to make the same call, before any data is sent.
+"""A check that all ranks are about to make the same call, before any data is sent.
 
-Each rank describes its call in lines of text. The ranks exchange one small record each, which contains a fingerprint of
-these lines and has the same size for every call. If the fingerprints differ, the ranks exchange the lines, and all
-ranks raise an error that shows the difference.
+Each rank describes its call in a title and lines of text. Each rank sends a small record to all ranks. The record
+contains a fingerprint (a hash) of the description, and has the same size for every call. If the fingerprints differ,
+the ranks exchange the full descriptions, and all ranks raise an error that shows the difference.
 
-So an error names the ranks that are at different places of the program: for instance, one rank averages a metric, and
-another rank broadcasts a module. Without this check, an engine would only see two sizes that do not match, and Gloo
-would end the process.
+Suppose that one rank averages a metric while another rank broadcasts a module. With this check, the error names the two
+ranks and their calls. Without it, an engine would only see two sizes that do not match, and Gloo would end the process.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ from syncline.user_code import called_in, user_code
 from syncline.words import DEFAULT_REMEDY, describe_difference, refusal_of
 
 PAYLOAD_BYTES = 72
-"""Size of the payload in a record."""
+"""The number of payload bytes in each record."""
 
 _DIGEST_BYTES = 32
 
@@ -40,11 +39,14 @@ _ONE_THREAD = (
 )
 
 _TERMS = 1
-"""The terms of the collective that gathers the records. They are constant, because the records are compared."""
+"""The `terms` (see `Transport.all_reduce`) of the collective that gathers the records.
+
+They are constant, because `exchange` itself compares the records.
+"""
 
 
 def fingerprint(title: str, lines: Sequence[str]) -> bytes:
-    """Return the hash by which ranks compare a title and lines."""
+    """Return the hash of a title and lines. Ranks compare this hash instead of the texts."""
     return hashlib.sha256(json.dumps([title, list(lines)]).encode()).digest()
 
 
@@ -59,27 +61,30 @@ def exchange(
     digest: bytes | None = None,
     refusal: str | None = None,
 ) -> list[bytes]:
-    """Check that all ranks agree, and gather a small payload in the same collective.
+    """Check that all ranks pass the same title and lines, and gather a small payload in the same collective.
 
     Args:
         transport: a transport between the ranks that have to agree.
-        title: the name of the call, or the subject of the agreement.
-        lines: the description of the call on this rank.
-        payload: up to 72 bytes for the other ranks.
-        fault: an error on this rank. This rank takes part nevertheless, because its peers wait. Then all ranks raise.
-        remedy: what users should do if the ranks do not agree.
-        digest: the `fingerprint` of title and lines, if the caller knows it already.
-        refusal: words that explain a fault, shown after the title. None means "refused, nothing was sent", or "failed"
-            if the fault was raised by a function that Syncline called for the user (see `calling`).
+        title: the name of the call, or of the thing that must be equal on all ranks.
+        lines: this rank's description of the call. It must be the same on all ranks.
+        payload: up to 72 bytes that this rank sends to the other ranks.
+        fault: an error that prevents the call on this rank. The other ranks wait for this rank, so it has to take part
+            in the exchange nevertheless. Then all ranks raise an error. Pass None if there is no such error.
+        remedy: the sentence of the error that says what to do if the descriptions differ.
+        digest: the `fingerprint` of title and lines. Pass None to compute it here.
+        refusal: the words after the title in the error about a fault. Pass None for the default: "failed" if the fault
+            was raised by a function that Syncline called for the user (see `calling`), else "refused, nothing was
+            sent".
 
     Returns:
         The payloads of all ranks in rank order, each padded with zeros to 72 bytes.
 
     Raises:
-        CollectiveMismatch: the ranks gave different titles, so they are at different places of the program.
-        ContractMismatch: the lines differ.
-        TypeError, ValueError, SynclineError: some ranks gave a fault. The error has the class of the fault if that is
-            TypeError or ValueError, else SynclineError. The text is the same on every rank.
+        CollectiveMismatch: the titles differ, so the ranks are at different places of the program.
+        ContractMismatch: the titles are equal, but the lines differ.
+        TypeError, ValueError, SynclineError: at least one rank passed a fault. All ranks raise the same class and text:
+            a TypeError if all faults are TypeErrors, a ValueError if all are TypeErrors or ValueErrors, else a
+            SynclineError.
     """
     assert len(payload) <= PAYLOAD_BYTES
     if transport.turn.caller:
@@ -118,7 +123,7 @@ def _raise_difference(
     remedy: str,
     refusal: str | None,
 ) -> NoReturn:
-    """Exchange the full descriptions, and raise the same error on every rank."""
+    """Exchange the full descriptions of the calls, and raise the same error about them on every rank."""
     reason = None if fault is None else [type(fault).__name__, str(fault), called_in(fault)]
     place = Place.of(transport.board, code=user_code(sys._getframe()))
     mine = json.dumps([title, list(lines), reason, remedy, refusal, str(place)]).encode()
@@ -138,18 +143,19 @@ def _raise_difference(
 
 
 def agree(transport: Transport, title: str, lines: Sequence[str], *, remedy: str = DEFAULT_REMEDY) -> None:
-    """Check that all ranks give the same lines; a collective call that blocks.
+    """Check that all ranks pass the same title and lines; a collective call that blocks.
 
-    If the lines are equal, this takes one all_gather of 105 bytes per rank. Only different lines are exchanged.
+    The ranks exchange only a hash, in one all_gather of 105 bytes per rank. If the hashes differ, they also exchange
+    the lines.
 
     Args:
         transport: a transport between the ranks that have to agree.
-        title: the subject of the agreement. The ranks compare the title as well.
-        lines: the lines of this rank (see `describe_difference`).
-        remedy: what users should do if the ranks do not agree. It is the last line of the error.
+        title: the name of the thing that must be equal on all ranks.
+        lines: this rank's description of that thing (for the format, see `describe_difference`).
+        remedy: the last line of the error, which says what to do if the lines differ.
 
     Raises:
-        ContractMismatch: the lines differ. The text is the same on every rank.
+        ContractMismatch: the lines differ. The error has the same text on every rank.
         CollectiveMismatch: the titles differ, so the ranks are at different places of the program.
 
     Example:
@@ -162,10 +168,10 @@ def agree(transport: Transport, title: str, lines: Sequence[str], *, remedy: str
 
 
 def gather_rows(transport: Transport, row: Tensor) -> list[Tensor]:
-    """Return every rank's `row` in rank order, on the CPU; a collective call that blocks.
+    """Return the rows of all ranks in rank order, on the CPU; a collective call that blocks.
 
     Args:
-        row: (numel,), on the CPU, with the same number of elements and the same dtype on all ranks.
+        row: a tensor of shape (numel,) on the CPU, with the same numel and dtype on all ranks.
     """
     if transport.size == 1 or not row.numel():
         return [row] * transport.size
@@ -175,12 +181,13 @@ def gather_rows(transport: Transport, row: Tensor) -> list[Tensor]:
 def describe_tensors(
     named: Iterable[tuple[str, Tensor]], kind: str = "parameter", *, layout: bool = True
 ) -> list[str]:
-    """Return a line of text that describes each tensor, to pass to `agree`.
+    """Return one line of text per tensor. The lines can be passed to `agree`.
 
     Args:
-        named: names and tensors.
-        kind: the kind of tensor, which is the first word of each line.
-        layout: whether the lines contain strides and requires_grad, which may differ if only values are sent.
+        named: pairs of a name and a tensor.
+        kind: the first word of each line.
+        layout: whether the lines contain strides and requires_grad. Pass False for calls that only send values, because
+            these properties can then differ between ranks.
 
     Example:
         >>> describe_tensors([("weight", torch.zeros(2, 3))], kind="buffer")
@@ -198,9 +205,10 @@ def describe_tensors(
 
 
 class _DeviceLabels(dict[torch.device, str]):
-    """Names of devices that are equal on ranks with different devices: cuda:0 on rank 0, cuda:1 on rank 1.
+    """A map from devices to labels that ranks can compare, although each rank uses a different device.
 
-    The devices of one type are numbered in the order of their first use.
+    The first device of each type that is looked up gets the type as its label. So the label is "cuda" both for cuda:0
+    on rank 0 and for cuda:1 on rank 1. Other devices of that type get a label with a number.
     """
 
     def __missing__(self, device: torch.device) -> str:

@@ -1,13 +1,13 @@
 """The transport contract: operations on flat tensors, each of which returns a `Work`.
 
-Strategies, buckets and verbs do not depend on the engine. An engine implements the `_start_*` methods. The public
-methods here are final and the same for every engine: they check the arguments, count the bytes and measure the time
-spent waiting.
+An engine is a subclass of `Transport` that implements the `_start_*` methods. Strategies, buckets and verbs do not
+depend on the engine. The public methods of `Transport` are final and the same for every engine: they check the
+arguments, count the bytes and measure the time spent waiting.
 
-Ranks are numbered within the transport's own group, from 0 to `size - 1`. All tensors are dense and contiguous. They
-belong to the transport from the call until `Work.wait` has returned. All ranks must start the operations of one
-transport in the same order; they may wait for them in any order. Calls whose order differs between ranks need separate
-lanes (see `Transport.lane`), and so do calls whose sizes must never be mixed up.
+Ranks are numbered within the transport's own group, from 0 to `size - 1`. All tensors are dense and contiguous. The
+caller must not use a tensor between the call that starts the operation and the return of `Work.wait`. All ranks must
+start the operations of one transport in the same order, but each rank can wait for them in any order. If ranks start
+some calls in different orders, these calls need separate lanes (see `Transport.lane`).
 """
 
 from __future__ import annotations
@@ -39,16 +39,18 @@ _REDUCIBLE: dict[torch.dtype, tuple[str, ...]] = {
     **dict.fromkeys((torch.complex64, torch.complex128), ("sum", "mean")),
     torch.bool: ("max", "min"),
 }
-"""The dtypes that every engine can reduce, and by which operations. Engines move other dtypes only unchanged."""
+"""The dtypes that every engine can reduce, each with its operations. Engines only copy tensors of other dtypes."""
 
 
 def reductions_of(dtype: torch.dtype) -> tuple[str, ...]:
-    """Return the operations by which every engine can reduce tensors of a dtype; empty if there are none."""
+    """Return the reduce operations that every engine supports for a dtype. If there are none, return ()."""
     return _REDUCIBLE.get(dtype, ())
 
 
 def unknown_op(op: object) -> ValueError:
-    """Return the error for an unknown `op`. For an operation of torch, the text names the equivalent here.
+    """Return the error for an `op` that is not a reduce operation of Syncline.
+
+    If `op` is a `torch.distributed.ReduceOp`, the error names the equivalent string.
 
     Example:
         >>> unknown_op("median").args[0][:26], unknown_op(torch.distributed.ReduceOp.AVG).args[0][-28:]
@@ -62,16 +64,16 @@ def unknown_op(op: object) -> ValueError:
 
 
 class Team(NamedTuple):
-    """A set of ranks that together hold every shard exactly once. If there are several teams, each has a full copy."""
+    """A set of ranks that together hold every shard once. If there are several teams, each team has all shards."""
 
     members: tuple[int, ...]
-    """The ranks of the first team, also on ranks of other teams, so that all ranks can get the shards from there."""
+    """The ranks of the first team. The value is equal on all ranks, so that all ranks fetch shards from one team."""
     position: int
     """The index of this rank in its own team."""
 
     @property
     def size(self) -> int:
-        """The number of ranks in a team."""
+        """The number of ranks in each team."""
         return len(self.members)
 
 
@@ -82,27 +84,28 @@ class Transport(ABC):
         rank: this rank, 0 to `size - 1`.
         size: number of ranks.
         timeout_seconds: how long a `wait` blocks before it raises `CollectiveTimeout`.
-        board: the board of a transport of which the new transport is a part; None for a new board.
+        board: the object that records where in the program this rank is. Pass the board of the larger transport if the
+            new transport is a part of it. Pass None to create a new board.
     """
 
     def __init__(self, *, rank: int, size: int, timeout_seconds: float, board: Board | None = None) -> None:
         if not 0 <= rank < size:
-            raise ValueError(f"expected a rank from 0 to size - 1, got rank {rank} of size {size}")
+            raise ValueError(f"expected a rank from 0 to size - 1; got rank {rank} and size {size}")
         if not 0 < timeout_seconds < float("inf"):
             raise ValueError(f"expected a finite timeout_seconds above 0, got {timeout_seconds}")
         self.rank = rank
         self.size = size
         self.timeout_seconds = timeout_seconds
         self.board = Board() if board is None else board
-        """The position of this rank in the program, which users of the transport write. All lanes use one board."""
+        """The record of where in the program this rank is, updated by users of the transport. All lanes use it."""
         self.turn = Turn()
-        """A lock that a thread holds while its call runs several operations."""
+        """The lock that a thread holds during a call that consists of several operations."""
         self._counts = Counts()
         self._common_lanes: dict[str, Transport] = {}
         self._num_lanes_for: Counter[str] = Counter()
 
     def __copy__(self) -> Self:
-        """Return a copy for a lane. The copy has the same objects as this transport, except for a new `turn`."""
+        """Return a shallow copy of this transport, to be used as a lane. Only `turn` is a new object."""
         lane = object.__new__(type(self))
         lane.__dict__.update(self.__dict__)
         lane.turn = self.turn.again()
@@ -111,50 +114,54 @@ class Transport(ABC):
     # ------------------------------------------------------------------ operations for users of a transport
 
     def all_reduce(self, tensor: Tensor, op: ReduceOp = "sum", *, terms: int = 0) -> Work:
-        """Reduce `tensor` over all ranks, in place. Every rank gets the same bits.
+        """Reduce `tensor` over all ranks, in place. All ranks get bitwise equal results.
 
-        The "mean" of integers raises, because its rounding would depend on the engine.
+        An `op` of "mean" raises ValueError for integers, because the rounding would depend on the engine.
 
         Args:
             tensor: a tensor with the same number of elements on all ranks.
-            op: the reduction.
-            terms: a number that the ranks compare, or 0 to compare nothing. If the terms or the calls differ, and all
-                ranks gave terms, `Work.wait` raises `Disagreement` on every rank, and the transport can still be used.
-                Engines whose `sees_calls` is False ignore the terms.
+            op: the reduce operation.
+            terms: a number that the engine compares between the ranks, together with the call. Pass 0 for no number. If
+                the numbers or the calls differ, and no rank passed 0, `Work.wait` raises `Disagreement` on every rank,
+                and the transport can still be used. Engines whose `sees_calls` is False ignore `terms`.
         """
         self._check_reduction(op, tensor)
         return self._started("all_reduce", tensor, self._start_all_reduce(tensor, op, terms))
 
     def reduce_scatter(self, output: Tensor, input: Tensor, op: ReduceOp = "sum") -> Work:
-        """Reduce `input` (size * n elements) over all ranks, and write the r-th part to rank r's `output` (n)."""
+        """Reduce `input` over all ranks, and write one part of the result to `output` on each rank.
+
+        `input` has size * n elements. Rank r gets elements r * n to (r + 1) * n in its `output`, which has n elements.
+        """
         self._check_reduction(op, input)
         self._check_parts("reduce_scatter", whole=input, part=output)
         return self._started("reduce_scatter", input, self._start_reduce_scatter(output, input, op))
 
     def reduce_spans(self, tensor: Tensor, bounds: Sequence[int], op: ReduceOp = "sum") -> Work:
-        """Reduce `tensor` over all ranks, in place; member p of each team gets elements `bounds[p]` to `bounds[p + 1]`.
+        """Reduce `tensor` over all ranks, so that each rank has the result in its own span of the tensor.
 
-        All other elements of the tensor are undefined afterwards.
+        Usually all ranks are one team (see `team`). Member p of each team gets the reduced elements from `bounds[p]`
+        up to `bounds[p + 1]`. All other elements of the tensor are undefined afterwards.
 
         Args:
-            tensor: a flat tensor with the same number of elements on all ranks.
-            bounds: offsets that do not decrease, from 0 to the number of elements, the same on all ranks. There is one
-                offset more than a team has members. (Usually all ranks are one team, see `team`.)
-            op: the reduction.
+            tensor: a flat tensor with the same number of elements on all ranks. It is reduced in place.
+            bounds: the offsets at which the spans begin and end, in ascending order from 0 to the number of elements.
+                They are the same on all ranks. There is one offset more than a team has members.
+            op: the reduce operation.
         """
         self._check_reduction(op, tensor)
         num_bounds, numel = self.team(tensor.device).size + 1, tensor.numel()
         is_ascending = list(bounds) == sorted(bounds)
         if not is_ascending or len(bounds) != num_bounds or (bounds[0], bounds[-1]) != (0, numel):
             raise ValueError(
-                f"expected {num_bounds} bounds that do not decrease, from 0 to {numel}, got {list(bounds)}"
+                f"expected {num_bounds} bounds in ascending order, from 0 to {numel}; got {list(bounds)}"
             )
         return self._started("reduce_spans", tensor, self._start_reduce_spans(tensor, bounds, op))
 
     def all_gather(self, output: Tensor, input: Tensor, *, terms: int = 0) -> Work:
-        """Gather every rank's `input` (n elements) into `output` (size * n elements), in rank order.
+        """Gather the `input` of every rank into `output`, in rank order.
 
-        For `terms`, see `all_reduce`.
+        `input` has n elements, and `output` has size * n elements. For `terms`, see `all_reduce`.
         """
         self._check_parts("all_gather", whole=output, part=input)
         return self._started("all_gather", output, self._start_all_gather(output, input, terms))
@@ -166,23 +173,26 @@ class Transport(ABC):
         return self._started("broadcast", tensor, self._start_broadcast(tensor, src))
 
     def send(self, tensor: Tensor, dst: int) -> Work:
-        """Send `tensor` to rank `dst`, which must call `recv`. Messages between two ranks keep their order."""
+        """Send `tensor` to rank `dst`, which must call `recv`. Messages from one rank to another arrive in order."""
         self._check_peer("dst", dst)
         self._check_flat(tensor)
         return self._started("send", tensor, self._start_send(tensor, dst))
 
     def recv(self, tensor: Tensor, src: int) -> Work:
-        """Receive a tensor from rank `src` into `tensor`. Number of elements and dtype must be equal on both ranks."""
+        """Receive a tensor from rank `src` into `tensor`. Both tensors need the same dtype and number of elements."""
         self._check_peer("src", src)
         self._check_flat(tensor)
         return self._started("recv", tensor, self._start_recv(tensor, src))
 
     def barrier(self) -> Work:
-        """Start a barrier, which is complete when every rank has called it."""
+        """Start a barrier. The barrier is complete once every rank has called this method."""
         return self._started("barrier", None, self._start_barrier())
 
     def all_gather_bytes(self, payload: bytes) -> list[bytes]:
-        """Return every rank's `payload` in rank order; lengths may differ. The call blocks, and is for control data."""
+        """Return the payloads of all ranks, in rank order; a collective call that blocks.
+
+        The payloads can have different lengths. Use this method for small control data only.
+        """
         if self.size == 1:
             return [payload]
         lengths = gather_tensor(self, torch.tensor([len(payload)])).flatten().tolist()
@@ -194,67 +204,76 @@ class Transport(ABC):
         return [bytes(row[:length].tolist()) for row, length in zip(rows, lengths, strict=True)]
 
     def statistics(self) -> Statistics:
-        """Return the statistics of this rank since the transport was created, over all lanes."""
+        """Return this rank's counts of calls, bytes and waiting time on all lanes, since the transport was created."""
         return Statistics(**dataclasses.asdict(self._counts))
 
     def lane(self, purpose: str) -> Transport:
-        """Return a transport between the same ranks for one purpose; by default this transport itself.
+        """Return a lane: a transport between the same ranks, for one purpose. A collective call.
 
-        If an engine mixes up different calls on one connection, each lane has a separate connection. Calls on different
-        lanes then need no common order and are never matched with each other. All lanes of a transport have the same
-        board, timeout and statistics. A failure on one lane breaks all of them. Closing a lane ends that lane only.
-        Closing the transport closes its lanes. A collective call: every rank must make it, with the same purpose.
+        If the engine could mix up different calls on one connection, each lane has its own connection. Calls on
+        different lanes are then never matched with each other, so ranks can make them in different orders. Other
+        engines return the transport itself.
+
+        All lanes of a transport have the same board, timeout and statistics. A failure on one lane breaks all of them.
+        Closing a lane ends that lane only. Closing the transport closes its lanes.
 
         Args:
-            purpose: one or two words for messages, such as "gradients".
+            purpose: the name of the lane in messages, in one or two words, such as "gradients". It is the same on all
+                ranks.
         """
         return self
 
     def common_lane(self, purpose: str) -> Transport:
-        """Return the lane that all callers with the same `purpose` use. The first call for a purpose is collective."""
+        """Return the lane for `purpose`, which is created once. The first call for a purpose is collective."""
         if purpose not in self._common_lanes:
             self._common_lanes[purpose] = self.lane(purpose)
         return self._common_lanes[purpose]
 
     @property
     def sees_calls(self) -> bool:
-        """Whether the engine raises if ranks make different calls, instead of mixing up their data."""
+        """Whether the engine raises an error if ranks make different calls. Other engines may mix up their data."""
         return False
 
     def rounds_once(self, device: torch.device) -> bool:
-        """Return whether 16-bit floats on a device are summed in fp32 and rounded once. All ranks return the same."""
+        """Return whether fp16 and bf16 tensors on `device` are summed in fp32 and rounded once.
+
+        The result is the same on all ranks.
+        """
         return False
 
     @property
     def reduces_in_place(self) -> bool:
-        """Whether tensors in memory that `allocate` returns are reduced faster than other tensors."""
+        """Whether the engine reduces tensors from `allocate` faster than other tensors."""
         return False
 
     def allocate(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Return a flat tensor of zeros, in the memory that this engine reduces fastest.
+        """Return a flat tensor of zeros, in the memory that this engine reduces fastest; a collective call.
 
-        A collective call: every rank must make it, with the same arguments. Pass the tensor itself to an operation,
-        not a view of it. All lanes of this transport can use the tensor.
+        All ranks must pass the same arguments. Reductions are fast only if they get the tensor itself, not a view of it
+        (but see `narrow`). All lanes of this transport can use the tensor.
         """
         return torch.zeros(numel, dtype=dtype, device=device)
 
     def narrow(self, tensor: Tensor, numel: int) -> Tensor:
-        """Return the first `numel` elements of a tensor from `allocate`. They are reduced as fast as the whole tensor.
+        """Return a view of the first `numel` elements of a tensor from `allocate`.
 
-        `numel` must be the same on all ranks.
+        The view is reduced as fast as the whole tensor. `numel` must be the same on all ranks.
         """
         return tensor[:numel]
 
     def allocate_shared(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor | None:
-        """Return a flat tensor of zeros in memory that all members of a team share; None without shared memory.
+        """Return a flat tensor of zeros in memory that all members of a team have mapped; a collective call.
 
-        A collective call: every rank must make it, with the same arguments. All members see what one member writes.
-        The callers must order their reads and writes by `barrier`.
+        All ranks must pass the same arguments. A value that one member writes is visible to all members. Callers must
+        call `barrier` between a write and the reads of other members. Returns None if this engine has no shared memory.
         """
         return None
 
     def team(self, device: torch.device) -> Team:
-        """Return the team that divides sharded state: all ranks, or the ranks of each host if each host has a copy."""
+        """Return the team of this rank, whose members hold one shard each of the sharded state.
+
+        All ranks are one team, unless each host holds a full copy. Then the ranks of each host are a team.
+        """
         return Team(tuple(range(self.size)), self.rank)
 
     # ------------------------------------------------------------------ methods that an engine implements
@@ -262,11 +281,11 @@ class Transport(ABC):
     @property
     @abstractmethod
     def name(self) -> str:
-        """The name of the engine in the contract: "gloo", "threads", ..."""
+        """The name of the engine, as the contract shows it, such as "gloo" or "threads"."""
 
     @property
     def group(self) -> ProcessGroup | None:
-        """The process group of torch with the same ranks; None if there is none."""
+        """The process group of torch with the same ranks. The value is None if there is no such group."""
         return None
 
     @property
@@ -275,26 +294,32 @@ class Transport(ABC):
         return torch.device("cpu")
 
     def sending_device(self, device: torch.device) -> torch.device:
-        """Return the device to send tensors of `device` from: `device`, or `control_device` for tensors on the CPU."""
+        """Return the device to which a tensor on `device` must be copied before it is sent.
+
+        The result is `control_device` for tensors on the CPU, else `device` itself.
+        """
         return self.control_device if device.type == "cpu" else device
 
     @abstractmethod
     def split(self, color: int | None) -> Transport | None:
-        """Return a transport between the ranks that gave the same `color`, in rank order; None if `color` is None.
+        """Return a transport between the ranks that pass the same `color`; a collective call.
 
-        A collective call: every rank must make it.
+        The ranks keep their order and are numbered from 0. Returns None on ranks whose `color` is None.
         """
 
     def leave(self) -> None:  # noqa: B027  (an engine without peers has nothing to do)
-        """Publish that this rank makes no more calls. Peers that wait for this rank raise `UnevenInputs`."""
+        """Publish to the other ranks that this rank makes no more calls.
+
+        On engines between processes, waits for this rank then raise `UnevenInputs`. By default, nothing is published.
+        """
 
     @abstractmethod
     def abort(self, reason: str) -> None:
-        """Make every wait and every later operation raise, on all ranks that can be reached."""
+        """End the group: every wait and every later operation raises an error with `reason`, on all reachable ranks."""
 
     @abstractmethod
     def close(self) -> None:
-        """Release the transport's resources. This is no collective call. A second call has no effect."""
+        """Release the resources of this transport. The call is not collective. A second call has no effect."""
 
     @abstractmethod
     def _start_all_reduce(self, tensor: Tensor, op: ReduceOp, terms: int = 0) -> Work: ...
@@ -303,7 +328,10 @@ class Transport(ABC):
     def _start_reduce_scatter(self, output: Tensor, input: Tensor, op: ReduceOp) -> Work: ...
 
     def _start_reduce_spans(self, tensor: Tensor, bounds: Sequence[int], op: ReduceOp) -> Work:
-        """Start a reduce_scatter if all spans have the same length, else an all_reduce. Engines may override this."""
+        """Start a reduce_scatter if all spans have the same length, else an all_reduce.
+
+        Engines that reduce spans of different lengths faster override this method.
+        """
         each, rest = divmod(tensor.numel(), self.size)
         if rest or any(bounds[rank] != rank * each for rank in range(self.size)):
             return self._start_all_reduce(tensor, op)
@@ -332,7 +360,7 @@ class Transport(ABC):
     # ------------------------------------------------------------------ checks and counters
 
     def _next_lane_name(self, purpose: str) -> str:
-        """Return a new name for a lane, for messages: "gradients", then "gradients 2" for the same purpose."""
+        """Return a new lane name for messages: "gradients" for the first lane of a purpose, then "gradients 2"."""
         self._num_lanes_for[purpose] += 1
         nth = self._num_lanes_for[purpose]
         return purpose if nth == 1 else f"{purpose} {nth}"
@@ -349,8 +377,8 @@ class Transport(ABC):
     def _check_flat(self, tensor: Tensor) -> None:
         if not tensor.is_contiguous():
             raise ValueError(
-                f"expected a contiguous tensor, got shape {tuple(tensor.shape)} with strides "
-                f"{tensor.stride()}: pass tensor.contiguous() or its flat storage"
+                f"expected a contiguous tensor; got a tensor of shape {tuple(tensor.shape)} with strides "
+                f"{tensor.stride()}. Pass tensor.contiguous()"
             )
 
     def _check_reduction(self, op: str, tensor: Tensor) -> None:
@@ -362,37 +390,38 @@ class Transport(ABC):
         possible = reductions_of(tensor.dtype)
         if op not in possible:
             hint = (
-                f"use one of {', '.join(possible)}, or convert the tensor to another dtype first"
+                f"Use one of {', '.join(possible)}, or convert the tensor to another dtype"
                 if possible
-                else "convert the tensor to a dtype that can be reduced first"
+                else "This dtype cannot be reduced at all. Convert the tensor to another dtype"
             )
-            raise ValueError(f"op={op!r} is not defined for {tensor.dtype}: {hint}")
+            raise ValueError(f"op={op!r} is not defined for {tensor.dtype}. {hint}")
 
     def _check_parts(self, operation: str, *, whole: Tensor, part: Tensor) -> None:
         self._check_flat(whole)
         self._check_flat(part)
         if whole.dtype != part.dtype or whole.numel() != part.numel() * self.size:
             raise ValueError(
-                f"{operation} on {self.size} ranks: expected a whole of {self.size} x {part.numel()} elements of "
-                f"{part.dtype}, got {whole.numel()} elements of {whole.dtype}"
+                f"{operation} on {self.size} ranks: for a part of {part.numel()} elements of {part.dtype}, expected a "
+                f"whole of {self.size} x {part.numel()} elements; got {whole.numel()} elements of {whole.dtype}"
             )
 
     def _check_rank(self, what: str, rank: int) -> None:
         if not 0 <= rank < self.size:
-            raise ValueError(f"expected {what} between 0 and {self.size - 1}, got {rank}")
+            raise ValueError(f"expected {what} to be a rank from 0 to {self.size - 1}; got {rank}")
 
     def _check_peer(self, what: str, rank: int) -> None:
         self._check_rank(what, rank)
         if rank == self.rank:
             raise ValueError(
-                f"expected {what} to be another rank, got this rank, {rank}: copy the tensor instead"
+                f"expected {what} to be another rank; got this rank itself, {rank}. Copy the tensor instead"
             )
 
 
 def gather_tensor(transport: Transport, row: Tensor, *, terms: int = 0) -> Tensor:
-    """Return every rank's `row` as one tensor (size, numel) on the CPU, in rank order; a collective call that blocks.
+    """Return the rows of all ranks as one tensor of shape (size, numel) on the CPU; a collective call that blocks.
 
-    `row` is a flat tensor on the CPU, with the same number of elements and the same dtype on all ranks.
+    `row` is a flat tensor on the CPU, with the same number of elements and the same dtype on all ranks. For `terms`,
+    see `Transport.all_reduce`.
     """
     mine = row.to(transport.control_device)
     everyone = torch.empty(transport.size * row.numel(), dtype=row.dtype, device=mine.device)

@@ -1,11 +1,11 @@
-"""Engine: any torch.distributed process group (Gloo, NCCL, MPI, UCC, or one backend per device).
+"""The engine over any torch.distributed process group (Gloo, NCCL, MPI, UCC, or one backend per device type).
 
-The process group's methods are called directly, because this is the hot path of the training step:
+This engine calls the methods of the process group directly, because it is on the hot path of the training step:
 `torch.distributed.all_reduce` and similar functions add 3 to 50 us of checks per call, depending on the version of
-torch. This file and `c10d_groups.py` hide the differences between backends. MPI, for instance, has no mean.
+torch. This file and `c10d_groups.py` hide the differences between backends. MPI, for instance, cannot compute a mean.
 
-Gloo does not report different calls. If sizes do not match, it ends the *process* ("terminate called ...
-EnforceNotMet"), and the peers raise `PeerLost`. So the ranks have to compare sizes before they call it.
+Gloo does not detect that ranks make different calls. If the sizes differ, Gloo ends the *process* ("terminate called
+... EnforceNotMet"), and the peers raise `PeerLost`. So callers must compare sizes between ranks first.
 """
 
 from __future__ import annotations
@@ -51,20 +51,21 @@ from syncline.words import describe_ranks
 _BACKENDS_WITH_MEAN = {"gloo", "nccl", "xccl"}
 
 _SPLIT = struct.Struct("<?q8s")
-"""A rank's record for a split: whether this rank takes part, its color, and a random number for the group's name."""
+"""The layout of a rank's record for a split: whether it has a color, its color, and 8 random bytes for a group name."""
 
 
 class C10dTransport(WatchedTransport):
     """A transport over a torch.distributed process group.
 
     Args:
-        group: the group; None means the default group.
-        timeout_seconds: how long a `wait` blocks before it raises `CollectiveTimeout`; None means the
-            group's own timeout.
-        board: the board of a transport of which the new transport is a part; None for a new board.
+        group: the process group. Pass None for the default group.
+        timeout_seconds: how long a `wait` blocks before it raises `CollectiveTimeout`. Pass None for the group's own
+            timeout.
+        board: the object that records where in the program this rank is. Pass the board of the larger transport if the
+            new transport is a part of it. Pass None to create a new board.
 
     Raises:
-        ValueError: torch.distributed is not initialised, or this process is not in the group.
+        ValueError: torch.distributed is not initialised, or this process is not a member of the group.
 
     Example:
         >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
@@ -85,12 +86,12 @@ class C10dTransport(WatchedTransport):
         if not dist.is_initialized():
             raise ValueError(
                 "torch.distributed is not initialised: call torch.distributed.init_process_group "
-                "(or syncline.init) first"
+                "or syncline.init first"
             )
         group = dist.group.WORLD if group is None else group
         rank = dist.get_rank(group)
         if rank < 0 or not isinstance(group, dist.ProcessGroup):
-            raise ValueError(f"expected a process group that this process is in, got {group!r}")
+            raise ValueError(f"expected a process group of which this process is a member; got {group!r}")
         size = group.size()
         if size > 1 and is_inherited(group):
             raise FORKED.on_rank(rank)
@@ -122,13 +123,13 @@ class C10dTransport(WatchedTransport):
 
     @property
     def group(self) -> dist.ProcessGroup | None:
-        """The process group; None once the transport is closed."""
+        """The process group. The value is None once the transport is closed."""
         group: dist.ProcessGroup | None = self._group
         return group
 
     @property
     def other_devices(self) -> dict[str, str]:
-        """The backends by device type, for the devices of this machine besides the CPU."""
+        """A map from device type to backend, for the device types of this machine other than "cpu"."""
         others = {device: backend for device, backend in self._backends.items() if device != "cpu"}
         if set(self._backends.values()) == {"gloo"}:  # Gloo registers for every type of device
             present = torch.accelerator.current_accelerator(check_available=True)
@@ -137,7 +138,7 @@ class C10dTransport(WatchedTransport):
 
     @property
     def is_gloo_on_cpu(self) -> bool:
-        """Whether tensors on the CPU are sent over Gloo."""
+        """Whether the process group sends CPU tensors over Gloo."""
         return self._backends.get("cpu") == "gloo"
 
     @property
@@ -228,7 +229,7 @@ class C10dTransport(WatchedTransport):
         return work
 
     def _done_alone(self, output: Tensor | None = None, input: Tensor | None = None) -> Work:
-        """Copy `input` to `output`, if given, and return the work of an operation in a group of one rank."""
+        """Do an operation in a group of one rank: copy `input` to `output` unless they are None, and return `DONE`."""
         if self.health.failure is not None:
             raise self.health.error()
         if output is not None and input is not None:
@@ -238,9 +239,9 @@ class C10dTransport(WatchedTransport):
     # ------------------------------------------------------------------ lanes and groups
 
     def lane(self, purpose: str) -> Transport:
-        """Return a lane with a separate process group if all backends are Gloo, else this transport.
+        """Return a lane with its own process group if all backends are Gloo, else return this transport itself.
 
-        NCCL and MPI need no lanes, because they keep different calls apart or report them.
+        NCCL and MPI need no lanes, because they keep different calls apart or raise an error.
         """
         if self.size == 1 or set(self._backends.values()) != {"gloo"}:
             return self
@@ -253,22 +254,22 @@ class C10dTransport(WatchedTransport):
         return lane
 
     def lane_among(self, ranks: list[int], name: str, token: bytes) -> C10dTransport:
-        """Create a Gloo lane between some of the ranks, for tensors on the CPU. Only these ranks make the call.
+        """Create a Gloo lane between some of the ranks, for CPU tensors. Only these ranks call this method.
 
-        On the lane, the ranks are numbered from 0. Errors name the ranks by their numbers in the whole group. No rank
-        may close the lane before all of them have created it.
+        On the lane, the ranks are numbered from 0. But errors name each rank by its number in this transport. No rank
+        is allowed to close the lane before all of its ranks have created it.
 
         Args:
-            ranks: the ranks on the lane, including this rank.
-            name: the lane's name, for messages.
-            token: eight random bytes, the same on all of these ranks.
+            ranks: the ranks of this transport that are on the lane, including this rank.
+            name: the name of the lane in messages.
+            token: eight random bytes, which are the same on all ranks of the lane.
         """
         lane = self._lane_over(self._new_group(ranks, token, {"cpu": "gloo"}), name)
         lane.rank, lane.size = ranks.index(self.rank), len(ranks)
         return lane
 
     def _lane_over(self, group: dist.ProcessGroup, name: str) -> C10dTransport:
-        """Return a lane that sends over `group` and destroys this group in the end."""
+        """Return a lane that sends over `group`, and that destroys `group` when it is closed."""
         lane = self._copy_for(Lane(name, group, barrier_device=self.own_lane.barrier_device))
         lane._group, lane._owns_group = group, True
         self.health.lanes.append(lane.own_lane)
@@ -279,8 +280,8 @@ class C10dTransport(WatchedTransport):
             return None if color is None else transport_of_one_rank(self.timeout_seconds, self.board)
         if "mpi" in self._backends.values():
             raise ValueError(
-                "MPI cannot create a group of some ranks only: call torch.distributed.new_group on all ranks, and "
-                "pass the group that it returns to C10dTransport"
+                "split is not supported with MPI, because MPI can create a group only if all ranks take part. Call "
+                "torch.distributed.new_group on all ranks instead, and pass the new group to C10dTransport"
             )
         mine = _SPLIT.pack(color is not None, color or 0, secrets.token_bytes(8))
         rows = [_SPLIT.unpack_from(row) for row in exchange(self, "split", [], payload=mine)]
@@ -303,7 +304,7 @@ class C10dTransport(WatchedTransport):
     def _new_group(
         self, ranks: list[int], token: bytes, backends: dict[str, str] | None = None
     ) -> dist.ProcessGroup:
-        """Create a process group of some of this group's ranks. Only these ranks make the call."""
+        """Create a process group of some of this transport's ranks. Only these ranks call this method."""
         try:
             return new_group(
                 self._group,
@@ -316,11 +317,11 @@ class C10dTransport(WatchedTransport):
             raise
         except RuntimeError as error:
             others = describe_ranks(ranks)
-            text = f"rank {self.rank} could not connect to {others} to create a lane or a split: {error}"
+            text = f"rank {self.rank} could not create a process group of {others} for a lane or a split: {error}"
             raise self.health.failed(Failure(PeerLost, text)) from error
 
     def forget_addresses(self) -> None:
-        """Delete from the store the addresses by which the ranks connected. All ranks must be connected by now."""
+        """Delete the address of this rank from the store. Call this method only once all ranks are connected."""
         for device in self._backends:
             with contextlib.suppress(RuntimeError):  # not every store can delete keys
                 self._group.get_group_store().delete_key(f"{device}//0/{self.rank}")

@@ -1,8 +1,10 @@
-"""Process groups of torch: create and destroy them, the options of their calls, and the dtypes that they can move.
+"""Functions that create and destroy torch process groups, and that convert tensors to dtypes that all backends support.
 
-Gloo and NCCL lack int16 and most unsigned types, and Gloo lacks complex numbers in some operations. The maximum and
-minimum of floats with a NaN depend on the backend: Gloo keeps or drops the NaN, depending on the rank that has it. So
-floats are sent as integers in the same order, in which NaN comes last or first, and the result is NaN on every engine.
+Gloo and NCCL lack int16 and most unsigned types, and Gloo lacks complex numbers in some operations.
+
+If an input contains NaN, the results of "max" and "min" depend on the backend. In Gloo, they also depend on which rank
+has the NaN. So for "max" and "min", floats are converted to integers that have the same order. In this order, NaN is
+larger than all numbers for "max", and smaller than all numbers for "min". So the result is NaN on every engine.
 """
 
 from __future__ import annotations
@@ -26,7 +28,7 @@ from syncline._torch.process_groups import (
 from syncline.transport.base import ReduceOp
 
 Back = Callable[[Tensor], Tensor]
-"""A function that converts the received tensor back to values."""
+"""A function that converts a reduced tensor back from the dtype in which it was sent."""
 
 _MOVED_AS_THEY_ARE = {
     torch.float32,
@@ -41,16 +43,18 @@ _MOVED_AS_THEY_ARE = {
 
 
 def movable(tensor: Tensor) -> Tensor:
-    """Return a view of the same memory in a dtype that every backend moves."""
+    """Return a tensor in the same memory as `tensor`, with a dtype that every backend can send."""
     if tensor.dtype in _MOVED_AS_THEY_ARE:
         return tensor.detach() if tensor.requires_grad else tensor
     return tensor.detach().view(-1).view(torch.uint8)
 
 
 def reducible(tensor: Tensor, op: ReduceOp) -> tuple[Tensor, Back | None]:
-    """Return `tensor` in a dtype that every backend reduces correctly, and a function that converts the result back.
+    """Convert `tensor` to a dtype that every backend reduces correctly.
 
-    The function is None if the returned tensor uses the memory of `tensor`.
+    Returns:
+        The converted tensor, and a function that converts the reduced tensor back. The function is None if the
+        converted tensor is in the memory of `tensor`, so that nothing has to be copied back.
     """
     if tensor.dtype is torch.int16:
         return tensor.to(torch.int32), lambda result: result
@@ -63,37 +67,45 @@ def reducible(tensor: Tensor, op: ReduceOp) -> tuple[Tensor, Back | None]:
 
 
 def _alias(tensor: Tensor) -> Tensor:
-    """Return a tensor in the same memory that is no inference tensor, because Gloo divides a mean in place."""
+    """Return a tensor in the same memory that is not an inference tensor.
+
+    Gloo divides a mean in place, which torch forbids for inference tensors.
+    """
     with torch.inference_mode(False):
         alias = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
         return alias.set_(tensor.untyped_storage(), tensor.storage_offset(), tensor.shape, tensor.stride())
 
 
 def put_back(target: Tensor, result: Tensor, back: Back | None) -> Callable[[], object] | None:
-    """Return a function that copies `result` to `target` after the operation; None if they have the same memory."""
+    """Return a function that converts `result` back and copies it to `target`.
+
+    Returns None if `back` is None, because `result` is then in the memory of `target` already.
+    """
     return None if back is None else lambda: fill(target, back(result))
 
 
-# Inference tensors may be written in inference mode only, in which all other tensors may be written as well. It is no
-# use to ask for `is_inference`: it is False for `.data` of an inference tensor, but a view of that cannot be written.
+# Torch allows writes to an inference tensor only in inference mode, which allows writes to all other tensors as well. A
+# check of `is_inference` is no alternative: it is False for `.data` of an inference tensor, although a write to a view
+# of `.data` raises.
 
 
 @torch.inference_mode()
 def fill(target: Tensor, values: Tensor) -> None:
-    """Copy `values` to `target`, in the order of the memory."""
+    """Copy the elements of `values` to `target`, both in the order of memory. The shapes can differ."""
     target.detach().view(-1).copy_(values.view(-1))
 
 
 @torch.inference_mode()
 def divide(target: Tensor, size: int) -> None:
-    """Divide `target` in place."""
+    """Divide `target` by `size`, in place."""
     target.detach().div_(size)
 
 
 def _in_order(values: Tensor, op: ReduceOp) -> Tensor:
-    """Return floats as integers in the same order.
+    """Map floats to integers so that a comparison of integers gives the same result as one of floats.
 
-    The bits of negative numbers are inverted, except for the sign.
+    The integers have the bits of the floats. For negative floats, all bits except the sign bit are inverted. NaN
+    becomes larger than all numbers if `op` is "max", and smaller than all numbers if `op` is "min".
     """
     wide = values if values.dtype is torch.float64 else values.to(torch.float32)
     nan = torch.full((), torch.nan, dtype=wide.dtype, device=wide.device)
@@ -103,7 +115,7 @@ def _in_order(values: Tensor, op: ReduceOp) -> Tensor:
 
 
 def _out_of_order(ordered: Tensor) -> Tensor:
-    """Return the floats for integers from `_in_order`."""
+    """Return the floats that `_in_order` has mapped to these integers."""
     return _flipped(ordered).view(torch.float64 if ordered.dtype is torch.int64 else torch.float32)
 
 
@@ -121,20 +133,20 @@ _REDUCE_OPS = {
 }
 
 _FALLBACK_TIMEOUT_SECONDS = 1800.0
-"""The timeout of a group whose backend does not report its timeout."""
+"""The timeout that is assumed for a process group whose backend does not report its timeout."""
 
 _DESTROY_SECONDS = 1.0
-"""How long a rank waits for the thread that destroys a group."""
+"""How long `destroy` waits for the thread that destroys a process group."""
 
 
 class CallOptions:
-    """The options of all calls of one process group, built in advance for the hot path.
+    """The option objects for the calls of one process group, which are created in advance to keep the hot path short.
 
     Args:
         size: number of ranks.
-        timeout_seconds: the timeout of Gloo itself.
+        timeout_seconds: the timeout that is passed to the backend with each call.
         control_device: the device on which barriers run.
-        has_mean: whether the backend can compute a mean. If not, the options for "mean" compute the sum.
+        has_mean: whether the backend can compute a mean. If it is False, the options for "mean" request the sum.
     """
 
     def __init__(
@@ -157,7 +169,7 @@ class CallOptions:
         if control_device.type != "cpu":
             self.barrier.device_ids = [control_device.index]
         self.broadcast = []
-        """The options of broadcasts, by source rank."""
+        """The options for broadcasts: element r is for broadcasts from rank r."""
         for src in range(size):
             options = dist.BroadcastOptions()
             options.rootRank, options.rootTensor, options.timeout = src, 0, timeout
@@ -172,21 +184,22 @@ def new_group(
     backends: Mapping[str, str],
     timeout_seconds: float,
 ) -> dist.ProcessGroup:
-    """Create a process group of some of the ranks of `parent`. Only these ranks make the call.
+    """Create a process group of some of the ranks of `parent`. Only these ranks call this function.
 
-    torch.distributed.new_group(use_local_synchronization=True) derives a group's name from the number of groups that a
-    rank has been in. If the ranks have been in different numbers of groups, they would wait for each other in vain, and
-    a group created after a destroyed group would find the old addresses in the store. So the name is random here.
+    The new group has a random name. torch.distributed.new_group(use_local_synchronization=True) cannot be used, because
+    it derives the name from the number of groups that the calling rank has been in. Ranks with different numbers of
+    groups would use different names and wait forever. And a group created after another one was destroyed could get
+    the same name, and find the old addresses in the store.
 
     Args:
-        parent: a group of this rank.
-        ranks: the members of the new group as ranks of `parent`, including this rank.
-        token: eight random bytes, the same on all of these ranks.
-        backends: the backends by device type.
-        timeout_seconds: the timeout of the group.
+        parent: a process group of which this rank is a member.
+        ranks: the members of the new group, including this rank, by their ranks in `parent`.
+        token: eight random bytes, which are the same on all members.
+        backends: a map from device type to backend.
+        timeout_seconds: the timeout of the new group.
 
     Raises:
-        RuntimeError: a rank could not be connected.
+        RuntimeError: the members could not connect to each other.
     """
     global_ranks = [dist.get_global_rank(parent, rank) for rank in ranks]
     backend = ",".join(f"{device}:{backend}" for device, backend in backends.items())
@@ -208,10 +221,11 @@ def new_group(
 
 
 def destroy(groups: list[dist.ProcessGroup]) -> None:
-    """Destroy the only group in a list, and clear the list. No other reference to the group may exist.
+    """Destroy the process group that is the only element of `groups`, and clear the list.
 
-    The group's destructor waits for operations under way, and so for ranks that may never join these operations. So the
-    destructor runs on another thread, for which this thread waits only a short time.
+    The caller must hold no other reference to the group. The group's destructor waits for operations under way, and
+    other ranks might never join these operations. So the destructor runs on a separate thread, and this function waits
+    for that thread only a short time.
     """
 
     def destroy() -> None:
@@ -229,11 +243,11 @@ def destroy(groups: list[dist.ProcessGroup]) -> None:
 
 
 def group_timeout_seconds(group: dist.ProcessGroup) -> float:
-    """Return the timeout of a group's operations."""
+    """Return the timeout of the operations of a process group."""
     return timeout_seconds_of(group) or _FALLBACK_TIMEOUT_SECONDS
 
 
 def backends_of(group: dist.ProcessGroup) -> dict[str, str]:
-    """Return the backends by device type, for instance {"cpu": "gloo", "cuda": "nccl"}."""
+    """Return a group's map from device type to backend, for instance {"cpu": "gloo", "cuda": "nccl"}."""
     config = str(dist.get_backend_config(group))
     return {device: backend for device, _, backend in (pair.partition(":") for pair in config.split(","))}

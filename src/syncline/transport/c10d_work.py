@@ -1,7 +1,8 @@
-"""Operations of torch.distributed process groups: how they are waited for, and which errors they raise.
+"""The works of torch.distributed process groups: how to wait for an operation, and which errors the wait raises.
 
-On the CPU, `wait` checks for failures from time to time (see `watched_work.py`). On a GPU, `wait` orders the current
-stream after the operation, as in torch. Errors then come from the backend's own watchdog, unless a timeout is given.
+For CPU tensors, `wait` blocks, and checks for failures from time to time (see `watched_work.py`). For GPU tensors,
+`wait` only makes the current stream wait for the operation, as in torch. If the caller passes no timeout, errors then
+come from the backend's own watchdog.
 """
 
 from __future__ import annotations
@@ -26,19 +27,22 @@ _SLICE = timedelta(seconds=SLICE_SECONDS)
 
 
 class C10dWork(WatchedWork):
-    """One operation of a process group. The method `start` begins the operation."""
+    """The work of one operation of a process group. Call its method `start` to begin the operation."""
 
     __slots__ = ("_finish", "_work")
 
     runs_by_itself = True
 
     def start(self, start: Callable[[], Any], finish: Callable[[], object] | None) -> None:
-        """Begin the operation by `start`, a call of the backend; `wait` calls `finish` once the operation is done.
+        """Begin the operation, without the Python state that autograd attaches to the thread during a backward.
 
-        A backend's work keeps the state of the calling thread. During a backward, this state contains a Python object.
-        The thread that drops the last reference to the object needs the interpreter. If a thread of the backend drops
-        the reference while Python shuts down, the process aborts ("terminate called without an active exception"), long
-        after the work is done. So the backend is called without that object.
+        The work that a backend returns keeps the state of the calling thread. During a backward, this state contains a
+        Python object. If a thread of the backend drops the last reference to this object while Python shuts down, the
+        process aborts ("terminate called without an active exception"). So the object is removed for the call.
+
+        Args:
+            start: a function that calls the backend and returns the backend's work.
+            finish: a function that `wait` calls once the operation is done. Pass None for no function.
         """
         self._finish = finish
         self._work: Any = None
@@ -96,13 +100,15 @@ class C10dWork(WatchedWork):
 
 
 class CallOfTorch(C10dWork):
-    """A collective that torch itself started on a process group. Its `wait` raises the same errors as our operations.
+    """The work of a collective that torch itself started on a process group.
+
+    Its `wait` raises the same errors as the waits for operations of Syncline.
 
     Args:
-        transport: a transport between the same ranks.
+        transport: a transport between the ranks of the process group.
         group: the process group on which torch started the collective.
-        name: the name of the collective, for messages.
-        work: the work that torch returned; None if torch waits itself.
+        name: the name of the collective in messages.
+        work: the work that torch returned. Pass None if torch itself waits for the collective.
     """
 
     __slots__ = ("_call",)
@@ -121,27 +127,30 @@ class CallOfTorch(C10dWork):
         return replace(self._call.as_wait(blocks_rank=blocks_rank), number=number)
 
     def named(self, error: RuntimeError) -> RuntimeError:
-        """Return our error for an error of the backend; return any other error unchanged."""
+        """Convert an error of the backend to an error of Syncline, and return it. Return other errors unchanged."""
         if isinstance(error, SynclineError) or not is_of_backend(error):
             return error
         return FailedWait(self._health, self).broken_by(error)
 
 
 def _at_least_a_millisecond(seconds: float) -> timedelta:
-    """Return a duration of at least 1 ms, because torch rounds down to milliseconds and treats 0 as no limit."""
+    """Return the duration, but at least 1 ms.
+
+    Torch rounds a timeout down to whole milliseconds, and treats a timeout of 0 as no limit.
+    """
     return timedelta(seconds=max(seconds, 0.001))
 
 
 class MessageWork:
-    """A message on the CPU, and a separate thread that waits until the message is sent or received.
+    """The work of a `send` or `recv` of a CPU tensor, which is waited for on a separate thread.
 
     Gloo completes a message only while a thread waits for it. If that wait times out, Gloo closes all its connections.
-    So the separate thread waits for the transport's whole timeout, while the caller can check for failures and raise
-    earlier.
+    So a separate thread waits with a long timeout. The calling thread waits for that thread in short slices, and checks
+    for failures in between.
 
     Args:
         work: the work that Gloo returned for the message.
-        timeout_seconds: how long the thread waits.
+        timeout_seconds: how long the separate thread waits for `work`.
     """
 
     def __init__(self, work: Any, timeout_seconds: float) -> None:
@@ -152,14 +161,18 @@ class MessageWork:
         threading.Thread(target=self._run, name="syncline message", daemon=True).start()
 
     def wait(self, timeout: timedelta | None = None) -> None:
-        """Wait until the message is complete; raise RuntimeError if it fails or the timeout expires, as in torch."""
+        """Wait until the message is complete.
+
+        Raises:
+            RuntimeError: the message failed, or the timeout expired. Works of torch raise this class, too.
+        """
         if not self._ended.wait(None if timeout is None else timeout.total_seconds()):
-            raise RuntimeError("the wait for a message timed out")
+            raise RuntimeError("the message was not sent or received before the timeout of the wait expired")
         if self._error is not None:
             raise self._error
 
     def is_completed(self) -> bool:
-        """Return whether the message is complete or has failed. (`is_completed` of Gloo's work is not reliable.)"""
+        """Return whether the message is complete or has failed. (Gloo's own `is_completed` is not reliable here.)"""
         return self._ended.is_set()
 
     def _run(self) -> None:

@@ -1,8 +1,8 @@
-"""A lock that lets only one thread of a rank use a transport at a time, and a name by which ranks compare the thread.
+"""A lock that lets only one thread of a rank use a transport at a time.
 
-A thread holds the lock for a whole call, which may consist of several collectives. The lock alone is not enough. The
-threads may take the lock in different orders on different ranks, and each thread would then get the values of another
-thread. So the ranks also compare which thread calls, unless it is the main thread.
+A thread holds the lock for a whole call, which can consist of several collectives. The lock alone is not enough: if the
+threads take it in different orders on different ranks, a thread gets values that belong to another thread. So the lock
+also has a name for the thread that holds it, and the ranks compare these names. The main thread has no name.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ _NUMBERS = re.compile(r"\d+")
 
 
 class Turn:
-    """A reentrant lock that a thread holds during a call of a transport. It is a context manager.
+    """A reentrant lock, used as a context manager, that a thread holds during a call of a transport.
 
     Args:
-        first_is_main: whether the first thread to enter counts as the rank's main thread, instead of the main thread
-            of the process.
+        first_is_main: whether the first thread that takes the lock counts as the main thread. If it is False, the main
+            thread of the process counts as the main thread.
     """
 
     def __init__(self, *, first_is_main: bool = False) -> None:
         self.caller = ""
-        """The name of the thread that holds the lock, the same on all ranks. Empty for the main thread or no thread."""
+        """The name of the thread that holds the lock, the same on all ranks; "" for the main thread or no thread."""
         self._lock = threading.RLock()
         self._depth = 0
         self._first_is_main = first_is_main
@@ -35,7 +35,7 @@ class Turn:
         self._num_named: Counter[str] = Counter()
 
     def again(self) -> Turn:
-        """Return a new lock with the same arguments."""
+        """Return a new lock that was created with the same arguments as this one."""
         return Turn(first_is_main=self._first_is_main)
 
     def __enter__(self) -> None:
@@ -62,11 +62,14 @@ class Turn:
         return self._names[thread]
 
     def _name_all_like(self, thread: threading.Thread) -> None:
-        """Name all threads whose names differ from the thread's name only by numbers, in the order of their start."""
+        """Give a name to `thread`, and to every unnamed thread whose Python name differs only in its digits.
+
+        The names contain numbers, in the order in which the threads started.
+        """
         stem = _NUMBERS.sub("", thread.name)
         for other in threading.enumerate():
             if other not in self._names and _NUMBERS.sub("", other.name) == stem:
                 self._num_named[stem] += 1
                 name = f"{stem!r}, number {self._num_named[stem]} of that name"
-                # Python did not start a "Dummy-" thread. It runs a backward for another thread.
+                # A thread called "Dummy-" was not started by Python. It runs a backward for another thread.
                 self._names[other] = "" if stem == "Dummy-" else name

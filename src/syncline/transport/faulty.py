@@ -1,8 +1,8 @@
-"""Engine that fails on purpose, at a given rank, operation and step.
+"""An engine for tests that fails on purpose, in a given operation on a given rank.
 
-Another transport does the work. Without faults, the results are equal to the results of that transport, bit for bit. A
-fault raises its error when its rank starts the operation. A fault also aborts the inner transport, so that the peers
-raise an error that names the cause.
+The engine passes all calls to an inner transport, which does the work. So the results of calls without a fault are
+bitwise equal to the results of the inner transport. A fault raises its error when its rank starts the operation. A
+fault also aborts the inner transport, so that the peers raise an error that names the cause.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _ERRORS: dict[str, type[Exception]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Fault:
-    """A failure that is planned at a certain call of one rank.
+    """A planned failure of one call on one rank.
 
     Example:
         >>> Fault(rank=1, operation="all_reduce", call=2, error="timeout")
@@ -44,13 +44,19 @@ class Fault:
     rank: int
     """The rank that fails."""
     operation: str
-    """The operation that fails: the name of a method of `Transport`. `all_gather_bytes` calls `all_gather` twice."""
+    """The operation that fails: the name of a method of `Transport`. (`all_gather_bytes` calls `all_gather` twice.)"""
     call: int = 0
-    """The number of the call of this operation, from 0. It counts from the start of `step`, if `step` is given."""
+    """The number of the failing call among the calls of this operation, from 0.
+
+    If `step` is None, all calls of the rank count, else only the calls in that step.
+    """
     step: int | None = None
-    """The step in which the operation fails (see `Board.step`); None if `call` counts over all steps."""
+    """The step in which the operation fails (see `Board.step`); None if the step does not matter."""
     error: Literal["lost", "timeout", "raise"] | Exception = "lost"
-    """The error: `PeerLost`, `CollectiveTimeout`, a plain `RuntimeError`, or any exception that you pass."""
+    """The exception that the fault raises.
+
+    "lost" stands for `PeerLost`, "timeout" for `CollectiveTimeout`, and "raise" for `RuntimeError`.
+    """
 
     def __post_init__(self) -> None:
         if self.operation not in _OPERATIONS:
@@ -59,7 +65,7 @@ class Fault:
             )
         if isinstance(self.error, str) and self.error not in _ERRORS:
             raise ValueError(
-                f"Fault: expected error to be one of {', '.join(_ERRORS)} or an exception; got {self.error!r}"
+                f"Fault: expected error to be one of {', '.join(_ERRORS)}, or an exception object; got {self.error!r}"
             )
 
     def __str__(self) -> str:
@@ -67,12 +73,12 @@ class Fault:
         return f"a fault planned for call {self.call} of {self.operation}{during} on rank {self.rank}"
 
     def make_error(self) -> Exception:
-        """Return the exception to raise."""
+        """Return the exception that this fault raises."""
         return self.error if isinstance(self.error, Exception) else _ERRORS[self.error](str(self))
 
 
 class _Plan:
-    """The remaining faults of one rank, and the number of its calls so far over all lanes."""
+    """The faults of one rank that have not happened yet, and the counts of its calls over all lanes."""
 
     def __init__(self, faults: list[Fault]) -> None:
         self._faults = faults
@@ -81,9 +87,9 @@ class _Plan:
         self._num_started_in_step: Counter[str] = Counter()
 
     def due(self, operation: str, step: int | None) -> Fault | None:
-        """Count a call of `operation`, and return the fault planned for this call; None if there is none.
+        """Count a call of `operation`, and return the fault that is planned for this call.
 
-        Each fault is returned only once.
+        Returns None if no fault is planned for the call. Each fault is returned only once.
         """
         if step != self._counted_step:
             self._counted_step = step
@@ -100,12 +106,12 @@ class _Plan:
 
 
 class FaultyTransport(Transport):
-    """A transport that does the work of `inner` and fails according to `faults`.
+    """A transport that passes all calls to another transport, and fails at planned calls.
 
     Args:
         inner: the transport that does the work.
-        faults: the planned failures. Each happens at most once. Faults of other ranks are ignored, so that all ranks
-            can get the same list.
+        faults: the planned failures, each of which happens at most once. All ranks can get the same list, because a
+            rank ignores the faults of other ranks.
 
     Example:
         >>> from syncline.transport.threads import ThreadGroup
@@ -136,7 +142,10 @@ class FaultyTransport(Transport):
         return self._inner.control_device
 
     def lane(self, purpose: str) -> Transport:
-        """Return a lane of the inner transport with the same faults. Calls are counted over all lanes."""
+        """Return a lane that passes all calls to a lane of the inner transport, and that has the same faults.
+
+        The calls on all lanes are counted together.
+        """
         inner = self._inner.lane(purpose)
         if inner is self._inner:
             return self
@@ -145,7 +154,7 @@ class FaultyTransport(Transport):
         return lane
 
     def split(self, color: int | None) -> Transport | None:
-        """Return a part of the inner transport. The part has no faults."""
+        """Return the transport that `split` of the inner transport returns. It has no faults."""
         return self._unless_due("split").split(color)
 
     def team(self, device: torch.device) -> Team:
@@ -185,7 +194,10 @@ class FaultyTransport(Transport):
         return self._unless_due("barrier").barrier()
 
     def _unless_due(self, operation: str) -> Transport:
-        """Return the inner transport, unless a fault is due: then abort the inner transport and raise."""
+        """Return the inner transport.
+
+        If a fault is planned for this call of `operation`, abort the inner transport and raise the fault's error.
+        """
         fault = self._plan.due(operation, self.board.step)
         if fault is not None:
             error = fault.make_error()

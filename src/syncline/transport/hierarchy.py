@@ -1,14 +1,15 @@
-"""Engine: several hosts with several ranks each. Shared memory within a host, Gloo between hosts.
+"""The engine for several hosts, which uses shared memory within each host and Gloo between hosts.
 
-The leader of a host is its lowest rank. Data goes up to the leader through shared memory, across to the other leaders
-through a process group of the leaders, and down again through shared memory. So each byte crosses the network once per
-host, not once per rank. Messages go directly: through shared memory to a rank of the same host, and otherwise through
-the transport beneath, which connects all ranks. That transport also takes tensors that are not on the CPU, and provides
-notices, board and errors.
+The leader of a host is its lowest rank. An operation has up to three phases: data goes "up" to the leaders through
+shared memory, "across" between the leaders through a process group of the leaders, and "down" to the other ranks
+through shared memory. So each byte crosses the network once per host, not once per rank.
+
+The transport beneath connects all ranks. It handles messages between hosts and all tensors that are not on the CPU, and
+provides notices, board and errors. Messages within a host go through shared memory.
 
 All ranks get the same bits. Within a host, sums run in rank order. Between hosts, the backend determines the order.
-fp16 and bf16 are summed in fp32 and rounded within a host, then summed and rounded again between hosts. A mean is the
-sum, divided at the end by the number of all ranks.
+fp16 and bf16 are summed in fp32 and rounded within a host, then summed and rounded again between hosts. To compute a
+mean, the leaders divide the sum by the number of all ranks.
 """
 
 from __future__ import annotations
@@ -40,17 +41,17 @@ _TOKEN_BYTES = 8
 _TITLE = "shared memory within hosts"
 
 _Start = Callable[[Transport], Work]
-"""A function that starts one phase of an operation, on the given part of the hierarchy."""
+"""A function that gets the transport of one phase ("up", "across" or "down"), and starts the phase on it."""
 
 
 class HierarchicalTransport(WatchedTransport):
-    """A transport between the ranks of several hosts. The static method `over` creates it on all ranks together.
+    """A transport between the ranks of several hosts. All ranks create it together, by the static method `over`.
 
     Args:
         beneath: the transport between all ranks.
-        hosts: the ranks of each host.
-        inside: the transport between the ranks of this host; None for a rank that is alone on its host.
-        host: an additional key that distinguishes hosts, see `over`.
+        hosts: the hosts and their ranks.
+        inside: the transport between the ranks of this host. Pass None for a rank that is alone on its host.
+        host: this rank's extra key, by which `over` distinguishes hosts. It is kept for `split`.
     """
 
     def __init__(
@@ -72,7 +73,10 @@ class HierarchicalTransport(WatchedTransport):
         self.health.runs_over(self.name)
 
     def _open(self, beneath: C10dTransport, title: str) -> None:
-        """Open the connections of one lane; a collective call that fails on all ranks or on none."""
+        """Open the connections of one lane; a collective call.
+
+        If a host lacks shared memory for the lane, all ranks raise `SharedMemoryUnavailable`.
+        """
         tokens = exchange(beneath, title, [], payload=secrets.token_bytes(_TOKEN_BYTES))
         leaders, name = self._hosts.leaders, self.own_lane.name
         self._beneath = beneath
@@ -84,7 +88,8 @@ class HierarchicalTransport(WatchedTransport):
         if self.rank in leaders:
             token = tokens[leaders[0]][:_TOKEN_BYTES]
             self._across = beneath.lane_among(leaders, f"{name}, across hosts", token)
-        # A rank that closed the lane before all ranks are here would disconnect ranks that still connect.
+        # This collective call ends when all ranks have made it. If a rank closed the lane earlier, it would disconnect
+        # leaders that are still connecting.
         raise_if_any(beneath, self._members, trouble)
         if self._across is not None:
             self._across.forget_addresses()
@@ -96,18 +101,18 @@ class HierarchicalTransport(WatchedTransport):
 
     @staticmethod
     def over(beneath: C10dTransport, *, host: str = "") -> Transport:
-        """Return the best transport for the ranks of `beneath`; a collective call.
+        """Return the fastest transport for the ranks of `beneath`; a collective call.
 
-        If all ranks are on one host, the result is shared memory. If there are several hosts, and at least one host has
-        several ranks, the result is a hierarchy. If every host has only one rank, or if tensors on the CPU are not sent
-        over Gloo, the result is `beneath` itself. Closing the result closes `beneath` as well.
+        If all ranks are on one host, the result is a `SharedMemoryTransport`. With several hosts, the result is a
+        `HierarchicalTransport`, but there are two exceptions: if every host has only one rank, or if `beneath` does not
+        send CPU tensors over Gloo, the result is `beneath` itself. Closing the result closes `beneath` as well.
 
         Args:
             beneath: the transport between the ranks.
-            host: a key of this rank. Ranks with different keys do not use shared memory, even on one host.
+            host: an extra key of this rank. Ranks with different keys are treated as ranks on different hosts.
 
         Raises:
-            SharedMemoryUnavailable: ranks of one host cannot share memory. Raised on all ranks.
+            SharedMemoryUnavailable: ranks of one host cannot share memory. All ranks raise this error.
         """
         if beneath.size == 1:
             return beneath
@@ -224,10 +229,12 @@ class HierarchicalTransport(WatchedTransport):
         """Return the phases of an operation in which this rank takes part.
 
         Args:
-            up: starts the phase that sends data to the leader of the host; None if the operation has no such phase.
-            across: starts the phase between the leaders.
-            down: starts the phase that sends data from the leader of the host; None if the operation has no such phase.
-            after_across: a function that the leaders call after the phase between them.
+            up: the function that starts the phase in which the leader of the host gets data. Pass None for no such
+                phase.
+            across: the function that starts the phase between the leaders.
+            down: the function that starts the phase in which the leader of the host sends data to its other ranks. Pass
+                None for no such phase.
+            after_across: a function that the leaders call after the phase between them. Pass None for no function.
         """
         phases = []
         if self._up is not None and up is not None:
@@ -277,15 +284,18 @@ class HierarchicalTransport(WatchedTransport):
         return Team(self._hosts.members[0], self._members.index(self.rank))
 
     def _has_teams(self, device: torch.device) -> bool:
-        """Return whether each host holds a full copy of sharded state.
+        """Return whether sharded state on `device` is divided within each host, so that each host holds a full copy.
 
-        Hosts with different numbers of ranks would cut the state at different places. Some optimizer kernels round the
-        last elements of a tensor differently, so the copies of the hosts would drift apart.
+        This requires that all hosts have the same number of ranks. Otherwise they would cut the state at different
+        places. Some optimizer kernels round the last elements of a tensor differently, so the copies would drift apart.
         """
         return device.type == "cpu" and self._hosts.are_alike
 
     def _made_on_all_hosts(self, make: Callable[[], Tensor]) -> Tensor:
-        """Return the tensor that `make` creates. If one host lacks the memory, raise on all ranks."""
+        """Return the tensor that `make` creates; a collective call.
+
+        If one host lacks the memory, all ranks raise `SharedMemoryUnavailable`.
+        """
         made, trouble = attempt(make)
         raise_if_any(self._beneath, self._members, trouble)
         assert made is not None
@@ -297,7 +307,7 @@ class HierarchicalTransport(WatchedTransport):
         beneath = self._beneath.lane(purpose)
         assert isinstance(beneath, C10dTransport)
         own_lane = beneath.own_lane
-        if beneath is self._beneath:  # one connection for all lanes, used only by messages and other devices
+        if beneath is self._beneath:  # one connection for all lanes, used only for messages and other devices
             own_lane = Lane(self._next_lane_name(purpose), None)
             self.health.lanes.append(own_lane)
         lane = self._copy_for(own_lane)
@@ -310,7 +320,9 @@ class HierarchicalTransport(WatchedTransport):
             return part
         try:
             return HierarchicalTransport.over(part, host=self._host)
-        except SharedMemoryUnavailable:  # there is not enough memory for this part besides the whole group
+        except (
+            SharedMemoryUnavailable
+        ):  # there is not enough memory for this part, besides that of the whole group
             return part
 
     def _release(self) -> None:

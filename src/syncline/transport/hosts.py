@@ -1,4 +1,4 @@
-"""The hosts of a group: which rank is on which host, and the shared memory within each host."""
+"""The class `Hosts`, which records the host of each rank, and functions that set up shared memory within each host."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from syncline.words import describe_ranks
 
 @dataclass(frozen=True)
 class Hosts:
-    """The hosts of a group and their ranks.
+    """A division of the ranks of a group by their hosts.
 
     Example:
         >>> hosts = Hosts.of(["a", "b", "a"])
@@ -30,13 +30,13 @@ class Hosts:
     """
 
     members: tuple[tuple[int, ...], ...]
-    """The ranks of each host. The hosts are in the order of their leaders."""
+    """The ranks of each host. The hosts are ordered by their lowest ranks."""
     host_of: tuple[int, ...]
-    """The index of each rank's host."""
+    """For each rank, the index of its host in `members`."""
 
     @staticmethod
     def of(keys: Sequence[object]) -> Hosts:
-        """Return the hosts of ranks that have these keys. Ranks with equal keys are on one host."""
+        """Divide the ranks by their keys, which are given in rank order. Ranks with equal keys are on one host."""
         ranks_with: dict[object, list[int]] = {}
         for rank, key in enumerate(keys):
             ranks_with.setdefault(key, []).append(rank)
@@ -45,17 +45,17 @@ class Hosts:
 
     @property
     def leaders(self) -> list[int]:
-        """The lowest rank of each host."""
+        """The leader of each host, which is its lowest rank."""
         return [ranks[0] for ranks in self.members]
 
     @property
     def widest(self) -> int:
-        """The number of ranks on the largest host."""
+        """The largest number of ranks on one host."""
         return max(map(len, self.members))
 
     @property
     def is_even(self) -> bool:
-        """Whether the ranks are in order from host to host, and all hosts have the same number of ranks."""
+        """Whether all hosts have the same number of ranks, and the ranks of each host are consecutive and ascending."""
         in_order = [rank for ranks in self.members for rank in ranks] == list(range(len(self.host_of)))
         return in_order and self.are_alike
 
@@ -66,12 +66,12 @@ class Hosts:
 
     @torch.inference_mode()  # the target may be an inference tensor, which can be written only in this mode
     def put_in_rank_order(self, target: Tensor, parts: Tensor) -> None:
-        """Copy the parts of all ranks to `target`, in rank order.
+        """Copy the parts of all ranks from `parts` to `target`, so that they are in rank order there.
 
         Args:
-            target: a flat tensor.
-            parts: a flat tensor of the same dtype, with one row per host. Each row has as many parts as the largest
-                host has ranks.
+            target: a flat tensor with one part per rank.
+            parts: a flat tensor of the same dtype. It contains one row per host, with the parts of this host's ranks.
+                Every row has space for as many parts as the largest host has ranks.
         """
         numel = target.numel() // len(self.host_of)
         rows = parts.view(len(self.members), self.widest, numel)
@@ -84,7 +84,10 @@ class Hosts:
 
 
 def host_key_or_random() -> str:
-    """Return a key that is equal on all ranks of one host. If the system has no such key, return a random key."""
+    """Return a key that is equal on all ranks of a host and unique to the host.
+
+    If the system provides no such key, return a random key. The rank then counts as alone on its host.
+    """
     try:
         return host_key()
     except OSError:
@@ -92,9 +95,10 @@ def host_key_or_random() -> str:
 
 
 def shared_memory_inside(beneath: C10dTransport, hosts: Hosts) -> SharedMemoryTransport | None:
-    """Return the transport between the ranks of this host; None for a rank that is alone on its host.
+    """Create the transport between the ranks of this host; a collective call of all ranks on all hosts.
 
-    A collective call of all ranks on all hosts. If it fails on one host, all ranks raise `SharedMemoryUnavailable`.
+    Returns None on a rank that is alone on its host. If the call fails on one host, all ranks of all hosts raise
+    `SharedMemoryUnavailable`.
     """
     members = hosts.members[hosts.host_of[beneath.rank]]
     num_exchanges = 0
@@ -124,15 +128,16 @@ def shared_memory_inside(beneath: C10dTransport, hosts: Hosts) -> SharedMemoryTr
 
 
 def raise_if_any(beneath: C10dTransport, members: Sequence[int], trouble: str) -> None:
-    """Raise on all ranks if one of them reports an error; a collective call.
+    """Raise the same error on all ranks if at least one rank reports an error; a collective call.
 
     Args:
         beneath: the transport between all ranks.
         members: the ranks of this host.
-        trouble: the error of this rank, in which the ranks are numbered from 0 on each host; empty for no error.
+        trouble: the text of this rank's error, in which the ranks of this host are numbered from 0. Pass "" if this
+            rank has no error.
 
     Raises:
-        SharedMemoryUnavailable: some ranks report errors. The text contains all of them.
+        SharedMemoryUnavailable: at least one rank reports an error. The text contains all reported errors.
     """
     if trouble:
         trouble = f"{describe_ranks(members)}, numbered from 0 on their host: {trouble}"

@@ -1,12 +1,12 @@
 """Operations that consist of several phases in sequence, and the queue that advances them.
 
-No thread advances them in the background. Instead, every start, wait or poll in this process advances all operations
-under way. A peer may need the next phase of one operation while this rank waits in another operation, even on another
-transport.
+No thread advances these operations in the background. Instead, every start, wait or poll in this process advances all
+operations under way, because a peer may need the next phase of one operation while this rank waits in another
+operation, even on another transport.
 
-Ranks may wait in any order, so the order of phases must not depend on waits. Each phase has a track. The phases of a
-track start in the order in which their operations were called. So an engine that cannot distinguish calls (Gloo)
-receives them in the same order on all ranks.
+Each rank can wait for operations in any order, so the order of phases must not depend on the waits. A track is a named
+sequence of phases that start in the order in which their operations were called. So an engine that cannot distinguish
+calls (Gloo) gets the phases of a track in the same order on all ranks.
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ from syncline.transport.watched_work import WatchedWork, under_way
 from syncline.transport.work import Work
 
 _POLL_SECONDS = 0.0005
-"""How long a wait sleeps between two attempts to advance, if there is no phase that it could wait for."""
+"""How long a wait sleeps between two attempts to advance the operations, while no phase is under way."""
 
 
 class Phase(NamedTuple):
-    """One step of an operation."""
+    """One of the steps of which an operation consists."""
 
     track: str | None
-    """The track whose phases start in the order of the calls; None for a local phase without communication."""
+    """The name of the track to which the phase belongs; None for a local phase, which does not communicate."""
     start: Callable[[], Work | None]
-    """A function that starts the phase and returns its work, or None if the phase is complete."""
+    """A function that starts the phase and returns its work. It returns None if the phase is complete already."""
 
 
 class PhasedWork(WatchedWork):
-    """An operation of several phases. `PhaseQueue.add` begins the operation."""
+    """The work of an operation that consists of several phases. `PhaseQueue.add` begins the operation."""
 
     __slots__ = ("_num_started", "_phases", "_queue", "current", "is_done")
 
@@ -46,7 +46,7 @@ class PhasedWork(WatchedWork):
         self._num_started = 0
         self._queue = queue
         self.current: Work | None = None
-        """The phase under way; None before the first phase, and while the next phase waits for earlier operations."""
+        """The work of the phase under way; None while no phase of this operation is under way."""
         self.is_done = False
 
     def wait(self, timeout_seconds: float | None = None) -> None:
@@ -62,8 +62,8 @@ class PhasedWork(WatchedWork):
         """Advance this operation as far as is possible without waiting.
 
         Args:
-            taken: the tracks on which earlier operations have phases left. This method adds the tracks of this
-                operation's remaining phases.
+            taken: the tracks on which earlier operations still have to start phases. This operation starts no phase on
+                them. This method adds the tracks of the phases that this operation still has to start.
         """
         while True:
             if self.current is not None:
@@ -85,7 +85,7 @@ class PhasedWork(WatchedWork):
         taken.update(phase.track for phase in remaining if phase.track is not None)
 
     def fail(self, error: Exception) -> None:
-        """Publish to all ranks that this operation cannot continue."""
+        """Mark the group as failed, and publish to all ranks that `error` has ended this operation."""
         if self._health.failure is None:
             self._health.fail(Failure(SynclineError, f"{self}: {error}"))
 
@@ -108,13 +108,13 @@ class PhasedWork(WatchedWork):
 
 
 class PhaseQueue:
-    """The incomplete operations of one lane, in the order of their calls."""
+    """A queue of the incomplete operations of one lane, in the order of their calls."""
 
     def __init__(self) -> None:
         self._works: list[PhasedWork] = []
 
     def add(self, work: PhasedWork, phases: Iterable[Phase]) -> None:
-        """Start an operation that consists of `phases`."""
+        """Begin the operation `work`, which consists of `phases`, and append it to this queue."""
         work.enter(self, phases)
         with under_way.lock:
             self._works.append(work)
@@ -122,10 +122,10 @@ class PhaseQueue:
             self.drive()
 
     def clear(self) -> None:
-        """Abandon the operations under way, but keep their tensors alive until no operation can still be running.
+        """Remove all operations from this queue, but keep their tensors alive until their timeouts have expired.
 
-        The thread that drops the last reference to a tensor frees the tensor. If a thread of a backend frees a tensor
-        while Python shuts down, the process aborts.
+        A backend can still use a tensor until then. If a thread of a backend dropped the last reference to a tensor
+        while Python shuts down, the process would abort.
         """
         if self._works:
             seconds = max(work.timeout_seconds for work in self._works)
@@ -137,13 +137,13 @@ class PhaseQueue:
         under_way.remove(self)
 
     def is_idle(self, except_for: object) -> bool:
-        """Return whether no operation besides `except_for` is under way."""
+        """Return whether this queue contains no operation besides `except_for`."""
         return all(work is except_for for work in list(self._works))
 
     def drive(self) -> None:
-        """Advance all operations as far as is possible without waiting.
+        """Advance all operations of this queue as far as is possible without waiting.
 
-        An error marks the transport as failed. The waits raise the error.
+        If a phase raises an error, the transport is marked as failed, and the waits raise the error.
         """
         works, taken = self._works, set[str]()
         for work in works:
@@ -159,12 +159,12 @@ class PhaseQueue:
             under_way.remove(self)
 
     def sleep(self, work: PhasedWork, seconds: float) -> None:
-        """Sleep for at most `seconds`, or until a phase that `work` waits for is complete."""
+        """Sleep until a phase under way is complete (of `work`, if possible), but for at most `seconds`."""
         currents = [work.current, *(other.current for other in self._works)]
         phases = [phase for phase in currents if isinstance(phase, WatchedWork)]
         if not phases:
             time.sleep(min(seconds, _POLL_SECONDS))
             return
-        phases.sort(key=lambda phase: phase.runs_by_itself)  # first a phase that advances only during a wait
+        phases.sort(key=lambda phase: phase.runs_by_itself)  # prefer a phase that advances only during a wait
         with contextlib.suppress(RuntimeError):  # `drive` will raise the same error for this phase
             phases[0]._ends_within(seconds)

@@ -1,4 +1,4 @@
-"""Counts of operations, bytes and waiting time, and the number of bytes that each operation usually sends."""
+"""Statistics of operations, bytes and waiting time, and an estimate of the bytes that each operation sends."""
 
 from __future__ import annotations
 
@@ -8,14 +8,17 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True, kw_only=True)
 class Statistics:
-    """Counts of a transport's operations, bytes and waiting time on this rank, since the transport was created."""
+    """The number of operations, the bytes and the waiting time of a transport on this rank, since its creation."""
 
     num_calls: dict[str, int] = field(default_factory=dict)
-    """The number of operations started, by name. `all_gather_bytes` counts as two `all_gather`."""
+    """The number of calls of each operation, by name. A call of `all_gather_bytes` counts as two of "all_gather"."""
     payload_bytes: dict[str, int] = field(default_factory=dict)
-    """The bytes of the tensors passed in, by operation. (The number of bytes sent may differ, see `sent_bytes`.)"""
+    """The total size of the tensors that were passed to each operation, by its name.
+
+    The number of bytes that were sent can be different; see `sent_bytes`.
+    """
     waited_seconds: float = 0.0
-    """The time spent blocked in `Work.wait`."""
+    """The total time that this rank spent in `Work.wait`."""
 
     @property
     def total_calls(self) -> int:
@@ -26,12 +29,15 @@ class Statistics:
         return sum(self.payload_bytes.values())
 
     def sent_bytes(self, num_ranks: int) -> float:
-        """Return the bytes that this rank has sent if ring algorithms were used; see the function `sent_bytes`."""
+        """Return the number of bytes that this rank has sent, if every operation used a ring algorithm.
+
+        For the formula, see the function `sent_bytes`.
+        """
         sizes = self.payload_bytes.items()
         return sum(sent_bytes(operation, num_bytes, num_ranks) for operation, num_bytes in sizes)
 
     def __sub__(self, earlier: Statistics) -> Statistics:
-        """Return the statistics of the time between the snapshot `earlier` and this one."""
+        """Return the difference between these statistics and `earlier` statistics of the same transport."""
         return Statistics(
             num_calls=dict(Counter(self.num_calls) - Counter(earlier.num_calls)),
             payload_bytes=dict(Counter(self.payload_bytes) - Counter(earlier.payload_bytes)),
@@ -41,7 +47,7 @@ class Statistics:
 
 @dataclass(slots=True)
 class Counts:
-    """The counters from which `Statistics` are copied. All lanes of one transport use the same object."""
+    """The counters of a transport, of which `Statistics` is a copy. All lanes of one transport use the same object."""
 
     num_calls: dict[str, int] = field(default_factory=dict)
     payload_bytes: dict[str, int] = field(default_factory=dict)
@@ -49,20 +55,22 @@ class Counts:
 
 
 def sent_bytes(operation: str, payload_bytes: float, num_ranks: int) -> float:
-    """Return the bytes that one rank sends in an operation, if the ranks are a ring.
+    """Return the number of bytes that one rank sends in an operation with a ring algorithm.
 
-    In a ring, a rank sends as much as it receives. An all_reduce consists of a reduce_scatter and an all_gather. Each
-    of the two sends all but one of the `num_ranks` parts of the whole once. In a broadcast, all ranks but the last one
-    pass the data on, and the result is the mean over ranks. A message counts on its sender only. Real traffic may be
-    smaller: shared memory sends nothing, and a hierarchy of several hosts sends less.
+    Each rank of the ring sends only to the next rank. In a reduce_scatter or an all_gather, the whole consists of
+    `num_ranks` parts, and each rank sends all parts but one. An all_reduce is a reduce_scatter and an all_gather. In a
+    broadcast, every rank except the last one sends the whole, and this function returns the mean over all ranks. A
+    message counts only on the rank that sends it. The real number can be smaller: shared memory sends nothing, and a
+    hierarchy of several hosts sends less.
 
     Args:
-        operation: an operation of a transport, as in `Statistics.payload_bytes`.
-        payload_bytes: size of the tensor passed in. For all_gather and reduce_scatter, it is the size of the whole.
+        operation: the name of the operation, as in `Statistics.payload_bytes`.
+        payload_bytes: size of the tensor that was passed in. For all_gather and reduce_scatter, pass the size of the
+            whole.
         num_ranks: number of ranks in the group.
 
     Raises:
-        ValueError: the operation is unknown.
+        ValueError: the name of the operation is unknown.
 
     Example:
         >>> sent_bytes("all_reduce", 1000, 4), sent_bytes("all_gather", 1000, 4), sent_bytes("all_reduce", 1000, 1)
@@ -80,5 +88,5 @@ def sent_bytes(operation: str, payload_bytes: float, num_ranks: int) -> float:
         "barrier": 0.0,
     }
     if operation not in factors:
-        raise ValueError(f"expected the operation to be one of {', '.join(factors)}; got {operation!r}")
+        raise ValueError(f"expected operation to be one of {', '.join(factors)}; got {operation!r}")
     return factors[operation] * payload_bytes

@@ -1,9 +1,9 @@
-"""The calls of ranks that are threads, and how they are matched with each other.
+"""The matching of the calls of ranks that are threads of one process.
 
 A `Rendezvous` is one collective or message under way. The n-th collective of a rank is matched with the n-th collective
 of every other rank. The n-th `send` from rank a to rank b is matched with the n-th `recv` of rank b from rank a. As in
-Gloo and NCCL, a `send` is complete when its message was received. The first error breaks the whole group, so that every
-rank raises the same text.
+Gloo and NCCL, a `send` is complete when its message has been received. The first error breaks the whole group, and
+every rank raises an error with the same text.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ from syncline.words import describe_ranks
 
 @dataclass(eq=False)
 class Rendezvous:
-    """One collective or message under way. The lock of the group guards all fields.
+    """One collective or message under way. A thread must hold the lock of the group to use its fields.
 
-    First the ranks join. The last rank to join computes the result. Then the rendezvous has ended, and each rank copies
-    the result when it waits.
+    A rank joins by making its call. The last rank that joins computes the result, which ends the rendezvous. Each rank
+    copies the result when it waits.
 
     Args:
         members: the ranks that take part.
-        title: the kind and number of this rendezvous, for messages.
-        call_number: the number of the collective, from 1; None for a message.
-        changed: a condition with the lock of the group, notified at the end.
+        title: the kind and the number of this rendezvous, for error messages.
+        call_number: the number of the collective, from 1. It is None for a message.
+        changed: a condition that uses the lock of the group. It is notified when the rendezvous ends.
     """
 
     members: tuple[int, ...]
@@ -47,12 +47,12 @@ class Rendezvous:
     result: Any = None
     failure: Failure | None = None
     has_ended: bool = False
-    """Whether the result or the failure is known."""
+    """Whether the rendezvous has a result, a failure or a disagreement."""
     has_disagreed: bool = False
-    """Whether all calls had terms but differed. There is no result then, and the group remains usable."""
+    """Whether all calls had `terms`, but the calls or the terms differed. Then there is no result and no failure."""
 
     def end(self, result: Any = None, failure: Failure | None = None) -> None:
-        """Set the result or the failure, and wake up the ranks that wait."""
+        """End the rendezvous with a result or a failure, and wake up the ranks that wait for it."""
         assert not self.has_ended, f"{self.title} has ended twice"
         self.result, self.failure, self.has_ended = result, failure, True
         self.parts = {}
@@ -60,7 +60,7 @@ class Rendezvous:
 
     @property
     def needs_ranks(self) -> bool:
-        """Whether some members have not joined yet, and still can."""
+        """Whether the rendezvous has not ended, and some members have not joined yet."""
         return not self.has_ended and len(self.calls) < len(self.members)
 
     def agrees(self) -> bool:
@@ -73,7 +73,7 @@ class Rendezvous:
         return [rank for rank in self.members if rank not in self.calls]
 
     def describe_calls(self) -> str:
-        """Return the call of each member as lines of text, for messages."""
+        """Return lines of text for error messages, which show the call of each member."""
         by_call: dict[str, list[int]] = {}
         for rank in self.members:
             call = self.calls.get(rank)
@@ -88,28 +88,33 @@ class _Common:
     lock: threading.Lock = field(default_factory=threading.Lock)
     failure: Failure | None = None
     gone: dict[int, str] = field(default_factory=dict)
-    """The reason by rank, for the ranks that make no more calls."""
+    """The reason for each rank that makes no more calls, by rank."""
     boards: dict[int, Board] = field(default_factory=dict)
     waiting: dict[tuple[int, int], tuple[CallMatcher, Rendezvous]] = field(default_factory=dict)
-    """Waits by rank and thread, because one thread may wait for a checkpoint while another trains."""
+    """The rendezvous for which each thread of each rank waits now, by rank and thread identifier.
+
+    Several threads of a rank can wait, for instance one for a checkpoint and one for gradients.
+    """
     threads: defaultdict[int, set[int]] = field(default_factory=lambda: defaultdict(set))
-    """The threads that have ever waited, by rank."""
+    """The identifiers of all threads of each rank that have waited at least once."""
     lanes: weakref.WeakSet[CallMatcher] = field(default_factory=weakref.WeakSet)
     children: weakref.WeakSet[CallMatcher] = field(default_factory=weakref.WeakSet)
     is_forked: bool = False
 
     def refuse_a_fork(self) -> None:
-        """Refuse all use in this process, which is a fork of the process whose threads are the ranks."""
+        """Make every later call raise. This is called in a forked child, which lacks the threads of the ranks."""
         self.is_forked = True
 
 
 class CallMatcher:
-    """The rendezvous of one lane. The first error breaks all lanes of the group.
+    """The matcher of one lane, which assigns each call of a rank to a `Rendezvous`.
+
+    The first error breaks all lanes of the group.
 
     Args:
         size: number of ranks.
         lane: the name of the lane.
-        common: the state of all lanes; None for the first lane of a group.
+        common: the state that all lanes of the group have in common. Pass None for the first lane of a group.
     """
 
     def __init__(self, size: int, lane: str = MAIN_LANE, common: _Common | None = None) -> None:
@@ -125,7 +130,7 @@ class CallMatcher:
             refuse_in_forks(self._common)
 
     def child(self, ranks: tuple[int, ...]) -> CallMatcher:
-        """Return the matcher of a new group of some of the ranks. It breaks when this matcher breaks."""
+        """Return the matcher of a new group of some of the ranks. If this group breaks, the new group breaks, too."""
         matcher = CallMatcher(len(ranks))
         matcher._ranks_in_parent = ranks
         with self._lock:
@@ -134,7 +139,7 @@ class CallMatcher:
         return matcher
 
     def lane(self, name: str) -> CallMatcher:
-        """Return the matcher of a new lane of the same ranks."""
+        """Return the matcher of a new lane between the same ranks."""
         with self._lock:
             return CallMatcher(self.size, name, self._common)
 
@@ -144,7 +149,7 @@ class CallMatcher:
 
     @property
     def failure(self) -> Failure | None:
-        """The failure that broke the group; None if there is none."""
+        """The failure that broke the group. The value is None if the group is intact."""
         return self._common.failure
 
     def join(
@@ -155,14 +160,16 @@ class CallMatcher:
         compute: Callable[[list[Any]], Any],
         channel: tuple[int, int] | None = None,
     ) -> Rendezvous:
-        """Let `rank` join its next rendezvous. The last rank to join computes the result.
+        """Let `rank` join its next rendezvous, and return this rendezvous.
+
+        The last rank that joins computes the result.
 
         Args:
             rank: the rank that joins.
-            call: the call of this rank, which must match the calls of the other members.
-            part: the contribution of this rank.
-            compute: a function that computes the result from the members' parts in rank order.
-            channel: None for a collective, (src, dst) for a message.
+            call: a description of the call, which must match the calls of the other members.
+            part: the data that this rank contributes.
+            compute: a function that computes the result from the parts of all members, in rank order.
+            channel: the pair (src, dst) for a message, or None for a collective.
         """
         self._refuse_a_fork()
         with self._lock:
@@ -190,7 +197,7 @@ class CallMatcher:
         return rendezvous
 
     def _new_rendezvous(self, channel: tuple[int, int] | None, nth: int) -> Rendezvous:
-        """Return the rendezvous for the `nth` call, from 0, of all ranks or on a channel."""
+        """Return a new rendezvous for collective number `nth`, or for message number `nth` on a channel, from 0."""
         members = tuple(range(self.size)) if channel is None else tuple(sorted(channel))
         what = "collective" if channel is None else f"message from rank {channel[0]} to {channel[1]}"
         where = "" if self.name == MAIN_LANE else f" on the {self.name} lane"
@@ -206,7 +213,10 @@ class CallMatcher:
             raise FORKED.on_rank(None)
 
     def _check(self, rendezvous: Rendezvous) -> None:
-        """Break the group if the calls differ, or if the rendezvous needs a rank that has left. Needs the lock."""
+        """Break the group if the calls differ, or if the rendezvous needs a rank that has left.
+
+        The caller must hold the lock.
+        """
         first = next(iter(rendezvous.calls.values()))
         if not rendezvous.agrees() and not all(call.terms for call in rendezvous.calls.values()):
             text = (
@@ -222,7 +232,7 @@ class CallMatcher:
             remedy = remedy_for_left(Place.of(boards[waiting]), [Place.of(boards[rank])])
             text = (
                 f"{first} ({rendezvous.title} of this group of {self.size}) needs rank {rank}, "
-                f"which makes no more calls: {gone[rank]}\n{rendezvous.describe_calls()}\n"
+                f"which makes no more calls, because {gone[rank]}\n{rendezvous.describe_calls()}\n"
                 f"{self._describe_places()}\n{remedy}"
             )
             self._break_locked(Failure(UnevenInputs, text))
@@ -241,7 +251,7 @@ class CallMatcher:
             rendezvous.end(result)
 
     def wait(self, rank: int, rendezvous: Rendezvous, timeout_seconds: float) -> Any:
-        """Wait for the rendezvous, and return its result or raise its failure."""
+        """Wait until the rendezvous has ended, and return its result or raise its failure."""
         self._refuse_a_fork()
         waiting, thread = self._common.waiting, threading.get_ident()
         with self._lock:
@@ -263,9 +273,10 @@ class CallMatcher:
             return rendezvous.result
 
     def _check_for_deadlock(self) -> None:
-        """Break the group if ranks wait for each other in different rendezvous. Needs the lock.
+        """Break the group if ranks wait for each other in different rendezvous.
 
-        A rank counts only if no other thread of it could still make the missing calls.
+        A rank is considered only if exactly one of its threads has ever waited, because other threads could make the
+        missing calls. The caller must hold the lock.
         """
         waits_for = {
             rank: rendezvous.absent()
@@ -281,8 +292,8 @@ class CallMatcher:
             f"{rendezvous.calls[rank]} ({rendezvous.title} of this group of {self.size}): "
             f"{describe_ranks(rendezvous.absent())} did not make this call within {timeout_seconds:g} s\n"
             f"{rendezvous.describe_calls()}\n{self._describe_places()}\n"
-            "find out what the absent ranks do instead: they may be in an endless loop, or have fewer batches. If they "
-            "are only slow, raise the timeout"
+            "find out what the absent ranks do instead. Perhaps they are in an endless loop, or have fewer batches. If "
+            "they are only slow, raise the timeout"
         )
         self._break_locked(Failure(CollectiveTimeout, text))
 
@@ -299,7 +310,7 @@ class CallMatcher:
         return describe_places(places, size=self.size)
 
     def break_(self, failure: Failure) -> None:
-        """Fail all current and later calls, of this group and of the groups that were split from it."""
+        """Make all current and later calls fail, in this group and in the groups that were split from it."""
         with self._lock:
             self._break_locked(failure)
             children = list(self._common.children)
@@ -316,12 +327,12 @@ class CallMatcher:
             matcher._pending = {}
 
     def leave(self, rank: int, why: str, *, with_children: bool = False) -> None:
-        """Record that `rank` makes no more calls on any lane. Ranks that need it raise `UnevenInputs` at once.
+        """Record that `rank` makes no more calls on any lane. If another rank waits for it, the group breaks.
 
         Args:
-            rank: the rank.
-            why: the reason, for messages.
-            with_children: whether the rank makes no more calls in groups that were split from this group either.
+            rank: the rank that makes no more calls.
+            why: the reason, for error messages.
+            with_children: whether the record also applies to the groups that were split from this group.
         """
         common = self._common
         with self._lock:
@@ -337,7 +348,7 @@ class CallMatcher:
 
 
 def closed_error(call: Call, rank: int) -> SynclineError:
-    """Return the error for a call on a transport that its rank has closed."""
+    """Return the error for a call that `rank` made on its transport after it had closed the transport."""
     return SynclineError(
-        f"rank {rank} called {call}, but its transport was closed: make all calls before close()"
+        f"rank {rank} called {call}, but it had already closed its transport. Make all calls before close()"
     )

@@ -1,8 +1,8 @@
-"""Engine: ranks as threads of one process, for tests, for simulation, and for groups of one rank.
+"""The engine whose ranks are threads of one process, for tests, for simulation, and for groups of one rank.
 
-The engine is deterministic. Reductions run in rank order 0 .. size - 1, so all ranks and all runs get the same bits.
-fp16 and bf16 are summed in fp32 and rounded once. Inputs are copied when an operation starts, and `Work.wait` writes
-the results, so no rank ever sees a peer's buffer change.
+The engine is deterministic. Each reduction combines the ranks in the order 0 .. size - 1, so all ranks and all runs get
+the same bits. fp16 and bf16 are summed in fp32 and rounded once. An operation copies its input when it starts, and
+`Work.wait` writes the result, so a rank never reads a tensor while another rank changes it.
 """
 
 from __future__ import annotations
@@ -45,15 +45,15 @@ class ThreadGroup:
 
     def __init__(self, size: int, timeout_seconds: float = 60.0) -> None:
         if size < 1:
-            raise ValueError(f"expected a thread group of at least 1 rank, got {size}")
+            raise ValueError(f"expected the size of a thread group to be at least 1 rank, got {size}")
         self.size = size
         self._matcher = CallMatcher(size)
         self._transports = _transports(self._matcher, timeout_seconds, [None] * size)
 
     def transport(self, rank: int) -> ThreadsTransport:
-        """Return the transport of `rank`. Every call returns the same object."""
+        """Return the transport of `rank`. All calls with the same `rank` return the same object."""
         if not 0 <= rank < self.size:
-            raise ValueError(f"expected rank between 0 and {self.size - 1}, got {rank}")
+            raise ValueError(f"expected a rank from 0 to {self.size - 1}; got {rank}")
         return self._transports[rank]
 
 
@@ -67,7 +67,7 @@ def _transports(
 
 
 def transport_of_one_rank(timeout_seconds: float, board: Board | None = None) -> ThreadsTransport:
-    """Return the transport of a new group of one rank."""
+    """Create a group of one rank, and return its transport."""
     return _transports(CallMatcher(1), timeout_seconds, [board])[0]
 
 
@@ -75,7 +75,7 @@ def transport_of_one_rank(timeout_seconds: float, board: Board | None = None) ->
 
 
 class _ThreadsWork(Work):
-    """One rank's part in a rendezvous. The first `wait` writes the result."""
+    """The work of one rank in a `Rendezvous`. The first `wait` copies the result to the rank's tensor."""
 
     __slots__ = ("_rendezvous", "_target", "_transport")
 
@@ -100,7 +100,7 @@ class _ThreadsWork(Work):
 
 
 class ThreadsTransport(Transport):
-    """The transport of one rank of a `ThreadGroup`. Only one thread may use it at a time."""
+    """The transport of one rank of a `ThreadGroup`. It must not be used by two threads at the same time."""
 
     def __init__(
         self, matcher: CallMatcher, *, rank: int, timeout_seconds: float, board: Board | None = None
@@ -135,12 +135,22 @@ class ThreadsTransport(Transport):
         return cast("ThreadsTransport | None", transports[self.rank])
 
     def _result_of(self, call: Call, part: Any, compute: Callable[[list[Any]], Any]) -> Any:
-        """Make a collective call, wait for it, and return what `compute` returned on the last rank to call."""
+        """Make a collective call, wait for its end, and return its result.
+
+        The last rank that makes the call computes the result: it passes the parts of all ranks to `compute`.
+        """
         rendezvous = self._matcher.join(self.rank, call, part, compute)
         return self._matcher.wait(self.rank, rendezvous, self.timeout_seconds)
 
     def _split_by(self, parts: list[tuple[int | None, Board]]) -> list[ThreadsTransport | None]:
-        """Return the transports of the new groups by rank, for the color and the board of every rank."""
+        """Create one group per color, and return each rank's transport in its new group.
+
+        Args:
+            parts: the color and the board of each rank, in rank order.
+
+        Returns:
+            The transports in rank order. The entry of a rank whose color is None is None.
+        """
         transports: list[ThreadsTransport | None] = [None] * self.size
         colors, boards = zip(*parts, strict=True)
         for color in set(colors) - {None}:
@@ -223,7 +233,7 @@ class ThreadsTransport(Transport):
         return _ThreadsWork(self, self._matcher.join(self.rank, call, part, compute, channel), target)
 
     def _done_alone(self, output: Tensor | None = None, input: Tensor | None = None) -> Work:
-        """Copy `input` to `output`, if given, and return the work of an operation in a group of one rank."""
+        """Do an operation in a group of one rank: copy `input` to `output` unless they are None, and return `DONE`."""
         if self._matcher.failure is not None:
             raise self._matcher.failure.on_rank(self.rank)
         if output is not None and input is not None:
@@ -250,14 +260,14 @@ def _snapshot(tensor: Tensor) -> Tensor:
 
 
 def _synchronize(tensor: Tensor) -> None:
-    """Wait for the work queued on a tensor's device, because other threads may read the tensor on other streams."""
+    """Wait until the current stream of the tensor's device is done, because other threads can use other streams."""
     if tensor.device.type != "cpu":
         torch.accelerator.current_stream(tensor.device).synchronize()
 
 
 @torch.inference_mode()  # a part may be an inference tensor, which can be written only in this mode
 def _reduced(parts: list[Tensor], op: ReduceOp) -> Tensor:
-    """Reduce the first part by the others in place, and return the result."""
+    """Reduce the parts in rank order, and return the result. The first part is overwritten."""
     dtype = parts[0].dtype
     total = parts[0].float() if dtype in (torch.float16, torch.bfloat16) else parts[0]
     for part in parts[1:]:
@@ -286,17 +296,17 @@ def _only_message(parts: list[Tensor | None]) -> Tensor:
 def run_ranks(size: int, fn: Callable[[ThreadsTransport], T], *, timeout_seconds: float = 60.0) -> list[T]:
     """Run `fn(transport)` on `size` ranks, each in its own thread.
 
-    When a rank raises an exception, this function raises the same exception, and the waits of the other ranks raise
-    `PeerFailed` with the traceback. When a rank returns while another rank still needs it, that rank raises
+    If a rank raises an exception, this function raises the same exception, and the waits of the other ranks raise
+    `PeerFailed` with its traceback. If a rank returns while another rank still waits for it, the waiting rank raises
     `UnevenInputs`.
 
     Args:
         size: number of ranks.
-        fn: the function that each rank runs.
+        fn: the function that each rank calls with its transport.
         timeout_seconds: how long a `wait` blocks before it raises `CollectiveTimeout`.
 
     Returns:
-        The results, in rank order.
+        The values that `fn` returned, in rank order.
 
     Example:
         >>> def program(transport):

@@ -1,4 +1,4 @@
-"""The base of the engines whose ranks are processes: the health of the group, the lanes, and how they are closed."""
+"""The base class of the engines whose ranks are processes. It manages the health of the group and its lanes."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from syncline.transport.base import Transport
 
 
 class WatchedTransport(Transport):
-    """A transport between processes. Its waits check whether the peers are still alive (see `watched_work.py`).
+    """The base class of transports between processes. Their waits check for failed peers (see `watched_work.py`).
 
     Args:
-        health: the health of the group. All lanes use the same object.
-        own_lane: the counter of the calls on the first lane.
+        health: the object that records failures of the group. All lanes use the same object.
+        own_lane: the name of the first lane, and the counter of its calls.
         rank: this rank.
         size: number of ranks.
         timeout_seconds: how long a `wait` blocks before it raises `CollectiveTimeout`.
@@ -33,11 +33,11 @@ class WatchedTransport(Transport):
         self.health = health
         self.own_lane = own_lane
         self._lanes: list[WatchedTransport] = []
-        """The open lanes besides the first one. All lanes use the same list."""
+        """The open lanes other than the first one. All lanes of the group have the same list object."""
         self._is_closed = False
 
     def _check_usable(self) -> None:
-        """Raise if the group has failed or the transport is closed, and record the calling thread."""
+        """Raise an error if the group has failed or the transport is closed. Otherwise record the calling thread."""
         health = self.health
         if health.failure is not None:
             raise health.error()
@@ -47,7 +47,7 @@ class WatchedTransport(Transport):
             health.called_from(thread)
 
     def _copy_for(self, own_lane: Lane) -> Self:
-        """Return a copy of this transport for another lane."""
+        """Return a copy of this transport that represents another lane."""
         lane = copy(self)
         lane.own_lane = own_lane
         self._lanes.append(lane)
@@ -74,7 +74,7 @@ class WatchedTransport(Transport):
 
     @abstractmethod
     def _release(self) -> None:
-        """Release the resources of this lane. Called once, by `close`."""
+        """Release the resources of this lane. `close` calls this method once."""
 
 
 def published_health(
@@ -87,16 +87,16 @@ def published_health(
     backend: str,
     timeout_seconds: float,
 ) -> Health:
-    """Return the health of a new group, which the process publishes from now on unless the group has only one rank.
+    """Create the `Health` of a new group. If the group has several ranks, publish this rank's state from now on.
 
     Args:
-        own_lane: the counter of the calls on the first lane.
-        board: the position of this rank in the program.
+        own_lane: the name of the first lane, and the counter of its calls.
+        board: the object that records where in the program this rank is.
         store: the store through which the ranks exchange notices.
         rank: this rank.
         size: number of ranks.
-        backend: the name of the engine, for messages.
-        timeout_seconds: how long an operation of the group can be under way.
+        backend: the name of the engine in messages.
+        timeout_seconds: the longest time that an operation of the group can be under way.
     """
     notices = Notices(store, rank=rank, size=size) if size > 1 else None
     health = Health(

@@ -1,10 +1,11 @@
-"""Works whose wait checks from time to time for failed peers, deadlock and timeout.
+"""Works whose `wait` checks regularly for failed peers and deadlock.
 
-`WatchedWork` waits in slices of time. Each engine implements the wait for one slice (`_ends_within`). Some operations
-do not advance by themselves (see `phases.py`). While such operations are under way, every wait advances them.
+`WatchedWork` waits in short slices of time. Each engine implements the wait for one slice (`_ends_within`). Some
+operations do not advance by themselves (see `phases.py`). While such operations are under way, every wait advances
+them.
 
-`LongWait` publishes to the peers that this rank has been waiting for a while, and reads where the peers are. Short
-waits are not published, so that a healthy step is not slowed down.
+If a wait lasts longer than one slice, `LongWait` publishes to the peers where this rank waits, and reads where the
+peers are. Short waits are not published, so that a healthy step is not slowed down.
 """
 
 from __future__ import annotations
@@ -30,43 +31,46 @@ from syncline.transport.work import Work
 from syncline.user_code import user_code, warn_user
 
 SLICE_SECONDS = 0.25
-"""How long a wait lasts before it checks for failures."""
+"""How long a wait lasts before it checks for failures, and the time between two checks."""
 
 MESSAGES = ("send", "recv")
-"""Operations that only two ranks call, so that they have no number that is the same on all ranks."""
+"""The operations that only two ranks call. They are not numbered, because the other ranks do not count them."""
 
 _DRIVE_SECONDS = 0.002
-"""How long a wait sleeps before it advances other operations again."""
+"""How long a wait blocks before it advances other operations again."""
 
 
 class Driven(Protocol):
-    """Operations that advance only when `drive` is called."""
+    """The interface of a set of operations that advance only when `drive` is called."""
 
     def drive(self) -> None:
-        """Advance all operations as far as is possible without waiting. Never raises."""
+        """Advance all operations as far as is possible without waiting. This method never raises."""
 
     def is_idle(self, except_for: object) -> bool:
-        """Return whether no operation besides `except_for` is under way."""
+        """Return whether no operation other than `except_for` is under way."""
 
 
 class UnderWay:
-    """All operations of this process that advance only when they are driven."""
+    """The registry of all operations of this process that advance only when `drive` is called."""
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
-        """The lock of the thread that drives the operations."""
+        """The lock that a thread holds while it drives the operations."""
         self._all: dict[int, Driven] = {}
 
     def add(self, operations: Driven) -> None:
-        """Drive these operations from now on."""
+        """Register `operations`, so that `drive` advances them from now on."""
         self._all[id(operations)] = operations
 
     def remove(self, operations: Driven) -> None:
-        """Stop driving these operations."""
+        """Unregister `operations`, so that `drive` no longer advances them."""
         self._all.pop(id(operations), None)
 
     def drive(self) -> None:
-        """Advance all operations as far as is possible without waiting, unless another thread does this now."""
+        """Advance all registered operations as far as is possible without waiting.
+
+        If another thread is doing this already, return at once.
+        """
         if self._all and self.lock.acquire(blocking=False):
             try:
                 for operations in list(self._all.values()):
@@ -75,7 +79,7 @@ class UnderWay:
                 self.lock.release()
 
     def is_idle(self, except_for: object) -> bool:
-        """Return whether no operation besides `except_for` needs to be driven."""
+        """Return whether no registered operation other than `except_for` is under way."""
         return not self._all or all(operations.is_idle(except_for) for operations in list(self._all.values()))
 
 
@@ -83,16 +87,16 @@ under_way = UnderWay()
 
 
 class WatchedWork(Work):
-    """One operation under way, with a description of the call for errors and for the peers.
+    """The base class of works between processes. A work describes its call, for errors and for the peers.
 
-    The works of all engines have the same constructor, whose arguments describe the call. A second method of each
-    engine (`start` or `enter`) begins the operation.
+    The constructor is the same for all engines, and its arguments describe the call. Each subclass has another method,
+    `start` or `enter`, which sets the operation itself.
 
     Args:
-        transport: the transport that was called.
+        transport: the transport whose method was called.
         operation: the name of the operation, for messages.
-        detail: the reduce operation or the peer, for messages.
-        tensor: the tensor that the caller passed in; None for a barrier.
+        detail: the reduce operation or the peer, for messages. It is "" if the operation has neither.
+        tensor: the tensor that the caller passed in. Pass None for a barrier.
     """
 
     __slots__ = (
@@ -107,7 +111,7 @@ class WatchedWork(Work):
     )
 
     runs_by_itself: ClassVar[bool] = False
-    """Whether the operation advances while no thread of this rank waits for it or polls it."""
+    """Whether the operation advances even while no thread of this rank waits for it or polls it."""
 
     def __init__(
         self, transport: WatchedTransport, operation: str, detail: str, tensor: Tensor | None
@@ -123,20 +127,25 @@ class WatchedWork(Work):
 
     @property
     def timeout_seconds(self) -> float:
-        """The transport's timeout."""
+        """The timeout of the transport, which applies to waits without a timeout of their own."""
         return self._timeout_seconds
 
     def elapsed_seconds(self) -> float:
-        """Return the time since the call."""
+        """Return the time since the operation was called."""
         return time.monotonic() - self._started
 
     def describe_as(self, whole: WatchedWork) -> None:
-        """Describe this operation in messages as `whole`, of which it is a part."""
+        """Let messages describe this operation by the call of `whole`, an operation of which it is a part."""
         self._operation, self._detail, self._tensor = whole._operation, whole._detail, whole._tensor
         self._lane, self._number, self._started = whole._lane, whole._number, whole._started
 
     def as_wait(self, *, number: int = 0, blocks_rank: bool = True) -> Wait:
-        """Return a description of the wait for this operation, which is published to the peers."""
+        """Return a description of the wait for this operation, to be published to the peers.
+
+        Args:
+            number: a number that identifies this wait on this rank.
+            blocks_rank: whether no other thread of this rank has ever started a collective.
+        """
         tensor = self._tensor
         numel, dtype = (None, None) if tensor is None else (tensor.numel(), tensor.dtype)
         words = str(Call(self._operation, self._detail, numel, dtype))
@@ -149,11 +158,14 @@ class WatchedWork(Work):
 
     @abstractmethod
     def _has_succeeded(self) -> bool:
-        """Return whether the operation is done, as a last check after a failure of the group. Never raises."""
+        """Return whether the operation is done, although the group has failed. This method never raises."""
 
     @abstractmethod
     def _ends_within(self, seconds: float) -> bool:
-        """Wait for at most `seconds`, and return whether the operation is done. Raise if the operation has failed."""
+        """Wait for at most `seconds`, and return whether the operation is done.
+
+        If the operation has failed, raise its error.
+        """
 
     def _wait_in_slices(self, timeout_seconds: float) -> None:
         deadline = time.monotonic() + timeout_seconds
@@ -174,7 +186,7 @@ class WatchedWork(Work):
                     return
 
     def _ends_driving(self, seconds: float) -> bool:
-        """Wait like `_ends_within`, and drive other operations at the same time."""
+        """Wait as `_ends_within` does, and advance the registered operations (see `UnderWay`) meanwhile."""
         if under_way.is_idle(except_for=self):
             return self._ends_within(seconds)
         deadline = time.monotonic() + seconds
@@ -188,25 +200,27 @@ class WatchedWork(Work):
 
 
 _LOOK_SECONDS = 0.5
-"""How often a waiting rank reads where the other ranks are."""
+"""The period in which a waiting rank reads where the other ranks are."""
 
 _MANY_RANKS = 16
-"""The number of ranks above which a waiting rank reads only half as often, to spare the store."""
+"""The number of ranks above which a waiting rank doubles this period, to reduce the load of the store."""
 
 _SILENCE_SECONDS = 2 * SIGN_OF_LIFE_SECONDS
-"""How long a rank publishes nothing before its peers warn."""
+"""How long a rank must have published nothing before its peers warn about it."""
 
 _STOPPED = "whose process is stopped (by SIGSTOP, Ctrl-Z or a debugger)"
 
-_SILENT = f"which has given no sign of life for {_SILENCE_SECONDS:g} s (it is stopped, or cannot be reached)"
+_SILENT = (
+    f"which has published nothing for {_SILENCE_SECONDS:g} s (its process is stopped, or cannot be reached)"
+)
 
 
 class LongWait:
-    """A wait that has lasted for a while. While this context lasts, the wait is published to the peers.
+    """A context manager for a wait that lasts longer than one slice. Inside it, the wait is published to the peers.
 
     Args:
-        health: the health of the transport's group.
-        work: the operation for which this rank waits.
+        health: the `Health` of the transport's group.
+        work: the work for which this rank waits.
     """
 
     def __init__(self, health: Health, work: WatchedWork) -> None:
@@ -216,7 +230,10 @@ class LongWait:
         self._next_look = time.monotonic() + self._period_seconds / 2  # half of the period has passed already
         self._seen: dict[int, Place] = {}
         self._signs_of_life: dict[int, tuple[float, float]] = {}
-        """By rank: the time of the rank's last place, by the rank's clock, and when this rank first read that place."""
+        """Two times for each rank: when it last published its place, and when this rank first read that place.
+
+        The first time is by the clock of the other rank, the second by the clock of this rank.
+        """
         self._warned_of: set[int] = set()
 
     def __enter__(self) -> LongWait:
@@ -233,7 +250,7 @@ class LongWait:
             self._post()
 
     def check(self) -> None:
-        """Raise if the transport has failed or this wait can never end. Warn of ranks that are stopped or silent."""
+        """Raise an error if the group has failed or this wait can never end. Warn of stopped and silent ranks."""
         health = self._health
         health.raise_if_published()
         now = time.monotonic()
@@ -253,9 +270,10 @@ class LongWait:
         self._warned_of = set(halted)
 
     def _look(self) -> dict[int, Place]:
-        """Return the place of each rank.
+        """Return the place in the program of each rank that has published one.
 
-        If a rank waits in a call of torch.distributed, publish how many calls this rank has started on that group.
+        If some ranks wait in calls of torch.distributed on a process group, this rank also publishes how many calls it
+        has started on that group.
         """
         health = self._health
         seen = health.places()
@@ -279,7 +297,7 @@ class LongWait:
         where = self._seen.get(rank)
         last_seen = "" if where is None else f" Rank {rank} was last seen in {where}."
         warn_user(
-            f"rank {self._health.rank} waits in {self._work} for rank {rank}, {what}.{last_seen} Continue or end the "
+            f"rank {self._health.rank} waits in {self._work} for rank {rank}, {what}.{last_seen} Resume or end the "
             f"process of rank {rank}. Rank {self._health.rank} raises an error after {self._work.timeout_seconds:g} s"
         )
 

@@ -1,4 +1,4 @@
-"""`Work`, an operation under way, and works that combine or measure other works."""
+"""The class `Work`, which represents an operation under way, and works that combine or measure other works."""
 
 from __future__ import annotations
 
@@ -11,38 +11,41 @@ from syncline.transport.statistics import Counts
 
 
 class Disagreement(CollectiveMismatch):
-    """An error for ranks whose calls or terms differ. No tensor was written, and the transport remains usable."""
+    """The error for calls with `terms` (see `Transport.all_reduce`) that differ between ranks.
+
+    No tensor was written, and the transport can still be used.
+    """
 
 
 class Work(ABC):
-    """One operation under way. Keep the object until `wait` has returned.
+    """One operation under way. Keep a reference to this object until `wait` has returned.
 
-    After an error in `wait`, every later operation on the transport raises as well. Only after `Disagreement`, the
-    transport remains usable.
+    After `wait` has raised an error, every later operation on the transport raises as well. The only exception is
+    `Disagreement`, after which the transport can still be used.
     """
 
     @abstractmethod
     def wait(self, timeout_seconds: float | None = None) -> None:
-        """Block until the operation is done and its tensors may be used.
+        """Block until the operation is done. After that, the caller can use the tensors.
 
         Args:
-            timeout_seconds: how long to wait; None means the transport's own timeout.
+            timeout_seconds: how long to wait. Pass None for the transport's own timeout.
 
         Raises:
             CollectiveTimeout: a rank did not make the same call in time.
             PeerLost: a rank's process has ended, or the connection to a rank is lost.
             PeerFailed: another rank raised an exception.
             CollectiveMismatch: the ranks called different operations, or the sizes of their tensors differ.
-            Disagreement: operations, sizes or terms differ, and all calls had terms.
+            Disagreement: operations, sizes or `terms` differ between the ranks, and all ranks passed `terms`.
         """
 
     @abstractmethod
     def is_completed(self) -> bool:
-        """Return whether `wait` would return or raise at once. This method never blocks and never raises."""
+        """Return True if `wait` would return or raise at once. This method itself never blocks and never raises."""
 
 
 class _DoneWork(Work):
-    """An operation that is complete when it starts, for instance in a group of one rank."""
+    """The work of an operation that was complete when the call returned, as in a group of one rank."""
 
     __slots__ = ()
 
@@ -62,12 +65,13 @@ _DONE_PART: _Part = (DONE, None)
 
 
 class CombinedWork(Work):
-    """Several operations as one work. `wait` waits for them one after the other, with one deadline.
+    """A work that stands for several operations. `wait` waits for them one after the other, with one deadline.
 
     Args:
-        parts: the operations, each with a function to call after its wait (to copy a received tensor, for instance) or
-            None. For a function to call after all operations, add the part `(DONE, function)`.
-        at_end: a function to call once all parts are complete, and also whenever a wait raises.
+        parts: pairs of an operation and a function. `wait` calls the function after the operation is done, for instance
+            to copy a received tensor. Use None for no function. To call a function after all operations, append the
+            pair `(DONE, function)`.
+        at_end: a function that `wait` calls when all parts are done or an error is raised. Pass None for no function.
     """
 
     __slots__ = ("_at_end", "_parts")
@@ -78,7 +82,7 @@ class CombinedWork(Work):
 
     @staticmethod
     def of(works: Iterable[Work]) -> CombinedWork:
-        """Return several operations as one work, without functions to call after them."""
+        """Return a work that stands for all of `works`, without functions to call after them."""
         return CombinedWork([(work, None) for work in works])
 
     def wait(self, timeout_seconds: float | None = None) -> None:
@@ -100,7 +104,7 @@ class CombinedWork(Work):
 
 
 class MeasuredWork(Work):
-    """An operation whose `wait` adds the time spent waiting to the transport's statistics."""
+    """A work that wraps another work, and adds the duration of each `wait` to the transport's statistics."""
 
     __slots__ = ("_counts", "_inner")
 

@@ -1,12 +1,12 @@
-"""Engine: the ranks of one host, over memory that all of them map.
+"""The engine for the ranks of one host, over memory that all of them have mapped.
 
-core.py       find and load the native core
+core.py       find and load the native core, a library in C
 engine.py     handles of the native core, codes of calls, and tensors in shared memory
 hub.py        connections between the ranks of a host, over which memory is passed on
 memory.py     create and map memory, and measure how much memory is available
 sockets.py    Unix sockets between two ranks: connect, send bytes and files, and detect ended processes
 transport.py  the transport
-work.py       an operation in shared memory, and how it is waited for
+work.py       an operation in shared memory, and the wait for it
 """
 
 from __future__ import annotations

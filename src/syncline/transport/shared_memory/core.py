@@ -1,6 +1,6 @@
-"""The native core: find the library, load it, and declare the types of its functions.
+"""Functions that find and load the native core, a library in C, and that declare the types of its functions.
 
-`native/core.c` documents the functions.
+The comments in `native/core.c` document these functions.
 """
 
 from __future__ import annotations
@@ -18,10 +18,11 @@ _NAME = "libsyncline_core.so"
 
 
 def find_library() -> Path | None:
-    """Return the path of the compiled native core; None if the package was installed without it.
+    """Return the path of the compiled native core.
 
     A wheel puts the library beside this file. An editable install leaves this file in the source tree and puts the
-    library into site-packages, where the distribution's list of files contains it.
+    library into site-packages, where the distribution's list of files contains it. Returns None if the package was
+    installed without the library.
     """
     beside = Path(__file__).with_name(_NAME)
     if beside.is_file():
@@ -45,11 +46,12 @@ MAX_ABORT_BYTES = 65536
 
 
 class SharedMemoryUnavailable(SynclineError):
-    """The error of ranks that cannot share memory. The text is the same on all of these ranks.
+    """The error that all ranks of a group raise if they cannot share memory.
 
     Args:
-        text: the reasons.
-        is_worth_a_warning: whether the ranks could share memory with another setup. False for ranks on several hosts.
+        text: the reasons, in the same words on all ranks.
+        is_worth_a_warning: whether users can change something so that the ranks can share memory. It is False for ranks
+            on several hosts.
     """
 
     def __init__(self, text: str, *, is_worth_a_warning: bool = True) -> None:
@@ -58,7 +60,7 @@ class SharedMemoryUnavailable(SynclineError):
 
 
 class Outcome:
-    """The results of a native wait or poll."""
+    """The values that `wait` and `poll` of the native core return."""
 
     DONE = 0
     PENDING = 1
@@ -90,9 +92,12 @@ _PROTOTYPES: dict[str, tuple[object, list[object]]] = {
 
 
 class Library:
-    """The functions of the native library, without the prefix of their names.
+    """The native library. Its functions are attributes, whose names lack the prefix `syncline_`.
 
-    Each function releases the interpreter lock while it runs.
+    Each function releases Python's global interpreter lock while it runs.
+
+    Args:
+        path: the path of the library.
     """
 
     def __init__(self, path: str) -> None:
@@ -101,8 +106,8 @@ class Library:
         abi.restype = c_uint32
         if abi() != _ABI:
             raise SharedMemoryUnavailable(
-                f"{path} is the native library of another version of syncline: expected interface {_ABI}, got {abi()}. "
-                "Install syncline again"
+                f"the native library {path} belongs to another version of syncline: expected interface version {_ABI}, "
+                f"got {abi()}. Install syncline again"
             )
         for name, (result, arguments) in _PROTOTYPES.items():
             function = getattr(loaded, f"syncline_{name}")
@@ -115,17 +120,17 @@ class Library:
 
 @functools.cache
 def library() -> Library:
-    """Return the native library, which the first call loads.
+    """Return the native library. The first call loads it.
 
     Raises:
-        SharedMemoryUnavailable: the library was not built, or cannot be loaded on this system.
+        SharedMemoryUnavailable: the library was not built, belongs to another version, or cannot be loaded.
     """
     if sys.platform != "linux":
         raise SharedMemoryUnavailable(f"shared memory needs Linux, but this system is {sys.platform}")
     path = find_library()
     if path is None:
         raise SharedMemoryUnavailable(
-            "the native library was not built when syncline was installed: install a C compiler, then install syncline "
+            "the native library was not built when syncline was installed. Install a C compiler, then install syncline "
             "again"
         )
     try:

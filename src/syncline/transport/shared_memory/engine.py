@@ -1,9 +1,10 @@
-"""Handles of the native core: a group of ranks, its lanes, and tensors that it reduces in place. The codes of calls.
+"""The Python side of the native core: handles of a group and its lanes, codes of calls, and tensors in shared memory.
 
-A call is encoded in 64 bits. The native core executes the code, and `call_of` converts the code to words for messages.
-From the lowest bits up, a code contains: the kind (8 bits), the dtype (8) and operation (8) of a reduction, the other
-rank (16), the bytes per element (8), and the tensor's own dtype (8). The tensor's own dtype is part of the code because
-the core reduces bools as bytes and complex numbers as pairs.
+A call is encoded as an integer of 64 bits. The native core executes the code, and `call_of` converts the code to words
+for messages. From the lowest bits up, a code contains: the kind of the operation (8 bits), the dtype in which the core
+reduces (8 bits), the reduce operation (8 bits), the other rank of a broadcast or message (16 bits), the bytes per
+element (8 bits), and the tensor's own dtype (8 bits). The last one differs from the dtype in which the core reduces,
+because the core reduces bools as bytes and complex numbers as pairs of floats.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from syncline.transport.shared_memory.memory import SharedMemory
 
 
 class Kind(IntEnum):
-    """The kinds of operations, by the numbers of the native core."""
+    """The kinds of operations. The values are the numbers of the kinds in the native core."""
 
     BARRIER = 0
     ALL_REDUCE = 1
@@ -40,7 +41,7 @@ class Kind(IntEnum):
 
     @property
     def words(self) -> str:
-        """The name of the operation, for messages."""
+        """The name of this kind of operation in messages, such as "all_reduce in place"."""
         name = self.name.lower()
         operation = name.removeprefix("in_place_")
         return name if operation == name else f"{operation} in place"
@@ -62,10 +63,13 @@ _REDUCED_AS = {
     torch.complex64: 0,
     torch.complex128: 1,
 }
-"""The core's numbers of the dtypes in which it reduces tensors. A complex number is a pair of floats for the core."""
+"""A map from each dtype of tensors to the core's number of the dtype in which it reduces them.
+
+The core reduces a complex number as a pair of floats, and a bool as a byte.
+"""
 
 REDUCED_DTYPES = tuple(_REDUCED_AS)
-"""Every dtype that can be reduced."""
+"""The dtypes of the tensors that the core can reduce."""
 
 _ALL_DTYPES = sorted(
     {dtype for name in dir(torch) if isinstance(dtype := getattr(torch, name), torch.dtype)}, key=str
@@ -75,13 +79,13 @@ _NUMBER_OF = {dtype: number for number, dtype in enumerate(_ALL_DTYPES)}
 
 
 def code_of(kind: int, dtype: torch.dtype | None = None, op: str | None = None, peer: int = 0) -> int:
-    """Return the code of a call.
+    """Return the 64-bit code of a call.
 
     Args:
-        kind: a member of `Kind`.
-        dtype: the dtype of the tensor; None for a barrier.
-        op: the operation of a reduction; None for other kinds.
-        peer: the source of a broadcast, or the other rank of a message.
+        kind: the kind of the operation, a member of `Kind`.
+        dtype: the dtype of the tensor. Pass None for a barrier.
+        op: the reduce operation. Pass None for operations that do not reduce.
+        peer: the source rank of a broadcast, or the other rank of a message. Pass 0 for other operations.
     """
     code = kind | peer << 24
     if dtype is None:
@@ -94,29 +98,29 @@ def code_of(kind: int, dtype: torch.dtype | None = None, op: str | None = None, 
 
 
 def reduction_codes(kind: int) -> dict[tuple[torch.dtype, str], int]:
-    """Return the codes of a kind of reduction, by dtype and operation."""
+    """Return the codes of all calls of one kind of reduction, by the dtype and the reduce operation."""
     return {(dtype, op): code_of(kind, dtype, op) for dtype in REDUCED_DTYPES for op in REDUCE_OPS}
 
 
 def core_numel(tensor: Tensor) -> int:
-    """Return the number of elements as the core counts them: a complex number counts as two elements."""
+    """Return the number of elements of a tensor, where a complex number counts as two elements, as in the core."""
     return tensor.numel() * _width(tensor.dtype)
 
 
 def _width(dtype: torch.dtype) -> int:
-    """Return the number of elements of the core per element of a dtype."""
+    """Return 2 for a complex dtype and 1 for other dtypes: the core counts a complex number as two elements."""
     return 2 if dtype.is_complex else 1
 
 
 def call_of(code: int, numel: int, *, size: int, peer: int | None = None) -> Call:
-    """Return a description of a call, for errors.
+    """Return a description of a call, for error messages.
 
     Args:
-        code: the code of the call.
-        numel: number of elements as the core counts them. A complex number counts as two elements. For a
-            reduce_scatter, only the part of one rank counts.
+        code: the 64-bit code of the call, as the core returns it. For messages, the core removes the other rank.
+        numel: the number of elements as the core counts them: a complex number counts as two elements in a reduction,
+            and a reduce_scatter (unless in place) counts only the part of one rank.
         size: number of ranks.
-        peer: the other rank of a message, because the core does not keep this rank in the code.
+        peer: the other rank of a message. Pass None for other operations.
 
     Example:
         >>> print(call_of(code_of(Kind.ALL_REDUCE, torch.complex64, "sum"), 6, size=2))
@@ -144,27 +148,27 @@ def call_of(code: int, numel: int, *, size: int, peer: int | None = None) -> Cal
 
 
 _SPIN_NANOSECONDS = 200_000
-"""How long a wait spins before it sleeps, if each rank has a CPU core of its own."""
+"""How long a wait polls in a loop before it sleeps, if there are at least as many CPU cores as ranks."""
 
 _NUM_YIELDS = 30
-"""How often a wait yields to other processes before it sleeps, if there are more ranks than CPU cores."""
+"""How many times a wait yields the processor to other processes before it sleeps."""
 
 _MAX_UNDER_WAY = 256
-"""How many operations a lane keeps before it looks for completed operations that no thread has waited for."""
+"""How many operations a lane records before it looks for complete ones to remove. (Usually a wait removes them.)"""
 
 
 class LaneSizes:
-    """The memory layout of a lane, the same on all ranks.
+    """The sizes that determine the memory layout of a lane. They are the same on all ranks.
 
     Args:
         size: number of ranks.
-        has_messages: whether the lane should be fast for large messages between two ranks.
+        has_messages: whether the lane reserves the memory that makes large messages between two ranks fast.
 
     Attributes:
-        num_slots: number of chunks that may be under way at the same time.
-        chunk_bytes: size of one rank's chunk in one slot. The chunks of all ranks should fit the second-level caches.
+        num_slots: the largest number of chunks that can be under way at the same time.
+        chunk_bytes: size of one rank's chunk in one slot. The chunks of all ranks should fit in the L2 caches.
         message_bytes: size of the pieces into which a message between two ranks is cut.
-        total_bytes: size of the lane's memory.
+        total_bytes: size of the memory of the lane.
     """
 
     def __init__(self, size: int, *, has_messages: bool = True) -> None:
@@ -178,10 +182,10 @@ class LaneSizes:
 
 
 class Engine:
-    """This rank's handle of a group of ranks that share memory.
+    """This rank's handle of a group in the native core.
 
     Args:
-        memory: shared memory of `Engine.num_bytes(size)` bytes, the same on all ranks.
+        memory: shared memory of `Engine.num_bytes(size)` bytes, which all ranks have mapped.
         rank: this rank.
         size: number of ranks.
     """
@@ -198,29 +202,32 @@ class Engine:
 
     @staticmethod
     def num_bytes(size: int) -> int:
-        """Return the number of bytes of memory that a group needs."""
+        """Return the size of the shared memory that a group of `size` ranks needs."""
         num_bytes: int = library().group_bytes(size)
         return num_bytes
 
     def abort(self, text: str) -> None:
-        """End the group on all ranks, and wake up all waits. If ranks give different texts, the first one is kept."""
+        """End the group on all ranks, and wake up all waits.
+
+        The group keeps `text` as the reason, unless it has been aborted already.
+        """
         data = text.encode()[:MAX_ABORT_BYTES]
         library().abort(self.handle, data, len(data))
 
     def abort_text(self) -> str | None:
-        """Return the text that the first `abort` gave; None if no rank has called `abort`."""
+        """Return the text of the first `abort` on any rank. Returns None if no rank has called `abort`."""
         buffer = ctypes.create_string_buffer(MAX_ABORT_BYTES)
         num_bytes = library().abort_text(self.handle, buffer)
         return None if num_bytes < 0 else buffer.raw[:num_bytes].decode(errors="replace")
 
 
 class EngineLane:
-    """This rank's handle of a lane. The native core counts the operations of each lane separately.
+    """This rank's handle of a lane in the native core, which matches the operations of each lane separately.
 
     Args:
-        engine: the handle of the group.
-        memory: shared memory of `sizes.total_bytes` bytes, the same on all ranks.
-        sizes: the layout of the memory.
+        engine: this rank's handle of the group.
+        memory: shared memory of `sizes.total_bytes` bytes, which all ranks have mapped.
+        sizes: the layout of `memory`.
     """
 
     def __init__(self, engine: Engine, memory: SharedMemory, sizes: LaneSizes) -> None:
@@ -232,14 +239,23 @@ class EngineLane:
         if not self.handle:
             raise MemoryError
         self.under_way: dict[tuple[int, int], list[UntypedStorage]] = {}
-        """The memory that the core still uses, by queue and ticket. (Tensors could keep this lane alive.)"""
-        # A garbage collection may free a lane and its memory in any order, while another thread still advances
+        """The memory that the core uses for each operation under way, by the queue and the ticket of the operation.
+
+        These are storages, because a reference to a tensor could keep this lane alive.
+        """
+        # A garbage collection can free a lane and its memory in any order, while another thread still advances the
         # operations on all lanes. So the memory is kept until the lane is closed.
         memories = (memory, engine.memory, self.under_way)
         weakref.finalize(self, _close, library().lane_close, self.handle, memories).atexit = False
 
     def keep(self, queue: int, ticket: int, tensors: Sequence[Tensor]) -> None:
-        """Keep the memory of tensors while an operation is under way, even if no thread waits for the operation."""
+        """Keep the memory of `tensors` until an operation is complete, even if no thread waits for it.
+
+        Args:
+            queue: the number by which the core knows the queue of the operation.
+            ticket: the number by which the core knows the operation.
+            tensors: the tensors that the operation uses.
+        """
         self.under_way[queue, ticket] = [tensor.untyped_storage() for tensor in tensors]
         if len(self.under_way) > _MAX_UNDER_WAY:
             for key in list(self.under_way):
@@ -247,22 +263,28 @@ class EngineLane:
                     self.under_way.pop(key, None)
 
     def called(self) -> list[tuple[int, int]]:
-        """Return code and numel of the calls that do not match, by rank; for a message, of this rank and its peer."""
+        """Return a pair (code, numel) for the call of each rank, after the core has found that the calls differ.
+
+        For a message, return only the pairs of this rank and its peer.
+        """
         pairs = (ctypes.c_uint64 * (2 * max(2, self.engine.size)))()
         num = library().called(self.handle, pairs)
         return [(pairs[2 * i], pairs[2 * i + 1]) for i in range(num)]
 
     def queue_of_sends(self, dst: int) -> int:
-        """Return the number by which the core knows the queue of messages to `dst`."""
+        """Return the number of the core's queue for messages to rank `dst`."""
         return 1 + dst
 
     def queue_of_receives(self, src: int) -> int:
-        """Return the number by which the core knows the queue of messages from `src`."""
+        """Return the number of the core's queue for messages from rank `src`."""
         return 1 + self.engine.size + src
 
 
 def _close(close: Callable[[int], None], handle: int, memories: object) -> None:
-    """Close a handle. A caller that keeps this call for later keeps `memories` alive until then."""
+    """Close a handle of the core by the function `close`.
+
+    `memories` is not used. But a finalizer that holds these arguments keeps the memory alive until it has run.
+    """
     close(handle)
 
 
@@ -270,41 +292,46 @@ def _close(close: Callable[[int], None], handle: int, memories: object) -> None:
 
 
 IN_PLACE_BYTES = 64 * 1024
-"""Size from which tensors are reduced in place. Smaller tensors are faster with copies through a lane's memory."""
+"""The smallest size of a tensor that is reduced in place. For smaller tensors, copies to a lane's memory are faster."""
 
 _MIN_STRIDE_BYTES = 4096
 
 
 class Region(NamedTuple):
-    """Memory in which each rank has a tensor that the core reduces in place. The fields are arguments of the core."""
+    """A region of shared memory that contains one tensor per rank, which the core reduces in place.
+
+    The fields are arguments of the core's function `start_in_place`.
+    """
 
     address: int
-    """Address of the tensor of rank 0."""
+    """The address of the tensor of rank 0."""
     stride_bytes: int
-    """Distance from the tensor of one rank to the tensor of the next rank."""
+    """The distance between the tensors of consecutive ranks."""
     token: int
-    """A number that identifies the region, the same on all ranks."""
+    """A random number that identifies the region. It is the same on all ranks."""
 
 
 class Regions:
-    """The tensors of a group in shared memory. All lanes of the group use the same object.
+    """The allocator of a group's tensors in shared memory. All lanes of the group use the same object.
 
     Args:
-        hub: the connections between the ranks.
+        hub: the connections between the ranks of the group.
     """
 
     def __init__(self, hub: Hub) -> None:
         self._hub = hub
         self.of: dict[int, Region] = {}
-        """The region of each tensor that is reduced in place, by the `id` of the tensor."""
+        """A map from the `id` of each tensor that the core reduces in place to the tensor's region."""
 
     def allocate(self, numel: int, dtype: torch.dtype, token: bytes) -> Tensor:
-        """Return this rank's tensor of zeros, which is reduced in place if it is large; a collective call.
+        """Return a new flat tensor of zeros for this rank; a collective call.
+
+        If the tensor has at least `IN_PLACE_BYTES`, it is in shared memory, and the core reduces it in place.
 
         Args:
             numel: number of elements.
             dtype: dtype of the tensor.
-            token: a random number, the same on all ranks.
+            token: random bytes that identify the tensor. They are the same on all ranks.
         """
         if numel * dtype.itemsize < IN_PLACE_BYTES:
             return torch.zeros(numel, dtype=dtype)
@@ -316,7 +343,7 @@ class Regions:
         return tensor
 
     def narrow(self, tensor: Tensor, numel: int) -> Tensor:
-        """Return the first elements of a tensor. They are reduced in place if the whole tensor is."""
+        """Return a view of the first `numel` elements. It is reduced in place if the whole tensor is."""
         part = tensor[:numel]
         region = self.of.get(id(tensor))
         if region is not None:
@@ -324,13 +351,13 @@ class Regions:
         return part
 
     def allocate_shared(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """Return a tensor of zeros in memory that all ranks share; a collective call."""
+        """Return a flat tensor of zeros in memory that all ranks have mapped; a collective call."""
         purpose = f"{numel} elements of {dtype}, one copy for all ranks"
         memory = self._hub.allocate(max(1, numel) * dtype.itemsize, purpose)
         # Only the tensor keeps the mapping alive.
         return torch.frombuffer(memory.map, dtype=dtype, count=max(1, numel))[:numel]
 
     def _add(self, tensor: Tensor, region: Region) -> None:
-        """Reduce `tensor` in place from now on, as long as the tensor exists."""
+        """Record the region of `tensor` as long as the tensor exists, so that the core reduces it in place."""
         self.of[id(tensor)] = region
         weakref.finalize(tensor, self.of.pop, id(tensor), None).atexit = False

@@ -1,7 +1,8 @@
-"""Connections between the ranks of one host, over which each rank passes memory to the next rank.
+"""Connections between the ranks of one host, over which the ranks pass the descriptors of shared memory.
 
-The ranks form a chain, so that no rank holds more than two sockets. Equal host names do not prove that two ranks are on
-one host. So each rank must map the memory that rank 0 has created, and read in it the bytes that the other ranks wrote.
+The ranks form a chain in which each rank is connected to the rank before and the rank after it, so no rank holds more
+than two sockets. Equal keys of hosts do not prove that the ranks can share memory. So all ranks map some memory that
+rank 0 has created, each rank writes random bytes to it, and each rank checks the bytes of the other ranks.
 
 `store_exchange` gathers bytes through a torch.distributed store, for ranks that are not connected yet.
 """
@@ -44,10 +45,10 @@ from syncline.words import describe_ranks
 T = TypeVar("T")
 
 Exchange = Callable[[bytes], list[bytes]]
-"""A collective function that gathers every rank's bytes, in rank order."""
+"""A collective function that gets the bytes of this rank, and returns the bytes of all ranks in rank order."""
 
 NUM_EXCHANGES = 3
-"""The largest number of exchanges that a hub makes. A hub makes fewer exchanges if the ranks cannot share memory."""
+"""The number of times that a `Hub` calls `exchange`. It makes fewer calls if the ranks cannot share memory."""
 
 _SHOWN_BYTES = 60
 
@@ -58,56 +59,56 @@ _PAGE_BYTES = 4096
 
 @dataclass(frozen=True, kw_only=True)
 class _Presence:
-    """A description of one rank, which all ranks exchange before they connect."""
+    """A description of one rank, which it sends to all ranks before they connect."""
 
     pid: int
     uid: int
     host: str
-    """A key of the host: a random number of the running kernel, and the namespaces of process numbers and sockets."""
+    """A key of the host, which contains the boot ID of the kernel and the namespaces of process numbers and sockets."""
     unable: str = ""
-    """The reason why this rank cannot share memory at all; empty if there is none."""
+    """The reason why the rank cannot share memory with any rank; "" if there is no such reason."""
     build: str = ""
-    """The memory layout of the rank's native library."""
+    """A text that identifies the memory layout of the rank's native library."""
     address: str = ""
-    """The address at which the rank listens for the next rank."""
+    """The address at which the rank listens for the next rank; "" for the last rank."""
     token: str = ""
-    """The token that a connecting rank must send. Only rank 0 sets it."""
+    """The token that every rank must send when it connects. Only rank 0 sets this field."""
 
     def process(self, rank: int) -> RankOnSocket:
-        """Return the process from which this rank accepts a connection as `rank`."""
+        """Return the process that this object describes, as the expected other end of a connection to `rank`."""
         return RankOnSocket(rank, self.pid, self.uid)
 
 
 def _parsed(row: bytes, rank: int) -> _Presence:
-    """Return the description that `rank` sent; raise if `bytes.fromhex` or `Peers` would not accept its values."""
+    """Parse the description that `rank` sent, and check the values that later code relies on."""
     where = f"the description that rank {rank} sent to set up shared memory"
     found = decode(_Presence, row, where)
     if found.pid < 1 or not re.fullmatch(r"([0-9a-f]{64})?", found.token):
         raise SynclineError(
-            f"{where}: expected a process number above 0 and a token of 64 hexadecimal digits, got "
+            f"{where}: expected a process number above 0, and a token that is empty or has 64 hexadecimal digits; got "
             f"{row[:_SHOWN_BYTES]!r}"
         )
     return found
 
 
 class Hub:
-    """The connections of this rank in the chain of the ranks of one host.
+    """This rank's connections in the chain of the ranks of one host. All ranks create their hubs together.
 
     Args:
         rank: this rank.
         size: number of ranks.
-        exchange: a function that gathers bytes before the ranks are connected. It is called at most `NUM_EXCHANGES`
+        exchange: a function that gathers bytes before the ranks are connected. The hub calls it at most `NUM_EXCHANGES`
             times.
 
     Raises:
-        SharedMemoryUnavailable: the ranks cannot share memory. Raised on all ranks, with the reasons.
+        SharedMemoryUnavailable: the ranks cannot share memory. All ranks raise this error, with the same text.
     """
 
     def __init__(self, *, rank: int, size: int, exchange: Exchange) -> None:
         self.rank = rank
         self.size = size
         self._connections: dict[int, socket.socket] = {}
-        """The connections to the rank before and to the rank after this one, by rank."""
+        """A map from rank to connection, for the rank before and the rank after this one."""
         weakref.finalize(self, _close, self._connections)
         token = secrets.token_bytes(32)
         with contextlib.ExitStack() as stack:
@@ -156,17 +157,17 @@ class Hub:
         for rank, written in enumerate(self.gather(mine)):
             if proof.map[rank * _PROOF_BYTES : (rank + 1) * _PROOF_BYTES] != written:
                 raise SynclineError(
-                    f"rank {self.rank} cannot read the bytes that rank {rank} wrote to the shared memory"
+                    f"rank {self.rank} did not find the bytes that rank {rank} wrote to the shared memory"
                 )
         self.gather(b"")  # wait until all ranks have read
 
     # ------------------------------------------------------------------ collective calls over the hub
 
     def gather(self, payload: bytes) -> list[bytes]:
-        """Return every rank's payload, in rank order; a collective call that blocks.
+        """Return the payloads of all ranks, in rank order; a collective call that blocks.
 
         Raises:
-            OSError: a rank has ended, or did not answer in time.
+            OSError: the connection to another rank is closed, or another rank did not answer in time.
         """
         before, after = self._neighbours()
         rows = [] if before is None else receive_rows(before)
@@ -179,33 +180,37 @@ class Hub:
         return rows
 
     def allocate(self, num_bytes: int, purpose: str) -> SharedMemory:
-        """Return new memory of zeros that all ranks have mapped; a collective call.
+        """Create shared memory of zeros, and map it on all ranks; a collective call.
 
         Args:
-            num_bytes: size of the memory, the same on all ranks.
-            purpose: the use of the memory, for messages.
+            num_bytes: the size of the memory, which is the same on all ranks. It is rounded up to whole pages.
+            purpose: the use of the memory, for error messages.
 
         Raises:
-            SharedMemoryUnavailable: there is not enough memory. Raised on all ranks.
-            SynclineError: a rank has ended.
+            SharedMemoryUnavailable: there is not enough memory. All ranks raise this error.
+            SynclineError: the connection to another rank failed, for instance because its process has ended.
         """
         num_bytes = -(-num_bytes // _PAGE_BYTES) * _PAGE_BYTES
         try:
             memory, trouble = self._passed_on(num_bytes)
             troubles = [row.decode() for row in self.gather(trouble.encode())]
         except OSError as error:
-            self.close()  # so that the next rank of the chain does not wait for this one
+            self.close()  # so that the other ranks of the chain do not wait for this rank
             raise SynclineError(
-                f"cannot allocate shared memory for {purpose}: the process of another rank on this host has ended, or "
-                f"its connection is closed ({error})"
+                f"cannot allocate shared memory for {purpose}: the connection to another rank on this host failed "
+                f"({error}). Perhaps the process of that rank has ended"
             ) from error
-        _raise_if_any(f"there is no shared memory for {purpose}:", troubles)
+        _raise_if_any(f"cannot allocate shared memory for {purpose}:", troubles)
         assert memory is not None
         memory.release_file()
         return memory
 
     def _passed_on(self, num_bytes: int) -> tuple[SharedMemory | None, str]:
-        """Map the memory that rank 0 creates, and pass it to the next rank. Return the memory and the error text."""
+        """Map the memory that rank 0 creates, and pass its descriptor to the next rank.
+
+        Returns:
+            The memory (None if it could not be mapped), and the text of the error ("" if there was none).
+        """
         before, after = self._neighbours()
         memory: SharedMemory | None = None
         try:
@@ -230,13 +235,16 @@ class Hub:
         return memory, ""
 
     def close(self) -> None:
-        """Close the connections."""
+        """Close this rank's connections to the other ranks."""
         _close(self._connections)
 
     def _neighbours(self) -> tuple[socket.socket | None, socket.socket | None]:
-        """Return the connections to the rank before and to the rank after this one; None at the ends of the chain."""
+        """Return the connections to the rank before and to the rank after this one.
+
+        At an end of the chain, the missing connection is None.
+        """
         if self.size > 1 and not self._connections:
-            raise ConnectionResetError("the connections are closed")
+            raise ConnectionResetError("this rank has closed its connections to the other ranks")
         return self._connections.get(self.rank - 1), self._connections.get(self.rank + 1)
 
 
@@ -250,7 +258,7 @@ def _close(connections: dict[int, socket.socket]) -> None:
 
 
 def _check_ability(everyone: list[_Presence]) -> None:
-    """Raise if the descriptions of the ranks show that they cannot share memory."""
+    """Raise `SharedMemoryUnavailable` if the descriptions of the ranks show that they cannot share memory."""
     first = everyone[0]
     reasons = [f"rank {rank}: {presence.unable}" for rank, presence in enumerate(everyone) if presence.unable]
     if len(everyone) > MAX_RANKS:
@@ -265,14 +273,14 @@ def _check_ability(everyone: list[_Presence]) -> None:
     if users:
         reasons.append(f"{describe_ranks(users)} run as another user than rank 0")
     if len({presence.pid for presence in everyone}) < len(everyone) and not others:
-        reasons.append("two ranks are in one process")
+        reasons.append("several ranks are in the same process")
     if reasons:
         text = "\n".join(["the ranks cannot share memory:", *reasons])
         raise SharedMemoryUnavailable(text, is_worth_a_warning=not others)
 
 
 def _build() -> str:
-    """Return a text that is equal on ranks with the same build of the native library; empty without a library."""
+    """Return a text that identifies the memory layout of the native library. Returns "" if there is no library."""
     try:
         core = library()
     except SharedMemoryUnavailable:
@@ -281,7 +289,7 @@ def _build() -> str:
 
 
 def attempt(action: Callable[[], T]) -> tuple[T | None, str]:
-    """Run `action`. Return its result and an empty text, or None and the text of its error."""
+    """Call `action`. If it succeeds, return its result and "". If it fails, return None and the text of its error."""
     try:
         return action(), ""
     except (SynclineError, OSError, MemoryError) as error:
@@ -289,28 +297,35 @@ def attempt(action: Callable[[], T]) -> tuple[T | None, str]:
 
 
 def _agree(exchange: Exchange, action: Callable[[], object]) -> None:
-    """Run `action`. If it raises on one rank, raise on all ranks."""
+    """Call `action`. If it fails on one rank, raise `SharedMemoryUnavailable` on all ranks."""
     _, trouble = attempt(action)
     troubles = [row.decode(errors="replace") for row in exchange(trouble.encode())]
     _raise_if_any("the ranks cannot share memory:", troubles)
 
 
 def _raise_if_any(problem: str, troubles: list[str]) -> None:
-    """Raise if a rank reports an error. `troubles` holds an error text or an empty text for each rank."""
+    """Raise `SharedMemoryUnavailable` if at least one rank reports an error.
+
+    Args:
+        problem: the first line of the error.
+        troubles: the error text of each rank, in rank order. It is "" for a rank without an error.
+    """
     if any(troubles):
         lines = [f"rank {rank}: {text}" for rank, text in enumerate(troubles) if text]
         raise SharedMemoryUnavailable("\n".join([problem, *lines]))
 
 
 def store_exchange(store: Any, rank: int, size: int, timeout_seconds: float) -> Exchange:
-    """Return a collective function that gathers bytes through a store. Each of its calls uses new keys.
+    """Return a function that gathers the bytes of all ranks through a store.
+
+    The returned function is collective, and every call of it uses new keys. All ranks that use the store must call
+    `store_exchange` equally often.
 
     Args:
-        store: a store that all ranks can reach. For each group that is set up over the store, all ranks must make this
-            call.
+        store: a store that all ranks can reach.
         rank: this rank.
         size: number of ranks.
-        timeout_seconds: how long a call waits for the other ranks.
+        timeout_seconds: how long a call of the returned function waits for the other ranks.
 
     Example:
         >>> from torch.distributed import HashStore

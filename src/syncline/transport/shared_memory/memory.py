@@ -1,12 +1,12 @@
-"""Shared memory that several processes map, and the amount of memory that is available.
+"""Shared memory that several processes map, and a check of how much memory is available.
 
-The memory is a memfd, a file without a name. It exists as long as a process has it open or mapped, so it never has to
-be cleaned up. All its pages are allocated before it is used. A lack of memory therefore raises an error here, instead
-of a SIGBUS later.
+The shared memory is a memfd, a file without a name. The file exists as long as a process has it open or mapped, so it
+never has to be cleaned up. All its pages are allocated before use. So a lack of memory raises an error here, instead of
+a SIGBUS later.
 
-The available memory depends on the machine and on the limits of this process's control groups. The kernel kills a
-process that exceeds a limit, without a message. A scheduler may set its limit on any control group between this process
-and the root, so all of these groups are checked.
+The available memory depends on the machine, and on the limits of the control groups (cgroups) of this process. The
+kernel kills a process that exceeds a limit, without a message. A scheduler can set a limit on any control group between
+this process and the root, so all of these groups are checked.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ _PAGES_OF_FILES = ("active_file", "inactive_file")
 
 
 class _Files(NamedTuple):
-    """The names of the files and fields in which one version of control groups reports memory."""
+    """The names of the files and fields in which one version of Linux control groups reports memory."""
 
     limit: str
-    """The file that contains the limit."""
+    """The name of the file that contains the memory limit."""
     used: str
-    """The file that contains the used bytes."""
+    """The name of the file that contains the number of used bytes."""
     prefix: str
-    """The beginning of the field names in the file memory.stat."""
+    """The prefix of the field names in the file memory.stat."""
 
 
 _VERSION_1 = _Files("memory.limit_in_bytes", "memory.usage_in_bytes", "total_")
@@ -49,7 +49,9 @@ _VERSION_2 = _Files("memory.max", "memory.current", "")
 
 
 def available_bytes() -> int | None:
-    """Return the bytes of memory that this process can allocate without swapping; None if the number is not known.
+    """Return the number of bytes that this process can allocate without swapping.
+
+    Returns None if the system does not report this number.
 
     Example:
         >>> available_bytes() != 0
@@ -69,7 +71,10 @@ def _free_bytes_of_machine() -> int | None:
 
 
 def _control_groups() -> Iterator[tuple[Path, _Files]]:
-    """Yield the control groups that may limit the memory of this process, from its own group to the root."""
+    """Yield the directory and file names of every control group that could limit the memory of this process.
+
+    These are its own group and all groups above it, in both versions of control groups.
+    """
     try:
         lines = _PROCESS.read_text().splitlines()
     except OSError:
@@ -107,14 +112,14 @@ _MAP_FAILED = ctypes.c_void_p(-1).value
 _HUGE_PAGE_BYTES = 2 * 1024 * 1024
 
 _RESERVE_BYTES = 64 * 1024 * 1024
-"""Memory that is left to other programs when memory is short."""
+"""The number of available bytes that shared memory must leave free for other uses."""
 
 
 @functools.cache
 def _libc() -> Any:
-    """Return the C library with typed mmap functions.
+    """Load the C library, and declare the types of mmap, munmap and madvise.
 
-    Python's mmap module cannot be used, because before 3.13 it keeps a duplicate of the descriptor open per mapping.
+    Python's own mmap module is no alternative: before Python 3.13, each mapping keeps a duplicate of the descriptor.
     """
     libc = ctypes.CDLL(None, use_errno=True)
     size, pointer, number = ctypes.c_size_t, ctypes.c_void_p, ctypes.c_int
@@ -125,15 +130,15 @@ def _libc() -> Any:
 
 
 class SharedMemory:
-    """A mapping of a memfd.
+    """A mapping of a memfd into the memory of this process.
 
     Args:
-        file_descriptor: descriptor of the memfd. This object owns it from now on.
-        num_bytes: size of the memfd.
+        file_descriptor: the descriptor of the memfd. The new object owns the descriptor, and closes it.
+        num_bytes: the size of the memfd.
 
     Attributes:
-        map: the mapped bytes, as an object with the buffer protocol. The memory is unmapped when this object is freed.
-        address: address of the first byte.
+        map: the mapped bytes, as an object with the buffer protocol. The memory is unmapped when `map` is freed.
+        address: the address of the first mapped byte.
     """
 
     def __init__(self, file_descriptor: int, num_bytes: int) -> None:
@@ -145,7 +150,7 @@ class SharedMemory:
             reason = os.strerror(ctypes.get_errno())
             self.release_file()
             raise SynclineError(
-                f"this process cannot map {num_bytes / 1e6:.1f} MB of shared memory: {reason}"
+                f"this process could not map {num_bytes / 1e6:.1f} MB of shared memory: {reason}"
             )
         self.address: int = address
         self.map: Any = (ctypes.c_char * num_bytes).from_address(address)
@@ -156,7 +161,7 @@ class SharedMemory:
 
     @staticmethod
     def create(num_bytes: int) -> SharedMemory:
-        """Create memory of zeros whose pages are not allocated yet (see `populate`).
+        """Create a memfd of zeros, and map it. Its pages are allocated later, by `populate`.
 
         Raises:
             SynclineError: there is not enough memory.
@@ -168,17 +173,17 @@ class SharedMemory:
         except OSError as error:
             os.close(descriptor)
             raise SynclineError(
-                f"this process cannot create {num_bytes / 1e6:.1f} MB of shared memory: {error}"
+                f"this process could not create {num_bytes / 1e6:.1f} MB of shared memory: {error}"
             ) from error
         return SharedMemory(descriptor, num_bytes)
 
     @property
     def file_descriptor(self) -> int:
-        """The descriptor of the memfd, to pass to another process; -1 once the descriptor is closed."""
+        """The descriptor of the memfd, which can be sent to another process. It is -1 once it is closed."""
         return self._file_descriptor
 
     def populate(self, from_: int, to: int) -> None:
-        """Allocate the pages between two offsets, on this process's NUMA node.
+        """Allocate the pages between two offsets in bytes, on the NUMA node of this process.
 
         Raises:
             SynclineError: there is not enough memory.
@@ -196,7 +201,7 @@ class SharedMemory:
                 os.posix_fallocate(self._file_descriptor, from_, to - from_)
         except OSError as error:
             raise SynclineError(
-                f"this process cannot allocate {(to - from_) / 1e6:.1f} MB of shared memory: {error.strerror}"
+                f"this process could not allocate {(to - from_) / 1e6:.1f} MB of shared memory: {error.strerror}"
             ) from error
 
     def _advise(self, advice: int, offset: int, num_bytes: int) -> None:
@@ -204,7 +209,7 @@ class SharedMemory:
             raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
 
     def release_file(self) -> None:
-        """Close the descriptor; the mapping remains."""
+        """Close the descriptor of the memfd. The mapping remains usable."""
         descriptor, self._file_descriptor = self._file_descriptor, -1
         if descriptor >= 0:
             os.close(descriptor)
@@ -217,6 +222,6 @@ def _check_room(num_bytes: int) -> None:
     available = available_bytes()
     if available is not None and num_bytes + _RESERVE_BYTES > available:
         raise SynclineError(
-            f"{num_bytes / 1e6:.1f} MB of shared memory are needed, but only {available / 1e6:.1f} MB of memory "
-            "are free on this host"
+            f"{num_bytes / 1e6:.1f} MB of shared memory are needed, but only {available / 1e6:.1f} MB of memory are "
+            f"available to this process, of which {_RESERVE_BYTES / 1e6:.1f} MB must stay free"
         )

@@ -1,8 +1,8 @@
 """Unix sockets between the ranks of one host: connect, send bytes and files, and detect ended processes.
 
-While the ranks connect, each rank listens for the next rank at an abstract address. The address disappears with its
-process, so a killed process leaves no file behind. A connection is accepted only from the expected process of the same
-user, as reported by the kernel, and only with the random token of the group.
+While the ranks connect, each rank listens at an abstract address, to which the next rank connects. The kernel removes
+the address when the process ends, so a killed process leaves no file behind. A rank accepts a connection only if the
+kernel reports the expected process and user at the other end, and if the random token of the group arrives over it.
 """
 
 from __future__ import annotations
@@ -22,17 +22,18 @@ from syncline.liveness.processes import RankProcess
 
 
 class Peers:
-    """The processes of the other ranks, identified such that a reused process number does not count as a rank.
+    """A watcher of the processes of the other ranks, which reports the processes that have ended.
 
-    A process is identified by its number and its start time. If `/proc` does not show the start time, an open process
-    descriptor (pidfd) identifies the process instead.
+    A process is identified by its number (pid) and its start time, because the kernel can reuse the number. If `/proc`
+    does not show the start time, an open process descriptor (pidfd) identifies the process instead.
 
     Args:
         pids: the process numbers of all ranks, in rank order.
-        rank: this rank, whose process is not watched.
+        rank: this rank, whose own process is not watched.
 
     Raises:
-        OSError: this kernel has no process descriptors, or a process has ended already.
+        OSError: `/proc` does not show a process, and the process descriptor could not be opened: the process has ended,
+            or the kernel has no process descriptors.
     """
 
     def __init__(self, pids: Sequence[int], rank: int) -> None:
@@ -53,7 +54,7 @@ class Peers:
             raise
 
     def gone(self) -> list[int]:
-        """Return the ranks whose process has ended. Any thread may call this method."""
+        """Return the ranks whose processes have ended. Several threads can call this method at the same time."""
         gone = [peer for peer, process in self._processes.items() if process.has_ended()]
         rank_of = self._rank_of
         if rank_of:
@@ -64,7 +65,7 @@ class Peers:
         return sorted(gone)
 
     def close(self) -> None:
-        """Stop watching all processes."""
+        """Stop watching the processes, and close the process descriptors."""
         self._processes = {}
         rank_of, self._rank_of = self._rank_of, {}
         for descriptor in rank_of:
@@ -80,17 +81,17 @@ _CREDENTIALS = struct.Struct("3i")
 _LENGTH = struct.Struct("<I")
 
 _HELLO = struct.Struct("<I32s")
-"""The first message on a connection: the connecting rank, and the token."""
+"""The layout of the first message on a connection: the number of the connecting rank, and the token of the group."""
 
 _MAX_BYTES = 1 << 20
-"""The largest message that a rank accepts."""
+"""The size of the largest message that a rank accepts."""
 
 _CONNECT_SECONDS = 20.0
-"""How long a rank waits for a connection, and for each message on it."""
+"""How long a rank waits for a connection, and then for data on the connection."""
 
 
 class RankOnSocket(NamedTuple):
-    """The rank and the process that are expected at the other end of a connection."""
+    """The rank that is expected at the other end of a connection, with its process and user."""
 
     rank: int
     pid: int
@@ -101,7 +102,7 @@ class RankOnSocket(NamedTuple):
 
 
 def listener_for_next() -> socket.socket:
-    """Return a socket that listens at a new random address."""
+    """Return a new socket that listens at a random abstract address."""
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     listener.bind(b"\0syncline-" + secrets.token_hex(16).encode())
     listener.listen()
@@ -109,17 +110,23 @@ def listener_for_next() -> socket.socket:
 
 
 def address_of(listener: socket.socket) -> str:
-    """Return the address of a listening socket, to pass to `connected`."""
+    """Return the address of a listening socket, in the form that `connected` expects."""
     address: bytes = listener.getsockname()
     return address[1:].decode()
 
 
 def connected(address: str, expected: RankOnSocket, rank: int, token: bytes) -> socket.socket:
-    """Return a connection from `rank` to the rank that listens at an address.
+    """Connect to the rank that listens at `address`, and return the connection.
+
+    Args:
+        address: the result of `address_of` on the listening rank.
+        expected: the rank and process that should be listening there.
+        rank: this rank.
+        token: the random token of the group.
 
     Raises:
         OSError: no process listens at the address.
-        SynclineError: another process than expected listens there.
+        SynclineError: the process that listens there is not the expected one.
     """
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
@@ -134,10 +141,12 @@ def connected(address: str, expected: RankOnSocket, rank: int, token: bytes) -> 
 
 
 def accepted(listener: socket.socket, expected: RankOnSocket, token: bytes) -> socket.socket:
-    """Wait until the expected rank connects to `listener`, and return the connection. Close all other connections.
+    """Wait until the expected rank connects to `listener`, and return the connection.
+
+    Connections from other processes are closed.
 
     Raises:
-        SynclineError: the expected rank did not connect in time.
+        SynclineError: the expected rank did not connect within 20 seconds.
     """
     deadline = time.monotonic() + _CONNECT_SECONDS
     while True:
@@ -151,7 +160,7 @@ def accepted(listener: socket.socket, expected: RankOnSocket, token: bytes) -> s
         with contextlib.suppress(
             OSError, SynclineError
         ):  # after an error, the expected rank may still connect
-            # Checked before the first read, so that a foreign process that sends nothing cannot delay this rank.
+            # This check comes before the first read, so that another process that sends nothing cannot delay this rank.
             _check_credentials(connection, expected)
             connection.settimeout(_CONNECT_SECONDS)
             its_rank, its_token = _HELLO.unpack(_receive(connection, _HELLO.size))
@@ -165,8 +174,8 @@ def _check_credentials(connection: socket.socket, expected: RankOnSocket) -> Non
     pid, uid, _ = _CREDENTIALS.unpack(credentials)
     if (pid, uid) != (expected.pid, expected.uid):
         raise SynclineError(
-            f"expected a connection to rank {expected.rank} (process {expected.pid}, user {expected.uid}), got a "
-            f"connection to process {pid}, user {uid}"
+            f"expected rank {expected.rank} (process {expected.pid} of user {expected.uid}) at the other end of the "
+            f"connection; got process {pid} of user {uid}"
         )
 
 
@@ -182,7 +191,7 @@ def _receive(connection: socket.socket, num_bytes: int) -> bytes:
     while len(data) < num_bytes:
         more = connection.recv(num_bytes - len(data))
         if not more:
-            raise ConnectionResetError("the connection was closed")
+            raise ConnectionResetError("the other rank closed the connection")
         data += more
     return bytes(data)
 
@@ -190,24 +199,24 @@ def _receive(connection: socket.socket, num_bytes: int) -> bytes:
 def _receive_message(connection: socket.socket) -> bytes:
     (num_bytes,) = _LENGTH.unpack(_receive(connection, _LENGTH.size))
     if num_bytes > _MAX_BYTES:
-        raise ConnectionResetError(f"expected a message of at most {_MAX_BYTES} bytes, got {num_bytes} bytes")
+        raise ConnectionResetError(f"expected a message of at most {_MAX_BYTES} bytes; got {num_bytes} bytes")
     return _receive(connection, num_bytes)
 
 
 def send_rows(connection: socket.socket, rows: list[bytes]) -> None:
-    """Send a list of bytes."""
+    """Send a list of bytes objects."""
     _send(connection, str(len(rows)).encode())
     for row in rows:
         _send(connection, row)
 
 
 def receive_rows(connection: socket.socket) -> list[bytes]:
-    """Receive a list of bytes that `send_rows` sent."""
+    """Receive the list of bytes objects that the other rank sent with `send_rows`."""
     return [_receive_message(connection) for _ in range(int(_receive_message(connection)))]
 
 
 def send_file(connection: socket.socket, descriptor: int | None) -> None:
-    """Send an open file, or None in its place."""
+    """Send an open file to the process at the other end. If `descriptor` is None, send None."""
     if descriptor is None:
         connection.sendall(b"-")
     else:
@@ -215,8 +224,11 @@ def send_file(connection: socket.socket, descriptor: int | None) -> None:
 
 
 def receive_file(connection: socket.socket) -> int | None:
-    """Receive an open file that `send_file` sent; None if None was sent."""
+    """Receive an open file that the other rank sent with `send_file`, and return its descriptor.
+
+    Returns None if the other rank sent None.
+    """
     word, descriptors, _, _ = socket.recv_fds(connection, 1, 1, socket.MSG_CMSG_CLOEXEC)
     if not word:
-        raise ConnectionResetError("the connection was closed")
+        raise ConnectionResetError("the other rank closed the connection")
     return descriptors[0] if descriptors else None

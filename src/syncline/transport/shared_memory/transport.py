@@ -1,10 +1,10 @@
-"""Engine: the ranks of one host, over memory that all of them have mapped.
+"""The transport of the engine for the ranks of one host.
 
-The native core handles tensors on the CPU. Tensors on other devices go through the transport beneath (Gloo, NCCL), over
-which the ranks first connected. That transport also provides notices, board and errors.
+The native core handles CPU tensors. The ranks can connect over another transport (Gloo, NCCL), which is then called the
+transport beneath. It handles the tensors on other devices, and provides notices, board and errors.
 
-Reductions run in rank order 0 .. size - 1, so all ranks and all runs get the same bits. fp16 and bf16 are summed in
-fp32 and rounded once.
+Each reduction combines the ranks in the order 0 .. size - 1, so all ranks and all runs get the same bits. fp16 and bf16
+are summed in fp32 and rounded once.
 """
 
 from __future__ import annotations
@@ -50,18 +50,18 @@ _REDUCE_SCATTER_IN_PLACE = reduction_codes(Kind.IN_PLACE_REDUCE_SCATTER)
 
 
 class SharedMemoryTransport(WatchedTransport):
-    """A transport between the ranks of one host. `over` or `connect` creates it on all ranks together.
+    """A transport between the ranks of one host. All ranks create it together, by `over` or by `connect`.
 
     Args:
         hub: the connections between the ranks.
-        health: the health of the group.
-        own_lane: the counter of the calls on the first lane.
-        beneath: the transport over which the ranks connected. It also takes the tensors that are not on the CPU. None
-            if the ranks connected over a store.
-        store: the store over which the ranks connected; None if there is a transport beneath.
+        health: the object that records failures of the group.
+        own_lane: the name of the first lane, and the counter of its calls.
         timeout_seconds: how long a `wait` blocks before it raises `CollectiveTimeout`.
-        numbers: the numbers by which errors name the ranks, if `health` belongs to a larger group; None if `health`
-            belongs to this group.
+        beneath: the transport over which the ranks connected. It handles the tensors that are not on the CPU. Pass None
+            if the ranks connected over a store.
+        store: the store over which the ranks connected. Pass None if there is a transport beneath.
+        numbers: for each rank, its number in the larger group to which `health` belongs. Errors name the ranks by these
+            numbers. Pass None if `health` belongs to this group.
     """
 
     def __init__(
@@ -78,7 +78,7 @@ class SharedMemoryTransport(WatchedTransport):
         super().__init__(health, own_lane, rank=hub.rank, size=hub.size, timeout_seconds=timeout_seconds)
         self.peers = hub.peers
         self.regions = Regions(hub)
-        self._region_of = self.regions.of  # looked up in each reduction
+        self._region_of = self.regions.of  # each reduction looks its tensor up here
         self._numbers = range(hub.size) if numbers is None else numbers
         self._hub = hub
         self._beneath = beneath
@@ -93,7 +93,7 @@ class SharedMemoryTransport(WatchedTransport):
         health.on_failure.append(self._abort_core)
 
     def _open(self) -> None:
-        """Create the memory of the lane; a collective call."""
+        """Create the shared memory of this lane; a collective call."""
         sizes = LaneSizes(self.size, has_messages=self.own_lane.name == MAIN_LANE)
         memory = self._hub.allocate(sizes.total_bytes, f"the {self.own_lane.name} lane")
         self.engine_lane = EngineLane(self.engine, memory, sizes)
@@ -102,13 +102,13 @@ class SharedMemoryTransport(WatchedTransport):
 
     @staticmethod
     def over(beneath: C10dTransport) -> Transport:
-        """Return a transport between the ranks of `beneath`; a collective call.
+        """Return a shared-memory transport between the ranks of `beneath`; a collective call.
 
-        Closing the result closes `beneath` as well.
+        Closing the result closes `beneath` as well. If there is only one rank, the result is `beneath` itself.
 
         Raises:
-            SharedMemoryUnavailable: the ranks cannot share memory, because they are on several hosts, for instance.
-                Raised on all ranks.
+            SharedMemoryUnavailable: the ranks cannot share memory, for instance because they are on several hosts. All
+                ranks raise this error.
         """
         if beneath.size == 1:
             return beneath
@@ -123,18 +123,20 @@ class SharedMemoryTransport(WatchedTransport):
     def connect(
         store: Any, *, rank: int, size: int, timeout_seconds: float, board: Board | None = None
     ) -> Transport:
-        """Connect ranks through a torch.distributed store, without a transport beneath; a collective call.
+        """Connect the ranks through a torch.distributed store, and return the transport; a collective call.
+
+        There is no transport beneath, so the result handles CPU tensors only.
 
         Args:
             store: a store that all ranks can reach; see `store_exchange`.
             rank: this rank.
             size: number of ranks.
             timeout_seconds: how long a `wait` blocks before it raises `CollectiveTimeout`.
-            board: the position of this rank in the program; None for a new board.
+            board: the object that records where in the program this rank is. Pass None to create a new board.
 
         Raises:
-            SharedMemoryUnavailable: the ranks cannot share memory, because they are on several hosts, for instance.
-                Raised on all ranks.
+            SharedMemoryUnavailable: the ranks cannot share memory, for instance because they are on several hosts. All
+                ranks raise this error.
         """
         board = Board() if board is None else board
         if size == 1:
@@ -163,7 +165,10 @@ class SharedMemoryTransport(WatchedTransport):
 
     @property
     def group(self) -> Any:
-        """The process group beneath; None if there is none, or once it is closed."""
+        """The process group of the transport beneath.
+
+        The value is None if there is no transport beneath, or once the transport is closed.
+        """
         return None if self._beneath is None else self._beneath.group
 
     # ------------------------------------------------------------------ operations
@@ -172,7 +177,7 @@ class SharedMemoryTransport(WatchedTransport):
         if not tensor.is_cpu:
             return self._transport_beneath(tensor)._start_all_reduce(tensor, op)
         dtype = tensor.dtype
-        numel = tensor.numel() * (2 if dtype.is_complex else 1)  # `core_numel`, in the hot path
+        numel = tensor.numel() * (2 if dtype.is_complex else 1)  # `core_numel`, inlined in the hot path
         if self._region_of and not terms and (region := self._region_of.get(id(tensor))) is not None:
             arguments = (_ALL_REDUCE_IN_PLACE[dtype, op], *region, numel, 0, 0, 0)
             return self._begin("all_reduce", op, (tensor,), self._start_in_place, *arguments)
@@ -247,7 +252,17 @@ class SharedMemoryTransport(WatchedTransport):
         queue: int = 0,
         peer: int | None = None,
     ) -> Work:
-        """Start an operation by `start`, a function of the core, with the lane and `arguments`."""
+        """Start an operation of the native core, and return its work.
+
+        Args:
+            operation: the name of the operation, for messages.
+            detail: the reduce operation or the peer, for messages. It is "" if the operation has neither.
+            tensors: the tensors that the core uses. They are kept alive until the operation is done.
+            start: the function of the core that starts the operation.
+            arguments: the arguments of `start` after the handle of the lane.
+            queue: the number by which the core knows the queue of the call. It is 0 for collectives.
+            peer: the other rank of a message, or None for a collective.
+        """
         self._check_usable()
         if not queue:
             self.own_lane.num_started += 1
@@ -256,7 +271,7 @@ class SharedMemoryTransport(WatchedTransport):
             return DONE
         if ticket == 0:
             raise MemoryError(
-                f"rank {self.rank} cannot start {operation}: there is no memory to record the operation"
+                f"rank {self.rank} cannot start {operation}, because this process has no memory left to record it"
             )
         self.engine_lane.keep(queue, ticket, tensors)
         work = SharedMemoryWork(self, operation, detail, tensors[0] if tensors else None)
@@ -266,8 +281,8 @@ class SharedMemoryTransport(WatchedTransport):
     def _transport_beneath(self, tensor: Tensor) -> C10dTransport:
         if self._beneath is None:
             raise ValueError(
-                f"expected a tensor on the CPU, got a tensor on {tensor.device}: shared memory is for CPU tensors. Use "
-                "a process group that also has a backend for this device"
+                f"expected a tensor on the CPU; got a tensor on {tensor.device}. This transport uses shared memory, "
+                "which is for CPU tensors only. Create it over a process group that has a backend for this device"
             )
         return self._beneath
 
@@ -309,7 +324,10 @@ class SharedMemoryTransport(WatchedTransport):
         return lane
 
     def lane_agreed(self, name: str) -> SharedMemoryTransport:
-        """Return a new lane for ranks that have agreed on the call already. `health` does not list the lane."""
+        """Return a new lane, without a check that all ranks make this call; a collective call.
+
+        The caller has made this check already. The lane is not added to `health.lanes`.
+        """
         lane = self._copy_for(Lane(name, None))
         lane._open()
         return lane

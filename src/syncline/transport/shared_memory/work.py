@@ -1,4 +1,4 @@
-"""An operation in shared memory, and the wait until the operation is done."""
+"""The work of an operation in shared memory, which waits until the operation is done."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ _CHECK_SECONDS = 0.05
 """How long a wait sleeps before it checks whether the processes of the peers still exist."""
 
 _POLLS_PER_CHECK = 1000
-"""How many polls an operation answers before it checks whether the processes of the peers still exist."""
+"""After how many calls of `is_completed` a work checks whether the processes of the peers still exist."""
 
 
 class SharedMemoryWork(WatchedWork):
-    """One operation in shared memory that was not complete at once."""
+    """The work of an operation in shared memory that was not complete when its call returned."""
 
     __slots__ = (
         "_engine_lane",
@@ -42,15 +42,15 @@ class SharedMemoryWork(WatchedWork):
         ticket: int,
         peer: int | None,
     ) -> None:
-        """Set the operation of the core that this work represents.
+        """Set the operation of the native core that this work represents.
 
         Args:
-            engine_lane: the lane of the call.
+            engine_lane: the lane on which the operation was started.
             peers: the processes of the other ranks.
-            numbers: the ranks' numbers in error messages.
-            queue: the number by which the core knows the queue of the call.
+            numbers: for each rank, the number by which error messages name it.
+            queue: the number by which the core knows the queue of the operation.
             ticket: the number by which the core knows the operation.
-            peer: the other rank of a message; None for a collective.
+            peer: the other rank of a message. Pass None for a collective.
         """
         self._engine_lane = engine_lane
         self._peers = peers
@@ -110,7 +110,7 @@ class SharedMemoryWork(WatchedWork):
             raise self._ended_by(outcome)
         self._end()
         if outcome == Outcome.DISAGREED:
-            raise Disagreement(f"{self}: other ranks gave other terms, or made another call")
+            raise Disagreement(f"{self}: the ranks made different calls, or passed different `terms`")
         return True
 
     def _ended_by(self, outcome: int) -> SynclineError:
@@ -122,7 +122,10 @@ class SharedMemoryWork(WatchedWork):
         return FailedWait(health, self).mismatched(self._calls())
 
     def _calls(self) -> dict[int, Call]:
-        """Return the calls that do not match, by rank."""
+        """Return the calls of the ranks at the place where they do not match.
+
+        The result maps the number of each rank (for a message: only of this rank and its peer) to the rank's call.
+        """
         called, peer = self._engine_lane.called(), self._peer
         engine = self._engine_lane.engine
         ranks = range(engine.size) if peer is None else (engine.rank, peer)

@@ -20,10 +20,10 @@
  * of the work (slot.claimed). A rank that does not wait takes its own part. A rank that waits also takes the parts of
  * ranks that are still computing. Each sum runs in rank order on any rank, so all ranks and all runs get the same bits.
  *
- * If the ranks make different calls, the lane cannot be used any more. The exception is an operation with terms, on
- * which the ranks have not agreed before. Its first chunk is compared before anything else is filled. If all calls have
- * terms, and calls or terms differ, the operation ends after this chunk. Nothing is written, every rank's outcome is
- * DISAGREED, and the lane can still be used.
+ * If the ranks make different calls, the lane cannot be used any more. There is one exception: calls with terms (see
+ * syncline_start). Each rank compares the first chunks of all ranks before it fills anything else. If all calls have
+ * terms, but the calls or the terms differ, the operation ends after this chunk. Then no tensor is written, the outcome
+ * on every rank is DISAGREED, and the lane can still be used.
  *
  * Only syncline_wait blocks, and not longer than its timeout.
  */
@@ -230,8 +230,8 @@ struct lane {
     struct queue collectives, *sends, *receives; /* the latter by peer */
     uint64_t num_pending_messages;
     bool is_undecided; /* whether the chunk filled last has terms and was not compared yet */
-    _Atomic int num_disagreed;
-    uint64_t disagreed[MAX_DISAGREED]; /* their tickets, until they are waited for */
+    _Atomic int num_disagreed; /* length of the next list */
+    uint64_t disagreed[MAX_DISAGREED]; /* tickets of collectives on which the ranks disagreed, until a wait for them */
     bool is_mismatched;
     const struct header *mismatch[2]; /* for a message: this rank's header and the peer's */
     struct header mine;
@@ -323,7 +323,7 @@ static size_t chunk_numel(const struct operation *o, uint64_t chunk) {
     return from >= o->numel ? 0 : least(o->numel - from, o->chunk_numel);
 }
 
-/* Return where rank `part`'s part of `numel` elements begins; for `part` = size, where the last part ends. */
+/* Return the first element of rank `part`'s part of `numel` elements. If `part` is `size`, return `numel`. */
 static size_t part_from(size_t numel, int part, int size) {
     size_t each = (numel + (size_t)size - 1) / (size_t)size;
     return least(each * (size_t)part, numel);
@@ -404,7 +404,7 @@ static void give_up(struct lane *lane, struct operation *o) {
     }
 }
 
-/* Set `sources` to every rank's chunk. For this rank, use its tensor, which is warm in the cache, unless misaligned. */
+/* Set `sources` to the chunks of all ranks. For this rank, use its tensor, which is still in the cache, if aligned. */
 static void gather_sources(struct lane *lane, uint64_t at, const void **sources, size_t offset_bytes,
                            const char *own, size_t itemsize) {
     for (int r = 0; r < lane->group->size; r++) sources[r] = data_of(lane, at, r) + offset_bytes;
@@ -460,7 +460,7 @@ static void reduce_own_span(struct lane *lane, const struct operation *o) {
     reduce(o->out, sources, lane->group->size, o->to - o->from, o->dtype, o->op);
 }
 
-/* Return whether a rank may consume only when all ranks have reduced. */
+/* Return whether a rank must not consume before all ranks have reduced. */
 static bool has_two_phases(const struct operation *o) { return o->is_split || o->kind == REDUCE_SCATTER_IN_PLACE; }
 
 static bool reduce_next(struct lane *lane) {
@@ -973,7 +973,8 @@ EXPORT int syncline_wait(struct lane *lane, int queue_number, uint64_t ticket, u
     return outcome == DONE ? outcome_of(lane, queue, ticket, true) : outcome;
 }
 
-/* End the group: every wait on it returns 2. The first text is kept. Return whether it was this one. */
+/* End the group: every wait on it returns 2. If the group was aborted before, keep its text and return 0, else return
+ * 1. */
 EXPORT int syncline_abort(struct group *group, const char *text, size_t bytes) {
     struct group_memory *memory = group->memory;
     uint32_t expected = 0;
