@@ -663,7 +663,7 @@ def test_what_cannot_be_sharded_is_said_at_construction() -> None:
         for module, wrap, text in (
             (sparse, {}, "sparse gradients"),
             (two_types, {"reduce_dtype": torch.float32}, "reduce_dtype="),
-            (overlapping, {}, "a and b are two parameters in the same memory"),
+            (overlapping, {}, "the parameters a and b use the same memory"),
             (net(), {"find_unused_parameters": True, "skip_all_reduce_unused_params": True}, "skip_all"),
         ):
             with pytest.raises(ValueError, match=text):
@@ -953,7 +953,7 @@ def test_share_and_then_shard() -> None:
             module.frozen.fill_(0.5)
     assert bool((module.frozen == 0.5).all())
     assert not module.frozen.requires_grad
-    with pytest.raises(ValueError, match="give sharded=True"):
+    with pytest.raises(ValueError, match="Give sharded=True"):
         DDP(module)
     theirs = net()
     with torch.no_grad():

@@ -189,7 +189,7 @@ def test_broadcast_buffers_false_leaves_them_alone_at_construction_too_as_in_tor
 
 
 def test_of_both_names_for_buffers_the_newer_wins_as_in_torch() -> None:
-    with pytest.warns(FutureWarning, match="forward_sync_buffers is used in forwards"):
+    with pytest.warns(FutureWarning, match="only forward_sync_buffers applies"):
         ddp = DDP(
             nn.BatchNorm1d(1), process_group=alone(), broadcast_buffers=True, forward_sync_buffers=False
         )
