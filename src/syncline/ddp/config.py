@@ -347,5 +347,5 @@ def _check_sharded(config: Config, chosen: Selection, *, lowers: bool, skips_unu
         if device == other_device and start < end:
             raise ValueError(
                 f"the parameters {first} and {second} use the same memory, but sharded=True would move them to "
-                "separate memory. Let the module use one parameter in both places, or give each parameter its own memory"
+                "separate memory. Let the module use one parameter in both places, or give each its own memory"
             )
