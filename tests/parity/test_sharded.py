@@ -679,7 +679,7 @@ def test_what_cannot_go_on_with_shards_is_a_value_error() -> None:
         for action, text in (
             (lambda: run.ddp.join(), "join"),
             (lambda: run.ddp.register_comm_hook(None, lambda state, bucket: None), "communication hook"),
-            (lambda: copy.deepcopy(run.ddp), "a copy or a pickle"),
+            (lambda: copy.deepcopy(run.ddp), "a wrapper cannot be copied or pickled"),
             (lambda: run.optimizer.step(lambda: 0.0), "closure"),
             (lambda: run.optimizer.add_param_group({"params": []}), "before ddp.attach"),
             (lambda: run.ddp.attach(SGD(own, lr=0.1)), "has 7 of the 8 parameters of the SGD"),
