@@ -362,7 +362,7 @@ class Replica:
             ValueError: the module is sharded.
         """
         if self.sharding is not None:
-            raise ValueError(f"with sharded=True {why}: wrap the module without sharded=True")
+            raise ValueError(f"with sharded=True {why}. Wrap the module without sharded=True")
 
     # ------------------------------------------------------------------ plan, records and state
 
