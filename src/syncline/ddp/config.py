@@ -189,7 +189,7 @@ def _checked_buffers(arguments: Mapping[str, Any], strategy: Strategy[Any]) -> t
 
 
 def _checked_caps(bucket_cap_mb: Any, listed_mb: Any) -> BucketCaps | None:
-    """Check the arguments about bucket caps, and return the caps. As in torch, the list overrides the single value.
+    """Check the arguments about bucket caps, and return the caps. As in torch, a list overrides the single cap.
 
     Returns None if neither argument is given.
     """
@@ -211,7 +211,7 @@ def _checked_caps(bucket_cap_mb: Any, listed_mb: Any) -> BucketCaps | None:
 
 
 def _checked_strategy(strategy: object) -> Strategy[Any]:
-    """Check the argument `strategy`, and return the strategy. Without one, return `EveryStep`.
+    """Check the argument `strategy`, and return it. If it is None, return `EveryStep`.
 
     Raises:
         TypeError: `strategy` is not a strategy.
@@ -300,7 +300,7 @@ def _checked_compression(compression: Any, chosen: Selection, *, sharded: bool) 
 
 
 def _check_not_shared(module: nn.Module) -> None:
-    """Raise if the ranks of a host use one copy of the parameters, because each of them would step that copy.
+    """Raise an error if the ranks of a host use one copy of the parameters, because each of them would step that copy.
 
     Raises:
         ValueError: the ranks of a host use one copy of the parameters, which `sl.share_` made.
@@ -308,13 +308,13 @@ def _check_not_shared(module: nn.Module) -> None:
     copy = one_copy_of(module)
     if copy is not None and copy.is_common:
         raise ValueError(
-            f"since sl.share_, the ranks of a host use one copy of the parameters of {type(module).__name__}. Without "
+            f"sl.share_ has given the ranks of a host one copy of the parameters of {type(module).__name__}. Without "
             "sharded=True, each of these ranks would step the whole copy. Give sharded=True"
         )
 
 
 def _check_sharded(config: Config, chosen: Selection, *, lowers: bool, skips_unused: bool) -> None:
-    """Raise if `sharded=True` cannot be combined with another argument, or with the parameters of the module.
+    """Raise an error if `sharded=True` cannot be combined with another argument, or with the parameters of the module.
 
     Args:
         config: the configuration of the wrapper.

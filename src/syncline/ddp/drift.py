@@ -1,4 +1,4 @@
-"""Drift of replicas: a strategy or `sl.diverge` lets replicas differ. When they must be equal, they can be compared.
+"""The control of the drift of replicas, and the comparison of replicas that must be equal.
 
 `Drift` decides whether replicas are allowed to differ now. `ReplicaChecks` compares them. `SyncState` saves and loads
 the state that a strategy and a compression keep from one step to the next.
@@ -90,7 +90,7 @@ class SyncState:
 
         Raises:
             TypeError: `state` is not a mapping.
-        ValueError: the state was saved under another strategy or compression.
+            ValueError: the state was saved under another strategy or compression.
         """
         parts = self._parts()
         checked_kind("state", state, Mapping, "a dict, as returned by sync_state_dict()")
@@ -112,8 +112,8 @@ class ReplicaChecks:
 
     def __init__(self) -> None:
         self.in_backwards: ReplicaWatch | None = None
-        """The watch that compares replicas in backwards, among the ranks that average their gradients together. None if
-        backwards compare nothing."""
+        """The watch that compares replicas in each synchronized backward, among the ranks that average their gradients
+        together. None if nothing is compared."""
         self.after_syncs: ReplicaWatch | None = None
         """The watch that compares the replicas of all ranks after each parameter sync. None if these syncs do not make
         parameters equal, or if nothing is compared."""
@@ -152,9 +152,10 @@ class ReplicaChecks:
 
 
 class Drift:
-    """The control of drift for one module: it decides whether replicas are allowed to differ, and whether they sync.
+    """The control of drift for one module, which decides whether replicas are allowed to differ now.
 
-    A strategy or `sl.diverge` allows replicas to differ. The constructor is a collective call if `spec` is given.
+    A strategy or `sl.diverge` allows replicas to differ. This object then turns the synchronization of gradients and
+    buffers off and on. The constructor is a collective call if `spec` is given.
 
     Args:
         module: the wrapped module.
@@ -269,7 +270,7 @@ class Drift:
         return rounds is None or (rounds.are_equal and self._equal_after_backward == num_backwards)
 
     def refuse(self, what: str) -> None:
-        """Raise if replicas drift under the strategy.
+        """Raise an error if replicas drift under the strategy.
 
         Args:
             what: a clause that says what is not possible under this strategy. The error shows it after the strategy.
@@ -279,8 +280,8 @@ class Drift:
         """
         if self.rounds is not None:
             raise ValueError(
-                f"under strategy={self._strategy} {what}. Wrap the module again, or wrap it "
-                "with strategy=sl.EveryStep()"
+                f"under strategy={self._strategy} {what}. This is possible only under strategy=sl.EveryStep(). Otherwise "
+                "use ddp.module, and wrap it again"
             )
 
     # ------------------------------------------------------------------ called by the strategy and by sl.diverge

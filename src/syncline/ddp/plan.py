@@ -21,7 +21,7 @@ from syncline.words import format_bytes, format_count
 
 
 class Reduction(Enum):
-    """The ways in which gradients are reduced."""
+    """The possible ways in which gradients are reduced."""
 
     NOTHING = auto()
     """Gradients are not reduced, because there is only one rank, or because the strategy keeps gradients local."""
@@ -35,7 +35,7 @@ class Reduction(Enum):
 
 
 class Parameters(Enum):
-    """The ways in which parameters are kept equal."""
+    """The possible ways in which parameters are kept equal."""
 
     ALONE = auto()
     """There is only one rank, so nothing is done."""

@@ -127,7 +127,7 @@ class Registrations:
         metrics.add(values, weight)
 
     def attach(self, optimizer: Optimizer, *, elementwise: bool | None, replaces: bool | None) -> None:
-        """Attach an optimizer, as `DistributedDataParallel.attach` does, which explains the arguments and errors."""
+        """Attach an optimizer. `DistributedDataParallel.attach` explains the arguments and errors."""
         checked_kind("optimizer", optimizer, Optimizer, "a torch.optim.Optimizer")
         for name, flag in (("elementwise", elementwise), ("replace", replaces)):
             if flag is not None:
@@ -197,8 +197,8 @@ class Registrations:
 
         Raises:
             ContractMismatch: the ranks have registered different hooks, optimizers or metrics.
-            ValueError, SynclineError: an optimizer lacks what the strategy or `on_nonfinite` needs. Every rank raises
-                the error.
+            ValueError, SynclineError: the strategy or `on_nonfinite` needs attached optimizers, and a rank lacks one.
+                Every rank raises the error.
         """
         if self._are_agreed:
             return
@@ -282,7 +282,7 @@ class Registrations:
     # ------------------------------------------------------------------ at an optimizer's step
 
     def refuse_unreduced(self, what: str) -> None:
-        """Raise if `.grad` holds the gradients of this rank alone, although they should have been reduced.
+        """Raise an error if `.grad` holds the gradients of this rank alone, although they should have been reduced.
 
         Args:
             what: the name of the call that needs reduced gradients.
@@ -293,9 +293,9 @@ class Registrations:
         gradients = self._gradients
         if gradients.has_unreduced and gradients.controls.decide():
             raise SynclineError(
-                f"rank {self._transport.rank}, {what} after step {gradients.step}: expected reduced gradients. But "
-                "the last backward ran under no_sync, so .grad holds the gradients of this rank alone. Run the last "
-                "micro-batch before a step outside of no_sync, or clear the gradients first"
+                f"rank {self._transport.rank}, {what} after step {gradients.step}: expected reduced gradients, but "
+                "the last backward ran under no_sync. So .grad holds the gradients of this rank alone. Run the last "
+                "micro-batch of each step outside of no_sync, or clear the gradients first"
             )
 
     def _discards_step(self) -> bool:

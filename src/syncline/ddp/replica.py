@@ -258,7 +258,7 @@ class Replica:
         when_backward_reaches_any(output, weakly(self._follow_changes))
 
     def _has_changed(self) -> bool:
-        """Return whether the module has changed since the ranks last compared the module."""
+        """Return whether the module has changed since the ranks last compared it."""
         return self._inventory.has_changed() or not self.gradients.layout.fits()
 
     def _before_reduction(self) -> None:
@@ -307,7 +307,7 @@ class Replica:
         self.registered.agree()
 
     def use_static_graph(self) -> None:
-        """Behave as with `static_graph=True` from now on. Call this method before the first backward."""
+        """Behave from now on as if `static_graph=True` had been given. Call this method before the first backward."""
         self.drift.refuse(_UNCHANGED)
         self.config = self.config.with_gradients(static_graph=True, allow_unused=True, skip_unused=False)
         self._wire_again()

@@ -29,7 +29,7 @@ class Selection:
     """
 
     parameters: tuple[tuple[str, nn.Parameter], ...]
-    """All parameters that are kept equal on all ranks, also those that are not trained."""
+    """All parameters that are kept equal on all ranks, including those that are not trained."""
     trained: tuple[tuple[str, nn.Parameter], ...]
     """Parameters that require grad, without those in `delayed`."""
     delayed: tuple[tuple[str, nn.Parameter], ...]
@@ -53,7 +53,7 @@ def select(
     delayed: Sequence[tuple[str, nn.Parameter]] = (),
     must_match: bool = True,
 ) -> Selection:
-    """Select the tensors of a module that are synchronized.
+    """Select the tensors of a module that have to be synchronized.
 
     Args:
         module: the module to wrap.

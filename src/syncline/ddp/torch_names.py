@@ -68,7 +68,7 @@ class _NoReducer:
     """A replacement for torch's reducer, for code that calls the reducer itself. Most methods do nothing.
 
     Args:
-        gradients: the synchronization of gradients, which has recorded the use of the parameters.
+        gradients: the synchronization of gradients, from which the use of the parameters is read.
     """
 
     def __init__(self, gradients: GradientSync) -> None:
@@ -253,7 +253,7 @@ class TorchNames:
         return replica.buffers.due and replica.buffers.enabled and bool(replica.selection.buffers)
 
     def _set_static_graph(self) -> None:
-        """Behave as with `static_graph=True` at construction. Call this before the first backward."""
+        """Behave as if `static_graph=True` had been given at construction. Call this method before the first backward."""
         if self.static_graph:
             warnings.warn(
                 "static_graph is already True: leave out the call of _set_static_graph()", stacklevel=2
