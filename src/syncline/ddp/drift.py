@@ -280,8 +280,8 @@ class Drift:
         """
         if self.rounds is not None:
             raise ValueError(
-                f"under strategy={self._strategy} {what}. This is possible only under strategy=sl.EveryStep(). Otherwise "
-                "use ddp.module, and wrap it again"
+                f"under strategy={self._strategy} {what}. Use strategy=sl.EveryStep(), or take the "
+                "module out of the wrapper (ddp.module) and wrap it again"
             )
 
     # ------------------------------------------------------------------ called by the strategy and by sl.diverge

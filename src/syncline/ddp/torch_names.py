@@ -253,7 +253,7 @@ class TorchNames:
         return replica.buffers.due and replica.buffers.enabled and bool(replica.selection.buffers)
 
     def _set_static_graph(self) -> None:
-        """Behave as if `static_graph=True` had been given at construction. Call this method before the first backward."""
+        """Behave from now on as if `static_graph=True` had been given. Call this method before the first backward."""
         if self.static_graph:
             warnings.warn(
                 "static_graph is already True: leave out the call of _set_static_graph()", stacklevel=2

@@ -90,7 +90,7 @@ class DistributedDataParallel(  # type: ignore[misc, override]
             that no rank used does not change.
         check_reduction: deprecated in torch. It has no effect.
         gradient_as_bucket_view: make `.grad` a view of the bucket after a synchronized backward. This saves time, and
-            it saves memory as large as all gradients.
+            as much memory as all gradients need.
         static_graph: a promise that the same parameters get gradients in every backward, each the same number of times.
             The first backward records these numbers. This allows re-entrant and repeated activation checkpoints, and
             implies `find_unused_parameters`.
@@ -104,8 +104,8 @@ class DistributedDataParallel(  # type: ignore[misc, override]
         bucket_cap_mb_list: caps of the first buckets in MiB, in order. The last cap applies to all further buckets, and
             `bucket_cap_mb` is not used.
         batched_grad_copy: accepted for compatibility with torch. Gradients are always copied in batches.
-        forward_sync_buffers: torch 2.13's name for the part of `broadcast_buffers` that concerns forward. With False,
-            buffers are still broadcast at construction. It overrides `broadcast_buffers`.
+        forward_sync_buffers: whether buffers are broadcast before a forward, as in torch 2.13. It overrides
+            `broadcast_buffers` in forwards. With False, buffers are still broadcast at construction.
         lazy_bucket_allocation: accepted for compatibility with torch 2.15. It has no effect.
         buffers: how buffers are synchronized before a forward. "broadcast" sends those of rank 0, as in torch.
             "average" averages them, and pools running statistics (see `docs/buffers.md`). "none" does not synchronize
