@@ -8,10 +8,10 @@ from dataclasses import dataclass, field
 from syncline.words import format_bytes, format_count, format_names
 
 _MAX_BUCKETS = 6
-"""The number of buckets that the text of a backward lists. Of all further buckets it shows the totals."""
+"""The number of buckets to list in the text of a backward. The text shows totals for all further buckets."""
 
 _MAX_RANKS = 2
-"""The number of ranks that a line about gradients that are not finite names."""
+"""The number of ranks to name in a line about gradients that are not finite."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -179,7 +179,7 @@ class EvolutionRecord:
     """A record of one step of an evolution strategy. It is the same on every rank."""
 
     step: int
-    """The number of the step, which is 1 for the first."""
+    """The number of the step. The first is step 1."""
     losses: tuple[float, ...]
     """The losses of all members as measured. The two members of a pair are adjacent: first the member with the positive
     perturbation, then the member with the negative perturbation. A loss can be NaN or infinite."""

@@ -263,7 +263,7 @@ class Drift:
     def is_last_sync_valid(self) -> bool:
         """Return whether all parameters are still equal since the last parameter sync made them equal.
 
-        A backward ends this, because afterwards an optimizer that is not attached can change the parameters unnoticed.
+        After the next backward this is unknown, because an optimizer that is not attached can change the parameters.
         Under `EveryStep` the answer is always True.
         """
         rounds, num_backwards = self.rounds, self._gradients.num_backwards
