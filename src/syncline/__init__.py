@@ -2,9 +2,9 @@
 
 This file lists the public names. docs/architecture.md shows the packages of the library, in the order of their imports.
 
-`import syncline` imports only faces.py. `sl.Checkpointer` imports the module of `Checkpointer` when a program uses
-`sl.Checkpointer` for the first time. So a program waits only for what it uses, and `syncline --help` does not wait for
-torch. To add a public name, add one import below: `__all__` consists of the names of these imports.
+`import syncline` imports only `faces.py`. A public name is imported when a program uses it for the first time. So
+programs start faster, and `syncline --help` does not import torch. To add a public name, add one import below.
+`__all__` consists of the names in these imports.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Checks of arguments: counts, numbers, times, flags, objects of a class, functions and choices.
+"""Functions that check arguments: counts, numbers, times, flags, objects of a class, functions and choices.
 
-Every error states the name of the argument, the expected value and the given value. A wrong type raises TypeError and a
+Every error names the argument, and says what was expected and what was given. A wrong type raises TypeError, and a
 wrong value raises ValueError, as in Python itself.
 
 This module imports only the standard library.
@@ -17,7 +17,9 @@ from typing import Any
 
 
 def checked_count(name: str, value: Any, *, at_least: int | None = None, at_most: int | None = None) -> int:
-    """Return `value` as an `int` if it is an integer within the given bounds. NumPy integers are accepted.
+    """Check that `value` is an integer within the bounds, and return it as an `int`. NumPy integers are accepted.
+
+    A bound of None does not limit the value.
 
     Raises:
         TypeError: the value is not an integer. True and False do not count as integers.
@@ -52,11 +54,13 @@ def checked_number(
     at_most: float | None = None,
     finite: bool = True,
 ) -> float:
-    """Return `value` as a float if it is a real number within the given bounds, or a tensor that holds one number.
+    """Check that `value` is a real number within the bounds, and return it as a float.
+
+    A tensor or array of one element counts as a number. A bound of None does not limit the value.
 
     Raises:
         TypeError: the value is not a real number. True and False do not count as numbers.
-        ValueError: the value is NaN, out of bounds, or infinite (unless `finite` is False).
+        ValueError: the value is NaN or out of bounds, or it is infinite and `finite` is True.
 
     Example:
         >>> checked_number("mixing", 0.5, at_least=0, below=1)
@@ -89,17 +93,17 @@ def checked_number(
 
 
 def number_in(value: Any) -> Any:
-    """Return the number in a tensor or array of one element, and any other value unchanged."""
+    """If `value` is a tensor or array of one element, return that element. Return any other value unchanged."""
     has_one = hasattr(value, "item") and math.prod(getattr(value, "shape", (0,))) == 1
     return value.item() if has_one else value
 
 
 def checked_seconds(name: str, value: Any) -> float:
-    """Return a time in seconds. `value` is a timedelta or a number of seconds, above 0.
+    """Check that `value` is a time above 0, as a timedelta or a number of seconds, and return it in seconds.
 
     Raises:
         TypeError: the value is neither a timedelta nor a number.
-        ValueError: the time is not above 0, NaN or infinite.
+        ValueError: the time is NaN, infinite, or not above 0.
 
     Example:
         >>> checked_seconds("timeout", timedelta(minutes=1))
@@ -117,7 +121,7 @@ def checked_seconds(name: str, value: Any) -> float:
 
 
 def checked_flag(name: str, value: object) -> bool:
-    """Return `value` if it is True or False. Other values with a truth value, such as 1, are not accepted.
+    """Check that `value` is True or False, and return it. Other values, such as 1, are not accepted.
 
     Raises:
         TypeError: the value is neither True nor False.
@@ -128,10 +132,12 @@ def checked_flag(name: str, value: object) -> bool:
 
 
 def checked_truth(name: str, value: Any) -> bool:
-    """Return a flag of torch's API as a bool. 1, 0 and None (False) are accepted, as in torch's own code.
+    """Check that `value` is a valid flag of torch's API, and return it as a bool.
+
+    As in torch's own code, 1 counts as True, and 0 and None count as False.
 
     Raises:
-        TypeError: the value has another type, such as "False" or NaN, which Python would convert to a bool.
+        TypeError: the value has another type. (Python would convert "False" or NaN to True, for example.)
         ValueError: the value is an integer other than 0 and 1.
 
     Example:
@@ -148,14 +154,14 @@ def checked_truth(name: str, value: Any) -> bool:
 
 
 def checked_kind(name: str, value: Any, kind: Any, what: str, *, hint: str = "") -> Any:
-    """Return `value` if it is an instance of a class.
+    """Check that `value` is an instance of a class, and return it.
 
     Args:
-        name: name of the argument.
+        name: the name of the argument.
         value: the given object.
         kind: the expected class, or a tuple of classes.
-        what: the expected object in words, with an article.
-        hint: the end of the error's text, which says what to do.
+        what: a text for the error that names the expected object with its article, such as "a list of names".
+        hint: the end of the error, which says what to do.
 
     Raises:
         TypeError: the value is not an instance of the class.
@@ -171,7 +177,7 @@ def checked_kind(name: str, value: Any, kind: Any, what: str, *, hint: str = "")
 
 
 def checked_state(value: Any) -> Mapping[str, Any]:
-    """Return the argument `state` of a `load_state_dict` method if it is a mapping.
+    """Check that the argument `state` of a `load_state_dict` method is a mapping, and return it.
 
     Raises:
         TypeError: the value is not a mapping.
@@ -181,7 +187,7 @@ def checked_state(value: Any) -> Mapping[str, Any]:
 
 
 def checked_function(name: str, value: object, what: str = "a function") -> Any:
-    """Return `value` if it is callable.
+    """Check that `value` is callable, and return it. The error names `what` as the expected object.
 
     Raises:
         TypeError: the value is not callable.
@@ -192,13 +198,13 @@ def checked_function(name: str, value: object, what: str = "a function") -> Any:
 
 
 def store(target: object, **checked: object) -> None:
-    """Set fields of a frozen dataclass to checked values. Call it in `__post_init__`."""
+    """Set fields of a frozen dataclass to their checked values. Call this function in `__post_init__`."""
     for name, value in checked.items():
         object.__setattr__(target, name, value)
 
 
 def checked_choice(name: str, value: object, known: Iterable[str]) -> str:
-    """Return `value` if it is one of the known words.
+    """Check that `value` is one of the known words, and return it.
 
     Raises:
         TypeError: the value is not a string.
@@ -219,7 +225,7 @@ def checked_choice(name: str, value: object, known: Iterable[str]) -> str:
 
 
 def what_it_is(value: object) -> str:
-    """Return the type of `value` in words, for an error about a wrong type.
+    """Return a text that names the type of `value`, for an error about a wrong type.
 
     Example:
         >>> what_it_is("text"), what_it_is(str)
@@ -229,7 +235,9 @@ def what_it_is(value: object) -> str:
 
 
 def did_you_mean(value: object, known: Iterable[str]) -> str:
-    """Return the end of an error about an unknown word, with the most similar known word; "" if none is similar.
+    """Return the end of an error about an unknown word, which proposes the most similar known word.
+
+    Returns "" if no known word is similar.
 
     Example:
         >>> did_you_mean("Skip", ["ignore", "skip"]), did_you_mean("red", ["ignore", "skip"]), did_you_mean(3, ["skip"])

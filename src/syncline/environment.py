@@ -1,15 +1,15 @@
-"""All access of the package to environment variables.
+"""The access to environment variables. No other module of the package reads or sets them.
 
-A launcher passes the rank and the world size to a process in environment variables. `parse` reads the first of these
-that is present:
+A launcher passes the rank and the world size to a process in environment variables. `parse` looks for two sets of
+variables, in this order:
 
 1. torchrun's variables (RANK, WORLD_SIZE, LOCAL_RANK, ..., TORCHELASTIC_*), which `syncline run`, Ray and
    Kubeflow set as well;
 2. SLURM's variables, if `srun` started the process.
 
-Without either, the process is a world of one rank.
+If the process has neither, it is a world of one rank.
 
-This module needs only the standard library, so that `tools/launch/worker.py` can load it before torch.
+This module imports only the standard library, so that `tools/launch/worker.py` can load it before torch.
 """
 
 from __future__ import annotations
@@ -23,45 +23,45 @@ from typing import Literal
 Launcher = Literal["syncline run", "torchrun", "environment", "slurm", "alone"]
 
 RUN_MARK = "SYNCLINE_RUN"
-"""The variable that `syncline run` sets for its workers, with a different value for each job."""
+"""The name of the variable that `syncline run` sets for its workers. Its value is different for each job."""
 
 TOKEN = "SYNCLINE_TOKEN"
-"""The variable with a secret that the processes of a job share; see docs/security.md."""
+"""The name of the variable that holds the secret of a job, which all its processes know; see docs/security.md."""
 
 _MIN_TOKEN_CHARS = 16
 
 _REMEDY = (
-    "start the program with `syncline run` or torchrun, which set these variables; "
-    "to run on a single process, unset RANK, WORLD_SIZE and SLURM_PROCID"
+    "Start the program with `syncline run` or torchrun, which set these variables. "
+    "To run a single process, unset RANK, WORLD_SIZE and SLURM_PROCID"
 )
 
 
 @dataclass(frozen=True, kw_only=True)
 class Environment:
-    """The rank of a process among the others of its job, as passed by the launcher."""
+    """The place of a process in its job, as the launcher passed it: rank, world size, and the address of the store."""
 
     launcher: Launcher
-    """The launcher that set the variables. "environment" means torchrun's variables without torchrun (Ray, a script).
-    """
+    """The launcher that set the variables. "environment" means that something else, such as Ray or a script, set the
+    variables of torchrun."""
     rank: int = 0
-    """Rank of this process, from 0 to `size - 1`, over all hosts."""
+    """Rank of this process among all processes of the job, from 0 to `size - 1`."""
     size: int = 1
     """Number of processes of the job."""
     local_rank: int = 0
-    """Rank on this host, from 0 to `local_size - 1`."""
+    """Rank of this process among the processes of the job on this host, from 0 to `local_size - 1`."""
     local_size: int = 1
     """Number of processes of the job on this host."""
     master_addr: str | None = None
-    """Host of the store through which the ranks find each other; None only if `size` is 1."""
+    """Host of the store through which the ranks find each other. None is possible only if `size` is 1."""
     master_port: int | None = None
-    """Port of that store; None only if `size` is 1."""
+    """Port of the store on the host `master_addr`. None is possible only if `size` is 1."""
     generation: int = 0
     """Number of times that the launcher has restarted the workers."""
     launcher_has_store: bool = False
-    """Whether the launcher has opened the store. Otherwise rank 0 opens it."""
+    """Whether the launcher has opened the store. If not, rank 0 opens it."""
 
     def variables(self) -> dict[str, str]:
-        """Return torchrun's variables for this process, for libraries that read only those."""
+        """Return the variables that torchrun would set for this process, for libraries that read nothing else."""
         found = {
             "RANK": self.rank,
             "WORLD_SIZE": self.size,
@@ -77,17 +77,17 @@ class Environment:
 
 
 def current() -> Environment:
-    """Return the environment that the variables of this process describe; see `parse`."""
+    """Return the environment of this process, parsed from its variables by `parse`."""
     return parse(os.environ)
 
 
 def error_file() -> str | None:
-    """Return the path of the file to which an uncaught exception is written for the launcher; None if there is none."""
+    """Return the path of the file in which the launcher expects an uncaught exception; None if there is none."""
     return os.environ.get("TORCHELASTIC_ERROR_FILE") or None
 
 
 def token() -> str | None:
-    """Return the secret with which the processes of this job sign their messages at a store; None if there is none.
+    """Return the secret with which the processes of this job sign their messages to a store; None if there is none.
 
     Raises:
         ValueError: the secret is so short that it could be guessed.
@@ -95,14 +95,14 @@ def token() -> str | None:
     found = os.environ.get(TOKEN)
     if found and len(found) < _MIN_TOKEN_CHARS:
         raise ValueError(
-            f"{TOKEN} has {len(found)} characters: expected at least {_MIN_TOKEN_CHARS} random ones, the same on "
-            "all ranks, for example from `openssl rand -hex 32`"
+            f"expected {TOKEN} to have at least {_MIN_TOKEN_CHARS} random characters; got {len(found)} characters. "
+            "Give all ranks the same secret, for example from `openssl rand -hex 32`"
         )
     return found or None
 
 
 def torchrun_default(dest: str) -> str | None:
-    """Return the default that the environment sets for an option of torchrun; None if it sets none.
+    """Return the default that an environment variable sets for an option of torchrun; None if no variable does.
 
     Args:
         dest: the option's name with underscores, such as "nproc_per_node".
@@ -111,14 +111,15 @@ def torchrun_default(dest: str) -> str | None:
 
 
 def export(variables: Mapping[str, str], *, replace: bool = False) -> dict[str, str | None]:
-    """Set `variables` for this process and its children.
+    """Set environment variables for this process and its children.
 
     Args:
-        variables: the values, by the names of the variables.
-        replace: whether to replace variables that are already set.
+        variables: the values by the names of the variables.
+        replace: whether to change variables that are already set. With False, they keep their values.
 
     Returns:
-        The previous values of the variables that this call has set. Pass them to `restore` to undo the call.
+        The previous values of the variables that this call has set. None stands for a variable that was not set. Pass
+        the result to `restore` to undo the call.
     """
     names = [name for name in variables if replace or name not in os.environ]
     before = {name: os.environ.get(name) for name in names}
@@ -127,13 +128,16 @@ def export(variables: Mapping[str, str], *, replace: bool = False) -> dict[str, 
 
 
 def for_child(variables: Mapping[str, str]) -> dict[str, str]:
-    """Return this process's variables for a child process, without Syncline's own variables, and with `variables`."""
+    """Return the environment variables for a child process.
+
+    They are the variables of this process without Syncline's own variables, and in addition `variables`.
+    """
     inherited = {name: value for name, value in os.environ.items() if not name.startswith("SYNCLINE")}
     return inherited | dict(variables)
 
 
 def restore(before: Mapping[str, str | None]) -> None:
-    """Undo a call of `export`, which returned `before`."""
+    """Undo a call of `export`. `before` is the value that this call returned."""
     for name, value in before.items():
         if value is None:
             os.environ.pop(name, None)
@@ -145,7 +149,7 @@ def restore(before: Mapping[str, str | None]) -> None:
 
 
 class _Variables(dict[str, str]):
-    """Environment variables that are parsed with clear errors."""
+    """Environment variables, with methods that parse a variable or raise an error that says what to do."""
 
     def number(
         self,
@@ -156,9 +160,17 @@ class _Variables(dict[str, str]):
         limit: str = "",
         default: int | None = None,
     ) -> int:
-        """Return a variable as an integer from `at_least` to `at_most`; `default` if the variable is not set or empty.
+        """Return a variable as an integer from `at_least` to `at_most`.
 
-        The error shows `limit`, which says where `at_most` comes from.
+        Args:
+            name: the name of the variable.
+            at_least: the smallest allowed value.
+            at_most: the largest allowed value. None allows any.
+            limit: a text for the error, which says where `at_most` comes from.
+            default: the value to return if the variable is empty or not set. Without a default, that is an error.
+
+        Raises:
+            ValueError: the variable is not such an integer.
         """
         text = self.get(name, "")
         if not text and default is not None:
@@ -167,15 +179,15 @@ class _Variables(dict[str, str]):
         if not is_number or int(text) < at_least or (at_most is not None and int(text) > at_most):
             bounds = f"of at least {at_least}" if at_most is None else f"from {at_least} to {at_most}"
             bounds += f" ({limit})" if limit else ""
-            raise ValueError(f"{name}={text!r}: expected a whole number {bounds}; {_REMEDY}")
+            raise ValueError(f"{name}={text!r}: expected a whole number {bounds}. {_REMEDY}")
         return int(text)
 
     def missing(self, name: str, *, because: str) -> ValueError:
         """Return the error for a variable that is not set, although the variable `because` is set."""
-        return ValueError(f"{name} is not set, although {because}={self[because]!r} is: {_REMEDY}")
+        return ValueError(f"{name} is not set, although {because}={self[because]!r} is set. {_REMEDY}")
 
     def master_port(self) -> int | None:
-        """Return MASTER_PORT; None if it is not set."""
+        """Return the port in MASTER_PORT; None if this variable is not set."""
         return self.number("MASTER_PORT", at_least=1, at_most=65535, default=0) or None
 
 
@@ -187,7 +199,7 @@ def parse(variables: Mapping[str, str]) -> Environment:
 
     Raises:
         ValueError: a variable is missing, is not a number, or contradicts another variable. The text names the
-            variable, its value and the remedy.
+            variable and its value, and says what to do.
 
     Example:
         >>> parse({"SHELL": "/bin/sh"}).size
@@ -252,8 +264,8 @@ def _parse_slurm(given: _Variables) -> Environment:
     rank = given.number("SLURM_PROCID", at_most=size - 1, limit="SLURM_NTASKS - 1")
     if given.number("WORLD_SIZE", at_least=1, default=size) != size:
         raise ValueError(
-            f"WORLD_SIZE={given['WORLD_SIZE']!r} contradicts srun, which started {size} tasks: "
-            f"unset WORLD_SIZE, or set it to {size}"
+            f"WORLD_SIZE={given['WORLD_SIZE']!r} contradicts srun, which started {size} tasks. "
+            f"Unset WORLD_SIZE, or set it to {size}"
         )
     if "SLURM_LOCALID" not in given:
         raise given.missing("SLURM_LOCALID", because="SLURM_PROCID")
@@ -281,7 +293,7 @@ def _first_node(given: _Variables) -> str:
         if given.get(name):
             return first_host(given[name])
     raise ValueError(
-        "SLURM_STEP_NODELIST is not set, although srun started this process (SLURM_PROCID is set): pass all variables "
+        "SLURM_STEP_NODELIST is not set, although srun started this process (SLURM_PROCID is set). Pass all variables "
         "to the tasks (srun --export=ALL), or set MASTER_ADDR to the first host"
     )
 
@@ -299,12 +311,12 @@ def _slurm_local_size(given: _Variables, *, rank: int, size: int) -> int:
     # By default, srun fills one node after the other.
     by_rank = [num_tasks for num_tasks in per_node for _ in range(num_tasks)]
     if rank >= len(by_rank):
-        raise ValueError(f"{name}={given[name]!r} counts fewer tasks than SLURM_NTASKS={size}: unset {name}")
+        raise ValueError(f"{name}={given[name]!r} counts fewer tasks than SLURM_NTASKS={size}. Unset {name}")
     return by_rank[rank]
 
 
 def tasks_per_node(text: str, name: str = "SLURM_TASKS_PER_NODE") -> list[int]:
-    """Return the number of tasks on each node, parsed from SLURM's form "2(x3),1".
+    """Return the number of tasks on each node, parsed from SLURM's short form, such as "2(x3),1".
 
     Example:
         >>> tasks_per_node("2(x3),1")
@@ -315,14 +327,14 @@ def tasks_per_node(text: str, name: str = "SLURM_TASKS_PER_NODE") -> list[int]:
         found = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part.strip())
         if not found:
             raise ValueError(
-                f"{name}={text!r}: expected the form '2(x3),1'; unset {name} if SLURM has not set it"
+                f"{name}={text!r}: expected the form '2(x3),1', which SLURM uses. If SLURM has not set {name}, unset it"
             )
         counts += [int(found[1])] * int(found[2] or 1)
     return counts
 
 
 def first_host(nodes: str) -> str:
-    """Return the first host of a SLURM node list.
+    """Return the first host in a node list of SLURM.
 
     Example:
         >>> first_host("node[007-010,12],login1")

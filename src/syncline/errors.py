@@ -1,20 +1,20 @@
 """The exceptions of Syncline, one class for each cause.
 
     SynclineError
-    +-- ContractMismatch       ranks have different modules, arguments or trees
+    +-- ContractMismatch       ranks have different modules, arguments or containers of values
     +-- UnreducedGradients     a parameter received no gradient in this backward
-    +-- UnevenInputs           a rank ran fewer steps than the others, skipped a batch, or left out a call
+    +-- UnevenInputs           a rank ran fewer steps than the others, or skipped a batch or a call
     +-- NonFiniteGradient      gradients hold NaN or infinity
     +-- ReplicaDivergence      replicas that must be equal differ
-    +-- CollectiveMismatch     ranks called different collectives, or used shapes that differ
+    +-- CollectiveMismatch     ranks called different collectives, or one collective with different shapes
     +-- CollectiveTimeout      a rank did not take part in a collective before the deadline
-    +-- CheckpointCorrupt      a checkpoint differs from what was written
+    +-- CheckpointCorrupt      a checkpoint is damaged, incomplete, or of an unknown version
     +-- PeerLost               the process of a rank has ended, or the connection to it is lost
     +-- PeerFailed             a rank ended by an exception
 
-Each text says what was expected, what was found, where (rank, step, parameter, phase) and what to do. A wrong argument
-(a wrong type, a negative count) raises Python's `ValueError` or `TypeError`, as in torch, so code that was written for
-torch's class catches the same exceptions.
+The text of each error says what was expected, what was found, where (rank, step, parameter, phase) and what to do. A
+wrong argument raises Python's `TypeError` or `ValueError`, as in torch. So code that was written for torch's class
+catches the same exceptions.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from collections.abc import Mapping, Sequence
 
 
 class SynclineError(RuntimeError):
-    """Base class of all errors that Syncline raises about synchronization."""
+    """The base class of all errors about synchronization that Syncline raises."""
 
 
 class ContractMismatch(SynclineError):
-    """Raised when modules, arguments or targets differ between ranks.
+    """Raised when modules, arguments or the tensors of a call differ between ranks.
 
     Every rank raises the error with the same text, before any tensor is sent.
     """
@@ -39,7 +39,7 @@ class UnreducedGradients(SynclineError):
     It is raised at the end of the backward, on every rank on which at least one parameter received a gradient.
 
     Attributes:
-        missing: the names of parameters without a gradient, by rank (of the module's group).
+        missing: the names of the parameters without a gradient, by rank. Ranks are those of the module's group.
     """
 
     def __init__(
@@ -53,12 +53,12 @@ class UnreducedGradients(SynclineError):
             lines = [f"on rank {rank}: {_shown(names)}" for rank, names in self.missing.items()]
         problem = (
             f"step {step}: expected a gradient for each of {num_parameters} parameters in this backward, "
-            "but some received none"
+            "but some parameters received none"
         )
         remedy = (
-            "Do not step an optimizer with these gradients. Use every parameter in the loss, freeze those that are "
-            "not trained (requires_grad=False before wrapping), or wrap with find_unused_parameters=True, which "
-            "counts a missing gradient as zero. Activation checkpointing needs use_reentrant=False."
+            "Do not step an optimizer with these gradients. Use every parameter in the loss, or freeze the unused ones "
+            "before you wrap the module (requires_grad=False), or wrap it with find_unused_parameters=True, which "
+            "counts a missing gradient as zero. With activation checkpointing, use use_reentrant=False."
         )
         super().__init__("\n  ".join([problem, *lines]) + "\n" + remedy)
 
@@ -68,7 +68,7 @@ def _shown(names: Sequence[str], limit: int = 20) -> str:
 
 
 class UnevenInputs(SynclineError):
-    """Raised when a rank skipped a batch, or ended while other ranks still run steps or wait in calls."""
+    """Raised when a rank skipped a batch, or ended while other ranks still run steps or wait for it in a call."""
 
 
 class CheckpointCorrupt(SynclineError):
@@ -81,12 +81,14 @@ class CheckpointCorrupt(SynclineError):
 class NonFiniteGradient(SynclineError):
     """Raised when gradients hold NaN or infinity, under `on_nonfinite="raise"`.
 
-    It is raised at the end of the backward, on every rank with the same text, before any optimizer step.
+    Every rank raises it with the same text at the end of the backward, before any optimizer steps.
 
     Attributes:
-        step: the number of the synchronized backward; the first is step 1.
-        found: the names of parameters whose gradients were not finite on a rank, by rank (of the module's group).
-        in_mean: names of parameters whose mean is not finite, although the gradients of each rank were finite.
+        step: the number of the synchronized backward. The first is step 1.
+        found: for each rank whose gradients were not finite, the names of their parameters. Ranks are those of the
+            module's group.
+        in_mean: the names of parameters whose mean gradient is not finite, although the gradients of each rank were
+            finite.
     """
 
     def __init__(
@@ -104,16 +106,17 @@ class NonFiniteGradient(SynclineError):
 
 
 class ReplicaDivergence(SynclineError):
-    """Raised when replicas differ that must be equal.
+    """Raised when replicas that must be equal differ.
 
     Attributes:
         tensor: the name of the first tensor that differs.
         num_differing: the number of tensors that differ.
-        minority_ranks: ranks (of the group) whose values differ from the values of most ranks; empty if there is no
+        minority_ranks: the ranks of the group whose values differ from those of most ranks; empty if there is no
             majority.
-        elements: indices of the first and the last differing element of the flattened tensor; None if unknown.
-        agreed_at_step: the last step at which the tensor was equal on all ranks (0 is the wrapping); None if unknown.
-        found_at_step: the step at which the difference was found; None outside of training steps.
+        elements: the indices of the first and the last differing element in the flattened tensor; None if unknown.
+        agreed_at_step: the last step at which the tensor was equal on all ranks; None if unknown. Step 0 is the time
+            when the module was wrapped.
+        found_at_step: the step in which the difference was found; None if it was not found in a training step.
     """
 
     def __init__(
@@ -137,7 +140,7 @@ class ReplicaDivergence(SynclineError):
 
 
 class CollectiveMismatch(SynclineError):
-    """Raised when ranks called different collectives, or the same collective with sizes that differ."""
+    """Raised when ranks called different collectives, or the same collective with different sizes."""
 
 
 class CollectiveTimeout(SynclineError):
@@ -149,8 +152,8 @@ class PeerLost(SynclineError):
 
 
 class PeerFailed(SynclineError):
-    """Raised when another rank ended by an exception. The text contains the traceback of that rank."""
+    """Raised when an exception has ended another rank. The text contains the traceback of that rank."""
 
 
 class SameDataWarning(RuntimeWarning):
-    """Warning that all ranks train on the same data. Filter this warning if that is intended (full-batch training)."""
+    """Warning that all ranks train on the same data. If that is what you want, filter this warning."""

@@ -1,13 +1,13 @@
-"""Packages that import a name only when a program asks for the name, so that the program waits only for what it uses.
+"""Lazy imports: a package imports a public name only when a program uses it, so that programs start faster.
 
-Such a package lists its names once, as imports for type checkers:
+Such a package lists its public names once, as imports for type checkers:
 
     if TYPE_CHECKING:
         from syncline.data import DistributedSampler as DistributedSampler
 
     hand_out(__name__)
 
-Python compiles these imports but does not run them. `hand_out` reads them from the compiled code.
+Python compiles these imports, but does not run them. `hand_out` reads the names and modules from the compiled code.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from types import CodeType, ModuleType
 from typing import Any
 
 _IMPORTING = threading.RLock()
-"""Held during an import. Without it, two ranks that are threads could import modules of one package at the same time,
-and wait for each other's import locks forever."""
+"""A lock that is held during each import. Ranks can be threads. Without this lock, two of them could import modules of
+one package at the same time, and wait forever for each other's import locks."""
 
 
 class _Face(ModuleType):
-    """A package that imports the module of a name when the name is used for the first time."""
+    """A package that imports a public name when a program uses the name for the first time."""
 
     _module_of: dict[str, str]
 
@@ -47,12 +47,13 @@ class _Face(ModuleType):
 
 
 def hand_out(package: str) -> None:
-    """Make the names in a package's imports for type checkers attributes of the package, and set its `__all__`.
+    """Let a package import its public names when they are used, and set its `__all__`.
 
-    Call this function at the end of the package's `__init__`.
+    The public names are those in the package's imports for type checkers. Call this function at the end of the
+    package's `__init__`.
 
     Args:
-        package: the package's `__name__`.
+        package: the `__name__` of the package.
     """
     face = sys.modules[package]
     root = package.partition(".")[0]
@@ -65,7 +66,7 @@ def hand_out(package: str) -> None:
 
 
 def _imports_in(code: CodeType) -> Iterator[tuple[str, str]]:
-    """Yield the module and the name of every `from module import name` in compiled code."""
+    """Yield a tuple (module, name) for every `from module import name` in compiled code."""
     module = ""
     for instruction in dis.get_instructions(code):
         if instruction.opname == "IMPORT_NAME":

@@ -1,4 +1,4 @@
-"""Typed records of steps. `ddp.last_step` returns the record of a backward, and `ddp.explain()` describes records."""
+"""The records of steps. `ddp.last_step` returns the record of the last backward. `ddp.explain()` describes records."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from dataclasses import dataclass, field
 from syncline.words import format_bytes, format_count, format_names
 
 _MAX_BUCKETS = 6
-"""Number of buckets that are shown for a backward. The text shows the totals of the other buckets."""
+"""The number of buckets to list in the text of a backward. The text shows totals for all further buckets."""
 
 _MAX_RANKS = 2
-"""Number of ranks that are named in a line about gradients that are not finite."""
+"""The number of ranks to name in a line about gradients that are not finite."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -20,16 +20,16 @@ class BucketRecord:
 
     index: int
     payload_bytes: int
-    """Bytes passed to the transport, including control data."""
+    """Number of bytes that were passed to the transport, including control data."""
     parameters: tuple[str, ...]
-    """Parameters in the bucket, in the order in which their gradients became ready. Parameters without a ready gradient
-    come last."""
+    """Names of the parameters in the bucket, in the order in which their gradients became ready. Parameters without a
+    gradient in this backward come last."""
     trigger: str | None
-    """The parameter whose gradient completed the bucket; None if the bucket was launched at the end of backward."""
+    """The parameter whose gradient completed the bucket. None if the bucket was launched when backward ended."""
     launched_seconds: float
-    """Time from the first gradient of this backward to the launch."""
+    """Time from the first gradient of this backward to the launch of the bucket."""
     waited_seconds: float
-    """Time that backward waited at its end until this bucket was reduced."""
+    """Time for which backward waited at its end until this bucket was reduced."""
 
     def __str__(self) -> str:
         when = "at the end of backward" if self.trigger is None else f"when {self.trigger} was ready"
@@ -40,18 +40,18 @@ class BucketRecord:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class NonFiniteRecord:
-    """A record of the gradients of one backward that are not finite. It is the same on every rank."""
+    """A record of which gradients of one backward are not finite. It is the same on every rank."""
 
     found: Mapping[int, tuple[str, ...]]
-    """Parameter names by rank, for each rank whose own gradients held NaN or infinity. Empty if all were finite."""
+    """For each rank whose own gradients held NaN or infinity, the names of their parameters; empty if there is none."""
     in_mean: tuple[str, ...]
-    """Parameters whose mean is not finite, although the gradients of each rank were finite."""
+    """Names of the parameters whose mean gradient is not finite, although the gradients of each rank were finite."""
     outcome: str
-    """The outcome: "finite", "raised", "discarded", "zeroed", "left to the GradScaler", or "not reduced" (under
-    `no_sync`)."""
+    """What was done about the gradients: "raised", "discarded", "zeroed" or "left to the GradScaler". It is "finite" if
+    all gradients were finite, and "not reduced" under `no_sync`."""
     num_steps: int
-    """Number of steps so far in which gradients were not finite and the policy was applied, including this step. Under
-    `on_nonfinite="skip"`, this is the number of discarded steps."""
+    """Number of steps so far, including this step, in which the policy was applied because gradients were not finite.
+    Under `on_nonfinite="skip"`, this is the number of discarded steps."""
 
     def __str__(self) -> str:
         if self.found or self.in_mean:
@@ -60,11 +60,11 @@ class NonFiniteRecord:
 
 
 def describe_nonfinite(record: NonFiniteRecord, num_shown: int | None = None) -> str:
-    """Return a line with the gradients that are not finite, and the outcome.
+    """Return a line that names the gradients that are not finite, and says what was done about them.
 
     Args:
         record: a record with at least one gradient that is not finite.
-        num_shown: number of ranks to name; None names all ranks.
+        num_shown: the number of ranks to name. Pass None to name all ranks.
     """
     where = [f"on rank {rank}: {format_names(names)}" for rank, names in record.found.items()]
     if num_shown is not None and len(where) > num_shown + 1:
@@ -80,8 +80,8 @@ def describe_nonfinite(record: NonFiniteRecord, num_shown: int | None = None) ->
 class BackwardRecord:
     """A record of one backward on one rank.
 
-    `print(record)` shows a summary of about 12 lines at most, independent of the size of the module.
-    `pprint.pprint(record)` shows every field with all names.
+    `print(record)` shows a summary of at most about 12 lines, even for a large module. `pprint.pprint(record)` shows
+    every field with all names.
 
     Example:
         >>> import torch, syncline as sl
@@ -96,25 +96,25 @@ class BackwardRecord:
     synchronized: bool
     """Whether the gradients were reduced in this backward. False under `no_sync`, and in a world of one rank."""
     num_gradients: int
-    """Number of parameters that received a gradient."""
+    """Number of parameters that received a gradient on this rank."""
     unused: tuple[str, ...]
-    """Parameters that received no gradient on this rank."""
+    """Names of the parameters that received no gradient on this rank."""
     divisor: int
-    """The divisor of the sum over ranks: the number of ranks, or under `normalize_by` the number of items."""
+    """The number by which the sum over ranks was divided: the number of ranks, or under `normalize_by` of items."""
     counted_items: bool
-    """Whether the divisor is a number of items."""
+    """Whether `divisor` is a number of items (`normalize_by`)."""
     reduced_afterwards: bool
     """Whether `sl.sync_gradients_` reduced `.grad` after this backward. If so, `divisor` belongs to that reduction."""
     num_reduced: int
-    """Number of gradient elements that were reduced. Each element counts once."""
+    """Number of gradient elements that were reduced. An element counts once, not once per rank."""
     buckets: tuple[BucketRecord, ...]
     duration_seconds: float
-    """Time from the first gradient to the last reduced gradient."""
+    """Time from the first gradient of this backward until all gradients were reduced."""
     nonfinite: NonFiniteRecord | None = None
-    """The result of the `on_nonfinite` check; None if gradients are not checked."""
+    """The result of the `on_nonfinite` check; None if gradients are not checked for NaN and infinity."""
     metrics: Mapping[str, float] = field(default_factory=dict)
-    """Means over ranks of the values given to `ddp.report`. If the backward was not synchronized, these are the values
-    of this rank alone."""
+    """The means over ranks of the values that were given to `ddp.report`, by name. If the backward was not
+    synchronized, these are the values of this rank alone."""
 
     def __str__(self) -> str:
         lines = [f"step {self.step}: {format_count(self.num_gradients, 'gradient')}, {self._result()}"]
@@ -144,19 +144,19 @@ class BackwardRecord:
 
 
 def describe_mean(record: BackwardRecord) -> str:
-    """Return the divisor of a backward's gradients in words, as in `mean over 2 ranks`."""
+    """Return a text that names the divisor of a backward's gradients, such as `mean over 2 ranks`."""
     return f"mean over {format_count(record.divisor, 'item' if record.counted_items else 'rank')}"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BufferRecord:
-    """A record of the buffers in the last forward."""
+    """A record of the synchronization of buffers in the last forward."""
 
     num_tensors: int
     payload_bytes: int
     sent: bool
     reason: str
-    """The reason why the buffers were sent or were not sent."""
+    """The reason why no buffers were sent; empty if they were sent."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -164,12 +164,12 @@ class RoundRecord:
     """A record of one parameter sync on one rank."""
 
     step: int
-    """Number of optimizer steps before the sync."""
+    """Number of optimizer steps that were completed before the sync."""
     what: tuple[str, ...]
-    """The actions of the sync, in words."""
+    """A text for each action of the sync."""
     num_calls: int
     payload_bytes: int
-    """Bytes of the tensors passed to the transport."""
+    """Number of bytes of the tensors that were passed to the transport."""
     waited_seconds: float
     duration_seconds: float
 
@@ -181,14 +181,14 @@ class EvolutionRecord:
     step: int
     """The number of the step. The first is step 1."""
     losses: tuple[float, ...]
-    """Losses of all members, as they were measured. The two members of a pair are adjacent: the one with the positive
-    perturbation, then the one with the negative. Some losses may not be finite."""
+    """The losses of all members as measured. The two members of a pair are adjacent: first the member with the positive
+    perturbation, then the member with the negative perturbation. A loss can be NaN or infinite."""
     mean_loss: float
     """Mean of the finite losses."""
     best_loss: float
     """Lowest finite loss."""
     num_nonfinite: int
-    """Number of members whose loss is not finite. Such a loss counts as the worst loss."""
+    """Number of members whose loss is NaN or infinite. Such a loss counts as the worst loss."""
 
 
 def _ms(seconds: float) -> str:

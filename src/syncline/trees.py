@@ -1,4 +1,4 @@
-"""Functions on nested containers. The order of the leaves is the same on every rank."""
+"""Functions that visit or replace the leaves of nested containers, in an order that is the same on every rank."""
 
 from __future__ import annotations
 
@@ -9,14 +9,15 @@ from typing import Any
 
 
 def leaves(tree: Any, path: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield every leaf of a nested container with its path.
+    """Yield the path of each leaf of a nested container, and the leaf itself.
 
-    Containers are dicts (sorted by the text of their keys), lists, tuples, named tuples, and dataclass instances
-    (the fields of their constructor). Any other object is a leaf.
+    Containers are dicts, lists, tuples, named tuples, and instances of dataclasses. Any other object is a leaf. A dict
+    is visited in the order of the text of its keys. Of a dataclass instance, the fields that its constructor takes are
+    visited.
 
     Args:
         tree: a container or a leaf.
-        path: the path of `tree` itself.
+        path: the path of `tree` itself, with which all paths begin.
 
     Example:
         >>> list(leaves({"b": [1, 2], "a": 3}))
@@ -31,7 +32,9 @@ def leaves(tree: Any, path: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def map_leaves(tree: Any, fn: Callable[[str, Any], Any], path: str = "") -> Any:
-    """Return a copy of the containers in which each leaf is replaced by `fn(path, leaf)`, in the order of `leaves`.
+    """Return a copy of a nested container in which `fn(path, leaf)` replaces each leaf.
+
+    `fn` is called in the order in which `leaves` yields the leaves.
 
     Example:
         >>> map_leaves({"b": (1, 2), "a": 3}, lambda path, leaf: leaf * 10)

@@ -1,12 +1,12 @@
-"""Positions in the user's code, for errors and warnings.
+"""Functions that find positions in the user's code, for errors and warnings.
 
-The position of a thread is its innermost frame that belongs neither to torch, nor to Syncline, nor to Python, nor to an
-installed package. This module also records which function of the user raised an exception.
+The position of a thread in the user's code is the line of its innermost frame outside of torch, Syncline, Python and
+installed packages. This module also records which function of the user raised an exception.
 
-Another thread can ask for the position of the main thread. That thread must not walk the frames of the main thread in
-Python, because the main thread continues to run, and a frame that has ended may be freed. (This crashed Python 3.11
-under torch's dynamo.) The stack is therefore written by a single call of the interpreter, during which no thread runs
-Python.
+Another thread can ask for the position of the main thread. It must not walk the frames of the main thread in Python,
+because the main thread continues to run, and a frame that has ended can be freed at any time. (This crashed Python 3.11
+under torch's dynamo.) So a single call of the interpreter writes the whole stack. No thread runs Python during this
+call.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ _HEADER = "Thread 0x{thread:016x} (most recent call first):\n"
 
 
 def dump_of_main_thread() -> str:
-    """Return the stack of the main thread in the format of `faulthandler`.
+    """Return the stack of the main thread, as text in the format of `faulthandler`.
 
-    The text may also contain the stacks of other threads, and it may be empty.
+    The text can also contain the stacks of other threads. It is empty if the stack cannot be read.
 
     Example:
         >>> "dump_of_main_thread" in dump_of_main_thread()
@@ -57,11 +57,14 @@ def dump_of_main_thread() -> str:
 # therefore written.
 
 _main_state: int | None = None
-"""Address of the interpreter's state for the main thread. It is valid until the process ends."""
+"""The address of the interpreter's state for the main thread; None if unknown. It is valid until the process ends."""
 
 
 def _dump_alone(fd: int) -> str:
-    """Write the stack of the main thread to `fd`, and return the header line that belongs before the stack."""
+    """Write the stack of the main thread to the file descriptor `fd`, and return the header line for this stack.
+
+    If the stack cannot be read, write nothing and return "".
+    """
     dump = getattr(ctypes.pythonapi, "_Py_DumpTraceback", None)
     if dump is None or _main_state is None:
         return ""
@@ -71,9 +74,10 @@ def _dump_alone(fd: int) -> str:
 
 
 def _note_main_thread() -> None:
-    """Store the address of the interpreter's state for the main thread, on Python 3.11.
+    """On Python 3.11, store the address of the interpreter's state for the main thread.
 
-    If another thread imports this module first, the address stays unknown, and dumps of this process are empty.
+    If a thread other than the main thread imports this module, the address stays unknown. Then `dump_of_main_thread`
+    returns an empty text in this process.
     """
     global _main_state
     if sys.version_info < (3, 12) and threading.current_thread() is threading.main_thread():
@@ -100,7 +104,10 @@ def warn_user(text: str, category: type[Warning] = RuntimeWarning) -> None:
 
 
 def warning_here(category: type[Warning] = RuntimeWarning) -> Callable[[str], None]:
-    """Return a function that issues a warning for the present line of the user's code. Any thread may call it later."""
+    """Return a function that issues a warning for the line of the user's code that runs now.
+
+    Any thread can call the returned function later. Its argument is the text of the warning.
+    """
     frame = _users_frame(sys._getframe())
     if frame is None:
         return lambda text: warnings.warn(text, category, stacklevel=3)
@@ -110,7 +117,7 @@ def warning_here(category: type[Warning] = RuntimeWarning) -> Callable[[str], No
 
 
 def user_code(frame: FrameType | None) -> str | None:
-    """Return the position in the user's code from which `frame` was called; None if there is none.
+    """Return the position in the user's code that led to `frame`; None if no frame belongs to the user's code.
 
     Example:
         >>> import sys
@@ -126,12 +133,12 @@ def user_code(frame: FrameType | None) -> str | None:
 
 @contextmanager
 def calling(what: str) -> Iterator[None]:
-    """Mark exceptions that are raised inside the block as exceptions of the user's code.
+    """Mark an exception that is raised inside this context as an exception of a function of the user.
 
-    The exception gets a note, and `called_in` returns the position of the user's code.
+    The exception gets a note that names the function. `called_in` returns the function and its line for this exception.
 
     Args:
-        what: the called function, in words.
+        what: a text that names the user's function, which is called inside this context.
 
     Example:
         >>> try:
@@ -151,7 +158,10 @@ def calling(what: str) -> Iterator[None]:
 
 
 def called_in(error: BaseException) -> str | None:
-    """Return the user's function that raised `error`, with its line if that is known. None if Syncline raised it."""
+    """Return the name of the user's function that raised `error`, with the line if it is known.
+
+    Returns None if the error was not raised inside of `calling`.
+    """
     found: str | None = getattr(error, _CALLED, None)
     return found
 
@@ -172,12 +182,16 @@ def _users_frame(frame: FrameType | None) -> FrameType | None:
 
 
 def user_code_of_main_thread() -> str | None:
-    """Return the position of the main thread in the user's code. Any thread may call this function."""
+    """Return the position of the main thread in the user's code; None if unknown. Any thread can call this function."""
     return user_code_in_dump(dump_of_main_thread(), threading.main_thread().ident or 0)
 
 
 def user_code_in_dump(text: str, thread: int) -> str | None:
-    """Return the position of one thread in the user's code, according to a dump by `faulthandler`.
+    """Return the position of one thread in the user's code, which is read from a dump; None if there is none.
+
+    Args:
+        text: the dump, in the format of `faulthandler`.
+        thread: the identifier of the thread.
 
     Example:
         >>> dump = 'Thread 0x2a (most recent call first):\\n  File "/home/train.py", line 7 in main'
@@ -191,7 +205,9 @@ def user_code_in_dump(text: str, thread: int) -> str | None:
 
 
 def innermost_in_dump(text: str, thread: int) -> tuple[str, str]:
-    """Return the file and the function of a thread's innermost frame in a dump, or two empty strings without a frame.
+    """Return the file and the function of the innermost frame of one thread, which are read from a dump.
+
+    Returns two empty strings if the dump has no frame of the thread. See `user_code_in_dump` for the arguments.
 
     Example:
         >>> innermost_in_dump('Thread 0x2a (most recent call first):\\n  File "/home/train.py", line 7 in main', 42)
@@ -217,13 +233,13 @@ def _place(path: str, line: int | str, name: str) -> str:
 
 @cache
 def is_users(path: str) -> bool:
-    """Return whether a source file is the user's: not of torch, Syncline, Python or an installed package."""
+    """Return whether a source file belongs to the user, and not to torch, Syncline, Python or an installed package."""
     return not path.startswith(_libraries()) and not path.startswith("<frozen ")
 
 
 @cache
 def _libraries() -> tuple[str, ...]:
-    """Return the folders of Python, installed packages, torch and Syncline."""
+    """Return the folders of Python, of installed packages, of torch and of Syncline, each with a final separator."""
     found = {sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")}
     found |= {str(Path(torch.__file__).parent), str(Path(__file__).parent)}
     return tuple(path + os.sep for path in sorted(found))

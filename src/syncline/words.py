@@ -1,6 +1,6 @@
-"""Functions that format sizes, counts, names and ranks, and the differences between ranks.
+"""Functions that describe sizes, counts, names, ranks, and differences between ranks as text.
 
-Every rank computes the same text from the same values.
+From the same values, every rank computes the same text.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def format_count(number: int, noun: str) -> str:
 
 
 def format_names(names: Sequence[str], num_shown: int = 4, *, noun: str = "parameters") -> str:
-    """Join names by commas. Of more than `num_shown` names, show the first names, the last name and the count.
+    """Join names by commas. If there are more than `num_shown`, show only the first names and the last, and the count.
 
     Example:
         >>> format_names(["a", "b"]), format_names(["a", "b", "c", "d", "e"])
@@ -48,24 +48,24 @@ def format_names(names: Sequence[str], num_shown: int = 4, *, noun: str = "param
 
 K = TypeVar("K", bound=Hashable)
 
-DEFAULT_REMEDY = "Give every rank the same, in the same order."
+DEFAULT_REMEDY = "Give every rank the same objects and arguments, in the same order."
 
 _MAX_ENTRIES = 20
-"""The maximum number of differences that are shown for a group of ranks. The text states how many more there are."""
+"""The maximum number of differences to show for a group of ranks. The text also says how many are not shown."""
 
 
 def describe_difference(
     title: str, descriptions: Sequence[Sequence[str]], *, remedy: str = DEFAULT_REMEDY
 ) -> str | None:
-    """Describe the differences between the descriptions that the ranks gave of the same thing.
+    """Return a text about the differences between the ranks' descriptions of an object or a call.
 
-    Ranks with equal descriptions form a group. The largest group has the expected description. If several groups are
-    the largest, it is the group with the lowest rank. Every other group is compared with the expected description.
+    Ranks with equal descriptions form a group. The description of the largest group is the expected one. Among groups
+    of equal size, the group with the lowest rank counts as the largest. Every other group is compared with it.
 
     Args:
-        title: the thing that must be equal on all ranks.
-        descriptions: the lines of each rank, in rank order. A line holds a name, two spaces (or a colon and a space),
-            and properties. Lines with the same name are compared side by side.
+        title: the name of the object or call that must be the same on all ranks.
+        descriptions: the lines of each rank, in rank order. A line holds a name, a separator (two spaces, or a colon
+            and a space), and properties. Lines of two ranks with the same name are compared with each other.
         remedy: the last line of the text, which says what to do.
 
     Returns:
@@ -73,21 +73,21 @@ def describe_difference(
 
     Example:
         >>> print(describe_difference("Net", [["weight  (2, 3)"], ["weight  (2, 4)"], ["weight  (2, 3)"]]))
-        Net: the ranks do not agree. Expected is what most ranks have.
+        Net: the ranks do not agree. The expected values are those of most ranks.
         rank 1 against ranks 0, 2:
           weight
             expected (2, 3) (ranks 0, 2)
             got      (2, 4) (rank 1)
-        Give every rank the same, in the same order.
+        Give every rank the same objects and arguments, in the same order.
     """
     groups = ranks_with({rank: tuple(lines) for rank, lines in enumerate(descriptions)})
     if len(groups) < 2:
         return None
     reference = min(groups, key=lambda lines: (-len(groups[lines]), groups[lines]))
     expected = (
-        "what most ranks have" if _is_majority(groups, reference) else f"what rank {groups[reference][0]} has"
+        "those of most ranks" if _is_majority(groups, reference) else f"those of rank {groups[reference][0]}"
     )
-    text = [f"{title}: the ranks do not agree. Expected is {expected}."]
+    text = [f"{title}: the ranks do not agree. The expected values are {expected}."]
     for lines, ranks in groups.items():
         if lines is not reference:
             here, there = describe_ranks(ranks), describe_ranks(groups[reference])
@@ -99,14 +99,15 @@ def describe_difference(
 def refusal_of(
     title: str, reasons: Mapping[int, tuple[str, str, str | None]], refusal: str | None = None
 ) -> Exception:
-    """Return the error that every rank raises if some ranks cannot take part in a call.
+    """Return the error that all ranks raise together if some ranks cannot take part in a call.
 
     Args:
         title: the name of the call.
-        reasons: the error of each rank that cannot take part, by rank in rank order. An error is a tuple of the name of
-            its class, its text, and the name of the user's function that raised it (None if Syncline raised it).
-        refusal: the words after the title. None stands for "failed" if a user's function raised an error, and otherwise
-            for "refused, nothing was sent".
+        reasons: for each rank that cannot take part, the error of that rank; in rank order. An error is a tuple (name
+            of its class, its text, name of the user's function that raised it). The last entry is None if Syncline
+            raised the error.
+        refusal: the words that follow the title. Pass None for "refused, nothing was sent", or for "failed" if a user's
+            function raised one of the errors.
 
     Returns:
         A TypeError if all errors are TypeErrors, a ValueError if all errors are TypeErrors or ValueErrors, else a
@@ -134,7 +135,7 @@ def refusal_of(
 
 
 def ranks_with(values: Mapping[int, K]) -> dict[K, list[int]]:
-    """Return the ranks that have each value, by value. Values and ranks stay in the given order.
+    """Return for each value the ranks that have it. Values and ranks stay in the given order.
 
     Example:
         >>> ranks_with({0: "a", 1: "b", 3: "a"})
@@ -147,7 +148,7 @@ def ranks_with(values: Mapping[int, K]) -> dict[K, list[int]]:
 
 
 def groups_of(values: Sequence[Hashable]) -> tuple[tuple[int, ...], ...]:
-    """Group the indices of equal values, from the largest group to the smallest. Groups of one size are in index order.
+    """Group the indices of equal values. Larger groups come first, and groups of equal size are in index order.
 
     Example:
         >>> groups_of(["a", "b", "b"])
@@ -158,7 +159,7 @@ def groups_of(values: Sequence[Hashable]) -> tuple[tuple[int, ...], ...]:
 
 
 def describe_ranks(ranks: Sequence[int]) -> str:
-    """Return the ranks in words. Three or more consecutive ranks are written as a range.
+    """Return a text that names the ranks. It writes three or more consecutive ranks as a range.
 
     Example:
         >>> describe_ranks([0, 2, 3, 4, 7]), describe_ranks([1])
@@ -177,7 +178,7 @@ def describe_ranks(ranks: Sequence[int]) -> str:
 
 
 def describe_groups(groups: Sequence[Sequence[int]]) -> str:
-    """Return groups of ranks in words.
+    """Return a text that names groups of ranks.
 
     Example:
         >>> describe_groups([(0, 2), (1,)])
@@ -187,7 +188,7 @@ def describe_groups(groups: Sequence[Sequence[int]]) -> str:
 
 
 def outside_of_largest(groups: Sequence[Sequence[int]]) -> tuple[int, ...]:
-    """Return the ranks that are not in the first group, which is the largest, in rank order.
+    """Return the ranks outside of the first group, in rank order. `groups_of` puts the largest group first.
 
     Example:
         >>> outside_of_largest([(1, 3, 4), (2,), (0,)])
@@ -209,7 +210,7 @@ def _name_and_properties(line: str) -> tuple[str, str]:
 
 
 def _by_name(lines: Sequence[str]) -> dict[tuple[str, int], str]:
-    """Return the properties in the lines by name, with a number that distinguishes entries of the same name."""
+    """Return the properties in each line, by the line's name and a number that distinguishes lines of the same name."""
     seen: Counter[str] = Counter()
     properties: dict[tuple[str, int], str] = {}
     for line in lines:
@@ -220,7 +221,7 @@ def _by_name(lines: Sequence[str]) -> dict[tuple[str, int], str]:
 
 
 def _entries(lines: Sequence[str], reference: Sequence[str], here: str, there: str) -> list[list[str]]:
-    """Return the differences between two descriptions, each as a list of text lines."""
+    """Return the differences between two descriptions. Each difference is a list of lines to show."""
     expected, got = _by_name(reference), _by_name(lines)
     entries = [
         [f"  {key[0]}", f"    expected {properties} ({there})", f"    got      {got[key]} ({here})"]
@@ -234,19 +235,19 @@ def _entries(lines: Sequence[str], reference: Sequence[str], here: str, there: s
     if common != common_here:
         position = next(i for i, (a, b) in enumerate(zip(common, common_here, strict=True)) if a != b)
         what = (
-            "the same entries"
+            "the entries are"
             if len(common) == len(expected) == len(got)
             else "the entries that both have are"
         )
         entries.append(
             [
-                f"  {what} in another order: first difference at entry {position + 1}:",
+                f"  {what} in another order. The first difference is at entry {position + 1}:",
                 f"    expected {common[position][0]} ({there})",
                 f"    got      {common_here[position][0]} ({here})",
             ]
         )
     # Lines that differ only in spaces produce no entry.
-    return entries or [["  the same entries with different spaces"]]
+    return entries or [["  the entries differ only in spaces"]]
 
 
 def _line(key: tuple[str, int], properties: dict[tuple[str, int], str]) -> str:

@@ -663,7 +663,7 @@ def test_what_cannot_be_sharded_is_said_at_construction() -> None:
         for module, wrap, text in (
             (sparse, {}, "sparse gradients"),
             (two_types, {"reduce_dtype": torch.float32}, "reduce_dtype="),
-            (overlapping, {}, "a and b are two parameters in the same memory"),
+            (overlapping, {}, "the parameters a and b use the same memory"),
             (net(), {"find_unused_parameters": True, "skip_all_reduce_unused_params": True}, "skip_all"),
         ):
             with pytest.raises(ValueError, match=text):
@@ -679,7 +679,7 @@ def test_what_cannot_go_on_with_shards_is_a_value_error() -> None:
         for action, text in (
             (lambda: run.ddp.join(), "join"),
             (lambda: run.ddp.register_comm_hook(None, lambda state, bucket: None), "communication hook"),
-            (lambda: copy.deepcopy(run.ddp), "a copy or a pickle"),
+            (lambda: copy.deepcopy(run.ddp), "a wrapper cannot be copied or pickled"),
             (lambda: run.optimizer.step(lambda: 0.0), "closure"),
             (lambda: run.optimizer.add_param_group({"params": []}), "before ddp.attach"),
             (lambda: run.ddp.attach(SGD(own, lr=0.1)), "has 7 of the 8 parameters of the SGD"),
@@ -953,7 +953,7 @@ def test_share_and_then_shard() -> None:
             module.frozen.fill_(0.5)
     assert bool((module.frozen == 0.5).all())
     assert not module.frozen.requires_grad
-    with pytest.raises(ValueError, match="give sharded=True"):
+    with pytest.raises(ValueError, match="Give sharded=True"):
         DDP(module)
     theirs = net()
     with torch.no_grad():

@@ -206,14 +206,16 @@ def test_modules_that_torch_refuses_with_a_value_error(wrap: Any) -> None:
 
 def test_the_errors_about_devices_name_tensors_and_the_remedy() -> None:
     normed = nn.SyncBatchNorm.convert_sync_batchnorm(nn.Sequential(nn.Linear(1, 1), nn.BatchNorm1d(1)))
-    with pytest.raises(ValueError, match=r"1 is on CPU: use sl\.nn\.SyncBatchNorm"):
+    with pytest.raises(ValueError, match=r"1 is on CPU\. Use layers of sl\.nn\.SyncBatchNorm"):
         sl.DistributedDataParallel(normed)
     sl.DistributedDataParallel(sl.nn.SyncBatchNorm.convert_sync_batchnorm(normed))
     partly = nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1, device="meta"))
     with pytest.raises(ValueError, match=r"0\.weight on cpu, 1\.weight on meta"):
         sl.DistributedDataParallel(partly)
     sl.DistributedDataParallel(partly, ignore=["1.*"])
-    with pytest.raises(RuntimeError, match=r"meta device \(weight, bias\)\. Call module\.to_empty"):
+    with pytest.raises(
+        RuntimeError, match=r"meta device, which have no values: weight, bias\. Call module\.to_empty"
+    ):
         sl.DistributedDataParallel(nn.Linear(1, 1, device="meta"))
 
 

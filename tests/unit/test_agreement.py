@@ -46,7 +46,7 @@ def test_a_difference_is_told_in_the_same_words_on_every_rank() -> None:
     texts = run_ranks(3, program)
     assert len(set(texts)) == 1
     assert texts[0] == (
-        "Net: the ranks do not agree. Expected is what most ranks have.\n"
+        "Net: the ranks do not agree. The expected values are those of most ranks.\n"
         "rank 1 against ranks 0, 2:\n"
         "  b\n"
         "    expected 2 (ranks 0, 2)\n"

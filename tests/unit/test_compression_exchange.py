@@ -445,8 +445,13 @@ def test_what_does_not_go_together_is_refused() -> None:
     complex_net = nn.Linear(2, 2, dtype=torch.complex64)
     cases: list[tuple[dict[str, Any], nn.Module, type[Exception], str]] = [
         ({"sharded": True}, net_of(), ValueError, "sharded=True cannot be combined with compression="),
-        ({}, embedding, ValueError, r"have such gradients: 0.weight. Make the gradients dense"),
-        ({}, complex_net, ValueError, "the parameter weight is torch.complex64"),
+        (
+            {},
+            embedding,
+            ValueError,
+            r"have sparse gradients: 0.weight. Create their layers with sparse=False",
+        ),
+        ({}, complex_net, ValueError, "the parameter weight has dtype torch.complex64"),
         ({"compression": "fp16"}, net_of(), TypeError, "expected compression to be one of sl.compression"),
     ]
 

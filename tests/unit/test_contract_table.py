@@ -37,7 +37,9 @@ def test_evidence_adds_a_column() -> None:
 def test_a_row_is_found_by_name() -> None:
     contract = Contract(title="T", rows=(row("gradients"),))
     assert contract["gradients"].size == "1 tensor, 4 B"
-    with pytest.raises(KeyError, match=r"expected the name of a row \(gradients\), got 'gradient'"):
+    with pytest.raises(
+        KeyError, match=r"expected the name of a row, which is one of gradients; got 'gradient'"
+    ):
         contract["gradient"]
 
 

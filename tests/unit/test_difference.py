@@ -21,12 +21,12 @@ def test_one_name_with_other_properties_is_shown_side_by_side() -> None:
     expected = ["parameter fc1.weight  torch.float32 (128, 784)", "parameter fc1.bias  torch.float32 (128,)"]
     other = ["parameter fc1.weight  torch.float32 (128, 783)", "parameter fc1.bias  torch.float32 (128,)"]
     assert describe_difference("DistributedDataParallel(Net)", [expected, other, expected]) == (
-        "DistributedDataParallel(Net): the ranks do not agree. Expected is what most ranks have.\n"
+        "DistributedDataParallel(Net): the ranks do not agree. The expected values are those of most ranks.\n"
         "rank 1 against ranks 0, 2:\n"
         "  parameter fc1.weight\n"
         "    expected torch.float32 (128, 784) (ranks 0, 2)\n"
         "    got      torch.float32 (128, 783) (rank 1)\n"
-        "Give every rank the same, in the same order."
+        "Give every rank the same objects and arguments, in the same order."
     )
 
 
@@ -41,7 +41,7 @@ def test_the_largest_group_is_the_reference_whatever_rank_0_has() -> None:
 def test_of_groups_of_one_size_that_with_the_lowest_rank_is_the_reference() -> None:
     text = describe_difference("Net", [["a  0"], ["a  1"], ["a  1"], ["a  0"]])
     assert text is not None
-    assert text.startswith("Net: the ranks do not agree. Expected is what rank 0 has.\n")
+    assert text.startswith("Net: the ranks do not agree. The expected values are those of rank 0.\n")
     assert "ranks 1, 2 against ranks 0, 3:" in text
 
 
@@ -55,7 +55,7 @@ def test_another_order_is_said_in_words() -> None:
     text = describe_difference("Net", [["a  1", "b  2", "c  3"], ["a  1", "c  3", "b  2"]])
     assert text is not None
     assert text.splitlines()[2:5] == [
-        "  the same entries in another order: first difference at entry 2:",
+        "  the entries are in another order. The first difference is at entry 2:",
         "    expected b (rank 0)",
         "    got      c (rank 1)",
     ]
@@ -96,7 +96,7 @@ def test_a_colon_separates_name_and_properties_too() -> None:
 def test_lines_that_differ_in_separators_alone_still_differ() -> None:
     text = describe_difference("Net", [["a  1"], ["a: 1"]])
     assert text is not None
-    assert "the same entries with different spaces" in text
+    assert "the entries differ only in spaces" in text
 
 
 @pytest.mark.parametrize(

@@ -603,8 +603,11 @@ def test_skip_needs_every_trained_parameter_in_an_attached_optimizer(with_ignore
 
     one, other = each_rank(rank)
     assert one == other
-    num = "1 of 4" if with_ignore else "3 of 6"
-    assert f"no attached optimizer has 2.bias of Sequential (in all {num} parameters" in one
+    num = "1 of the 4" if with_ignore else "3 of the 6"
+    assert (
+        f"{num} trained parameters of Sequential are in no attached optimizer. The first of them is 2.bias."
+        in one
+    )
 
 
 def test_what_is_frozen_or_ignored_need_not_be_attached() -> None:

@@ -965,12 +965,12 @@ def test_inside_of_a_divergence_nothing_has_to_be_equal() -> None:
         (
             lambda: sl.DistributedDataParallel(nn.Linear(1, 1), replica_check=100),  # type: ignore[arg-type]
             TypeError,
-            "expected replica_check to be sl.ReplicaCheck",
+            "expected replica_check to be None or an sl.ReplicaCheck",
         ),
         (
             lambda: sl.DistributedDataParallel(nn.Linear(1, 1), replica_check=sl.ReplicaCheck),  # type: ignore[arg-type]
             TypeError,
-            "call the class",
+            "Create an object of this class",
         ),
         (
             lambda: sl.DistributedDataParallel(

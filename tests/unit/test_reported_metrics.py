@@ -167,7 +167,7 @@ def test_other_names_on_another_rank_are_an_error_everywhere(first: bool) -> Non
 @pytest.mark.parametrize(
     ("arguments", "error", "words"),
     [
-        ({}, ValueError, "at least one named metric"),
+        ({}, ValueError, "at least one metric by name"),
         (
             {"loss": "low"},
             TypeError,

@@ -157,7 +157,9 @@ def test_a_rank_without_the_token_is_told_so() -> None:
 
 def test_a_token_that_can_be_guessed_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SYNCLINE_TOKEN", "short")
-    with pytest.raises(ValueError, match="SYNCLINE_TOKEN has 5 characters: expected at least 16"):
+    with pytest.raises(
+        ValueError, match="expected SYNCLINE_TOKEN to have at least 16 random characters; got 5 characters"
+    ):
         SignedStore(dist.HashStore())
 
 

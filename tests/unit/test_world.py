@@ -102,7 +102,7 @@ def assert_compared(when_joined: Callable[[], None], when_refused: Callable[[], 
     assert everyone[0] == everyone[1]
     assert len(texts) == 7
     assert texts[0].startswith(
-        "sl.init: the ranks do not agree. Expected is what rank 0 has.\nrank 1 against"
+        "sl.init: the ranks do not agree. The expected values are those of rank 0.\nrank 1 against"
     )
     assert "  transport\n    expected 'shm' (rank 0)\n    got      'c10d' (rank 1)" in texts[0]
     assert "  timeout\n    expected 30 s (rank 0)\n    got      60 s (rank 1)" in texts[-1]

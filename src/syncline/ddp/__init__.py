@@ -1,18 +1,18 @@
-"""DistributedDataParallel: the wrapper, its configuration, the parts that synchronize a module, contract and timeline.
+"""The package of DistributedDataParallel: the wrapper, and the parts that synchronize the module inside of it.
 
 Imports: errors, words, checks, records, contract, _torch, liveness, transport, session, optimizers, tensors, equality,
 gradients, sharded, buffers, compression, strategies, verbs.
 
-config.py         the configuration: the checked arguments in one frozen value, which the ranks compare
-drift.py          when replicas may differ (a strategy, sl.diverge), and comparisons when they may not
-join.py           support uneven inputs
-plan.py           the plain facts about a wrapped module, and what follows from them
+config.py         check the arguments of a wrapper, and hold them in one frozen value, which the ranks compare
+drift.py          decide when replicas may differ (a strategy, sl.diverge), and compare them when they must be equal
+join.py           support ranks that run out of inputs at different times
+plan.py           hold the facts about a wrapped module, and derive from them how it is synchronized
 registrations.py  compare hooks, optimizers and metrics that users register
 replica.py        hold the parts that synchronize one rank's replica
-report.py         put plans and records into words: the rows of a contract, the timeline of a step
+report.py         describe plans and records in words: as the rows of a contract, as the timeline of a step
 selection.py      select the parameters and buffers that take part, and detect changes of the module
-torch_names.py    provide undocumented names of torch's class that frameworks use
-training.py       methods for a training loop: attach, clip, normalize, report
+torch_names.py    provide the undocumented methods and attributes of torch's class that frameworks use
+training.py       define the methods for a training loop: attach, clip, normalize, report
 wrapper.py        define DistributedDataParallel, the class that users see
 wrapping.py       check and compare a module when it is wrapped, broadcast its first values, run it in lower precision
 """

@@ -1,7 +1,7 @@
-"""The configuration of a wrapper: the arguments of DistributedDataParallel, checked once, in one frozen value.
+"""The configuration of a wrapper: one frozen value, which holds the checked arguments of DistributedDataParallel.
 
-Each rank checks the arguments by torch's rules, before any communication. Then the ranks compare the values that
-`Config.compared` returns.
+Each rank checks its arguments before any communication. Arguments that torch has too are checked by torch's rules. Then
+the ranks compare the values that `Config.compared` returns.
 """
 
 from __future__ import annotations
@@ -33,25 +33,25 @@ class Config:
     gradients: GradientOptions
     buffers: BufferPolicy
     init_sync: bool
-    """Whether parameters are broadcast from rank 0 at construction."""
+    """Whether rank 0 broadcasts its parameters when the wrapper is constructed."""
     init_buffers: bool
-    """Whether buffers are broadcast from rank 0 at construction, too."""
+    """Whether rank 0 broadcasts its buffers, too, when the wrapper is constructed."""
     ignore: tuple[str, ...]
-    """Names or patterns of tensors that do not take part, including tensors that are added later."""
+    """Names or shell patterns of the tensors that are not synchronized, including tensors that are added later."""
     strategy: Strategy[Any]
     compression: Compression | None
     replica_check: ReplicaCheck | None
 
     @property
     def encoding(self) -> str | None:
-        """The compression in words; None if gradients are sent unchanged."""
+        """The text that describes the compression; None if gradients are sent unchanged."""
         return None if self.compression is None else self.compression.in_words()
 
     def compared(self) -> dict[str, object]:
-        """Return the values that must be equal on all ranks, by argument.
+        """Return the values that must be equal on all ranks. The keys are arguments, or descriptions of values.
 
-        `Plan.compared` adds the buffer policy and the rules of the strategy. `ignore` is compared by the names that it
-        matches.
+        `Plan.compared` adds the buffer policy and the strategy. The patterns in `ignore` are not compared here, because
+        the ranks compare the names that the patterns match.
         """
         options = self.gradients
         return {
@@ -71,20 +71,20 @@ class Config:
         }
 
     def with_gradients(self, **changed: Any) -> Config:
-        """Return a copy with other options of gradient synchronization."""
+        """Return a copy of the configuration in which these options of gradient synchronization are changed."""
         return replace(self, gradients=replace(self.gradients, **changed))
 
 
 def checked_config(
     arguments: Mapping[str, Any], flags: Mapping[str, bool], chosen: Selection, *, num_ranks: int
 ) -> Config:
-    """Check the arguments of a wrapper, and return the configuration that follows from them.
+    """Check the arguments of a wrapper, and return the configuration that they describe.
 
     Args:
         arguments: the arguments of `DistributedDataParallel`, by name.
-        flags: torch's boolean arguments, from `checked_truths`.
-        chosen: the tensors that take part.
-        num_ranks: the number of ranks.
+        flags: torch's boolean arguments by name, as `checked_truths` returns them.
+        chosen: the tensors that are synchronized.
+        num_ranks: the number of ranks that synchronize.
 
     Raises:
         TypeError, ValueError: an argument is wrong, or cannot be combined with another one.
@@ -128,28 +128,33 @@ def checked_config(
 
 
 def checked_truths(given: Mapping[str, object]) -> dict[str, bool]:
-    """Return boolean arguments of torch's API by name, each checked by `checked_truth`."""
+    """Check boolean arguments of torch's API by `checked_truth`, and return them as bools, by name."""
     return {name: checked_truth(name, value) for name, value in given.items()}
 
 
 def _checked_reduce_dtype(arguments: Mapping[str, Any]) -> torch.dtype | None:
-    """Return the dtype in which gradients are summed; None for the dtype of each gradient.
+    """Return the dtype in which gradients are summed.
+
+    Returns None if each gradient is summed in its own dtype.
 
     Raises:
         TypeError: `reduce_dtype` is not a torch.dtype, or `mixed_precision` is not torch's `_MixedPrecision`.
-        ValueError: `reduce_dtype` is an integer, complex or one-byte floating type.
+        ValueError: `reduce_dtype` is not a floating-point dtype, or has only one byte.
     """
     lowered, reduce_dtype = arguments["mixed_precision"], arguments["reduce_dtype"]
     if lowered is not None:
         names = ("param_dtype", "reduce_dtype", "buffer_dtype")
         if not all(isinstance(getattr(lowered, name, ""), torch.dtype | None) for name in names):
             raise TypeError(
-                "expected mixed_precision to be torch's _MixedPrecision (param_dtype, reduce_dtype and "
-                f"buffer_dtype, each a torch.dtype or None), got {lowered!r}"
+                "expected mixed_precision to be torch's _MixedPrecision, whose param_dtype, reduce_dtype and "
+                f"buffer_dtype are each a torch.dtype or None; got {lowered!r}"
             )
     if reduce_dtype is None:
         return None if lowered is None else lowered.reduce_dtype or lowered.param_dtype
-    text = f"expected reduce_dtype to be a floating type such as torch.float32, or None, got {reduce_dtype!r}"
+    text = (
+        "expected reduce_dtype to be None or a floating-point dtype of at least 2 bytes, such as torch.float32; got "
+        f"{reduce_dtype!r}"
+    )
     if not isinstance(reduce_dtype, torch.dtype):
         raise TypeError(text)
     if not reduce_dtype.is_floating_point or reduce_dtype.itemsize < 2:
@@ -158,18 +163,19 @@ def _checked_reduce_dtype(arguments: Mapping[str, Any]) -> torch.dtype | None:
 
 
 def _checked_buffers(arguments: Mapping[str, Any], strategy: Strategy[Any]) -> tuple[BufferPolicy, bool]:
-    """Return the buffer policy, and whether buffers are broadcast at construction."""
+    """Check the arguments about buffers, and return the buffer policy, and whether construction broadcasts buffers."""
     policy: BufferPolicy | None = arguments["buffers"]
     names = ("broadcast_buffers", "forward_sync_buffers")
     given = checked_truths({name: arguments[name] for name in names if arguments[name] is not None})
     if policy is not None and given:
         raise ValueError(
-            "expected buffers=, or torch's broadcast_buffers= or forward_sync_buffers=, got both: give "
-            f"buffers={policy!r} alone"
+            f"buffers={policy!r} cannot be combined with torch's broadcast_buffers= or forward_sync_buffers=, because "
+            "these arguments also choose how buffers are synchronized. Give buffers= alone"
         )
     if len(given) == 2:
         warnings.warn(
-            "both broadcast_buffers and forward_sync_buffers were given: forward_sync_buffers is used in forwards",
+            "broadcast_buffers and forward_sync_buffers were both given. In forwards, only forward_sync_buffers "
+            "applies: leave broadcast_buffers out",
             FutureWarning,
             stacklevel=4,
         )
@@ -183,10 +189,13 @@ def _checked_buffers(arguments: Mapping[str, Any], strategy: Strategy[Any]) -> t
 
 
 def _checked_caps(bucket_cap_mb: Any, listed_mb: Any) -> BucketCaps | None:
-    """Return the bucket caps, or None if none are given. As in torch, a list overrides the single value."""
+    """Check the arguments about bucket caps, and return the caps. As in torch, a list overrides the single cap.
+
+    Returns None if neither argument is given.
+    """
     if listed_mb is not None and (not isinstance(listed_mb, Sequence) or isinstance(listed_mb, str)):
         raise TypeError(
-            f"expected bucket_cap_mb_list to be a list of sizes (MiB), or None, got {listed_mb!r}"
+            f"expected bucket_cap_mb_list to be None or a list of bucket sizes in MiB; got {listed_mb!r}"
         )
     listed_bytes = tuple(
         int(checked_number(f"bucket_cap_mb_list[{at}]", cap, above=0) * MIB)
@@ -202,7 +211,7 @@ def _checked_caps(bucket_cap_mb: Any, listed_mb: Any) -> BucketCaps | None:
 
 
 def _checked_strategy(strategy: object) -> Strategy[Any]:
-    """Return the strategy, or `EveryStep` if none is given.
+    """Check the argument `strategy`, and return it. If it is None, return `EveryStep`.
 
     Raises:
         TypeError: `strategy` is not a strategy.
@@ -214,14 +223,14 @@ def _checked_strategy(strategy: object) -> Strategy[Any]:
     given, hint = repr(strategy), ""
     if isinstance(strategy, type):
         given = what_it_is(strategy)
-        hint = ": call the class with its arguments" if issubclass(strategy, Strategy) else ""
+        hint = ". Create an object of this class" if issubclass(strategy, Strategy) else ""
     raise TypeError(
-        f"expected strategy to be a strategy such as sl.LocalSGD(every=8), or None, got {given}{hint}"
+        f"expected strategy to be None or a strategy such as sl.LocalSGD(every=8); got {given}{hint}"
     )
 
 
 def _checked_replica_check(replica_check: object, *, sharded: bool) -> ReplicaCheck | None:
-    """Return the check of replicas, or None.
+    """Check the argument `replica_check`, and return it.
 
     Raises:
         TypeError: `replica_check` is not a `ReplicaCheck`.
@@ -230,99 +239,105 @@ def _checked_replica_check(replica_check: object, *, sharded: bool) -> ReplicaCh
     if replica_check is None:
         return None
     if not isinstance(replica_check, ReplicaCheck):
-        hint = ": call the class, as in sl.ReplicaCheck()" if replica_check is ReplicaCheck else ""
+        hint = ". Create an object of this class: sl.ReplicaCheck()" if replica_check is ReplicaCheck else ""
         raise TypeError(
-            f"expected replica_check to be sl.ReplicaCheck(...) or None, got {replica_check!r}{hint}"
+            f"expected replica_check to be None or an sl.ReplicaCheck; got {replica_check!r}{hint}"
         )
     if sharded and replica_check.on_divergence == "repair":
         raise ValueError(
-            "sl.ReplicaCheck(on_divergence='repair') cannot be combined with sharded=True, because the parameters "
-            "are then in memory that all ranks use: give on_divergence='raise' or 'warn'"
+            "sl.ReplicaCheck(on_divergence='repair') cannot be combined with sharded=True, because with "
+            "sharded=True the parameters can be in memory that several ranks use. Give on_divergence='raise' or 'warn'"
         )
     return replica_check
 
 
 def _checked_on_nonfinite(policy: OnNonFinite, strategy: Strategy[Any]) -> OnNonFinite:
-    """Return the policy for gradients that are not finite.
+    """Check the argument `on_nonfinite`, and return it.
 
     Raises:
-        TypeError, ValueError: the policy is unknown, or replicas drift under the strategy, so that the ranks exchange
-            nothing in a backward.
+        TypeError: the policy is not a string.
+        ValueError: the policy is unknown; or the policy is not "ignore", and replicas drift under the strategy.
     """
     checked_choice("on_nonfinite", policy, get_args(OnNonFinite))
     if policy != "ignore" and strategy.drifts:
         raise ValueError(
-            f"on_nonfinite={policy!r} cannot be combined with strategy={strategy}, because each rank then steps on "
-            "its own, and the ranks exchange nothing in a backward. Leave on_nonfinite out, and check the gradients "
-            "of each rank before its step (ddp.clip_grad_norm_(max_norm, error_if_nonfinite=True)), or use "
-            "strategy=sl.EveryStep()"
+            f"on_nonfinite={policy!r} cannot be combined with strategy={strategy}, because under this strategy "
+            "each rank steps by itself, so the ranks cannot react together. Either use strategy=sl.EveryStep(), or "
+            "leave on_nonfinite out and check the gradients of each rank before its step, by "
+            "ddp.clip_grad_norm_(max_norm, error_if_nonfinite=True)"
         )
     return policy
 
 
 def _checked_compression(compression: Any, chosen: Selection, *, sharded: bool) -> Compression | None:
-    """Return the compression, or None.
+    """Check the argument `compression`, and return it.
 
     Raises:
         TypeError: `compression` is not a compression.
-        ValueError: the gradients cannot be compressed.
+        ValueError: the module is sharded, or has gradients that cannot be compressed.
     """
     if compression is None:
         return None
     if not isinstance(compression, Compression):
-        raise TypeError(f"expected compression to be one of sl.compression, or None, got {compression!r}")
+        raise TypeError(f"expected compression to be None or one of sl.compression; got {compression!r}")
     if sharded:
         raise ValueError(
-            "sharded=True cannot be combined with compression=, because each rank then reduces only its shard of the "
-            "gradients, and no encoding can do that: leave one of the two arguments out"
+            "sharded=True cannot be combined with compression=, because with sharded=True each rank receives only its "
+            "shard of the mean, and a compression computes the whole mean. Leave out one of the two arguments"
         )
     if chosen.sparse:
         raise ValueError(
-            f"compression= cannot encode sparse gradients, and these parameters have such gradients: "
-            f"{', '.join(sorted(chosen.sparse))}. Make the gradients dense (sparse=False), or leave compression= out"
+            f"compression= cannot encode sparse gradients, and these parameters have sparse gradients: "
+            f"{', '.join(sorted(chosen.sparse))}. Create their layers with sparse=False, or leave compression= out"
         )
     for name, parameter in chosen.reduced:
         if not parameter.dtype.is_floating_point:
             raise ValueError(
-                f"compression= encodes real floating-point gradients only, but the parameter {name} is "
-                f"{parameter.dtype}: leave compression= out"
+                f"compression= encodes only gradients of a real floating-point dtype, but the parameter {name} has "
+                f"dtype {parameter.dtype}. Leave compression= out"
             )
     return compression
 
 
 def _check_not_shared(module: nn.Module) -> None:
-    """Raise if the ranks use one copy of the parameters, because each rank would step that copy.
+    """Raise an error if the ranks of a host use one copy of the parameters, because each of them would step that copy.
 
     Raises:
-        ValueError: the ranks use one copy (`sl.share_`).
+        ValueError: the ranks of a host use one copy of the parameters, which `sl.share_` made.
     """
     copy = one_copy_of(module)
     if copy is not None and copy.is_common:
         raise ValueError(
-            f"all ranks use one copy of the parameters of {type(module).__name__} (sl.share_), and without "
-            "sharded=True every rank would step that copy: give sharded=True"
+            f"sl.share_ has given the ranks of a host one copy of the parameters of {type(module).__name__}. Without "
+            "sharded=True, each of these ranks would step the whole copy. Give sharded=True"
         )
 
 
 def _check_sharded(config: Config, chosen: Selection, *, lowers: bool, skips_unused: bool) -> None:
-    """Raise if `sharded=True` cannot be combined with another argument, or with these parameters.
+    """Raise an error if `sharded=True` cannot be combined with another argument, or with the parameters of the module.
+
+    Args:
+        config: the configuration of the wrapper.
+        chosen: the tensors that are synchronized.
+        lowers: whether `mixed_precision` is given.
+        skips_unused: whether `skip_all_reduce_unused_params` is True.
 
     Raises:
-        ValueError: `sharded=True` cannot be combined with what the text names.
+        ValueError: an argument or a parameter does not allow `sharded=True`. The text names it.
     """
     floating = {p.dtype for _, p in chosen.reduced if p.dtype.is_floating_point}
     sparse = ", ".join(sorted(chosen.sparse))
     casts_several = config.gradients.reduce_dtype is not None and len(floating) > 1
     refused = {
-        f"strategy={config.strategy} (replicas cannot drift if each rank steps a shard)": config.strategy.drifts,
-        "mixed_precision= (the low-precision copies are made of whole parameters)": lowers,
-        "skip_all_reduce_unused_params=True (a shard is reduced in every step)": skips_unused,
-        f"sparse gradients ({sparse}), which cannot be cut into flat shards": bool(sparse),
-        "reduce_dtype= for parameters of several dtypes": casts_several,
+        f"strategy={config.strategy}, because replicas that consist of shards cannot drift": config.strategy.drifts,
+        "mixed_precision=, because the low-precision copies need the whole parameters": lowers,
+        "skip_all_reduce_unused_params=True, because every bucket is reduced in every step": skips_unused,
+        f"sparse gradients (of {sparse}), because they cannot be cut into flat shards": bool(sparse),
+        "reduce_dtype=, because the parameters have several dtypes": casts_several,
     }
     for what, is_given in refused.items():
         if is_given:
-            raise ValueError(f"sharded=True cannot be combined with {what}: leave one of the two out")
+            raise ValueError(f"sharded=True cannot be combined with {what}. Use only one of the two")
     ranges = sorted(
         (p.device.index or 0, p.data_ptr(), p.data_ptr() + p.numel() * p.element_size(), name)
         for name, p in chosen.reduced
@@ -331,6 +346,6 @@ def _check_sharded(config: Config, chosen: Selection, *, lowers: bool, skips_unu
     for (device, _, end, first), (other_device, start, _, second) in pairwise(ranges):
         if device == other_device and start < end:
             raise ValueError(
-                f"{first} and {second} are two parameters in the same memory, which sharded=True would separate: "
-                "make them one parameter (tied), or give each parameter its own memory"
+                f"the parameters {first} and {second} use the same memory, but sharded=True would move them to "
+                "separate memory. Let the module use one parameter in both places, or give each its own memory"
             )

@@ -1,6 +1,7 @@
-"""Drift of replicas: when replicas may differ, by a strategy or by `sl.diverge`, and comparisons when they may not.
+"""The control of the drift of replicas, and the comparison of replicas that must be equal.
 
-`SyncState` saves and loads the state that a strategy and a compression keep from one step to the next.
+`Drift` decides whether replicas are allowed to differ now. `ReplicaChecks` compares them. `SyncState` saves and loads
+the state that a strategy and a compression keep from one step to the next.
 """
 
 from __future__ import annotations
@@ -29,13 +30,15 @@ from syncline.verbs.diverge import Divergence
 
 
 class SyncState:
-    """The state that `DistributedDataParallel.sync_state_dict` returns.
+    """The owner of the state that `DistributedDataParallel.sync_state_dict` saves.
 
     Args:
         config: the configuration of the wrapper.
-        drift: has the state of the strategy.
-        compression: the compression with its state; None if gradients are sent unchanged, or there is one rank.
-        idle: a loaded state of the compression that is not used while there is one rank. It is saved again.
+        drift: the control of drift, which holds the state of the strategy.
+        compression: the compression with its state. Pass None if gradients are sent unchanged, or if there is only one
+            rank.
+        idle: the state of the compression as it was loaded, for a world of one rank. Nothing is encoded there, so this
+            state is kept unchanged, and saved again.
     """
 
     def __init__(
@@ -47,12 +50,12 @@ class SyncState:
         self._config = config
 
     def compress(self, gradients: GradientSync, lane: Transport, module: nn.Module) -> None:
-        """Encode the buckets of these gradients from now on, if there is a compression.
+        """Let the compression encode the buckets of these gradients from now on, if there is one.
 
         Args:
-            gradients: the gradients to encode.
-            lane: the transport that carries them.
-            module: the module of the gradients.
+            gradients: the synchronization of the gradients.
+            lane: the transport that carries the gradients.
+            module: the wrapped module.
         """
         if self.compression is None:
             return
@@ -63,16 +66,16 @@ class SyncState:
             gradients.use_comm_hook(hook)
 
     def _parts(self) -> dict[str, Any]:
-        """Return the strategy's rounds and the compression by name, as far as there are any."""
+        """Return the objects whose state is saved, by name: the rounds of the strategy, and the compression."""
         parts = {"rounds": self._drift.rounds, "compression": self.compression}
         return {name: part for name, part in parts.items() if part is not None}
 
     def _is_idle(self) -> bool:
-        """Return whether a compression is configured and encodes nothing, because there is one rank."""
+        """Return whether a compression is configured, but encodes nothing because there is only one rank."""
         return self._config.compression is not None and self.compression is None
 
     def __bool__(self) -> bool:
-        """Return whether there is state to save."""
+        """Return True if there is state to save."""
         return self._is_idle() or bool(self._parts())
 
     def state_dict(self) -> dict[str, Any]:
@@ -86,14 +89,15 @@ class SyncState:
         """Load a state that `state_dict` returned.
 
         Raises:
+            TypeError: `state` is not a mapping.
             ValueError: the state was saved under another strategy or compression.
         """
         parts = self._parts()
         checked_kind("state", state, Mapping, "a dict, as returned by sync_state_dict()")
         if parts.keys() != state.keys() - ({"compression"} if self._is_idle() else set()):
             raise ValueError(
-                f"expected a state of sync_state_dict() under strategy={self._config.strategy} and compression="
-                f"{self._config.encoding}, with the entries {', '.join(parts) or '(none)'}, got one with the entries "
+                f"under strategy={self._config.strategy} and compression={self._config.encoding}, expected a state of "
+                f"sync_state_dict() with the entries {', '.join(parts) or '(none)'}; got the entries "
                 f"{', '.join(state) or '(none)'}. Load a state that was saved under the same strategy and compression"
             )
         for name, part in parts.items():
@@ -104,20 +108,27 @@ class SyncState:
 
 
 class ReplicaChecks:
-    """The comparisons of one replica with the replicas of the other ranks."""
+    """The comparisons of one replica with the replicas of other ranks."""
 
     def __init__(self) -> None:
         self.in_backwards: ReplicaWatch | None = None
-        """Compares the replicas of the ranks that average gradients."""
+        """The watch that compares replicas in each synchronized backward, among the ranks that average their gradients
+        together. None if nothing is compared."""
         self.after_syncs: ReplicaWatch | None = None
-        """Compares the replicas of all ranks, under a strategy whose parameter syncs make parameters equal."""
+        """The watch that compares the replicas of all ranks after each parameter sync. None if these syncs do not make
+        parameters equal, or if nothing is compared."""
         self._compared_at = 0
 
     def compare_after_sync(self, transport: Transport, step: int) -> None:
-        """Compare the parameters after a parameter sync that made them equal. A collective call.
+        """Compare the parameters of all ranks after a parameter sync that made them equal. A collective call.
+
+        Args:
+            transport: the transport between all ranks.
+            step: the number of optimizer steps so far.
 
         Raises:
-            ReplicaDivergence: the parameters differ, and `on_divergence` is "raise". Every rank raises the error.
+            ReplicaDivergence: the parameters differ, and `on_divergence` is "raise", or "repair" without a majority.
+                Every rank raises the error.
         """
         watch = self.after_syncs
         if watch is None:
@@ -129,29 +140,31 @@ class ReplicaChecks:
 
     @property
     def last_compared(self) -> tuple[int, bool] | None:
-        """The step of the last comparison, and whether all replicas were equal; None before the first."""
+        """The step of the last comparison, and whether all replicas were equal; None before the first comparison."""
         watches = (self.in_backwards, self.after_syncs)
         compared = [watch.last_compared for watch in watches if watch is not None]
         return max((one for one in compared if one is not None), default=None)
 
     @property
     def num_repairs(self) -> int:
-        """The number of times that a comparison repaired replicas that differed."""
+        """The number of comparisons that found different replicas and made them equal."""
         return sum(watch.num_repairs for watch in (self.in_backwards, self.after_syncs) if watch is not None)
 
 
 class Drift:
-    """The control of whether the replicas of one module may differ, by a strategy or by `sl.diverge`.
+    """The control of drift for one module, which decides whether replicas are allowed to differ now.
 
-    The constructor is a collective call if replicas drift under the strategy.
+    A strategy or `sl.diverge` allows replicas to differ. This object then turns the synchronization of gradients and
+    buffers off and on. The constructor is a collective call if `spec` is given.
 
     Args:
         module: the wrapped module.
-        named: its trained parameters.
+        named: the trained parameters of the module, with their names.
         config: the configuration of the wrapper.
-        transport: connects the ranks.
-        spec: the facts that the strategy depends on; None if replicas do not drift under the strategy.
-        checks: the comparisons of the replica with the replicas of the other ranks.
+        transport: the transport between the ranks.
+        spec: the ranks, hosts and parameter sizes, which the strategy depends on. Pass None if replicas do not drift
+            under the strategy.
+        checks: the comparisons of this replica with the replicas of other ranks.
     """
 
     def __init__(
@@ -171,7 +184,7 @@ class Drift:
         self._syncs_buffers = config.buffers != "none"
         self._checks = checks
         self._equal_after_backward = 0
-        """The number of backwards that had run when all parameters were last known to be equal."""
+        """The number of backwards that this rank had run when all parameters were last known to be equal."""
         if spec is not None:
             self.rounds = Rounds(
                 config.strategy,
@@ -189,15 +202,22 @@ class Drift:
                     weakref.finalize(self, lane.close)
 
     def use_transport(self, transport: Transport) -> None:
-        """Let `sl.diverge` act on the replicas of these ranks from now on."""
+        """Let `sl.diverge` act on the ranks of this transport from now on."""
         self._transport = transport
         self.divergence = Divergence(self._module, transport, weakly(self._switch), weakly(self._was_written))
-        """The record of whether replicas drift apart on purpose (`sl.diverge`)."""
+        """The record of whether `sl.diverge` lets the replicas drift apart now, or has done so."""
 
     def use(
         self, gradients: GradientSync, buffers: BufferSync, registered: Registrations, rules: Rules | None
     ) -> None:
-        """Control whether these parts synchronize, from now on."""
+        """Control from now on whether these parts synchronize.
+
+        Args:
+            gradients: the synchronization of gradients.
+            buffers: the synchronization of buffers.
+            registered: the registered hooks, optimizers and metrics.
+            rules: the rules of a strategy under which replicas drift. Pass None under `EveryStep`.
+        """
         self._gradients = gradients
         self._buffers = buffers
         self._registered = registered
@@ -208,12 +228,12 @@ class Drift:
             buffers.why_disabled = f"under {self._strategy} they are synchronized {when}"
 
     def _let_decide(self) -> None:
-        """Let each backward call `reduces`, if a strategy or `sl.diverge` can prevent the reduction."""
+        """Let each backward call `reduces` when it begins, if a strategy or `sl.diverge` can prevent its reduction."""
         is_open = self.rounds is not None or self.divergence.is_open
         self._gradients.controls.decide_by(weakly(self.reduces) if is_open else None)
 
     def reduces(self) -> bool:
-        """Return whether a backward that begins now, outside of `no_sync`, reduces its gradients."""
+        """Return whether a backward that begins now outside of `no_sync` reduces its gradients."""
         if self.divergence.is_open:
             return False
         return self.rounds is None or self.rounds.reduces()
@@ -222,16 +242,18 @@ class Drift:
 
     @property
     def is_possible(self) -> bool:
-        """True if replicas may differ now or later, by a strategy, or since `sl.diverge` until they are equal again."""
+        """True if replicas drift under the strategy, or have drifted by `sl.diverge` and are not equal again yet."""
         return self.rounds is not None or self.divergence.is_open or self.divergence.has_diverged
 
     @property
     def reason(self) -> str:
-        """The reason why replicas may differ now; "" if parameters have to be equal."""
+        """The reason why replicas are allowed to differ now; "" if all parameters must be equal."""
         if self.divergence.has_diverged:
-            return "replicas drift apart on purpose (sl.diverge)"
+            return "sl.diverge has let the replicas drift apart"
         if self.rounds is not None:
-            return f"between two parameter syncs replicas may differ (strategy={self._strategy})"
+            return (
+                f"under strategy={self._strategy} replicas are allowed to differ between two parameter syncs"
+            )
         return ""
 
     def are_parameters_equal(self) -> bool:
@@ -239,27 +261,27 @@ class Drift:
         return not (self.divergence.is_open or self.divergence.has_diverged) and self.is_last_sync_valid()
 
     def is_last_sync_valid(self) -> bool:
-        """Return whether the last parameter sync made all parameters equal, and no backward has run since.
+        """Return whether all parameters are still equal since the last parameter sync made them equal.
 
-        After a backward, an optimizer that is not attached may have changed the parameters. Under `EveryStep` the
-        answer is always True.
+        After the next backward this is unknown, because an optimizer that is not attached can change the parameters.
+        Under `EveryStep` the answer is always True.
         """
         rounds, num_backwards = self.rounds, self._gradients.num_backwards
         return rounds is None or (rounds.are_equal and self._equal_after_backward == num_backwards)
 
     def refuse(self, what: str) -> None:
-        """Raise if replicas drift under the strategy.
+        """Raise an error if replicas drift under the strategy.
 
         Args:
-            what: a clause that says what is not possible under such a strategy.
+            what: a clause that says what is not possible under this strategy. The error shows it after the strategy.
 
         Raises:
             ValueError: replicas drift under the strategy.
         """
         if self.rounds is not None:
             raise ValueError(
-                f"under strategy={self._strategy} {what}. Wrap the module again, or wrap it "
-                "with strategy=sl.EveryStep()"
+                f"under strategy={self._strategy} {what}. Use strategy=sl.EveryStep(), or take the "
+                "module out of the wrapper (ddp.module) and wrap it again"
             )
 
     # ------------------------------------------------------------------ called by the strategy and by sl.diverge
@@ -272,28 +294,37 @@ class Drift:
         return self._buffers.present() if self._syncs_buffers else []
 
     def _mark_equal(self) -> None:
-        """Record that all parameters are equal after the backwards so far."""
+        """Record that all parameters are equal now, after the backwards that have run so far."""
         self._equal_after_backward = self._gradients.num_backwards
 
     def was_loaded(self) -> None:
-        """Record that the state of a strategy was loaded, and that parameters may have been."""
+        """Record that a saved state was loaded, probably together with parameters.
+
+        The step at which the replicas were last equal is therefore unknown.
+        """
         self._mark_equal()
         if self._checks.after_syncs is not None:
             self._checks.after_syncs.agreed_at(None)
 
     def _are_equal_after(self, step: int) -> None:
-        """Record that a parameter sync has made all parameters equal, and compare them if a check is configured."""
+        """Record that a parameter sync has made all parameters equal. Compare them if a replica check is configured.
+
+        This is a collective call if the parameters are compared. `step` is the number of optimizer steps so far.
+        """
         self._mark_equal()
         self._checks.compare_after_sync(self._transport, step)
 
     def _was_written(self) -> None:
-        """Record that a verb has made all parameters equal."""
+        """Record that a function such as `sl.broadcast_` has made all parameters equal."""
         self._mark_equal()
         if self.rounds is not None:
             self.rounds.restart()
 
     def _switch(self, is_open: bool) -> None:
-        """Turn synchronization off when `sl.diverge` begins (a collective call), and on again when it ends."""
+        """Turn synchronization off when a block of `sl.diverge` begins, and on again when the block ends.
+
+        At the beginning of the block this is a collective call.
+        """
         if is_open:
             self._registered.agree()  # because nothing is sent inside the block
         self._let_decide()
@@ -302,6 +333,6 @@ class Drift:
         buffers = self._buffers
         if is_open:
             self._buffers_before = (buffers.enabled, buffers.why_disabled)
-            buffers.enabled, buffers.why_disabled = False, "the replicas drift apart on purpose (sl.diverge)"
+            buffers.enabled, buffers.why_disabled = False, "sl.diverge lets the replicas drift apart"
         else:
             buffers.enabled, buffers.why_disabled = self._buffers_before

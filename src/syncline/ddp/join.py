@@ -1,8 +1,9 @@
-"""Uneven inputs: a rank without inputs takes part in the collectives of the other ranks, with zeros (torch's `Join`).
+"""Uneven inputs: a rank that has run out of inputs takes part in the collectives of the other ranks with zeros.
 
-Before each forward, the ranks decide in one small collective whether this iteration synchronizes, and which buffers
-count. These are the buffers of the highest rank that still has inputs, or the mean over all ranks that have inputs.
-When all ranks are done, the model of the rank that finished last is broadcast to all.
+This uses torch's `Join`. Before each forward, the ranks agree in one small collective whether the backward of this
+iteration reduces gradients, and which ranks still have inputs. Under the buffer policy "broadcast", the buffers come
+from the highest rank that still has inputs. Under "average", they are the mean over the ranks that still have inputs.
+When all ranks are done, the rank that finished last broadcasts its model to all ranks.
 """
 
 from __future__ import annotations
@@ -26,20 +27,20 @@ from syncline.ddp.wrapping import broadcast_values
 from syncline.transport.base import Transport
 from syncline.transport.c10d_work import CallOfTorch
 
-_NOT_WITH_SHARDS = "a rank without inputs would have to step its shard, so join() is not possible"
+_NOT_WITH_SHARDS = "a rank without inputs would still have to step its shard, so join() is not possible"
 
 _COUNT = "all_reduce of Join, which counts the ranks that have inputs"
-"""The name of the collective, for errors about a rank that does not take part in it."""
+"""The name of a collective of torch's `Join`. Errors about a rank that does not take part in it show this name."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Iteration:
-    """The facts about one iteration of the training loop, on which the ranks have agreed."""
+    """The facts about one iteration of the training loop. All are the same on all ranks, except `has_inputs`."""
 
     synchronizes: bool
-    """Whether the backward reduces gradients on some rank."""
+    """Whether the backward of this iteration reduces gradients."""
     buffers_from: int
-    """The highest rank that still has inputs, whose buffers are broadcast; -1 if no rank has inputs."""
+    """The rank whose buffers are broadcast: the highest rank that still has inputs; -1 if no rank has inputs."""
     num_with_inputs: int
     """Number of ranks that still have inputs."""
     has_inputs: bool
@@ -47,10 +48,10 @@ class _Iteration:
 
 
 class _JoinBlock(Join):
-    """torch's `Join`, with a reset of its joinables at the end. torch leaves them in the state of the block.
+    """torch's `Join` context, which also resets its joinables when it ends. Without that, later forwards would join.
 
     Args:
-        transport: the transport between the ranks of the block.
+        transport: the transport between the ranks that enter the context.
         joinables: see `Join`.
         options: see `Join`.
     """
@@ -78,7 +79,10 @@ class _JoinBlock(Join):
 
 
 def _agree_on_iteration(transport: Transport, *, has_inputs: bool, synchronizes: bool) -> _Iteration:
-    """Agree on the next iteration. This is one all_reduce of `size + 1` numbers, also for ranks without inputs."""
+    """Agree on the facts about the next iteration. A collective call, also for ranks without inputs.
+
+    It is one all_reduce of a tensor of shape (number of ranks + 1,).
+    """
     mine = torch.zeros(transport.size + 1, dtype=torch.int32, device=transport.control_device)
     mine[transport.rank], mine[-1] = has_inputs, synchronizes
     transport.all_reduce(mine, "sum").wait()
@@ -92,7 +96,7 @@ def _agree_on_iteration(transport: Transport, *, has_inputs: bool, synchronizes:
 
 
 def _sync_buffers(buffers: BufferSync, iteration: _Iteration) -> None:
-    """Synchronize buffers if that is due, as a forward does."""
+    """Synchronize the buffers before a forward of this iteration, if they have to be synchronized."""
     buffers.before_forward(
         next_is_due=iteration.synchronizes,
         src=iteration.buffers_from,
@@ -102,11 +106,11 @@ def _sync_buffers(buffers: BufferSync, iteration: _Iteration) -> None:
 
 
 class _ShadowHook(JoinHook):
-    """The hook that runs on a rank while it has no inputs left.
+    """The hook that runs on a rank after this rank has run out of inputs.
 
     Args:
         replica: the replica of the wrapped module.
-        sync_module: broadcasts parameters and buffers from the given rank.
+        sync_module: a function that broadcasts parameters and buffers. Its argument is the source rank.
     """
 
     def __init__(self, replica: Replica, sync_module: Callable[[int], None]) -> None:
@@ -115,7 +119,7 @@ class _ShadowHook(JoinHook):
         self._sync_module = sync_module
 
     def main_hook(self) -> None:
-        """Take part in the collectives of the other ranks in one iteration."""
+        """Take part in the collectives of one iteration of the other ranks."""
         iteration = _agree_on_iteration(self._replica.transport, has_inputs=False, synchronizes=False)
         _sync_buffers(self._replica.buffers, iteration)
         if iteration.synchronizes:
@@ -123,7 +127,7 @@ class _ShadowHook(JoinHook):
                 self._replica.gradients.shadow()
 
     def post_hook(self, is_last_joiner: bool) -> None:
-        """Broadcast the model of the rank that finished last."""
+        """Broadcast the model of the rank that finished last to all ranks. A collective call."""
         transport = self._replica.transport
         last = torch.tensor([transport.rank if is_last_joiner else -1], device=transport.control_device)
         transport.all_reduce(last, "max").wait()
@@ -141,14 +145,14 @@ class JoinMethods(TorchNames, Joinable):
     ) -> AbstractContextManager[Any]:
         """Return a context in which ranks may run out of inputs at different times, as in torch.
 
-        A rank that leaves its loop early takes part in the collectives of the other ranks, with zeros, until all ranks
-        are done. Then the model of the last rank is broadcast to all.
+        A rank that leaves its loop early takes part in the collectives of the other ranks with zeros, until all ranks
+        are done. Then the rank that finished last broadcasts its model to all ranks.
 
         Args:
-            divide_by_initial_world_size: divide gradients by the number of all ranks. With False, divide by the number
-                of ranks that still have inputs.
-            enable: with False, the context does nothing.
-            throw_on_early_termination: raise on every rank as soon as one rank has no inputs left.
+            divide_by_initial_world_size: divide the sum of the gradients by the number of all ranks. With False, divide
+                it by the number of ranks that still have inputs.
+            enable: whether the context does anything.
+            throw_on_early_termination: raise an error on every rank as soon as one rank has no inputs left.
 
         Raises:
             ValueError: the module is not synchronized over a torch.distributed group, is sharded, or has a strategy
@@ -169,13 +173,13 @@ class JoinMethods(TorchNames, Joinable):
         )
         if self.process_group is None:
             raise ValueError(
-                "join() needs a wrapper over a torch.distributed process group, got one over "
+                "expected a wrapper over a torch.distributed process group, which join() needs; got a wrapper over "
                 f"{replica.transport.name}. Give process_group= when you wrap the module"
             )
         return _JoinBlock(replica.transport, [self], **options)
 
     def join_hook(self, **kwargs: Any) -> JoinHook:
-        """Return the hook for `torch.distributed.algorithms.join.Join`, which may also hold other joinables."""
+        """Return the hook that torch's `Join` runs on a rank without inputs. A collective call."""
         replica = self._replica
         replica.refuse_sharded(_NOT_WITH_SHARDS)
         self._has_joined = True
@@ -200,7 +204,7 @@ class JoinMethods(TorchNames, Joinable):
         broadcast_values(replica.selection, replica.transport, src=src, buffers=replica.buffers.enabled)
 
     def _joined_forward_begins(self, *, synchronizes: bool) -> None:
-        """Prepare a forward inside of `join`, on a rank that has inputs.
+        """Prepare a forward inside of `join`, on a rank that has inputs. A collective call.
 
         Args:
             synchronizes: whether the backward of this iteration reduces gradients on this rank.

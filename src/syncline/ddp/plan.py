@@ -1,7 +1,7 @@
-"""The plan of a wrapped module: plain facts, and how gradients, parameters and buffers are synchronized by these facts.
+"""The plan of a wrapped module: facts in plain values, which determine how gradients, parameters and buffers sync.
 
-The ranks compare the facts. `report.py` describes them in words, as the contract and as the timeline. No other code
-reads these words.
+The ranks compare most of these facts. `report.py` describes the plan in words, as the contract and as the timeline. No
+code reads these words.
 """
 
 from __future__ import annotations
@@ -21,52 +21,52 @@ from syncline.words import format_bytes, format_count
 
 
 class Reduction(Enum):
-    """The ways in which gradients are reduced."""
+    """The possible ways in which gradients are reduced."""
 
     NOTHING = auto()
-    """Gradients are not reduced: there is one rank, or the strategy keeps gradients local."""
+    """Gradients are not reduced, because there is only one rank, or because the strategy keeps gradients local."""
     ALL_REDUCE = auto()
     SHARDS = auto()
-    """Each rank receives its shard of the mean."""
+    """A reduce_scatter reduces gradients. Each rank receives its shard of the mean."""
     ENCODED = auto()
-    """The compression encodes and averages gradients."""
+    """A compression encodes gradients and averages them."""
     HOOK = auto()
-    """The user's communication hook reduces gradients."""
+    """A communication hook of the user reduces gradients."""
 
 
 class Parameters(Enum):
-    """The ways in which parameters are kept equal."""
+    """The possible ways in which parameters are kept equal."""
 
     ALONE = auto()
-    """There is one rank."""
+    """There is only one rank, so nothing is done."""
     BROADCAST = auto()
-    """The parameters of rank 0 were broadcast at construction. Equal gradients keep the replicas equal."""
+    """Rank 0 broadcast its parameters at construction. Since then, equal gradients keep the replicas equal."""
     AS_GIVEN = auto()
-    """The user guarantees that the parameters were equal at construction."""
+    """The user guarantees that the parameters were equal at construction (`init_sync=False`)."""
     ONE_COPY = auto()
-    """All ranks of a host use one copy of the parameters. Each rank writes its shard."""
+    """All ranks of a host use one copy of the parameters, and each rank writes its shard of this copy."""
     GATHERED = auto()
-    """Each rank steps its shard, then all ranks gather the shards."""
+    """Each rank has its own copy of the parameters. It steps its shard, then receives the shards of the other ranks."""
     BY_STRATEGY = auto()
-    """The strategy synchronizes parameters."""
+    """The strategy synchronizes parameters from time to time."""
 
 
 class Buffers(Enum):
-    """The times at which buffers are synchronized."""
+    """The possible times at which buffers are synchronized."""
 
     ABSENT = auto()
     """The module has no buffers."""
     ALONE = auto()
-    """There is one rank."""
+    """There is only one rank, so nothing is done."""
     OFF = auto()
-    """Buffers are not synchronized after construction."""
+    """Buffers are not synchronized any more after construction."""
     WITH_PARAMETERS = auto()
     """Buffers are synchronized in the parameter syncs of the strategy."""
     BEFORE_FORWARD = auto()
 
 
 class Size(NamedTuple):
-    """The size of some tensors, printed as in `8 tensors, 421 kB`."""
+    """The number and total size of some tensors. Its text reads like `8 tensors, 421 kB`."""
 
     num_tensors: int
     num_bytes: int
@@ -78,7 +78,7 @@ class Size(NamedTuple):
 
 
 class Sizes(NamedTuple):
-    """The sizes of the gradients, parameters and buffers that take part."""
+    """The sizes of the gradients, parameters and buffers that are synchronized."""
 
     gradients: Size
     parameters: Size
@@ -87,7 +87,7 @@ class Sizes(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Plan:
-    """The facts about a wrapped module on one rank."""
+    """The facts about a wrapped module on one rank, from which its properties derive how the module is synchronized."""
 
     config: Config
     module: str
@@ -99,33 +99,33 @@ class Plan:
     rules: Rules | None
     """The rules of a strategy under which replicas drift; None under `EveryStep`."""
     workers: tuple[int, ...] | None
-    """The number of the worker of each rank, by rank. A worker is a group of ranks that average their gradients. None
-    if all ranks average their gradients together."""
+    """For each rank, the index of its worker. A worker is a group of ranks that average their gradients together.
+    None if all ranks average their gradients together."""
     num_copies: int = 0
-    """Number of copies of sharded parameters, one for all ranks of a host; 0 if each rank has its own copy."""
+    """Number of copies of sharded parameters, if the ranks of a host use one copy; 0 if each rank has its own copy."""
     comm_hook: str | None = None
-    """The name of the user's communication hook."""
+    """The name of the user's communication hook; None if there is none."""
     has_buffer_hook: bool = False
     optimizers: tuple[str, ...] = ()
-    """The attached optimizers."""
+    """The class names of the attached optimizers, with a description of their shards if they are sharded."""
     metrics: tuple[str, ...] = ()
     """The names of the metrics that `ddp.report` averages."""
     reports: tuple[str, ...] = ()
-    """What each rank reports behind its gradients."""
+    """The subjects of the reports that each rank sends with its gradients, in words."""
     num_report_bits: int = 0
-    """The size of the reports of one rank."""
+    """The size of all reports of one rank, in bits."""
 
     @property
     def reducing_ranks(self) -> list[int]:
-        """The ranks that average their gradients together, including this rank."""
+        """The ranks with which this rank averages its gradients, including this rank."""
         workers = self.workers or (0,) * self.num_ranks
         return [rank for rank, worker in enumerate(workers) if worker == workers[self.rank]]
 
     @property
     def acting_rules(self) -> Rules | None:
-        """The rules of a strategy under which replicas drift.
+        """The rules of a strategy under which replicas drift, if the strategy acts in this world.
 
-        None under `EveryStep`, and in a world of one rank if the strategy does nothing there.
+        None under `EveryStep`. In a world of one rank, None if the strategy does nothing there.
         """
         acts = self.rules is not None and (self.num_ranks > 1 or self.rules.acts_alone)
         return self.rules if acts else None
@@ -144,7 +144,7 @@ class Plan:
 
     @property
     def averages_in_backward(self) -> bool:
-        """True if any backward averages gradients."""
+        """True if at least some backwards average gradients."""
         return self.reduction is not Reduction.NOTHING and (self.rules is None or self.rules.reduces)
 
     @property
@@ -176,7 +176,7 @@ class Plan:
 
     @property
     def compared_parts(self) -> list[str]:
-        """The parts of replicas that `replica_check` compares."""
+        """The names of the parts of a replica that `replica_check` compares."""
         parts = [] if self.has_one_copy else ["parameters"]
         if self.rules is None:
             has_buffers = self.sizes.buffers.num_tensors and self.config.buffers != "none"
@@ -200,24 +200,24 @@ class Plan:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Evidence:
-    """The records of one rank, which say what was last synchronized."""
+    """The last records of one rank, which the contract and the timeline show. Before the first step they are None."""
 
     backward: BackwardRecord | None
     buffers: BufferRecord | None
     round: RoundRecord | None = None
     """The last parameter sync; None if there was none."""
     next_round: int | None = None
-    """The step after which the next parameter sync runs, if that is known."""
+    """The step after which the next parameter sync runs; None if that is unknown."""
     synced_at: Mapping[str, int] = field(default_factory=dict)
-    """The step after which each of parameters, buffers and optimizers was last synchronized."""
+    """The step after which a group of tensors was last synchronized. The keys are the names of rows of the contract."""
     replicas_compared: tuple[int, bool] | None = None
-    """The step of the last comparison of replicas, and whether the replicas were equal."""
+    """The step of the last comparison of replicas, and whether the replicas were equal; None before the first."""
     num_repairs: int = 0
-    """Number of times that a comparison repaired replicas that differed."""
+    """Number of comparisons that found different replicas and made them equal."""
 
 
 def sizes_of(chosen: Selection) -> Sizes:
-    """Return the sizes of the tensors that take part."""
+    """Return the sizes of the gradients, parameters and buffers in a selection."""
     return Sizes(*map(_size, (chosen.reduced, chosen.parameters, chosen.buffers)))
 
 

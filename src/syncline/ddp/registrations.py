@@ -1,4 +1,4 @@
-"""Hooks, optimizers and metrics that users register with a wrapped module, and the comparison of them between ranks."""
+"""The hooks, optimizers and metrics that users register with a wrapped module. The ranks compare them."""
 
 from __future__ import annotations
 
@@ -35,9 +35,10 @@ class Registrations:
     Args:
         module: the wrapped module.
         config: the configuration of the wrapper.
-        rounds: the execution of a strategy under which replicas drift; None under `EveryStep`.
-        compare: called at the start of each synchronized backward, until `agree` has returned.
-        buffer_hook: a buffer hook that is already registered.
+        rounds: the execution of a strategy under which replicas drift. Pass None under `EveryStep`.
+        compare: a function that calls `agree`. After each registration, it is called at the start of the next
+            synchronized backward, and again in later backwards until it returns without an error.
+        buffer_hook: a buffer hook that is registered from the start. Pass None if there is none.
     """
 
     def __init__(
@@ -49,7 +50,7 @@ class Registrations:
         buffer_hook: BufferHook | None = None,
     ) -> None:
         self.buffer_hook = buffer_hook
-        """The hook that synchronizes buffers in place of the policy; None if there is none."""
+        """The user's hook, which synchronizes buffers instead of the buffer policy; None if there is none."""
         self._are_agreed = False
         self._module = module
         self._title = type(module).__name__
@@ -59,7 +60,13 @@ class Registrations:
         self._sharding: Sharding | None = None
 
     def use(self, gradients: GradientSync, transport: Transport, sharding: Sharding | None) -> None:
-        """Use these parts from now on, and compare the registrations in the next synchronized backward."""
+        """Register with these parts from now on, and let the next synchronized backward compare the registrations.
+
+        Args:
+            gradients: the synchronization of gradients.
+            transport: the transport between the ranks that compare the registrations.
+            sharding: the shards of the module. Pass None if the module is not sharded.
+        """
         self._gradients = gradients
         self._transport = transport
         self._sharding = sharding
@@ -72,20 +79,20 @@ class Registrations:
     # ------------------------------------------------------------------ registration
 
     def use_comm_hook(self, hook: CommHook) -> None:
-        """Let a communication hook reduce the buckets.
+        """Let a communication hook reduce the buckets from now on.
 
         Raises:
-            ValueError: the module is sharded, or there is a compression.
+            ValueError: the module is sharded, or has a compression.
         """
         if self._sharding is not None:
             raise ValueError(
-                "with sharded=True each rank reduces its shards of the buckets, which a communication hook cannot do: "
-                "wrap the module without sharded=True"
+                "with sharded=True each rank must receive only its shard of each bucket, but a communication hook "
+                "returns whole buckets. Wrap the module without sharded=True, or register no hook"
             )
         if self._config.compression is not None:
             raise ValueError(
-                f"a communication hook and compression={self._config.encoding} cannot reduce the same buckets: use "
-                "one of the two (sl.compression.hook is the compression as a communication hook)"
+                f"a communication hook and compression={self._config.encoding} cannot reduce the same buckets. Use "
+                "only one of the two. To use a compression as the communication hook, register sl.compression.hook"
             )
         if hook.hook is compression_hook and isinstance(hook.state, HookState):
             hook = replace(hook, label=hook.state.compression.in_words(), averages=True)
@@ -93,25 +100,34 @@ class Registrations:
         self._compare_in_next_backward()
 
     def use_buffer_hook(self, hook: BufferHook) -> None:
-        """Let a buffer hook synchronize the buffers."""
+        """Let a buffer hook synchronize the buffers from now on."""
         self.buffer_hook = hook
         self._compare_in_next_backward()
 
     def report(self, values: Mapping[str, Any], weight: float, *, inside_join: bool) -> None:
-        """Send metrics with the next gradients. This is `DistributedDataParallel.report`."""
+        """Send metrics with the next gradients, as `DistributedDataParallel.report` does.
+
+        Args:
+            values: the values of this rank, by the names of the metrics.
+            weight: the weight of these values in the mean over ranks.
+            inside_join: whether the call was made inside of `join`.
+
+        Raises:
+            SynclineError: a name is new, and the call was made inside of `join`.
+        """
         metrics = self._gradients.riders.metrics
         if not metrics.has_names(values):
             if inside_join:
                 raise SynclineError(
-                    f"rank {self._transport.rank}: report({', '.join(values)}) was called with a new name inside of "
-                    "join(), where the ranks without inputs cannot report it. Report these names once before join(), "
-                    "on all ranks"
+                    f"rank {self._transport.rank}: report({', '.join(values)}) was called inside of join() with a name "
+                    "that was not reported before. The ranks without inputs cannot report a new name. Report all of "
+                    "these names together once before join(), on all ranks"
                 )
             self._compare_in_next_backward()
         metrics.add(values, weight)
 
     def attach(self, optimizer: Optimizer, *, elementwise: bool | None, replaces: bool | None) -> None:
-        """Attach an optimizer. This is `DistributedDataParallel.attach`."""
+        """Attach an optimizer. `DistributedDataParallel.attach` explains the arguments and errors."""
         checked_kind("optimizer", optimizer, Optimizer, "a torch.optim.Optimizer")
         for name, flag in (("elementwise", elementwise), ("replace", replaces)):
             if flag is not None:
@@ -122,13 +138,13 @@ class Registrations:
         own = {id(parameter) for parameter in self._module.parameters()}
         if not any(id(p) in own for p in parameters_of(optimizer)):
             raise ValueError(
-                f"expected an optimizer of parameters of {self._title}, got a {type(optimizer).__name__} that has none "
-                "of them. Attach the optimizer to the wrapper of the module that it trains"
+                f"expected an optimizer with at least one parameter of {self._title}; got a {type(optimizer).__name__} "
+                "without any. Attach the optimizer to the wrapper of the module that it trains"
             )
         if any(steps_in_backward(parameter) for parameter in self._gradients.parameters):
             raise RuntimeError(
-                f"the parameters of {self._title} have optimizers that step inside backward, whose steps cannot be "
-                f"checked. Do not attach an optimizer, or let the optimizers step after backward"
+                f"parameters of {self._title} have optimizers that step inside backward. The steps of these optimizers "
+                f"cannot be compared. Let all optimizers step after backward, or attach none of them"
             )
         replaced = to_replace(optimizer, self._attached(), own, replaces)
         removed = [one for one in settings.optimizers if any(one.optimizer is other for other in replaced)]
@@ -155,13 +171,13 @@ class Registrations:
         return [attached.optimizer for attached in self._gradients.riders.settings.optimizers]
 
     def in_words(self) -> tuple[str, ...]:
-        """Return the class name of each attached optimizer, with a description of its shards if it is sharded."""
+        """Return a text for each attached optimizer: its class name and, if it has shards, a description of them."""
         if self._sharding is not None:
             return tuple(attached.describe() for attached in self._sharding.optimizers)
         return tuple(type(optimizer).__name__ for optimizer in self.optimizers())
 
     def metric_names(self) -> tuple[str, ...]:
-        """Return the names of the reported metrics that the ranks have compared."""
+        """Return the names of the metrics on which the ranks have agreed."""
         metrics = self._gradients.riders.metrics
         return tuple(name for name in metrics.wanted_names() if metrics.has_names([name]))
 
@@ -174,15 +190,19 @@ class Registrations:
     # ------------------------------------------------------------------ comparison between ranks
 
     def agree(self) -> None:
-        """Check that all ranks have registered the same hooks, optimizers and metrics, if there are new ones.
+        """Check that all ranks have registered the same hooks, optimizers and metrics.
 
-        This is a collective call if a rank has registered something since the last call.
+        If this rank has registered nothing since the last check, the call does nothing. Otherwise it is a collective
+        call.
+
+        Raises:
+            ContractMismatch: the ranks have registered different hooks, optimizers or metrics.
+            ValueError, SynclineError: the strategy or `on_nonfinite` needs attached optimizers, and a rank lacks one.
+                Every rank raises the error.
         """
         if self._are_agreed:
             return
-        self._transport.board.phase = (
-            f"the comparison of what was registered with and attached to {self._title}"
-        )
+        self._transport.board.phase = f"the comparison of the hooks, optimizers and metrics of {self._title}"
         gradients, metrics = self._gradients, self._gradients.riders.metrics
         step = optimizers_in_backward(gradients.parameters)
         hook = gradients.layout.comm_hook
@@ -190,7 +210,7 @@ class Registrations:
         self._check_that_steps_can_be_discarded(inside_backward=step is not None)
         agree(
             self._transport,
-            f"what was registered with and attached to DistributedDataParallel({self._title})",
+            f"the hooks, optimizers and metrics of DistributedDataParallel({self._title})",
             [
                 f"communication hook: {'none' if hook is None else hook.name}",
                 f"buffer hook: {'none' if self.buffer_hook is None else self.buffer_hook.name}",
@@ -199,7 +219,8 @@ class Registrations:
                 *(f"reported metric {name}" for name in metrics.wanted_names()),
                 *(() if self._sharding is None else self._sharding.describe()),
             ],
-            remedy="Register, attach and report the same on every rank, between the same two backwards.",
+            remedy="On every rank, register the same hooks, attach the same optimizers and report the same metrics, "
+            "between the same two backwards.",
         )
         if not metrics.has_names(names := metrics.wanted_names()):
             gradients.use_metrics(names)
@@ -208,48 +229,52 @@ class Registrations:
         gradients.controls.do_after_reduction(step)
 
     def _check_attached(self) -> None:
-        """Check that an optimizer is attached, if the strategy needs one. A collective call."""
+        """If the strategy needs an attached optimizer, check that all ranks have one. That is a collective call."""
         strategy = self._config.strategy
         if self._rounds is None or not strategy.needs_attach:
             return
         fault = None
         if not self._rounds.is_watching:
             fault = SynclineError(
-                f"strategy={strategy} synchronizes parameters at the optimizer's step, but no optimizer is attached to "
-                f"{self._title}, so the strategy would never run, and the replicas would drift apart. Write "
-                "optimizer = ddp.attach(optimizer) on every rank, before the first step"
+                f"strategy={strategy} synchronizes parameters after steps of an attached optimizer, but no optimizer "
+                f"is attached to {self._title}. The strategy would never run, and the replicas would drift apart. "
+                "Write optimizer = ddp.attach(optimizer) on every rank, before the first step"
             )
         exchange(self._transport, f"the first step of {self._title}", [], fault=fault)
 
     def _check_that_steps_can_be_discarded(self, *, inside_backward: bool) -> None:
-        """Under `on_nonfinite="skip"`, check that every optimizer step can be discarded. A collective call."""
+        """Under `on_nonfinite="skip"`, check that all optimizer steps can be discarded. The check is a collective call.
+
+        Args:
+            inside_backward: whether an optimizer steps inside backward.
+        """
         if self._config.gradients.on_nonfinite != "skip":
             return
         fault: Exception | None = None
         if inside_backward:
             fault = ValueError(
-                'on_nonfinite="skip" cannot discard the step of an optimizer that steps inside backward: give '
+                'on_nonfinite="skip" cannot discard the step of an optimizer that steps inside backward. Give '
                 'on_nonfinite="zero" or "raise", or use an optimizer that steps after backward'
             )
         elif not self.optimizers():
             fault = SynclineError(
                 'on_nonfinite="skip" discards steps of attached optimizers, but no optimizer is attached to '
-                f"{self._title}, so its optimizer would step with gradients that are not finite. Write "
+                f"{self._title}. Its optimizer would step with gradients that are not finite. Write "
                 "optimizer = ddp.attach(optimizer) on every rank, before the first step"
             )
         elif left := self._not_attached():
             fault = SynclineError(
-                'on_nonfinite="skip" discards steps of attached optimizers, but no attached optimizer has '
-                f"{left[0]} of {self._title} (in all {len(left)} of {len(self._gradients.names)} parameters are in "
-                "none), so another optimizer would step them with gradients that are not finite. Write "
-                "optimizer = ddp.attach(optimizer) "
-                "for each optimizer, on every rank, before the first step. If no optimizer trains these parameters, "
-                "call .requires_grad_(False) on them, or name them in ignore= when you wrap the module"
+                f'on_nonfinite="skip" discards steps of attached optimizers, but {len(left)} of the '
+                f"{len(self._gradients.names)} trained parameters of {self._title} are in no attached optimizer. The "
+                f"first of them is {left[0]}. Another optimizer would step them with gradients that are not finite. "
+                "Write optimizer = ddp.attach(optimizer) for each optimizer, on every rank, before the first step. If "
+                "no optimizer trains these parameters, call .requires_grad_(False) on them, or name them in ignore= "
+                "when you wrap the module"
             )
         exchange(self._transport, f"the first step of {self._title}", [], fault=fault)
 
     def _not_attached(self) -> list[str]:
-        """Return the names of parameters with gradients that no attached optimizer steps."""
+        """Return the names of the parameters that have gradients, but are in no attached optimizer."""
         stepped = {id(p) for _, parameters in self._attached() for p in parameters}
         named = zip(self._gradients.names, self._gradients.parameters, strict=True)
         return [name for name, p in named if id(p) not in stepped]
@@ -257,10 +282,10 @@ class Registrations:
     # ------------------------------------------------------------------ at an optimizer's step
 
     def refuse_unreduced(self, what: str) -> None:
-        """Raise if `.grad` holds only this rank's gradients.
+        """Raise an error if `.grad` holds the gradients of this rank alone, although they should have been reduced.
 
         Args:
-            what: the name of the refused call.
+            what: the name of the call that needs reduced gradients.
 
         Raises:
             SynclineError: the gradients were not reduced, because the last backward ran under `no_sync`.
@@ -269,8 +294,8 @@ class Registrations:
         if gradients.has_unreduced and gradients.controls.decide():
             raise SynclineError(
                 f"rank {self._transport.rank}, {what} after step {gradients.step}: expected reduced gradients, but "
-                "the last backward ran under no_sync, so .grad holds the gradients of this rank alone. Run the last "
-                "micro-batch outside of no_sync, or clear the gradients first"
+                "the last backward ran under no_sync. So .grad holds the gradients of this rank alone. Run the last "
+                "micro-batch of each step outside of no_sync, or clear the gradients first"
             )
 
     def _discards_step(self) -> bool:
@@ -292,10 +317,10 @@ class Registrations:
             return
         # The settings changed after the backward that compared them. If they changed on some ranks only, the other
         # ranks do not take part here, and the error reads from the board where each rank is.
-        self._transport.board.phase = "optimizer.step(), where settings have changed since the backward"
+        self._transport.board.phase = "optimizer.step(), because its settings have changed since the backward"
         agree(
             self._transport,
-            f"the settings of an attached {type(attached.optimizer).__name__}, at its step",
+            f"the settings of an attached {type(attached.optimizer).__name__} at its step",
             attached.describe(0),
             remedy="Change settings in the same way on all ranks, preferably between a step and the next backward.",
         )

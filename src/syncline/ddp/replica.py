@@ -1,6 +1,6 @@
-"""One rank's replica of a wrapped module: the parts that keep the module equal on all ranks.
+"""The replica of one rank: the parts that keep a wrapped module equal on all ranks.
 
-The parts are built again when the module changes.
+The parts are replaced by new ones when the module changes.
 """
 
 from __future__ import annotations
@@ -44,18 +44,19 @@ _UNCHANGED = "the module and its group cannot be changed"
 class Replica:
     """The parts that keep one wrapped module equal on all ranks.
 
-    The constructor is a collective call. The ranks compare the module and the configuration, and rank 0 broadcasts its
-    values. The hooks hold no strong reference to the replica, and are removed when the replica is freed.
+    The constructor is a collective call. The ranks compare the module and the configuration. With `init_sync`, rank 0
+    then broadcasts its values. Hooks on parameters hold no strong reference to the replica. They are removed when the
+    replica is freed.
 
     Args:
         module: the wrapped module.
-        chosen: the tensors of the module that take part.
-        transport: connects the ranks.
+        chosen: the tensors of the module that are synchronized.
+        transport: the transport between the ranks.
         config: the configuration of the wrapper.
-        hosts: the hosts of the ranks.
+        hosts: the hosts on which the ranks run.
 
     Raises:
-        ContractMismatch: the ranks differ. The text is the same on every rank.
+        ContractMismatch: the module or the configuration differs between ranks. The text is the same on every rank.
     """
 
     def __init__(
@@ -65,9 +66,9 @@ class Replica:
         self.transport = transport
         self.config = config
         self.checks = ReplicaChecks()
-        """The comparisons of this replica with the replicas of the other ranks."""
+        """The comparisons of this replica with the replicas of other ranks."""
         self.was_changed = False
-        """Whether the last forward with gradients enabled detected a change of the module."""
+        """Whether the last forward with gradients enabled has detected that the module changed."""
         self.sharding: Sharding | None = None
         spec = spec_of(chosen, transport, hosts)
         strategy = config.strategy
@@ -94,7 +95,7 @@ class Replica:
         if config.compression is not None and transport.size > 1:
             compression = HookState(config.compression, self._gradient_lane)
         self.state = SyncState(config, self.drift, compression, {})
-        """The state of the strategy and of the compression between steps."""
+        """The owner of the state that the strategy and the compression keep between steps."""
         self._wire(chosen)
 
     @property
@@ -102,7 +103,7 @@ class Replica:
         return type(self.module).__name__
 
     def _open_lanes(self, chosen: Selection) -> tuple[Transport, Transport]:
-        """Open the lanes of gradients and of buffers, so that their messages cannot be mixed up. A collective call."""
+        """Open one lane for gradients and one for buffers, so that their messages cannot mix. A collective call."""
         gradients = self._open_lane("gradients")
         workers = self._first_plan.workers
         if workers is not None:
@@ -113,7 +114,7 @@ class Replica:
         return gradients, self._open_lane("buffers") if chosen.buffers else self.transport
 
     def _open_lane(self, purpose: str, *, of: object = None) -> Transport:
-        """Open a lane, which is closed when the object `of` is freed. Without `of`, that object is this replica."""
+        """Open a lane for a purpose. The lane is closed when the object `of` is freed, or without `of` this replica."""
         lane = self.transport.lane(f"{purpose} of {self._title}")
         if lane is not self.transport:
             weakref.finalize(self if of is None else of, lane.close)
@@ -125,8 +126,9 @@ class Replica:
         With `sharded=True` this is a collective call.
 
         Args:
-            chosen: the tensors.
-            former: the reducer that the new one replaces, and whose state it takes over.
+            chosen: the tensors to synchronize.
+            former: the former synchronization of gradients, whose state the new one takes over. Pass None if there is
+                none.
         """
         self.selection = chosen
         # Not part of the configuration, because a group of one rank may be replaced by a larger one.
@@ -165,20 +167,27 @@ class Replica:
         self.state.compress(self.gradients, self._gradient_lane, self.module)
 
     def _wire_again(self, chosen: Selection | None = None) -> None:
-        """Replace the parts by new ones, which take over their state. Without `chosen`, select the tensors again."""
-        self.refuse_sharded(f"shards have fixed bounds, so {_UNCHANGED}")
+        """Replace the parts by new ones, which take over the state of the former parts.
+
+        Args:
+            chosen: the tensors to synchronize. Pass None to select them again.
+
+        Raises:
+            ValueError: the module is sharded.
+        """
+        self.refuse_sharded(f"the bounds of the shards are fixed, so {_UNCHANGED}")
         former, former_buffers = self.gradients, self.buffers
         self._hooks_finalizer.detach()
         self._wire(chosen or self._chosen_again(), former)
         self.buffers.continues(former_buffers)
 
     def _chosen_again(self) -> Selection:
-        """Select the tensors of the module as it is now, by the rules of the configuration."""
+        """Select the tensors to synchronize again, from the module as it is now, by the configuration."""
         delayed = [(n, p) for n, p in self.module.named_parameters() if n in self.config.gradients.delayed]
         return select(self.module, ignore=self.config.ignore, delayed=delayed, must_match=False)
 
     def _watch(self, transport: Transport, ranks: Sequence[int]) -> ReplicaWatch | None:
-        """Return a watch that compares the replicas of these ranks, or None if nothing is to be compared."""
+        """Return a watch that compares the replicas of these ranks; None if no comparison is configured or possible."""
         check = self.config.replica_check
         if check is None or transport.size == 1:
             return None
@@ -194,19 +203,19 @@ class Replica:
         )
 
     def _watch_gradients(self) -> None:
-        """Let the ranks that average their gradients compare their replicas in each backward."""
+        """Let the ranks that average their gradients together compare their replicas in each synchronized backward."""
         ranks = self._plan_of(self.selection).reducing_ranks
         self.checks.in_backwards = self._watch(self._gradient_lane, ranks)
         self.gradients.compare_replicas_by(self.checks.in_backwards)
 
     def before_forward_of_equal_buffers(self) -> None:
-        """Record that buffers were synchronized for a forward that will change them."""
+        """Record that the buffers are equal on all ranks now, if they were synchronized for the forward that begins."""
         watch = self.gradients.riders.replicas.watch
         if watch is not None and self.drift.rounds is None and self.buffers.were_sent:
             watch.buffers_are_equal(self.gradients.num_backwards + 1)
 
     def equal_tensors(self) -> list[tuple[str, Tensor]]:
-        """Return the tensors that must be equal on all ranks now, by name."""
+        """Return the tensors that must be equal on all ranks now, each with its name."""
         named: list[tuple[str, Tensor]] = []
         if self.drift.are_parameters_equal():
             named += self.selection.parameters
@@ -217,9 +226,17 @@ class Replica:
     # ------------------------------------------------------------------ a module that changes
 
     def before_forward(self, *, synchronizes: bool, inside_join: bool) -> None:
-        """Check whether the module has changed or the replicas differ. Nothing is sent: a rank may run a forward alone.
+        """Detect a change of the module, and check that `sl.diverge` has not left the replicas different.
 
-        The checks also run under `no_sync`, because the backward may run outside of `no_sync`.
+        This sends nothing, because one rank may run a forward alone. A change is also detected under `no_sync`, because
+        the backward may run outside of `no_sync`.
+
+        Args:
+            synchronizes: whether the backward of this forward would be synchronized.
+            inside_join: whether the forward runs inside of `join`.
+
+        Raises:
+            SynclineError: the replicas have drifted apart, or the module has changed inside of `join`.
         """
         divergence = self.drift.divergence
         if divergence.is_open:
@@ -231,35 +248,39 @@ class Replica:
         if self.was_changed:
             if inside_join:
                 raise SynclineError(
-                    f"rank {self.transport.rank}: {self._title} was changed inside of join(), where the ranks without "
+                    f"rank {self.transport.rank}: {self._title} was changed inside of join(), but the ranks without "
                     "inputs cannot make the same change. Change the module before or after join()"
                 )
             self.gradients.controls.do_before_reduction(weakly(self._before_reduction))
 
     def follow_in_backward(self, output: object) -> None:
-        """Let the ranks compare the changed module at the start of the backward of this output."""
+        """Let the ranks compare the changed module when a backward begins at this output of the wrapper."""
         when_backward_reaches_any(output, weakly(self._follow_changes))
 
     def _has_changed(self) -> bool:
-        """Return whether the module has changed since the ranks last compared the module."""
+        """Return whether the module has changed since the ranks last compared it."""
         return self._inventory.has_changed() or not self.gradients.layout.fits()
 
     def _before_reduction(self) -> None:
-        """Compare registrations at the start of a synchronized backward. A collective call."""
+        """Compare the registrations of the ranks at the start of a synchronized backward. A collective call.
+
+        Raises:
+            SynclineError: the module has changed, and the ranks could not compare the change.
+        """
         if not self.drift.divergence.is_open and self._has_changed():
             raise SynclineError(
                 f"rank {self.transport.rank}, step {self.gradients.step + 1}, backward: {self._title} has changed "
-                "since it was wrapped, and this backward did not begin at an output of the wrapper, so the ranks "
-                "could not compare the change. Call the wrapper instead of the module, and let forward return tensors "
-                "(also in lists, tuples, dictionaries or dataclasses). Or wrap the changed module again"
+                "since it was wrapped. This backward did not begin at an output of the wrapper, so the ranks could not "
+                "compare the change. Call the wrapper instead of the module, and let forward return tensors, or lists, "
+                "tuples, dictionaries or dataclasses of tensors. Otherwise wrap the changed module again"
             )
         self.registered.agree()
 
     def _follow_changes(self, _: object = None) -> None:
-        """Compare a changed module between the ranks, and synchronize it from now on. A collective call.
+        """Compare a changed module between the ranks, then synchronize it in its new form. A collective call.
 
-        This runs at the start of a backward, which all ranks reach. One rank may run a forward alone. At the start of a
-        backward it is too late to broadcast the values of new tensors, so the ranks compare these values.
+        This runs at the start of a backward, because all ranks run the backward, but one rank may run a forward alone.
+        At that time it is too late to broadcast the values of new tensors, so the ranks compare these values.
         """
         if not self.gradients.controls.enabled or self.drift.divergence.is_open or not self._has_changed():
             return
@@ -273,26 +294,32 @@ class Replica:
             chosen,
             self.transport,
             new_values=describe_new_values(chosen, before) if self.config.init_sync else (),
-            remedy="Change a wrapped module in the same way on every rank, between the same two steps. Where new "
-            "parameters have different values, call sl.broadcast_(ddp.module) after the change, on every rank.",
+            remedy="Change a wrapped module in the same way on every rank, between the same two steps. If new "
+            "parameters have different values, call sl.broadcast_(ddp.module) on every rank after the change.",
         )
         if chosen.buffers and not before.buffers:
             self._buffer_lane = self._open_lane("buffers")
         self._wire_again(chosen)
 
     def agree_before_join(self) -> None:
-        """Make the comparisons of a backward, because a rank without inputs runs none. A collective call."""
+        """Make the comparisons of a backward now, because a rank without inputs runs no backward. A collective call."""
         self._follow_changes()
         self.registered.agree()
 
     def use_static_graph(self) -> None:
-        """Behave as with `static_graph=True` from now on. This must run before the first backward."""
+        """Behave from now on as if `static_graph=True` had been given. Call this method before the first backward."""
         self.drift.refuse(_UNCHANGED)
         self.config = self.config.with_gradients(static_graph=True, allow_unused=True, skip_unused=False)
         self._wire_again()
 
     def use_transport(self, transport: Transport) -> None:
-        """Synchronize over another group, whose replicas must be equal, from now on. A collective call."""
+        """Synchronize over another group from now on. A collective call of that group.
+
+        The replicas of the ranks in the group must already be equal.
+
+        Raises:
+            ValueError: the module is sharded, replicas drift under the strategy, or `sl.diverge` is active.
+        """
         self.drift.refuse(_UNCHANGED)
         self.drift.divergence.refuse_inside("the change of the process group")
         self.transport = transport
@@ -302,16 +329,22 @@ class Replica:
 
     @property
     def is_drifting(self) -> bool:
-        """True if replicas may differ now or later, by a strategy, or since `sl.diverge` until they are equal again."""
+        """True if replicas drift under the strategy, or have drifted by `sl.diverge` and are not equal again yet."""
         return self.drift.is_possible
 
     @property
     def drift_reason(self) -> str:
-        """The reason why replicas may differ now; "" if parameters have to be equal."""
+        """The reason why replicas are allowed to differ now; "" if all parameters must be equal."""
         return self.drift.reason
 
     def send_stop_vote(self, vote: StopVote, transport: Transport, *, inside_join: bool) -> VoteRoute:
-        """Send a vote on stopping with the next gradients if possible, and return the route that the vote takes."""
+        """Send this rank's vote on stopping with the next gradients, if that is possible. Return the route of the vote.
+
+        Args:
+            vote: the vote of this rank.
+            transport: the transport between the ranks that vote.
+            inside_join: whether the call was made inside of `join`.
+        """
         if self.drift.rounds is not None:
             self.drift.rounds.check_may_wait("stop_if_asked")
         elif self.transport is transport:
@@ -320,14 +353,21 @@ class Replica:
         return VoteRoute.COLLECTIVE
 
     def refuse_sharded(self, why: str) -> None:
-        """Raise ValueError if the module is sharded. `why` is the text of the error after "with sharded=True"."""
+        """Raise an error if the module is sharded.
+
+        Args:
+            why: a clause that says what is not possible. The error shows it after "with sharded=True".
+
+        Raises:
+            ValueError: the module is sharded.
+        """
         if self.sharding is not None:
-            raise ValueError(f"with sharded=True {why}: wrap the module without sharded=True")
+            raise ValueError(f"with sharded=True {why}. Wrap the module without sharded=True")
 
     # ------------------------------------------------------------------ plan, records and state
 
     def _plan_of(self, chosen: Selection) -> Plan:
-        """Return the facts about a module with these tensors, without registered hooks, optimizers and metrics."""
+        """Return the plan for a module with these tensors. It lacks the registered hooks, optimizers and metrics."""
         transport = self.transport
         return replace(
             self._first_plan,
@@ -340,7 +380,7 @@ class Replica:
 
     @property
     def plan(self) -> Plan:
-        """The facts about this replica from which the contract is written."""
+        """The plan of this replica, which the contract and the timeline describe."""
         hook = self.gradients.layout.comm_hook
         return replace(
             self._plan_of(self.selection),
@@ -354,10 +394,11 @@ class Replica:
         )
 
     def evidence(self, *, looks_ahead: bool = False) -> Evidence:
-        """Return the records of this rank.
+        """Return the last records of this rank.
 
         Args:
-            looks_ahead: also find the step of the next parameter sync. This may ask the strategy thousands of times.
+            looks_ahead: whether to find the step of the next parameter sync. This can call the strategy thousands of
+                times.
         """
         rounds = self.drift.rounds
         return Evidence(
@@ -372,19 +413,20 @@ class Replica:
 
     @property
     def has_sync_state(self) -> bool:
-        """True if `sync_state_dict` of the wrapper has a state to save."""
+        """True if `sync_state_dict` of the wrapper returns a state that has to be saved."""
         return bool(self.state)
 
     def __getstate__(self) -> tuple[Any, ...]:
-        """Return the state that can be pickled. Hooks and connections cannot."""
+        """Return the part of the replica that can be pickled. Hooks and connections cannot be pickled."""
         state = self.state
         kept = (state.compression, state.idle, self.registered.buffer_hook)
         return (self.module, self.config, self._first_plan, *kept)
 
     def __setstate__(self, state: tuple[Any, ...]) -> None:
-        """Restore the replica over the default group. Hooks and optimizers must be registered again.
+        """Restore a pickled replica, over the default group. Hooks and optimizers must be registered again.
 
-        The replica has no separate lanes, because opening a lane is a collective call, and a rank may unpickle alone.
+        The restored replica has no separate lanes, because opening a lane is a collective call, and one rank may
+        unpickle alone.
         """
         self.module, self.config, self._first_plan, compression, idle, buffer_hook = state
         self.was_changed, self.sharding = False, None

@@ -1,6 +1,7 @@
-"""A wrapped module in words: the contract, with a row for each group of tensors, and the timeline of one step.
+"""Texts about a wrapped module: the contract, with a row for each group of tensors, and the timeline of one step.
 
-Before the first step, both describe the plan. After it, they also describe the last recorded step.
+Before the first step, both describe the plan. After it, the contract also shows what was last synchronized, and the
+timeline describes the last recorded step.
 """
 
 from __future__ import annotations
@@ -19,20 +20,21 @@ NONFINITE_WORDS = {
     "skip": "no rank steps",
     "zero": "counts as zero",
 }
-"""The consequence of a gradient that is not finite, by `on_nonfinite`."""
+"""The consequence of a gradient that is not finite, for each value of `on_nonfinite`."""
 
 BUFFER_WORDS = {
     "broadcast": "broadcast from rank 0",
     "average": "average, statistics pooled",
     "none": "broadcast from rank 0",
 }
-"""The way in which buffers are synchronized, by policy. Under "none", a user may still set `forward_sync_buffers`."""
+"""The way in which buffers are synchronized, for each buffer policy. Under "none" they are synchronized only if a
+user sets `ddp.forward_sync_buffers` later."""
 
 _ALONE = Rule("never: there is one rank", None, "none")
 
 
 def contract_of(plan: Plan, evidence: Evidence) -> Contract:
-    """Return the contract of a plan. After the first step, each row also shows the last synchronization."""
+    """Return the contract that describes a plan. After the first step, each row also shows the last synchronization."""
     ranks = format_count(plan.num_ranks, "rank")
     where = f"{ranks} on {format_count(plan.num_hosts, 'host')}" if plan.num_ranks > 1 else "1 rank alone"
     if plan.rules is not None:
@@ -156,7 +158,7 @@ def _sends_reports(plan: Plan) -> bool:
 
 
 def _replica_row(plan: Plan, check: ReplicaCheck) -> Row:
-    """Return the row about comparing replicas."""
+    """Return the row of the contract about the comparison of replicas."""
     parts = plan.compared_parts
     size = ", ".join(parts) or "nothing"
     if plan.has_one_copy and parts:
@@ -246,7 +248,14 @@ _STAY_LOCAL = "nothing sent: gradients stay on their rank"
 
 
 def explain(plan: Plan, evidence: Evidence, buckets: Sequence[BucketPlan], names: Sequence[str]) -> str:
-    """Describe one step as a timeline: the last recorded step, or the plan if no step has run."""
+    """Return a timeline of one step, in words: of the last recorded step, or of the plan if no step has run.
+
+    Args:
+        plan: the plan of the module.
+        evidence: the last records of this rank.
+        buckets: the plans of the buckets.
+        names: the names of the parameters, to which the indices in `buckets` refer.
+    """
     recorded = evidence.backward
     if recorded is None:
         heading = "One step, as planned (none has run yet)"
@@ -270,7 +279,7 @@ def explain(plan: Plan, evidence: Evidence, buckets: Sequence[BucketPlan], names
 
 
 def _parameters_text(plan: Plan) -> str:
-    """Return why a forward sends no parameters."""
+    """Return the reason why a forward sends no parameters."""
     return {
         Parameters.ALONE: "there is one rank",
         Parameters.BROADCAST: "they were broadcast from rank 0 at construction",
@@ -375,7 +384,7 @@ def _buckets_recorded(plan: Plan, backward: BackwardRecord) -> list[str]:
 
 
 def _sent(plan: Plan) -> str:
-    """Return the way in which a bucket is sent, in words."""
+    """Return a text that says how a bucket is sent."""
     if plan.reduction is Reduction.ENCODED:
         return f"sent by {plan.config.encoding}"
     if plan.reduction is Reduction.HOOK:

@@ -1,7 +1,7 @@
-"""Selection of the parameters and buffers that are synchronized, and detection of later changes to the module.
+"""The selection of the parameters and buffers that are synchronized, and the detection of later changes of the module.
 
-`select` also rejects modules that cannot be synchronized. `Inventory` detects at little cost that a module has changed
-since it was wrapped.
+`select` selects the tensors, and rejects modules that cannot be synchronized. `Inventory` detects at little cost that a
+module has changed since it was wrapped.
 """
 
 from __future__ import annotations
@@ -23,26 +23,26 @@ from syncline.checks import checked_kind
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Selection:
-    """The tensors of a module that are synchronized, by name.
+    """The tensors of a module that are synchronized, each with its name.
 
     A tensor that the module uses in several places is listed once, under its first name.
     """
 
     parameters: tuple[tuple[str, nn.Parameter], ...]
-    """All parameters that are kept equal."""
+    """All parameters that are kept equal on all ranks, including those that are not trained."""
     trained: tuple[tuple[str, nn.Parameter], ...]
-    """Parameters whose gradients are reduced in buckets."""
+    """Parameters that require grad, without those in `delayed`."""
     delayed: tuple[tuple[str, nn.Parameter], ...]
-    """Parameters whose gradients are reduced last (`delay_all_reduce_named_params`)."""
+    """Parameters whose gradients are reduced last, because of `delay_all_reduce_named_params`."""
     sparse: frozenset[str]
-    """Names in `trained` of parameters with sparse gradients."""
+    """The names of those parameters in `trained` whose gradients are sparse."""
     buffers: tuple[tuple[str, Tensor], ...]
     ignored: tuple[str, ...]
     """Names of parameters and buffers that are not synchronized."""
 
     @property
     def reduced(self) -> tuple[tuple[str, nn.Parameter], ...]:
-        """The parameters whose gradients are reduced: `trained`, then `delayed`."""
+        """All parameters whose gradients are reduced: first those in `trained`, then those in `delayed`."""
         return (*self.trained, *self.delayed)
 
 
@@ -53,18 +53,18 @@ def select(
     delayed: Sequence[tuple[str, nn.Parameter]] = (),
     must_match: bool = True,
 ) -> Selection:
-    """Select the tensors of a module that are synchronized.
+    """Select the tensors of a module that have to be synchronized.
 
     Args:
         module: the module to wrap.
-        ignore: names or shell patterns (`"head.*"`) of parameters and buffers to leave out.
-        delayed: named parameters whose gradients are reduced last.
-        must_match: whether a pattern that matches nothing is an error.
+        ignore: the names of parameters and buffers to leave out, or shell patterns for their names, such as `"head.*"`.
+        delayed: the parameters whose gradients are reduced last, with their names.
+        must_match: whether a pattern in `ignore` that matches no name is an error.
 
     Raises:
         TypeError: `module` is not a module, or `ignore` is not a list of names.
-        ValueError: a pattern matches nothing, the parameters are on several types of device, or torch's own
-            SyncBatchNorm is used on CPU.
+        ValueError: a pattern matches no name, the parameters are on several types of device, or the module uses torch's
+            own SyncBatchNorm on CPU.
         RuntimeError: no parameter requires grad, or a tensor has no shape or no values yet.
 
     Example:
@@ -78,7 +78,7 @@ def select(
         module,
         nn.Module,
         "a torch.nn.Module",
-        hint=": wrap the model itself, not its parameters, its output or its class",
+        hint=". Wrap the model itself, not its parameters, its output or its class",
     )
     all_parameters = dict(module.named_parameters())
     all_buffers = dict(module.named_buffers())
@@ -90,8 +90,8 @@ def select(
     if not trained and not delayed:
         raise RuntimeError(
             "DistributedDataParallel is not needed when a module doesn't have any parameter that requires a "
-            f"gradient: {type(module).__name__} has no parameter that requires grad ({len(taking_part)} parameters "
-            "in all). Use the module itself, and call sl.broadcast_(module) once to make the ranks equal"
+            f"gradient: {type(module).__name__} has {len(taking_part)} parameters outside of ignore=, and none of them "
+            "requires grad. Use the module itself, and call sl.broadcast_(module) once to make its replicas equal"
         )
     buffers = [(name, b) for name, b in all_buffers.items() if name not in ignored]
     _check_devices(module, taking_part, buffers)
@@ -106,7 +106,14 @@ def select(
 
 
 def checked_delayed(named: Any, trigger: nn.Parameter | None) -> Sequence[tuple[str, nn.Parameter]]:
-    """Return the named parameters whose gradients are reduced last. The rules are torch's.
+    """Check the two arguments about delayed gradients by torch's rules, and return the delayed parameters.
+
+    Args:
+        named: the argument `delay_all_reduce_named_params`.
+        trigger: the argument `param_to_hook_all_reduce`.
+
+    Returns:
+        The delayed parameters with their names; empty if both arguments are None.
 
     Raises:
         TypeError: an argument has the wrong type.
@@ -114,8 +121,8 @@ def checked_delayed(named: Any, trigger: nn.Parameter | None) -> Sequence[tuple[
     """
     if (named is None) != (trigger is None):
         raise ValueError(
-            "delay_all_reduce_named_params and param_to_hook_all_reduce need to be set at the same time, got only one: "
-            "give both arguments or neither"
+            "delay_all_reduce_named_params and param_to_hook_all_reduce need to be set at the same time, but only one "
+            "of them was given. Give both arguments or neither"
         )
     if named is None:
         return ()
@@ -125,7 +132,7 @@ def checked_delayed(named: Any, trigger: nn.Parameter | None) -> Sequence[tuple[
         isinstance(pair, Sequence) and [isinstance(pair[0], str), len(pair)] == [True, 2] for pair in pairs
     ):
         raise TypeError(
-            f"expected delay_all_reduce_named_params to be pairs of a name and a parameter, got {named!r}"
+            f"expected delay_all_reduce_named_params to be a list of pairs (name, parameter); got {named!r}"
         )
     return pairs
 
@@ -135,13 +142,13 @@ def _ignored(
 ) -> set[str]:
     is_list = isinstance(patterns, Collection) and not isinstance(patterns, str)
     if not is_list or not all(isinstance(pattern, str) for pattern in patterns):
-        raise TypeError(f"expected ignore to be a list of names or patterns, got {patterns!r}")
+        raise TypeError(f"expected ignore to be a list of names or shell patterns; got {patterns!r}")
     ignored = set(getattr(module, IGNORED_BY_DDP, ()))  # set by torch's private function of that name
     for pattern in patterns:
         matching = {name for name in names if fnmatchcase(name, pattern)}
         if not matching and must_match:
             raise ValueError(
-                f"expected each pattern in ignore to match a parameter or buffer of {type(module).__name__}, got "
+                f"expected each pattern in ignore to match a parameter or buffer of {type(module).__name__}; got "
                 f"{pattern!r}, which matches none of {', '.join(names[:6])}{', ...' if len(names) > 6 else ''}"
             )
         ignored |= matching
@@ -151,7 +158,7 @@ def _ignored(
 def _check_initialised(module: nn.Module, lazy: Sequence[str]) -> None:
     if lazy:
         raise RuntimeError(
-            f"{type(module).__name__} has lazy parameters without a shape ({', '.join(lazy[:5])}), and modules with "
+            f"{type(module).__name__} has lazy parameters without a shape: {', '.join(lazy[:5])}. Modules with "
             "uninitialized parameters can't be used with `DistributedDataParallel`. Run one forward with a real "
             "batch, then wrap the module"
         )
@@ -171,8 +178,8 @@ def _check_devices(
     empty = [name for name, tensor in (*parameters, *buffers) if tensor.is_meta]
     if empty:
         raise RuntimeError(
-            f"{type(module).__name__} has tensors without values, on the meta device ({', '.join(empty[:5])}). Call "
-            "module.to_empty(device=...), initialize or load the module, then wrap it"
+            f"{type(module).__name__} has tensors on the meta device, which have no values: {', '.join(empty[:5])}. "
+            "Call module.to_empty(device=...), then initialize or load the module, then wrap it"
         )
     if "cpu" not in first_on:
         return
@@ -180,8 +187,9 @@ def _check_devices(
         # A subclass with its own forward, such as sl.nn.SyncBatchNorm, may support the CPU.
         if isinstance(submodule, SyncBatchNorm) and type(submodule).forward is SyncBatchNorm.forward:
             raise ValueError(
-                f"torch's SyncBatchNorm layers only work with GPU modules, and {path or 'this module'} is on CPU: use "
-                "sl.nn.SyncBatchNorm, which runs on every device (sl.nn.SyncBatchNorm.convert_sync_batchnorm(module))"
+                f"torch's SyncBatchNorm layers only work with GPU modules, but {path or 'this module'} is on CPU. "
+                "Use layers of sl.nn.SyncBatchNorm, which run on every device. "
+                "sl.nn.SyncBatchNorm.convert_sync_batchnorm(module) makes this change"
             )
 
 
@@ -198,13 +206,14 @@ _requires_grad = operator.attrgetter("requires_grad")
 
 
 class Inventory:
-    """The submodules and parameters of a module, and the number of its buffers, at construction.
+    """A record of the submodules and parameters that a module had at construction, and of the number of its buffers.
 
-    `has_changed` runs in each forward. It takes 30 us for 250 submodules with 500 parameters, and 3 us for a small net.
-    Some modules replace their buffers in each forward, so only the number of buffers is compared.
+    `has_changed` compares the module with this record. It runs in each forward, and takes 30 us for 250 submodules with
+    500 parameters, and 3 us for a small net. Some modules replace their buffers in each forward, so only the number of
+    buffers is compared.
 
     Args:
-        module: the module.
+        module: the module to record.
 
     Example:
         >>> net = nn.Sequential(nn.Linear(2, 2))
@@ -237,7 +246,11 @@ class Inventory:
         ]
 
     def has_changed(self) -> bool:
-        """Return whether a submodule, parameter or buffer was added, removed, replaced or unfrozen."""
+        """Return whether the module has changed since construction.
+
+        A module has changed if a submodule or parameter was added, removed or replaced, if a frozen parameter now
+        requires grad, or if a buffer was added or removed.
+        """
         return (
             sum(map(len, self._tables)) != self._num_entries
             or not all(map(operator.is_, self._current(), self._members))

@@ -1,10 +1,10 @@
-"""Undocumented names of torch's DistributedDataParallel that users and frameworks use.
+"""The undocumented methods and attributes of torch's DistributedDataParallel that users and frameworks use.
 
-Such names are supported as far as possible: for Lightning (`reducer`, `_set_static_graph`,
+They are supported as far as possible, because other code uses them: Lightning (`reducer`, `_set_static_graph`,
 `_register_builtin_comm_hook`), Accelerate and Megatron (`bucket_bytes_cap`,
 `_set_params_and_buffers_to_ignore_for_model`), torch.compile (`_inside_ddp_forward`), torchrec, and torch's own tests.
-Methods that drive torch's reducer raise an error that states the alternative (see `REFUSED`). All other names work as
-they are inherited from torch. A test covers every name.
+Methods that drive torch's reducer raise an error that names the alternative (see `REFUSED`). All other methods and
+attributes are inherited from torch, and work unchanged. A test covers every name.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _BUFFERS = "call ddp.sync_buffers_()"
 _DELAYED = "give delay_all_reduce_named_params when you wrap the module"
 _CASTS = "give mixed_precision= when you wrap the module"
 _IN_BACKWARD = (
-    "register optimizers that step inside backward before the first step, where the wrapper finds them"
+    "register optimizers that step inside backward before the first step; the wrapper finds them by itself"
 )
 
 REFUSED = {
@@ -61,21 +61,21 @@ REFUSED = {
     "_sync_final_model": _JOIN,
     "_sync_module_buffers": _BUFFERS,
 }
-"""The methods of torch's class that drive torch's reducer, each with the alternative that its error states."""
+"""The methods of torch's class that drive torch's reducer, each with the alternative that its error names."""
 
 
 class _NoReducer:
-    """A replacement for torch's reducer, for code that prepares the reducer by hand. Most methods do nothing.
+    """A replacement for torch's reducer, for code that calls the reducer itself. Most methods do nothing.
 
     Args:
-        gradients: the synchronization of gradients, which has the numbers.
+        gradients: the synchronization of gradients, from which the use of the parameters is read.
     """
 
     def __init__(self, gradients: GradientSync) -> None:
         self._gradients = gradients
 
     def _get_local_used_map(self) -> Tensor:
-        """Return the number of ranks that used each parameter in the last backward."""
+        """Return an int32 tensor that holds, for each parameter, how many ranks used it in the last backward."""
         return torch.tensor(self._gradients.reduction.usage.num_ranks_using, dtype=torch.int32)
 
     def _rebuild_buckets(self) -> bool:
@@ -90,7 +90,7 @@ class _NoReducer:
     def __getattr__(self, name: str) -> Any:
         raise AttributeError(
             f"reducer.{name} is not supported, because Syncline does not use torch's reducer. Print ddp.contract to "
-            "see what is synchronized, and ddp.explain() or ddp.last_step to see what was done"
+            "see what is synchronized, and ddp.explain() or ddp.last_step to see what the last step did"
         )
 
 
@@ -120,7 +120,7 @@ class TorchNames:
 
     @property
     def process_group(self) -> dist.ProcessGroup | None:
-        """The torch.distributed process group that the transport uses; None if the transport uses none."""
+        """The torch.distributed process group with the ranks of this wrapper; None if there is none."""
         return self._replica.transport.group
 
     @process_group.setter
@@ -134,29 +134,29 @@ class TorchNames:
 
     @property
     def is_multi_device_module(self) -> bool:
-        """True if the parameters are on several devices."""
+        """True if the parameters are on more than one device."""
         return len({parameter.device for parameter in self._module_parameters}) > 1
 
     reducer = property(lambda self: _NoReducer(self._replica.gradients))
-    """A replacement for torch's reducer."""
+    """A replacement for torch's reducer, whose methods mostly do nothing."""
     device_type = property(lambda self: self.device.type)
     """The type of the module's device, such as "cpu" or "cuda"."""
     bucket_bytes_cap = property(lambda self: self._replica.config.gradients.caps.largest_bytes)
-    """The largest bucket cap in bytes, by which torch.compile splits graphs."""
+    """The largest bucket cap in bytes. torch.compile splits graphs by this size."""
     bucket_bytes_cap_list = property(lambda self: list(self._replica.config.gradients.caps.listed_bytes))
-    """The bucket caps in bytes that were given as a list; empty if none were."""
+    """The caps of the first buckets in bytes, from `bucket_cap_mb_list`; empty if that argument was not given."""
     bucket_bytes_cap_default = property(lambda self: self._replica.config.gradients.caps.is_default)
-    """Whether no bucket caps were given."""
+    """Whether Syncline chose the bucket caps, because the user gave none."""
     parameters_to_ignore = property(lambda self: set(self._replica.selection.ignored))
-    """Names of the parameters and buffers that are not synchronized."""
+    """The names of the parameters and buffers that are not synchronized."""
     modules_buffers = property(lambda self: list(self.named_module_buffers.values()))
-    """The buffers that are synchronized, as the module has them now."""
+    """The synchronized buffers that the module has now."""
     _has_rebuilt_buckets = property(lambda self: self._replica.gradients.layout.order_is_learnt)
     _distributed_rank = property(lambda self: self._replica.transport.rank)
 
     @property
     def named_module_buffers(self) -> dict[str, Tensor]:
-        """The buffers that are synchronized, by name, as the module has them now."""
+        """The synchronized buffers that the module has now, by name."""
         ignored = self.parameters_to_ignore
         return {name: b for name, b in self.module.named_buffers() if name not in ignored}
 
@@ -170,7 +170,7 @@ class TorchNames:
         return [] if hook is None else [(hook.hook, hook.state)]
 
     def _get_ddp_logging_data(self) -> dict[str, Any]:
-        """Return the entries of torch's logging data that are known here."""
+        """Return those entries of torch's logging data that Syncline knows, by name."""
         replica, gradients = self._replica, self._replica.gradients
         last, hook, error = (
             gradients.ledger.last(),
@@ -210,14 +210,14 @@ class TorchNames:
     def _set_ddp_runtime_logging_sample_rate(self, sample_rate: int) -> None:
         if sample_rate < 1:
             raise ValueError(
-                f"expected sample_rate to be at least 1, got {sample_rate} (every step is recorded in any case)"
+                f"expected sample_rate to be at least 1; got {sample_rate}. Give 1: Syncline records every step"
             )
 
     # ------------------------------------------------------------------ switches
 
     @property
     def require_backward_grad_sync(self) -> bool:
-        """True if the next backward synchronizes. `no_sync` changes this flag, and some frameworks set it."""
+        """True if the next backward reduces gradients. `no_sync` changes this flag, and some frameworks set it."""
         return self._replica.gradients.controls.enabled
 
     @require_backward_grad_sync.setter
@@ -226,7 +226,10 @@ class TorchNames:
 
     @property
     def require_forward_param_sync(self) -> bool:
-        """True if the next forward may synchronize buffers, because the last one ran outside of no_sync and no_grad."""
+        """True if the next forward synchronizes buffers, unless that is turned off.
+
+        It is False if the last forward ran under `no_sync` or `no_grad`.
+        """
         return self._replica.buffers.due
 
     @require_forward_param_sync.setter
@@ -235,7 +238,7 @@ class TorchNames:
 
     @property
     def forward_sync_buffers(self) -> bool:
-        """True if forwards synchronize buffers."""
+        """True if the synchronization of buffers before forwards is turned on."""
         return self._replica.buffers.enabled
 
     @forward_sync_buffers.setter
@@ -245,25 +248,29 @@ class TorchNames:
     broadcast_buffers = forward_sync_buffers
 
     def will_sync_module_buffers(self) -> bool:
-        """Return whether the next forward sends buffers."""
+        """Return whether the next forward synchronizes buffers."""
         replica = self._replica
         return replica.buffers.due and replica.buffers.enabled and bool(replica.selection.buffers)
 
     def _set_static_graph(self) -> None:
-        """Behave as with `static_graph=True` at construction. Call this before the first backward."""
+        """Behave from now on as if `static_graph=True` had been given. Call this method before the first backward."""
         if self.static_graph:
-            warnings.warn("static_graph is already True, and need not be set again", stacklevel=2)
+            warnings.warn(
+                "static_graph is already True: leave out the call of _set_static_graph()", stacklevel=2
+            )
             return
         if self._replica.gradients.num_backwards:
             raise RuntimeError(
-                "_set_static_graph should be called before training loop starts, got it after step "
-                f"{self._replica.gradients.step}"
+                "_set_static_graph should be called before training loop starts, but it was called after step "
+                f"{self._replica.gradients.step}. Call it right after you wrap the module"
             )
         self.static_graph = True
         self._replica.use_static_graph()
 
     def _update_process_group(self, new_process_group: dist.ProcessGroup | Transport | None) -> None:
-        """Synchronize over another group from now on. The replicas of its ranks must already be equal.
+        """Synchronize over another group from now on. A collective call of that group.
+
+        The replicas of the ranks in the new group must already be equal.
 
         Raises:
             ValueError: the wrapper is inside of `sl.diverge`, is sharded, or has a strategy under which replicas drift.
@@ -276,20 +283,20 @@ class TorchNames:
     def _check_default_group(self) -> None:
         if self._replica.transport is not transport_of(None):
             raise RuntimeError(
-                "expected a wrapper over the default group, because only such a wrapper can be pickled or copied, got "
-                f"one over {self._replica.transport.name}. Copy ddp.module, and wrap the copy"
+                "only a wrapper over the default group can be pickled or copied, but this wrapper is over "
+                f"{self._replica.transport.name}. Pickle or copy ddp.module instead, and wrap the result"
             )
 
     def _check_reducer_finalized(self) -> None:
         if self._replica.gradients.is_in_backward:
             raise RuntimeError(
                 f"rank {self._replica.transport.rank}: expected the previous backward to have ended, but it is still "
-                "running, or an exception has interrupted it"
+                "running, or an exception has interrupted it. Run backward to its end before this call"
             )
 
     @property
     def require_manual_backward_finalization(self) -> bool:
-        """True if torch 2.15's `finalize_backward` must be called. Always False, because backward waits itself."""
+        """True if a user must call `finalize_backward` of torch 2.15. Always False, because backward itself waits."""
         return False
 
     @require_manual_backward_finalization.setter
@@ -298,23 +305,23 @@ class TorchNames:
             self.finalize_backward()
 
     def finalize_backward(self) -> None:
-        """Raise an error, because a backward cannot be finalized by hand."""
+        """Raise an error, because backward itself waits for all gradients."""
         raise SynclineError(
             "finalize_backward() is not supported, because loss.backward() returns only when all gradients are "
-            "reduced: leave the call out, and require_manual_backward_finalization at False"
+            "reduced. Leave out the call, and do not set require_manual_backward_finalization to True"
         )
 
     def _set_ddp_sink_clone(self, val: bool) -> None:
-        """Do nothing, because outputs are never cloned."""
+        """Do nothing, because the wrapper never clones outputs."""
 
     def _assign_modules_buffers(self) -> None:
-        """Do nothing, because buffers are looked up when they are needed."""
+        """Do nothing, because Syncline looks up the buffers when it needs them."""
 
     def _clear_grad_buffer(self) -> None:
-        """Do nothing, because delayed gradients have ordinary buckets."""
+        """Do nothing, because delayed gradients have ordinary buckets, not a buffer of their own."""
 
     def _set_sparse_metadata(self, global_unique_ids: object) -> None:
-        """Do nothing, because sparse rows are exchanged without metadata."""
+        """Do nothing, because Syncline exchanges sparse rows without metadata."""
 
     # ------------------------------------------------------------------ other ways to register a hook
 
@@ -338,14 +345,14 @@ class TorchNames:
             as_overlapped(optim, optim_params, *args, **kwargs).register_ddp(self)
         except NotImplementedError as error:
             raise RuntimeError(
-                f"expected an optimizer that can step in a communication hook, got {optim}: {error}"
+                f"expected an optimizer class that can step inside a communication hook; got {optim}: {error}"
             ) from error
 
     def _register_buffer_comm_hook(
         self, state: object, hook: Callable[..., Any], comm_hook_location: Any = None
     ) -> None:
         if not callable(hook):
-            raise TypeError(f"expected a callable buffer hook, got {type(hook).__name__}")
+            raise TypeError(f"expected the buffer hook to be callable; got a {type(hook).__name__}")
         after = comm_hook_location is None or comm_hook_location.name == "POST_FORWARD"
         self._replica.drift.refuse(
             "buffers are synchronized in parameter syncs, which never call a buffer hook"
@@ -368,7 +375,13 @@ class TorchNames:
         bucket_size: int | None = None,
         authoritative_rank: int = 0,
     ) -> None:
-        """Broadcast tensors from one rank. None stands for the buffers. Buffer hooks call this method."""
+        """Broadcast tensors from one rank, as buffer hooks for torch's class request it. A collective call.
+
+        Args:
+            bufs: the tensors. Pass None to broadcast all synchronized buffers.
+            bucket_size: accepted for compatibility with torch. Not used.
+            authoritative_rank: the rank whose values are broadcast.
+        """
         tensors = self.modules_buffers if bufs is None else bufs
         self._distributed_broadcast_coalesced(tensors, bucket_size, authoritative_rank)
 
@@ -382,7 +395,7 @@ class TorchNames:
 def _refusal(name: str, instead: str) -> Callable[..., None]:
     def refuse(self: object, *args: object, **kwargs: object) -> None:
         raise SynclineError(
-            f"{name}() is not supported, because Syncline does not use torch's reducer: {instead}"
+            f"{name}() is not supported, because Syncline does not use torch's reducer. Instead, {instead}"
         )
 
     refuse.__name__, refuse.__doc__ = name, f"Raise an error. Instead, {instead}."

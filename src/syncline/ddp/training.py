@@ -1,4 +1,4 @@
-"""The methods of the wrapper that a training loop calls, other than forward."""
+"""The methods of the wrapper that a training loop calls besides forward."""
 
 from __future__ import annotations
 
@@ -27,36 +27,39 @@ class TrainingMethods(TorchNames, Joinable):
     def attach(
         self, optimizer: AnyOptimizer, *, elementwise: bool | None = None, replace: bool | None = None
     ) -> AnyOptimizer:
-        """Attach an optimizer, so that its settings and steps are compared between ranks.
+        """Attach an optimizer, so that the ranks compare its settings and the number of its steps.
 
-        In each synchronized backward the ranks compare the learning rates and other numbers of `param_groups`, and the
-        number of calls of `step`. A difference raises an error on all ranks, before any optimizer steps. A step also
-        raises an error if the gradients were not reduced because the last backward ran under `no_sync`. Attach the
-        optimizer on all ranks.
+        Attach the optimizer on all ranks. In each synchronized backward the ranks compare the learning rates and other
+        settings in `param_groups`, and the number of calls of `step`. A difference raises an error on all ranks, before
+        any optimizer steps. A step also raises an error if the last backward ran under `no_sync`, because its gradients
+        were not reduced.
 
         Under `on_nonfinite="skip"`, an attached optimizer discards a step whose gradients are not finite.
 
-        With `sharded=True` you must attach every optimizer. Its parameters become this rank's shards, and its state is
-        cut to match them. Its `state_dict()` becomes a collective call.
+        With `sharded=True` you must attach every optimizer. Its parameters are then replaced by this rank's shards of
+        them, and its state is cut in the same way. Its `state_dict()` becomes a collective call.
 
-        You may attach several optimizers. A new optimizer is added if it shares no parameter of this module with an
-        attached one. It replaces an attached optimizer if it has all parameters of that optimizer, as when a notebook
-        creates its optimizer again. A replaced optimizer is no longer compared or kept in memory, and its `step` raises
-        an error. If the new optimizer has only some parameters of an attached one, choose by `replace`.
+        You may attach several optimizers. A new optimizer is added if it has no parameter of this module in common with
+        an attached optimizer. It replaces an attached optimizer if it has all parameters of that optimizer, for example
+        when a notebook creates its optimizer again. A replaced optimizer is no longer compared or kept in memory, and
+        its `step` raises an error. If the new optimizer has only some parameters of an attached optimizer, choose by
+        `replace`.
 
         Args:
             optimizer: an optimizer of parameters of this module. It may also have other parameters. You may create
                 schedulers and GradScalers before or after this call.
-            elementwise: with `sharded=True`, whether the optimizer updates each element on its own, so that a shard may
-                be a flat span of several parameters. None lets Syncline decide: True for torch's optimizers of this
-                kind (AdamW, SGD and others). Any other optimizer then steps whole parameters, which is correct if the
-                update of each parameter depends on that parameter alone.
+            elementwise: whether the optimizer updates each element independently of all other elements. It matters only
+                with `sharded=True`: a shard is then a flat span over several parameters. With False, a shard consists
+                of whole parameters, which is correct if the update of each parameter depends on that parameter alone.
+                None lets Syncline decide: True for AdamW, SGD and other optimizers of torch that update each element
+                independently, False for all other optimizers.
             replace: True replaces all attached optimizers that have any parameter of the new one. False keeps them, so
-                that several optimizers step the same parameter, which `sharded=True` does not allow. None applies the
+                that several optimizers step the same parameter. `sharded=True` does not allow that. None applies the
                 rule above.
 
         Returns:
-            The same optimizer. Its `step` now makes the comparisons first. Attaching the optimizer again has no effect.
+            The same optimizer, whose `step` now checks the gradients and settings first. If the optimizer was attached
+            before, the call has no effect.
 
         Raises:
             TypeError: `optimizer` is not an optimizer.
@@ -83,15 +86,16 @@ class TrainingMethods(TorchNames, Joinable):
     ) -> Tensor:
         """Clip the total norm of all reduced gradients, as `torch.nn.utils.clip_grad_norm_` does.
 
-        Reduced gradients are equal on all ranks, so their norm is equal too, and nothing is sent. With `sharded=True`,
+        Reduced gradients are equal on all ranks. So their norm is equal too, and nothing is sent. With `sharded=True`,
         the ranks combine the norms of their shards in one small collective. Gradients of parameters under `ignore=`
-        are left out, because they differ between ranks. With a GradScaler, call `scaler.unscale_(optimizer)` first.
+        do not count, because they differ between ranks. With a GradScaler, call `scaler.unscale_(optimizer)` first.
 
         Args:
-            max_norm: the largest norm.
-            norm_type: the order of the norm. `math.inf` takes the largest element.
-            error_if_nonfinite: raise if the norm is NaN or infinite.
-            foreach: use the multi-tensor implementation. None chooses automatically.
+            max_norm: the largest norm that is allowed. Gradients with a larger norm are scaled down to it.
+            norm_type: the order of the norm, such as 2. With `math.inf` it is the largest absolute value of an element.
+            error_if_nonfinite: raise an error if the norm is NaN or infinite.
+            foreach: use the implementation for many tensors at once. None lets torch choose. With `sharded=True` it has
+                no effect.
 
         Returns:
             The norm before clipping, of shape ().
@@ -128,17 +132,18 @@ class TrainingMethods(TorchNames, Joinable):
     def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:
         """Register a communication hook, as in torch: `hook(state, bucket)` reduces each bucket instead of all_reduce.
 
-        The hook receives undivided gradients, as a `GradBucket` with torch's methods. It must divide them, and return
-        a `torch.futures.Future` of the reduced flat tensor. Register one hook, on all ranks, between the same two
-        backwards. The hooks that torch provides call torch.distributed directly, over the group in their state.
+        The hook receives the gradients undivided, in a `GradBucket` with torch's methods. It must divide them
+        itself, and return a `torch.futures.Future` of the reduced flat tensor. Register one hook, on all ranks, between
+        the same two backwards. The hooks that torch provides call torch.distributed directly, over the process group
+        that you pass as their state.
 
         Args:
             state: the first argument of each call of the hook.
-            hook: the hook.
+            hook: the function `hook(state, bucket)`.
 
         Raises:
             TypeError: the hook is not callable.
-            ValueError: the annotations of the hook are wrong, the module is sharded, or there is a compression.
+            ValueError: the annotations of the hook are wrong, the module is sharded, or it has a compression.
             RuntimeError: a hook is already registered, or a backward is running.
 
         Example:
@@ -158,8 +163,8 @@ class TrainingMethods(TorchNames, Joinable):
     def no_sync(self) -> Iterator[None]:
         """Accumulate gradients in `.grad` without reducing them.
 
-        `no_sync` applies to backward passes that *run* inside the block. (torch's class decides this in forward.) The
-        next backward outside the block reduces everything that was accumulated.
+        `no_sync` applies to the backward passes that *run* inside the block. In torch's class, the place
+        of the forward decides instead. The next backward outside the block reduces all accumulated gradients.
 
         Example:
             >>> import torch, syncline as sl
@@ -175,17 +180,17 @@ class TrainingMethods(TorchNames, Joinable):
 
     @contextmanager
     def normalize_by(self, num_items: int) -> Iterator[None]:
-        """Divide gradients by the global number of items, instead of averaging them over ranks.
+        """Divide the sum of the gradients by the number of items on all ranks, instead of by the number of ranks.
 
-        Put this block around forward and backward of a loss that is the *sum* over `num_items` (tokens, samples).
+        Put this block around the forward and backward of a loss that is the *sum* over `num_items` tokens or samples.
         `.grad` becomes the sum of the gradients over ranks and accumulated micro-batches, divided by the total number
-        of items. This is exact for batches of unequal size. The counts are sent with the last bucket.
+        of items. This is exact even if batches differ in size. The numbers of items are sent with the last bucket.
 
-        In float16 the undivided sums must fit: the largest float16 is 65,504.
+        The sums are divided only after they are reduced. In float16 a sum must not exceed 65,504, the largest float16.
 
         Args:
-            num_items: the number of items in this rank's loss. Some ranks may have 0 items, but they must still run
-                the backward. 0 items on all ranks is an error.
+            num_items: the number of items in this rank's loss. A rank can have 0 items if another rank has some, but it
+                must still run the backward.
 
         Raises:
             TypeError: `num_items` is not an integer.
@@ -205,28 +210,28 @@ class TrainingMethods(TorchNames, Joinable):
         gradients = self._replica.gradients
         hook = gradients.layout.comm_hook
         if hook is not None:
-            hook.refuse_own_division("Use one or the other")
+            hook.refuse_own_division("Use only one of normalize_by and the hook")
         with gradients.normalizer.block(checked_num_items(num_items)):
             yield
 
     def report(self, *, weight: float | Tensor = 1.0, **metrics: float | Tensor) -> None:
-        """Average metrics over all ranks. They are sent with the next gradients, without a collective of their own.
+        """Average metrics over all ranks. The values travel with the next gradients, without a separate collective.
 
         Call this method on all ranks, with the same names, between forward and backward. After a synchronized backward
-        the means are in `ddp.last_step.metrics`, with the same bits on every rank. Values of micro-batches under
-        `no_sync` are averaged together with the values of the next synchronized backward. For other values use
-        `sl.mean`.
+        `ddp.last_step.metrics` holds the means, with the same bits on every rank. Values that you report for
+        micro-batches under `no_sync` are averaged together with the values of the next synchronized backward. To
+        average values at any other time, use `sl.mean`.
 
         Args:
-            weight: the weight of this rank's values, such as its number of samples. Finite, at least 0.
-            metrics: numbers or tensors of one element on any device, by name. They are read when the last bucket is
-                sent, and are sent as float32.
+            weight: the weight of this rank's values, such as its number of samples. It must be finite and at least 0.
+            metrics: the values by name: numbers, or tensors of one element on any device. They are read when the last
+                bucket is sent, and are sent as float32.
 
         Raises:
             TypeError: a value is not a real number.
             ValueError: the weight is negative, infinite or NaN; or no metric was given.
-            ContractMismatch: ranks report different names. The next backward raises it, on every rank.
-            SynclineError: a name is new inside `join`, where ranks without inputs cannot report it.
+            ContractMismatch: the ranks report different names. The next backward raises this error, on every rank.
+            SynclineError: a name is new inside `join`, where the ranks without inputs cannot report it.
 
         Example:
             >>> import torch, syncline as sl
@@ -238,7 +243,7 @@ class TrainingMethods(TorchNames, Joinable):
             {'loss': 0.25, 'accuracy': 0.5}
         """
         if not metrics:
-            raise ValueError("expected at least one named metric, as in ddp.report(loss=loss), got none")
+            raise ValueError("expected at least one metric by name, as in ddp.report(loss=loss); got none")
         values = {name: check_metric(name, value) for name, value in metrics.items()}
         weight = checked_number("weight", weight, at_least=0)
         self._replica.registered.report(values, weight, inside_join=is_in_join(self))

@@ -1,7 +1,7 @@
-"""DistributedDataParallel: connects a module to the parts that synchronize it.
+"""The class DistributedDataParallel, which connects a module to the parts that synchronize it.
 
-A `Replica` (`replica.py`) holds those parts. The names of torch's class that frameworks use without documentation are
-in `torch_names.py`. `docs/architecture.md` draws the flow of one step.
+A `Replica` (`replica.py`) holds those parts. `torch_names.py` has the undocumented methods and attributes of torch's
+class that frameworks use. `docs/architecture.md` shows the flow of one step.
 """
 
 from __future__ import annotations
@@ -57,83 +57,85 @@ _FLAGS = (
     "batched_grad_copy",
     "lazy_bucket_allocation",
 )
-"""torch's boolean arguments. As in torch, the wrapper has an attribute for each."""
+"""The names of torch's boolean arguments. As in torch, the wrapper has an attribute for each of them."""
 
 
 class DistributedDataParallel(  # type: ignore[misc, override]
     TrainingMethods, JoinMethods, SynchronizedModule, nn.parallel.DistributedDataParallel
 ):
-    """A data-parallel wrapper. It averages gradients over all ranks during backward, which keeps the replicas equal.
+    """A data-parallel wrapper, which averages gradients over all ranks during backward and so keeps the replicas equal.
 
-    It replaces `torch.nn.parallel.DistributedDataParallel` without other changes to your code. It is a subclass of that
-    class, so `isinstance` checks in frameworks succeed, but torch's reducer never runs.
+    You can use it in place of `torch.nn.parallel.DistributedDataParallel`, without other changes to your code. It is a
+    subclass of that class, so `isinstance` checks in frameworks succeed, but torch's reducer never runs.
 
     `print(ddp.contract)` shows what is synchronized and when. `print(ddp.explain())` shows what happened in the last
-    step. `docs/compatibility.md` describes torch's arguments and methods one by one.
+    step. `docs/compatibility.md` describes each argument and method that torch's class has.
 
     Args:
-        module: the module of this rank. At least one parameter must require grad. Names, shapes, dtypes, strides,
-            `requires_grad` and order of parameters and buffers must be the same on all ranks.
-        device_ids: for a module on one accelerator, the device to which its inputs are moved. None on CPU and for a
-            module on several devices.
-        output_device: accepted for compatibility with torch. Outputs stay where the module leaves them.
-        dim: accepted for compatibility with torch. Not used.
+        module: the module of this rank. At least one parameter must require grad. The parameters and buffers must have
+            the same names, shapes, dtypes, strides, `requires_grad` and order on all ranks.
+        device_ids: a list of one device, to which inputs are moved before forward, for a module on one accelerator.
+            Give None on CPU, and for a module on several devices.
+        output_device: accepted for compatibility with torch. It has no effect: outputs are not moved.
+        dim: accepted for compatibility with torch. It has no effect.
         broadcast_buffers: broadcast buffers from rank 0 at construction and before a forward. None means True.
-        init_sync: broadcast parameters and buffers from rank 0 at construction. With False, you guarantee that they
-            are equal.
+        init_sync: broadcast parameters and buffers from rank 0 at construction. With False, you guarantee that they are
+            equal on all ranks.
         process_group: the group to synchronize over: a `torch.distributed` process group or a Syncline transport. None
-            is the default group, or a world of one rank if torch.distributed is not initialised.
+            means the default group, or a world of one rank if torch.distributed is not initialized.
         bucket_cap_mb: the largest size of a bucket in MiB (2**20 bytes). None lets Syncline choose. In shared memory
-            it uses 8 MiB. Over Gloo, on one host whose cores all compute, it uses few large buckets. Elsewhere it uses
-            1 MiB for the first bucket and 25 MiB for the rest, as in torch.
+            the size is 8 MiB. Over Gloo, if the ranks keep all cores of one host busy, it uses few large buckets.
+            Otherwise the first bucket has up to 1 MiB and the others up to 25 MiB, as in torch.
         find_unused_parameters: count a missing gradient as zero instead of raising an error. The `.grad` of a parameter
             that no rank used does not change.
-        check_reduction: deprecated in torch. Accepted, not used.
+        check_reduction: deprecated in torch. It has no effect.
         gradient_as_bucket_view: make `.grad` a view of the bucket after a synchronized backward. This saves time, and
-            the memory of one copy of all gradients.
-        static_graph: state that the same parameters get gradients in every backward, each the same number of times. The
-            first backward records this. It allows re-entrant and repeated checkpoints, and implies
-            `find_unused_parameters`.
-        delay_all_reduce_named_params: named parameters whose gradients are reduced last, in separate buckets.
-        param_to_hook_all_reduce: torch's trigger for the delayed parameters. Give both arguments or neither.
-        mixed_precision: torch's `_MixedPrecision`. Forward runs on low-precision copies of the parameters.
-        device_mesh: a mesh of one dimension, instead of `process_group`.
-        skip_all_reduce_unused_params: with `find_unused_parameters`, do not send a bucket that no rank used. The ranks
-            find these buckets with one small collective at the start of backward.
+            as much memory as all gradients need.
+        static_graph: a promise that the same parameters get gradients in every backward, each the same number of times.
+            The first backward records these numbers. This allows re-entrant and repeated activation checkpoints, and
+            implies `find_unused_parameters`.
+        delay_all_reduce_named_params: the parameters whose gradients are reduced last, in separate buckets, as pairs
+            (name, parameter).
+        param_to_hook_all_reduce: the parameter that triggers this reduction in torch. Give both arguments or neither.
+        mixed_precision: torch's `_MixedPrecision`. Forward then runs on low-precision copies of the parameters.
+        device_mesh: a mesh of one dimension, whose group is used. Give it instead of `process_group`.
+        skip_all_reduce_unused_params: with `find_unused_parameters`, do not send a bucket if no rank used any of its
+            parameters. The ranks find these buckets in one small collective at the start of backward.
         bucket_cap_mb_list: caps of the first buckets in MiB, in order. The last cap applies to all further buckets, and
             `bucket_cap_mb` is not used.
-        batched_grad_copy: accepted. Gradients are copied in batches in any case.
-        forward_sync_buffers: torch 2.13's name for the part of `broadcast_buffers` that concerns forward. With False,
-            buffers are still broadcast at construction. It overrides `broadcast_buffers`.
-        lazy_bucket_allocation: accepted for compatibility with torch 2.15. Not used.
-        buffers: how buffers are synchronized before a forward: "broadcast" (from rank 0, as in torch), "average"
-            (running statistics are pooled, see `docs/buffers.md`) or "none". It cannot be combined with
-            `broadcast_buffers` or `forward_sync_buffers`.
-        compression: how gradients are encoded, one of `sl.compression`. None sends them unchanged. See
-            `docs/compression.md`.
-        ignore: names or shell patterns (`"head.*"`) of parameters and buffers that are neither broadcast nor reduced.
-            The same on all ranks.
+        batched_grad_copy: accepted for compatibility with torch. Gradients are always copied in batches.
+        forward_sync_buffers: whether buffers are broadcast before a forward, as in torch 2.13. It overrides
+            `broadcast_buffers` in forwards. With False, buffers are still broadcast at construction.
+        lazy_bucket_allocation: accepted for compatibility with torch 2.15. It has no effect.
+        buffers: how buffers are synchronized before a forward. "broadcast" sends those of rank 0, as in torch.
+            "average" averages them, and pools running statistics (see `docs/buffers.md`). "none" does not synchronize
+            them. This argument cannot be combined with `broadcast_buffers` or `forward_sync_buffers`.
+        compression: how gradients are encoded before they are sent: one of `sl.compression`. None sends them unchanged.
+            See `docs/compression.md`.
+        ignore: the names of parameters and buffers that are neither broadcast nor reduced, or shell patterns for their
+            names, such as `"head.*"`. They must match the same names on all ranks.
         reduce_dtype: the dtype in which floating-point gradients are summed, such as torch.float32 for a bfloat16
-            module. None is the dtype of each gradient.
-        sharded: let each rank reduce only its shard of the gradients, and step the optimizer only for that shard
-            (`attach` the optimizer). On one host, all ranks use one copy of the parameters. See `docs/sharded.md`.
+            module. None sums each gradient in its own dtype.
+        sharded: let each rank reduce only its shard of the gradients, and step only its shard of the parameters. You
+            must `attach` every optimizer. If possible, the ranks of a host use one copy of the parameters. See
+            `docs/sharded.md`.
         strategy: when and how parameters are synchronized: `sl.LocalSGD`, `sl.DiLoCo`, `sl.Gossip`,
-            `sl.ParameterServer` or `sl.Manual`. None is `sl.EveryStep()`. Under the other strategies replicas drift
-            apart between two parameter syncs. Buffers are then synchronized together with the parameters, by default
-            pooled (`buffers="average"`). See `docs/strategies.md`.
+            `sl.ParameterServer` or `sl.Manual`. None means `sl.EveryStep()`. Under all other strategies, replicas
+            drift apart between two parameter syncs. Buffers are then synchronized together with the parameters, by
+            default with `buffers="average"`. See `docs/strategies.md`.
         replica_check: `sl.ReplicaCheck(every=100)` compares the replicas during training, one slice per step. See
             `docs/replica-check.md`.
         on_nonfinite: what all ranks do if a gradient of any rank is NaN or infinite. "ignore" does nothing, so the mean
             is not finite either. "raise" raises `NonFiniteGradient` at the end of this backward. "skip" discards the
-            step of every optimizer (`attach` each of them). "zero" counts such elements as zero. All but "ignore"
-            name the rank and the parameter. While a `torch.amp.GradScaler` is in use, it handles such gradients, and
-            these policies do not apply. See `docs/nothing-silent.md`.
+            step of every optimizer; you must `attach` each of them. "zero" counts such elements as zero. Except for
+            "ignore", each policy names the rank and the parameter. While a `torch.amp.GradScaler` is in use, it handles
+            such gradients, and these policies do not apply. See `docs/nothing-silent.md`.
 
     Raises:
-        TypeError: `module` is not a `torch.nn.Module`.
-        ValueError: `device_ids` does not fit the module, a size is not positive, a pattern matches nothing,
-            parameters are on several types of device, or torch's own SyncBatchNorm is used on CPU.
-        RuntimeError: nothing requires grad, or the module has tensors without a shape or without values.
+        TypeError: `module` is not a `torch.nn.Module`, or another argument has a wrong type.
+        ValueError: an argument has a wrong value or cannot be combined with another one, the parameters are on several
+            types of device, or the module uses torch's own SyncBatchNorm on CPU.
+        RuntimeError: no parameter requires grad, or the module has tensors without a shape or without values.
         ContractMismatch: the ranks were given different modules or arguments. The text is the same on every rank.
 
     Example:
@@ -184,7 +186,7 @@ class DistributedDataParallel(  # type: ignore[misc, override]
         with refusals(transport):
             flags = checked_truths({name: arguments[name] for name in _FLAGS})
             if checked_truth("check_reduction", check_reduction):
-                text = "check_reduction is deprecated in torch and not used: every reduction is checked"
+                text = "check_reduction is deprecated in torch, and has no effect. Leave it out"
                 warnings.warn(text, FutureWarning, stacklevel=2)
             delayed = checked_delayed(delay_all_reduce_named_params, param_to_hook_all_reduce)
             chosen = select(module, ignore=ignore, delayed=delayed)
@@ -211,7 +213,7 @@ class DistributedDataParallel(  # type: ignore[misc, override]
 
     @NotTraced
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        """Run the module's forward. Synchronize buffers first if that is due."""
+        """Run the module's forward. Before that, synchronize the buffers if this forward has to."""
         replica = self._replica
         buffer_hook = replica.registered.buffer_hook
         synchronizes = torch.is_grad_enabled() and replica.gradients.controls.enabled
@@ -269,10 +271,10 @@ class DistributedDataParallel(  # type: ignore[misc, override]
             self._replica.gradients.controls.wait_for(hook.run(self.named_module_buffers))
 
     def sync_buffers_(self) -> None:
-        """Make the buffers of all ranks equal now, by their policy. A collective call.
+        """Make the buffers equal on all ranks now, by the buffer policy. A collective call.
 
-        Under the policy "none", the buffers of rank 0 are broadcast. Call this before a checkpoint or an evaluation,
-        because after the last step the running statistics of each rank include its own last batch.
+        Under the policy "none", the buffers of rank 0 are broadcast. Call this method before a checkpoint or an
+        evaluation, because after a step the running statistics of each rank include a batch of this rank alone.
 
         Example:
             >>> import torch, syncline as sl
@@ -286,11 +288,12 @@ class DistributedDataParallel(  # type: ignore[misc, override]
         replica.buffers.sync()
 
     def sync_parameters_(self) -> None:
-        """Make the replicas of all ranks equal now, outside the strategy's schedule. A collective call.
+        """Make the replicas equal on all ranks now, outside the strategy's schedule. A collective call.
 
-        Under a strategy that lets replicas drift, this runs one of its parameter syncs (an average, an outer step).
-        Call it before an evaluation, before a checkpoint, and at the end of training. Buffers are synchronized by their
-        policy. Under `EveryStep` the parameters are already equal, so only buffers are synchronized.
+        Under a strategy that lets replicas drift, this runs a parameter sync of the strategy, such as an average or an
+        outer step. Call this method before an evaluation, before a checkpoint, and at the end of training. Buffers are
+        synchronized by the buffer policy. Under `EveryStep` the parameters are already equal, so only buffers are
+        synchronized.
 
         Raises:
             ContractMismatch: the ranks have run different numbers of steps, or their attached optimizers differ.
@@ -308,21 +311,22 @@ class DistributedDataParallel(  # type: ignore[misc, override]
 
     @property
     def last_round(self) -> RoundRecord | None:
-        """The record of the most recent parameter sync on this rank; None before the first."""
+        """The record of the last parameter sync on this rank; None before the first, and under `EveryStep`."""
         return None if self._replica.drift.rounds is None else self._replica.drift.rounds.last
 
     @property
     def outer_optimizer(self) -> Optimizer | None:
-        """The outer optimizer under `DiLoCo`, for example to schedule its learning rate; otherwise None."""
+        """The outer optimizer of `DiLoCo`, whose learning rate you can schedule; None under other strategies."""
         rounds = self._replica.drift.rounds
         return None if rounds is None else rounds.outer_optimizer
 
     def sync_state_dict(self) -> dict[str, Any]:
-        """Return the state of synchronization. Save it on each rank, with the states of module and optimizer.
+        """Return the state of the strategy and of the compression, for a checkpoint.
 
-        It contains the progress of the strategy and, under `DiLoCo`, the parameters last agreed on and the state of the
-        outer optimizer. It also contains the residuals of a compression, which differ per rank. Call it on all ranks,
-        between two steps.
+        Call this method on all ranks, between two steps. Save the result on each rank, with the states of the module
+        and the optimizer. The state contains the progress of the strategy. Under `DiLoCo` it also contains the
+        parameters on which the ranks last agreed, and the state of the outer optimizer. With a compression, it contains
+        the residuals, which differ between ranks.
 
         Example:
             >>> import torch, syncline as sl
@@ -332,9 +336,10 @@ class DistributedDataParallel(  # type: ignore[misc, override]
         return self._replica.state.state_dict()
 
     def load_sync_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load a state that `sync_state_dict` returned, on the same rank of a world of the same size. A local call.
+        """Load a state that `sync_state_dict` returned on the same rank, in a world of the same size. Nothing is sent.
 
         Raises:
+            TypeError: `state` is not a mapping.
             ValueError: the state was saved under another strategy or compression, or from another module.
         """
         self._replica.state.load_state_dict(state)
@@ -343,11 +348,11 @@ class DistributedDataParallel(  # type: ignore[misc, override]
 
     @property
     def contract(self) -> Contract:
-        """The contract: what is synchronized, when and how. After the first step it includes what was last done."""
+        """A table of what is synchronized, when and how. After a step it also shows the last synchronizations."""
         return contract_of(self._replica.plan, self._replica.evidence())
 
     def explain(self) -> str:
-        """Return a timeline of one step, in words: the last recorded step, or the plan before the first step."""
+        """Return a timeline of one step, in words: of the last recorded step, or of the plan before the first step."""
         gradients = self._replica.gradients
         return explain(
             self._replica.plan,
@@ -358,14 +363,14 @@ class DistributedDataParallel(  # type: ignore[misc, override]
 
     @property
     def last_step(self) -> BackwardRecord | None:
-        """The record of the most recent backward on this rank; None before the first.
+        """The record of the last backward on this rank; None before the first.
 
-        `print(ddp.last_step)` prints a summary, `pprint.pprint(ddp.last_step)` prints every field.
+        `print(ddp.last_step)` prints a summary, and `pprint.pprint(ddp.last_step)` prints every field.
         """
         return self._replica.gradients.ledger.last()
 
     def statistics(self) -> Statistics:
-        """Return the counts of collectives and bytes and the waiting time of this module's transport on this rank."""
+        """Return statistics of this wrapper's transport on this rank: collectives, bytes and waiting time."""
         return self._replica.transport.statistics()
 
     def train(self, mode: bool = True) -> Self:
@@ -376,7 +381,7 @@ class DistributedDataParallel(  # type: ignore[misc, override]
     # ------------------------------------------------------------------ saving and loading
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
-        """Load a state whose keys begin with `module.`, as torch's class writes them, or whose keys do not."""
+        """Load a state of the wrapper, whose keys begin with `module.`, or a state of the bare module."""
         keys = [key.removeprefix(prefix) for key in state_dict if key.startswith(prefix)]
         if are_of_the_bare_module(keys, self.module):
             values = {key: state_dict.pop(prefix + key) for key in keys}
@@ -384,13 +389,15 @@ class DistributedDataParallel(  # type: ignore[misc, override]
         super()._load_from_state_dict(state_dict, prefix, *args)
 
     def __getstate__(self) -> dict[str, Any]:
-        self._replica.refuse_sharded("the parameters lie in memory that a copy or a pickle would not share")
+        self._replica.refuse_sharded(
+            "a wrapper cannot be copied or pickled, because the copy would not have the shards"
+        )
         self._replica.drift.refuse(
-            "a wrapper cannot be copied or pickled, because the copy would lack the values of the last parameter sync"
+            "a wrapper cannot be copied or pickled, because the copy would lack the state of the strategy"
         )
         self._check_default_group()
         return with_join_disabled(self.__dict__)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Restore the wrapper over the default group. Hooks and optimizers must be registered again."""
+        """Restore a pickled wrapper, over the default group. Hooks and optimizers must be registered again."""
         nn.Module.__setstate__(self, state)  # because torch's own would build its reducer

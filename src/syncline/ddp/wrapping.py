@@ -1,6 +1,7 @@
-"""The steps that run once, when a module is wrapped, and the forward of a module in lower precision.
+"""The functions that run once, when a module is wrapped, and the forward of a module in lower precision.
 
-torch's arguments for devices and groups are checked, the ranks compare the module, and its first values are broadcast.
+These functions check torch's arguments for devices and groups, compare the module between the ranks, and broadcast its
+values from rank 0.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from syncline.transport.agreement import agree, describe_tensors, exchange
 from syncline.transport.base import Transport
 
 _TITLE = "sl.DistributedDataParallel"
-"""The title of the comparison between ranks. The name of the module is among the compared lines."""
+"""The title of the comparison between ranks. It lacks the name of the module, which is one of the compared facts."""
 
 _HOST = struct.Struct("<16sII")
 
@@ -40,11 +41,14 @@ _HOST = struct.Struct("<16sII")
 def group_of_mesh(
     process_group: dist.ProcessGroup | Transport | None, device_mesh: Any, module: nn.Module
 ) -> dist.ProcessGroup | Transport | None:
-    """Return the group of a mesh, or `process_group` if no mesh is given. The rules are torch's.
+    """Check `process_group` and `device_mesh` by torch's rules, and return the group to synchronize over.
+
+    Returns:
+        The group of the mesh, or `process_group` if no mesh is given.
 
     Raises:
         TypeError: `device_mesh` is not a mesh.
-        RuntimeError: both a group and a mesh are given, or the mesh has several dimensions.
+        RuntimeError: both a group and a mesh are given, or the mesh has more than one dimension.
     """
     if device_mesh is None:
         return process_group
@@ -68,33 +72,34 @@ def checked_device_ids(
     device_ids: Sequence[int | torch.device] | None,
     output_device: int | torch.device | None,
 ) -> tuple[list[int] | None, int | None]:
-    """Check `device_ids` and `output_device` by torch's rules, and return them as indices.
+    """Check `device_ids` and `output_device` by torch's rules, and return them as device indices.
 
-    None means that inputs or outputs are not moved.
+    Returns:
+        A list of one index, and the index of the output device. Both are None if inputs are not to be moved.
 
     Raises:
-        TypeError: an argument is not a device, or not a list of one device.
+        TypeError: `device_ids` is not a list of devices, or `output_device` is not a device.
         ValueError: several devices are given, or the module is not on one accelerator.
     """
     is_list = isinstance(device_ids, Sequence) and not isinstance(device_ids, str)
     if device_ids is not None and not (is_list and all(map(_is_device, device_ids))):
-        raise TypeError(f"expected device_ids to be a list of one device, or None, got {device_ids!r}")
+        raise TypeError(f"expected device_ids to be None or a list of one device; got {device_ids!r}")
     if output_device is not None and not _is_device(output_device):
-        raise TypeError(f"expected output_device to be a device, or None, got {output_device!r}")
+        raise TypeError(f"expected output_device to be None or a device; got {output_device!r}")
     if not device_ids and not output_device:  # as in torch, 0 counts as not given, even on CPU
         return None, None
     if device_ids is not None and len(device_ids) > 1:
         raise ValueError(
-            f"device_ids can only be None or contain a single element, got {list(device_ids)}: one process uses one "
-            "device"
+            f"device_ids can only be None or contain a single element, got {list(device_ids)}. One process uses one "
+            "device: give only the device of this rank"
         )
     devices = {parameter.device for parameter in module.parameters()}
     if len(devices) > 1 or devices == {torch.device("cpu")}:
         where = ", ".join(sorted(map(str, devices)))
         raise ValueError(
             "DistributedDataParallel device_ids and output_device arguments only work with single-device GPU modules; "
-            f"the parameters of this module are on {where}, and device_ids={device_ids} and "
-            f"output_device={output_device} were given: leave both arguments out"
+            f"got device_ids={device_ids} and output_device={output_device}, but the parameters of this module are on "
+            f"{where}. Leave both arguments out"
         )
     if not device_ids:
         return None, None
@@ -114,15 +119,15 @@ def _index_of(device: int | torch.device) -> int:
 
 
 class MixedPrecision:
-    """A module whose forward runs in lower precision, on low-precision copies of the parameters.
+    """A callable that runs the forward of a module in lower precision, on low-precision copies of the parameters.
 
-    The parameters themselves stay as they are, and autograd casts the gradients back. Optimizers, clipping and
+    The parameters themselves keep their precision, and autograd casts the gradients back. Optimizers, clipping and
     checkpoints therefore use full precision.
 
     Args:
-        module: the module.
+        module: the module to run.
         config: torch's `_MixedPrecision`. A dtype of None casts nothing.
-        ignored: names of parameters that are not cast.
+        ignored: the names of the parameters that are not cast.
     """
 
     def __init__(self, module: nn.Module, config: Any, ignored: Collection[str] = ()) -> None:
@@ -150,15 +155,16 @@ class MixedPrecision:
 
 
 class Hosts(NamedTuple):
-    """The hosts of the ranks."""
+    """The hosts on which the ranks run, and the load of each host."""
 
     loads: list[HostLoad]
-    """The load of each host, sorted by a hash of the host's name."""
+    """The load of each host, in the order of the hashes of the hosts' names."""
     of_rank: tuple[int, ...]
-    """The number of the host of each rank, by rank. Hosts are numbered in the order in which they first occur."""
+    """For each rank, the index of its host. The host of rank 0 has index 0, the next new host has index 1, and so on.
+    These are not indices of `loads`."""
 
     def caps_for(self, chosen: Selection, transport: Transport) -> BucketCaps:
-        """Return the default caps of buckets for these hosts."""
+        """Return the default caps of the buckets for these hosts, tensors and transport."""
         device_type = chosen.reduced[0][1].device.type
         return automatic_caps(
             self.loads, device_type=device_type, reduces_in_place=transport.reduces_in_place
@@ -166,7 +172,7 @@ class Hosts(NamedTuple):
 
 
 def gather_hosts(transport: Transport) -> Hosts:
-    """Gather the host of each rank and the load on its cores. A collective call.
+    """Gather from each rank its host, its number of cores and its number of threads. A collective call.
 
     Returns:
         The hosts, the same on every rank.
@@ -190,9 +196,10 @@ def gather_hosts(transport: Transport) -> Hosts:
 
 @contextmanager
 def refusals(transport: Transport) -> Iterator[None]:
-    """Make all ranks raise an error that this rank raises inside of this context.
+    """Make all ranks raise an error if this rank raises one inside of this context.
 
-    The error is sent in the collective call that the other ranks make in `gather_hosts`, so that no rank waits.
+    This rank sends its error in the collective call that the other ranks make in `gather_hosts`, so that no rank waits
+    for this rank forever.
 
     Raises:
         TypeError, ValueError, SynclineError: an error with the text of the original error, on every rank. A
@@ -207,7 +214,7 @@ def refusals(transport: Transport) -> Iterator[None]:
 
 
 def spec_of(chosen: Selection, transport: Transport, hosts: Hosts) -> Spec:
-    """Return the facts that a strategy depends on: ranks, hosts and parameter sizes."""
+    """Return the facts on which a strategy depends: ranks, hosts and sizes of parameters."""
     return Spec(
         rank=transport.rank,
         num_ranks=transport.size,
@@ -227,14 +234,14 @@ def agree_on_module(
     """Compare the module and its configuration between the ranks. A collective call.
 
     Args:
-        plan: the facts about the module.
-        chosen: the tensors that take part.
-        transport: connects the ranks.
-        new_values: further lines to compare, from `describe_new_values`.
+        plan: the plan of the module.
+        chosen: the tensors that are synchronized.
+        transport: the transport between the ranks.
+        new_values: further lines to compare, as `describe_new_values` returns them.
         remedy: the last sentence of the error, which says what to do.
 
     Raises:
-        ContractMismatch: the ranks differ. The text is the same on every rank.
+        ContractMismatch: the module or its configuration differs between ranks. The text is the same on every rank.
     """
     lines = [
         *plan.compared(),
@@ -247,12 +254,12 @@ def agree_on_module(
 
 
 def check_one_copy(module: nn.Module, transport: Transport) -> None:
-    """Check that no rank wrote outside of `sl.write_shared` to parameters of which there is one copy.
+    """Check that no rank has written to shared parameters of a module outside of `sl.write_shared`.
 
-    This is a collective call if there is one copy.
+    If the ranks share the parameters, this is a collective call. Otherwise the call does nothing.
 
     Raises:
-        SynclineError: a rank wrote to such parameters. Every rank raises the error.
+        SynclineError: a rank has written to shared parameters. Every rank raises the error.
     """
     copy = one_copy_of(module)
     if copy is not None:
@@ -268,7 +275,7 @@ def broadcast_values(chosen: Selection, transport: Transport, *, src: int, buffe
 
 
 def describe_new_values(chosen: Selection, before: Selection) -> list[str]:
-    """Return a line for each tensor of `chosen` that is not in `before`, with a fingerprint of the tensor's values."""
+    """Return a line for each tensor that is in `chosen`, but not in `before`: its name, and a hash of its values."""
     known = {id(tensor) for _, tensor in (*before.parameters, *before.buffers)}
     new = [(name, t.detach()) for name, t in (*chosen.parameters, *chosen.buffers) if id(t) not in known]
     numbers = fingerprints([tensor for _, tensor in new])
@@ -276,11 +283,11 @@ def describe_new_values(chosen: Selection, before: Selection) -> list[str]:
 
 
 def are_of_the_bare_module(keys: Sequence[str], module: nn.Module) -> bool:
-    """Return whether the keys of a state_dict are those of the bare module, without the wrapper's prefix `module.`.
+    """Return whether the keys of a state_dict belong to the bare module, and so lack the wrapper's prefix `module.`.
 
-    If the bare module itself has a submodule `module`, both readings of the keys are compared with the keys of the bare
-    module, and the reading with more matches is used.
-
+    If the bare module has a submodule named `module`, its own keys can have that prefix, too. Then the keys are
+    compared with those of the bare module twice, unchanged and without the prefix. They belong to the bare module if
+    more of them match unchanged.
 
     Example:
         >>> net = nn.Sequential()
