@@ -81,7 +81,7 @@ def test_a_checkpointer(
         (
             ("text",),
             TypeError,
-            "expected state to be a TrainState, got a str: put the objects of the run into one",
+            "expected state to be a TrainState, got a str: put the objects of the run into a TrainState",
         ),
         ((nn.Linear(1, 1),), TypeError, "expected state to be a TrainState, got a Linear"),
         ((TrainState,), TypeError, "expected state to be a TrainState, got the class TrainState"),
@@ -163,13 +163,13 @@ def test_what_is_told_on_one_rank_alone(tmp_path: Path) -> None:
         (
             {"names": "model"},
             TypeError,
-            'expected names to be a dict by the names of this state, such as {"model"',
+            'expected names to be a dict from names of this state to keys of the file, such as {"model"',
         ),
         ({"names": {"model": "model", 3: "x"}}, TypeError, "expected names to be a dict"),
         ({"names": {"model": 3.5}}, TypeError, "expected names['model'] to be a key of the file"),
         ({"names": {"modle": "net"}}, ValueError, "got modle: did you mean 'model'?"),
-        ({"besides": 3}, TypeError, "expected besides to be keys of the file"),
-        ({"besides": [3]}, TypeError, "expected besides to be keys of the file"),
+        ({"besides": 3}, TypeError, "expected besides to be a list of keys of the file"),
+        ({"besides": [3]}, TypeError, "expected besides to be a list of keys of the file"),
         ({"strict": "no"}, TypeError, "expected strict to be True or False, got 'no'"),
     ],
 )

@@ -143,7 +143,7 @@ class Checkpointer:
             self.close()
 
     def _check(self, state: object, *, saves: bool = False) -> None:
-        """Refuse a call if this object is closed, if `saves` is set and it is read-only, or if `state` is no TrainState."""
+        """Raise an error if this object is closed (or read-only, with `saves`), or if `state` is not a TrainState."""
         if not self._end.alive:
             raise ValueError("this sl.Checkpointer is closed: create another one")
         if saves and self._store.is_read_only:
@@ -153,7 +153,7 @@ class Checkpointer:
             )
         if not isinstance(state, TrainState):
             raise TypeError(
-                f"expected state to be a TrainState, got {what_it_is(state)}: put the objects of the run into one, "
+                f"expected state to be a TrainState, got {what_it_is(state)}: put the objects of the run into a TrainState, "
                 "sl.TrainState(model=..., optimizer=...)"
             )
 

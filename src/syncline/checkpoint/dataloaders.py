@@ -61,7 +61,7 @@ class Places:
         """The names of the streams whose position did not change in `_ENOUGH_STEPS` steps."""
 
     def step_ended(self) -> None:
-        """Record the position of each watched stream, and detect streams that stand still. Call this after each step."""
+        """Record the position of each watched stream, and detect streams that do not move. Call it after each step."""
         for name, one in list(self._watched.items()):
             places = self._places[name]
             places.append(_fingerprint_of_state(one.state_dict()))
