@@ -231,7 +231,10 @@ def test_a_module_that_has_nothing_in_common_is_refused_all_the_same(path: Path)
             {"model": 3, "step": 1},
             r"expected model of .* to be a dict from module\.state_dict\(\), got a int",
         ),
-        ({"model": network(1).state_dict(), "step": 1.5}, r"expected step in .* to be an integer of at least 0, got 1\.5"),
+        (
+            {"model": network(1).state_dict(), "step": 1.5},
+            r"expected step in .* to be an integer of at least 0, got 1\.5",
+        ),
         (
             {"model": network(1).state_dict(), "step": True},
             r"expected step in .* to be an integer of at least 0, got True",

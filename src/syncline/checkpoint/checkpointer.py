@@ -153,8 +153,8 @@ class Checkpointer:
             )
         if not isinstance(state, TrainState):
             raise TypeError(
-                f"expected state to be a TrainState, got {what_it_is(state)}: put the objects of the run into a TrainState, "
-                "sl.TrainState(model=..., optimizer=...)"
+                f"expected state to be a TrainState, got {what_it_is(state)}: put the objects of the run into a "
+                "TrainState, sl.TrainState(model=..., optimizer=...)"
             )
 
     # ------------------------------------------------------------------ saving
