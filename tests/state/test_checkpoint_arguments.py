@@ -143,7 +143,7 @@ def test_what_is_told_on_one_rank_alone(tmp_path: Path) -> None:
     with sl.Checkpointer(tmp_path, stop_signals=()) as checkpointer:
         with pytest.raises(TypeError, match="expected state to be a TrainState, got a Linear"):
             checkpointer.stop_if_asked(nn.Linear(1, 1))  # type: ignore[arg-type]
-        with pytest.raises(TypeError, match="expected why to be a str, the reason in words, got a int"):
+        with pytest.raises(TypeError, match="expected why to be a str with the reason in words, got a int"):
             checkpointer.ask_to_stop(3)  # type: ignore[arg-type]
         checkpointer.stop_if_asked(state())  # nobody has asked
     for num_samples, error in (("3", TypeError), (True, TypeError), (-1, ValueError)):

@@ -145,11 +145,11 @@ class Checkpointer:
     def _check(self, state: object, *, saves: bool = False) -> None:
         """Raise an error if this object is closed (or read-only, with `saves`), or if `state` is not a TrainState."""
         if not self._end.alive:
-            raise ValueError("this sl.Checkpointer is closed: create another one")
+            raise ValueError("this sl.Checkpointer is closed: create another one to save or load")
         if saves and self._store.is_read_only:
             raise ValueError(
                 f"cannot save into {self._store.path}, because this sl.Checkpointer was created with read_only=True: "
-                "create an sl.Checkpointer without read_only"
+                "to save, create an sl.Checkpointer without read_only"
             )
         if not isinstance(state, TrainState):
             raise TypeError(
@@ -215,7 +215,7 @@ class Checkpointer:
         return self.wait() if blocking else self._under_way
 
     def wait(self) -> str | None:
-        """Wait for the pending save, and return its directory.
+        """Wait for the pending save, and return the directory of that save.
 
         Returns None if no save is pending, or if the save could not be written.
         """
@@ -302,7 +302,7 @@ class Checkpointer:
             TypeError: `why` is not a string.
         """
         if not isinstance(why, str):
-            raise TypeError(f"expected why to be a str, the reason in words, got {what_it_is(why)}")
+            raise TypeError(f"expected why to be a str with the reason in words, got {what_it_is(why)}")
         self._stop.request.ask(why)
 
     # ------------------------------------------------------------------ loading

@@ -113,7 +113,7 @@ def read_manifest(files: Files, directory: str) -> Manifest:
     try:
         content = files.read(path)
     except FileNotFoundError:
-        raise CheckpointCorrupt(f"{path} is missing: the save is not complete") from None
+        raise CheckpointCorrupt(f"{path} is missing, so the save is not complete") from None
     text, _, found = content.removesuffix(b"\n").rpartition(b"\n")
     if content[-1:] != b"\n" or found != checksum(text).encode():
         raise CheckpointCorrupt(
@@ -136,7 +136,7 @@ def read_manifest(files: Files, directory: str) -> Manifest:
 
 
 def _manifest(body: Mapping[str, Any]) -> Manifest:
-    """Return the manifest that a JSON object describes.
+    """Check a JSON object that was read from a file, and return the manifest that it describes.
 
     Raises:
         ValueError, TypeError, LookupError: no version of `write_manifest` writes such an object.
@@ -304,10 +304,10 @@ class SaveDirectory:
         self._files.remove(self._unfinished(save))
 
     def prune(self, damaged: Collection[Save] = ()) -> list[Save]:
-        """Remove the saves that are older than the newest `keep` saves, and return the removed saves.
+        """Remove all saves that are older than the `keep` newest ones, and return the removed saves.
 
         Args:
-            damaged: saves that are known to be damaged. They are not counted among the newest `keep` saves.
+            damaged: the saves that are known to be damaged. They do not count as part of the `keep` newest saves.
         """
         saves = [save for save, _ in self.identified()]
         sound = [save for save in saves if save not in damaged]

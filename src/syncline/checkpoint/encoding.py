@@ -119,7 +119,7 @@ class _Encoder:
             if isinstance(key, Tensor):
                 raise TypeError(
                     f"{place} is a dict with a tensor as a key, which cannot be stored: expected strings, numbers or "
-                    "tuples of them as keys"
+                    "tuples of them as keys. Convert the keys in state_dict() and back in load_state_dict()"
                 )
             pairs.append([self.encode(key, f"{place}, a key"), self.encode(one, f"{place}.{key}")])
         return pairs
@@ -247,7 +247,7 @@ def _part(value: Any, tensors: Mapping[str, Tensor]) -> TensorPart:
     )
     if not fits:
         raise ValueError(
-            f"expected values, start, shape and order of a part of a tensor that fit together, got {value}"
+            f"expected values, start, shape and order that describe a part of one tensor, got {value}"
         )
     return TensorPart(values=values, start=start, shape=tuple(shape), order=tuple(order))
 

@@ -233,7 +233,7 @@ def check(holds: bool, expected: str, found: object) -> None:
 
 
 def is_count(value: object) -> bool:
-    """Return whether `value` is an integer from 0 to torch's largest size. True and False do not count as integers.
+    """Return whether `value` is an integer from 0 to 2**63 - 1. True and False do not count as integers.
 
     Example:
         >>> [is_count(value) for value in (3, -1, True, 1.0, 2**63)]
@@ -243,7 +243,7 @@ def is_count(value: object) -> bool:
 
 
 def are_counts(value: object) -> bool:
-    """Return whether `value` is a list of integers from 0 to torch's largest size."""
+    """Return whether `value` is a list of integers from 0 to 2**63 - 1."""
     return isinstance(value, list) and all(map(is_count, value))
 
 
@@ -290,7 +290,7 @@ class StoredFile:
 def write_tensors(
     files: Files, path: str, tensors: Mapping[str, Tensor], checksums: Mapping[str, str] | None = None
 ) -> StoredFile:
-    """Write tensors into a new safetensors file, and return the expected content of the file.
+    """Write tensors into a new safetensors file, and return the size and the checksums of the file.
 
     Args:
         files: the file system.
@@ -340,7 +340,7 @@ def read_tensors(
     content = files.map(path)
     if len(content) != stored.num_bytes:
         raise CheckpointCorrupt(
-            f"{path} is damaged: expected {stored.num_bytes} bytes by the manifest, found {len(content)}"
+            f"{path} is damaged: expected {stored.num_bytes} bytes as in the manifest, found {len(content)}"
         )
     head_bytes = 8 + int.from_bytes(content[:8], "little")
     if head_bytes > len(content) or checksum(content[:head_bytes]) != stored.header:

@@ -32,7 +32,7 @@ Key = str | int | Sequence[str | int]
 _TITLE = "sl.TrainState.load_torch"
 
 _PREFIXES = re.compile(rf"(?:module\.|{re.escape(COMPILED_PREFIX)})*")
-"""The prefixes that DistributedDataParallel and torch.compile add to parameter names."""
+"""A pattern for the prefixes that DistributedDataParallel and torch.compile add to parameter names."""
 
 
 def load_torch_file(
@@ -94,19 +94,19 @@ def _checked(names: object, besides: object) -> tuple[dict[str, Key | None], lis
 
 @dataclass
 class Matched:
-    """The entries of a file, matched with the names of a state."""
+    """The result of matching the entries of a file with the names of a state."""
 
     found: dict[str, Any] = field(default_factory=dict)
     """The entries of the file that match a name of the state, by that name."""
     rest: dict[str, Any] = field(default_factory=dict)
     """The entries of the file that match no name, by key."""
     missing: list[str] = field(default_factory=list)
-    """The names and requested keys for which the file has no entry, also names within the state of a module."""
+    """The names (also within the state of a module) and the requested keys for which the file has no entry."""
     unused: list[str] = field(default_factory=list)
-    """The entries of the file that were neither loaded nor requested, also keys within the state of a module."""
+    """The keys in the file (also within the state of a module) that were neither loaded nor requested."""
 
     def left(self) -> list[str]:
-        """Return lines of text that name the `missing` and the `unused` entries."""
+        """Return lines of text that list `missing` and `unused`."""
         lines = []
         if self.missing:
             lines.append(f"not in the file: {', '.join(self.missing)}")
@@ -115,7 +115,7 @@ class Matched:
         return lines
 
     def check_complete(self, path: str) -> None:
-        """Raise a ValueError if any entry is missing or unused. `path` is the path of the file, for the message."""
+        """Raise a ValueError about the file at `path` if `missing` or `unused` is not empty."""
         if not self.missing and not self.unused:
             return
         remedies = []
@@ -135,7 +135,7 @@ class Matched:
 
 
 def _alike(missing: Sequence[str], unused: Sequence[str]) -> tuple[str, str]:
-    """Return a missing name and the unused key that most likely belongs to it, as an example for the message.
+    """Return a missing name and the unused key that most likely belongs to it; "..." if no key is similar to a name.
 
     Example:
         >>> _alike(["step", "model", "optimizer"], ["model_state", "opt", "global_step"])

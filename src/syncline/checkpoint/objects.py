@@ -1,6 +1,6 @@
 """Return and load the state of a module (wrapped or not), an optimizer, random number generators, or another object.
 
-Optimizers need care when they load: torch casts their state to the parameter's dtype, and a file does not keep strides.
+Loading an optimizer needs care: torch casts its state to the dtype of the parameter, and a file does not keep strides.
 """
 
 from __future__ import annotations

@@ -28,7 +28,7 @@ from syncline.words import describe_ranks, ranks_with
 
 
 class JointStop:
-    """An agreement of all ranks on whether to stop. It also ends the process after the ranks have agreed to stop.
+    """An agreement of all ranks on whether to stop. After they have agreed to stop, `end` ends the process.
 
     Args:
         transport: the transport between the ranks.
@@ -102,7 +102,7 @@ class JointStop:
             )
 
     def close(self) -> None:
-        """Stop handling signals. After the ranks have agreed to stop, signals stay ignored until the process ends."""
+        """Remove the signal handlers. If the ranks have agreed to stop, keep them until the process ends."""
         if self._vote.asked_ranks:
             return
         self.request.forget()

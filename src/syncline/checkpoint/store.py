@@ -1,6 +1,6 @@
 """The saves that all ranks make together in one directory: write a save, and read the newest save that is intact.
 
-A file operation has the same outcome on all ranks: the same results, or the same error.
+Every file operation has the same outcome on all ranks: the same results, or the same error.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ class IntactSave(NamedTuple):
     """The directory of the save."""
     found: SaveContent
     states: dict[str, Any]
-    """The saved states, by name of the object."""
+    """The saved states, by the name of the object."""
     before: Before
     """The backup, made before anything was loaded."""
 
@@ -188,7 +188,7 @@ class SaveStore:
             )
 
     def _known_saves(self) -> list[tuple[Save, Save]]:
-        """Return each save with its identity (see `SaveDirectory.identified`), and remember the newest number."""
+        """Return each save with its identity (see `SaveDirectory.identified`), and update `_last_number`."""
         saves = self._directory.identified()
         self._last_number = max((save.number for both in saves for save in both), default=0)
         return saves
@@ -236,7 +236,7 @@ class SaveStore:
         return save.number, path
 
     def _write_files(self, path: str, parts: Parts, shared: set[str]) -> dict[str, Any]:
-        """Write this rank's files, and return their descriptions and the JSON values that only this rank has."""
+        """Write this rank's files. Return their expected contents, and the JSON values that are not in `shared`."""
         rank = self._lane.rank
         wanted = {own_file(rank): parts.tensors.keys() - shared}
         if rank == 0:

@@ -310,8 +310,9 @@ def _check_none_is_misnamed(named: Mapping[str, Any]) -> None:
     for name, one in named.items():
         if isinstance(one, DistributedSampler):
             raise TypeError(
-                f"expected sampler={name}, got {name}={name}: commit(num_samples) advances a DistributedSampler only "
-                "under the name sampler, so a resumed run would start the epoch again"
+                f"expected the DistributedSampler under the name sampler, got it under the name {name}. "
+                "commit(num_samples) advances only the object named sampler, so a resumed run would start the epoch "
+                "again: give it as sl.TrainState(sampler=...)"
             )
 
 

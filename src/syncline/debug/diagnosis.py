@@ -87,21 +87,23 @@ _REDUCED = (
     "that rank). If there is no such finding, the transport sums in an order that changes from run to run"
 )
 
-_CHANGED_ELSEWHERE = "the state could not be restored: other code changes it meanwhile, perhaps a thread"
+_CHANGED_ELSEWHERE = (
+    "the state was changed after it was restored, by other code that runs meanwhile, such as another thread"
+)
 
 _OTHER_DATA_EACH_TIME = (
     "the function takes other data in each run: an iterator returns each batch once, and a random number generator of "
-    "its own is not restored. Take the batch outside of the function, and pass it as inputs=(...)"
+    "the function's own is not restored. Take the batch outside of the function, and pass it as inputs=(...)"
 )
 
 _STATE_NOT_RESTORED = (
-    "state that is not restored before the second run: a global counter or cache, a random number generator of its "
-    "own, a clock, a file, the order of a set"
+    "state that is not restored before the second run, such as a global counter, a cache, a random number generator "
+    "of its own, a clock, a file, or the order of a set"
 )
 
 _REPLICAS_APART = (
     "the replicas are not equal: sl.check_replicas(module) names the differences, and sl.broadcast_(module) makes the "
-    "replicas equal. Usual causes: other seeds and no synchronization, a step on some ranks only, a bit that flipped"
+    "replicas equal. Usual causes: different seeds without synchronization, a step on some ranks only, a flipped bit"
 )
 
 _OTHER_DATA = "different data, although all ranks should have the same batch"
@@ -112,8 +114,8 @@ _ALL_ELSE_EQUAL = (
 )
 
 _SEEDS = (
-    "{drawing} random numbers (dropout does), from the generator{s} {generators}, at another position on each rank. If "
-    "all ranks should draw the same numbers, give them the same seed: torch.manual_seed(seed)"
+    "{drawing} random numbers (dropout does, for example), and the position of the generator{s} {generators} differs "
+    "between ranks. If all ranks should draw the same numbers, give all ranks the same seed: torch.manual_seed(seed)"
 )
 
 _NOT_REDUCED = (

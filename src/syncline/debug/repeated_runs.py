@@ -1,4 +1,4 @@
-"""Run a computation repeatedly from one state, within each rank and between ranks, and report what differs."""
+"""Run a computation repeatedly from one state, compare the runs on each rank and between ranks, and report."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class Step:
     subject: Subject
     """The state to restore after each run."""
     synchronization: Synchronization
-    """The way in which wrappers synchronize the modules."""
+    """A description of the tensors that wrappers keep equal on all ranks."""
     transport: Transport
     """The transport between the ranks."""
     repeats: int = 2

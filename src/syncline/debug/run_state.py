@@ -43,7 +43,7 @@ from syncline.trees import leaves, map_leaves
 
 @dataclass(frozen=True, kw_only=True)
 class Synchronization:
-    """The way in which DistributedDataParallel synchronizes the modules that a function computes with."""
+    """A description of the tensors that DistributedDataParallel keeps equal on all ranks in one computation."""
 
     reduced: frozenset[str] = frozenset()
     """The names of the parameters whose gradients are the same mean on all ranks after a backward."""
@@ -155,7 +155,7 @@ class Subject:
         ]
 
     def restore(self) -> None:
-        """Restore the whole state."""
+        """Write back all of the state in the backup."""
         restore_all(self._restorers)
 
     @contextmanager

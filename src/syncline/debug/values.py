@@ -25,7 +25,7 @@ class Value(NamedTuple):
     about: str
     """The shape and dtype of a tensor, or the type of a plain value."""
     bits: int
-    """The fingerprint; 0 if the value cannot be read."""
+    """The fingerprint of the value; 0 if the value cannot be read."""
     has_nan: bool = False
     """Whether the value is a tensor that contains NaN."""
 
@@ -123,7 +123,7 @@ class Kept:
 
 
 def how_they_differ(expected: Tensor, got: Tensor) -> str:
-    """Describe how many elements of two tensors on the CPU differ, and by how much.
+    """Describe how many elements differ between two tensors on the CPU, and by how much.
 
     Example:
         >>> how_they_differ(torch.tensor([1.0, 2.0, 3.0]), torch.tensor([1.0, 2.5, 2.0]))
