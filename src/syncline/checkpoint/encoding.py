@@ -135,8 +135,8 @@ class _Encoder:
                 else f"of layout {tensor.layout} and dtype {tensor.dtype}"
             )
             raise ValueError(
-                f"{place} is a tensor {what}, which cannot be stored: expected a dense tensor with values. Store it in "
-                "dense form, or leave it out of the state"
+                f"{place} is a tensor {what}, which cannot be stored: expected a dense tensor with values. Convert it "
+                "to such a tensor, or leave it out of the state"
             )
         if hasattr(tensor, "__tensor_flatten__"):
             raise ValueError(
@@ -167,7 +167,7 @@ def _free(name: str, taken: Mapping[str, Any]) -> str:
 
 
 def decode(encoded: Any, tensors: Mapping[str, Tensor], *, parts: Mapping[str, Tensor] | None = None) -> Any:
-    """Decode a value that `encode` returned. The result equals the original, except that all dicts are plain dicts.
+    """Decode a value that `encode` returned. It equals the original, but an OrderedDict or defaultdict becomes a dict.
 
     Args:
         encoded: the JSON value from `encode`.
@@ -229,7 +229,7 @@ def decode(encoded: Any, tensors: Mapping[str, Tensor], *, parts: Mapping[str, T
 def _complex(values: Tensor, name: str) -> Tensor:
     if not values.is_floating_point() or values.shape[-1:] != (2,):
         raise ValueError(
-            f"expected {name} to hold pairs of real numbers, so that its last dimension is 2; got dtype "
+            f"expected {name} to hold pairs of real numbers, in a last dimension of size 2; got dtype "
             f"{values.dtype} and shape {tuple(values.shape)}"
         )
     return torch.view_as_complex(values)

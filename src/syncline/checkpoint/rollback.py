@@ -89,7 +89,7 @@ def load_together(
 
     Raises:
         TypeError, ValueError, SynclineError: `load` failed on a rank. Raised on every rank.
-        ReplicaDivergence: see `agree_on_loaded`.
+        ReplicaDivergence: values that must be equal differ between the ranks; see `agree_on_loaded`.
     """
     with before.restored_on_failure(together=True):
         fault: Exception | None = None
@@ -257,9 +257,9 @@ def _restorer_of(one: Any) -> Restorer:
 
 
 def _reloader(load: Callable[[Any], object], state: Any) -> Restorer:
-    """Return a function that calls `load(state)`, which is the user's code, and ignores its errors.
+    """Return a function that calls the user's code `load(state)`, and ignores its errors.
 
-    The user sees the error of the load that failed.
+    The error of the failed load is raised in any case.
     """
 
     def restore() -> None:
@@ -297,7 +297,7 @@ def restore_all(restorers: Iterable[Restorer]) -> None:
 
 
 def restorer_of_registrations(modules: Iterable[nn.Module]) -> Restorer:
-    """Return a function that makes the present parameters and buffers the only ones of these modules again."""
+    """Return a function that gives the modules exactly the parameters and buffers again that they have now."""
     tables: list[tuple[dict[str, Any], dict[str, Any]]] = [
         (table, dict(table)) for module in modules for table in (module._parameters, module._buffers)
     ]

@@ -119,7 +119,7 @@ class JointStop:
             last: the directory of the last save, for the message; None if there is no save.
 
         Raises:
-            Stopped: the state is saved.
+            Stopped: the state is saved, and the ranks stop.
             SynclineError: the state could not be saved.
         """
         reasons = [json.loads(row) for row in lane.all_gather_bytes(json.dumps(self.request.why).encode())]

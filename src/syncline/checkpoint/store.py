@@ -42,7 +42,7 @@ _TITLE = "sl.Checkpointer"
 
 
 class Refused(Exception):
-    """Raised on every rank if a file operation failed on any rank, because of a full disk or a damaged file."""
+    """Raised on every rank if a file operation failed on any rank, for example because the disk is full."""
 
 
 def everywhere(lane: Transport, fn: Callable[[], T]) -> list[T]:
@@ -86,7 +86,7 @@ def everywhere(lane: Transport, fn: Callable[[], T]) -> list[T]:
 
 
 def _by_ranks(texts: Mapping[int, str], form: str) -> str:
-    """Join the texts into one text. Each text is written once, with the ranks that have it, in the given form."""
+    """Join the distinct texts. `form` is the format of each: {text} stands for it, and {ranks} for its ranks."""
     return "; ".join(
         form.format(ranks=describe_ranks(ranks), text=text) for text, ranks in ranks_with(texts).items()
     )
@@ -281,8 +281,8 @@ class SaveStore:
         Returns None if there are no saves.
 
         Args:
-            state: the state that the save will be loaded into.
-            strict: see `TrainState.load_state_dict`.
+            state: the state into which the save will be loaded.
+            strict: whether all saved objects are needed, not only those that `state` names.
 
         Raises:
             CheckpointCorrupt: there are saves, but none of them is intact.

@@ -78,7 +78,7 @@ class Recording:
 
     @staticmethod
     def loaded(dumped: bytes) -> Recording:
-        """Return the recording that the method `dumped` serialized."""
+        """Return the recording that was serialized into `dumped`."""
         found = json.loads(dumped)
         for row in (found, *found["calls"]):
             for name in ("state", "result", "gradients", "output_grads", "input_grads"):
@@ -271,7 +271,7 @@ class Recorder:
         self._watch(output, call.output_grads)
 
     def _watch(self, tree: Any, found: list[Value]) -> None:
-        """Let backwards append the gradient of each tensor in a nested container to `found`."""
+        """Let each backward append the gradients of the tensors in `tree` to `found`."""
         if not torch.is_grad_enabled():
             return
         for name, leaf in named_leaves(tree):
@@ -279,7 +279,7 @@ class Recorder:
                 self._handles.append(leaf.register_hook(_noting(name, found)))
 
     def _compare(self, tree: Any) -> None:
-        """Copy the tensors of the last event into `kept`, and describe the first difference from `against`."""
+        """Copy the tensors of the last event, which are in `tree`. Describe the first difference from `against`."""
         events = self.recording.events
         event = len(events) - 1
         if self._kept is not None:

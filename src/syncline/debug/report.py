@@ -60,7 +60,7 @@ class Finding:
     module: str
     """The qualified name of the module that causes the disagreement; "" for the outermost module or for no module."""
     kind: str
-    """The class name of that module; "" if no module causes the disagreement."""
+    """The class name of that module; "" if there is no such module, or if its class is unknown."""
     what: str
     """A description of the difference, with its size."""
     causes: tuple[str, ...] = ()
