@@ -112,7 +112,7 @@ def test_dropout_under_other_seeds_is_named_where_it_counts() -> None:
     assert "returns another output for equal inputs" in finding.what
     assert "elements differ" in finding.what
     assert (
-        "random numbers (dropout does), from the generator torch's on the CPU, at another position"
+        "random numbers (dropout does, for example), and the position of the generator torch's on the CPU differs"
         in finding.causes[0]
     )
 

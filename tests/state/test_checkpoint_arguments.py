@@ -81,7 +81,7 @@ def test_a_checkpointer(
         (
             ("text",),
             TypeError,
-            "expected state to be a TrainState, got a str: put the objects of the run into one",
+            "expected state to be a TrainState, got a str: put the objects of the run into a TrainState",
         ),
         ((nn.Linear(1, 1),), TypeError, "expected state to be a TrainState, got a Linear"),
         ((TrainState,), TypeError, "expected state to be a TrainState, got the class TrainState"),
@@ -143,7 +143,7 @@ def test_what_is_told_on_one_rank_alone(tmp_path: Path) -> None:
     with sl.Checkpointer(tmp_path, stop_signals=()) as checkpointer:
         with pytest.raises(TypeError, match="expected state to be a TrainState, got a Linear"):
             checkpointer.stop_if_asked(nn.Linear(1, 1))  # type: ignore[arg-type]
-        with pytest.raises(TypeError, match="expected why to be a str, the reason in words, got a int"):
+        with pytest.raises(TypeError, match="expected why to be a str with the reason in words, got a int"):
             checkpointer.ask_to_stop(3)  # type: ignore[arg-type]
         checkpointer.stop_if_asked(state())  # nobody has asked
     for num_samples, error in (("3", TypeError), (True, TypeError), (-1, ValueError)):
@@ -163,13 +163,13 @@ def test_what_is_told_on_one_rank_alone(tmp_path: Path) -> None:
         (
             {"names": "model"},
             TypeError,
-            'expected names to be a dict by the names of this state, such as {"model"',
+            'expected names to be a dict from names of this state to keys of the file, such as {"model"',
         ),
         ({"names": {"model": "model", 3: "x"}}, TypeError, "expected names to be a dict"),
         ({"names": {"model": 3.5}}, TypeError, "expected names['model'] to be a key of the file"),
         ({"names": {"modle": "net"}}, ValueError, "got modle: did you mean 'model'?"),
-        ({"besides": 3}, TypeError, "expected besides to be keys of the file"),
-        ({"besides": [3]}, TypeError, "expected besides to be keys of the file"),
+        ({"besides": 3}, TypeError, "expected besides to be a list of keys of the file"),
+        ({"besides": [3]}, TypeError, "expected besides to be a list of keys of the file"),
         ({"strict": "no"}, TypeError, "expected strict to be True or False, got 'no'"),
     ],
 )

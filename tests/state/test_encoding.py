@@ -97,7 +97,7 @@ def test_what_cannot_be_held_is_refused_by_its_place(value: Any, what: str) -> N
 @pytest.mark.parametrize(
     ("tensor", "why"),
     [
-        (torch.zeros(2, 2).to_sparse(), r"of torch\.sparse_coo"),
+        (torch.zeros(2, 2).to_sparse(), r"of layout torch\.sparse_coo and dtype torch\.float32, which"),
         (torch.zeros(2, device="meta"), "on the meta device"),
         (torch.zeros(2, dtype=torch.float8_e4m3fnuz), r"of torch\.float8_e4m3fnuz"),
     ],

@@ -226,15 +226,18 @@ def test_a_module_that_has_nothing_in_common_is_refused_all_the_same(path: Path)
 @pytest.mark.parametrize(
     ("content", "text"),
     [
-        ([1, 2], r"expected the file to have a dict \(of .*\), got a list"),
+        ([1, 2], r"expected the file to hold a dict of .*; got a list"),
         (
             {"model": 3, "step": 1},
-            r"expected model of .* to be what module\.state_dict\(\) returns, got a int",
+            r"expected model of .* to be a dict from module\.state_dict\(\), got a int",
         ),
-        ({"model": network(1).state_dict(), "step": 1.5}, r"expected step to be a number of steps, got 1\.5"),
+        (
+            {"model": network(1).state_dict(), "step": 1.5},
+            r"expected step in .* to be an integer of at least 0, got 1\.5",
+        ),
         (
             {"model": network(1).state_dict(), "step": True},
-            r"expected step to be a number of steps, got True",
+            r"expected step in .* to be an integer of at least 0, got True",
         ),
         ({"model": nn.LSTM(2, 2).state_dict(), "step": 1}, r"has no entry of this Sequential"),
     ],

@@ -213,7 +213,9 @@ def test_what_was_dealt_before_a_place_was_loaded_does_not_count() -> None:
 
 
 def test_a_sampler_by_another_name_would_stay_where_it_is() -> None:
-    with pytest.raises(TypeError, match="expected sampler=data, got data=data"):
+    with pytest.raises(
+        TypeError, match="expected the DistributedSampler under the name sampler, got it under the name data"
+    ):
         TrainState(data=DistributedSampler(range(10), 1, 0))
     others: Any = {"sampler": DistributedSampler(range(10), 1, 0), "test": DistributedSampler(range(4), 1, 0)}
     assert TrainState(**others).named == others

@@ -1,4 +1,4 @@
-"""Checkpointer: save the state of all ranks to disk, and load it again."""
+"""`Checkpointer`: save the state of all ranks to disk, and load it again."""
 
 from __future__ import annotations
 
@@ -28,32 +28,36 @@ _FILE_METHODS = tuple(name for name in vars(Files) if not name.startswith("_"))
 
 
 class Checkpointer:
-    """A writer and reader of the saves of a training run, all in one directory.
+    """A writer and reader of a training run's saves, which are all in one directory.
 
-    Rank 0 writes everything that is equal on all ranks, once. Each rank writes its own state that differs: random
-    numbers, residuals, replicas that have drifted apart, and its shard of a sharded optimizer. A save becomes valid
-    when its directory is renamed, after all of its files were synced to the disk. Loading verifies every byte and uses
-    the newest save that is intact. Nothing is pickled: tensors are safetensors files, everything else is JSON.
+    Rank 0 writes the state that is equal on all ranks. Each rank writes the rest of its state: its random number
+    generators, its residuals, its replica if replicas have drifted apart, and its shard of a sharded optimizer. A save
+    becomes valid only when its directory gets its final name, after all files of the save were synced to the disk.
+    `load` uses the newest intact save, and verifies every byte that it loads. Nothing is pickled: tensors are in
+    safetensors files, and everything else is JSON.
 
-    Construction, `save`, `load` and `stop_if_asked` are collective calls: every rank must make the same calls. Ranks
-    on several hosts need a directory that all of them see; the constructor checks this. The object owns a connection
-    and a thread until `close` is called, its `with` block ends, or it is garbage-collected.
+    Construction, `save`, `load` and `stop_if_asked` are collective calls: every rank must make the same calls. If the
+    ranks run on several hosts, all hosts must see the directory; the constructor checks this. The object owns a
+    connection and a thread until `close` is called, its `with` block ends, or the object is garbage-collected.
 
     Args:
         directory: the directory that holds all saves of one training run.
-        keep: how many saves to keep, at least 1.
-        group: see `broadcast_`.
-        files: the file system; None means the file system of this host.
-        stop_signals: names of the signals that ask this process to stop, the same on all ranks; see `stop_if_asked`.
-            Signal handlers are installed by the first call of `stop_if_asked`; () means never.
+        keep: the number of saves to keep, at least 1. Older saves are removed.
+        group: the group of ranks that save and load together; see `broadcast_`.
+        files: the file system that holds the directory. None means the file system of this host.
+        stop_signals: the signals (names or numbers) that ask this process to stop; see `stop_if_asked`. They must be
+            the same on all ranks. The first call of `stop_if_asked` installs handlers for them. Pass () to install
+            none.
         stop_every: if `stop_if_asked` needs a separate collective, only one in `stop_every` calls runs it.
-        read_only: refuse to save. The directory need not be writable, and another run may save into it.
+        read_only: whether saving is refused. If so, the directory need not be writable, and another run can save into
+            it.
 
     Raises:
-        TypeError, ValueError: an argument is invalid: `keep` or `stop_every` is below 1, or a signal is unknown; on
-            every rank.
-        SynclineError: the directory cannot be written (with `read_only`: cannot be read, or has no saves), or the
-            ranks see different directories.
+        TypeError, ValueError: an argument is invalid; for example, `keep` is below 1 or a signal is unknown. Raised
+            on every rank.
+        ContractMismatch: the arguments differ between the ranks.
+        SynclineError: the directory cannot be written, or the ranks see different directories. With `read_only`: the
+            directory cannot be read, or it has no saves.
 
     Example:
         >>> import tempfile, torch, syncline as sl
@@ -83,7 +87,7 @@ class Checkpointer:
             path = checked_path("directory", directory)
             if not path:
                 raise ValueError(
-                    "expected directory to be a path, got '' (for the current directory, give '.')"
+                    "expected directory to be a path, got ''. For the current directory, give '.'"
                 )
             path = os.path.abspath(path)
             checked_flag("read_only", read_only)
@@ -100,9 +104,9 @@ class Checkpointer:
         self._writer = ThreadPoolExecutor(1, "syncline checkpoints")
         self._under_way: Future[str | None] | None = None
         self._newest: tuple[int, str] | None = None
-        """Step and directory of the last save that was made or loaded."""
+        """The step and the directory of the save that was made or loaded last; None if there was none."""
         self._copies: dict[str, Tensor] = {}
-        """The copies that non-blocking saves write from; kept for the next save."""
+        """Copies of tensors, by name, from which non-blocking saves are written. The next save reuses their memory."""
         own_lane = None if self._lane is self._transport else self._lane
         self._end = weakref.finalize(self, _end, self._writer, own_lane)
         # At exit, `before_shutdown` waits for pending saves first; all lanes are closed after that.
@@ -112,13 +116,13 @@ class Checkpointer:
         before_shutdown(self.wait)
 
     def _called(self, method: str = "") -> contextlib.AbstractContextManager[object]:
-        """Show the other ranks, during the block, that this rank is in a method."""
+        """Show on the board, during the `with` block, that this rank is in `method`; "" stands for the constructor."""
         return self._transport.board.called(f"sl.Checkpointer{method}")
 
     # ------------------------------------------------------------------ closing
 
     def close(self) -> None:
-        """Wait for the pending save, then release the thread, its connection and the memory of the copies.
+        """Wait for the pending save, then release the thread, the connection, and the memory of the copies.
 
         A closed Checkpointer cannot save or load, and handles no signals. Closing it again does nothing.
         """
@@ -139,17 +143,18 @@ class Checkpointer:
             self.close()
 
     def _check(self, state: object, *, saves: bool = False) -> None:
-        """Raise unless this object is open and can load into `state`, or save `state` if `saves` is set."""
+        """Raise an error if this object is closed (or read-only, with `saves`), or if `state` is not a TrainState."""
         if not self._end.alive:
-            raise ValueError("this sl.Checkpointer is closed: create another one")
+            raise ValueError("this sl.Checkpointer is closed: create another one to save or load")
         if saves and self._store.is_read_only:
             raise ValueError(
-                f"cannot save into {self._store.path}: this sl.Checkpointer was created with read_only=True"
+                f"cannot save into {self._store.path}, because this sl.Checkpointer was created with read_only=True: "
+                "to save, create an sl.Checkpointer without read_only"
             )
         if not isinstance(state, TrainState):
             raise TypeError(
-                f"expected state to be a TrainState, got {what_it_is(state)}: put the objects of the run into one, "
-                "sl.TrainState(model=..., optimizer=...)"
+                f"expected state to be a TrainState, got {what_it_is(state)}: put the objects of the run into a "
+                "TrainState, sl.TrainState(model=..., optimizer=...)"
             )
 
     # ------------------------------------------------------------------ saving
@@ -167,25 +172,27 @@ class Checkpointer:
         self, state: TrainState, step: int | None = None, blocking: bool = True
     ) -> str | Future[str | None] | None: ...
     def save(self, state: TrainState, step: int | None = None, blocking: bool = True) -> Any:
-        """Save `state`; a collective call, to be made between two steps.
+        """Save `state`. A collective call; make it between two steps.
 
         Args:
             state: the state to save.
-            step: assigned to `state.step` first; None keeps `state.step`.
-            blocking: wait until the save is on the disk. Otherwise a thread writes a copy of the state, which is in
-                this process's memory (kept for the next save), and training continues. A new save waits for the
-                previous one, so saves do not pile up.
+            step: the number of steps that the run has made. It is assigned to `state.step` before the state is saved.
+                Pass None to keep `state.step`.
+            blocking: whether to wait until the save is on the disk. If False, the state is copied within the memory of
+                this process, a thread writes the copy, and training continues. The memory of the copy is kept for the
+                next save. A save waits for the previous save, so at most one save is pending.
 
         Returns:
-            The directory of the save, or None if it could not be written (for example because the disk is full). In
-            that case a warning gives the reason, earlier saves are unchanged, and training may continue. With
-            `blocking=False`, a future of this value is returned; its `result()` waits.
+            The directory of the save, or None if the save could not be written (for example because the disk is full).
+            If it could not be written, a warning gives the reason, earlier saves are unchanged, and training can
+            continue. With `blocking=False`, `save` returns a future of this value; the future's `result()` waits.
 
         Raises:
-            ContractMismatch: the ranks save different things, such as modules of different shapes or types, or are at
-                different steps. Nothing was written.
-            TypeError, ValueError: `state` is not a TrainState; `step` is not a number of steps; a value in the state
-                cannot be stored (the message names it); or the Checkpointer was closed. On every rank.
+            ContractMismatch: the ranks save different objects, or modules whose tensors differ in shape or dtype, or
+                they are at different steps. Nothing was written.
+            TypeError, ValueError: `state` is not a TrainState; `step` is not an integer of at least 0; a value in the
+                state cannot be stored (the message names the value); or the Checkpointer is closed or read-only. Raised
+                on every rank.
         """
         self.wait()
         with failing_together(self._transport, "sl.Checkpointer.save") as lines:
@@ -208,7 +215,10 @@ class Checkpointer:
         return self.wait() if blocking else self._under_way
 
     def wait(self) -> str | None:
-        """Wait for the pending save, if any, and return its result."""
+        """Wait for the pending save, and return the directory of that save.
+
+        Returns None if no save is pending, or if the save could not be written.
+        """
         under_way, self._under_way = self._under_way, None
         with self._called(".save"):
             return under_way.result() if under_way else None
@@ -233,25 +243,26 @@ class Checkpointer:
     # ------------------------------------------------------------------ stopping
 
     def stop_if_asked(self, state: TrainState) -> None:
-        """End all ranks here if any of them was asked to stop; a collective call after each step (`state.commit`).
+        """End all ranks after the same step if any of them was asked to stop. A collective call.
 
-        A rank is asked to stop by a signal or by `ask_to_stop`. The request travels with the control data of the next
-        backward, at no cost. If no gradients were reduced since the last call, or replicas drift, a small collective
-        in this call carries it instead. All ranks then stop after the same step: they wait for the pending save, save
-        `state` (unless this step was already saved), print a message to stderr, and exit with `sl.EXIT_STOPPED`.
+        Make this call after each step, after `state.commit`. A rank is asked to stop by a signal or by `ask_to_stop`.
+        The control data of the next synchronized backward carry the request to all ranks, at no cost. If no gradients
+        were reduced since the last call, or if replicas drift, this call runs a small collective instead. All ranks
+        then stop: they wait for the pending save, save `state` unless this step is already saved, and exit with
+        `sl.EXIT_STOPPED`. Rank 0 prints a message to stderr.
 
-        Signals are handled from the first call on, so call it once before the first step as well. A second signal that
-        arrives more than two seconds after the first has its usual effect. SIGTERM, for example, ends the process.
+        The first call installs the signal handlers, so also call this method once before the first step. If SIGTERM
+        arrives again two seconds or more after the first SIGTERM, it has its usual effect: it ends the process.
 
         Args:
-            state: the state to save before stopping.
+            state: the state to save before the ranks stop.
 
         Raises:
             SystemExit: all ranks stop here, and `state` is saved. The exit code is `sl.EXIT_STOPPED`.
-            TypeError, ValueError: `state` is not a TrainState, or the Checkpointer was closed. Raised on this rank
-                only, because other ranks may receive the request in their backwards and need no collective here.
-            SynclineError: all ranks stop here, but `state` could not be saved; or the ranks must not wait for each
-                other here (`ParameterServer`, between two parameter syncs).
+            TypeError, ValueError: `state` is not a TrainState, or the Checkpointer is closed or read-only. Raised on
+                this rank only, because most calls exchange nothing that could carry the error to the other ranks.
+            SynclineError: all ranks stop here, but `state` could not be saved; or the strategy does not let the ranks
+                wait for each other here (`ParameterServer`, between two parameter syncs).
 
         Example:
             >>> import tempfile, torch, syncline as sl
@@ -279,40 +290,48 @@ class Checkpointer:
             self._stop.end(self._lane, state.step, last if is_saved else self.save(state), last)
 
     def ask_to_stop(self, why: str = "asked to stop") -> None:
-        """Ask all ranks to stop, as a signal does. Any thread may call this, on one rank or on several.
+        """Ask all ranks to stop, as a signal does; the ranks stop in `stop_if_asked`.
+
+        Any thread can call this method, on one rank or on several.
 
         Args:
-            why: the reason, as the end of a sentence that begins with the rank: "reached its deadline".
+            why: the reason, as the end of a sentence about this rank. With "reached its deadline", the message says
+                "rank 0 reached its deadline".
 
         Raises:
             TypeError: `why` is not a string.
         """
         if not isinstance(why, str):
-            raise TypeError(f"expected why to be a str, the reason in words, got {what_it_is(why)}")
+            raise TypeError(f"expected why to be a str with the reason in words, got {what_it_is(why)}")
         self._stop.request.ask(why)
 
     # ------------------------------------------------------------------ loading
 
     def load(self, state: TrainState, *, strict: bool = True) -> int | None:
-        """Load the newest intact save into `state`; a collective call.
+        """Load the newest intact save into `state`. A collective call.
 
-        Every byte is verified before anything is changed. A warning names the saves that are damaged.
+        Every byte that is loaded is verified before `state` is changed. If newer saves are damaged, a warning names
+        them.
 
         Args:
             state: a state with the same names as the saved state.
-            strict: require the same names. Otherwise only names that are in both are loaded (for example to evaluate
-                a model alone). Objects that were not saved stay unchanged, and a warning names them.
+            strict: whether `state` and the save must have the same names. If False, only the objects whose names are in
+                both are loaded, for example to evaluate a model alone. Objects that were not saved stay unchanged, and
+                a warning names them.
 
         Returns:
             The step of the save, or None if there are no saves yet.
 
         Raises:
-            CheckpointCorrupt: there are saves, but none of them is intact; on every rank.
-            TypeError, ValueError: `state` is not a TrainState or does not match the save; or the Checkpointer was
-                closed. On every rank.
-            SynclineError: the directory cannot be read; on every rank.
-            ReplicaDivergence: modules or optimizers that were equal on all ranks when they were saved differ between
-                ranks after loading; on every rank.
+            CheckpointCorrupt: there are saves, but none of them is intact.
+            TypeError, ValueError: `state` is not a TrainState or does not match the save; or the Checkpointer is
+                closed.
+            ContractMismatch: `strict`, or the names in `state`, differ between the ranks.
+            SynclineError: the directory cannot be read.
+            ReplicaDivergence: modules or optimizers differ between the ranks after loading, although they were equal
+                when they were saved.
+
+        All of these errors are raised on every rank.
         """
         self.wait()
         with failing_together(self._transport, "sl.Checkpointer.load") as lines:
@@ -335,13 +354,17 @@ class Checkpointer:
 
 
 def _load(state: TrainState, save: IntactSave, *, strict: bool) -> dict[str, Any]:
-    """Load the save, and return the state of the objects that must now be equal on all ranks."""
+    """Load the save into `state`, and return the state of the objects that must now be equal on all ranks."""
     load_all(state, save.states, strict=strict)
     return save.found.same_on_all(state)
 
 
 def _end(writer: ThreadPoolExecutor, lane: Transport | None) -> None:
-    """Shut down the writer and its lane; no save is pending, because a pending save refers to its Checkpointer."""
+    """Shut down the writer thread, and close its lane.
+
+    No save is pending here, because a Checkpointer with a pending save is not garbage-collected. `lane` is None if the
+    Checkpointer has no lane of its own.
+    """
     writer.shutdown(wait=False)
     if lane is not None:
         lane.close()

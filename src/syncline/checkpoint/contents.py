@@ -1,7 +1,7 @@
 """The content of a save: the state that a rank writes, and the state that a rank reads back.
 
-The state is split into tensors and JSON values. This module also has the warnings after a load: names that were not
-saved, state of other ranks, and state of other classes.
+The state is split into tensors and JSON values. This module also composes the warnings about a loaded save: some
+objects were not saved, the state of other ranks was not loaded, or the class of an object is another one now.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from syncline.words import describe_ranks, format_count
 
 
 def entry_of(name: str) -> str:
-    """Return the name under which `Parts.digests` has the JSON value of an object; no tensor has such a name."""
+    """Return the key of an object's JSON value in `Parts.digests`. No tensor has such a key."""
     return f"entry {name}"
 
 
@@ -45,25 +45,26 @@ class Parts:
 
     Args:
         state: the state to save.
-        copies: memory that tensors are copied into, by name; missing entries are added. None: tensors are not copied,
-            so the caller must not change them until they are written.
+        copies: the copies of the previous save, by tensor name, whose memory is used again. The dict is updated: it
+            then has the copies of this state. Pass None to copy no tensor; the caller must then leave the tensors
+            unchanged until they are written.
 
     Raises:
-        TypeError, ValueError: a value cannot be stored, or two tensors would have the same name; the message names
+        TypeError, ValueError: a value cannot be stored, or two tensors would have the same name. The message names
             the value.
     """
 
     def __init__(self, state: TrainState, copies: dict[str, Tensor] | None) -> None:
         self.trees: dict[str, Any] = {}
-        """The JSON values, by name of the object."""
+        """The JSON value of each object, by the name of the object."""
         self.classes = {
             name: type(one).__name__ for name, one in state.named.items() if not isinstance(one, nn.Module)
         }
-        """The class names of all objects except modules, because a module may be wrapped differently when loaded."""
+        """The class name of each object. Modules are left out, because the loading run may wrap them differently."""
         self.forms_of_modules: list[str] = []
-        """The dtype and shape of each tensor of a module, one line per tensor; they must be equal on all ranks."""
+        """A line of text with the dtype and shape of each module tensor. The lines must be equal on all ranks."""
         self.sharded = [name for name, one in state.named.items() if has_sharded_state(one)]
-        """The names of sharded objects."""
+        """The names of the objects of which each rank saves only its shard."""
         self.tensors: dict[str, Tensor] = {}
         """The tensors of all objects, on the CPU, by name."""
         for name, one in state._shard_state_dict().items():
@@ -72,7 +73,7 @@ class Parts:
             if taken:
                 raise ValueError(
                     f"two tensors of this sl.TrainState would be saved as {min(taken)}, one of them in {name}: give "
-                    f"{name} a name without a dot"
+                    "each object a name without a dot"
                 )
             self.tensors |= {
                 key: tensor.cpu().contiguous() if copies is None else _copied(tensor, key, copies)
@@ -94,7 +95,7 @@ class Parts:
 
     @cached_property
     def digests(self) -> dict[str, str]:
-        """A digest of each tensor and of each JSON value, by name; equal digests mean equal content."""
+        """The digest of each tensor by name, and of each JSON value by `entry_of`. Equal digests mean equal content."""
         found = {
             name: f"{tensor.dtype} {tuple(tensor.shape)} {self.checksums[name]}"
             for name, tensor in self.tensors.items()
@@ -119,15 +120,15 @@ def _copied(tensor: Tensor, name: str, copies: dict[str, Tensor]) -> Tensor:
 
 
 class SaveContent:
-    """The part of a save that one rank needs, read and verified. Its tensors are memory that is mapped from the files.
+    """The part of a save that this rank needs, read from the files and verified. Its tensors are mapped into memory.
 
     Args:
         files: the file system.
         path: the directory of the save.
         manifest: the manifest of the save.
-        rank: this rank. It loads the per-rank state of the rank with the same number at save time, or of rank 0 if
-            there was no such rank.
-        num_ranks: the number of ranks now.
+        rank: the number of this rank. It loads the state that the rank with this number saved. If fewer ranks made the
+            save, it loads the state that rank 0 saved.
+        num_ranks: the number of ranks that load.
 
     Raises:
         CheckpointCorrupt: the save is damaged.
@@ -137,7 +138,7 @@ class SaveContent:
     def __init__(self, files: Files, path: str, manifest: Manifest, *, rank: int, num_ranks: int) -> None:
         self.manifest = manifest
         self.is_new_rank = rank >= manifest.num_ranks
-        """Whether this rank did not exist at save time."""
+        """Whether no rank with this number took part in the save."""
         self._place = place = 0 if self.is_new_rank else rank
         self._are_others = num_ranks != manifest.num_ranks
         self._trees = [manifest.shared | own for own in manifest.ranks]
@@ -156,7 +157,7 @@ class SaveContent:
             self._tensors.append(tensors)
 
     def _needed_of_others(self, trees: Mapping[str, Any]) -> Iterator[str]:
-        """Yield the names of the tensors that this rank needs from the state of another rank."""
+        """Yield the names of the tensors that this rank needs from another rank, whose JSON values are `trees`."""
         for name, tree in trees.items():
             if name in self.manifest.sharded:
                 yield from tensors_in(tree)
@@ -169,9 +170,11 @@ class SaveContent:
         return list(self._trees[self._place])
 
     def own_names(self, named: Collection[str]) -> list[str]:
-        """Return a description of each object among `named` that differed between ranks: its name, or its tensors.
+        """Return a text for each object in `named` of which each rank saved a value of its own.
 
-        State that any number of ranks can divide, such as shards and the positions of samplers, is left out.
+        The text is the name of the object. If only some of its tensors differed between ranks, the text also has their
+        number and the first of them. Shards and the positions of samplers are left out, because any number of ranks can
+        load them.
         """
         names = []
         for name, tree in self._trees[0].items():
@@ -187,26 +190,30 @@ class SaveContent:
         return names
 
     def decoded_for(self, named: Mapping[str, Any], *, strict: bool) -> dict[str, Any]:
-        """Return the states of all objects for `TrainState.load_state_dict`.
+        """Return the saved states by name, in the form that `TrainState.load_state_dict` accepts.
 
         Args:
             named: the objects to load into, by name.
-            strict: return the states of all saved objects, not only of those in `named`.
+            strict: whether to return the states of all saved objects, not only of those in `named`.
 
         Raises:
-            CheckpointCorrupt: the manifest has content that no save writes.
+            CheckpointCorrupt: the manifest has values that Syncline never writes.
         """
         wanted = {"step", "rng", *(self.names if strict else named)}
         with malformed_is_corrupt(self._manifest_path):
             states = {name: self.decoded(name, named.get(name)) for name in self.names if name in wanted}
-            check(states["step"] == self.manifest.step, "the step of the manifest", states["step"])
+            check(
+                states["step"] == self.manifest.step,
+                f"the saved step to be {self.manifest.step}, as in the manifest",
+                states["step"],
+            )
             check_rng_state(states["rng"])
         if self.is_new_rank:
             del states["rng"]  # a new rank must not repeat rank 0's random numbers
         return states
 
     def decoded(self, name: str, one: Any) -> Any:
-        """Return the saved state of an object, for `one` to load; shards are joined to the whole."""
+        """Return the saved state of the object `name` in a form that `one` can load. Shards are joined."""
         if name in self.manifest.sharded:
             # An object that loads shards copies them. One that needs whole tensors gets them joined in new memory.
             return join_parts(
@@ -229,12 +236,15 @@ class SaveContent:
         return {"module": decode(tree["module"], tensors), "synchronization": beside}
 
     def _have_one_place(self, name: str) -> bool:
-        """Return whether the state is the position of a sampler, and all ranks resume at rank 0's position."""
+        """Return whether the object `name` is a sampler that all ranks resume at the same position."""
         places = [self._place_to_resume(name, rank) for rank in range(self.manifest.num_ranks)]
         return places[0] is not None and all(place == places[0] for place in places)
 
     def _place_to_resume(self, name: str, rank: int) -> Any:
-        """Return the position at which a sampler resumes (see `place_to_resume`); None for any other state."""
+        """Return the position at which the sampler `name` resumes on a rank; see `place_to_resume`.
+
+        Returns None if the object is not a sampler.
+        """
         places = []
         for tree in (self._trees[rank][name], self._trees[0][name]):
             place = None if any(tensors_in(tree)) else decode(tree, {})
@@ -244,7 +254,7 @@ class SaveContent:
         return place_to_resume(*places, rank=rank, num_ranks=self.manifest.num_ranks)
 
     def _for_another_number(self, name: str, own: Any) -> Any:
-        """Return the synchronization state `own` for another number of ranks, with residuals divided evenly."""
+        """Return the synchronization state `own`, with each residual replaced by its mean over the saved ranks."""
         of_all = [
             decode(trees[name]["synchronization"], tensors)
             for trees, tensors in zip(self._trees, self._tensors, strict=True)
@@ -255,9 +265,10 @@ class SaveContent:
             raise ValueError(str(error)) from None
 
     def same_on_all(self, state: TrainState) -> dict[str, Any]:
-        """Return the current state of the objects in `state` that must be equal on all ranks after loading.
+        """Return the values in `state` that must be equal on all ranks after loading, by name of the object.
 
-        These are modules and optimizers, without per-rank entries and without shards.
+        These are the values of modules and optimizers, without shards and without entries that differed between the
+        ranks when they were saved.
         """
         found: dict[str, Any] = {}
         for name, one in state.named.items():
@@ -273,7 +284,10 @@ class SaveContent:
         return found
 
     def _own_entries(self, name: str) -> set[str] | None:
-        """Return the keys of an object's entries that differed between ranks; None if all of them may differ."""
+        """Return the keys of those entries in an object's state that differed between the ranks when they were saved.
+
+        Returns None if any entry may have differed.
+        """
         tree = without_synchronization(self.manifest.shared.get(name))
         if not isinstance(tree, dict):
             return None
@@ -281,7 +295,10 @@ class SaveContent:
 
 
 class _Cloned(dict[str, Tensor]):
-    """A copy of each saved tensor, made when it is first read, for objects that keep references to what they load."""
+    """A dict of copies of saved tensors, for objects that keep references to the tensors that they load.
+
+    A tensor is copied when it is read for the first time.
+    """
 
     def __init__(self, mapped: Mapping[str, Tensor]) -> None:
         super().__init__()
@@ -293,13 +310,13 @@ class _Cloned(dict[str, Tensor]):
 
 
 def remarks(name: str, found: SaveContent, state: TrainState, num_ranks: int) -> Iterator[str]:
-    """Yield the texts of warnings about a loaded save, which are the same on all ranks.
+    """Yield the texts of the warnings about a loaded save. They are the same on all ranks.
 
     Args:
         name: the name of the save.
         found: the content of the save.
-        state: the state that it was loaded into.
-        num_ranks: the number of ranks now.
+        state: the state into which the save was loaded.
+        num_ranks: the number of ranks that have loaded it.
     """
     stays = [one for one in state.named if one not in found.names]
     if stays:
@@ -323,6 +340,6 @@ def remarks(name: str, found: SaveContent, state: TrainState, num_ranks: int) ->
         now, then = type(one).__name__, found.manifest.classes.get(key)
         if then not in (now, None) and not isinstance(one, nn.Module):
             yield (
-                f"{key} of {name} is the state of a {then}, and was loaded into a {now}: the {now} has the saved "
-                "settings, and does not use entries that it does not know"
+                f"{key} of {name} is the state of a {then}, and was loaded into a {now}. The {now} now has the saved "
+                f"settings, and ignores the entries that it does not know. To continue the saved run, create a {then}"
             )

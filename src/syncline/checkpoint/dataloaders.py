@@ -1,4 +1,4 @@
-"""Detect DataLoaders and streams that a resumed run would read differently, and write the warnings about them."""
+"""Detect DataLoaders and streams that a resumed run would read differently, and compose the warnings about them."""
 
 from __future__ import annotations
 
@@ -14,21 +14,23 @@ from syncline.trees import leaves
 from syncline.words import format_count
 
 _ENOUGH_STEPS = 3
-"""Number of steps without a new position that trigger the warning. A stream may take several batches from a block."""
+"""The number of steps without a new position after which a warning is given.
+
+It is more than 1, because a stream can read a block of several batches at once.
+"""
 
 
 def sampler_of(one: Any) -> DistributedSampler | None:
-    """Return `one` itself if it is a DistributedSampler, or the DistributedSampler inside a loader; else None."""
+    """Return the DistributedSampler that `one` is, or that the loader `one` contains; None if there is none."""
     inner = getattr(getattr(one, "batch_sampler", None), "sampler", None)
     samplers = (one, getattr(one, "sampler", None), inner)
     return next((sampler for sampler in samplers if isinstance(sampler, DistributedSampler)), None)
 
 
 class Places:
-    """The positions of streams, compared from step to step until each stream has moved once.
+    """A detector of streams whose position does not change from step to step.
 
-    If the workers of a DataLoader read a stream, they read copies of it, and the position of the saved stream never
-    changes.
+    The workers of a DataLoader read copies of a stream, so the position of the saved stream itself never changes.
 
     Args:
         named: the saved objects, by name.
@@ -54,12 +56,12 @@ class Places:
             or (name == "sampler" and not isinstance(one, DataLoader) and sampler_of(one) is None)
         }
         self._places: dict[str, list[list[Any]]] = {name: [] for name in self._watched}
-        """Fingerprints of the positions of each watched stream, by name, one for each step."""
+        """The fingerprints of each watched stream's positions, one for each step, by the name of the stream."""
         self.standing: list[str] = []
-        """The names of the streams that did not move in several steps."""
+        """The names of the streams whose position did not change in `_ENOUGH_STEPS` steps."""
 
     def step_ended(self) -> None:
-        """Compare the positions of all streams with those after the previous step. Call this after each step."""
+        """Record the position of each watched stream, and detect streams that do not move. Call it after each step."""
         for name, one in list(self._watched.items()):
             places = self._places[name]
             places.append(_fingerprint_of_state(one.state_dict()))
@@ -70,25 +72,29 @@ class Places:
 
 
 class ResumeRemarks:
-    """The warnings about streams and DataLoaders that a resumed run would read differently, each returned once."""
+    """A source of warnings about streams and DataLoaders that a resumed run would read differently.
+
+    Each warning is returned once.
+    """
 
     def __init__(self) -> None:
         self._reported: set[str] = set()
-        """The names of the streams that a warning was returned for."""
+        """The names of the streams about which a warning was returned."""
         self._has_searched = False
         """Whether this process was searched for DataLoaders."""
 
     def on(self, named: Mapping[str, Any], standing: Sequence[str]) -> list[str]:
-        """Return the texts of the new warnings. The first call takes some ten milliseconds.
+        """Return the texts of the warnings that were not returned before. The first call takes about ten milliseconds.
 
         Args:
             named: the saved objects, by name.
-            standing: the names of streams that do not move; see `Places`.
+            standing: the names of the streams whose position does not change; see `Places.standing`.
         """
         texts = [
             f"the position of {name} ({type(named[name]).__name__}) has not changed in {_ENOUGH_STEPS} steps, so a "
-            "resumed run would read the same samples again. If the workers of a DataLoader read the stream, they read "
-            "copies of it: use num_workers=0, or torchdata's StatefulDataLoader, sl.TrainState(sampler=loader)"
+            "resumed run would read the same samples again. The workers of a DataLoader read copies of a stream, so "
+            "the stream itself does not advance: use num_workers=0, or use torchdata's StatefulDataLoader and save it, "
+            "sl.TrainState(sampler=loader)"
             for name in standing
             if name not in self._reported
         ]
@@ -100,7 +106,7 @@ class ResumeRemarks:
 
 
 def _remarks_on_loaders(named: Mapping[str, Any]) -> Iterator[str]:
-    """Yield a warning for each DataLoader of this process that makes a resumed run draw other random numbers."""
+    """Yield a warning about each DataLoader of this process that makes a resumed run draw other random numbers."""
     names = {id(one): name for name, one in named.items()}
     for loader in _all_loaders():
         if getattr(loader, "generator", None) is not None:
@@ -111,19 +117,22 @@ def _remarks_on_loaders(named: Mapping[str, Any]) -> Iterator[str]:
         elif stream is not None and isinstance(loader.dataset, IterableDataset):
             when = f"whenever it begins to read {stream}"
         elif id(loader) in names and sampler_of(loader) is None:
-            when = "whenever it begins"
+            when = "whenever an iteration begins"
         else:
             continue  # a resumed run draws the same numbers, or the sampler resets the generators
         what = f"{type(loader.dataset).__name__} ({format_count(loader.num_workers, 'worker')})"
         yield (
             f"a DataLoader of {what} draws from torch's global generator {when}. A resumed run draws one number more, "
-            "so its later random numbers differ, such as dropout masks: give the DataLoader its own generator, "
-            "generator=torch.Generator()"
+            "so its later random numbers (dropout masks, for example) differ: give the DataLoader a generator of its "
+            "own, generator=torch.Generator()"
         )
 
 
 def _all_loaders() -> list[DataLoader[Any]]:
-    """Return every DataLoader of this process. The garbage collector finds the objects that refer to their class."""
+    """Return every DataLoader of this process, including instances of subclasses.
+
+    The garbage collector lists the objects that refer to these classes. An instance refers to its class.
+    """
     kinds: list[type] = [DataLoader]
     for kind in kinds:  # the list grows during the loop
         kinds += kind.__subclasses__()
@@ -131,6 +140,6 @@ def _all_loaders() -> list[DataLoader[Any]]:
 
 
 def _fingerprint_of_state(state: Any) -> list[Any]:
-    """Return a value that is equal for two states if the states are equal."""
+    """Return a fingerprint of a state as a list. Equal states have equal fingerprints."""
     named = list(leaves(state))
     return [*(name for name, _ in named), *fingerprints([leaf for _, leaf in named])]

@@ -1,4 +1,4 @@
-"""The saves in a directory. Each save is a directory with a manifest, and with tensors in safetensors files.
+"""The saves in a directory. Each save is a directory of its own, with a manifest and with safetensors files.
 
     save-000007-step-1200/
         manifest.json            the list of contents, their checksums, and all JSON values; written last
@@ -6,8 +6,8 @@
         rank-0.safetensors       the tensors that differ per rank, including each rank's shard
         rank-1.safetensors
 
-The directory of a save is written under a temporary name and renamed when it is complete. Checksums cover everything
-in it: the manifest ends with its own checksum, and lists the checksums of each file's header and of each tensor.
+The directory of a save has a temporary name until it is complete, and is then renamed. Checksums cover everything in
+it: the manifest ends with its own checksum, and lists the checksums of each file's header and of each tensor.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ from syncline.errors import CheckpointCorrupt
 FORMAT = "syncline checkpoint"
 
 VERSION = 3
-"""The format version that is written. Earlier versions can be read; later versions are refused.
+"""The version of the format in which saves are written. Earlier versions can be read; later versions are refused.
 
-Version 2 added tensors of which each rank has a part ("$part"), and "sharded". Version 3 added Counters ("$counter"),
-and "classes".
+Version 2 added parts of tensors ("$part"), and the entry "sharded". Version 3 added Counters ("$counter"), and the
+entry "classes".
 """
 
 SHARED_FILE = "shared.safetensors"
@@ -48,18 +48,18 @@ _NAME = re.compile(r"save-(?P<save>\d{6,})-step-(?P<step>\d+)")
 
 @dataclass(frozen=True, kw_only=True)
 class Manifest:
-    """The description of one save: everything except its tensors.
+    """The description of one save. It holds everything except the tensors.
 
     Attributes:
         step: the step of the saved state.
-        number: the number of the save; 1 for the first in its directory, 0 for early formats that do not record it.
+        number: the number of the save in its directory, from 1; 0 if an early format did not record the number.
         num_ranks: the number of ranks that made the save.
-        shared: the JSON values that are equal on all ranks, as returned by `encode`, by name.
-        ranks: for each rank, the JSON values that differ between ranks, by name.
+        shared: the JSON values (from `encode`) that are equal on all ranks, by name of the object.
+        ranks: for each rank, its JSON values that are not equal on all ranks, by name of the object.
         files: the expected contents of the tensor files, by file name.
-        classes: the class names of the saved objects except modules, by name.
-        sharded: the names of objects of which each rank saved a shard.
-        about: versions and other information for people.
+        classes: the class name of each saved object that is not a module, by name of the object.
+        sharded: the names of the objects of which each rank saved a shard.
+        about: information for people, such as the version of torch and the time of the save.
     """
 
     step: int
@@ -74,12 +74,12 @@ class Manifest:
 
 
 def own_file(rank: int) -> str:
-    """Return the name of the file with the tensors that only this rank has."""
+    """Return the name of the file with the tensors of this rank that are not equal on all ranks."""
     return f"rank-{rank}.safetensors"
 
 
 def write_manifest(files: Files, directory: str, manifest: Manifest) -> None:
-    """Write the manifest into a directory that has all other files."""
+    """Write the manifest into a directory that already has all other files of the save."""
     files.write(f"{directory}/{MANIFEST}", [_text(manifest)])
 
 
@@ -113,10 +113,12 @@ def read_manifest(files: Files, directory: str) -> Manifest:
     try:
         content = files.read(path)
     except FileNotFoundError:
-        raise CheckpointCorrupt(f"{path} is missing: the save is not complete") from None
+        raise CheckpointCorrupt(f"{path} is missing, so the save is not complete") from None
     text, _, found = content.removesuffix(b"\n").rpartition(b"\n")
     if content[-1:] != b"\n" or found != checksum(text).encode():
-        raise CheckpointCorrupt(f"{path} is damaged: its checksum, the last line, does not match the rest")
+        raise CheckpointCorrupt(
+            f"{path} is damaged: the checksum in its last line does not match the lines before"
+        )
     with malformed_is_corrupt(path):
         body = json_object(text)
         form, version = body["format"], body["version"]
@@ -125,12 +127,16 @@ def read_manifest(files: Files, directory: str) -> Manifest:
                 f"{path} has format version {version} of {form!r}, but this version of Syncline reads only versions "
                 f"up to {VERSION}: load it with a newer Syncline"
             )
-        check(form == FORMAT and is_count(version), f"{FORMAT!r} and its version", (form, version))
+        check(
+            form == FORMAT and is_count(version),
+            f"the format {FORMAT!r} and an integer as its version",
+            (form, version),
+        )
         return _manifest(body)
 
 
 def _manifest(body: Mapping[str, Any]) -> Manifest:
-    """Return the manifest that a JSON object describes.
+    """Check a JSON object that was read from a file, and return the manifest that it describes.
 
     Raises:
         ValueError, TypeError, LookupError: no version of `write_manifest` writes such an object.
@@ -138,21 +144,29 @@ def _manifest(body: Mapping[str, Any]) -> Manifest:
     shared, ranks, files = body["shared"], body["ranks"], body["files"]
     step, number, num_ranks = body["step"], body.get("number", 0), body["num_ranks"]
     for name, count in (("step", step), ("number", number), ("num_ranks", num_ranks)):
-        check(is_count(count), f"{name} to be a count", count)
-    check(isinstance(ranks, list) and 0 < len(ranks) == num_ranks, f"values of {num_ranks} ranks", ranks)
+        check(is_count(count), f"{name} to be an integer from 0 to 2**63 - 1", count)
+    check(
+        isinstance(ranks, list) and 0 < len(ranks) == num_ranks,
+        f"ranks to be a list with an entry for each of {num_ranks} ranks",
+        ranks,
+    )
     for tree in (shared, *ranks):
-        check(isinstance(tree, dict), "an object with values by name", tree)
+        check(
+            isinstance(tree, dict), "shared and each entry of ranks to be an object with values by name", tree
+        )
     for tree in ranks:
-        check(tree.keys() == ranks[0].keys(), "the same names for each rank", [*tree])
-        check(shared.keys().isdisjoint(tree), "no name that is both in shared and in ranks", [*tree])
+        check(
+            tree.keys() == ranks[0].keys(), "each entry of ranks to have the same names as the first", [*tree]
+        )
+        check(shared.keys().isdisjoint(tree), "no entry of ranks to have a name that is in shared", [*tree])
     classes, sharded, about = body.get("classes", {}), body.get("sharded", []), body["about"]
-    check(_are_strings(classes), "classes to have strings by name", classes)
+    check(_are_strings(classes), "classes to be an object with strings by name", classes)
     check(isinstance(about, dict), "about to be an object", about)
     names = shared.keys() | ranks[0].keys()
     is_known = isinstance(sharded, list) and names >= set(sharded)
-    check(is_known, f"sharded to list some of {sorted(names)}", sharded)
-    check(shared.get("step", step) == step, f"the state of step {step}", shared.get("step"))
-    check(isinstance(files, dict), "an object with files by name", files)
+    check(is_known, f"sharded to be a list of names out of {sorted(names)}", sharded)
+    check(shared.get("step", step) == step, f"the step in shared to be {step}", shared.get("step"))
+    check(isinstance(files, dict), "files to be an object with entries by file name", files)
     known = {SHARED_FILE, *map(own_file, range(num_ranks))}
     return Manifest(
         step=step,
@@ -171,7 +185,9 @@ def _stored_file(name: str, stored: Any, known: Collection[str]) -> StoredFile:
     check(name in known, f"the name of a tensor file to be one of {sorted(known)}", name)
     check(isinstance(stored, dict), f"the entry of {name} to be an object", stored)
     file = StoredFile(**stored)
-    check(is_count(file.num_bytes), f"num_bytes of {name} to be a count", file.num_bytes)
+    check(
+        is_count(file.num_bytes), f"num_bytes of {name} to be an integer from 0 to 2**63 - 1", file.num_bytes
+    )
     check(isinstance(file.header, str), f"the header checksum of {name} to be a string", file.header)
     check(_are_strings(file.tensors), f"the tensor checksums of {name} to be strings", file.tensors)
     return file
@@ -188,7 +204,7 @@ _UNFINISHED = "unfinished-"
 
 
 class Save(NamedTuple):
-    """A committed save. Its content may still be damaged."""
+    """The number and the step of a committed save. Its content can still be damaged."""
 
     number: int
     step: int
@@ -200,7 +216,7 @@ class Save(NamedTuple):
 
 
 def parse_name(name: str) -> Save | None:
-    """Return the save whose directory has this name; None if it is not the name of a save.
+    """Return the save whose directory has this name; None if no save has such a name.
 
     Example:
         >>> parse_name(Save(7, 1200).name), parse_name("notes")
@@ -211,7 +227,7 @@ def parse_name(name: str) -> Save | None:
 
 
 class SaveDirectory:
-    """A directory of saves, of which the newest are kept. Each save is a directory inside it.
+    """The directory with all saves of a run. Each save is a directory inside it, and only the newest saves are kept.
 
     `begin` creates the directory of a save under a temporary name, and `commit` renames it after everything in it was
     synced. So every directory with the name of a save is complete, even after a crash. `prune` gives a save a
@@ -219,8 +235,8 @@ class SaveDirectory:
 
     Args:
         files: the file system.
-        path: the directory; the first save creates it.
-        keep: how many saves to keep.
+        path: the path of the directory; the first save creates it.
+        keep: the number of saves to keep.
     """
 
     def __init__(self, files: Files, path: str, keep: int) -> None:
@@ -229,7 +245,7 @@ class SaveDirectory:
         self._keep = keep
 
     def saves(self) -> list[Save]:
-        """Return the committed saves, the newest first. Their order is the order of saving, not that of their steps."""
+        """Return the committed saves, the newest first. A save with a higher number is newer, whatever its step is."""
         found = map(parse_name, self._files.names(self._path))
         return sorted((save for save in found if save is not None), reverse=True)
 
@@ -237,7 +253,7 @@ class SaveDirectory:
         """Return each committed save with its identity, the newest first.
 
         The identity is the number and the step in the manifest, because a directory may have been renamed. If the
-        manifest is damaged, the identity is taken from the directory's name.
+        manifest cannot be read, the identity is the number and the step in the name of the directory.
         """
         found = [(save, self._identity(save)) for save in self.saves()]
         return sorted(found, key=lambda one: (one[1].number, one[0]), reverse=True)
@@ -250,18 +266,19 @@ class SaveDirectory:
         return Save(manifest.number or save.number, manifest.step)
 
     def path_of(self, save: Save) -> str:
-        """Return the directory of a save."""
+        """Return the path of a save's directory."""
         return f"{self._path}/{save.name}"
 
     def begin(self, step: int, after: int = 0) -> tuple[Save, str]:
         """Create an empty directory for the next save, and remove unfinished directories that crashes have left.
 
         Args:
-            step: the step of the state.
-            after: the number of the newest known save, whose directory may have been renamed.
+            step: the step of the state to save.
+            after: the number of the newest known save. The new save gets a higher number, even if the directory of
+                that save was renamed.
 
         Returns:
-            The save, and its temporary directory.
+            The new save, and the path of its temporary directory.
         """
         self._files.make_directory(self._path)
         for name in self._files.names(self._path):
@@ -273,13 +290,13 @@ class SaveDirectory:
         return save, path
 
     def commit(self, save: Save) -> None:
-        """Give the directory of a save its final name. All files of the save must be written and synced."""
+        """Give the directory of a save its final name. All files of the save must already be written and synced."""
         self._files.sync_directory(self._unfinished(save))
         self._files.rename(self._unfinished(save), self.path_of(save))
         self._files.sync_directory(self._path)
 
     def probe_path(self, token: str) -> str:
-        """Return the path of a file that shows whether all ranks see the directory. `begin` removes such files."""
+        """Return the path of a file by which the ranks check that all see the directory. `begin` removes such files."""
         return f"{self._path}/{_UNFINISHED}probe-{token}"
 
     def abandon(self, save: Save) -> None:
@@ -287,10 +304,10 @@ class SaveDirectory:
         self._files.remove(self._unfinished(save))
 
     def prune(self, damaged: Collection[Save] = ()) -> list[Save]:
-        """Remove the saves that are older than the newest `keep` saves, and return the removed saves.
+        """Remove all saves that are older than the `keep` newest ones, and return the removed saves.
 
         Args:
-            damaged: saves that are known to be damaged. They are not counted among the newest `keep` saves.
+            damaged: the saves that are known to be damaged. They do not count as part of the `keep` newest saves.
         """
         saves = [save for save, _ in self.identified()]
         sound = [save for save in saves if save not in damaged]

@@ -11,7 +11,7 @@ unchanged, so they stay readable. Any other value becomes an object with one key
     {"$counter": [[key, value], ...]}  a Counter, the type of MultiStepLR's milestones
     {"$float": "nan"}                  a float that JSON cannot hold: nan, inf, -inf
     {"$bytes": "..."}                  bytes, in base 64
-    {"$dtype": "torch.float32"}        a dtype; "$device" and "$size" likewise
+    {"$dtype": "torch.float32"}        a dtype; "$device" is for a device, and "$size" for a torch.Size
 """
 
 from __future__ import annotations
@@ -34,21 +34,21 @@ _KEPT = (str, bool, int, type(None))
 _FLOATS = ("nan", "inf", "-inf")
 
 _MAX_INT_BITS = 8192
-"""The largest size of an integer. Python refuses to convert numbers of more than 4300 digits to text, or back."""
+"""The maximum size of an integer. Python refuses to convert integers of more than 4300 digits to text, or back."""
 
 
 def encode(state: Any, name: str) -> tuple[Any, dict[str, Tensor]]:
-    """Encode `state` as a value for `json.dumps` and the tensors in it, by name.
+    """Encode `state` as a value that `json.dumps` accepts, and as a dict of its tensors by name.
 
     A tensor that occurs twice is stored once. Tensors are not copied.
 
     Args:
-        state: nested dicts, lists and tuples of tensors, numbers, strings, bytes and None; also dtypes, devices, and
-            parts of tensors (`TensorPart`).
+        state: nested dicts, lists and tuples of tensors, numbers, strings, bytes and None. Dtypes, devices and parts
+            of tensors (`TensorPart`) are accepted, too.
         name: the name of the whole state. The name of each tensor begins with it.
 
     Raises:
-        TypeError: a value has another type; the message has the place of the value.
+        TypeError: a value has another type. The message names the place of the value.
         ValueError: a tensor cannot be stored, because it is sparse, on the meta device, or of a subclass that wraps
             other tensors; or an integer has thousands of digits.
 
@@ -119,7 +119,7 @@ class _Encoder:
             if isinstance(key, Tensor):
                 raise TypeError(
                     f"{place} is a dict with a tensor as a key, which cannot be stored: expected strings, numbers or "
-                    "tuples of them as keys"
+                    "tuples of them as keys. Convert the keys in state_dict() and back in load_state_dict()"
                 )
             pairs.append([self.encode(key, f"{place}, a key"), self.encode(one, f"{place}.{key}")])
         return pairs
@@ -129,14 +129,19 @@ class _Encoder:
 
     def _stored(self, tensor: Tensor, place: str) -> str:
         if tensor.layout != torch.strided or tensor.is_meta or tensor.is_quantized:
-            what = "on the meta device" if tensor.is_meta else f"of {tensor.layout} and {tensor.dtype}"
+            what = (
+                "on the meta device"
+                if tensor.is_meta
+                else f"of layout {tensor.layout} and dtype {tensor.dtype}"
+            )
             raise ValueError(
-                f"{place} is a tensor {what}, which cannot be stored: expected a dense tensor with values"
+                f"{place} is a tensor {what}, which cannot be stored: expected a dense tensor with values. Convert it "
+                "to such a tensor, or leave it out of the state"
             )
         if hasattr(tensor, "__tensor_flatten__"):
             raise ValueError(
                 f"{place} is a {type(tensor).__name__}, which wraps other tensors and cannot be stored: store the "
-                "wrapped tensors (of a DTensor, to_local())"
+                "wrapped tensors. For a DTensor, store dtensor.to_local()"
             )
         known = self._names.get(id(tensor))
         if known is None:
@@ -145,14 +150,15 @@ class _Encoder:
             values = torch.view_as_real(values) if values.is_complex() else values
             if values.dtype not in STORABLE:
                 raise ValueError(
-                    f"{place} is a tensor of {tensor.dtype}, which cannot be stored: convert it to another dtype"
+                    f"{place} is a tensor of {tensor.dtype}, which safetensors files cannot hold: convert it to "
+                    "another dtype, such as torch.float32"
                 )
             self.tensors[known] = values
         return known
 
 
 def _free(name: str, taken: Mapping[str, Any]) -> str:
-    """Return the name, with a number if it is taken. Keys with dots can give two places the same name."""
+    """Return `name`; if it is taken, append a number. Keys with dots can give two places in a state the same name."""
     number, free = 1, name
     while free in taken:
         number += 1
@@ -161,12 +167,12 @@ def _free(name: str, taken: Mapping[str, Any]) -> str:
 
 
 def decode(encoded: Any, tensors: Mapping[str, Tensor], *, parts: Mapping[str, Tensor] | None = None) -> Any:
-    """Decode a value that `encode` returned. The result equals the original, but ordered dicts become plain dicts.
+    """Decode a value that `encode` returned. It equals the original, but an OrderedDict or defaultdict becomes a dict.
 
     Args:
         encoded: the JSON value from `encode`.
         tensors: the tensors, by name.
-        parts: the tensors of `TensorPart` values, by name; None means that `tensors` has them.
+        parts: the tensors of `TensorPart` values, by name. Pass None if `tensors` has them.
 
     Raises:
         KeyError: a tensor is missing.
@@ -188,7 +194,7 @@ def decode(encoded: Any, tensors: Mapping[str, Tensor], *, parts: Mapping[str, T
         return {key: decode(one, tensors, parts=parts) for key, one in encoded.items()}
     if len(encoded) > 1:
         raise ValueError(
-            f"expected an object with the only key {tag}, found also {', '.join([*encoded][1:])}"
+            f"expected {tag} to be the only key of its object, found also {', '.join([*encoded][1:])}"
         )
     match tag:
         case "$tensor":
@@ -223,7 +229,8 @@ def decode(encoded: Any, tensors: Mapping[str, Tensor], *, parts: Mapping[str, T
 def _complex(values: Tensor, name: str) -> Tensor:
     if not values.is_floating_point() or values.shape[-1:] != (2,):
         raise ValueError(
-            f"{name} is a tensor of {values.dtype} and {tuple(values.shape)}: expected pairs of real numbers"
+            f"expected {name} to hold pairs of real numbers, in a last dimension of size 2; got dtype "
+            f"{values.dtype} and shape {tuple(values.shape)}"
         )
     return torch.view_as_complex(values)
 
@@ -239,12 +246,14 @@ def _part(value: Any, tensors: Mapping[str, Tensor]) -> TensorPart:
         and start + values.numel() <= math.prod(shape)
     )
     if not fits:
-        raise ValueError(f"{value} does not describe a part of a tensor")
+        raise ValueError(
+            f"expected values, start, shape and order that describe a part of one tensor, got {value}"
+        )
     return TensorPart(values=values, start=start, shape=tuple(shape), order=tuple(order))
 
 
 def tensors_in(encoded: Any) -> Iterator[str]:
-    """Yield the names of the tensors in a value that `encode` returned. A name may occur more than once.
+    """Yield the names of the tensors in a value that `encode` returned. A name can occur more than once.
 
     Example:
         >>> list(tensors_in(encode({"a": torch.zeros(1), "b": (torch.ones(1), 2)}, "x")[0]))

@@ -1,7 +1,7 @@
-"""Files of a checkpoint: durable writes, and safetensors files with checksums that cover every byte.
+"""The files of a checkpoint: durable writes, and safetensors files with checksums that cover every byte.
 
-Tensors are written directly from their memory, and read as mapped memory, so nothing is copied. The checksum is XXH3
-with 128 bits. It costs little time compared with a disk, and it is long enough to distinguish tensors. A matching
+Tensors are written directly from their memory, and read as mapped memory, so nothing is copied. The checksum is the
+128-bit XXH3. It takes little time compared with a disk, and it is long enough to distinguish tensors. A matching
 checksum proves only that a file is unchanged. The form of the content is therefore checked as well.
 """
 
@@ -29,7 +29,7 @@ from syncline.errors import CheckpointCorrupt
 
 
 def checked_path(name: str, value: object) -> str:
-    """Return the path in the argument `name` as a string.
+    """Return the path `value`, which was given as the argument `name`, as a string.
 
     Raises:
         TypeError: `value` is neither a string nor an os.PathLike of a string.
@@ -41,17 +41,17 @@ def checked_path(name: str, value: object) -> str:
 
 
 class Files(Protocol):
-    """A file system. Paths are absolute or relative strings with "/"; failures raise OSError.
+    """The interface of a file system. A path is an absolute or relative string with "/". A failure raises OSError.
 
     A written file survives a crash of the machine only if both the file and its directory were synced. A rename
     survives a crash only if the directory was synced.
     """
 
     def names(self, directory: str) -> list[str]:
-        """Return the names of the entries of a directory; no names if the directory does not exist."""
+        """Return the names of the entries of a directory, or an empty list if the directory does not exist."""
 
     def make_directory(self, path: str) -> None:
-        """Create a directory and its missing parents; the directory may exist already."""
+        """Create a directory and its missing parents. Do nothing if the directory exists."""
 
     def write(self, path: str, parts: Iterable[bytes | memoryview]) -> None:
         """Write a new file, part by part, and sync the file."""
@@ -60,7 +60,7 @@ class Files(Protocol):
         """Return the content of a file."""
 
     def map(self, path: str) -> memoryview:
-        """Map a file into memory and return its content; writes to this memory do not change the file."""
+        """Map a file into memory, and return its content. Writing to this memory does not change the file."""
 
     def rename(self, source: str, target: str) -> None:
         """Rename a file or a directory atomically; the new name must not exist yet."""
@@ -106,7 +106,7 @@ def _check_is_regular(found: os.stat_result, path: str) -> None:
 
 
 class LocalFiles:
-    """The file system of this host, including mounted remote ones."""
+    """The file system of this host, including the remote file systems that are mounted on it."""
 
     def names(self, directory: str) -> list[str]:
         try:
@@ -163,12 +163,12 @@ class LocalFiles:
 
 
 _MAX_COUNT = 2**63
-"""torch's largest size plus one. Steps are limited to the same range."""
+"""One more than the largest size that torch can represent. Counts and sizes in a save are below it."""
 
 
 @contextlib.contextmanager
 def malformed_is_corrupt(path: str) -> Iterator[None]:
-    """Convert errors about malformed content into a `CheckpointCorrupt` that names the file.
+    """Convert the errors that malformed content causes into a `CheckpointCorrupt` that names the file.
 
     Use this only around code that interprets the content of the file. A MemoryError is raised unchanged.
 
@@ -187,7 +187,7 @@ def malformed_is_corrupt(path: str) -> Iterator[None]:
 
 
 def json_object(text: bytes) -> dict[str, Any]:
-    """Parse a JSON object in UTF-8, with unique names and finite numbers only.
+    """Parse a JSON object in UTF-8. The names in an object must be unique, and all numbers must be finite.
 
     Raises:
         ValueError: the text is not such an object.
@@ -209,7 +209,10 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) < len(pairs):
         names = [name for name, _ in pairs]
-        raise ValueError(f"the name {next(name for name in names if names.count(name) > 1)!r} occurs twice")
+        raise ValueError(
+            "expected the names in a JSON object to be unique, found "
+            f"{next(name for name in names if names.count(name) > 1)!r} twice"
+        )
     return found
 
 
@@ -223,14 +226,14 @@ def _finite(text: str) -> float:
 
 
 def check(holds: bool, expected: str, found: object) -> None:
-    """Raise a ValueError, "expected ..., found ...", unless `holds` is true."""
+    """Raise a ValueError with the text "expected ..., found ..." if `holds` is false."""
     if not holds:
         shown = repr(found)
         raise ValueError(f"expected {expected}, found {shown[:80]}{'...' if len(shown) > 80 else ''}")
 
 
 def is_count(value: object) -> bool:
-    """Return whether `value` is an integer from 0 to torch's largest size. True and False are not integers here.
+    """Return whether `value` is an integer from 0 to 2**63 - 1. True and False do not count as integers.
 
     Example:
         >>> [is_count(value) for value in (3, -1, True, 1.0, 2**63)]
@@ -240,7 +243,7 @@ def is_count(value: object) -> bool:
 
 
 def are_counts(value: object) -> bool:
-    """Return whether `value` is a list of integers from 0 to torch's largest size."""
+    """Return whether `value` is a list of integers from 0 to 2**63 - 1."""
     return isinstance(value, list) and all(map(is_count, value))
 
 
@@ -266,7 +269,7 @@ STORABLE = {
 _BY_NAME = {name: dtype for dtype, name in STORABLE.items()}
 
 _ENTRY = {"dtype", "shape", "data_offsets"}
-"""The keys of a tensor's entry in a header."""
+"""The keys of the entry that a tensor has in the header of a safetensors file."""
 
 
 @dataclass(frozen=True)
@@ -275,7 +278,7 @@ class StoredFile:
 
     Attributes:
         num_bytes: the size of the file.
-        header: the checksum of everything before the tensors.
+        header: the checksum of all bytes before the first tensor.
         tensors: the checksum of each tensor, by name.
     """
 
@@ -287,13 +290,13 @@ class StoredFile:
 def write_tensors(
     files: Files, path: str, tensors: Mapping[str, Tensor], checksums: Mapping[str, str] | None = None
 ) -> StoredFile:
-    """Write tensors as a safetensors file.
+    """Write tensors into a new safetensors file, and return the size and the checksums of the file.
 
     Args:
         files: the file system.
         path: the path of a new file.
         tensors: contiguous tensors on the CPU, of dtypes that can be stored.
-        checksums: the checksums of the tensors; None if they are not known yet.
+        checksums: the checksums of the tensors, by name. Pass None to compute them here.
 
     Raises:
         OSError: the file could not be written.
@@ -327,7 +330,7 @@ def read_tensors(
         directory: the directory of the file.
         name: the name of the file.
         stored: the expected content.
-        wanted: the names of the tensors to verify and return; None means all.
+        wanted: the names of the tensors to verify and return; None means all tensors.
 
     Raises:
         CheckpointCorrupt: the content differs from the content that was written.
@@ -336,13 +339,15 @@ def read_tensors(
     path = f"{directory}/{name}"
     content = files.map(path)
     if len(content) != stored.num_bytes:
-        raise CheckpointCorrupt(f"{path} is damaged: expected {stored.num_bytes} bytes, found {len(content)}")
+        raise CheckpointCorrupt(
+            f"{path} is damaged: expected {stored.num_bytes} bytes as in the manifest, found {len(content)}"
+        )
     head_bytes = 8 + int.from_bytes(content[:8], "little")
     if head_bytes > len(content) or checksum(content[:head_bytes]) != stored.header:
         raise CheckpointCorrupt(f"{path} is damaged: its header does not match the checksum in the manifest")
     with malformed_is_corrupt(path):
         places = _places(bytes(content[8:head_bytes]), len(content) - head_bytes)
-        check(places.keys() == stored.tensors.keys(), "the tensors of the manifest", [*places])
+        check(places.keys() == stored.tensors.keys(), "the tensors that the manifest lists", [*places])
     tensors = {}
     for key, expected in stored.tensors.items():
         if wanted is not None and key not in wanted:
@@ -351,7 +356,7 @@ def read_tensors(
         memory = content[head_bytes + start : head_bytes + end]
         if checksum(memory) != expected:
             raise CheckpointCorrupt(
-                f"{path}: {key} is damaged: it does not match the checksum in the manifest"
+                f"{path}: {key} is damaged: its bytes do not match the checksum in the manifest"
             )
         tensors[key] = (
             torch.frombuffer(memory, dtype=dtype).view(shape)
@@ -362,10 +367,14 @@ def read_tensors(
 
 
 def _places(header: bytes, num_bytes: int) -> dict[str, tuple[torch.dtype, list[int], int, int]]:
-    """Return the dtype, shape, start and end of each tensor.
+    """Return the dtype, shape, start and end of each tensor, by name, from the header of a file.
+
+    Args:
+        header: the header, a JSON object.
+        num_bytes: the size of all tensors together.
 
     Raises:
-        ValueError, TypeError, LookupError: `write_tensors` does not write such a header for tensors of `num_bytes`.
+        ValueError, TypeError, LookupError: `write_tensors` does not write such a header for tensors of this size.
     """
     found = {}
     end = 0
@@ -374,19 +383,23 @@ def _places(header: bytes, num_bytes: int) -> dict[str, tuple[torch.dtype, list[
         check(is_entry, f"the entry of {name} to have the keys {sorted(_ENTRY)}", entry)
         dtype, shape, offsets = _BY_NAME[entry["dtype"]], entry["shape"], entry["data_offsets"]
         for numbers in (shape, offsets):
-            check(are_counts(numbers), f"shape and data_offsets of {name} to be lists of counts", numbers)
+            check(
+                are_counts(numbers),
+                f"shape and data_offsets of {name} to be lists of integers of at least 0",
+                numbers,
+            )
         start, end_before = offsets[0], end
         end = start + math.prod(shape) * dtype.itemsize
         is_next = offsets == [end_before, end] and is_count(math.prod(max(1, size) for size in shape))
-        check(is_next, f"{name} of shape {shape} to begin at {end_before}", offsets)
-        check(start % dtype.itemsize == 0, f"{name} at a multiple of {dtype.itemsize} bytes", start)
+        check(is_next, f"{name} of shape {shape} to have data_offsets {[end_before, end]}", offsets)
+        check(start % dtype.itemsize == 0, f"{name} to begin at a multiple of {dtype.itemsize} bytes", start)
         found[name] = (dtype, shape, start, end)
     check(end == num_bytes, f"the tensors to take {num_bytes} bytes", end)
     return found
 
 
 def memory_of(tensor: Tensor) -> memoryview:
-    """Return the bytes of a contiguous CPU tensor without a copy. The bytes keep the tensor alive."""
+    """Return the memory of a contiguous CPU tensor as bytes, without a copy. The result keeps the tensor alive."""
     if not tensor.numel():
         return memoryview(b"")
     memory: Any = (ctypes.c_ubyte * tensor.nbytes).from_address(tensor.data_ptr())
@@ -395,5 +408,5 @@ def memory_of(tensor: Tensor) -> memoryview:
 
 
 def checksum(memory: bytes | memoryview) -> str:
-    """Return the checksum of some bytes, as 32 hexadecimal digits."""
+    """Return the checksum of `memory` as 32 hexadecimal digits."""
     return xxhash.xxh3_128_hexdigest(memory)

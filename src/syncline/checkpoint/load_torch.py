@@ -1,4 +1,4 @@
-"""Load a checkpoint that plain torch wrote into a `TrainState`, and report the entries that do not match."""
+"""Load a file of `torch.save` into a `TrainState`, and report the entries that do not match."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ from syncline.transport.base import Transport
 from syncline.user_code import calling, warn_user
 
 Key = str | int | Sequence[str | int]
-"""The place of an object in a file: a key, or several keys for nested objects."""
+"""The place of an object in a file: a key, or a sequence of keys that leads to a nested object."""
 
 _TITLE = "sl.TrainState.load_torch"
 
 _PREFIXES = re.compile(rf"(?:module\.|{re.escape(COMPILED_PREFIX)})*")
-"""The prefixes that DistributedDataParallel and torch.compile add to parameter names."""
+"""A pattern for the prefixes that DistributedDataParallel and torch.compile add to parameter names."""
 
 
 def load_torch_file(
@@ -44,8 +44,10 @@ def load_torch_file(
     strict: bool,
     transport: Transport,
 ) -> dict[str, Any]:
-    """Load a file of `torch.save` into `state`; see `TrainState.load_torch`."""
-    remedy = "Give every rank the same file: a path that all hosts see, or equal copies."
+    """Load a file of `torch.save` into `state`, and return the other entries. This is `TrainState.load_torch`."""
+    remedy = (
+        "Give every rank the same file: give a path that all hosts see, or put equal copies on all hosts."
+    )
     with failing_together(transport, _TITLE, remedy=remedy) as lines:
         path = checked_path("path", path)
         names, besides = _checked(names, besides)
@@ -73,7 +75,8 @@ def _checked(names: object, besides: object) -> tuple[dict[str, Key | None], lis
     names = {} if names is None else names
     if not isinstance(names, Mapping) or not all(isinstance(name, str) for name in names):
         raise TypeError(
-            f'expected names to be a dict by the names of this state, such as {{"model": "net"}}, got {names!r}'
+            "expected names to be a dict from names of this state to keys of the file, such as "
+            f'{{"model": "net"}}, got {names!r}'
         )
     for name, key in names.items():
         keys = [key] if key is None or isinstance(key, str | int) else key
@@ -83,25 +86,27 @@ def _checked(names: object, besides: object) -> tuple[dict[str, Key | None], lis
             )
     besides = [besides] if isinstance(besides, str) else besides
     if not isinstance(besides, Collection) or not all(isinstance(key, str) for key in besides):
-        raise TypeError(f'expected besides to be keys of the file, such as ["epoch"], got {besides!r}')
+        raise TypeError(
+            f'expected besides to be a list of keys of the file, such as ["epoch"], got {besides!r}'
+        )
     return dict(names), list(besides)
 
 
 @dataclass
 class Matched:
-    """The entries of a file, matched with the names of a state."""
+    """The result of matching the entries of a file with the names of a state."""
 
     found: dict[str, Any] = field(default_factory=dict)
     """The entries of the file that match a name of the state, by that name."""
     rest: dict[str, Any] = field(default_factory=dict)
     """The entries of the file that match no name, by key."""
     missing: list[str] = field(default_factory=list)
-    """The names of the state that the file has no entry for."""
+    """The names (also within the state of a module) and the requested keys for which the file has no entry."""
     unused: list[str] = field(default_factory=list)
-    """The keys of `rest` that the caller did not ask for."""
+    """The keys in the file (also within the state of a module) that were neither loaded nor requested."""
 
     def left(self) -> list[str]:
-        """Return lines that describe what did not match."""
+        """Return lines of text that list `missing` and `unused`."""
         lines = []
         if self.missing:
             lines.append(f"not in the file: {', '.join(self.missing)}")
@@ -110,7 +115,7 @@ class Matched:
         return lines
 
     def check_complete(self, path: str) -> None:
-        """Raise a ValueError if anything did not match."""
+        """Raise a ValueError about the file at `path` if `missing` or `unused` is not empty."""
         if not self.missing and not self.unused:
             return
         remedies = []
@@ -121,14 +126,16 @@ class Matched:
                 f'names={{"{name}": None}}.'
             )
         if self.unused:
-            remedies.append(f'Give besides=["{self.unused[0]}"] to get an entry that has no name here.')
+            remedies.append(
+                f'Give besides=["{self.unused[0]}"] to get an unused entry as part of the result.'
+            )
         remedies.append("Give strict=False to load only the entries that match.")
         mismatches = "\n  ".join([f"{path} does not match the named objects:", *self.left()])
         raise ValueError(f"{mismatches}\n{' '.join(remedies)}")
 
 
 def _alike(missing: Sequence[str], unused: Sequence[str]) -> tuple[str, str]:
-    """Return a missing name and the unused key that most likely belongs to it, as an example for the message.
+    """Return a missing name and the unused key that most likely belongs to it; "..." if no key is similar to a name.
 
     Example:
         >>> _alike(["step", "model", "optimizer"], ["model_state", "opt", "global_step"])
@@ -153,8 +160,9 @@ def match(
     Args:
         content: the content of the file.
         named: the objects of the state, by name.
-        names: for a name, its key in the file if that differs from the name; None means that it is not in the file.
-        besides: further keys that the caller wants.
+        names: the keys in the file that differ from the names, by name. A key of None means that the object is not in
+            the file.
+        besides: further keys of the file, whose entries the caller wants.
 
     Raises:
         ValueError: `content` is not a dict, or `names` has a name that the state does not have.
@@ -178,7 +186,7 @@ def match(
         )
     if not isinstance(content, dict):
         raise ValueError(
-            "expected the file to have a dict (of objects by name, or of tensors of one module), got a "
+            "expected the file to hold a dict of objects by name, or the state_dict() of one module; got a "
             + type(content).__name__
         )
     matched = Matched()
@@ -217,13 +225,13 @@ def _is_of_module(content: Mapping[Any, Any]) -> bool:
 
 
 def _load(state: Loadable, matched: Matched, path: str, *, strict: bool) -> dict[str, Any]:
-    """Load the matched entries, and return the state of the objects that must now be equal on all ranks."""
+    """Load the matched entries into `state`, and return the states that must now be equal on all ranks, by name."""
     loaded: dict[str, Any] = {}
     if "step" in matched.found:
         step = matched.found["step"]
         step = step.item() if isinstance(step, Tensor) and step.numel() == 1 else step
         if type(step) is not int or step < 0:
-            raise ValueError(f"expected step to be a number of steps, got {step!r} in {path}")
+            raise ValueError(f"expected step in {path} to be an integer of at least 0, got {step!r}")
         matched.found["step"] = step
     types: dict[int, torch.dtype] = {}
     both = {name: one for name, one in state.named.items() if name in matched.found}
@@ -252,14 +260,14 @@ def _load(state: Loadable, matched: Matched, path: str, *, strict: bool) -> dict
 
 
 def _renamed(module: nn.Module, found: Any, name: str, path: str) -> dict[str, Any]:
-    """Return the state of a module with its wrapper prefixes replaced by those of `module`.
+    """Return the state `found`, with the wrapper prefixes of its keys replaced by those of `module`.
 
     Raises:
-        ValueError: it is not the state of a module, or has no entry of this module.
+        ValueError: `found` is not the state of a module, or it has no entry of this module.
     """
     if not isinstance(found, dict):
         kind = type(found).__name__
-        raise ValueError(f"expected {name} of {path} to be what module.state_dict() returns, got a {kind}")
+        raise ValueError(f"expected {name} of {path} to be a dict from module.state_dict(), got a {kind}")
     own = module.state_dict()
     renamed = renamed_like(found, own)
     if own and renamed.keys().isdisjoint(own):
@@ -288,7 +296,7 @@ def _some(keys: Collection[Any]) -> str:
 
 
 def renamed_like(found: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the state of a module with the wrapper prefixes of its keys replaced by those of `own`.
+    """Return the module state `found`, with the wrapper prefixes of its keys replaced by those of the keys of `own`.
 
     Example:
         >>> dict(renamed_like({"module.fc.weight": 1, "module.fc.bias": 2}, {"fc.weight": 0, "fc.bias": 0}))
@@ -314,7 +322,7 @@ def renamed_like(found: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, 
 
 
 def _prefix(keys: Collection[str]) -> str:
-    """Return the wrapper prefixes that all of these names begin with."""
+    """Return the wrapper prefixes with which all of these keys begin; "" if they have none in common."""
     common = os.path.commonprefix([str(key) for key in keys])  # noqa: RUF071  # these are strings, not paths
     found = _PREFIXES.match(common)
     return found[0] if found else ""

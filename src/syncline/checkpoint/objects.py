@@ -1,6 +1,6 @@
 """Return and load the state of a module (wrapped or not), an optimizer, random number generators, or another object.
 
-Optimizers need care when they load: torch casts their state to the parameter's dtype, and a file does not keep strides.
+Loading an optimizer needs care: torch casts its state to the dtype of the parameter, and a file does not keep strides.
 """
 
 from __future__ import annotations
@@ -25,21 +25,21 @@ from syncline.sharded.part import has_sharded_state, sharded_state_of, whole_of
 
 
 def unwrapped(module: Any) -> Any:
-    """Return the module inside a DistributedDataParallel, torch's or Syncline's; any other object unchanged."""
+    """Return the module inside a DistributedDataParallel of torch or Syncline. Return any other object unchanged."""
     return module.module if isinstance(module, DistributedDataParallel) else module
 
 
 def keep_types(optimizer: Optimizer, saved: Mapping[str, Any], types: Mapping[int, torch.dtype]) -> None:
     """Restore the dtypes in which optimizer state was saved, for parameters that still have their saved dtype.
 
-    torch casts floating-point state to its parameter's dtype when it loads. Moments kept in float32 for bfloat16
-    weights would be rounded, and the resumed run would differ.
+    When an optimizer loads floating-point state, torch casts the state to the dtype of its parameter. Moments that were
+    kept in float32 for bfloat16 weights would be rounded, and the resumed run would differ.
 
     Args:
         optimizer: an unsharded optimizer that has just loaded its state.
-        saved: the state that it loaded, as returned by its `state_dict()`.
-        types: the dtypes in which parameters were saved, by the `id` of the parameter. The state of other parameters is
-            not changed.
+        saved: the state that the optimizer loaded, in the form of its `state_dict()`.
+        types: the dtypes in which parameters were saved, by `id(parameter)`. The state of a parameter that is not in
+            `types` is not changed.
 
     Example:
         >>> weight = torch.nn.Parameter(torch.ones(2, dtype=torch.bfloat16))
@@ -63,7 +63,7 @@ def keep_types(optimizer: Optimizer, saved: Mapping[str, Any], types: Mapping[in
 
 
 def lay_out_like_parameters(optimizer: Optimizer) -> None:
-    """Give each state tensor that has the shape of its parameter the strides of the parameter.
+    """Give each tensor of an optimizer's state the strides of its parameter, if both have the same shape.
 
     A file stores elements in the order of their dimensions. Optimizers create state with `zeros_like(parameter)`, and
     their fused kernels read parameter, gradient and state in memory order. If a weight is channels_last and its state
@@ -93,9 +93,9 @@ def lay_out_like_parameters(optimizer: Optimizer) -> None:
 
 
 def copies(one: Any) -> bool:
-    """Return whether loading into `one` copies the tensors, so that `one` keeps no reference to the given tensors.
+    """Return whether `one` copies the tensors that it loads, so that it keeps no references to them.
 
-    A wrapped module copies the tensors of the module, but may keep references to the synchronization state.
+    A wrapped module copies the tensors of its module, but can keep references to tensors of its synchronization state.
     """
     return has_sharded_state(one) or isinstance(one, nn.Module)
 
@@ -106,12 +106,12 @@ def is_wrapped(state: Any) -> bool:
 
 
 def without_synchronization(state: Any) -> Any:
-    """Return the module's part of the state of a wrapped module; any other state unchanged."""
+    """Return the entry "module" of a wrapped module's state. Return any other state unchanged."""
     return state["module"] if is_wrapped(state) else state
 
 
 def state_of(one: Any) -> Any:
-    """Return the state of an object. That of a wrapped module has the keys "module" and "synchronization"."""
+    """Return the state of an object. The state of a wrapped module has the keys "module" and "synchronization"."""
     if not isinstance(one, DistributedDataParallel):
         return one.state_dict()
     beside = one.sync_state_dict() if isinstance(one, SynchronizedModule) else None
@@ -119,7 +119,7 @@ def state_of(one: Any) -> Any:
 
 
 def types_in(module: nn.Module, state: Any) -> dict[int, torch.dtype]:
-    """Return the dtypes in which the parameters of a module were saved, by the `id` of the parameter."""
+    """Return the dtypes that the parameters of a module have in the saved `state`, by `id(parameter)`."""
     tensors = without_synchronization(state)
     if not isinstance(tensors, Mapping):
         return {}  # loading it raises the error
@@ -132,11 +132,11 @@ def load_into(one: Any, state: Any, types: Mapping[int, torch.dtype]) -> None:
 
     Args:
         one: the object.
-        state: the result of `state_of`, or all of its shards joined (`join_parts`).
-        types: see `keep_types`.
+        state: a state from `state_of`. For a sharded object, it is the shards of all ranks, joined by `join_parts`.
+        types: the dtypes in which parameters were saved, by `id(parameter)`; see `keep_types`.
 
     Raises:
-        ValueError: it is the state of another optimizer.
+        ValueError: `one` is an optimizer, and `state` belongs to another kind of optimizer.
     """
     if isinstance(one, Optimizer):
         _load_optimizer(one, state, types)
@@ -166,28 +166,35 @@ def _load_optimizer(optimizer: Any, state: Any, types: Mapping[int, torch.dtype]
 
 
 def _settings_of(optimizer: Optimizer) -> set[str]:
-    """Return the settings that the optimizer itself put into all of its groups, without those of a scheduler."""
+    """Return the names of the optimizer's own settings that all of its groups have, without those of a scheduler."""
     return set.intersection(*({*group} for group in optimizer.param_groups), {*optimizer.defaults})
 
 
 def _check_settings(optimizer: Optimizer, settings: set[str]) -> None:
-    """Raise unless an optimizer still has its settings, because torch accepts any groups and fails at a later step.
+    """Raise a ValueError if a group of the optimizer lacks one of the settings after a load.
 
-    Settings that a newer torch has added are not missing, because its optimizers add them when they load
-    (`__setstate__`).
+    torch accepts groups with any keys, and would fail only at a later step. A setting that is new in this version of
+    torch is not lacking, because the `__setstate__` of torch's optimizers adds it during the load.
+
+    Args:
+        optimizer: the optimizer after the load.
+        settings: the names of the settings that all of its groups had before the load.
     """
     for group in optimizer.param_groups:
         missing = sorted(settings - group.keys())
         if missing:
             raise ValueError(
                 f"the saved state belongs to another kind of optimizer: it lacks {', '.join(missing)}, which "
-                f"{type(optimizer).__name__} needs. Create the optimizer as it was when it was saved. If the class is "
-                "your own and has new settings since then, let its __setstate__ add them"
+                f"{type(optimizer).__name__} needs. Create an optimizer of the class that was saved. If the class is "
+                "your own and has got new settings since the save, add them in its __setstate__"
             )
 
 
 def rng_state() -> dict[str, Any]:
-    """Return the state of Python's random number generator, of NumPy's if imported, and of torch's (CUDA if in use)."""
+    """Return the state of the global random number generators.
+
+    These are Python's, NumPy's if NumPy is imported, and torch's on the CPU and (if CUDA is in use) on each GPU.
+    """
     version, numbers, gauss = random.getstate()
     # A tensor keeps the manifest readable; as JSON, 625 numbers per rank would hide everything else.
     python = (version, torch.tensor(numbers), gauss)
@@ -208,7 +215,7 @@ def rng_state() -> dict[str, Any]:
 
 
 def set_rng_state(state: Mapping[str, Any]) -> None:
-    """Set the generators to a state from `rng_state`."""
+    """Set the global random number generators to a state from `rng_state`."""
     numpy = sys.modules.get("numpy")
     _set_generators(state, random, torch.default_generator, numpy and numpy.random)
     if "cuda" in state and torch.cuda.is_available():
@@ -217,7 +224,7 @@ def set_rng_state(state: Mapping[str, Any]) -> None:
 
 
 def check_rng_state(state: Any) -> None:
-    """Raise unless `set_rng_state` can set `state`. The global generators are not changed.
+    """Raise an error if `set_rng_state` could not set `state`. The global generators are not changed.
 
     Raises:
         ValueError, TypeError, LookupError: `state` is not a state from `rng_state`.
@@ -225,7 +232,7 @@ def check_rng_state(state: Any) -> None:
     for one in (state["torch"], *state.get("cuda", ())):
         if not isinstance(one, Tensor) or one.dtype is not torch.uint8 or one.dim() != 1:
             raise ValueError(
-                "expected the states of torch's generators to be tensors of bytes (uint8, one dimension)"
+                "expected the state of each of torch's generators to be a one-dimensional tensor of dtype uint8"
             )
     numpy = sys.modules.get("numpy")
     try:
@@ -237,7 +244,7 @@ def check_rng_state(state: Any) -> None:
 def _set_generators(
     state: Mapping[str, Any], of_python: Any, of_torch: torch.Generator, of_numpy: Any
 ) -> None:
-    """Set these generators on the CPU, either the global ones or new ones, to a state from `rng_state`."""
+    """Set the given generators of Python, of torch on the CPU, and of NumPy to a state from `rng_state`."""
     version, numbers, gauss = state["python"]
     of_python.setstate((version, tuple(numbers.tolist()), gauss))
     of_torch.set_state(state["torch"])
@@ -247,7 +254,9 @@ def _set_generators(
 
 
 def positions() -> dict[str, str]:
-    """Return the position of each global random number generator: 16 digits that change when a number is drawn.
+    """Return the position of each global random number generator, by the name of the generator.
+
+    A position is a text of 16 hexadecimal digits, which changes when a number is drawn.
 
     Example:
         >>> before = positions()
@@ -270,7 +279,7 @@ def positions() -> dict[str, str]:
 
 
 def packed() -> bytes:
-    """Return `rng_state()` as bytes that can be sent to another rank."""
+    """Serialize `rng_state()`, so that it can be sent to another rank."""
     content = io.BytesIO()
     state = rng_state()
     torch.save(state | {"cuda": _from_the_current_device(state.get("cuda", []))}, content)
@@ -278,7 +287,10 @@ def packed() -> bytes:
 
 
 def unpacked(content: bytes) -> dict[str, Any]:
-    """Return the state in the bytes of `packed` for `set_rng_state`, without devices that this process does not use."""
+    """Return the state that `packed` serialized, in the form that `set_rng_state` accepts.
+
+    If this process does not use CUDA, the states of CUDA devices are left out.
+    """
     state: dict[str, Any] = torch.load(io.BytesIO(content), weights_only=True)
     of_devices = state.pop("cuda")
     if torch.cuda.is_initialized():
@@ -291,7 +303,10 @@ def unpacked(content: bytes) -> dict[str, Any]:
 
 
 def _from_the_current_device(states: list[Tensor]) -> list[Tensor]:
-    """Rotate the states so that this rank's device is first, because rank 1's cuda:1 matches rank 0's cuda:0."""
+    """Rotate the states of the CUDA devices, so that the state of the current device is the first.
+
+    The current device usually differs between ranks: cuda:0 on rank 0 corresponds to cuda:1 on rank 1.
+    """
     first = torch.cuda.current_device() if states else 0
     return states[first:] + states[:first]
 

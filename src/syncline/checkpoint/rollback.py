@@ -1,4 +1,4 @@
-"""Load on all ranks or on none: compare what the ranks have loaded, and restore the state before a failed load."""
+"""Load on all ranks or on none: compare the values that the ranks have loaded, and undo a failed load."""
 
 from __future__ import annotations
 
@@ -32,36 +32,36 @@ from syncline.user_code import warn_user
 from syncline.words import DEFAULT_REMEDY
 
 Restorer = Callable[[], object]
-"""A function that restores an earlier state."""
+"""A function that restores an object to an earlier state."""
 
 _REMEDY = (
-    "Either the ranks have read different files, or a load_state_dict (or a hook on it) loads other values depending "
-    "on the rank. Check that the path is on the same file system on all hosts. The load was undone on all ranks"
+    "Either the ranks have read different files, or a load_state_dict (or a hook on it) loads values that depend on "
+    "the rank. Check that the path is on the same file system on all hosts. The load was undone on all ranks"
 )
 
 
 class Loadable(Protocol):
-    """The parts of a `TrainState` that a load changes."""
+    """The interface of the object that is loaded into: the attributes of `TrainState` that a load changes."""
 
     named: dict[str, Any]
     step: int
 
     def _resume_from_step(self, step: int) -> None:
-        """Set the step, also in wrapped modules."""
+        """Set the step of this state and of its wrapped modules."""
 
 
 @contextmanager
 def failing_together(
     transport: Transport, title: str, *, remedy: str = DEFAULT_REMEDY
 ) -> Iterator[list[str]]:
-    """Raise the error of the block on every rank if the block fails on any rank. The end is a collective call.
+    """Raise an error on every rank if the `with` block fails on any rank. The end of the block is a collective call.
 
-    Yields a list, to which the block may append lines that must be the same on all ranks; see `exchange`.
+    Yields a list, to which the block can append lines of text that must be the same on all ranks; see `exchange`.
 
     Args:
         transport: the transport between the ranks.
         title: the name of the call, for messages.
-        remedy: see `exchange`.
+        remedy: advice for the user if the lines differ.
 
     Raises:
         ContractMismatch: the lines differ between the ranks.
@@ -79,17 +79,17 @@ def failing_together(
 def load_together(
     transport: Transport, title: str, before: Before, load: Callable[[], Mapping[str, Any]]
 ) -> None:
-    """Load on all ranks and compare the results; if any rank fails, undo the load on all. A collective call.
+    """Load on all ranks, and compare the results. If any rank fails, undo the load on all ranks. A collective call.
 
     Args:
         transport: the transport between the ranks.
         title: the name of the call, for messages.
-        before: a backup of the state before the load.
+        before: the backup that undoes the load.
         load: a function that loads on this rank, and returns the values that must now be equal on all ranks.
 
     Raises:
         TypeError, ValueError, SynclineError: `load` failed on a rank. Raised on every rank.
-        ReplicaDivergence: see `agree_on_loaded`.
+        ReplicaDivergence: values that must be equal differ between the ranks; see `agree_on_loaded`.
     """
     with before.restored_on_failure(together=True):
         fault: Exception | None = None
@@ -104,19 +104,21 @@ def load_together(
 def agree_on_loaded(
     transport: Transport, title: str, contents: Mapping[str, Any], *, fault: Exception | None = None
 ) -> None:
-    """Raise unless `contents` are equal on all ranks; a collective call.
+    """Check that `contents` are equal on all ranks. A collective call.
 
-    The cost is one pass over memory (at the speed of XXH3 for tensors on the CPU) and one small collective. Strides and
-    devices may differ.
+    The strides and the devices of tensors are not compared. The cost is one pass over memory (at the speed of XXH3 for
+    tensors on the CPU) and one small collective.
 
     Args:
         transport: the transport between the ranks.
         title: the name of the call, for messages.
         contents: values that `encode` accepts, by name.
-        fault: the error with which the load failed on this rank, if it did; see `exchange`.
+        fault: the error that the load raised on this rank; None if it raised none.
 
     Raises:
-        ReplicaDivergence: a value differs. The message names it and the ranks that agree; it is the same on every rank.
+        ReplicaDivergence: a value differs between the ranks. The message names the value and the groups of ranks with
+            equal values. It is the same on every rank.
+        TypeError, ValueError, SynclineError: a rank has a `fault`. Raised on every rank.
 
     Example:
         >>> from syncline.errors import ReplicaDivergence
@@ -158,7 +160,7 @@ def agree_on_loaded(
 
 
 def _digest(values: Mapping[str, Any]) -> bytes:
-    """Return 32 bytes that are equal on two ranks if their values are equal."""
+    """Return a digest of 32 bytes. Two ranks with equal values have equal digests."""
     elsewhere = iter(fingerprints([one for one in values.values() if not _is_in_host_memory(one)]))
     lines = [
         (
@@ -183,11 +185,11 @@ def _form(value: Any) -> str:
 
 
 class Before:
-    """A backup of the state of objects before a load.
+    """A backup of the state of objects, which is made before a load and can undo the load.
 
-    The tensors of a module are copied. The copies take as much memory as the module's gradients. For torch's own
-    optimizers references are enough, because loading gives them new tensors. An optimizer class with its own
-    `load_state_dict` may overwrite its tensors, so they are copied. The backup of any other object is its
+    The tensors of a module are copied, and the copies take as much memory as the module. For torch's own optimizers the
+    backup keeps references, because a load gives these optimizers new tensors. An optimizer class with its own
+    `load_state_dict` may overwrite its tensors, so they are copied. The backup of most other objects is a copy of their
     `state_dict()`.
 
     Args:
@@ -202,10 +204,10 @@ class Before:
 
     @contextmanager
     def restored_on_failure(self, *, together: bool) -> Iterator[None]:
-        """Restore the objects if the block raises.
+        """Restore the objects if the `with` block raises an error.
 
         Args:
-            together: whether all ranks restore now. Otherwise a module that the ranks of a host share in memory is
+            together: whether all ranks restore now. If not, a module of which the ranks of a host share one copy is
                 not restored, because other ranks may have loaded it without an error.
         """
         try:
@@ -255,7 +257,10 @@ def _restorer_of(one: Any) -> Restorer:
 
 
 def _reloader(load: Callable[[Any], object], state: Any) -> Restorer:
-    """Return a function that calls the user's code `load`. Its error is ignored in favor of the failed load's error."""
+    """Return a function that calls the user's code `load(state)`, and ignores its errors.
+
+    The error of the failed load is raised in any case.
+    """
 
     def restore() -> None:
         with suppress(Exception):
@@ -292,7 +297,7 @@ def restore_all(restorers: Iterable[Restorer]) -> None:
 
 
 def restorer_of_registrations(modules: Iterable[nn.Module]) -> Restorer:
-    """Return a function that registers exactly the current parameters and buffers of the modules again."""
+    """Return a function that gives the modules exactly the parameters and buffers again that they have now."""
     tables: list[tuple[dict[str, Any], dict[str, Any]]] = [
         (table, dict(table)) for module in modules for table in (module._parameters, module._buffers)
     ]
@@ -333,7 +338,7 @@ def _strides_of(tensor: Tensor) -> tuple[int, ...] | None:
 
 
 def _has_same_bits(tensor: Tensor, copy: Tensor) -> bool:
-    """Return whether a tensor is equal to its copy bit for bit; False if it has no dense memory to compare."""
+    """Return whether a tensor equals its copy bit for bit. Returns False if the tensor has no dense memory."""
     with suppress(ValueError):
         check_dense("tensor", tensor)
         return torch.equal(*(as_bytes(one.detach().resolve_conj().contiguous()) for one in (tensor, copy)))
@@ -345,8 +350,8 @@ def restorer_of_optimizer(optimizer: Any, *, copies_tensors: bool) -> Restorer:
 
     Args:
         optimizer: the optimizer.
-        copies_tensors: whether to copy the tensors of state and settings, because they may be overwritten. Otherwise
-            only references to them are kept.
+        copies_tensors: whether to copy the tensors in the state and the settings. This is needed if a load may
+            overwrite these tensors. If False, the function keeps references to them.
     """
     state, groups = optimizer.state, optimizer.param_groups
     copied = _copied if copies_tensors else dict
@@ -374,5 +379,5 @@ def restorer_of_optimizer(optimizer: Any, *, copies_tensors: bool) -> Restorer:
 
 
 def _copied(tree: Any) -> Any:
-    """Copy containers and plain values, but keep the same tensors."""
+    """Return a copy of nested containers and plain values, with the same tensors in it."""
     return map_leaves(tree, lambda _, leaf: leaf if isinstance(leaf, Tensor) else deepcopy(leaf))

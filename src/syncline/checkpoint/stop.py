@@ -1,8 +1,8 @@
 """Stop all ranks after the same step when one of them was asked to stop.
 
-The ranks send their votes with the control data of their backwards, or in a separate collective (see
-`gradients/riders/stop.py`). They choose between the two only by calls that all ranks made, never by the state of one
-rank.
+Each rank votes on whether to stop. The control data of the backwards carry the votes, or else a separate collective
+does (see `gradients/riders/stop.py`). The choice between the two depends only on calls that all ranks have made, never
+on the state of one rank.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from syncline.words import describe_ranks, ranks_with
 
 
 class JointStop:
-    """The agreement of all ranks on whether to stop, and the end of the process after they have agreed to stop.
+    """An agreement of all ranks on whether to stop. After they have agreed to stop, `end` ends the process.
 
     Args:
         transport: the transport between the ranks.
-        signals: the signals that ask this process to stop. They are handled after the first call of `is_agreed`.
+        signals: the signals that ask this process to stop. The first call of `is_agreed` installs their handlers.
         every: if `is_agreed` needs a separate collective, only one in `every` calls runs it.
 
     Raises:
@@ -48,7 +48,7 @@ class JointStop:
         self._vote = StopVote(self.request)
         self._num_received = 0
         self._num_without_backward = 0
-        """Number of calls of `is_agreed` that were not preceded by a backward with the votes."""
+        """The number of calls of `is_agreed` that could not use votes from a backward."""
         self._lane: Transport | None = None
         self._is_listening = False
 
@@ -79,7 +79,7 @@ class JointStop:
         return bool(self._vote.asked_ranks)
 
     def _route(self, state: TrainState) -> VoteRoute:
-        """Send the vote with the backwards of the wrapped modules, if possible; return the route that it takes."""
+        """Send this rank's vote with the backwards of the wrapped modules if possible; return the route of the vote."""
         routes: set[VoteRoute] = set()
         for one in state.named.values():
             replica = replica_of(one)
@@ -97,12 +97,12 @@ class JointStop:
         elif self._signals:
             warn_user(
                 "sl.Checkpointer.stop_if_asked: only the main thread can handle signals, and this is another thread, "
-                "so signals will not stop this rank. Call stop_if_asked in the main thread; or give stop_signals=() "
-                "and call checkpointer.ask_to_stop()"
+                "so signals will not stop this rank. Call stop_if_asked in the main thread. Otherwise, create the "
+                "sl.Checkpointer with stop_signals=(), and ask for a stop with checkpointer.ask_to_stop()"
             )
 
     def close(self) -> None:
-        """Stop handling signals. After the ranks have agreed to stop, signals stay ignored until the process ends."""
+        """Remove the signal handlers. If the ranks have agreed to stop, keep them until the process ends."""
         if self._vote.asked_ranks:
             return
         self.request.forget()
@@ -110,16 +110,16 @@ class JointStop:
             self._lane.close()
 
     def end(self, lane: Transport, step: int, saved: str | None, last: Any) -> None:
-        """Raise the exception that ends this process; a collective call, after which all ranks end.
+        """Raise the exception that ends this process. A collective call, after which all ranks end.
 
         Args:
-            lane: a transport without a collective in progress.
+            lane: a transport on which no collective is in progress.
             step: the step after which all ranks stop.
-            saved: the directory of the save at this step; None if saving failed.
+            saved: the directory of the save of this step; None if the state could not be saved.
             last: the directory of the last save, for the message; None if there is no save.
 
         Raises:
-            Stopped: the state is saved.
+            Stopped: the state is saved, and the ranks stop.
             SynclineError: the state could not be saved.
         """
         reasons = [json.loads(row) for row in lane.all_gather_bytes(json.dumps(self.request.why).encode())]
@@ -144,7 +144,7 @@ class JointStop:
 
 
 def _in_words(whys: dict[int, str], num_ranks: int) -> str:
-    """Return the reasons in words, each after the ranks that gave it."""
+    """Return the reasons as text. Each reason follows the ranks that gave it."""
     if num_ranks == 1:
         return f"this process {whys[0]}"
     return ", ".join(f"{describe_ranks(ranks)} {why}" for why, ranks in ranks_with(whys).items())

@@ -1,6 +1,6 @@
 """The saves that all ranks make together in one directory: write a save, and read the newest save that is intact.
 
-A file operation has the same outcome on all ranks: the same results, or the same error.
+Every file operation has the same outcome on all ranks: the same results, or the same error.
 """
 
 from __future__ import annotations
@@ -42,11 +42,13 @@ _TITLE = "sl.Checkpointer"
 
 
 class Refused(Exception):
-    """An error because a file operation failed on a rank: a full disk, or a damaged file. All ranks raise it."""
+    """Raised on every rank if a file operation failed on any rank, for example because the disk is full."""
 
 
 def everywhere(lane: Transport, fn: Callable[[], T]) -> list[T]:
-    """Call `fn` on each rank and return all results, as JSON represents them; a collective call.
+    """Call `fn` on each rank, and return the results of all ranks in rank order. A collective call.
+
+    The results are sent as JSON, so tuples become lists.
 
     Args:
         lane: the transport between the ranks.
@@ -54,7 +56,8 @@ def everywhere(lane: Transport, fn: Callable[[], T]) -> list[T]:
 
     Raises:
         Refused: a file operation failed on any rank. Raised on every rank.
-        SynclineError: `fn` failed with another error on another rank. A rank whose own `fn` failed raises that error.
+        SynclineError: `fn` raised another kind of error on another rank. If `fn` raised such an error on this rank, the
+            call raises that error itself.
 
     Example:
         >>> from syncline.transport.threads import run_ranks
@@ -83,7 +86,7 @@ def everywhere(lane: Transport, fn: Callable[[], T]) -> list[T]:
 
 
 def _by_ranks(texts: Mapping[int, str], form: str) -> str:
-    """Join the texts, each with the ranks that have it."""
+    """Join the distinct texts. `form` is the format of each: {text} stands for it, and {ranks} for its ranks."""
     return "; ".join(
         form.format(ranks=describe_ranks(ranks), text=text) for text, ranks in ranks_with(texts).items()
     )
@@ -93,16 +96,16 @@ def _by_ranks(texts: Mapping[int, str], form: str) -> str:
 
 
 class IntactSave(NamedTuple):
-    """A save that was read and verified on all ranks, and a backup of the state before the save is loaded."""
+    """A save that was read and verified on all ranks, with a backup of the state that loading will change."""
 
     name: str
     path: str
     """The directory of the save."""
     found: SaveContent
     states: dict[str, Any]
-    """The saved states, by name of the object."""
+    """The saved states, by the name of the object."""
     before: Before
-    """The backup."""
+    """The backup, made before anything was loaded."""
 
 
 class SaveStore:
@@ -112,12 +115,12 @@ class SaveStore:
         lane: the transport between the ranks.
         files: the file system.
         path: the directory.
-        keep: how many saves to keep.
-        read_only: only read; the directory need not be writable.
+        keep: the number of saves to keep.
+        read_only: whether writing is refused. If so, the directory need not be writable.
 
     Raises:
-        SynclineError: the directory cannot be written (with `read_only`: cannot be read, or has no saves), or the
-            ranks see different directories. Raised on every rank.
+        SynclineError: the directory cannot be written, or the ranks see different directories. With `read_only`: the
+            directory cannot be read, or it has no saves. Raised on every rank.
     """
 
     def __init__(self, lane: Transport, files: Files, path: str, keep: int, *, read_only: bool) -> None:
@@ -128,7 +131,7 @@ class SaveStore:
         self._directory = SaveDirectory(files, path, keep)
         self._damaged: set[Save] = set()
         self._last_number = 0
-        """On rank 0: the number of the newest save that this object has found, made or loaded."""
+        """The number of the newest save that this object has found or made. Only rank 0 keeps it up to date."""
         if read_only:
             self._check_readable()
         else:
@@ -138,11 +141,11 @@ class SaveStore:
                     self._known_saves()
 
     def _on_rank_0(self, fn: Callable[[], T]) -> T:
-        """Call `fn` on rank 0 only and return its result on all ranks; see `everywhere`."""
+        """Call `fn` on rank 0 only, and return its result on all ranks; see `everywhere`."""
         return cast(T, everywhere(self._lane, lambda: fn() if self._lane.rank == 0 else None)[0])
 
     def _check_writable(self) -> None:
-        """Create the directory; raise unless all ranks see it and rank 0 can write to it."""
+        """Create the directory. Raise a SynclineError if rank 0 cannot write to it, or if a rank does not see it."""
 
         def write() -> str:
             self._files.make_directory(self.path)
@@ -153,7 +156,7 @@ class SaveStore:
         try:
             probe = self._on_rank_0(write)
         except Refused as refused:
-            raise SynclineError(f"{_TITLE}: {self.path} cannot be written: {refused}") from None
+            raise SynclineError(f"{_TITLE}: the directory {self.path} cannot be written: {refused}") from None
         name = probe.rpartition("/")[2]
         seen = everywhere(
             self._lane, lambda: (socket.gethostname(), self.path, name in self._files.names(self.path))
@@ -171,11 +174,11 @@ class SaveStore:
             )
 
     def _check_readable(self) -> None:
-        """Raise unless all ranks see saves in the directory, because a reader does not wait for a first save."""
+        """Raise a SynclineError if a rank sees no save in the directory. A reader does not wait for a first save."""
         try:
             seen = everywhere(self._lane, lambda: (socket.gethostname(), bool(self._directory.saves())))
         except Refused as refused:
-            raise SynclineError(f"{_TITLE}: {self.path} cannot be read: {refused}") from None
+            raise SynclineError(f"{_TITLE}: the directory {self.path} cannot be read: {refused}") from None
         blind = {rank: host for rank, (host, has_saves) in enumerate(seen) if not has_saves}
         if blind:
             raise SynclineError(
@@ -185,7 +188,7 @@ class SaveStore:
             )
 
     def _known_saves(self) -> list[tuple[Save, Save]]:
-        """Return each save with its identity (see `SaveDirectory.identified`), and remember the newest number."""
+        """Return each save with its identity (see `SaveDirectory.identified`), and update `_last_number`."""
         saves = self._directory.identified()
         self._last_number = max((save.number for both in saves for save in both), default=0)
         return saves
@@ -193,7 +196,7 @@ class SaveStore:
     # ------------------------------------------------------------------ writing
 
     def write(self, step: int, parts: Parts, warn: Callable[[str], None]) -> str:
-        """Write one save and return its directory.
+        """Write one save, and return the path of its directory.
 
         Args:
             step: the step of the state.
@@ -233,7 +236,7 @@ class SaveStore:
         return save.number, path
 
     def _write_files(self, path: str, parts: Parts, shared: set[str]) -> dict[str, Any]:
-        """Write this rank's files, and return their descriptions and the JSON values that only this rank has."""
+        """Write this rank's files. Return their expected contents, and the JSON values that are not in `shared`."""
         rank = self._lane.rank
         wanted = {own_file(rank): parts.tensors.keys() - shared}
         if rank == 0:
@@ -273,11 +276,13 @@ class SaveStore:
     # ------------------------------------------------------------------ reading
 
     def read_newest(self, state: TrainState, *, strict: bool) -> IntactSave | None:
-        """Read the newest save that is intact on all ranks, and warn of damaged saves; None if there are no saves.
+        """Read the newest save that is intact on all ranks, and warn of damaged saves.
+
+        Returns None if there are no saves.
 
         Args:
-            state: the state that the save will be loaded into.
-            strict: see `TrainState.load_state_dict`.
+            state: the state into which the save will be loaded.
+            strict: whether all saved objects are needed, not only those that `state` names.
 
         Raises:
             CheckpointCorrupt: there are saves, but none of them is intact.
@@ -286,12 +291,14 @@ class SaveStore:
         try:
             known = [(Save(*one), Save(*other)) for one, other in self._on_rank_0(self._known_saves)]
         except Refused as refused:
-            raise SynclineError(f"{_TITLE}.load: {self.path} cannot be read: {refused}") from None
+            raise SynclineError(
+                f"{_TITLE}.load: the directory {self.path} cannot be read: {refused}"
+            ) from None
         for save, identity in known:
             if save != identity:
                 self._warn(
-                    f"the save {save.name} in {self.path} was renamed: by its manifest it was {identity.name}. The "
-                    "manifest decides which save is the newest"
+                    f"the directory of the save {save.name} in {self.path} was renamed: by its manifest, its name was "
+                    f"{identity.name}. The newest save is the one with the highest number in its manifest"
                 )
         damaged: list[str] = []
         for save, _ in known:

@@ -16,11 +16,13 @@ _MAX_SHOWN = 5
 
 
 def read_torch_file(path: str) -> Any:
-    """Load a file of `torch.save`. Tensors are on the CPU, and mapped into memory if the format allows this.
+    """Load a file that `torch.save` wrote, and return its content.
+
+    The tensors are on the CPU. If the format of the file allows it, they are mapped into memory.
 
     Raises:
-        ValueError: `torch.save` does not write such a file, or it has objects that only code from the file could
-            create. The message lists the keys and types of these objects.
+        ValueError: `torch.save` does not write such a file, or the file has objects that could be created only by
+            running code from the file. The message lists the keys and types of these objects.
         OSError: the file could not be read.
     """
     with open(path, "rb") as file:  # raises the system's own error if the file cannot be opened
@@ -38,17 +40,18 @@ def read_torch_file(path: str) -> Any:
             if isinstance(error, pickle.UnpicklingError):
                 reason = str(error).partition("WeightsUnpickler error: ")[2].partition("\n")[0] or reason
             raise ValueError(
-                f"{path} cannot be read as a file that torch.save wrote, with only tensors and plain values in it "
-                f"(weights_only=True): {type(error).__name__}: {reason}"
+                f"{path} cannot be read as a file that torch.save wrote. The file may be incomplete or of another "
+                "kind, and only tensors and plain values are read (weights_only=True). torch.load raised "
+                f"{type(error).__name__}: {reason}"
             ) from error
         places = [f"  {place}" for place in refused[:_MAX_SHOWN]]
         if len(refused) > _MAX_SHOWN:
             places.append(f"  and {len(refused) - _MAX_SHOWN} more")
         problem = f"{path} has objects other than tensors and plain values. Loading them could run code from the file:"
         remedy = (
-            "Save the file without these objects (vars(args) for args, module.state_dict() for a module). If you trust "
-            "the file, allow their types first, torch.serialization.add_safe_globals([...]); or load it once with "
-            "torch.load(path, weights_only=False), and save the needed entries."
+            "Save the file without these objects: vars(args) instead of args, module.state_dict() instead of a module. "
+            "If you trust the file, first allow their types with torch.serialization.add_safe_globals([...]). Or load "
+            "the file once with torch.load(path, weights_only=False), and save only the entries that you need."
         )
         raise ValueError("\n".join([problem, *places, remedy])) from None
 
@@ -57,7 +60,10 @@ def read_torch_file(path: str) -> Any:
 
 
 def _refused_types(path: str) -> list[str]:
-    """Return a line for each refused object, with its place in the file; no lines if the places cannot be found."""
+    """Return a line for each refused object, with its place in the file and its type.
+
+    Returns an empty list if the objects cannot be found.
+    """
     try:
         refused = set(torch.serialization.get_unsafe_globals_in_checkpoint(path))
         with zipfile.ZipFile(path) as archive:
@@ -71,7 +77,7 @@ def _refused_types(path: str) -> list[str]:
 
 
 class _Inert:
-    """A placeholder for an object in a pickle; it does nothing."""
+    """A placeholder for an object in a pickle. Its methods do nothing."""
 
     kind = ""
 
@@ -91,7 +97,7 @@ class _Inert:
 
 
 class _Shapes(pickle.Unpickler):
-    """An unpickler that creates only plain containers and placeholders; it imports and calls nothing."""
+    """An unpickler that creates only plain containers and placeholders. It runs no code that the file names."""
 
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) == ("collections", "OrderedDict"):
@@ -113,6 +119,6 @@ def _places(value: Any, refused: set[str], place: str) -> Iterator[str]:
 
 
 def _kind_of(value: Any) -> str:
-    """Return the name of the type that a placeholder (an instance or a class) represents; "" for other values."""
+    """Return the name of the type that a placeholder (an instance or a class) stands for; "" for any other value."""
     kind = value if isinstance(value, type) else type(value)
     return kind.kind if issubclass(kind, _Inert) else ""

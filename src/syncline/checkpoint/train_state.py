@@ -1,4 +1,4 @@
-"""TrainState: the objects of a training run, by name."""
+"""`TrainState`: the objects of a training run, which are saved and loaded together."""
 
 from __future__ import annotations
 
@@ -27,16 +27,16 @@ _RESERVED = ("step", "rng")
 
 
 class TrainState(ShardedState):
-    """The objects of a training run, which are saved, loaded and compared together.
+    """A collection of the objects of a training run, which are saved, loaded and compared together.
 
-    It also holds `step` and the state of this rank's random number generators: Python's, NumPy's if it is imported,
-    and torch's on the CPU and on each CUDA device in use.
+    The saved state also contains `step` and the state of this rank's random number generators: Python's, NumPy's if
+    NumPy is imported, and torch's on the CPU and on each CUDA device in use.
 
     Args:
-        model: a module. It may be wrapped by torch's or Syncline's DistributedDataParallel, or compiled by
-            torch.compile; this does not change the saved state. With Syncline's wrapper, the state of the strategy and
-            of the compression is saved, too.
-        optimizer: a torch optimizer, attached or not.
+        model: a module, which may be wrapped by torch's or Syncline's DistributedDataParallel, or compiled by
+            torch.compile. Its saved state can be loaded into a module that is wrapped or compiled differently. With
+            Syncline's wrapper, the state of the strategy and of the compression is saved, too.
+        optimizer: a torch optimizer. It may be attached to a wrapped module.
         scheduler: a learning rate scheduler.
         scaler: a `torch.amp.GradScaler`.
         sampler: the object that selects the samples: a `DistributedSampler`, or a loader that saves its position in
@@ -44,11 +44,10 @@ class TrainState(ShardedState):
         named: further objects with `state_dict()` and `load_state_dict(state)`, by names of your choice.
 
     Raises:
-        TypeError: an object lacks these two methods; `step` or `rng` is used as a name; or a `DistributedSampler` has
-            only a name of your choice, so that `commit` would not advance it.
-        ValueError: both a sampler and the loader that contains the sampler are named, so that both would set the
-            position; or a module contains a wrapped module that is not named, and whose strategy or compression has a
-            state.
+        TypeError: an object lacks `state_dict` or `load_state_dict`; an object has the name `step` or `rng`; or a
+            `DistributedSampler` was not given as `sampler`, so that `commit` would not advance it.
+        ValueError: a sampler was given twice, alone and inside a loader, so that both would set its position; or a
+            module contains a wrapped module that was not given, and whose strategy or compression has a state.
 
     Example:
         >>> import torch, syncline as sl
@@ -79,11 +78,11 @@ class TrainState(ShardedState):
         }
         given = {name: one for name, one in roles.items() if one is not None} | named
         self.named: dict[str, Any] = {name: uncompiled(one) for name, one in given.items()}
-        """The named objects, by name; for a compiled module, the module that was compiled."""
+        """The objects, by name. A compiled module is replaced by the module that was compiled."""
         self.step = 0
-        """Number of steps that the run has made."""
+        """The number of steps that the run has made."""
         self._places = Places(self.named)
-        """The positions of streams, to detect those that never change."""
+        """A detector of streams whose position never changes."""
         _check_one_position(self.named)
         _check_none_is_hidden(self.named)
         for name, one in self.named.items():
@@ -106,13 +105,14 @@ class TrainState(ShardedState):
         """Count one more step, and advance the sampler.
 
         Args:
-            num_samples: the number of samples that this rank has used in the step, over all of its micro-batches.
-                Required if the sampler is a `DistributedSampler`, because a DataLoader may have fetched samples that
+            num_samples: the number of samples that this rank has used in the step, over all of its micro-batches. It is
+                required if the sampler is a `DistributedSampler`, because a DataLoader may have fetched samples that
                 were not used yet. Commit all used samples of an epoch before the next epoch begins.
 
         Raises:
-            TypeError: `num_samples` is required and missing, is given without a sampler, or is not an integer.
-            ValueError: `num_samples` is below 0, or more than the epoch has left.
+            TypeError: `num_samples` is missing although it is required, was given without a sampler, or is not an
+                integer.
+            ValueError: `num_samples` is below 0, or is more than this rank has left in the epoch.
         """
         if num_samples is not None:
             checked_count("num_samples", num_samples, at_least=0)
@@ -121,13 +121,13 @@ class TrainState(ShardedState):
             if num_samples is None:
                 raise TypeError(
                     "expected commit(num_samples) with the number of samples that this rank has used in the step, "
-                    "because the sampler advances by this number: len(batch), or the sum over the micro-batches"
+                    "because the sampler advances by this number. Give len(batch), or the sum over the micro-batches"
                 )
             advance(num_samples)
         elif num_samples and "sampler" not in self.named:
             raise TypeError(
                 f"got commit({num_samples}), but without a sampler the number of used samples is not saved, and a "
-                "resumed run would start the epoch again: give the sampler, sl.TrainState(sampler=...), or call "
+                "resumed run would start the epoch again: give the sampler to sl.TrainState(sampler=...), or call "
                 "commit() without a number"
             )
         self.step += 1
@@ -135,11 +135,11 @@ class TrainState(ShardedState):
             self._places.step_ended()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state of all objects on this rank, without copies; a collective call if any object is sharded."""
+        """Return the state of all objects, without copying tensors. A collective call if any object is sharded."""
         return self._states(state_of)
 
     def _shard_state_dict(self) -> dict[str, Any]:
-        """Return the state of all objects, but only this rank's shard of sharded objects; not a collective call."""
+        """Return the state of all objects, with only this rank's shard of each sharded object. Nothing is sent."""
         return self._states(_shard_state_of)
 
     def _load_shards(self, state: Mapping[str, Any], types: Mapping[int, torch.dtype]) -> None:
@@ -155,19 +155,21 @@ class TrainState(ShardedState):
     def load_state_dict(self, state: Mapping[str, Any], *, strict: bool = True) -> None:
         """Load a state that `state_dict` returned.
 
-        Objects other than modules may keep references to the given tensors. Without "rng", the random number
-        generators keep their state.
+        Objects other than modules may keep references to the tensors in `state`. If `state` has no "rng", the random
+        number generators stay unchanged.
 
-        If loading fails, the earlier state is restored: modules (except a module that ranks share, `sharded=True`),
-        optimizers, random numbers, and other objects as far as their `state_dict()` allows.
+        If the load fails, modules, optimizers and random number generators get their earlier state back. So do other
+        objects if their `state_dict` and `load_state_dict` allow it. A module of which several ranks share one copy
+        (`sharded=True`) is not restored.
 
         Args:
             state: the saved state.
-            strict: require the same names. Otherwise names that are in both are loaded, and the others stay unchanged.
+            strict: whether `state` must have exactly the names of this object. If False, only the objects whose names
+                are in both are loaded, and the others stay unchanged.
 
         Raises:
             TypeError: `state` is not a dict.
-            ValueError: names are missing or unknown.
+            ValueError: `state` lacks names of this object, or has names that this object does not have.
         """
         checked_state(state)
         checked_flag("strict", strict)
@@ -175,13 +177,13 @@ class TrainState(ShardedState):
             load_all(self, state, strict=strict)
 
     def _resume_from_step(self, step: int) -> None:
-        """Set `step` after a load, also in the wrapped modules, which use the step in messages and records."""
+        """Set `step` after a load, also in the wrapped modules, which put the step into messages and records."""
         self.step = step
         for one in self._gradient_syncs():
             one.resume_from_step(step)
 
     def _mark_replicas_equal(self) -> None:
-        """Record that all ranks have compared the loaded values, so a divergence that is found later is newer."""
+        """Record that the replicas are equal at this step, because all ranks have just compared the loaded values."""
         for one in self._gradient_syncs():
             one.mark_replicas_equal()
 
@@ -201,27 +203,27 @@ class TrainState(ShardedState):
         """Load a file that torch.save wrote, such as `torch.save({"model": model.state_dict(), ...}, path)`.
 
         A collective call: all ranks read the same file. The file is read with `weights_only=True`, so no code from the
-        file runs. `step` and the names of this state are the keys that are loaded. A file with only the state of one
-        module (`module.state_dict()`) is loaded into the only named module. The prefixes of DistributedDataParallel
-        and torch.compile ("module.", "_orig_mod.") may be present or not.
+        file runs. The entries under the key `step` and under the names of this state are loaded. If the file has only
+        the state of one module (`module.state_dict()`), it is loaded into the only module of this state. The keys of a
+        module's state may have the prefixes of DistributedDataParallel and torch.compile ("module.", "_orig_mod.").
 
         Args:
             path: the path of the file.
-            names: the keys in the file that differ from the names of this state, by name. A tuple of keys is the place
-                of a nested object. None means that the object is not in the file and stays unchanged.
+            names: the keys in the file that differ from the names of this state, by name. A tuple of keys leads to a
+                nested object. A key of None means that the object is not in the file, and stays unchanged.
             besides: further keys of the file, whose entries are returned.
-            strict: raise an error for unused or missing entries, also within a module's state. Otherwise they cause a
-                warning.
-            group: see `broadcast_`.
+            strict: whether to raise an error if entries are unused or missing, also within the state of a module. If
+                False, such entries cause a warning.
+            group: the group of ranks that load together; see `broadcast_`.
 
         Returns:
             The entries of the file that were not loaded, by key.
 
         Raises:
-            TypeError: an argument has a wrong type; on every rank.
-            ValueError: entries are missing or unused; the file was not written by torch.save, or has objects of other
-                types; or the content of the file does not match the named objects. On every rank.
-            ContractMismatch: the ranks have different files, or name different objects.
+            TypeError: an argument has a wrong type. Raised on every rank.
+            ValueError: entries are missing or unused; the file was not written by torch.save, or has objects other than
+                tensors and plain values; or an entry does not match its object. Raised on every rank.
+            ContractMismatch: the ranks have different files, or give different names or other arguments.
             ReplicaDivergence: modules or optimizers differ between ranks after loading.
 
         Example:
@@ -240,7 +242,7 @@ class TrainState(ShardedState):
 
 
 def load_all(into: TrainState, state: Mapping[str, Any], *, strict: bool) -> None:
-    """Load a state as `TrainState.load_state_dict` does, but do not restore the earlier state after a failure."""
+    """Load a state like `TrainState.load_state_dict`, but do not restore the earlier state if the load fails."""
     missing = sorted({"step", *into.named} - state.keys())
     unknown = sorted(state.keys() - {"step", "rng", *into.named})
     if "step" not in state or (strict and (missing or unknown)):
@@ -278,7 +280,7 @@ def _check_one_position(named: Mapping[str, Any]) -> None:
         if sampler is not None and sampler in owners:
             raise ValueError(
                 f"{owners[sampler]} and {name} have the same DistributedSampler, and both would set its position. "
-                "Give only the sampler, and call commit(num_samples); or only the loader, and call commit()"
+                "Give either only the sampler, and call commit(num_samples), or only the loader, and call commit()"
             )
         if sampler is not None:
             owners[sampler] = name
@@ -300,7 +302,7 @@ def _check_none_is_hidden(named: Mapping[str, Any]) -> None:
                 raise ValueError(
                     f"{name} contains a wrapped module, {path}, whose strategy or compression has a state. The "
                     f"state_dict() of {name} does not have this state, so a resumed run would lose it: give each "
-                    "wrapped module a name, sl.TrainState(model=..., other=...)"
+                    "wrapped module to sl.TrainState under a name of its own, sl.TrainState(model=..., other=...)"
                 )
 
 
@@ -308,15 +310,16 @@ def _check_none_is_misnamed(named: Mapping[str, Any]) -> None:
     for name, one in named.items():
         if isinstance(one, DistributedSampler):
             raise TypeError(
-                f"expected sampler={name}, got {name}={name}: commit(num_samples) advances a DistributedSampler only "
-                "under the name sampler, so a resumed run would start the epoch again"
+                f"expected the DistributedSampler under the name sampler, got it under the name {name}. "
+                "commit(num_samples) advances only the object named sampler, so a resumed run would start the epoch "
+                "again: give it as sl.TrainState(sampler=...)"
             )
 
 
 def _remedy_of(one: Any) -> str:
     if isinstance(one, DataLoader):
         return (
-            "A DataLoader does not save its position in the data: give its sl.DistributedSampler, or use torchdata's "
-            "StatefulDataLoader, which saves its position"
+            "A DataLoader does not save its position in the data: give its sl.DistributedSampler as sampler=, or use "
+            "torchdata's StatefulDataLoader, which saves its position"
         )
-    return "Put numbers and tensors of your own into an object with these two methods"
+    return "To save numbers and tensors of your own, put them into an object with these two methods"

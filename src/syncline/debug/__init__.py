@@ -3,13 +3,13 @@
 Imports: errors, words, checks, trees, user_code, _torch, transport, session, tensors, equality, gradients, data,
 checkpoint, verbs, ddp.
 
-compare.py           find the first difference between recordings: pure
+compare.py           find the first difference between recordings (pure functions)
 compare_replicas.py  `compare_replicas` and `assert_replicas_agree`
-diagnosis.py         the causes of differences, and the findings of all ranks merged: pure
-recording.py         the recording of one run, module by module
+diagnosis.py         name the causes of differences, and merge the findings of all ranks (pure functions)
+recording.py         record one run, module by module
 repeated_runs.py     run a computation again from one state, and report what differs
-report.py            the report, and facts about this rank's machine
-run_state.py         the state from which a computation is run again, rank 0's inputs, torch's settings
+report.py            the report, and facts about this rank's versions, hardware and settings
+run_state.py         restore the state before each run; give all ranks rank 0's inputs; change torch's settings
 values.py            fingerprints of the inputs and outputs of modules
 """
 

@@ -1,4 +1,4 @@
-"""Search for the first difference between recordings of one computation. Pure."""
+"""Find the first difference between recordings of one computation. All functions are pure."""
 
 from __future__ import annotations
 
@@ -13,37 +13,41 @@ Stage = Literal["state", "calls", "input", "output", "backward", "gradients", "r
 
 
 class FirstDifference(NamedTuple):
-    """The first difference between recordings.
+    """The first difference between recordings of one computation.
 
-    The stage says what differs:
+    The stage names the kind of value that differs:
 
-    - "state": the state before the run.
-    - "calls": the modules that are called.
+    - "state": a parameter or buffer before the run.
+    - "calls": the module that is called next.
     - "input": an input of a module, although everything before this call was equal.
     - "output": an output of a module, although its inputs were equal.
     - "backward": a gradient that a module's backward returns, although the gradients that it received were equal.
-    - "gradients", "result": only the results of the run.
+    - "result": the value that the function returned, although the forward of every module was equal.
+    - "gradients": the gradient of a parameter, although the forward of every module was equal.
     """
 
     stage: Stage
     call: int = -1
-    """Index of the call that differs; for "calls", of the call around the calls that differ; -1 if there is none."""
+    """The index of the call that differs. For "calls", it is the call that made the differing calls. -1 if unknown."""
     event: int = -1
-    """Index of the event that differs; -1 if the difference is not in an event."""
+    """The index of the event that differs; -1 if the difference is not in an event."""
     place: int = 0
-    """Position of the differing value in the event."""
+    """The position of the differing value among the compared values."""
     name: str = ""
-    """Name of the differing tensor, or its position in the inputs or outputs."""
+    """The name of the differing tensor, or its position in the inputs or outputs."""
     groups: tuple[tuple[int, ...], ...] = ()
-    """Indices of the recordings, grouped by equal values; the largest group is the first."""
+    """The indices of the recordings, grouped by equal values; the largest group comes first."""
 
 
 def first_difference(recordings: Sequence[Recording], *, is_reduced: bool = False) -> FirstDifference | None:
-    """Return the first difference between recordings of one computation, in the order of execution; None if all agree.
+    """Return the first difference between recordings of one computation, in the order of execution.
+
+    Returns None if all recordings agree.
 
     Args:
-        recordings: at least two.
-        is_reduced: whether gradients of parameters are means over ranks. If so, they do not identify a module.
+        recordings: the recordings, at least two.
+        is_reduced: whether gradients of parameters are means over ranks. If so, a differing gradient does not show
+            which module caused the difference.
     """
     return (
         _in_values("state", [recording.state for recording in recordings])
@@ -55,7 +59,7 @@ def first_difference(recordings: Sequence[Recording], *, is_reduced: bool = Fals
 
 
 def _in_values(stage: Stage, rows: Sequence[Sequence[Value]]) -> FirstDifference | None:
-    """Return the first difference between rows of values, one row for each recording."""
+    """Return the first difference between rows of values; None if all rows are equal. Each recording has one row."""
     names = [[value.name for value in row] for row in rows]
     if any(other != names[0] for other in names):
         return FirstDifference(stage, groups=groups_of(list(map(tuple, names))))
@@ -91,10 +95,11 @@ def _identity(call: Call) -> tuple[str, str, int, int]:
 
 
 def _in_backward(recordings: Sequence[Recording], *, is_reduced: bool) -> FirstDifference | None:
-    """Find the first call in backward with equal gradients of its outputs, but not of its inputs or parameters.
+    """Find the first call in backward that received equal gradients but returned different ones.
 
-    A backward visits calls in the reverse of the order in which they began, and inner calls before the call around
-    them.
+    The received gradients are those of the call's outputs. The returned gradients are those of its inputs and of its
+    module's parameters. Calls are visited in the reverse of the order in which they began, so inner calls come before
+    the call that made them.
     """
     tuples = [recording.calls for recording in recordings]
     came_equal = [_equal(call.output_grads for call in calls) for calls in zip(*tuples, strict=True)]
@@ -123,7 +128,10 @@ def _equal(values: Iterable[list[Value]]) -> bool:
 def _groups_of_own_gradients(
     recordings: Sequence[Recording],
 ) -> dict[str, tuple[str, tuple[tuple[int, ...], ...]]]:
-    """Return the first differing gradient, with its groups, for each module whose own parameters' gradients differ."""
+    """Return the first differing gradient among each module's own parameters, by the name of the module.
+
+    A value is the name of the parameter, and the indices of the recordings grouped by equal gradients.
+    """
     found: dict[str, tuple[str, tuple[tuple[int, ...], ...]]] = {}
     rows = [{value.name: value for value in recording.gradients} for recording in recordings]
     for name in rows[0]:
@@ -134,14 +142,14 @@ def _groups_of_own_gradients(
 
 
 def first_nan(filled: Recording, ordinary: Recording) -> int | None:
-    """Return the first call with NaN in its outputs in a run with filled memory, but not in an ordinary run.
+    """Find the first call whose outputs have NaN in a run with filled memory, but not in an ordinary run.
 
     Args:
         filled: the run in which uninitialized memory was filled with NaN.
         ordinary: the run without filling.
 
     Returns:
-        The index of the call; -1 for the function itself; None if there is no such call.
+        The index of the call, or -1 if the function itself computed the NaN. None if there is no such call.
     """
     for index, event in enumerate(filled.events):
         if index >= len(ordinary.events) or len(event.values) != len(ordinary.events[index].values):

@@ -1,4 +1,4 @@
-"""`compare_replicas` and `assert_replicas_agree`: check that a step has equal results in each run and on each rank."""
+"""`compare_replicas` and `assert_replicas_agree`: compare the results of a step between runs and between ranks."""
 
 from __future__ import annotations
 
@@ -34,43 +34,44 @@ def assert_replicas_agree(
     align_rng: bool = True,
     group: Group = None,
 ) -> Report:
-    """Raise if a step does not have the same results, bit for bit, in each run and on each rank.
+    """Check that a step has the same results, bit for bit, in each run and on each rank. Raise an error if not.
 
-    `fn(*inputs)` computes a step: forward, loss, backward. It may return any tree of tensors. It is run several times
-    from one state, and every module inside is recorded. Afterwards parameters, buffers, gradients, random number
-    generators, and the state of the wrapper are restored, so that training can continue. A collective call.
+    `fn(*inputs)` computes a step: forward, loss, backward. It can return any nested container of tensors. The function
+    is run several times from the same state, and the inputs and outputs of every module are recorded. Afterwards
+    parameters, buffers, gradients, random number generators and the state of the wrapper are restored, so that training
+    can continue. A collective call.
 
     - On each rank, `repeats` runs with the rank's own data and random numbers must be the same. If they differ, the
       report names the first module that returns another output for equal inputs (or another gradient for equal
       gradients), the size of the difference, and the causes for which there is evidence.
     - Between ranks, parameters must be equal, and so must gradients that a DistributedDataParallel (torch's or
-      Syncline's) reduces. One more run, with rank 0's random numbers, buffers and `inputs` on every rank, must be the
-      same. Without `inputs`, each rank has other data, and the values that ranks compute from their data are not
-      compared.
+      Syncline's) reduces. One more run, with rank 0's random numbers, buffers and `inputs` on every rank, must also be
+      the same. Without `inputs`, ranks may have different data, and values that depend on these data are not compared.
 
     Args:
-        fn: the step. It takes its data from `inputs`, or holds a fixed batch. An iterator would return other data in
-            each run. `fn` may step an optimizer only if `module` is a `TrainState` with that optimizer. It is run
-            `repeats` + 2 times, once more if the module is wrapped, and once more if something differs.
-        module: the module that `fn` computes with, wrapped or not; or a `TrainState`, whose optimizer and other parts
-            are also restored. None: the modules are found by an additional run.
-        inputs: the arguments of `fn`: nested dicts, lists and tuples of tensors and plain values, of the same kinds on
-            all ranks. `fn` gets copies of the tensors.
-        repeats: number of runs on each rank that must be the same, at least 2.
-        same_inputs: whether all ranks already have the same data, so that different data are a disagreement. None
-            means no.
-        align_rng: whether ranks are compared with rank 0's random numbers. With False, it is a disagreement if ranks
-            draw different numbers (dropout under different seeds).
-        group: see `broadcast_`.
+        fn: the function that computes the step. It must take its data from `inputs`, or hold a fixed batch: an iterator
+            would return other data in each run. `fn` may step an optimizer only if `module` is a `TrainState` with that
+            optimizer. It is run `repeats` + 2 times, once more if the module is wrapped, and once more if runs on one
+            rank differ.
+        module: the module that `fn` computes with, wrapped or not; or a `TrainState`, whose optimizer and other objects
+            are then restored as well. Pass None to find the modules in one more run.
+        inputs: the arguments of `fn`: nested dicts, lists and tuples of tensors and plain values. Ranks are compared
+            only if they have the same plain values, and tensors of the same dtypes. `fn` gets copies of the tensors.
+        repeats: the number of runs on each rank that must be the same, at least 2.
+        same_inputs: whether all ranks already have the same data. If True, different data are a disagreement. None
+            means False.
+        align_rng: whether all ranks use rank 0's random numbers when they are compared. If False, it is a disagreement
+            if ranks draw different numbers, for example in a dropout under different seeds.
+        group: the group of ranks that are compared; see `broadcast_`.
 
     Returns:
-        The report of the checks, with notes.
+        The report on all checks, with notes.
 
     Raises:
-        Disagreement: something differs. Its `report` has all findings, and its text is the same on every rank.
+        Disagreement: runs or ranks differ. Its `report` has all findings, and its text is the same on every rank.
         ContractMismatch: the ranks have different modules, or different arguments.
-        TypeError, ValueError, SynclineError: an argument is invalid, or `fn` failed or stepped an unknown optimizer on
-            some rank. Raised on every rank.
+        TypeError, ValueError, SynclineError: an argument is invalid; or, on some rank, `fn` failed or stepped an
+            optimizer that is not in `module`. Raised on every rank.
 
     Example:
         >>> import torch, syncline as sl
@@ -98,7 +99,9 @@ def compare_replicas(
     align_rng: bool = True,
     group: Group = None,
 ) -> Report:
-    """Return the report of `assert_replicas_agree` without raising; see `report.agrees` and `print(report)`.
+    """Make the checks of `assert_replicas_agree`, but return the report even if runs or ranks differ.
+
+    See `report.agrees` and `print(report)`.
 
     Example:
         >>> import itertools, torch, syncline as sl
@@ -131,7 +134,7 @@ def _compared(
             checked_flag("same_inputs", same_inputs)
         checked_flag("align_rng", align_rng)
         if inputs is not None:
-            checked_kind("inputs", inputs, tuple, "a tuple, the arguments of fn")
+            checked_kind("inputs", inputs, tuple, "a tuple of the arguments of fn")
         modules, optimizers, others = _parts(module)
         lines.append(f"found by a run: {module is None}")
     arguments = inputs or ()
@@ -164,7 +167,7 @@ def _compared(
 def _with_gradients(
     fn: Callable[..., Any], roots: Mapping[str, nn.Module]
 ) -> Callable[[tuple[Any, ...]], tuple[Any, Mapping[str, Tensor | None]]]:
-    """Return a function that calls `fn` and returns its result and the parameters' gradients."""
+    """Return a function that calls `fn`, and returns the result of `fn` and the gradients of the parameters."""
     parameters = {
         qualified(prefix, name): parameter
         for prefix, root in roots.items()
@@ -180,7 +183,7 @@ def _with_gradients(
 
 
 def _parts(target: nn.Module | TrainState | None) -> tuple[list[nn.Module], list[Optimizer], list[Any]]:
-    """Return the modules, the optimizers, and the other objects whose state must be restored."""
+    """Return the modules, the optimizers, and the other objects in `target` whose state must be restored."""
     if target is None:
         return [], [], []
     if isinstance(target, nn.Module):
@@ -201,7 +204,7 @@ def _parts(target: nn.Module | TrainState | None) -> tuple[list[nn.Module], list
 def _found_by_a_run(
     title: str, fn: Callable[[], Any], transport: Transport, before: Subject
 ) -> list[nn.Module]:
-    """Return the modules that `fn` calls directly, or `fn` itself if it is a module. Restore the state afterwards."""
+    """Return the modules that `fn` calls directly, or `fn` itself if it is a module. The state is restored."""
     found: dict[nn.Module, Subject] = {}
 
     def on_root(module: nn.Module) -> None:
@@ -216,7 +219,8 @@ def _found_by_a_run(
                 subject.restore()
         if not found:
             raise ValueError(
-                "the function calls no module, so there is nothing to compare: pass the module that it computes with"
+                "the function calls no module, so there is nothing to compare: pass the module that it computes with "
+                "as module="
             )
         lines += [f"module {name}" for name in named_roots(list(found))]
     return list(found)

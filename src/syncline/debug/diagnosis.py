@@ -1,4 +1,4 @@
-"""The causes of differences, and the findings of all ranks merged into one list. Pure.
+"""Name the causes of differences, and merge the findings of all ranks into one list. All functions are pure.
 
 The texts are the same on every rank, so that equal findings of several ranks can be merged into one.
 """
@@ -14,14 +14,14 @@ from syncline.debug.report import Finding, OwnFinding, OwnReport, by_value
 from syncline.words import describe_groups, describe_ranks, outside_of_largest, ranks_with
 
 MAX_NAMED = 6
-"""Number of names that a note shows."""
+"""The maximum number of names that a note shows."""
 
 
 def put_together(of_ranks: Sequence[Sequence[OwnFinding]]) -> list[Finding]:
-    """Merge the findings of all ranks, in the order of ranks and of each rank's findings.
+    """Merge the findings of all ranks into one list. Equal findings of several ranks become one finding.
 
     Args:
-        of_ranks: the findings of each rank, in rank order.
+        of_ranks: the findings of each rank, in rank order. The result keeps this order.
 
     Example:
         >>> noise = OwnFinding(module="mix", kind="Mix", what="two runs: mix differs", difference="1 of 4 elements")
@@ -46,7 +46,7 @@ def put_together(of_ranks: Sequence[Sequence[OwnFinding]]) -> list[Finding]:
 
 
 def _how_much(by_rank: dict[int, str]) -> str:
-    """Describe the size of a difference. If the size differs between ranks, give the first known size and its ranks."""
+    """Describe the size of a difference. If ranks have different sizes, give the first known size and its ranks."""
     known = ranks_with({rank: difference for rank, difference in by_rank.items() if difference})
     if not known:
         return ""
@@ -87,21 +87,23 @@ _REDUCED = (
     "that rank). If there is no such finding, the transport sums in an order that changes from run to run"
 )
 
-_CHANGED_ELSEWHERE = "the state could not be restored: other code changes it meanwhile, perhaps a thread"
+_CHANGED_ELSEWHERE = (
+    "the state was changed after it was restored, by other code that runs meanwhile, such as another thread"
+)
 
 _OTHER_DATA_EACH_TIME = (
     "the function takes other data in each run: an iterator returns each batch once, and a random number generator of "
-    "its own is not restored. Take the batch outside of the function, and pass it as inputs=(...)"
+    "the function's own is not restored. Take the batch outside of the function, and pass it as inputs=(...)"
 )
 
 _STATE_NOT_RESTORED = (
-    "state that is not restored before the second run: a global counter or cache, a random number generator of its "
-    "own, a clock, a file, the order of a set"
+    "state that is not restored before the second run, such as a global counter, a cache, a random number generator "
+    "of its own, a clock, a file, or the order of a set"
 )
 
 _REPLICAS_APART = (
     "the replicas are not equal: sl.check_replicas(module) names the differences, and sl.broadcast_(module) makes the "
-    "replicas equal. Usual causes: other seeds and no synchronization, a step on some ranks only, a bit that flipped"
+    "replicas equal. Usual causes: different seeds without synchronization, a step on some ranks only, a flipped bit"
 )
 
 _OTHER_DATA = "different data, although all ranks should have the same batch"
@@ -112,8 +114,8 @@ _ALL_ELSE_EQUAL = (
 )
 
 _SEEDS = (
-    "{drawing} random numbers (dropout does), from the generator{s} {generators}, at another position on each rank. If "
-    "all ranks should draw the same numbers, give them the same seed: torch.manual_seed(seed)"
+    "{drawing} random numbers (dropout does, for example), and the position of the generator{s} {generators} differs "
+    "between ranks. If all ranks should draw the same numbers, give all ranks the same seed: torch.manual_seed(seed)"
 )
 
 _NOT_REDUCED = (
@@ -127,16 +129,19 @@ _CHANGED_AFTERWARDS = (
 
 @dataclass(frozen=True, kw_only=True)
 class Evidence:
-    """Observations on one rank, in addition to two runs that differ."""
+    """The observations on one rank that can explain why two of its runs differ."""
 
     nan_call: int | None = None
-    """Index of the call whose outputs become NaN if uninitialized memory is filled with NaN; None if there is none."""
+    """The index of the first call whose outputs become NaN if uninitialized memory is filled with NaN.
+
+    It is -1 for the function itself, and None if there is no such call.
+    """
     agrees_when_deterministic: bool | None = None
     """Whether two runs agree with deterministic algorithms; None if that was not tested."""
     without_determinism: tuple[str, ...] = ()
-    """Operations without a deterministic implementation, from torch's warnings."""
+    """The names of operations without a deterministic implementation, from torch's warnings."""
     is_reduced: bool = False
-    """Whether gradients are means over ranks."""
+    """Whether the gradients of parameters are means over ranks."""
 
 
 def _named(call: Call) -> str:
@@ -149,7 +154,7 @@ def _place(found: FirstDifference, what: str) -> str:
 
 
 def _around(found: FirstDifference, calls: Sequence[Call]) -> Call | None:
-    """Return the call whose own code causes the difference; None stands for the function that the user passed."""
+    """Return the call whose own code causes the difference; None if the user's function causes it."""
     at = calls[found.call].parent if found.stage == "input" else found.call
     return calls[at] if at >= 0 else None
 
@@ -160,13 +165,13 @@ def _around(found: FirstDifference, calls: Sequence[Call]) -> Call | None:
 def within_a_rank(
     found: FirstDifference, first: Recording, difference: str, evidence: Evidence
 ) -> OwnFinding:
-    """Return the finding for two runs of this rank that differ, although they began from the same state.
+    """Return the finding about two runs of this rank that differ, although they began from the same state.
 
     Args:
         found: the first difference.
-        first: one of the runs.
+        first: the recording of one of the runs.
         difference: the size of the difference, in words; "" if unknown.
-        evidence: further observations.
+        evidence: the observations that can explain the difference.
     """
     blamed = _around(found, first.calls)
     what = f"two runs from the same state: {_what(found, first.calls)}"
@@ -174,7 +179,7 @@ def within_a_rank(
 
 
 def _what(found: FirstDifference, calls: Sequence[Call]) -> str:
-    """Describe the first difference between recordings."""
+    """Describe the first difference between recordings in words."""
     around = _around(found, calls)
     where = "the function itself" if around is None else f"the forward of {_named(around)}"
     named = _named(calls[found.call]) if found.call >= 0 else ""
@@ -200,7 +205,7 @@ def _what(found: FirstDifference, calls: Sequence[Call]) -> str:
 def _causes_within(
     found: FirstDifference, blamed: Call | None, first: Recording, evidence: Evidence
 ) -> list[str]:
-    """Return the causes for which there is evidence, or else the usual causes."""
+    """Return the causes for which there is evidence. If there is no evidence, return the usual causes."""
     causes = []
     if blamed is not None:
         changed = first.changed.get(blamed.module, [])
@@ -221,7 +226,7 @@ def _causes_within(
 def _usual_causes(
     found: FirstDifference, blamed: Call | None, first: Recording, evidence: Evidence
 ) -> list[str]:
-    """Return the usual causes, for a difference that the observations do not explain."""
+    """Return the usual causes of a difference that the observations do not explain."""
     if found.stage == "gradients" and evidence.is_reduced:
         return [_REDUCED]
     if found.stage == "state":
@@ -246,7 +251,10 @@ def _is_generator(text: str) -> bool:
 
 
 def never_written(call: Call | None) -> OwnFinding:
-    """Return the finding that an output depends on uninitialized memory, even if two runs happened to agree."""
+    """Return the finding that an output of a call depends on memory that was never written.
+
+    It is a finding even if two runs happen to agree. `call` is None if the output is that of the function itself.
+    """
     named = _named(call) if call is not None else "the function itself"
     what = f"in any run: an output of {named} depends on memory that was never written"
     return _own_finding(call, what, [_NEVER_WRITTEN])
@@ -257,7 +265,7 @@ def _own_finding(blamed: Call | None, what: str, causes: Sequence[str], differen
 
 
 def _of_call(blamed: Call | None) -> tuple[str, str]:
-    """Return the name and class of a call's module; two empty strings for the function itself."""
+    """Return the name and the class of a call's module. Return two empty strings if there is no call."""
     return (blamed.module, blamed.kind) if blamed is not None else ("", "")
 
 
@@ -272,14 +280,14 @@ def between_ranks(
     facts: Sequence[Mapping[str, str]],
     positions: Sequence[Mapping[str, str]] | None,
 ) -> Finding:
-    """Return the finding for ranks whose runs differ, although they should be the same.
+    """Return the finding about ranks whose runs differ, although they should be the same.
 
     Args:
-        found: the first difference; its groups are ranks.
+        found: the first difference. Its groups are groups of ranks.
         recordings: the recordings of all ranks.
         difference: the size of the difference, in words; "" if unknown.
         facts: versions, hardware and settings of each rank.
-        positions: the positions of each rank's random number generators; None if all ranks used rank 0's.
+        positions: the positions of each rank's random number generators. Pass None if all ranks used rank 0's.
     """
     calls = recordings[0].calls
     blamed = _around(found, calls)
@@ -323,14 +331,17 @@ def _causes_between(
 
 
 def _differing(what: str, values: Sequence[str]) -> list[str]:
-    """Return the values of all ranks as one cause if they differ; else no cause."""
+    """Return a list with one cause, the values of all ranks. Return an empty list if the values are equal."""
     return [f"{what}: {by_value(values)}"] if len(set(values)) > 1 else []
 
 
 def _seed_causes(
     generators: Sequence[str], positions: Sequence[Mapping[str, str]] | None, drawing: str
 ) -> list[str]:
-    """Return one cause if any of these random number generators is in another state on another rank; else none."""
+    """Return a list with one cause if any of these generators is at another position on another rank.
+
+    Otherwise, return an empty list.
+    """
     apart = [name for name in generators if len({row.get(name) for row in positions or ()}) > 1]
     if not apart:
         return []
@@ -338,12 +349,12 @@ def _seed_causes(
 
 
 def of_gradients(names: Sequence[str], groups: Sequence[tuple[int, ...]], num_gradients: int) -> Finding:
-    """Return the finding for reduced gradients that are not the same on all ranks.
+    """Return the finding about reduced gradients that are not the same on all ranks.
 
     Args:
-        names: names of the parameters whose gradients differ, in the module's order.
-        groups: groups of ranks with equal gradients of the first of these parameters.
-        num_gradients: number of all compared gradients.
+        names: the names of the parameters whose gradients differ, in the module's order.
+        groups: the ranks, grouped by equal gradients of the first of these parameters.
+        num_gradients: the number of gradients that were compared.
     """
     return Finding(
         ranks=outside_of_largest(groups),
@@ -358,7 +369,10 @@ def of_gradients(names: Sequence[str], groups: Sequence[tuple[int, ...]], num_gr
 
 
 def notes_on_generators(reports: Sequence[OwnReport]) -> list[str]:
-    """Return one note if modules draw random numbers: which modules, and whether all ranks draw the same numbers."""
+    """Return a list with a note on the modules that draw random numbers, and on whether all ranks draw the same ones.
+
+    Returns an empty list if no module draws random numbers.
+    """
     drew = reports[0].drew
     if not drew:
         return []

@@ -1,4 +1,4 @@
-"""The recording of one run, module by module. Hooks make it; it is plain data that can be compared and sent."""
+"""Record one run, module by module, with hooks. A recording is plain data that can be compared and sent."""
 
 from __future__ import annotations
 
@@ -22,28 +22,28 @@ from syncline.equality.fingerprint import fingerprint_of
 
 @dataclass(kw_only=True)
 class Call:
-    """One call of a module's forward."""
+    """The record of one call of a module's forward."""
 
     module: str
-    """Qualified name of the module; "" for the outermost."""
+    """The qualified name of the module; "" for the outermost module."""
     kind: str
-    """Class name of the module."""
+    """The class name of the module."""
     nth: int
-    """Number of this call among the module's calls in the run, from 1."""
+    """The number of this call among the calls of the same module in the run, from 1."""
     parent: int
-    """Index of the call that made this call; -1 if no recorded module did."""
+    """The index of the call that made this call; -1 if no recorded call made it."""
     is_training: bool
     """Whether the module was in training mode."""
     drew: Sequence[str] = ()
-    """Names of the random number generators that advanced in this call, but not in a call inside it."""
+    """The names of the random number generators that advanced in this call, but not in a call inside it."""
     output_grads: list[Value] = field(default_factory=list)
-    """Gradients of the call's outputs in backward, in the order in which they arrived."""
+    """The gradients of the call's outputs, in the order in which the backward computed them."""
     input_grads: list[Value] = field(default_factory=list)
-    """Gradients of the call's inputs, in the order in which they arrived."""
+    """The gradients of the call's inputs, in the order in which the backward computed them."""
 
 
 class Event(NamedTuple):
-    """The beginning of a call with its inputs, or the end of a call with its outputs."""
+    """An event of a run: the beginning of a call with its inputs, or the end of a call with its outputs."""
 
     kind: Literal["input", "output"]
     call: int
@@ -52,33 +52,33 @@ class Event(NamedTuple):
 
 @dataclass(kw_only=True)
 class Recording:
-    """One run. Calls are in the order in which they began, events in the order in which they happened."""
+    """The record of one run. Calls are in the order in which they began, events in the order in which they happened."""
 
     state: Sequence[Value] = ()
-    """Parameters and buffers before the run."""
+    """The fingerprints of parameters and buffers before the run."""
     calls: list[Call] = field(default_factory=list)
     events: list[Event] = field(default_factory=list)
     result: Sequence[Value] = ()
-    """The values that the function has returned."""
+    """The fingerprints of the values that the function returned."""
     gradients: Sequence[Value] = ()
-    """The parameters' gradients after the run."""
+    """The fingerprints of the parameters' gradients after the run."""
     settings: dict[str, dict[str, str]] = field(default_factory=dict)
-    """Plain attributes of each module before the run, by qualified name."""
+    """Descriptions of each module's plain attributes before the run, by the name of the module and of the attribute."""
     changed: dict[str, list[str]] = field(default_factory=dict)
-    """Descriptions of the attributes that the run has changed, by qualified name of the module."""
+    """Descriptions of the attributes that the run has changed, by the qualified name of the module."""
 
     def compared(self) -> list[Any]:
-        """Return the part that must be equal in two runs, as plain data."""
+        """Return the parts of the recording that must be equal in two runs, as plain data."""
         calls = [replace(call, is_training=False, drew=()) for call in self.calls]
         return [self.state, calls, self.events, self.result, self.gradients]
 
     def dumped(self) -> bytes:
-        """Serialize the recording, to send it to another rank."""
+        """Serialize the recording, so that it can be sent to another rank."""
         return json.dumps(asdict(self)).encode()
 
     @staticmethod
     def loaded(dumped: bytes) -> Recording:
-        """Return the recording that `dumped` has serialized."""
+        """Return the recording that was serialized into `dumped`."""
         found = json.loads(dumped)
         for row in (found, *found["calls"]):
             for name in ("state", "result", "gradients", "output_grads", "input_grads"):
@@ -97,15 +97,15 @@ def _values(rows: Sequence[Sequence[Any]]) -> list[Value]:
 
 
 def qualified(*parts: str) -> str:
-    """Join the parts of a qualified name; empty parts are left out."""
+    """Join the parts of a qualified name with dots. Empty parts are left out."""
     return ".".join(filter(None, parts))
 
 
 def named_modules(roots: Mapping[str, nn.Module]) -> dict[nn.Module, str]:
-    """Return all modules below the roots with their qualified names, each once.
+    """Return the roots and all modules inside them, each once, with their qualified names.
 
     Args:
-        roots: modules by the prefix of their parts' names; "" for a single root.
+        roots: the outermost modules, by the prefix for the names of their parts; see `named_roots`.
     """
     named: dict[nn.Module, str] = {}
     for prefix, root in roots.items():
@@ -115,7 +115,7 @@ def named_modules(roots: Mapping[str, nn.Module]) -> dict[nn.Module, str]:
 
 
 def named_roots(modules: Sequence[nn.Module]) -> dict[str, nn.Module]:
-    """Return the modules, by the prefix for the names of their parts. A single module has an empty prefix.
+    """Return the modules by the prefix for the names of their parts. If there is only one, its prefix is empty.
 
     Example:
         >>> [*named_roots([nn.ReLU()])], [*named_roots([nn.ReLU(), nn.GELU(), nn.ReLU()])]
@@ -132,7 +132,7 @@ def named_roots(modules: Sequence[nn.Module]) -> dict[str, nn.Module]:
 
 @contextlib.contextmanager
 def watching_for_roots(on_root: Callable[[nn.Module], None]) -> Iterator[None]:
-    """Call `on_root` once for each outermost module that runs inside the block, before its first forward."""
+    """Call `on_root` once for each outermost module that runs in the `with` block, before its first forward."""
     open_calls: list[nn.Module] = []
     known: set[nn.Module] = set()
 
@@ -161,16 +161,17 @@ def watching_for_roots(on_root: Callable[[nn.Module], None]) -> Iterator[None]:
 
 
 class Recorder:
-    """A recorder of the calls of modules in one run.
+    """A recorder of the module calls in one run.
 
     Run the computation inside `with recorder:`, then call `recorder.finish(result, gradients)`.
 
     Args:
         modules: the modules to record, with their qualified names.
-        state: parameters and buffers before the run.
-        kept: a store that gets copies of the inputs and outputs, for another recorder's `against`.
-        against: an earlier run of this rank, and the copies of its inputs and outputs. `difference` then describes the
-            first input or output that differs.
+        state: the fingerprints of parameters and buffers before the run.
+        kept: a store into which inputs and outputs are copied, so that a later run can be compared with this one. Pass
+            None to copy nothing.
+        against: the recording of an earlier run of this rank, and the copies of its inputs and outputs. `difference`
+            then describes the first input or output that differs.
 
     Example:
         >>> net = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
@@ -190,14 +191,18 @@ class Recorder:
     ) -> None:
         self.recording = Recording(state=state)
         self.difference = ""
-        """Size of the difference at the first input or output that differs from `against`, in words; "" if unknown."""
+        """The size of the first difference from `against` in an input or output, in words; "" if unknown."""
         self._modules = modules
         self._kept = kept
         self._against = against
         self._is_equal_so_far = True
         self._nth: Counter[str] = Counter()
         self._open: list[tuple[nn.Module, int, dict[str, str], set[str]]] = []
-        """The running calls: module, index, generator positions at the begin, generators that inner calls advanced."""
+        """The running calls, the innermost last.
+
+        Each call is a tuple: its module, its index, the positions of the random number generators when it began, and
+        the names of the generators that inner calls have advanced.
+        """
         self._handles: list[Any] = []
 
     def __enter__(self) -> Recorder:
@@ -224,7 +229,7 @@ class Recorder:
                 recording.changed[name] = changed
 
     def finish(self, result: Any, gradients: Mapping[str, Tensor | None]) -> Recording:
-        """Return the recording, with the results of the run added."""
+        """Add the result and the gradients of the run to the recording, and return the recording."""
         self.recording.result = values_of(result)
         self.recording.gradients = values_of_named(list(gradients.items()))
         return self.recording
@@ -266,7 +271,7 @@ class Recorder:
         self._watch(output, call.output_grads)
 
     def _watch(self, tree: Any, found: list[Value]) -> None:
-        """Add the gradients of the tensors in a tree to `found` when a backward computes them."""
+        """Let each backward append the gradients of the tensors in `tree` to `found`."""
         if not torch.is_grad_enabled():
             return
         for name, leaf in named_leaves(tree):
@@ -274,7 +279,7 @@ class Recorder:
                 self._handles.append(leaf.register_hook(_noting(name, found)))
 
     def _compare(self, tree: Any) -> None:
-        """Keep copies of the tensors of the last event. Describe how they differ from the copies of `against`."""
+        """Copy the tensors of the last event, which are in `tree`. Describe the first difference from `against`."""
         events = self.recording.events
         event = len(events) - 1
         if self._kept is not None:
@@ -311,7 +316,7 @@ _MAX_TEXT = 80
 
 
 def _settings(module: nn.Module) -> dict[str, str]:
-    """Return descriptions of the attributes that are plain values, unregistered tensors, or number generators."""
+    """Describe each attribute that is a plain value, an unregistered tensor, or a random number generator, by name."""
     texts = {name: _text_of(one) for name, one in vars(module).items() if name not in _ATTRIBUTES_OF_A_MODULE}
     return {name: text for name, text in texts.items() if text is not None}
 
@@ -320,7 +325,7 @@ _FINGERPRINT = re.compile(r" \([0-9a-f]{16}\)$")
 
 
 def _how_it_changed(key: str, before: str, after: str) -> str:
-    """Describe the change of an attribute without fingerprints, so that equal findings of several ranks can be merged.
+    """Describe how an attribute changed. Leave out fingerprints, so that equal findings of several ranks can be merged.
 
     Example:
         >>> _how_it_changed("n", "1", "2"), _how_it_changed("h", "None", "a tensor (2,) torch.int64 (0123456789abcdef)")
@@ -331,7 +336,7 @@ def _how_it_changed(key: str, before: str, after: str) -> str:
 
 
 def _text_of(value: Any) -> str | None:
-    """Describe the value of an attribute; None if it is of a kind that is not compared."""
+    """Describe the value of an attribute. Return None if values of its type are not compared."""
     plain = bool | int | float | str
     is_plain_list = isinstance(value, list | tuple) and all(isinstance(one, plain) for one in value)
     if is_plain_list or isinstance(value, plain | torch.dtype | None):

@@ -1,4 +1,4 @@
-"""Run a computation repeatedly from one state, within each rank and between ranks, and report what differs."""
+"""Run a computation repeatedly from one state, compare the runs on each rank and between ranks, and report."""
 
 from __future__ import annotations
 
@@ -47,24 +47,24 @@ from syncline.words import describe_ranks, groups_of
 
 @dataclass(frozen=True, kw_only=True)
 class Step:
-    """A computation, and the way in which its runs are compared."""
+    """A computation, and the settings for the comparison of its runs."""
 
     title: str
-    """The name of the public function, for reports and errors."""
+    """The name of the function that the user called, for reports and errors."""
     run: Callable[[Any], tuple[Any, Mapping[str, Tensor | None]]]
     """A function of the inputs that returns the result of the computation and the parameters' gradients."""
     inputs: Any
     """The inputs of this rank."""
     roots: Mapping[str, nn.Module]
-    """Modules to record, not wrapped, by the prefix of their parts' names."""
+    """The modules to record, without their wrappers, by the prefix for the names of their parts."""
     subject: Subject
     """The state to restore after each run."""
     synchronization: Synchronization
-    """The synchronization of the modules."""
+    """A description of the tensors that wrappers keep equal on all ranks."""
     transport: Transport
     """The transport between the ranks."""
     repeats: int = 2
-    """Number of runs on each rank that must be the same."""
+    """The number of runs on each rank that must be the same."""
     aligns_inputs: bool = False
     """Whether all ranks use rank 0's inputs when ranks are compared with one another."""
     same_inputs: bool = False
@@ -72,11 +72,11 @@ class Step:
     align_rng: bool = True
     """Whether all ranks use rank 0's random numbers when ranks are compared with one another."""
     needs_warm_up: bool = False
-    """Whether the first run differs from later ones, because wrappers then change the layout of their buckets."""
+    """Whether the first run is not compared, because wrappers change the layout of their buckets in it."""
 
 
 def examine(step: Step) -> Report:
-    """Run a computation repeatedly and compare the runs; a collective call.
+    """Run a computation repeatedly, and return the report on the differences between the runs. A collective call.
 
     Raises:
         ContractMismatch: the ranks have different modules, or different arguments.
@@ -91,7 +91,7 @@ def examine(step: Step) -> Report:
 
 
 class _Examination:
-    """The runs of one computation, and the report about them while it is written."""
+    """An examination of one computation, which runs it repeatedly and composes the report."""
 
     def __init__(self, step: Step) -> None:
         self._step = step
@@ -107,13 +107,13 @@ class _Examination:
         ]
         """The parameters and buffers that must be equal in all runs."""
         self._is_reduced = self._transport.size > 1 and bool(step.synchronization.reduced)
-        """Whether gradients of parameters are means over ranks."""
+        """Whether the gradients of parameters are means over ranks."""
         self._checked: list[str] = []
         self._notes: list[str] = []
         self._doubts: list[str] = []
 
     def report(self) -> Report:
-        """Run the computation, and return the report; the same on all ranks."""
+        """Run the computation repeatedly, and return the report, which is the same on all ranks. A collective call."""
         step, transport = self._step, self._transport
         self._exchange(
             [
@@ -147,17 +147,17 @@ class _Examination:
         return exchange(self._transport, self._step.title, lines, payload=payload)
 
     def _flags(self, mine: bool) -> list[bool]:
-        """Return the flags of all ranks. A collective call."""
+        """Return the value of `mine` on each rank, in rank order. A collective call."""
         return [bool(one[0]) for one in self._exchange(payload=bytes([mine]))]
 
     # ------------------------------------------------------------------ runs
 
     def _run(self, inputs: Any, *, prepare: Callable[[], None] | None = None, **options: Any) -> Recorder:
-        """Run the computation once, and restore the saved state. A collective call: all ranks raise if one fails.
+        """Run the computation once, and restore the state. A collective call: all ranks raise if the run fails on one.
 
         Args:
             inputs: the inputs of the run.
-            prepare: a function that is called before the run and may change the state.
+            prepare: a function that is called before the run, and can change the state.
             options: further arguments of the `Recorder`.
         """
         with failing_together(self._transport, self._step.title):
@@ -173,7 +173,7 @@ class _Examination:
         return recorder
 
     def _own_runs(self) -> OwnReport:
-        """Run several times with this rank's inputs and random numbers, and return this rank's report."""
+        """Run the computation several times with this rank's own inputs and random numbers, and report on the runs."""
         step = self._step
         before = positions()
         kept = Kept()
@@ -206,10 +206,11 @@ class _Examination:
         """Return the differences between this rank's own runs. A collective call.
 
         Args:
-            first: the first run.
-            others: the other runs, recorded against the first run.
-            filled: the run with deterministic algorithms and filled memory; None if it failed.
-            operations: the operations in `filled` without a deterministic implementation.
+            first: the recording of the first run.
+            others: the recorders of the other runs, which were compared with the first run.
+            filled: the recording of the run with deterministic algorithms, in which uninitialized memory was filled
+                with NaN. Pass None if that run failed.
+            operations: the operations in that run without a deterministic implementation.
         """
         differing = [
             (found, other)
@@ -237,10 +238,10 @@ class _Examination:
         return findings
 
     def _deterministic_run(self) -> tuple[Recording | None, tuple[str, ...]]:
-        """Run with deterministic algorithms, and with uninitialized memory filled with NaN.
+        """Run the computation with deterministic algorithms, and with uninitialized memory filled with NaN.
 
         Returns:
-            The recording (None if the run failed), and the operations without a deterministic implementation.
+            The recording, or None if the run failed; and the operations without a deterministic implementation.
         """
         with deterministic() as operations, contextlib.suppress(Exception):
             return self._run(self._step.inputs).recording, operations()
@@ -249,7 +250,7 @@ class _Examination:
     # ------------------------------------------------------------------ comparison between ranks
 
     def _between(self, reports: list[OwnReport], *, is_deterministic: bool) -> list[Finding]:
-        """Return the differences between the ranks; the same on every rank."""
+        """Return the differences between the ranks, which are the same list on every rank. A collective call."""
         step = self._step
         self._note_batches(reports)
         self._notes += notes_on_generators(reports)
@@ -296,7 +297,7 @@ class _Examination:
         has_same: bool,
         is_deterministic: bool,
     ) -> bool:
-        """Note the reason and return True if ranks may differ in this way.
+        """Return whether ranks are allowed to differ in this way. If so, note the reason.
 
         Args:
             found: the first difference between ranks.
@@ -324,13 +325,13 @@ class _Examination:
         return False
 
     def _align(self) -> None:
-        """Load rank 0's buffers and, if wanted, its random number generators. A collective call."""
+        """Set buffers to rank 0's and, with `align_rng`, the random number generators, too. A collective call."""
         TensorBroadcaster([buffer for _, buffer in self._buffers], self._transport).start(0).wait()
         if self._step.align_rng:
             align_generators(self._transport)
 
     def _first_between(self, mine: Recording) -> tuple[FirstDifference | None, list[Recording]]:
-        """Return the first difference between the ranks' recordings, and all recordings if there is a difference."""
+        """Return the first difference between the ranks' recordings, and all recordings; (None, []) if all agree."""
         digest = digest_of([fingerprint_of(mine.compared())])
         if len(set(self._exchange(payload=digest))) == 1:
             return None, []
@@ -338,7 +339,7 @@ class _Examination:
         return first_difference(recordings), recordings
 
     def _how_ranks_differ(self, found: FirstDifference, recordings: list[Recording], kept: Kept) -> str:
-        """Describe how far the first rank of the second-largest group is from a rank of the largest group."""
+        """Describe how much the second-largest group of ranks differs from the largest group; "" if unknown."""
         if found.stage not in ("input", "output"):
             return ""
         places = [recording.events[found.event].values for recording in recordings]
@@ -358,7 +359,7 @@ class _Examination:
     # ------------------------------------------------------------------ evaluation of the ranks' reports
 
     def _differing_gradients(self, reports: list[OwnReport]) -> list[Finding]:
-        """Return a finding if gradients that should be the same mean on all ranks differ."""
+        """Return a list with a finding if reduced gradients differ between ranks; else an empty list."""
         reduced = self._step.synchronization.reduced
         names = [name for name, _ in self._parameters if name in reduced]
         rows = [one.gradients for one in reports]
@@ -392,7 +393,7 @@ class _Examination:
 
 
 def _distinct(named: Iterable[tuple[str, Iterable[tuple[str, Tensor]]]]) -> list[tuple[str, Tensor]]:
-    """Return each tensor once, under its first name, which begins with the prefix of its root."""
+    """Return each tensor once, with its first name. The name begins with the prefix of the root."""
     seen: dict[int, tuple[str, Tensor]] = {}
     for prefix, tensors in named:
         for name, tensor in tensors:

@@ -1,4 +1,4 @@
-"""The report of a comparison, as data and as text, and the facts about this rank that may explain a difference."""
+"""The report of a comparison, as data and as text, and the facts about this rank that can explain a difference."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from syncline.words import describe_ranks, ranks_with
 
 
 def facts() -> dict[str, str]:
-    """Return the versions, hardware and settings of this process, by name.
+    """Return the versions, hardware and settings of this process that can explain a difference, by name.
 
     Example:
         >>> facts()["torch"] == torch.__version__
@@ -52,15 +52,15 @@ _WIDTH = 110
 
 @dataclass(frozen=True, kw_only=True)
 class Finding:
-    """One disagreement: something that differs, though it should be the same."""
+    """One disagreement: values that differ between runs or ranks, although they should be the same."""
 
     ranks: tuple[int, ...]
-    """The ranks with the disagreement. If ranks differ from one another, these are all ranks outside the largest group
-    of equal ranks."""
+    """The ranks with the disagreement. If ranks differ from one another, these are all ranks outside of the largest
+    group of equal ranks."""
     module: str
-    """Qualified name of the module that causes the disagreement; "" if none does, or if it is the outermost module."""
+    """The qualified name of the module that causes the disagreement; "" for the outermost module or for no module."""
     kind: str
-    """Class name of this module; "" if there is none."""
+    """The class name of that module; "" if there is no such module, or if its class is unknown."""
     what: str
     """A description of the difference, with its size."""
     causes: tuple[str, ...] = ()
@@ -72,22 +72,22 @@ class Finding:
 
 @dataclass(frozen=True, kw_only=True)
 class Report:
-    """The checks and their results. All ranks have the same report, and `print(report)` shows it."""
+    """A report on all checks and their results, which is the same on all ranks. `print(report)` shows it."""
 
     title: str
-    """The name of the function that made the report."""
+    """The name of the function that the user called to get the report."""
     num_ranks: int
     """The number of ranks that were compared."""
     checked: tuple[str, ...]
-    """The computations and comparisons that were made."""
+    """Descriptions of the comparisons that were made."""
     findings: tuple[Finding, ...] = ()
     """All disagreements: first those within ranks, then those between ranks."""
     notes: tuple[str, ...] = ()
     """Useful observations that are not disagreements."""
     doubts: tuple[str, ...] = ()
-    """Short forms of the notes that limit the verdict; the verdict includes them."""
+    """Short forms of those notes that limit the verdict. The verdict includes them."""
     facts: tuple[Mapping[str, str], ...] = field(default=(), repr=False)
-    """Versions, hardware and settings of each rank, in rank order."""
+    """The versions, hardware and settings of each rank, in rank order."""
 
     @property
     def agrees(self) -> bool:
@@ -96,7 +96,7 @@ class Report:
 
     @property
     def verdict(self) -> str:
-        """The result in one line: the number of findings, and the doubts.
+        """The result of all checks in one line: the number of findings, and the doubts.
 
         Example:
             >>> report = Report(title="", num_ranks=2, checked=(), doubts=("all ranks were given the same batch",))
@@ -120,7 +120,7 @@ class Report:
         return "\n".join([*lines, *self._facts()])
 
     def _findings(self) -> list[str]:
-        """Return the numbered findings. A cause is printed only in the first finding that has it."""
+        """Return the text of each finding, with a number. A cause is written only in the first finding that has it."""
         lines: list[str] = []
         printed: dict[str, int] = {}
         for number, finding in enumerate(self.findings, 1):
@@ -132,7 +132,7 @@ class Report:
         return lines
 
     def _facts(self) -> list[str]:
-        """Return one line with the facts common to all ranks, and one line for each fact that differs."""
+        """Return one line with the facts that all ranks have in common, and one line for each fact that differs."""
         if not self.facts:
             return []
         names = dict.fromkeys(name for row in self.facts for name in row)
@@ -143,12 +143,12 @@ class Report:
 
 
 class OwnFinding(NamedTuple):
-    """A difference between two runs on one rank, which is sent to the other ranks; a `Finding` without ranks."""
+    """A finding about the runs of one rank, which is sent to the other ranks; a `Finding` that does not name ranks."""
 
     module: str
     kind: str
     what: str
-    """A description of the difference, without the rank and the size."""
+    """A description of the difference, without the rank and without the size."""
     difference: str = ""
     """The size of the difference for this rank's own data, in words; "" if unknown."""
     causes: Sequence[str] = ()
@@ -156,27 +156,27 @@ class OwnFinding(NamedTuple):
 
 @dataclass(kw_only=True)
 class OwnReport:
-    """The report of one rank's own runs, which is sent to the other ranks."""
+    """The report on one rank's own runs, which is sent to the other ranks."""
 
     facts: dict[str, str]
     positions: dict[str, str]
-    """Positions of the random number generators before the runs, by name."""
+    """The positions of the random number generators before the runs, by the name of the generator."""
     batch: list[int]
-    """Fingerprints of the input tensors of the first module."""
+    """The fingerprints of the input tensors of the module that is called first."""
     drew: list[str]
-    """Names of the modules that drew random numbers."""
+    """The names of the modules that drew random numbers."""
     generators: list[str]
-    """Names of the random number generators from which these modules drew."""
+    """The names of the random number generators from which these modules drew."""
     state: list[int]
-    """Fingerprints of parameters and buffers before the runs."""
+    """The fingerprints of parameters and buffers before the runs."""
     gradients: list[int]
-    """Fingerprints of the gradients that are reduced."""
+    """The fingerprints of the gradients that are reduced."""
     findings: Sequence[OwnFinding]
     """The differences between this rank's own runs."""
 
 
 class Disagreement(SynclineError):
-    """An error because results of two runs, or of two ranks, are not the same. Every rank raises the same text.
+    """Raised on every rank, with the same text, if the results of two runs or of two ranks are not the same.
 
     Attributes:
         report: the report with all findings.
@@ -188,7 +188,7 @@ class Disagreement(SynclineError):
 
 
 def by_value(values: Sequence[str]) -> str:
-    """Describe the value of each rank in one line, with equal values merged.
+    """Describe the values of all ranks in one line. Each value is written once, with the ranks that have it.
 
     Example:
         >>> by_value(["1", "1"]), by_value(["1", "2"])

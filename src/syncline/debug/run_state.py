@@ -1,6 +1,7 @@
-"""The conditions of a run: the state before it, rank 0's inputs and random numbers for all ranks, and torch's settings.
+"""Set the conditions of a run: the state, the inputs, the random numbers, and torch's settings.
 
-`Subject` saves and restores the state, so that all runs begin from the same state and leave no trace.
+`Subject` saves and restores the state, so that all runs begin from the same state and leave no trace. Other functions
+give all ranks rank 0's inputs and random numbers, or change torch's settings during a run.
 """
 
 from __future__ import annotations
@@ -42,22 +43,22 @@ from syncline.trees import leaves, map_leaves
 
 @dataclass(frozen=True, kw_only=True)
 class Synchronization:
-    """The way in which DistributedDataParallel synchronizes the modules that a function computes with."""
+    """A description of the tensors that DistributedDataParallel keeps equal on all ranks in one computation."""
 
     reduced: frozenset[str] = frozenset()
-    """Names of parameters whose gradients are the same mean on all ranks after a backward."""
+    """The names of the parameters whose gradients are the same mean on all ranks after a backward."""
     exempt: frozenset[str] = frozenset()
-    """Names of parameters and buffers that may differ between ranks, because a wrapper ignores them."""
+    """The names of the parameters and buffers that may differ between ranks, because a wrapper ignores them."""
     why_apart: str = ""
-    """The reason why replicas may differ now; "" if replicas must be equal."""
+    """The reason why replicas may differ at present; "" if replicas must be equal."""
 
 
 def synchronization_of(roots: Mapping[str, nn.Module], *, with_gradients: bool = True) -> Synchronization:
-    """Return the synchronization of these modules, which says which of their tensors must be equal on all ranks.
+    """Find out which tensors of these modules must be equal on all ranks.
 
     Args:
-        roots: modules by the prefix of their parts' names; wrapped, not wrapped, or with wrapped ones inside.
-        with_gradients: whether gradients are reduced in the compared computation.
+        roots: the modules, by the prefix for the names of their parts. They may be wrapped, or contain wrapped modules.
+        with_gradients: whether the computation that is compared reduces gradients.
 
     Raises:
         ValueError: a module is sharded, so that no rank has all gradients.
@@ -91,7 +92,7 @@ def synchronization_of(roots: Mapping[str, nn.Module], *, with_gradients: bool =
 
 
 class Subject:
-    """A backup of the state at construction; `restore` writes the state back.
+    """A backup of the state of a computation. The constructor makes the backup, and `restore` writes it back.
 
     The state is parameters, buffers, gradients (values and objects), training flags, the state of Syncline's wrappers,
     optimizers, and random number generators. A tensor is written only if it has changed. The backup takes as much
@@ -99,12 +100,12 @@ class Subject:
 
     Args:
         modules: the modules, wrapped or not.
-        optimizers: optimizers whose state is restored too. Inside `guarded`, no other optimizer may step.
-        others: other objects with `state_dict` and `load_state_dict`.
-        with_gradients: whether `.grad` may be changed, and is restored.
+        optimizers: the optimizers whose state is restored, too. Inside `guarded`, no other optimizer may step.
+        others: other objects with `state_dict` and `load_state_dict`, whose state is restored, too.
+        with_gradients: whether `.grad` of the parameters is restored, too.
 
     Raises:
-        ValueError: a module is lazy, so that its parameters have no values to copy.
+        ValueError: a module is lazy, so its parameters have no values yet.
 
     Example:
         >>> net = nn.Linear(1, 1)
@@ -130,7 +131,8 @@ class Subject:
         tensors = list({id(one): one for one in registered if one is not None}.values())
         if any(map(is_lazy, tensors)):
             raise ValueError(
-                "a module is lazy, its parameters have no shape yet: run one forward with a real batch first"
+                "expected modules whose parameters have a shape, got a lazy module: run one forward with a real batch "
+                "first, so that its parameters get their shape"
             )
         parameters = [tensor for tensor in tensors if isinstance(tensor, nn.Parameter)]
         gradients = [(parameter, parameter.grad) for parameter in parameters * with_gradients]
@@ -153,12 +155,12 @@ class Subject:
         ]
 
     def restore(self) -> None:
-        """Restore the whole state."""
+        """Write back all of the state in the backup."""
         restore_all(self._restorers)
 
     @contextmanager
     def guarded(self) -> Iterator[None]:
-        """Refuse the step of an optimizer whose state could not be restored.
+        """Inside the `with` block, refuse the step of an optimizer whose state could not be restored.
 
         Raises:
             ValueError: such an optimizer was about to step. Nothing was changed.
@@ -168,7 +170,8 @@ class Subject:
             if optimizer not in self._optimizers:
                 raise ValueError(
                     f"the function steps an optimizer of class {type(optimizer).__name__} that was not passed here, so "
-                    "its state could not be restored: pass sl.TrainState(model=..., optimizer=...), or remove the step"
+                    "its state could not be restored: pass sl.TrainState(model=..., optimizer=...), or remove the "
+                    "step from the function"
                 )
 
         handle = register_optimizer_step_pre_hook(refuse)
@@ -179,7 +182,7 @@ class Subject:
 
 
 def _reloader(load: Callable[[Any], object], state: Any) -> Restorer:
-    """Return a function that loads a copy of `state`."""
+    """Copy `state`, and return a function that loads the copy."""
     saved = copy.deepcopy(state)
     return lambda: load(copy.deepcopy(saved))
 
@@ -188,7 +191,7 @@ def _reloader(load: Callable[[Any], object], state: Any) -> Restorer:
 
 
 def copied_inputs(inputs: Any) -> Any:
-    """Copy the tensors among the inputs, so that a step may write to them."""
+    """Return the inputs with copies of their tensors, so that a step can write to them."""
 
     def copied(_: str, leaf: Any) -> Any:
         is_tensor = isinstance(leaf, Tensor)
@@ -198,11 +201,14 @@ def copied_inputs(inputs: Any) -> Any:
 
 
 class Aligned(NamedTuple):
-    """The result of `align_inputs`."""
+    """The inputs for a comparison between ranks, as `align_inputs` returns them."""
 
     inputs: Any
     why_not: str
-    """The reason why rank 0's inputs could not be sent to the other ranks; "" if they were. The same on all ranks."""
+    """The reason why rank 0's inputs could not be sent to the other ranks; "" if they were sent.
+
+    The reason is the same on all ranks.
+    """
 
 
 def align_generators(transport: Transport) -> None:
@@ -213,7 +219,9 @@ def align_generators(transport: Transport) -> None:
 
 
 def align_inputs(inputs: Any, transport: Transport) -> Aligned:
-    """Return rank 0's inputs. Shapes of tensors may differ between the ranks. A collective call.
+    """Return rank 0's inputs on every rank. A collective call.
+
+    The shapes of the tensors may differ between the ranks.
 
     Args:
         inputs: nested dicts, lists and tuples of tensors and plain values. Plain values must already be equal on all
@@ -246,7 +254,7 @@ def align_inputs(inputs: Any, transport: Transport) -> Aligned:
 
 
 def _described(name: str, leaf: Any) -> tuple[str, str, list[int]]:
-    """Return the name, kind and shape of an input. If it cannot be sent, the kind is "!" and the reason."""
+    """Return the name, kind and shape of an input. If it cannot be sent, the kind is "!" followed by the reason."""
     if isinstance(leaf, Tensor):
         if leaf.layout != torch.strided or leaf.is_meta or leaf.is_nested:
             return name, f"!a tensor without dense memory ({leaf.layout} on {leaf.device.type})", []
@@ -276,7 +284,7 @@ def _why_not(of_ranks: Sequence[Sequence[tuple[str, str, list[int]]]]) -> str:
 
 
 def uncompiled_code() -> AbstractContextManager[Any]:
-    """Run compiled modules without compilation, because compiled code does not call the hooks of inner modules."""
+    """Return a context in which compiled modules run uncompiled. Compiled code calls no hooks of inner modules."""
     return torch.compiler.set_stance("force_eager") if is_compiler_loaded() else nullcontext()
 
 
@@ -285,7 +293,7 @@ _WITHOUT_DETERMINISM = re.compile(r"(\S+) does not have a deterministic implemen
 
 @contextmanager
 def deterministic() -> Iterator[Callable[[], tuple[str, ...]]]:
-    """Use deterministic algorithms where they exist, and fill uninitialized memory with NaN.
+    """In the `with` block, use deterministic algorithms where they exist, and fill uninitialized memory with NaN.
 
     Yields a function that returns the names of the operations without a deterministic implementation.
     """

@@ -14,24 +14,24 @@ from syncline.gradients.usage import tensors_in
 from syncline.trees import leaves
 
 KEPT_BYTES = 1 << 28
-"""Limit for the copies of the inputs and outputs in one run. They show how much another run differs."""
+"""The size limit for the copies of the inputs and outputs in one run. They show how much another run differs."""
 
 
 class Value(NamedTuple):
     """The fingerprint of one tensor or plain value at one moment."""
 
     name: str
-    """The position of the value in the tree of values; "" if it is the whole tree."""
+    """The name of the value, or its position in a nested container; "" if the value is not in a container."""
     about: str
-    """Shape and dtype of a tensor, or type of a plain value."""
+    """The shape and dtype of a tensor, or the type of a plain value."""
     bits: int
-    """The fingerprint; 0 if the value cannot be read."""
+    """The fingerprint of the value; 0 if the value cannot be read."""
     has_nan: bool = False
-    """Whether the value is a tensor with NaN in it."""
+    """Whether the value is a tensor that contains NaN."""
 
 
 def values_of(tree: Any) -> tuple[Value, ...]:
-    """Return the fingerprints of the tensors and plain values in a tree; objects of other kinds are ignored.
+    """Return the fingerprints of the tensors and plain values in a nested container. Other objects are ignored.
 
     Example:
         >>> x, n = values_of((torch.zeros(2), {"n": 3}))
@@ -52,9 +52,9 @@ def values_of_named(named: Sequence[tuple[str, Any]]) -> tuple[Value, ...]:
 
 
 def named_leaves(tree: Any) -> list[tuple[str, Any]]:
-    """Return the tensors and plain values of a tree with their positions.
+    """Return the tensors and plain values of a nested container, with their positions.
 
-    Tensors in mappings and dataclasses of other kinds (such as a tokenizer's batch) are included.
+    Tensors in other kinds of mappings and dataclasses (such as a tokenizer's batch) are included.
     """
     found: list[tuple[str, Any]] = []
     for name, leaf in leaves(tree):
@@ -100,26 +100,30 @@ def _has_nan(value: Any) -> bool:
 
 
 class Kept:
-    """Copies of the inputs and outputs in one run, up to a size limit, by event and position in the event."""
+    """A store of copies of the inputs and outputs in one run, by event and position in the event.
+
+    Args:
+        limit_bytes: the maximum size of all copies together.
+    """
 
     def __init__(self, limit_bytes: int = KEPT_BYTES) -> None:
         self._left_bytes = limit_bytes
         self._tensors: dict[tuple[int, int], Tensor] = {}
 
     def keep(self, event: int, tree: Any) -> None:
-        """Copy the tensors of an event that fit into the limit."""
+        """Copy those tensors of an event for which the size limit leaves room."""
         for place, (_, leaf) in enumerate(named_leaves(tree)):
             if isinstance(leaf, Tensor) and _is_ordinary(leaf) and leaf.nbytes <= self._left_bytes:
                 self._left_bytes -= leaf.nbytes
                 self._tensors[event, place] = leaf.detach().to("cpu", copy=True)
 
     def get(self, event: int, place: int) -> Tensor | None:
-        """Return the copy of one tensor; None if the tensor did not fit into the limit."""
+        """Return the copy of one tensor; None if the tensor was not copied, for example because of the size limit."""
         return self._tensors.get((event, place))
 
 
 def how_they_differ(expected: Tensor, got: Tensor) -> str:
-    """Describe how many elements of two tensors on the CPU differ, and by how much.
+    """Describe how many elements differ between two tensors on the CPU, and by how much.
 
     Example:
         >>> how_they_differ(torch.tensor([1.0, 2.0, 3.0]), torch.tensor([1.0, 2.5, 2.0]))
