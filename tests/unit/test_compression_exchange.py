@@ -330,7 +330,7 @@ def test_a_future_that_is_waited_for_before_the_last_bucket_completes_what_is_un
 
 def test_saved_without_names_is_an_error_and_so_are_unknown_names() -> None:
     def program(transport: Transport) -> None:
-        with pytest.raises(ValueError, match=r"which it takes from a module\. Write HookState"):
+        with pytest.raises(ValueError, match=r"takes from its module\. Write HookState"):
             HookState(Cast(), transport).state_dict()
         named = HookState(TopK(), transport, module=nn.Linear(2, 2))
         with pytest.raises(ValueError, match=r"parameters of this module, got a state of head.weight"):

@@ -14,11 +14,12 @@ from syncline.trees import leaves, map_leaves
 
 
 class Averager:
-    """An averager, which repeatedly averages one flat tensor by a compression, with error feedback if it uses that.
+    """An averager, which repeatedly averages one flat tensor by a compression.
 
-    The residual is the part of the values that an averaging loses. Error feedback adds it to the values of the next
-    averaging. Then nothing is lost for good: the sum of all results, plus the mean over ranks of the last residuals,
-    equals the sum of the exact means. Elements of a residual that are not finite are replaced by zeros.
+    The residual is the part of the values that an averaging loses. If the compression uses error feedback, the averager
+    adds the residual to the values of the next averaging. Then nothing is lost for good: the sum of all results, plus
+    the mean over ranks of the last residuals, equals the sum of the exact means. Elements of a residual that are not
+    finite are replaced by zeros.
 
     Args:
         compression: the compression of the values; None to send them without compression.
@@ -99,9 +100,9 @@ class Averager:
         )
         if own != given:
             raise ValueError(
-                f"expected a compression state with the shapes {own} for tensor {index}, whose own shape is "
-                f"{self.layout.shapes[index]}; got a state with the shapes {given}. The state was saved with another "
-                "compression or of another tensor. Load a state of this tensor and this compression"
+                f"expected a compression state of tensor {index} (of shape {self.layout.shapes[index]}) that contains "
+                f"tensors of the shapes {own}, got {given}. The state was saved with another compression or of another "
+                "tensor. Load a state that was saved with this compression and for this tensor"
             )
 
 
@@ -135,7 +136,7 @@ def with_mean_residuals(own: Any, of_all: Sequence[Any]) -> Any:
     """Return a rank's state, with each residual replaced by its mean over all ranks.
 
     A run with another number of ranks can load the result. Only the mean of the residuals over ranks affects the next
-    average. If each rank has that mean, it stays the same for any number of ranks.
+    average. If each rank loads that mean as its residual, the mean is the same for any number of ranks.
 
     Args:
         own: the state of one rank, made of nested dicts, lists and tuples. It is not changed. A tensor in it is a

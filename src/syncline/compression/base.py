@@ -1,4 +1,4 @@
-"""The interface of compressions: the compression (settings only), its encoder, and the encoder's requests.
+"""The interface of compressions: the settings of a compression, its encoder, and the requests of the encoder.
 
 An encoder averages one flat tensor by a generator, which yields requests to the other ranks and receives the replies.
 Therefore an encoder needs neither a transport nor processes, and can be tested by plain calls. In a chain of
@@ -63,7 +63,7 @@ class Averaged(NamedTuple):
     mean: Tensor
     """The mean. It has the same bits on all ranks."""
     lost: Tensor | None = None
-    """This rank's part of the error, so that `mean` is the mean over ranks of (values - lost). None means no error."""
+    """This rank's part of the error: `mean` is the mean over ranks of (values - lost). None if there is no error."""
 
 
 class Gathered(NamedTuple):
@@ -86,7 +86,7 @@ The generator must not use a tensor again after it has yielded it in a request."
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """The layout of a flat tensor, which contains several tensors one after the other."""
+    """The layout of a flat tensor, which contains the elements of several tensors one after the other."""
 
     shapes: tuple[tuple[int, ...], ...]
     dtype: torch.dtype
@@ -111,7 +111,7 @@ class Layout:
 
 
 def computing_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype in which tensors of the type `dtype` are encoded and averaged: float32 or float64.
+    """Return the dtype in which tensors of dtype `dtype` are encoded and averaged: float64 for float64, else float32.
 
     Raises:
         ValueError: `dtype` is not a real floating-point type.
@@ -175,7 +175,7 @@ class Compression(ABC):
     """A compression of flat tensors that are averaged over ranks. Subclasses are frozen dataclasses."""
 
     is_linear: ClassVar[bool]
-    """Whether encoded tensors can be added without decoding them.
+    """Whether the encoded tensors of several ranks can be added without decoding them.
 
     If so, an all_reduce sends them, and the bytes per rank do not grow with the number of ranks."""
     is_order_dependent: ClassVar[bool] = False
@@ -189,7 +189,7 @@ class Compression(ABC):
 
     @abstractmethod
     def encoder(self, layout: Layout) -> Encoder:
-        """Return an encoder for tensors of this layout."""
+        """Return a new encoder for a flat tensor of this layout."""
 
     @property
     def feeds_back(self) -> bool:

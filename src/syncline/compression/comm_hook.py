@@ -101,9 +101,9 @@ class HookState:
         self._buckets: dict[int, _Bucket] = {}
         self._under_way: list[tuple[MeanExchange, Tensor, _Future]] = []
         self._carried: dict[int, tuple[Tensor, Mapping[str, Tensor]]] = {}
-        """By id of a parameter: the parameter, and its state from a former bucket.
+        """The state of each parameter from its former bucket, by the id of the parameter.
 
-        The reference to the parameter makes sure that no other object gets the same id."""
+        The parameter is stored beside the state, so that no other object gets the same id."""
 
     def use(self, transport: Transport, module: nn.Module | None) -> None:
         """Average over the ranks of this transport from now on. The compression keeps its state.
@@ -136,7 +136,7 @@ class HookState:
 
     @torch.no_grad()
     def finish(self) -> None:
-        """Complete all averages in flight. The buckets take turns in the order of their start, phase by phase."""
+        """Complete all averages in flight. The buckets take turns, one phase each, in the order of their start."""
         waiting = [exchange for exchange, *_ in self._under_way]
         while waiting:
             for exchange in waiting:
@@ -226,8 +226,8 @@ class HookState:
     def _checked_names(self) -> dict[int, str]:
         if self._names is None:
             raise ValueError(
-                "HookState: its state cannot be saved or loaded without the names of the parameters, which it takes "
-                "from a module. Write HookState(compression, module=model)"
+                "HookState: the state cannot be saved or loaded without the names of the parameters, which a HookState "
+                "takes from its module. Write HookState(compression, module=model)"
             )
         return self._names
 
@@ -260,7 +260,7 @@ class _Bucket:
 
 
 class _Future(torch.futures.Future[Tensor]):
-    """A future whose `wait` completes all averages in flight. So `wait` returns even if no last bucket follows."""
+    """A future whose `wait` completes all averages in flight, even if the call for the last bucket does not follow."""
 
     def __init__(self, state: HookState, device: torch.device) -> None:
         super().__init__(devices=None if device.type == "cpu" else [device])

@@ -23,7 +23,7 @@ _ZERO = 1e-24
 
 
 def orthonormal_rows(matrices: Sequence[Tensor]) -> list[Tensor]:
-    """Return matrices whose rows are orthonormal, and span the same spaces as the rows of the given matrices.
+    """Return orthonormal rows for each matrix, which span the same space as the rows of the matrix.
 
     The method is Gram-Schmidt, applied twice, in float64. If a row is zero or a combination of earlier rows, it becomes
     zero. Rows with values that are not finite stay not finite. Matrices of similar width are computed together.
@@ -95,7 +95,7 @@ def _sums(terms: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class PowerSGD(Compression):
-    """A compression that approximates each matrix by a matrix of low rank, which is sent as two thin factors.
+    """A compression that approximates each matrix by the product of two thin factors, which are sent instead of it.
 
     Each averaging computes the factors by one power iteration, which starts from the result of the previous averaging.
     A tensor of shape (n, ...) counts as a matrix of shape (n, m). It is compressed if (n + m) * rank is less than
@@ -105,7 +105,8 @@ class PowerSGD(Compression):
     Optimization", 2019, arXiv 1905.13727, algorithms 1 and 2.
 
     Args:
-        rank: the rank of the approximating matrices (not a process). The number of bytes grows with it.
+        rank: the matrix rank of the approximation, which is the number of rows of each factor. The number of bytes
+            grows with it.
         error_feedback: True to keep the error of the approximation, and add it to the next values. Without error
             feedback, most of a gradient is lost for good.
         seed: the seed of the random matrices from which the first iteration starts.

@@ -89,12 +89,12 @@ class Quantize(Codec):
 
     @property
     def _largest(self) -> int:
-        """The largest integer code of 8 or 4 bits. The smallest code is the negative of it."""
+        """The largest integer code of 8 or 4 bits. The smallest code is its negative."""
         return 127 if self.bits == 8 else 7
 
     @property
     def _multiple(self) -> int:
-        """The factor that `block_numel` must contain, so that the codes of a block fill whole bytes."""
+        """The number by which `block_numel` must be divisible."""
         return 4 if self.bits == 2 else 2
 
     def num_bytes(self, numel: int) -> int:

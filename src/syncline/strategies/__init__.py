@@ -1,4 +1,4 @@
-"""Strategies decide when and how parameters sync. The package `syncline.strategies.execution` carries them out.
+"""Strategies: pure descriptions of when and how parameters sync. `syncline.strategies.execution` carries them out.
 
 Imports: errors, words, checks, records, contract, user_code, _torch, transport, optimizers, tensors, equality,
 compression.

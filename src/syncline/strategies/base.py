@@ -28,7 +28,7 @@ class Message(NamedTuple):
     rank: int
     """The rank that sent the message."""
     clock: int
-    """The step whose update the message contains; for "values", the last step whose updates the values contain."""
+    """The step to which the message belongs: the step of the "update", or the last step that the "values" contain."""
 
 
 class Action:
@@ -39,9 +39,9 @@ class Action:
 
 @dataclass(frozen=True, slots=True)
 class ReduceGradients(Action):
-    """An action that averages the gradients of a backward, over all ranks or over the ranks of this rank's group.
+    """An action that averages the gradients of a backward.
 
-    The group is called a worker; see `Strategy.workers`.
+    They are averaged over all ranks ("all"), or over the ranks of this rank's group ("worker"; see `Strategy.workers`).
     """
 
     among: Literal["all", "worker"] = "all"
@@ -49,9 +49,9 @@ class ReduceGradients(Action):
 
 @dataclass(frozen=True, slots=True)
 class Average(Action):
-    """An action that replaces parameters by their mean over all ranks, and then synchronizes buffers by their policy.
+    """An action that replaces the parameters by their mean over all ranks, and then synchronizes the buffers.
 
-    The user chose the policy: "average", "broadcast" or "none".
+    The user's buffer policy ("average", "broadcast" or "none") determines how the buffers are synchronized.
     """
 
     optimizer_state: bool = False
@@ -62,9 +62,9 @@ class Average(Action):
 
 @dataclass(frozen=True, slots=True)
 class AverageBuffers(Action):
-    """An action that makes the buffers equal on all ranks, by the user's buffer policy: "average" or "broadcast".
+    """An action that makes the buffers equal on all ranks, by the user's buffer policy ("average" or "broadcast").
 
-    It does nothing if the policy is "none".
+    Under the policy "none", this action does nothing.
     """
 
 
@@ -160,7 +160,7 @@ def sends(action: Action, *, has_buffers: bool) -> bool:
 
 
 def synchronized_by(actions: Sequence[Action], *, has_buffers: bool) -> set[str]:
-    """Return a set that contains "parameters", "buffers" and "optimizer", each only if the actions synchronize it.
+    """Return the kinds of data that the actions synchronize: a subset of "parameters", "buffers" and "optimizer".
 
     Args:
         actions: the actions.
@@ -204,7 +204,7 @@ def make_equal(actions: Sequence[Action], *, num_fragments: int) -> bool:
 def are_blocking(actions: Sequence[Action]) -> bool:
     """Return whether the actions average parameters over all ranks, so that all ranks wait for each other.
 
-    All ranks do not wait for each other if the mean is received in a later step, or if ranks send only to a few others.
+    The result is False if the mean is received in a later step, or if ranks send only to a few others.
     """
     sent = {action.fragment for action in actions if isinstance(action, SendOuter)}
     received = {action.fragment for action in actions if isinstance(action, ReceiveOuter)}
@@ -272,7 +272,7 @@ class OuterCopies(Mechanism):
     compression: Any
     """The compression of outer gradients; None if they are sent without compression."""
     keeps_sent: bool
-    """Whether a rank adds the changes that it made while a fragment was in flight to the fragment's new values."""
+    """Whether the changes that a rank makes while a fragment is in flight are added to the fragment's new values."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -311,8 +311,8 @@ def in_words(description: object) -> str:
 def value_in_words(value: object) -> str:
     """Return the text of one argument of a strategy.
 
-    A function becomes its qualified name, and a functools.partial a call with its arguments. A string becomes its repr,
-    and any other value its str.
+    A function is shown by its qualified name, and a functools.partial as a call. A string is shown in quotation marks,
+    and any other value by `str`.
     """
     wrapped = getattr(value, "func", None)
     if wrapped is not None:  # a functools.partial
@@ -375,7 +375,7 @@ class Strategy(ABC, Generic[State]):
     needs_attach: ClassVar[bool] = True
     """Whether the optimizer has to be attached, because the strategy acts after optimizer steps."""
     drifts: ClassVar[bool] = True
-    """Whether replicas may differ between two parameter syncs."""
+    """Whether the parameters can differ between ranks until the next parameter sync."""
 
     @abstractmethod
     def init(self, spec: Spec) -> State:
@@ -401,7 +401,7 @@ class Strategy(ABC, Generic[State]):
 
     @abstractmethod
     def at_sync(self, state: State, progress: Progress) -> Decision[State]:
-        """Return the new state and the actions of a parameter sync that the user requests, by `ddp.sync_parameters_()`.
+        """Return the new state, and the actions to carry out when the user calls `ddp.sync_parameters_()`.
 
         After these actions, the parameters are equal on all ranks.
         """
@@ -411,7 +411,10 @@ class Strategy(ABC, Generic[State]):
         """Return the contract's texts about the strategy: what is synchronized, when, how, and how far it may drift."""
 
     def mechanism(self, spec: Spec) -> Mechanism:
-        """Return a description of the data that the strategy's actions need beside the module. By default: no data."""
+        """Return a description of the data that the strategy's actions need beside the module.
+
+        By default, the actions need no such data.
+        """
         return NothingKept()
 
     def workers(self, spec: Spec) -> tuple[int, ...] | None:
@@ -422,7 +425,7 @@ class Strategy(ABC, Generic[State]):
         return None
 
     def state_from(self, saved: Mapping[str, Any], spec: Spec) -> State:
-        """Return the state with which training continues from a save.
+        """Return the state of the strategy for a run that continues from a saved state.
 
         Args:
             saved: the saved `state._asdict()`. It may have been read from JSON, and saved by another number of ranks.

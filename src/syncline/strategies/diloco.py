@@ -97,14 +97,14 @@ _NESTEROV = partial(torch.optim.SGD, lr=0.7, momentum=0.9, nesterov=True)
 class _State(NamedTuple):
     num_ranks: int
     under_way: tuple[tuple[int, int], ...]
-    """Pairs (fragment, step after which it was sent) of the fragments whose average is in flight, oldest send first."""
+    """The fragments whose average is in flight, as pairs (fragment, step after which it was sent), in sending order."""
     equal_at: int
     """The last step after which the parameters were equal on all ranks, because all fragments were synced."""
 
 
 @dataclass(frozen=True)
 class DiLoCo(LocalSteps[_State]):
-    """A strategy in which ranks step alone, and every `every` steps an outer optimizer combines the ranks' changes.
+    """A strategy under which ranks step alone, and every `every` steps an outer optimizer combines the ranks' changes.
 
     The outer gradient of a parameter is its value after the last outer step minus its value now, averaged over ranks.
     With plain SGD(lr=1) as `outer`, DiLoCo is local SGD. Nesterov momentum gives far better results (Douillard et al.
@@ -122,8 +122,8 @@ class DiLoCo(LocalSteps[_State]):
         fragments: the number of parts into which the parameters are divided. Each part syncs every `every` steps, and
             the parts take turns.
         delay: the number of steps between the send of an outer gradient and its outer step; less than `every`.
-        mixing: the weight of this rank's own values in the values that it uses after an outer step: at least 0, below
-            1. With None, a rank uses the result of the outer step plus its own changes during the delay.
+        mixing: the weight, from 0 to below 1, of a rank's own values when they are mixed with the result of an outer
+            step. With None, a rank instead adds its own changes during the delay to the result.
         compression: the compression of outer gradients; None to send them without compression.
         warmup: the number of synchronous steps at the start.
         every_step_within: "host" to average gradients in every step among the ranks of each host; a number n to do so

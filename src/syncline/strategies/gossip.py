@@ -1,6 +1,6 @@
 """Gossip: in each round, a rank averages with a few others, so that its changes reach all ranks after some rounds.
 
-The topology determines the ranks to which each rank sends in a round (`neighbours`, a pure function).
+The topology determines the ranks to which each rank sends in a round. The function `neighbours` computes them.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def neighbours(topology: Topology, num_ranks: int, round: int, seed: int = 0) ->
 
 
 def _mixed(*numbers: int) -> int:
-    """Return a pseudorandom 64-bit integer that depends only on these integers. The hash is splitmix64's finalizer."""
+    """Return a pseudorandom 64-bit integer that depends only on the integers `numbers`, by the splitmix64 hash."""
     state = 0
     for number in numbers:
         state = (state + number + 0x9E3779B97F4A7C15) & 0xFFFFFFFFFFFFFFFF
@@ -86,7 +86,7 @@ class _State(NamedTuple):
 
 @dataclass(frozen=True)
 class Gossip(Strategy[_State]):
-    """A strategy in which ranks step alone, and every `every` steps send parts of their values to a few other ranks.
+    """A strategy under which ranks step alone, and every `every` steps send parts of their values to a few others.
 
     There is no collective, so a rank waits only for the ranks that send to it. The method is stochastic gradient push
     (Assran et al. 2019, arXiv 1811.10792): push-sum weights are sent with the values. Therefore the values of all ranks

@@ -28,7 +28,7 @@ class _State(NamedTuple):
 
 @dataclass(frozen=True)
 class LocalSGD(LocalSteps[_State]):
-    """A strategy in which ranks step alone, and every `every` steps average their parameters over all ranks.
+    """A strategy under which ranks step alone, and average their parameters over all ranks every `every` steps.
 
     Buffers are synchronized together with the parameters, by their own policy. LocalSGD syncs `every` times less often
     than training that averages gradients in every backward. With `warmup`, the first steps average gradients as usual
@@ -45,8 +45,8 @@ class LocalSGD(LocalSteps[_State]):
             each rank keeps its own state.
 
     Raises:
-        TypeError: a number is not an integer, or `optimizer_state` is not a bool.
-        ValueError: a number is too small.
+        TypeError: an argument has the wrong type.
+        ValueError: an argument is out of bounds.
 
     Example:
         >>> strategy = LocalSGD(every=2)

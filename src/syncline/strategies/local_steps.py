@@ -55,7 +55,10 @@ def workers_of(within: EverythingWithin, spec: Spec) -> tuple[int, ...] | None:
 
 
 class LocalSteps(Strategy[State]):
-    """The base class of strategies whose ranks step alone between two parameter syncs, after a synchronous warm-up."""
+    """The base class of strategies whose ranks step alone between two parameter syncs.
+
+    The first steps of the training can be a synchronous warm-up.
+    """
 
     every: int
     """The number of steps between two parameter syncs."""

@@ -30,7 +30,7 @@ from syncline.words import format_count
 class _State(NamedTuple):
     rank: int
     clock: int
-    """The number of this rank's steps whose updates were sent."""
+    """The last step of this rank whose update was sent."""
     num_updates: tuple[int, ...]
     """For each rank, the number of its updates for this rank's shard that have arrived here."""
     closed: tuple[int, ...]
@@ -41,7 +41,7 @@ class _State(NamedTuple):
 
 @dataclass(frozen=True)
 class ParameterServer(Strategy[_State]):
-    """A strategy in which each rank steps at its own pace, and waits only for values that are too old.
+    """A strategy under which each rank steps at its own pace, and waits only if its values are too old.
 
     The parameters are cut into as many shards as there are ranks, and each rank is the server of one shard. After a
     step, a rank sends the server of each shard its update: the change of the shard's parameters in the step. As soon as
@@ -106,7 +106,7 @@ class ParameterServer(Strategy[_State]):
     def _advance(
         self, state: _State, progress: Progress, inbox: Sequence[Message], *, staleness: int
     ) -> Decision[_State]:
-        """Return the new state, and the actions after a step or for a requested sync.
+        """Return the new state, and the actions to carry out after a step or for a sync that the user requests.
 
         The actions send the update of a new step, adopt the received shards, complete the steps for which all updates
         of this rank's shard have arrived, and wait if a shard's values are more than `staleness` steps old.

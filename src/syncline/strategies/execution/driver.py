@@ -78,11 +78,11 @@ class Rounds:
         self.last: RoundRecord | None = None
         """The record of the most recent round that sent or received data; None before the first such round."""
         self.are_equal = are_equal
-        """Whether the parameters are known to be equal on all ranks, because no rank has stepped since the last sync.
+        """Whether the parameters are known to be equal on all ranks.
 
-        Only syncs count that make all parameters equal."""
+        They are if something has made them equal, and no rank has stepped since."""
         self.synced_at: dict[str, int] = {}
-        """The step after which each kind of data was last synced: "parameters", "buffers" and "optimizer"."""
+        """The step after which data was last synced, by the kind of data: "parameters", "buffers" or "optimizer"."""
         self._settled_at: int | None = None
         """The last step after which no data can have been in flight: the start, or a sync that the user requested.
 
@@ -120,7 +120,7 @@ class Rounds:
 
     @property
     def step(self) -> int:
-        """The number of optimizer steps completed."""
+        """The number of completed optimizer steps."""
         return self.optimizers.num_steps
 
     @property
@@ -150,10 +150,9 @@ class Rounds:
         return bool(self.optimizers.attached)
 
     def step_begins(self) -> None:
-        """Prepare the first optimizer step. A strategy that copies the parameters needs equal ones on all ranks.
+        """Check before the first optimizer step that the parameters are equal, if the strategy copies the parameters.
 
-        Under such a strategy, the first call checks that the parameters are equal, and is a collective call. Later
-        calls do nothing.
+        In this case, the first call is a collective call. Later calls do nothing.
 
         Raises:
             ReplicaDivergence: the parameters differ between ranks.
@@ -222,10 +221,11 @@ class Rounds:
     def check_may_wait(self, what: str) -> None:
         """Raise an error on all ranks if a call that waits for all ranks could deadlock now.
 
-        A deadlock is possible while updates are in flight to a parameter server: a rank that waits serves no updates.
+        A deadlock is possible if updates are in flight to a parameter server, because a rank processes no updates while
+        it waits.
 
         Args:
-            what: the call, for the message.
+            what: the name of the call, for the message.
 
         Raises:
             SynclineError: the call could deadlock.

@@ -61,7 +61,7 @@ class FlatGroup:
 
 
 def flat_groups(tensors: Sequence[Tensor]) -> list[FlatGroup]:
-    """Divide tensors into one group for each pair of dtype and device. The pair that occurs first comes first."""
+    """Divide tensors into one group per combination of dtype and device, in the order of the first tensors."""
     kinds: dict[tuple[torch.dtype, torch.device], list[int]] = {}
     for index, tensor in enumerate(tensors):
         kinds.setdefault((tensor.dtype, tensor.device), []).append(index)

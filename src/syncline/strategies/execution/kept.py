@@ -1,4 +1,4 @@
-"""The interface of the data that a strategy's actions need beside the module."""
+"""`Kept`: the interface of the data that a strategy's actions need beside the module."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Kept:
 
     @property
     def is_settled(self) -> bool:
-        """Whether a state can be saved or loaded now, because no message is in flight that the state would lack."""
+        """Whether a state can be saved or loaded now, because no message is in flight."""
         return True
 
     def start(self) -> None:
@@ -44,8 +44,8 @@ class Kept:
     def run(self, action: Action) -> None:
         """Carry out one action of the strategy on the kept data."""
         raise AssertionError(
-            f"expected a strategy whose mechanism() provides the data for its action {action}, got another mechanism: "
-            "return the mechanism that has these data, for example OuterCopies for SendOuter"
+            f"expected the strategy's mechanism() to provide the data that its action {action} needs, but it does not. "
+            "Return the mechanism of the action from mechanism(), for example OuterCopies for SendOuter"
         )
 
     def poll(self) -> Sequence[Message]:
@@ -55,8 +55,8 @@ class Kept:
     def wait(self) -> Sequence[Message]:
         """Wait until a message from another rank has arrived. Return all messages that have arrived."""
         raise AssertionError(
-            "expected a strategy whose mechanism() returns ServerShard(), because its actions contain Await(); got "
-            "another mechanism"
+            "expected the strategy's mechanism() to return ServerShard(), got another mechanism. The strategy's action "
+            "Await() waits for the messages of a parameter server"
         )
 
     def write(self) -> None:

@@ -24,7 +24,7 @@ from syncline.transport.base import Transport
 
 
 class OuterLoop(Kept):
-    """A copy of the parameters that is equal on all ranks, with an optimizer that steps the copy.
+    """The outer loop of DiLoCo: a copy of the parameters, equal on all ranks, and the optimizer that steps the copy.
 
     Args:
         named: the module's parameters with their names, which are the same on all ranks.
@@ -88,10 +88,10 @@ class OuterLoop(Kept):
     # ------------------------------------------------------------------ saving and loading
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the copies, the state of their optimizer, and the state of each fragment.
+        """Return the copies of the parameters, the state of their optimizer, and the state of each fragment.
 
-        This is a collective call if an average is in flight. The residuals of the compression, under the key
-        `"fragments"`, differ between ranks.
+        This is a collective call if an average is in flight. The copies are equal on all ranks. The states of the
+        fragments contain the residuals of the compression, which differ between ranks.
         """
         return {
             "parameters": {name: common.detach().clone() for name, common in self._common.items()},
@@ -113,9 +113,9 @@ class OuterLoop(Kept):
         if differing:
             first = differing[0]
             raise ValueError(
-                f"this state of DiLoCo was saved from another module, in which the shapes of these parameters differ "
-                f"(None: no such parameter): {', '.join(differing[:5])}. Expected {first} to have shape "
-                f"{expected.get(first)}, got {found.get(first)}. Load a state that was saved from the same module"
+                f"this state of DiLoCo was saved from another module. Expected {first} to have shape "
+                f"{expected.get(first)}, got {found.get(first)} (None if there is no such parameter). These parameters "
+                f"differ: {', '.join(differing[:5])}. Load a state that was saved from the same module"
             )
         with torch.no_grad():
             for name, common in self._common.items():
@@ -131,7 +131,7 @@ class _Fragment:
     Args:
         local: the module's parameters that belong to the fragment.
         common: the outer optimizer's copies of these parameters, in the same order.
-        copies: the settings: the compression, and whether the values at a send are needed when the average arrives.
+        copies: the settings of DiLoCo, of which `compression` and `keeps_sent` are used.
         transport: the lane that carries the outer gradients.
     """
 

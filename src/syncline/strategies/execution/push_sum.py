@@ -19,9 +19,9 @@ class PushSum(Kept):
     """The push-sum state of one rank: its current weight, and the values that it last wrote.
 
     A rank's values, multiplied by its current weight, are a weighted sum of the values of several ranks. A rank sends
-    equal parts of this sum and of the weight to other ranks. So the totals over all ranks change only when the steps of
-    a rank change its values. Such a change counts with the initial weight of that rank. Therefore the values of all
-    ranks approach the weighted mean over all ranks.
+    equal parts of this sum and of its weight to other ranks. So rounds change neither the total of the sums nor the
+    total of the weights over all ranks. Changes by the steps of a rank count with the initial weight of that rank.
+    Therefore the values of all ranks approach the weighted mean over all ranks.
 
     Args:
         weights: the initial weights of all ranks, in rank order, above 0.
@@ -97,7 +97,7 @@ class PushSum(Kept):
         return [sum_.div_(total) for sum_ in sums]
 
     def _averaged(self, values: Sequence[Tensor]) -> list[Tensor]:
-        """Return the weighted mean of all ranks' values, and set the weight back to its start. A collective call."""
+        """Return the weighted mean of all ranks' values, and reset the weight to its start. A collective call."""
         transport = self._transport
         total = torch.tensor([self.weight], dtype=torch.float64, device=transport.control_device)
         transport.all_reduce(total).wait()

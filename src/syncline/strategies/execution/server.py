@@ -1,4 +1,4 @@
-"""A parameter server that is divided over the ranks: each rank serves one shard, and receives the other shards."""
+"""A parameter server that is divided among the ranks: each rank serves one shard, and receives all other shards."""
 
 from __future__ import annotations
 
