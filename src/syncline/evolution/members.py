@@ -201,13 +201,13 @@ def trained_parameters(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
         if not p.is_floating_point():
             raise ValueError(
                 f"EvolutionStrategy: expected real floating-point parameters, but {name} is of {p.dtype}. Freeze this "
-                "parameter (requires_grad=False), or convert it to a floating-point dtype"
+                "parameter (requires_grad=False), or convert it to float32"
             )
     return trained
 
 
 class Members:
-    """The members of a population for one module, which evaluates them and estimates a gradient from their losses.
+    """An evaluator of the members of a population for one module, which also estimates the gradient from their losses.
 
     `evaluate` needs memory for a copy of the parameters and buffers, and for one float32 vector with as many elements
     as all parameters. `gradients` needs memory for two such vectors.
@@ -235,7 +235,7 @@ class Members:
         """Evaluate both members of each pair, and restore parameters and buffers bit for bit.
 
         Args:
-            loss_fn: called with the module for each member; returns the loss of the member.
+            loss_fn: a function that gets the module with a member's parameters, and returns the loss of the member.
             pairs: the indices of the pairs to evaluate.
             settings: sigma and the seed.
             step: the number of the step.

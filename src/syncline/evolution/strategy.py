@@ -298,7 +298,7 @@ class EvolutionStrategy:
 
     @property
     def _most_losses(self) -> int:
-        """The number of losses of rank 0. No rank has more."""
+        """The largest number of losses on any rank, which is the number on rank 0."""
         return 2 * len(pairs_of(0, self._transport.size, self._settings.num_pairs))
 
     def _num_bytes_a_step(self) -> int:
@@ -339,7 +339,7 @@ class EvolutionStrategy:
     # ------------------------------------------------------------------ agreement between ranks
 
     def _description(self) -> list[str]:
-        """Return lines of text about the module, the settings and the noise, which must be equal on all ranks."""
+        """Return the module, the settings and a digest of the noise as lines of text. Ranks compare the lines."""
         probe = torch.empty(_PROBE_NUMEL, dtype=torch.float32, device="cpu")
         noise_(probe, seed=self._settings.seed, step=0, pair=0)
         named = named_tensors(self.module)
@@ -352,9 +352,9 @@ class EvolutionStrategy:
         ]
 
     def _state_lines(self) -> list[str]:
-        """Return lines of text with the settings and the digests of parameters.
+        """Return the step, the settings and the digests of the parameters as lines of text.
 
-        The lines must be equal on all ranks before each step.
+        Ranks compare the lines in each step.
         """
         digests = fingerprints([p.detach() for _, p in self._trained])
         return [
