@@ -72,8 +72,8 @@ class Chain(Composed):
             flat += stage.stages if isinstance(stage, Chain) else [stage]
         if len(flat) < 2:
             raise ValueError(
-                f"Chain: expected stages to be two or more compressions, got {len(flat)}. A single compression needs no "
-                "Chain"
+                f"Chain: expected stages to be two or more compressions, got {len(flat)}. A single compression needs "
+                "no Chain"
             )
         for before, after in pairwise(flat):
             _check_order(before, after)
