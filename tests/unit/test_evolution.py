@@ -315,7 +315,7 @@ def test_an_exception_in_loss_fn_is_raised_where_it_was_and_told_elsewhere() -> 
     texts = run_ranks(3, program)
     assert texts[1] == "the simulator is gone"
     assert texts[0] == texts[2]
-    assert "step 2: loss_fn raised on rank 1; no parameter was changed" in texts[0]
+    assert "step 2: loss_fn raised an exception on rank 1, so no parameter was changed" in texts[0]
     assert texts[0].endswith("OSError: the simulator is gone")
     assert "in loss_fn" in texts[0]
 
@@ -539,7 +539,7 @@ def test_a_run_goes_on_bit_for_bit_with_another_number_of_ranks() -> None:
 
 def test_a_state_of_something_else_is_refused_and_nothing_changes() -> None:
     es = sl.EvolutionStrategy(nn.Linear(1, 1), 0.1, 0.1, 4, 0)
-    with pytest.raises(ValueError, match=r"expected a state of EvolutionStrategy with num_steps, .*; got lr"):
+    with pytest.raises(ValueError, match=r"EvolutionStrategy with the keys num_steps, .*; got the keys lr"):
         es.load_state_dict({"lr": 1})
     with pytest.raises(ValueError, match="expected population to be even"):
         es.load_state_dict(es.state_dict() | {"population": 3, "num_steps": 8})

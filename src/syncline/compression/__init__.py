@@ -1,12 +1,12 @@
-"""Compression of values that are averaged over ranks, so that fewer bytes are sent (docs/compression.md).
+"""Compression of values that are averaged over ranks, so that fewer bytes are sent. See docs/compression.md.
 
 Imports: errors, checks, trees, _torch, transport, session, tensors.
 
 averager.py   averaging of one flat tensor by a compression, with error feedback
-base.py       the interface: a description, an encoder, requests
+base.py       the interface: the compression, its encoder, and the requests of the encoder
 cast.py       Cast: a narrower floating-point type
-chain.py      Chain: one encoding after another; After: an encoding that starts after some steps
-comm_hook.py  a compression as a communication hook
+chain.py      Chain: several compressions in sequence; After: a compression that starts after some averagings
+comm_hook.py  a communication hook that averages gradients by a compression
 exchange.py   averaging over a transport, which answers an encoder's requests
 power_sgd.py  PowerSGD: low-rank approximation
 quantize.py   Quantize: 8, 4 or 2 bits per value

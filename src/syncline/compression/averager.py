@@ -1,4 +1,4 @@
-"""Averaging of one flat tensor by a compression with error feedback, and the state that is kept in between."""
+"""Averaging of one flat tensor by a compression with error feedback, and the state that is kept between averagings."""
 
 from __future__ import annotations
 
@@ -14,14 +14,15 @@ from syncline.trees import leaves, map_leaves
 
 
 class Averager:
-    """The repeated averaging of one flat tensor by a compression, with error feedback if the compression uses it.
+    """An averager, which repeatedly averages one flat tensor by a compression.
 
-    Error feedback adds the residual, which is what one averaging loses, to the values of the next averaging. Then
-    nothing is lost for good: the sum of all results, plus the mean over ranks of the residuals, equals the sum of the
-    exact means. Residuals that are not finite are dropped.
+    The residual is the part of the values that an averaging loses. If the compression uses error feedback, the averager
+    adds the residual to the values of the next averaging. Then nothing is lost for good: the sum of all results, plus
+    the mean over ranks of the last residuals, equals the sum of the exact means. Elements of a residual that are not
+    finite are replaced by zeros.
 
     Args:
-        compression: the encoding of the values; None to send them unencoded.
+        compression: the compression of the values; None to send them without compression.
         layout: the layout of the flat tensor.
     """
 
@@ -33,7 +34,7 @@ class Averager:
             self._residual = torch.zeros(layout.numel, dtype=layout.dtype, device=layout.device)
 
     def mean(self, values: Tensor) -> Averaging:
-        """Average `values`, of shape (numel,) in the layout's type, which are overwritten."""
+        """Average the tensor `values`, which is overwritten. Its shape is (numel,), and its dtype is the layout's."""
         if self._residual is None:
             return (yield from self._encoder.mean(values, wants_lost=False))
         averaged = yield from self._encoder.mean(self._residual.add_(values), wants_lost=True)
@@ -43,7 +44,10 @@ class Averager:
         return Averaged(averaged.mean)
 
     def memory(self) -> list[dict[str, Tensor]]:
-        """Return the state of each tensor of the layout, by name; empty dicts without a state. Do not modify it."""
+        """Return the state of each tensor of the layout, as a dict of tensors. Do not modify these tensors.
+
+        The dict is empty if a tensor has no state.
+        """
         kept = [dict(tensors) for tensors in self._encoder.memory()]
         if self._residual is not None:
             for tensors, piece in zip(kept, self._residual.split(self.layout.numels), strict=True):
@@ -51,7 +55,11 @@ class Averager:
         return kept
 
     def remember(self, index: int, tensors: Mapping[str, Tensor]) -> None:
-        """Restore the state of one tensor, as `memory` returned it.
+        """Restore the state of one tensor of the layout.
+
+        Args:
+            index: the index of the tensor in the layout.
+            tensors: the state, as `memory` returned it for the tensor.
 
         Raises:
             ValueError: the state is of another compression, or of a tensor of another shape.
@@ -61,14 +69,14 @@ class Averager:
             tensor.copy_(tensors[name])
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Return a copy of the state of all tensors, with keys `<index of the tensor>.<name>`."""
+        """Return a copy of the state of all tensors, with keys `<index of the tensor>.<name of the state>`."""
         return joined_state({str(index): tensors for index, tensors in enumerate(self.memory())})
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Load a state that `state_dict` returned.
 
         Raises:
-            ValueError: the state is of another compression, or of other tensors. Nothing has changed then.
+            ValueError: the state is of another compression, or of other tensors. The former state is then unchanged.
         """
         given = parted_state(state)
         num_tensors = len(self.layout.shapes)
@@ -76,7 +84,7 @@ class Averager:
         if unknown:
             raise ValueError(
                 f"expected the compression state of tensors 0 to {num_tensors - 1}, got a state of tensor "
-                f"{', '.join(unknown)}: load a state of the same tensors"
+                f"{', '.join(unknown)}. Load a state that was saved for the same tensors"
             )
         kept = [given.get(str(index), {}) for index in range(num_tensors)]
         for index, tensors in enumerate(kept):
@@ -85,20 +93,21 @@ class Averager:
             self.remember(index, tensors)
 
     def _check(self, index: int, tensors: Mapping[str, Tensor]) -> None:
-        """Raise if the names or shapes of a saved state do not fit the tensor of this index."""
+        """Raise ValueError if the names or shapes of a saved state do not fit the tensor with this index."""
         own, given = (
             {name: tuple(tensor.shape) for name, tensor in state.items()}
             for state in (self.memory()[index], tensors)
         )
         if own != given:
             raise ValueError(
-                f"expected the compression state of tensor {index}, whose shape is {self.layout.shapes[index]}, to "
-                f"have the shapes {own}, got {given}: the state was saved with another compression or of another tensor"
+                f"expected a compression state of tensor {index} (of shape {self.layout.shapes[index]}) that contains "
+                f"tensors of the shapes {own}, got {given}. The state was saved with another compression or of another "
+                "tensor. Load a state that was saved with this compression and for this tensor"
             )
 
 
 def joined_state(kept: Mapping[str, Mapping[str, Tensor]]) -> dict[str, Tensor]:
-    """Return copies of the state of several tensors, with keys `<name of the tensor>.<name of the state>`.
+    """Join the states of several tensors to one dict of copies, with keys `<name of the tensor>.<name of the state>`.
 
     Example:
         >>> joined_state({"fc.weight": {"residual": torch.zeros(1)}})
@@ -110,7 +119,7 @@ def joined_state(kept: Mapping[str, Mapping[str, Tensor]]) -> dict[str, Tensor]:
 
 
 def parted_state(state: Mapping[str, Tensor]) -> dict[str, dict[str, Tensor]]:
-    """Divide the keys that `joined_state` made, and return the state of each tensor by the name of the tensor.
+    """Divide a dict that `joined_state` returned into one dict per tensor, by the name of the tensor.
 
     Example:
         >>> parted_state({"fc.weight.residual": torch.zeros(1)})
@@ -126,13 +135,13 @@ def parted_state(state: Mapping[str, Tensor]) -> dict[str, dict[str, Tensor]]:
 def with_mean_residuals(own: Any, of_all: Sequence[Any]) -> Any:
     """Return a rank's state, with each residual replaced by its mean over all ranks.
 
-    A run with another number of ranks can load the result. The loss that is still to be fed back is the mean of the
-    residuals over ranks. If each rank has that mean, the loss stays the same for any number of ranks.
+    A run with another number of ranks can load the result. Only the mean of the residuals over ranks affects the next
+    average. If each rank loads that mean as its residual, the mean is the same for any number of ranks.
 
     Args:
-        own: the state of a rank, which is not changed: nested dicts, lists and tuples, in which the names of residuals
-            are as `joined_state` makes them.
-        of_all: the state of each rank, in rank order.
+        own: the state of one rank, made of nested dicts, lists and tuples. It is not changed. A tensor in it is a
+            residual if its key ends with `.residual`, as `joined_state` makes it.
+        of_all: the states of all ranks, in rank order.
 
     Example:
         >>> states = [{"0.residual": torch.tensor([4.0])}, {"0.residual": torch.tensor([2.0])}]

@@ -1,8 +1,8 @@
-"""The interface of compressions: a description, the encoder that it makes, and the encoder's requests to its peers.
+"""The interface of compressions: the settings of a compression, its encoder, and the requests of the encoder.
 
-An encoder averages one flat tensor by a generator, which yields requests to the other ranks and receives their replies.
-Therefore encodings need neither a transport nor processes, and can be tested by plain calls. In a chain of encodings,
-later stages answer the requests of earlier stages.
+An encoder averages one flat tensor by a generator, which yields requests to the other ranks and receives the replies.
+Therefore an encoder needs neither a transport nor processes, and can be tested by plain calls. In a chain of
+compressions, later stages answer the requests of earlier stages.
 """
 
 from __future__ import annotations
@@ -21,21 +21,27 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Mean:
-    """A request for the mean of `values` over all ranks, which a later stage may encode. The reply is an `Averaged`."""
+    """A request for the mean of `values` over all ranks. The reply is an `Averaged`.
+
+    In a chain of compressions, the next stage can encode the values, so that the mean is approximate.
+    """
 
     values: Tensor
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Sum:
-    """A request for the sum of `codes` over all ranks, without further encoding. The reply is the tensor."""
+    """A request for the sum of `codes` over all ranks, without further encoding. The reply is the summed tensor."""
 
     codes: Tensor
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Gather:
-    """A request for the two tensors of every rank. A later stage may encode `values`. The reply is a `Gathered`."""
+    """A request for the tensor `values` of every rank, and for the tensor `beside` if it is not None.
+
+    The reply is a `Gathered`. In a chain of compressions, the next stage can encode `values`, but not `beside`.
+    """
 
     values: Tensor
     beside: Tensor | None = None
@@ -52,25 +58,27 @@ Request = Mean | Sum | Gather | AllToAll
 
 
 class Averaged(NamedTuple):
-    """The result of an averaging: an approximate mean over all ranks."""
+    """The result of an averaging: an exact or approximate mean over all ranks."""
 
     mean: Tensor
-    """The mean, the same bits on all ranks."""
+    """The mean. It has the same bits on all ranks."""
     lost: Tensor | None = None
-    """This rank's part of the error: the mean over ranks of (values - lost) is `mean`. None stands for no error."""
+    """This rank's part of the error: `mean` is the mean over ranks of (values - lost). None if there is no error."""
 
 
 class Gathered(NamedTuple):
-    """The values of all ranks, in rank order, the same bits on all ranks."""
+    """The reply to a `Gather` request: the tensors of all ranks. They have the same bits on all ranks."""
 
     values: Tensor
-    """The values, of shape (num_ranks, numel)."""
+    """The values of the ranks, in rank order, of shape (num_ranks, numel of `Gather.values`)."""
     beside: Tensor | None
-    """The other tensor of each request, of shape (num_ranks, numel of `beside`), or None."""
+    """The second tensors of the ranks, of shape (num_ranks, numel of `Gather.beside`); None if there are none."""
 
 
 Averaging = Generator[Request, Any, Averaged]
-"""One averaging in progress: it yields requests and receives replies. A yielded tensor must not be used again."""
+"""A generator that runs one averaging: it yields requests, receives the replies, and returns the result.
+
+The generator must not use a tensor again after it has yielded it in a request."""
 
 
 # ---------------------------------------------------------------------- the layout of an encoder
@@ -78,18 +86,18 @@ Averaging = Generator[Request, Any, Averaged]
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """The layout of a flat tensor that is averaged repeatedly: tensors of these shapes, one after the other."""
+    """The layout of a flat tensor, which contains the elements of several tensors one after the other."""
 
     shapes: tuple[tuple[int, ...], ...]
     dtype: torch.dtype
-    """The type of the flat tensor during the computation: float32 or wider."""
+    """The dtype of the flat tensor while it is encoded: float32 or wider."""
     device: torch.device
     rank: int
     num_ranks: int
 
     @property
     def numels(self) -> list[int]:
-        """The number of elements of each tensor."""
+        """The number of elements of each tensor in the flat tensor."""
         return [math.prod(shape) for shape in self.shapes]
 
     @property
@@ -98,20 +106,20 @@ class Layout:
         return sum(self.numels)
 
     def flat(self, numel: int) -> Layout:
-        """Return a layout of one vector of `numel` elements, otherwise equal to this layout."""
+        """Return a copy of this layout whose only tensor is a vector of `numel` elements."""
         return replace(self, shapes=((numel,),))
 
 
 def computing_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Return the type in which tensors of `dtype` are encoded and averaged: float32 or wider.
+    """Return the dtype in which tensors of dtype `dtype` are encoded and averaged: float64 for float64, else float32.
 
     Raises:
         ValueError: `dtype` is not a real floating-point type.
     """
     if not dtype.is_floating_point:
         raise ValueError(
-            f"a compression encodes real floating numbers, but got {dtype}: exclude tensors of this type (ignore=), "
-            "or use no compression"
+            f"a compression can encode only real floating-point numbers, but got {dtype}. Exclude tensors of this type "
+            "(argument ignore= of sl.DistributedDataParallel), or use no compression"
         )
     return torch.float64 if dtype is torch.float64 else torch.float32
 
@@ -120,7 +128,7 @@ def computing_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 class Encoder(ABC):
-    """The encoder of one compression for one flat tensor on one rank, with its state between averagings."""
+    """An encoder, which averages one flat tensor on one rank by a compression, and keeps state between averagings."""
 
     def __init__(self, layout: Layout) -> None:
         self.layout = layout
@@ -128,19 +136,30 @@ class Encoder(ABC):
 
     @abstractmethod
     def mean(self, values: Tensor, *, wants_lost: bool) -> Averaging:
-        """Average `values`, of shape (numel,), which are overwritten. With `wants_lost`, also return what was lost."""
+        """Return a generator that averages the tensor `values` over all ranks.
+
+        Args:
+            values: this rank's values, of shape (numel,). They are overwritten.
+            wants_lost: whether the result must contain `lost`, which is this rank's part of the error.
+        """
 
     def means(self) -> tuple[Layout, ...]:
-        """Return the layouts of the `Mean` requests of one averaging, in order. A later stage encodes these."""
+        """Return the layout of each `Mean` request in one averaging, in the order of the requests.
+
+        In a chain of compressions, the next stage makes one encoder per layout.
+        """
         return ()
 
     def memory(self) -> list[dict[str, Tensor]]:
-        """Return the state of each tensor of the layout, by name. Callers may read these tensors and copy into them."""
+        """Return the state of each tensor of the layout, as a dict of tensors.
+
+        Callers can read these tensors. They can also copy values into them, to restore a state.
+        """
         return [{} for _ in self.layout.shapes]
 
 
 class PlainEncoder(Encoder):
-    """An encoder that sends values unencoded."""
+    """An encoder that averages values without compression."""
 
     def mean(self, values: Tensor, *, wants_lost: bool) -> Averaging:
         averaged: Averaged = yield Mean(values)
@@ -148,32 +167,40 @@ class PlainEncoder(Encoder):
 
 
 def encoder_of(compression: Compression | None, layout: Layout) -> Encoder:
-    """Return a new encoder of a compression; None stands for values that are sent unencoded."""
+    """Return a new encoder of a compression. With None, the encoder averages values without compression."""
     return PlainEncoder(layout) if compression is None else compression.encoder(layout)
 
 
 class Compression(ABC):
-    """An encoding of flat tensors that are averaged over ranks. Subclasses are frozen dataclasses."""
+    """A compression of flat tensors that are averaged over ranks. Subclasses are frozen dataclasses."""
 
     is_linear: ClassVar[bool]
-    """Whether encoded forms can be added up. An all_reduce can then send them, so bytes do not grow with the ranks."""
+    """Whether the encoded tensors of several ranks can be added without decoding them.
+
+    If so, an all_reduce sends them, and the bytes per rank do not grow with the number of ranks."""
     is_order_dependent: ClassVar[bool] = False
-    """Whether the position of a value matters. Such a compression needs whole matrices: it comes first in a chain."""
+    """Whether the result depends on the positions of the values, so that the compression must be first in a chain."""
     gives: ClassVar[str]
-    """The form of the encoded output: "means" (fewer values, of which the compression needs the mean), "rows" (fewer
-    values, which the compression needs from every rank) or "codes" (no values, so no other compression can follow)."""
+    """The form of the encoded output, which determines the compressions that can follow in a chain.
+
+    - "means": fewer values, whose mean over ranks the compression needs
+    - "rows": fewer values, which the compression needs from every rank
+    - "codes": codes, which are not values, so no compression can follow"""
 
     @abstractmethod
     def encoder(self, layout: Layout) -> Encoder:
-        """Return an encoder for tensors of this layout."""
+        """Return a new encoder for a flat tensor of this layout."""
 
     @property
     def feeds_back(self) -> bool:
-        """Whether what one averaging loses is added to the values of the next averaging (error feedback)."""
+        """Whether error feedback is used: the error of one averaging is added to the values of the next averaging."""
         return bool(getattr(self, "error_feedback", False))
 
     def __str__(self) -> str:
-        """Return the class name with the first argument, and with other arguments that differ from their defaults."""
+        """Return the compression as an expression, without arguments that have their default values.
+
+        The first argument is always included.
+        """
         first, *others = fields(self)  # type: ignore[arg-type]
         shown = [first, *(f for f in others if getattr(self, f.name) != f.default)]
         values = [(f.name, getattr(self, f.name)) for f in shown]
@@ -181,7 +208,7 @@ class Compression(ABC):
         return f"{type(self).__name__}({inside})"
 
     def in_words(self) -> str:
-        """Return the text by which ranks compare their compressions.
+        """Return the compression as a text. Ranks compare these texts to check that all use the same compression.
 
         Example:
             >>> from syncline.compression import PowerSGD
@@ -192,7 +219,7 @@ class Compression(ABC):
 
 
 class Composed(Compression):
-    """A compression made of other compressions, whose properties follow from theirs."""
+    """A compression that is made of other compressions, and derives its properties from them."""
 
     @property
     @abstractmethod
@@ -209,14 +236,23 @@ class Composed(Compression):
 
 
 class Codec(Compression):
-    """A compression that can also encode values without averaging them, so that it can follow one that gives "rows"."""
+    """A compression that can also encode values without averaging them.
+
+    Therefore it can follow a compression whose output is gathered from all ranks (`gives = "rows"`), such as TopK.
+    """
 
     gives = "codes"
 
     @abstractmethod
     def encode(self, values: Tensor) -> Tensor:
-        """Encode values of shape (numel,) as a flat tensor of codes, whose length depends on numel only."""
+        """Encode values of shape (numel,) as a flat tensor of codes. Its length depends only on numel."""
 
     @abstractmethod
     def decode(self, codes: Tensor, numel: int, dtype: torch.dtype) -> Tensor:
-        """Decode codes of shape (num_rows, n) to values of shape (num_rows, numel)."""
+        """Decode each row of codes that `encode` returned. Return values of shape (num_rows, numel).
+
+        Args:
+            codes: codes of shape (num_rows, length of the codes of one row).
+            numel: the number of values of each row.
+            dtype: the dtype of the returned values.
+        """

@@ -1,4 +1,4 @@
-"""Cast: values are sent in a narrower floating-point type."""
+"""Cast: a compression that sends values in a narrower floating-point type."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from syncline.compression.base import Averaged, Averaging, Codec, Encoder, Layou
 
 @dataclass(frozen=True)
 class Cast(Codec):
-    """A cast to a narrower type: values are divided by the number of ranks, rounded, and added up in that type.
+    """A compression that sends values in a narrower floating-point type, in half the bytes of float32.
 
-    Cast sends half as many bytes as float32.
+    Values are divided by the number of ranks, rounded to the narrower type, and added up in that type.
 
     Args:
-        dtype: torch.bfloat16 (the range of float32, 8 bits of precision) or torch.float16 (11 bits, up to 65,504 and
-            down to 6e-8, for gradients that a scaler keeps in range).
+        dtype: torch.bfloat16 (8 bits of precision, the range of float32) or torch.float16 (11 bits of precision,
+            magnitudes from 6e-8 to 65,504, so gradients need a gradient scaler).
 
     Raises:
         TypeError: `dtype` is not a torch.dtype.

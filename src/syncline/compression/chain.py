@@ -1,7 +1,7 @@
-"""Compressions made of other compressions.
+"""Compressions that are made of other compressions.
 
-`Chain` encodes the output of one compression by the next. `After` uses one compression at first, and another for the
-rest of the training.
+`Chain` encodes the output of one compression by the next. `After` uses one compression for the first averagings, and
+another one for the rest of the training.
 """
 
 from __future__ import annotations
@@ -29,18 +29,19 @@ from syncline.compression.base import (
 )
 
 _GIVES = {
-    "means": "fewer values to be averaged",
-    "rows": "values to be gathered",
-    "codes": "codes, which are not values",
+    "means": "fewer values, which are averaged",
+    "rows": "fewer values, which are gathered",
+    "codes": "codes, not values",
 }
 
 
 @dataclass(frozen=True, init=False, repr=False)
 class Chain(Composed):
-    """A sequence of compressions: `Chain(PowerSGD(2), Cast())`, `Chain(TopK(0.01), Quantize(8))`.
+    """A sequence of compressions, each of which encodes the output of the one before.
 
-    If any stage uses error feedback, the loss of all stages together is added to the values before the first stage.
-    This takes one copy of the values, however many stages there are.
+    Two examples are `Chain(PowerSGD(2), Cast())` and `Chain(TopK(0.01), Quantize(8))`. If any stage uses error
+    feedback, the error of all stages together is added to the next values before the first stage. This takes memory for
+    one copy of the values, for any number of stages.
 
     Args:
         stages: two or more compressions. Any other compression may follow PowerSGD. Only compressions that encode
@@ -48,7 +49,7 @@ class Chain(Composed):
 
     Raises:
         TypeError: a stage is not a compression.
-        ValueError: the stages cannot follow one another.
+        ValueError: there are fewer than two stages, or a stage cannot follow the stage before it.
 
     Example:
         >>> from syncline.compression import Cast, PowerSGD, Quantize
@@ -56,7 +57,7 @@ class Chain(Composed):
         'Chain(PowerSGD(rank=2), Cast(dtype=bfloat16)) with error feedback'
         >>> Chain(Quantize(8), Cast())  # doctest: +ELLIPSIS
         Traceback (most recent call last):
-        ValueError: Cast(dtype=bfloat16) cannot follow Quantize(bits=8), which gives codes, which are not values: ...
+        ValueError: Cast(dtype=bfloat16) cannot follow Quantize(bits=8), whose output is codes, not values. ...
     """
 
     _stages: tuple[Compression, ...]
@@ -65,7 +66,9 @@ class Chain(Composed):
         flat: list[Compression] = []
         for stage in stages:
             if not isinstance(stage, Compression):
-                raise TypeError(f"Chain: expected stages to be compressions, got {stage!r}")
+                raise TypeError(
+                    f"Chain: expected stages to be compressions such as Quantize(8), got {stage!r}"
+                )
             flat += stage.stages if isinstance(stage, Chain) else [stage]
         if len(flat) < 2:
             raise ValueError(
@@ -78,7 +81,7 @@ class Chain(Composed):
 
     @property
     def stages(self) -> tuple[Compression, ...]:
-        """The stages: at least two, and none of them is a chain."""
+        """The stages of the chain. There are at least two, and none of them is a chain."""
         return self._stages
 
     @property
@@ -102,19 +105,19 @@ class Chain(Composed):
 def _check_order(stage: Compression, after: Compression) -> None:
     """Raise ValueError if the compression `after` cannot encode the output of `stage`."""
     if stage.gives == "codes":
-        why, remedy = _GIVES["codes"], f"{type(stage).__name__} comes last"
+        why, remedy = _GIVES["codes"], f"{type(stage).__name__} can only be the last stage"
     elif after.is_order_dependent:
-        why = f"{_GIVES[stage.gives]} that no longer stand in whole matrices"
-        remedy = f"{type(after).__name__} comes first"
+        why = f"{_GIVES[stage.gives]} and no longer form whole matrices"
+        remedy = f"{type(after).__name__} can only be the first stage"
     elif stage.gives == "rows" and not isinstance(after, Codec):
-        why, remedy = _GIVES["rows"], f"after {type(stage).__name__} only Cast or Quantize can come"
+        why, remedy = _GIVES["rows"], f"Only Cast or Quantize can follow {type(stage).__name__}"
     else:
         return
-    raise ValueError(f"{after} cannot follow {stage}, which gives {why}: {remedy}")
+    raise ValueError(f"{after} cannot follow {stage}, whose output is {why}. {remedy}")
 
 
 class _ChainEncoder(Encoder):
-    """An encoder that runs the generator of the first stage, and answers its requests by the later stages."""
+    """The encoder of a chain. It runs the encoder of the first stage, and encodes its requests by the later stages."""
 
     def __init__(self, stages: tuple[Compression, ...], layout: Layout) -> None:
         super().__init__(layout)
@@ -148,22 +151,26 @@ class _ChainEncoder(Encoder):
 
 @dataclass(frozen=True)
 class After(Composed):
-    """A compression that starts after some averagings: `After(400, PowerSGD(4), before=Quantize(4))`.
+    """A compression that uses one compression for the first averagings, and another one for all later averagings.
 
-    Early gradients are large, change fast, and matter more than later ones, so a coarse approximation of them costs
-    more than it saves. Therefore training with `PowerSGD` usually starts with exact averages ("deferring"; torch's hook
-    has `start_powerSGD_iter` for the same purpose). With error feedback, what was lost before the change of the
-    compression is added to the values after the change.
+    `sl.compression.After(400, PowerSGD(4), before=Quantize(4))` averages 400 times by Quantize(4), and then by
+    PowerSGD(4).
+
+    Early gradients are large, change fast, and matter more than later ones, so a coarse approximation of them does more
+    harm than good. Therefore training with `PowerSGD` usually starts with exact averages. torch's hook has the argument
+    `start_powerSGD_iter` for the same purpose. With error feedback, the error of the last averaging by `before` is
+    added to the values of the first averaging by `then`.
 
     Args:
-        num_averagings: number of averagings by `before`. This is the number of optimizer steps if gradients are
+        num_averagings: the number of averagings by `before`. It is a number of optimizer steps if gradients are
             averaged once per step.
         then: the compression of all later averagings.
         before: the compression of the first averagings; None for no compression.
 
     Raises:
         ValueError: `num_averagings` is below 1.
-        TypeError: `num_averagings` is not an integer, or `then` or `before` is not a compression other than `After`.
+        TypeError: `num_averagings` is not an integer, or `then` or `before` is not a compression, or is itself an
+            instance of `sl.compression.After`.
 
     Example:
         >>> from syncline.compression import PowerSGD, Quantize
@@ -185,7 +192,9 @@ class After(Composed):
         for name, stage in (("then", self.then), ("before", self.before)):
             is_missing = stage is None and name == "before"
             if not is_missing and (not isinstance(stage, Compression) or isinstance(stage, After)):
-                raise TypeError(f"After: expected {name} to be a compression other than After, got {stage!r}")
+                raise TypeError(
+                    f"sl.compression.After: expected {name} to be a compression other than After, got {stage!r}"
+                )
 
     @property
     def stages(self) -> tuple[Compression, ...]:
@@ -200,7 +209,7 @@ class After(Composed):
 
 
 class _AfterEncoder(Encoder):
-    """An encoder that uses one compression for the first averagings, and another one later."""
+    """The encoder of `sl.compression.After`. It counts averagings, and then changes from one encoder to another."""
 
     def __init__(self, after: After, layout: Layout) -> None:
         super().__init__(layout)

@@ -1,4 +1,7 @@
-"""A compression as a communication hook for torch's class or ours: `register_comm_hook(HookState(...), hook)`."""
+"""A communication hook that averages gradients by a compression: `ddp.register_comm_hook(HookState(...), hook)`.
+
+The hook works with torch's DistributedDataParallel and with Syncline's.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +22,7 @@ from syncline.transport.base import Transport
 
 
 class AnyGradBucket(Protocol):
-    """The argument of a communication hook: torch's `GradBucket`, or Syncline's."""
+    """The interface of the bucket that a communication hook gets: torch's `GradBucket`, or Syncline's."""
 
     def index(self) -> int: ...
     def buffer(self) -> Tensor: ...
@@ -29,17 +32,17 @@ class AnyGradBucket(Protocol):
 
 
 def hook(state: HookState, bucket: Any) -> torch.futures.Future[Tensor]:
-    """Average a bucket of gradients with compression.
+    """Average a bucket of gradients over all ranks, by the compression of `state`.
 
-    This call starts the first phase of the bucket. Later phases start in the calls for later buckets, in the order of
-    the calls. The call for the last bucket waits for all phases of all buckets.
+    A compression averages a bucket in one or more phases of communication. This call starts the bucket's first phase.
+    Calls for later buckets start its later phases. The call for the last bucket waits for all phases of all buckets.
 
     Args:
-        state: contains the compression and its state.
-        bucket: a `dist.GradBucket` of torch, or of Syncline.
+        state: the compression, and its state for each parameter.
+        bucket: torch's `dist.GradBucket`, or Syncline's.
 
     Returns:
-        A future of the bucket's buffer, which then holds the mean over all ranks.
+        A future whose value is the bucket's buffer, after the mean over all ranks was written into it.
 
     Raises:
         ValueError: the gradients are sparse, or not real floating-point numbers.
@@ -52,15 +55,17 @@ hook.__annotations__.clear()
 
 
 class HookState:
-    """The state of `hook`: a compression, the ranks to average over, and the compression's state of each parameter.
+    """The first argument of `hook`: a compression, the ranks to average over, and the state of each parameter.
 
-    After the first backward, torch and Syncline lay out their buckets again. The state then stays with its parameters.
+    After the first backward, torch and Syncline form new buckets. The compression's state of a parameter then moves to
+    the parameter's new bucket.
 
     Args:
-        compression: the encoding of the gradients.
+        compression: the compression of the gradients.
         group: the ranks whose gradients are averaged: a `torch.distributed` process group, a Syncline transport, or
             None for the default group. The constructor is a collective call if the group has not been used yet.
-        module: the module whose parameter names `state_dict` uses.
+        module: the module with the parameters, whose names are used as keys in `state_dict`. Without it, the state
+            cannot be saved.
 
     Example:
         >>> import torch, syncline as sl
@@ -79,13 +84,14 @@ class HookState:
     ) -> None:
         if not isinstance(compression, Compression):
             raise TypeError(
-                f"HookState: expected compression to be one of sl.compression, for example Cast(), got {compression!r}"
+                "HookState: expected compression to be a compression such as sl.compression.Cast(), got "
+                f"{compression!r}"
             )
         if module is not None:
             checked_kind("module", module, nn.Module, "a torch.nn.Module")
         self.compression = compression
         self._kept: dict[str, Mapping[str, Tensor]] = {}
-        """Loaded state that is not in use yet, by parameter name."""
+        """The loaded state, by parameter name, of parameters whose buckets do not exist yet."""
         self._drop_buckets()
         self._names: dict[int, str] | None = None
         self._transport: Transport | None = None
@@ -95,14 +101,16 @@ class HookState:
         self._buckets: dict[int, _Bucket] = {}
         self._under_way: list[tuple[MeanExchange, Tensor, _Future]] = []
         self._carried: dict[int, tuple[Tensor, Mapping[str, Tensor]]] = {}
-        """Each parameter, by id, with its state from a former bucket. The reference keeps the id from being reused."""
+        """The state of each parameter from its former bucket, by the id of the parameter.
+
+        The parameter is stored beside the state, so that no other object gets the same id."""
 
     def use(self, transport: Transport, module: nn.Module | None) -> None:
-        """Average over the ranks of this transport from now on. The compression's state is kept.
+        """Average over the ranks of this transport from now on. The compression keeps its state.
 
         Args:
             transport: connects the ranks.
-            module: the module whose parameter names are used from now on; None to keep the names.
+            module: the module whose parameter names become the keys of saved states. Pass None to keep the names.
         """
         if module is not None:
             self._names = {id(parameter): name for name, parameter in module.named_parameters()}
@@ -128,7 +136,7 @@ class HookState:
 
     @torch.no_grad()
     def finish(self) -> None:
-        """Complete all averages in flight: one phase per bucket in turn, in the order in which they were started."""
+        """Complete all averages in flight. The buckets take turns, one phase each, in the order of their start."""
         waiting = [exchange for exchange, *_ in self._under_way]
         while waiting:
             for exchange in waiting:
@@ -144,8 +152,8 @@ class HookState:
         index = bucket.index()
         if bucket.buffer().is_sparse:
             raise ValueError(
-                f"bucket {index} has a sparse gradient, which {self.compression} cannot encode: make the gradient "
-                "dense (sparse=False), or use no compression"
+                f"bucket {index} has a sparse gradient, which {self.compression} cannot encode. Make the gradient "
+                "dense (sparse=False in torch.nn.Embedding), or use no compression"
             )
         known = self._buckets.get(index)
         if known is not None:
@@ -165,7 +173,10 @@ class HookState:
         return known.exchange
 
     def _carry(self) -> None:
-        """Keep the buckets' state by parameter, because buckets change. Buckets in flight are already the new ones."""
+        """Drop buckets that are not in flight, and keep the state of their parameters for the parameters' new buckets.
+
+        Buckets in flight are already new ones.
+        """
         for index, known in list(self._buckets.items()):
             if not known.exchange.is_under_way:
                 kept = zip(known.parameters, known.exchange.memory(), strict=False)
@@ -175,12 +186,12 @@ class HookState:
     # ------------------------------------------------------------------ saving and loading
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Return a copy of this rank's state, with keys `<parameter>.<name>`.
+        """Return a copy of this rank's state, with keys `<name of the parameter>.<name of the state>`.
 
         Residuals differ between ranks, so every rank has to save its own state.
 
         Raises:
-            ValueError: no module was given, so parameters have no names.
+            ValueError: this object was made without a module, so the names of the parameters are unknown.
             SynclineError: a backward is in progress.
         """
         return joined_state(self._by_name())
@@ -189,15 +200,15 @@ class HookState:
         """Load a state that `state_dict` returned on the same rank, with the same number of ranks.
 
         Raises:
-            ValueError: no module was given, or the module does not have these parameters.
+            ValueError: this object was made without a module, or the module lacks parameters that the state contains.
         """
         names = self._checked_names()
         given = parted_state(state)
         unknown = sorted(set(given).difference(names.values()))
         if unknown:
             raise ValueError(
-                "HookState: expected the compression state of parameters of this module, got a state of "
-                f"{', '.join(unknown)}, which it does not have"
+                "HookState: expected a compression state of parameters of this module, got a state of "
+                f"{', '.join(unknown)}. The module has no such parameters. Load a state that was saved with this module"
             )
         # The former state is dropped. Buckets take their part of the new state when they are created.
         self._drop_buckets()
@@ -215,25 +226,28 @@ class HookState:
     def _checked_names(self) -> dict[int, str]:
         if self._names is None:
             raise ValueError(
-                "the state of a HookState is saved and loaded by parameter names, but no module was given to it: write "
-                "HookState(compression, module=model)"
+                "HookState: the state cannot be saved or loaded without the names of the parameters, which a HookState "
+                "takes from its module. Write HookState(compression, module=model)"
             )
         return self._names
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the state without connections. The state of parameters is included only if they have names."""
+        """Return the state for pickle, without the transport.
+
+        The compression's state of the parameters is included only if the names of the parameters are known.
+        """
         kept = {} if self._names is None else parted_state(self.state_dict())
         return {"compression": self.compression, "_kept": kept}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Restore the state, to average over the default group."""
+        """Restore a pickled state. Gradients are then averaged over the default group."""
         self._drop_buckets()
         self._names = self._transport = None
         vars(self).update(state)
 
 
 class _Bucket:
-    """A bucket of gradients, with its parameters and the exchange that averages it."""
+    """A bucket of gradients: its parameters, its layout, and the exchange that averages it."""
 
     def __init__(self, compression: Compression, bucket: AnyGradBucket, transport: Transport) -> None:
         buffer = bucket.buffer()
@@ -246,7 +260,7 @@ class _Bucket:
 
 
 class _Future(torch.futures.Future[Tensor]):
-    """A future whose `wait` completes the averages in flight, because there may be no last bucket to complete them."""
+    """A future whose `wait` completes all averages in flight, even if the call for the last bucket does not follow."""
 
     def __init__(self, state: HookState, device: torch.device) -> None:
         super().__init__(devices=None if device.type == "cpu" else [device])
@@ -259,12 +273,12 @@ class _Future(torch.futures.Future[Tensor]):
 
 
 def _layout_of(bucket: AnyGradBucket) -> tuple[object, ...]:
-    """Return the ids of a bucket's parameters, and the size, type and device of its buffer."""
+    """Return the ids of a bucket's parameters, and the size, dtype and device of its buffer."""
     buffer = bucket.buffer()
     return tuple(map(id, bucket.parameters())), buffer.numel(), buffer.dtype, buffer.device
 
 
 def _shape_in_memory(tensor: Tensor) -> tuple[int, ...]:
-    """Return the sizes of a tensor's dimensions in memory order: channels come last for channels_last weights."""
+    """Return the shape of a tensor with its dimensions in memory order. channels_last weights have channels last."""
     strides = tensor.stride()
     return tuple(tensor.shape[dim] for dim in sorted(range(tensor.dim()), key=lambda dim: -strides[dim]))

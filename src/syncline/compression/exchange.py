@@ -1,4 +1,4 @@
-"""Averaging of a flat tensor over a transport, which answers an encoder's requests, one phase after the other."""
+"""Averaging of a flat tensor over a transport, which carries out an encoder's requests, one phase after the other."""
 
 from __future__ import annotations
 
@@ -31,23 +31,25 @@ from syncline.transport.work import Work
 
 
 class MeanExchange:
-    """The repeated averaging of one flat tensor over all ranks.
+    """An exchange, which repeatedly averages one flat tensor over all ranks, with or without compression.
 
     One averaging is a call of `start`, any number of calls of `advance` (between other work), and a call of `wait`.
-    `start` and `advance` start the collectives of at most one phase, and `wait` those of all remaining phases. So ranks
-    that call these methods in the same order start the same collectives in the same order. The constructor is not a
-    collective call. A group of one rank sends nothing and returns the values unchanged.
+    An averaging has one or more phases of communication. A call of `start` or `advance` starts at most one phase, and
+    `wait` starts all remaining phases. So ranks that call these methods in the same order start the same collectives in
+    the same order. The constructor is not a collective call. In a group of one rank, nothing is sent, and the mean is
+    the values themselves.
 
     Args:
-        compression: the encoding of the values; None for one plain all_reduce.
-        shapes: shapes of the tensors that make up the flat tensor, in order; the same on all ranks.
-        dtype: type of the flat tensor. fp16 and bf16 are encoded from float32.
-        device: device of the flat tensor.
+        compression: the compression of the values; None to average by one all_reduce without compression.
+        shapes: the shapes of the tensors that make up the flat tensor, in order; the same on all ranks.
+        dtype: the dtype of the flat tensor. A compression converts float16 and bfloat16 to float32 before it encodes.
+        device: the device of the flat tensor.
         transport: connects the ranks.
 
     Raises:
         TypeError: an argument has the wrong type.
-        ValueError: there is a compression, and `dtype` is not a real floating-point type.
+        ValueError: a shape has a negative size, or `dtype` is not a floating-point type. Without compression, complex
+            types are permitted as well.
 
     Example:
         >>> from syncline.compression import Quantize
@@ -74,11 +76,13 @@ class MeanExchange:
         checked_kind("transport", transport, Transport, "a Transport")
         checked_kind("device", device, torch.device, "a torch.device")
         if compression is not None:
-            checked_kind("compression", compression, Compression, "one of sl.compression, or None")
+            checked_kind(
+                "compression", compression, Compression, "None or a compression such as sl.compression.Cast()"
+            )
         checked_kind("dtype", dtype, torch.dtype, "a torch.dtype")
         if compression is None and not (dtype.is_floating_point or dtype.is_complex):
             raise ValueError(
-                f"MeanExchange: expected dtype to be a floating-point or complex type, got {dtype}"
+                f"MeanExchange: expected dtype to be a floating-point or complex dtype, got {dtype}"
             )
         self.dtype = dtype
         self.layout = Layout(
@@ -91,30 +95,30 @@ class MeanExchange:
         self._transport = transport
         self._averager = Averager(compression, self.layout)
         self._phases: Generator[list[Work], None, Tensor] | None = None
-        """The averaging in progress. It yields the collectives of each phase."""
+        """A generator that runs the averaging in progress, and yields the collectives of each phase; None at rest."""
         self._works: list[Work] = []
-        """The collectives of the current phase."""
+        """The collectives of the current phase, which may still be in flight."""
         self._result: Tensor | None = None
 
     @property
     def is_under_way(self) -> bool:
-        """Whether an averaging was started, and not waited for."""
+        """Whether `start` was called, and `wait` has not been called since."""
         return self._phases is not None or self._result is not None
 
     @property
     def has_arrived(self) -> bool:
-        """Whether the mean has arrived, so that `wait` neither sends nor blocks."""
+        """Whether the mean is already complete, so that `wait` returns at once."""
         return self._result is not None
 
     def start(self, flat: Tensor) -> None:
         """Start an averaging. When this returns, the messages of the first phase are in flight.
 
         Args:
-            flat: of shape (numel,). Its values are undefined afterwards, because its memory is reused.
+            flat: the flat tensor, of shape (numel,). Its memory is reused, so its values are undefined afterwards.
 
         Raises:
-            SynclineError: the previous averaging was not waited for.
-            ValueError: `flat` has another number of elements, another type, or another device.
+            SynclineError: `wait` was not called for the previous averaging.
+            ValueError: the number of elements, the dtype or the device of `flat` is wrong.
         """
         if self.is_under_way:
             raise SynclineError(
@@ -126,8 +130,8 @@ class MeanExchange:
         is_there = flat.device.type == device.type and device.index in (None, flat.device.index)
         if flat.numel() != numel or flat.dtype is not self.dtype or not is_there:
             raise ValueError(
-                f"MeanExchange.start: expected flat to have {numel} elements, {self.dtype} on {device}, got "
-                f"{flat.numel()}, {flat.dtype} on {flat.device}"
+                f"MeanExchange.start: expected the tensor `flat` with {numel} elements of {self.dtype} on {device}, "
+                f"got {flat.numel()} elements of {flat.dtype} on {flat.device}"
             )
         flat = flat.detach().view(-1)
         if self._transport.size == 1 or not flat.numel():
@@ -153,10 +157,10 @@ class MeanExchange:
         """Wait until the averaging is complete, and return the mean.
 
         Returns:
-            The mean over all ranks, of shape (numel,) and in the flat tensor's type, the same bits on every rank.
+            The mean over all ranks, of shape (numel,). It has the flat tensor's dtype, and the same bits on every rank.
 
         Raises:
-            SynclineError: no averaging was started, or a rank has failed (as in `Work.wait`).
+            SynclineError: no averaging was started, or a collective failed (as in `Work.wait`).
         """
         if not self.is_under_way:
             raise SynclineError(
@@ -171,17 +175,28 @@ class MeanExchange:
     # ------------------------------------------------------------------ state
 
     def memory(self) -> list[dict[str, Tensor]]:
-        """Return the state of each tensor, by name. Do not modify it."""
+        """Return the compression's state for each tensor, as a dict of tensors. Do not modify these tensors."""
         return self._averager_at_rest().memory()
 
     def remember(self, index: int, tensors: Mapping[str, Tensor]) -> None:
-        """Restore the state of one tensor. A state that does not fit raises ValueError."""
+        """Restore the compression's state for one tensor.
+
+        Args:
+            index: the index of the tensor in `shapes`.
+            tensors: the state, as `memory` returned it for the tensor.
+
+        Raises:
+            ValueError: the state is of another compression, or of a tensor of another shape.
+        """
         self._averager_at_rest().remember(index, tensors)
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Return a copy of this rank's state between averagings, with keys `<index of the tensor>.<name>`.
+        """Return a copy of the compression's state, with keys `<index of the tensor>.<name of the state>`.
 
         Residuals differ between ranks, so every rank has to save its own state.
+
+        Raises:
+            SynclineError: an averaging is in progress.
         """
         return self._averager_at_rest().state_dict()
 
@@ -189,12 +204,17 @@ class MeanExchange:
         """Load a state that `state_dict` returned.
 
         Raises:
-            ValueError: the state is of another compression, or of other tensors. Nothing has changed then.
+            SynclineError: an averaging is in progress.
+            ValueError: the state is of another compression, or of other tensors. The former state is then unchanged.
         """
         self._averager_at_rest().load_state_dict(state)
 
     def _averager_at_rest(self) -> Averager:
-        """Return the averager, whose state is complete only between averagings."""
+        """Return the averager, to read or load its state. The state is complete only between averagings.
+
+        Raises:
+            SynclineError: an averaging is in progress.
+        """
         if self._phases is not None:
             raise SynclineError(
                 f"MeanExchange on rank {self._transport.rank}: the state cannot be read or loaded while an averaging "
@@ -205,7 +225,7 @@ class MeanExchange:
     # ------------------------------------------------------------------ phases
 
     def _averaged(self, averaging: Averaging) -> Generator[list[Work], None, Tensor]:
-        """Answer the requests of an averaging, and return the mean. Yield the collectives of each phase."""
+        """Run an averaging by carrying out its requests, and return the mean. Yield the collectives of each phase."""
         reply: Any = None
         while True:
             try:
@@ -216,7 +236,10 @@ class MeanExchange:
             reply = yield from self._reply_to(request)
 
     def _reply_to(self, request: Request) -> Generator[list[Work], None, Any]:
-        """Start the collectives of a request and yield them. Return the reply after the caller has waited for them."""
+        """Start the collectives of one request and yield them. Then return the reply to the request.
+
+        The caller must wait for the collectives before it continues this generator.
+        """
         match request:
             case Mean(values):
                 wire = self._sendable(values)
@@ -232,7 +255,7 @@ class MeanExchange:
                 return (yield from self._exchanged(rows))
 
     def _gathered(self, request: Gather) -> Generator[list[Work], None, Gathered]:
-        """Gather both tensors of a request in one message per rank."""
+        """Gather the tensors of a request from all ranks. Both tensors of a rank are sent in one message."""
         values, beside = request.values, request.beside
         message = as_bytes(values.contiguous())
         if beside is not None:
@@ -251,7 +274,7 @@ class MeanExchange:
         return Gathered(second.view(values.dtype), first.view(beside.dtype))
 
     def _exchanged(self, rows: Tensor) -> Generator[list[Work], None, Tensor]:
-        """Send each other rank its row, and return the rows that were received."""
+        """Send row r of `rows` to each other rank r. Return a tensor whose row s was received from rank s."""
         transport, rank = self._transport, self._transport.rank
         wire = self._sendable(rows)
         received = torch.empty_like(wire)
@@ -268,11 +291,11 @@ class MeanExchange:
         return self._on_device(received)
 
     def _sendable(self, tensor: Tensor) -> Tensor:
-        """Return the tensor, contiguous and on a device from which the transport can send."""
+        """Return a contiguous tensor with the same values, on a device from which the transport can send."""
         return tensor.to(self._transport.sending_device(tensor.device)).contiguous()
 
     def _on_device(self, wire: Tensor) -> Tensor:
-        """Return a received tensor on the layout's device."""
+        """Move a received tensor to the device of the flat tensor."""
         return wire.to(self.layout.device)
 
 
@@ -285,7 +308,9 @@ def _checked_shapes(shapes: Any) -> tuple[tuple[int, ...], ...]:
     try:
         found = tuple(tuple(int(operator.index(size)) for size in shape) for shape in shapes)
     except TypeError:
-        raise TypeError(f"MeanExchange: expected shapes to be a list of shapes, got {shapes!r}") from None
+        raise TypeError(
+            f"MeanExchange: expected shapes to be a list of shapes such as [(2, 3), (4,)], got {shapes!r}"
+        ) from None
     if any(size < 0 for shape in found for size in shape):
-        raise ValueError(f"MeanExchange: expected shapes to have no negative sizes, got {shapes!r}")
+        raise ValueError(f"MeanExchange: expected shapes without negative sizes, got {shapes!r}")
     return found

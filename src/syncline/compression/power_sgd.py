@@ -1,8 +1,8 @@
-"""PowerSGD: the gradient of a weight matrix is sent as two thin factors.
+"""PowerSGD: a compression that sends the gradient of a weight matrix as two thin factors.
 
-All ranks must compute the same bits from the same factors. Matrix products may differ in the last bits between
-processors or numbers of threads. Therefore `orthonormal_rows` and `sum_of_outer_products` compute element by element,
-and add in a tree whose order depends on the size only.
+All ranks must compute the same bits from the same factors. The last bits of matrix products can differ between
+processors or numbers of threads. Therefore `orthonormal_rows` and `sum_of_outer_products` use only elementwise
+operations, in an order that depends only on the sizes.
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ from syncline.checks import checked_count, checked_flag, store
 from syncline.compression.base import Averaged, Averaging, Compression, Encoder, Layout, Mean
 
 _ZERO = 1e-24
-"""Squared length below which a row depends on earlier rows, for rows whose largest element is 1."""
+"""The squared length up to which a row counts as a combination of earlier rows. Rows are first scaled to maximum 1."""
 
 
 def orthonormal_rows(matrices: Sequence[Tensor]) -> list[Tensor]:
-    """Return orthonormal rows that span the same space as the given rows.
+    """Return orthonormal rows for each matrix, which span the same space as the rows of the matrix.
 
-    The method is Gram-Schmidt, applied twice, in float64. A row of zeros, or one that depends on earlier rows, becomes
-    zeros. Values that are not finite stay not finite. Matrices of similar width are computed together.
+    The method is Gram-Schmidt, applied twice, in float64. If a row is zero or a combination of earlier rows, it becomes
+    zero. Rows with values that are not finite stay not finite. Matrices of similar width are computed together.
 
     Args:
-        matrices: matrices of shape (few, many).
+        matrices: matrices with few rows and many columns.
 
     Returns:
-        Equally many matrices, of the same shapes and types.
+        One matrix for each given matrix, of the same shape and dtype.
 
     Example:
         >>> orthonormal_rows([torch.tensor([[3.0, 4.0], [6.0, 8.0]])])
@@ -55,12 +55,12 @@ def orthonormal_rows(matrices: Sequence[Tensor]) -> list[Tensor]:
 
 
 def sum_of_outer_products(left: Tensor, right: Tensor, out: Tensor) -> None:
-    """Compute `out = left.T @ right`, with the same bits on all ranks.
+    """Compute `left.T @ right`, with the same bits on all ranks, and write it into `out`.
 
     Args:
-        left: (few, n)
-        right: (few, m)
-        out: (n, m)
+        left: a matrix of shape (few, n).
+        right: a matrix of shape (few, m).
+        out: a matrix of shape (n, m).
     """
     torch.mul(left[0][:, None], right[0], out=out)
     for column, row in zip(left[1:], right[1:], strict=True):
@@ -68,7 +68,11 @@ def sum_of_outer_products(left: Tensor, right: Tensor, out: Tensor) -> None:
 
 
 def _orthonormalize(batch: Tensor) -> None:
-    """Orthonormalize the rows of a batch in place. Its shape is (num_matrices, num_rows, a power of two)."""
+    """Orthonormalize the rows of each matrix of a batch in place.
+
+    Args:
+        batch: the matrices, of shape (num_matrices, num_rows, width). The width is a power of two.
+    """
     largest = batch.abs().amax(2, keepdim=True)
     batch /= torch.where(largest == 0, 1, largest)  # so that squares neither overflow nor underflow
     for _ in range(2):
@@ -82,7 +86,7 @@ def _orthonormalize(batch: Tensor) -> None:
 
 
 def _sums(terms: Tensor) -> Tensor:
-    """Add up the last dimension, whose size is a power of two. The result keeps the dimension with size 1."""
+    """Return the sums over the last dimension, whose size is a power of two. The dimension is kept with size 1."""
     while terms.shape[-1] > 1:
         half = terms.shape[-1] // 2
         terms = terms[..., :half] + terms[..., half:]
@@ -91,18 +95,21 @@ def _sums(terms: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class PowerSGD(Compression):
-    """A low-rank approximation by one power iteration per step, which starts from the result of the previous step.
+    """A compression that approximates each matrix by the product of two thin factors, which are sent instead of it.
 
-    A tensor of shape (n, ...) counts as a matrix (n, m). It is compressed if (n + m) * rank is less than n * m. Other
-    tensors (vectors, small matrices) are sent uncompressed, in one message with the first factors.
-    Vogels, Karimireddy and Jaggi, "PowerSGD: Practical Low-Rank Gradient Compression for Distributed Optimization",
-    2019, arXiv 1905.13727, algorithms 1 and 2.
+    Each averaging computes the factors by one power iteration, which starts from the result of the previous averaging.
+    A tensor of shape (n, ...) counts as a matrix of shape (n, m). It is compressed if (n + m) * rank is less than
+    n * m. Other tensors (vectors, small matrices) are sent uncompressed, in one message with the first factors.
+
+    Source: Vogels, Karimireddy and Jaggi, "PowerSGD: Practical Low-Rank Gradient Compression for Distributed
+    Optimization", 2019, arXiv 1905.13727, algorithms 1 and 2.
 
     Args:
-        rank: rank of the approximation. The number of bytes grows with the rank.
-        error_feedback: keep the error of the approximation, and add it to the next values. Without error feedback most
-            of a gradient is lost for good.
-        seed: seed of the matrices from which the first iteration starts.
+        rank: the matrix rank of the approximation, which is the number of rows of each factor. The number of bytes
+            grows with it.
+        error_feedback: True to keep the error of the approximation, and add it to the next values. Without error
+            feedback, most of a gradient is lost for good.
+        seed: the seed of the random matrices from which the first iteration starts.
 
     Raises:
         TypeError: an argument has the wrong type.
@@ -131,15 +138,18 @@ class PowerSGD(Compression):
 
 
 class _PowerSGDEncoder(Encoder):
-    """Encodes each matrix (n, m) by two factors with long rows: left (rank, n) and right (rank, m)."""
+    """The encoder of PowerSGD, which encodes a matrix of shape (n, m) by two factors.
+
+    The shape of the left factor is (rank, n), and that of the right factor is (rank, m).
+    """
 
     def __init__(self, power_sgd: PowerSGD, layout: Layout) -> None:
         super().__init__(layout)
         self._rank = power_sgd.rank
         self._shapes: dict[int, tuple[int, int]] = {}
-        """The shapes (n, m) of the compressed tensors, by index."""
+        """The matrix shapes (n, m) of the tensors that are compressed, by the index of the tensor in the layout."""
         self._starts: dict[int, Tensor] = {}
-        """The matrix (rank, m) from which the next iteration of each tensor starts."""
+        """The matrices of shape (rank, m) from which the next iterations start, by the index of the tensor."""
         for index, shape in enumerate(layout.shapes):
             if len(shape) < 2 or 0 in shape:
                 continue
@@ -195,7 +205,12 @@ class _PowerSGDEncoder(Encoder):
         return Averaged(mean, values if wants_lost else None)
 
     def _write_rest(self, places: Sequence[Tensor], flat: Tensor | None) -> None:
-        """Write the uncompressed tensors to their places. None stands for zeros."""
+        """Write values into the places of the tensors that are not compressed.
+
+        Args:
+            places: a view for each tensor of the layout.
+            flat: the values of the uncompressed tensors, one after the other. Pass None to write zeros.
+        """
         targets = [places[index] for index in self._rest]
         if not targets:
             return
@@ -205,9 +220,10 @@ class _PowerSGDEncoder(Encoder):
             foreach_copy_(targets, list(flat.split([target.numel() for target in targets])))
 
     def _start_next_from(self, index: int, right: Tensor) -> None:
-        """Start the next iteration of a tensor from a scaled copy of the right factor.
+        """Store a scaled copy of the right factor, from which the next iteration of a tensor starts.
 
-        Only directions matter, so lengths are kept near 1. Rows that are zero or not finite keep the old start.
+        Only the directions of the rows matter, so the largest element of each row is scaled to 1. If a row of the
+        factor is zero or not finite, the old row of the start stays.
         """
         largest = right.abs().amax(1, keepdim=True)
         is_usable = (largest > 0) & (largest < float("inf"))

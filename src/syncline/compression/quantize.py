@@ -1,4 +1,4 @@
-"""Quantize: values are sent as codes of 8, 4 or 2 bits, with one scale for each block of values."""
+"""Quantize: a compression that sends values as codes of 8, 4 or 2 bits, with one scale for each block of values."""
 
 from __future__ import annotations
 
@@ -14,14 +14,18 @@ from syncline.checks import checked_count, checked_flag, store
 from syncline.compression.base import AllToAll, Averaged, Averaging, Codec, Encoder, Gather, Layout
 
 _SCALE = torch.bfloat16
-"""The type of the scales, which has the range of float32. Values are divided by the rounded scale, so the rounding of a
-scale adds no error to a value, unless the value is among the largest of its block."""
+"""The dtype of the scales, which has the range of float32.
+
+Values are divided by the rounded scale. So the rounding of a scale adds no error, except to the largest values of a
+block."""
 
 _SMALLEST_SCALE = 2.0**-126
-"""Scales below this count as zero, because their reciprocal is not a float32."""
+"""The smallest scale that is used. Smaller scales count as zero, because float32 cannot represent their reciprocals."""
 
 _INNER, _BORDER, _OUTER = 0.4528, 0.9816, 1.5104
-"""The best four levels for a Gaussian of variance 1 are -1.51, -0.45, 0.45 and 1.51. 0.98 is midway between two."""
+"""The levels of 2-bit codes, which are the best for a Gaussian of variance 1: -1.51, -0.45, 0.45 and 1.51.
+
+0.98 is the border between the two positive levels."""
 
 _SLAB_NUMEL = 1 << 17
 """The number of values that a CPU encodes at a time, so that temporary values stay in its cache."""
@@ -29,7 +33,7 @@ _SLAB_NUMEL = 1 << 17
 
 @dataclass(frozen=True)
 class Quantize(Codec):
-    """Codes of 8, 4 or 2 bits with one bfloat16 scale per block.
+    """A compression that sends each value as a code of 8, 4 or 2 bits, with one bfloat16 scale per block of values.
 
     Codes take a quarter, an eighth or a sixteenth of the bytes of float32.
 
@@ -37,20 +41,22 @@ class Quantize(Codec):
     four levels, scaled by the block's root mean square. These levels minimize the error for values with a Gaussian
     distribution (Lloyd 1982, Max 1960). Two bits are meant for repeated averages with error feedback.
 
-    Two ranks gather each other's codes. More ranks use two phases, so that bytes do not grow with the number of ranks.
-    In the first phase, rank r receives chunk r from all ranks, and adds the chunks up in rank order. In the second
-    phase, rank r encodes the mean of its chunk, and all ranks gather these means. If a block contains a value that is
-    not finite, the result of the block is not finite, so that a gradient scaler detects it.
+    Two ranks exchange the codes of all their values. More ranks use two phases, so that the bytes per rank do not grow
+    with the number of ranks. In the first phase, rank r receives chunk r of the values from all ranks, and adds these
+    chunks up in rank order. In the second phase, rank r encodes the mean of its chunk, and all ranks gather the means.
+    If a block contains a value that is not finite, the result of the block is not finite, so that a gradient scaler
+    detects it.
 
     Args:
-        bits: bits per code; two codes of 4 bits, or four of 2, are packed into a byte.
-        block_numel: number of values with a common scale. They must fill whole bytes. Smaller blocks are more precise,
-            and each block costs 16 bits.
-        error_feedback: keep the rounding errors, and add them to the next values. This takes one more copy in memory.
+        bits: the number of bits per code. Two codes of 4 bits, or four codes of 2 bits, are packed into one byte.
+        block_numel: the number of values with a common scale; a multiple of 2, or of 4 for codes of 2 bits. Smaller
+            blocks give more precise values, but each block adds 16 bits for its scale.
+        error_feedback: True to keep the rounding errors, and add them to the next values. This takes memory for one
+            more copy of the values.
 
     Raises:
         TypeError: an argument has the wrong type.
-        ValueError: `bits` is not 8, 4 or 2, or a block does not fill whole bytes.
+        ValueError: `bits` is not 8, 4 or 2, or `block_numel` is not a valid multiple.
 
     Example:
         >>> codes = Quantize(bits=4, block_numel=4).encode(torch.tensor([7.0, -3.0, 0.4, 1.0]))
@@ -74,8 +80,8 @@ class Quantize(Codec):
         checked_flag("error_feedback", self.error_feedback)
         if self.block_numel % self._multiple:
             raise ValueError(
-                f"Quantize: expected block_numel to be a multiple of {self._multiple}, because codes of {self.bits} "
-                f"bits are packed into bytes; got {self.block_numel}"
+                f"Quantize: expected block_numel to be a multiple of {self._multiple} for codes of {self.bits} bits, "
+                f"got {self.block_numel}. Use for example block_numel=128"
             )
 
     def encoder(self, layout: Layout) -> Encoder:
@@ -83,12 +89,12 @@ class Quantize(Codec):
 
     @property
     def _largest(self) -> int:
-        """The largest integer code for 8 or 4 bits. The smallest code is its negative."""
+        """The largest integer code of 8 or 4 bits. The smallest code is its negative."""
         return 127 if self.bits == 8 else 7
 
     @property
     def _multiple(self) -> int:
-        """The number of which `block_numel` has to be a multiple."""
+        """The number by which `block_numel` must be divisible."""
         return 4 if self.bits == 2 else 2
 
     def num_bytes(self, numel: int) -> int:
@@ -116,14 +122,15 @@ class Quantize(Codec):
         return values.view(num_rows, -1)[:, :numel]
 
     def encode_rows(self, values: Tensor, lost: Tensor | None) -> Tensor:
-        """Encode each row of values separately. The result has the scales of a row first, and then its codes.
+        """Encode each row of `values` separately.
 
         Args:
-            values: of shape (num_rows, numel).
-            lost: a tensor of the same shape for the error of each value, or None. It may be `values`.
+            values: a tensor of shape (num_rows, numel).
+            lost: a tensor of the same shape, into which the error of each value is written. It can be `values` itself.
+                Pass None if the errors are not needed.
 
         Returns:
-            Bytes, of shape (num_rows, num_bytes).
+            A tensor of bytes, of shape (num_rows, num_bytes). Each row contains the scales, and then the codes.
         """
         num_rows, numel = values.shape
         size = self.block_numel
@@ -147,20 +154,27 @@ class Quantize(Codec):
         return encoded
 
     def _scales(self, blocks: Tensor) -> Tensor:
-        """Return the scale of each block; blocks have the shape (..., block_numel)."""
+        """Return the scale of each block. The shape of `blocks` is (num_rows, num_blocks, block_numel)."""
         if self.bits == 2:
             return blocks.square().mean(2).sqrt_()
         return blocks.abs().amax(2).div_(self._largest)
 
     def _nearest(self, scaled: Tensor) -> Tensor:
-        """Return the level nearest to each scaled value. `scaled` may be overwritten."""
+        """Return the level nearest to each value of the tensor `scaled`, which is overwritten for some code sizes."""
         if self.bits == 2:
             return torch.where(scaled.abs() > _BORDER, _OUTER, _INNER).copysign_(scaled).to(scaled.dtype)
         # No level is too large: a scale is rounded down by 2**-8 at most, and 127 * (1 + 2**-8) is below 127.5.
         return scaled.round_()
 
     def _pack(self, levels: Tensor, packed: Tensor) -> None:
-        """Write levels (..., block_numel) as bytes. Values in one byte are half or a quarter of a block apart."""
+        """Write the levels of blocks as bytes into `packed`.
+
+        The values that are packed into one byte are half a block apart (4 bits) or a quarter of a block apart (2 bits).
+
+        Args:
+            levels: the levels, of shape (num_rows, num_blocks, block_numel).
+            packed: the bytes, of shape (num_rows, num_blocks, bytes per block).
+        """
         if self.bits == 8:
             packed.copy_(levels.to(torch.int8).view(torch.uint8))
         elif self.bits == 4:
@@ -174,7 +188,7 @@ class Quantize(Codec):
                 packed.add_(code, alpha=4**place)
 
     def _unpack(self, packed: Tensor, levels: Tensor) -> None:
-        """Write the levels from the bytes that `_pack` wrote."""
+        """Convert the bytes that `_pack` wrote back to levels, and write these into `levels`."""
         if self.bits == 8:
             levels.copy_(packed.view(torch.int8))
         elif self.bits == 4:
@@ -188,9 +202,12 @@ class Quantize(Codec):
                 part.copy_(table[((packed >> (2 * place)) & 3).int()])
 
     def _slabs(self, blocks: Tensor) -> Iterator[slice]:
-        """Yield slices of the blocks (num_rows, num_blocks, block_numel) that are processed at a time.
+        """Yield slices of the dimension num_blocks, each of which is processed at a time.
 
-        On a CPU a slice fits into the cache. On other devices there is one slice.
+        On a CPU, the blocks of one slice fit into the cache. On other devices there is only one slice.
+
+        Args:
+            blocks: a tensor of shape (num_rows, num_blocks, block_numel).
         """
         num_rows, num_blocks, _ = blocks.shape
         step = max(1, _SLAB_NUMEL // (num_rows * self.block_numel)) if blocks.is_cpu else num_blocks
@@ -204,7 +221,7 @@ class _QuantizeEncoder(Encoder):
         self._quantize = quantize
         chunk = -(-layout.numel // layout.num_ranks)
         self._chunk_numel = -(-chunk // quantize.block_numel) * quantize.block_numel
-        """The number of values in each rank's chunk: whole blocks. The last chunks are padded."""
+        """The number of values in the chunk of each rank, a multiple of the block size. The last chunks are padded."""
 
     def mean(self, values: Tensor, *, wants_lost: bool) -> Averaging:
         if not values.numel():
@@ -246,13 +263,16 @@ class _QuantizeEncoder(Encoder):
 
 
 def _padded(values: Tensor, multiple_of: int) -> Tensor:
-    """Pad the last dimension with zeros to a multiple. Return the same tensor if no padding is needed."""
+    """Pad the last dimension with zeros until its size is a multiple of `multiple_of`.
+
+    Return the same tensor if it needs no padding.
+    """
     missing = -values.shape[-1] % multiple_of
     return F.pad(values, (0, missing)) if missing else values
 
 
 def _mean_of_rows(rows: Tensor) -> Tensor:
-    """Return the mean of rows (num_ranks, numel), added in rank order."""
+    """Return the mean of the rows of a tensor of shape (num_ranks, numel). They are added in rank order, in place."""
     total = rows[0]
     for row in rows[1:]:
         total = total.add_(row)

@@ -1,4 +1,4 @@
-"""TopK: only the values of largest magnitude are sent, with their indices."""
+"""TopK: a compression that sends only the values of largest magnitude, with their indices."""
 
 from __future__ import annotations
 
@@ -12,26 +12,29 @@ from syncline.checks import checked_flag, checked_number, store
 from syncline.compression.base import Averaged, Averaging, Compression, Encoder, Gather, Layout
 
 _MANY = 1 << 16
-"""From this number of values on, a CPU finds the largest values faster if it first selects candidates."""
+"""The number of values from which on a CPU finds the largest values faster if it first selects candidates."""
 
 _NUM_SAMPLES = 1 << 14
 
 _MARGIN = 1.25
-"""The factor by which the number of candidates should exceed the number of values needed."""
+"""The intended number of candidates, divided by the number of values to find."""
 
 
 @dataclass(frozen=True)
 class TopK(Compression):
-    """A selection of the largest values of each rank, with an int32 index each. All other values count as zero.
+    """A compression that sends only the values of largest magnitude, each with an int32 index.
 
-    Values of one index are added up in rank order and divided by the number of ranks. The number of bytes that a rank
-    receives grows with the number of ranks. Aji and Heafield, "Sparse Communication for Distributed Gradient Descent",
-    2017, arXiv 1704.05021; Stich et al., "Sparsified SGD with Memory", 2018, arXiv 1809.07599.
+    Each rank selects its own largest values, and all its other values count as zero. The values that the ranks sent for
+    an index are added up in rank order, and divided by the number of ranks. The number of bytes that a rank receives
+    grows with the number of ranks.
+
+    Sources: Aji and Heafield, "Sparse Communication for Distributed Gradient Descent", 2017, arXiv 1704.05021; Stich et
+    al., "Sparsified SGD with Memory", 2018, arXiv 1809.07599.
 
     Args:
         ratio: the fraction of the values that is sent, above 0 and up to 1. At least one value is sent.
-        error_feedback: keep the values that were not sent, and add them to the next values. Without error feedback
-            small values are never sent.
+        error_feedback: True to keep the values that were not sent, and add them to the next values. Without error
+            feedback, small values are never sent.
 
     Raises:
         TypeError: an argument has the wrong type.
@@ -61,8 +64,8 @@ class _TopKEncoder(Encoder):
         super().__init__(layout)
         if layout.numel >= 2**31:
             raise ValueError(
-                f"TopK: expected fewer than 2**31 values in one tensor or bucket, because indices are sent as int32; "
-                f"got {layout.numel}. Use smaller buckets (bucket_cap_mb=)"
+                f"TopK: expected fewer than 2**31 values in one tensor or bucket, got {layout.numel}. Indices are sent "
+                "as int32. Use smaller buckets (bucket_cap_mb=)"
             )
         self._num_sent = math.ceil(topk.ratio * layout.numel)
 
@@ -81,7 +84,11 @@ class _TopKEncoder(Encoder):
 
 
 def largest_places(values: Tensor, number: int) -> Tensor:
-    """Return the indices of the `number` values of largest magnitude, in any order. NaN counts as the largest.
+    """Return the indices of the values of largest magnitude, in any order. NaN counts as the largest magnitude.
+
+    Args:
+        values: a flat tensor.
+        number: the number of indices to return.
 
     Example:
         >>> sorted(largest_places(torch.tensor([1.0, -5.0, 0.0, 3.0]), 2).tolist())

@@ -1,8 +1,8 @@
-"""Training without a backward pass: losses are sent, and noise is regenerated from seeds.
+"""Training without a backward pass: ranks send losses, and regenerate the noise of all members from seeds.
 
 Imports: errors, words, checks, records, contract, transport, session, optimizers, tensors, equality, sharded.
 
-members.py   members of a population, their noise, and the gradient estimated from their losses
+members.py   the members of a population, their noise, and the gradient that is estimated from their losses
 strategy.py  EvolutionStrategy
 """
 

@@ -1,11 +1,12 @@
-"""Members of a population: their assignment to ranks, their noise, and the gradient estimated from their losses.
+"""The members of a population: their assignment to ranks, their noise, and the gradient estimated from their losses.
 
-A population consists of mirrored pairs. Pair p is evaluated at parameters + sigma * noise(p), and at parameters - sigma
-* noise(p). The noise depends only on seed, step and pair, so each rank can generate the noise of any pair. `Members`
-does this for one module on one rank. The functions before it are plain arithmetic.
+A member is the module with changed parameters. A population consists of mirrored pairs of members. The members of pair
+p have the parameters plus sigma * noise(p), and the parameters minus sigma * noise(p). The noise depends only on the
+seed, the step and the pair, so each rank can generate the noise of any pair. `Members` evaluates the members of one
+module on one rank.
 
-Method: Salimans et al., "Evolution Strategies as a Scalable Alternative to Reinforcement Learning", 2017,
-https://arxiv.org/abs/1703.03864: mirrored sampling, centered ranks, known random seeds (algorithm 2).
+Source: Salimans et al., "Evolution Strategies as a Scalable Alternative to Reinforcement Learning", 2017,
+https://arxiv.org/abs/1703.03864, from which mirrored sampling, centered ranks and known seeds (algorithm 2) are taken.
 """
 
 from __future__ import annotations
@@ -32,7 +33,9 @@ _STRIDE = 0x9E3779B1  # odd, so that multiplying by it is one-to-one; 2**32 / go
 
 
 def pairs_of(rank: int, num_ranks: int, num_pairs: int) -> range:
-    """Return the pairs that a rank evaluates. Pairs are assigned in turn, so ranks differ by one pair at most.
+    """Return the indices of the pairs that a rank evaluates.
+
+    Pairs are assigned to the ranks in turn, so the numbers of pairs of two ranks differ by one at most.
 
     Example:
         >>> [list(pairs_of(rank, 3, num_pairs=4)) for rank in range(3)]
@@ -42,11 +45,12 @@ def pairs_of(rank: int, num_ranks: int, num_pairs: int) -> range:
 
 
 def in_order(rows: Sequence[Sequence[float]], num_pairs: int) -> list[float]:
-    """Return the losses of all members, pair by pair, from the rows of all ranks.
+    """Return the losses of all members in the order of the pairs, from one row of losses per rank.
 
     Args:
-        rows: one row per rank, in rank order: two losses for each pair of `pairs_of`, then padding.
-        num_pairs: number of pairs over all ranks.
+        rows: one row per rank, in rank order. A row contains two losses for each of the rank's pairs (`pairs_of`), and
+            then padding.
+        num_pairs: the number of pairs over all ranks.
 
     Example:
         >>> in_order([[1.0, 2.0, 5.0, 6.0], [3.0, 4.0, 0.0, 0.0]], num_pairs=3)
@@ -63,10 +67,10 @@ def in_order(rows: Sequence[Sequence[float]], num_pairs: int) -> list[float]:
 
 
 def noise_seed(seed: int, step: int, pair: int) -> int:
-    """Return the seed of one pair's noise, which has 32 bits, because torch's CPU generator uses no more.
+    """Return the 32-bit seed for the noise of one pair. torch's CPU generator uses only 32 bits of a seed.
 
-    Pairs of one step never have equal seeds. Pairs of different steps have equal seeds once in billions of pairs, which
-    does no harm.
+    Two pairs of one step never have the same seed. Two pairs of different steps have the same seed with a probability
+    of 1 in 4 billion, which does no harm.
 
     Example:
         >>> noise_seed(0, 1, 0), noise_seed(0, 1, 1)
@@ -77,18 +81,18 @@ def noise_seed(seed: int, step: int, pair: int) -> int:
 
 
 def noise_(out: Tensor, *, seed: int, step: int, pair: int) -> Tensor:
-    """Fill `out` with the noise of one pair: independent, of mean 0 and variance 1.
+    """Fill the tensor `out` with the noise of one pair: independent normal values of mean 0 and variance 1.
 
-    The result depends neither on torch's global generator nor on the number of threads.
+    The values depend neither on torch's global generator nor on the number of threads.
 
     Args:
-        out: flat, float32, on the CPU, because generators of other devices give other numbers.
-        seed: seed of the run.
-        step: number of the step.
-        pair: index of the pair.
+        out: a flat float32 tensor on the CPU. Generators of other devices would give other values.
+        seed: the seed of the run.
+        step: the number of the step.
+        pair: the index of the pair.
 
     Returns:
-        `out`.
+        The tensor `out`.
     """
     generator = torch.Generator("cpu").manual_seed(noise_seed(seed, step, pair))
     return out.normal_(generator=generator)
@@ -98,10 +102,10 @@ def noise_(out: Tensor, *, seed: int, step: int, pair: int) -> Tensor:
 
 
 def centered_ranks(losses: Sequence[float]) -> list[float]:
-    """Replace losses by evenly spaced numbers from -0.5 (the best) to 0.5 (the worst). Only the order of losses counts.
+    """Return each loss's place in the sorted order, scaled to the range from -0.5 (best) to 0.5 (worst).
 
-    Equal losses get the mean of their numbers, so that they do not move the parameters. Losses that are not finite
-    (including minus infinity) all count as the worst.
+    Only the order of the losses matters. Equal losses get the mean of their scaled places, so that a pair with equal
+    losses does not move the parameters. All losses that are not finite, also minus infinity, count as the worst.
 
     Example:
         >>> centered_ranks([0.3, 1e9, float("nan"), 0.1, 0.3])
@@ -122,11 +126,11 @@ def centered_ranks(losses: Sequence[float]) -> list[float]:
 
 
 def pair_weights(losses: Sequence[float], sigma: float) -> list[float]:
-    """Return each pair's weight in the estimated gradient, which is the sum of weight * noise over all pairs.
+    """Return the weight of each pair in the estimated gradient, which is the sum of weight * noise over all pairs.
 
     Args:
-        losses: losses of all members, pair by pair: first at parameters + sigma * noise, then at the mirrored point.
-        sigma: factor of the noise.
+        losses: the losses of all members, two per pair: first that with plus sigma * noise, then that with minus.
+        sigma: the factor of the noise.
 
     Example:
         >>> pair_weights([1.0, 4.0, 3.0, 3.0], sigma=0.5)  # the losses of pair 1 are equal, so its weight is 0
@@ -139,7 +143,7 @@ def pair_weights(losses: Sequence[float], sigma: float) -> list[float]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Settings:
-    """The settings on which a step depends, besides parameters, losses and optimizer.
+    """The settings of an EvolutionStrategy that affect every step: sigma, population and seed.
 
     Raises:
         TypeError, ValueError: a setting is invalid.
@@ -153,8 +157,8 @@ class Settings:
         population = checked_count("population", self.population, at_least=2)
         if population % 2:
             raise ValueError(
-                f"expected population to be even, got {population}: it is the number of evaluations of a step over all "
-                "ranks, and members are evaluated in mirrored pairs"
+                f"expected population to be even, got {population}. It is the number of members over all ranks, and "
+                "members are evaluated in mirrored pairs"
             )
         sigma, seed = checked_number("sigma", self.sigma, above=0), checked_count("seed", self.seed)
         store(self, sigma=sigma, population=population, seed=seed)
@@ -165,22 +169,25 @@ class Settings:
 
 
 def trained_parameters(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
-    """Return the parameters to train, with their names; tied parameters once.
+    """Return the names and the parameters that an EvolutionStrategy trains. A tied parameter is returned once.
 
     Raises:
-        TypeError, ValueError: the module is not suitable.
+        TypeError: `module` is not a torch.nn.Module.
+        ValueError: the module is wrapped, shared by `sl.share_`, or without suitable parameters.
     """
     checked_kind("module", module, nn.Module, "a torch.nn.Module")
     if any(isinstance(part, nn.parallel.DistributedDataParallel) for part in module.modules()):
         raise ValueError(
-            "EvolutionStrategy: expected a module that is not wrapped, got DistributedDataParallel. Its forward makes "
-            "collective calls, but ranks evaluate different numbers of members: pass ddp.module"
+            "EvolutionStrategy: expected a module that contains no DistributedDataParallel, got one that does. A "
+            "wrapped forward makes collective calls, but ranks can evaluate different numbers of members. Unwrap the "
+            "module: pass ddp.module"
         )
     copies = [one_copy_of(part) for part in module.modules()]
     if any(copy is not None and copy.is_common for copy in copies):
         raise ValueError(
-            "EvolutionStrategy: the parameters of this module are one copy for all ranks (sl.share_), so no rank could "
-            "change them alone to evaluate a member. Use a module of which every rank has its own parameters"
+            "EvolutionStrategy: expected a module of which every rank has its own parameters, got a module whose "
+            "parameters are one copy for all ranks (sl.share_). A rank has to change the parameters alone to evaluate "
+            "a member. Pass a module without sl.share_"
         )
     trained = [
         (name, t) for name, t in named_tensors(module) if isinstance(t, nn.Parameter) and t.requires_grad
@@ -188,26 +195,26 @@ def trained_parameters(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
     if not sum(p.numel() for _, p in trained):
         raise ValueError(
             f"EvolutionStrategy: {type(module).__name__} has no parameter to train. Expected at least one parameter "
-            "with requires_grad=True"
+            "with requires_grad=True that is not empty"
         )
     for name, p in trained:
         if not p.is_floating_point():
             raise ValueError(
-                f"EvolutionStrategy: expected real floating-point parameters, but {name} is {p.dtype}. Freeze it "
-                "(requires_grad=False), or convert it"
+                f"EvolutionStrategy: expected real floating-point parameters, but {name} is of {p.dtype}. Freeze this "
+                "parameter (requires_grad=False), or convert it to float32"
             )
     return trained
 
 
 class Members:
-    """The members of a population for one module: their evaluation, and the gradient estimated from their losses.
+    """An evaluator of the members of a population for one module, which also estimates the gradient from their losses.
 
-    Besides the parameters, `evaluate` needs memory for a copy of the parameters and buffers, and for one float32 vector
-    as long as all parameters. `gradients` needs two such vectors.
+    `evaluate` needs memory for a copy of the parameters and buffers, and for one float32 vector with as many elements
+    as all parameters. `gradients` needs memory for two such vectors.
 
     Args:
         module: the module to evaluate.
-        parameters: the parameters that are changed.
+        parameters: the parameters of the module that differ between members.
     """
 
     def __init__(self, module: nn.Module, parameters: Sequence[nn.Parameter]) -> None:
@@ -225,7 +232,17 @@ class Members:
         *,
         step: int,
     ) -> list[float]:
-        """Return the two losses of each pair, in order. Parameters and buffers are restored bit for bit."""
+        """Evaluate both members of each pair, and restore parameters and buffers bit for bit.
+
+        Args:
+            loss_fn: a function that gets the module with a member's parameters, and returns the loss of the member.
+            pairs: the indices of the pairs to evaluate.
+            settings: sigma and the seed.
+            step: the number of the step.
+
+        Returns:
+            Two losses per pair, in the order of `pairs`: first that with plus sigma * noise, then that with minus.
+        """
         before = [p.detach().clone() for p in self._parameters]
         buffers = _Buffers(self._module)
         flat = self._vector()
@@ -248,7 +265,16 @@ class Members:
         return losses
 
     def gradients(self, weights: Sequence[float], settings: Settings, *, step: int) -> Iterator[Tensor]:
-        """Return the estimated gradient of each parameter: the sum of weight * noise over pairs, float32 on the CPU."""
+        """Return the estimated gradient of each parameter, which is the sum of weight * noise over all pairs.
+
+        Args:
+            weights: the weight of each pair, as `pair_weights` returns it.
+            settings: the settings, of which only the seed is used.
+            step: the number of the step.
+
+        Returns:
+            An iterator over float32 tensors on the CPU, one per parameter, of its shape.
+        """
         flat, total = self._vector(), self._vector().zero_()
         for pair, weight in enumerate(weights):
             if weight:
@@ -266,7 +292,7 @@ class Members:
 
 
 class _Buffers:
-    """A copy of a module's buffers, of both the objects and their values, to restore them."""
+    """A backup of a module's buffers: which tensor is registered under each name, and the values of each tensor."""
 
     def __init__(self, module: nn.Module) -> None:
         self._kept = [(owner, dict(owner._buffers)) for owner in module.modules() if owner._buffers]
@@ -283,9 +309,12 @@ class _Buffers:
 def _as_number(loss: float | Tensor) -> float:
     if isinstance(loss, Tensor) and loss.numel() != 1:
         raise TypeError(
-            f"expected loss_fn(module) to return one number, got a tensor of shape {tuple(loss.shape)}"
+            "expected loss_fn(module) to return a number or a tensor of one element, got a tensor of shape "
+            f"{tuple(loss.shape)}"
         )
     try:
         return float(loss)
     except (TypeError, ValueError):
-        raise TypeError(f"expected loss_fn(module) to return a number, got {loss!r}") from None
+        raise TypeError(
+            f"expected loss_fn(module) to return a number or a tensor of one element, got {loss!r}"
+        ) from None

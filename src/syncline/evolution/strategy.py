@@ -1,10 +1,10 @@
-"""Training without a backward pass: `EvolutionStrategy`. Only losses are sent, and every rank computes the same update.
+"""EvolutionStrategy: training without a backward pass. Ranks send only losses, and all compute the same update.
 
-No parameter is sent after construction. All ranks receive all losses and regenerate all noise from its seeds. So all
-ranks take the same step, by the same operations on the same numbers in the same order. Syncline checks that this holds.
-At construction, ranks compare the numbers that they generate from a seed, because another type of CPU or another
-version of torch may generate other numbers. In each step, ranks compare digests of the parameters and the optimizer's
-settings, together with the losses.
+No parameter is sent after construction. All ranks receive all losses, and regenerate all noise from its seeds. So all
+ranks take the same step, by the same operations on the same values in the same order. Syncline checks that this is
+true. At construction, ranks compare the noise that they generate from a seed, because another type of CPU or another
+version of torch can generate other noise. In each step, ranks compare digests of the parameters, and the settings of
+the optimizer, in the same message as the losses.
 """
 
 from __future__ import annotations
@@ -58,47 +58,49 @@ _REMEDY_STEP = (
 )
 
 _OPENING_BYTES = 105
-"""Bytes that a rank sends to agree on a step; see `syncline.transport.agreement.agree`."""
+"""The number of bytes that a rank sends in each step to compare settings; see `syncline.transport.agreement.agree`."""
 
 _NUM_INLINE = PAYLOAD_BYTES // 8 - 1
-"""The number of losses that fit into the record by which ranks agree on a step."""
+"""The number of losses that fit into the message by which ranks compare settings in each step."""
 
 _HEAD = struct.Struct(f"<{1 + _NUM_INLINE}d")  # 1.0 if loss_fn failed, then the first losses
 
 _PROBE_NUMEL = 4096
-"""The number of random numbers that ranks compare at construction."""
+"""The number of random values that each rank generates at construction, to compare its noise with the other ranks."""
 
 
 class EvolutionStrategy:
-    """An optimization of a module by small random changes of its parameters, without a backward, for any loss.
+    """An evolution strategy, which trains a module by random changes of its parameters, without a backward pass.
 
-    In each step `population` members are evaluated, distributed over the ranks. A pair of members is the parameters
-    plus and minus sigma times the same noise. Only the losses are sent, 8 bytes per member. Every rank regenerates the
-    noise of all members from (seed, step, pair), estimates the same gradient of the expected loss, and takes the same
-    step. The number of bytes does not depend on the size of the module. Evaluations are divided among the ranks, but
-    each rank generates all the noise for the update. So more ranks help as long as a rank's evaluations take longer
-    than drawing `population / 2` random numbers per parameter.
+    In each step, `population` members are evaluated, which are divided among the ranks. The two members of a pair have
+    the module's parameters plus and minus sigma times the same noise. Only the losses are sent, 8 bytes per member, so
+    the number of bytes does not depend on the size of the module. Every rank regenerates the noise of all members from
+    (seed, step, pair), estimates the same gradient of the expected loss, and takes the same step.
 
-    Parameters with `requires_grad` are trained, tied parameters as one. Noise is float32. Buffers are restored after
-    each evaluation, so running statistics of a BatchNorm do not change. The constructor is a collective call, and
-    copies rank 0's parameters and buffers to all ranks.
+    Evaluations are divided among the ranks, but each rank generates all the noise for the update. So more ranks make
+    training faster as long as a rank's evaluations take longer than drawing `population / 2` random values per
+    parameter.
+
+    Parameters with `requires_grad` are trained, and tied parameters count as one. Noise is float32. Buffers are
+    restored after each evaluation, so running statistics of a BatchNorm do not change. The loss need not be
+    differentiable. The constructor is a collective call, and copies rank 0's parameters and buffers to all ranks.
 
     Args:
-        module: the module to train; the same on all ranks, on any devices.
-        sigma: standard deviation of the noise, in units of the parameters.
-        lr: learning rate of the optimizer.
-        population: number of evaluations per step over all ranks; an even number. Ranks beyond half of this number
-            evaluate no member.
-        seed: seed of all noise; the same on all ranks.
-        optimizer: called as `optimizer(parameters, lr=lr)`, for example torch.optim.Adam or a `functools.partial`. The
-            optimizer finds the estimated gradient in `.grad`.
+        module: the module to train. It must be the same on all ranks, but its device can differ.
+        sigma: the standard deviation of the changes of each parameter.
+        lr: the learning rate of the optimizer.
+        population: the number of members per step over all ranks; an even number. If there are more ranks than pairs,
+            the last ranks evaluate no member.
+        seed: the seed of all noise; the same on all ranks.
+        optimizer: a function that is called as `optimizer(parameters, lr=lr)` and returns an optimizer, for example
+            torch.optim.Adam or a `functools.partial` of it. The optimizer gets the estimated gradient in `.grad`.
         group: the ranks that divide the evaluations: a `torch.distributed` process group, a Syncline transport, or
             None for the default group (or a world of one, if torch.distributed is not initialized).
 
     Raises:
-        ContractMismatch: the ranks' modules or arguments differ, or their machines generate different noise from the
-            same seed. Every rank raises the same text.
-        TypeError, ValueError: an argument is invalid on any rank. All ranks raise the error.
+        ContractMismatch: the modules or the arguments differ between ranks, or the machines of the ranks generate
+            different noise from the same seed. Every rank raises the same text.
+        TypeError, ValueError: an argument is invalid on at least one rank. All ranks raise the error.
 
     Source: Salimans et al., "Evolution Strategies as a Scalable Alternative to Reinforcement Learning", 2017,
     https://arxiv.org/abs/1703.03864.
@@ -129,7 +131,7 @@ class EvolutionStrategy:
         self._transport = transport_of(group)
         self.module = module
         self.num_steps = 0
-        """The number of steps taken."""
+        """The number of completed steps."""
         lines: list[str] = []
         fault = None
         try:
@@ -139,12 +141,12 @@ class EvolutionStrategy:
             parameters = [p for _, p in self._trained]
             lr = checked_number("lr", lr, at_least=0)
             checked_function(
-                "optimizer", optimizer, "a function that makes one, for example torch.optim.Adam"
+                "optimizer", optimizer, "a function that makes an optimizer, for example torch.optim.Adam"
             )
             self.optimizer = made_optimizer(
                 "optimizer(parameters, lr=lr)", lambda: optimizer(parameters, lr=lr), parameters
             )
-            """The optimizer that the argument `optimizer` made, for example to schedule its learning rate."""
+            """The optimizer that the argument `optimizer` returned. A scheduler can change its learning rate."""
             lines = self._description()
         except Exception as error:
             fault = error
@@ -156,17 +158,17 @@ class EvolutionStrategy:
         """Evaluate the population, and move the parameters towards lower losses. A collective call.
 
         Args:
-            loss_fn: `loss_fn(module)` returns a number or a tensor of one element; lower is better. It is called
-                without gradients, on each rank for that rank's members. Use the same data for all members, because
-                their losses are compared. `loss_fn` must not make collective calls, because ranks may have different
-                numbers of members. A loss that is not finite counts as the worst.
+            loss_fn: a function of the module that returns the loss, as a number or as a tensor of one element. Lower is
+                better. Each rank calls it under torch.no_grad for each of its members. Use the same data for all
+                members, because their losses are compared. `loss_fn` must not make collective calls, because ranks can
+                have different numbers of members. A loss that is not finite counts as the worst.
 
         Returns:
-            A record with the losses of all members; the same on every rank.
+            A record with the losses of all members. It is the same on every rank.
 
         Raises:
-            ValueError: no loss is finite. Every rank raises this error.
-            PeerFailed: `loss_fn` raised an exception on another rank. The rank on which it raised raises its exception.
+            ValueError: no member has a finite loss. Every rank raises this error.
+            PeerFailed: `loss_fn` raised an exception on another rank. That rank raises the exception itself.
             ContractMismatch: parameters or optimizer settings are no longer the same on all ranks.
 
             After each of these errors, parameters and buffers have the values from before the step.
@@ -189,12 +191,15 @@ class EvolutionStrategy:
         return record
 
     def statistics(self) -> Statistics:
-        """Return the collectives, bytes and waiting time of this rank, summed over all users of the transport."""
+        """Return this rank's statistics of the transport: collectives, bytes and waiting time.
+
+        They also count the collectives of other users of the same transport.
+        """
         return self._transport.statistics()
 
     @property
     def contract(self) -> Contract:
-        """A table of what is synchronized, when and how."""
+        """A table that shows for losses, noise, parameters and buffers when and how they are synchronized."""
         settings, transport = self._settings, self._transport
         named = named_tensors(self.module)
         num_buffers = sum(not isinstance(t, nn.Parameter) for _, t in named)
@@ -232,7 +237,10 @@ class EvolutionStrategy:
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state. A run resumes from it and `module.state_dict()` bit for bit, on any number of ranks."""
+        """Return the state of this object, for a save.
+
+        From this state and `module.state_dict()`, a run on any number of ranks continues bit for bit.
+        """
         return {
             "num_steps": self.num_steps,
             **asdict(self._settings),
@@ -240,15 +248,17 @@ class EvolutionStrategy:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Load a state that `state_dict` returned, on all ranks. Its settings replace the constructor's arguments.
+        """Load a state that `state_dict` returned. Call this on all ranks with the same state.
+
+        The settings sigma, population and seed in the state replace the constructor's arguments.
 
         Raises:
-            ValueError: a part of the state is missing or invalid.
+            TypeError, ValueError: a part of the state is missing or invalid.
         """
         expected = {"num_steps", "sigma", "population", "seed", "optimizer"}
         if set(checked_state(state)) != expected:
             raise ValueError(
-                f"expected a state of EvolutionStrategy with {', '.join(sorted(expected))}; got "
+                f"expected a state of EvolutionStrategy with the keys {', '.join(sorted(expected))}; got the keys "
                 f"{', '.join(sorted(map(str, state)))}. Load a state that strategy.state_dict() returned"
             )
         settings = Settings(sigma=state["sigma"], population=state["population"], seed=state["seed"])
@@ -259,7 +269,16 @@ class EvolutionStrategy:
     # ------------------------------------------------------------------ exchange of losses
 
     def _losses_of_all(self, mine: Sequence[float], fault: Exception | None) -> list[float]:
-        """Return the losses of all members, pair by pair. `fault` is the exception of this rank's loss_fn."""
+        """Exchange the losses of all ranks, and return those of all members in the order of the pairs.
+
+        Args:
+            mine: the losses of this rank's members.
+            fault: the exception that loss_fn raised on this rank, or None.
+
+        Raises:
+            PeerFailed: loss_fn raised an exception on another rank. On the rank itself, `fault` is raised.
+            ContractMismatch: parameters or optimizer settings differ between ranks.
+        """
         inline = [*mine[:_NUM_INLINE], *([0.0] * (_NUM_INLINE - len(mine)))]
         head = _HEAD.pack(fault is not None, *inline)
         lines = self._state_lines() if self._transport.size > 1 else []
@@ -279,18 +298,18 @@ class EvolutionStrategy:
 
     @property
     def _most_losses(self) -> int:
-        """The largest number of losses on a rank, which is that of rank 0."""
+        """The largest number of losses on any rank, which is the number on rank 0."""
         return 2 * len(pairs_of(0, self._transport.size, self._settings.num_pairs))
 
     def _num_bytes_a_step(self) -> int:
-        """Return the bytes that all ranks together send per step."""
+        """Return the number of bytes that all ranks together send in a step."""
         if self._transport.size == 1:
             return 0
         own = _OPENING_BYTES + (8 * self._most_losses if self._most_losses > _NUM_INLINE else 0)
         return own * self._transport.size
 
     def _gathered(self, mine: Sequence[float], width: int) -> list[list[float]]:
-        """Return the losses of each rank, padded to `width`."""
+        """Gather the losses of all ranks. Return one list per rank, padded with zeros to the length `width`."""
         if self._transport.size == 1:
             return [list(mine)]
         device = self._transport.control_device
@@ -301,20 +320,26 @@ class EvolutionStrategy:
         return cast(list[list[float]], everyone.view(self._transport.size, width).tolist())
 
     def _raise_failure(self, failed: Sequence[int], fault: Exception | None) -> NoReturn:
-        """Raise on all ranks: this rank's `fault` if there is one, otherwise the report of the first failed rank."""
+        """Raise an error on all ranks, because loss_fn has raised an exception on some. A collective call.
+
+        Args:
+            failed: the ranks on which loss_fn has raised an exception.
+            fault: the exception that loss_fn raised on this rank, which is raised again; None if it raised none. Then a
+                PeerFailed with the traceback of the first failed rank is raised.
+        """
         text = "" if fault is None else "".join(traceback.format_exception(fault)).rstrip()
         reports = self._transport.all_gather_bytes(text.encode(errors="replace"))
         if fault is not None:
             raise fault
         raise PeerFailed(
-            f"{_TITLE}.step, step {self.num_steps + 1}: loss_fn raised on {describe_ranks(failed)}; no parameter was "
-            f"changed. The traceback of rank {failed[0]}:\n{reports[failed[0]].decode()}"
+            f"{_TITLE}.step, step {self.num_steps + 1}: loss_fn raised an exception on {describe_ranks(failed)}, so no "
+            f"parameter was changed. The traceback of rank {failed[0]}:\n{reports[failed[0]].decode()}"
         )
 
     # ------------------------------------------------------------------ agreement between ranks
 
     def _description(self) -> list[str]:
-        """Return the module and the settings in words, which must be equal on all ranks at construction."""
+        """Return the module, the settings and a digest of the noise as lines of text. Ranks compare the lines."""
         probe = torch.empty(_PROBE_NUMEL, dtype=torch.float32, device="cpu")
         noise_(probe, seed=self._settings.seed, step=0, pair=0)
         named = named_tensors(self.module)
@@ -327,7 +352,10 @@ class EvolutionStrategy:
         ]
 
     def _state_lines(self) -> list[str]:
-        """Return the settings and the digests of parameters, which must be equal on all ranks before a step."""
+        """Return the step, the settings and the digests of the parameters as lines of text.
+
+        Ranks compare the lines in each step.
+        """
         digests = fingerprints([p.detach() for _, p in self._trained])
         return [
             f"step  {self.num_steps + 1}",
@@ -339,7 +367,7 @@ class EvolutionStrategy:
         ]
 
     def _settings_lines(self) -> list[str]:
-        """Return the settings of the strategy and of the optimizer, in words."""
+        """Return the settings of this strategy and of its optimizer as one line of text each."""
         lines = [f"{name}  {value!r}" for name, value in asdict(self._settings).items()]
         lines.append(f"optimizer  {type(self.optimizer).__qualname__}")
         for index, group in enumerate(settings_of(self.optimizer)):
@@ -349,7 +377,11 @@ class EvolutionStrategy:
     # ------------------------------------------------------------------ the update
 
     def _update(self, weights: Sequence[float]) -> None:
-        """Take one optimizer step by the estimated gradient. `.grad` is restored afterwards."""
+        """Take one optimizer step with the estimated gradient, and restore the former `.grad` of the parameters.
+
+        Args:
+            weights: the weight of each pair in the estimated gradient.
+        """
         grads = self._members.gradients(weights, self._settings, step=self.num_steps + 1)
         parameters = [p for _, p in self._trained]
         grads_before = [p.grad for p in parameters]
@@ -366,9 +398,9 @@ def _record(step: int, losses: Sequence[float]) -> EvolutionRecord:
     finite = [loss for loss in losses if math.isfinite(loss)]
     if not finite:
         raise ValueError(
-            f"{_TITLE}.step, step {step}: expected a finite loss of at least one of {len(losses)} members, got none "
-            f"(the first loss is {losses[0]}). No parameter was changed. Check the data of this step, or lower sigma "
-            "or the learning rate"
+            f"{_TITLE}.step, step {step}: expected a finite loss of at least one of {len(losses)} members, got none. "
+            f"The first loss is {losses[0]}. No parameter was changed. Check the data of this step, or lower sigma or "
+            "the learning rate"
         )
     return EvolutionRecord(
         step=step,

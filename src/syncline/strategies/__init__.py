@@ -1,15 +1,15 @@
-"""Strategies: when and how parameters sync (pure). `syncline.strategies.execution` carries them out.
+"""Strategies: pure descriptions of when and how parameters sync. `syncline.strategies.execution` carries them out.
 
 Imports: errors, words, checks, records, contract, user_code, _torch, transport, optimizers, tensors, equality,
 compression.
 
 base.py              Strategy: an immutable description with pure methods; messages, actions and their effects
-diloco.py            DiLoCo, and how parameters are divided into fragments
-gossip.py            Gossip, and which rank sends to which
+diloco.py            DiLoCo, and the division of parameters into fragments
+gossip.py            Gossip, and the topologies, which determine the ranks to which a rank sends
 local_sgd.py         LocalSGD
 local_steps.py       the warm-up of LocalSGD and DiLoCo, and their groups that average gradients in every step
 parameter_server.py  ParameterServer
-stateless.py         EveryStep: gradients are averaged in each backward; Manual: syncs only on request
+stateless.py         EveryStep, which averages gradients in each backward; Manual, which syncs only on request
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
-"""The strategy interface: pure functions of plain data decide when and how the parameters of replicas sync.
+"""The interface of strategies, which decide by pure functions when and how the parameters of replicas sync.
 
 A strategy is an immutable description. Its methods take a state, and return the new state with the actions to carry
-out. A strategy has no tensors, no transport and no clock. The package `strategies/execution/` calls the strategy in
+out. A strategy has no tensors, no transport and no timer. The package `strategies/execution/` calls the strategy in
 every backward and after every step, and carries out the actions. Therefore the same strategy runs on every transport,
-its state is a small record that can be saved as JSON, and tests need no ranks.
+its state is a small record that can be saved as JSON, and its tests need no ranks.
 
-A strategy also states which data has to be kept for its actions, beside the module (`Mechanism`). Ranks compare the
-text forms of their strategies (`in_words`) to check that all ranks were given the same strategy.
+A strategy also states which data its actions need beside the module (`Mechanism`). Ranks compare the texts of their
+strategies (`in_words`) to check that all ranks use the same strategy.
 """
 
 from __future__ import annotations
@@ -26,70 +26,91 @@ class Message(NamedTuple):
 
     kind: Literal["update", "values"]
     rank: int
-    """The sender."""
+    """The rank that sent the message."""
     clock: int
-    """The step that the message is about."""
+    """The step to which the message belongs: the step of the "update", or the last step that the "values" contain."""
 
 
 class Action:
-    """An operation that a strategy requests. Users cannot add actions, because the executor must know each one."""
+    """An operation that a strategy requests from the executor. Users cannot add subclasses."""
 
     __slots__ = ()
 
 
 @dataclass(frozen=True, slots=True)
 class ReduceGradients(Action):
-    """An action that averages gradients in a backward, over all ranks or over this rank's worker (a group of ranks)."""
+    """An action that averages the gradients of a backward.
+
+    They are averaged over all ranks ("all"), or over the ranks of this rank's group ("worker"; see `Strategy.workers`).
+    """
 
     among: Literal["all", "worker"] = "all"
 
 
 @dataclass(frozen=True, slots=True)
 class Average(Action):
-    """An action that replaces parameters and buffers by their mean over all ranks."""
+    """An action that replaces the parameters by their mean over all ranks, and then synchronizes the buffers.
+
+    The user's buffer policy ("average", "broadcast" or "none") determines how the buffers are synchronized.
+    """
 
     optimizer_state: bool = False
-    """Whether to also average the floating-point state of the attached optimizers (momenta)."""
+    """Whether to also average the floating-point state of the attached optimizers, such as momenta."""
     by_weight: bool = False
-    """Whether to weight the values of each rank by the push-sum weight of that rank."""
+    """Whether to compute a weighted mean, in which each rank's values count by the push-sum weight of that rank."""
 
 
 @dataclass(frozen=True, slots=True)
 class AverageBuffers(Action):
-    """An action that makes the buffers equal on all ranks, by the policy that the user chose for buffers."""
+    """An action that makes the buffers equal on all ranks, by the user's buffer policy ("average" or "broadcast").
+
+    Under the policy "none", this action does nothing.
+    """
 
 
 @dataclass(frozen=True, slots=True)
 class RestartOuter(Action):
-    """An action that copies the parameters, which are equal on all ranks, as the outer optimizer's new start."""
+    """An action that copies the current parameters as the new start of the outer optimizer.
+
+    The parameters must be equal on all ranks.
+    """
 
 
 @dataclass(frozen=True, slots=True)
 class SendOuter(Action):
-    """An action that starts to average a fragment's outer gradient: the distance moved since its last outer step."""
+    """An action that starts to average the outer gradient of a fragment over all ranks.
+
+    The outer gradient is the fragment's value after its last outer step minus its value now.
+    """
 
     fragment: int
 
 
 @dataclass(frozen=True, slots=True)
 class AdvanceOuter(Action):
-    """An action that starts the next phase of a fragment's average, if the encoding has several phases."""
+    """An action that starts the next phase of the averaging of a fragment, if the compression needs another phase."""
 
     fragment: int
 
 
 @dataclass(frozen=True, slots=True)
 class ReceiveOuter(Action):
-    """An action that waits for a fragment's average, takes the outer step, and writes it into the parameters."""
+    """An action that waits for a fragment's average, takes the outer step, and writes the result to the parameters."""
 
     fragment: int
     mixing: float | None
-    """The weight of this rank's own values in the result, from 0 to 1. None: add this rank's changes since the send."""
+    """The weight of this rank's own values in the written values: at least 0, and below 1.
+
+    With None, the written values are the result of the outer step plus this rank's changes since the send."""
 
 
 @dataclass(frozen=True, slots=True)
 class Push(Action):
-    """An action that splits values into equal parts, sends one to each rank of `to`, and adds those of `sources`."""
+    """An action that runs a push-sum round with some other ranks.
+
+    This rank's weighted values are split into equal parts. The rank keeps one part, sends one to each rank of `to`, and
+    adds the parts that it receives from the ranks of `sources`.
+    """
 
     to: tuple[int, ...]
     sources: tuple[int, ...]
@@ -97,21 +118,24 @@ class Push(Action):
 
 @dataclass(frozen=True, slots=True)
 class Update(Action):
-    """An action that sends the server of each shard how this rank's parameters changed in step `clock`."""
+    """An action that sends the server of each shard this rank's update: how step `clock` changed the shard."""
 
     clock: int
 
 
 @dataclass(frozen=True, slots=True)
 class Close(Action):
-    """An action that adds the mean of all updates of step `clock` to this rank's shard, and sends it to all ranks."""
+    """An action that adds the mean of all ranks' updates of step `clock` to this rank's shard.
+
+    The new values of the shard are sent to all other ranks.
+    """
 
     clock: int
 
 
 @dataclass(frozen=True, slots=True)
 class Adopt(Action):
-    """An action that adopts the received values of a shard, which contain all updates up to step `clock`."""
+    """An action that uses newly received values of a shard from now on. They contain all updates up to step `clock`."""
 
     shard: int
     clock: int
@@ -119,19 +143,28 @@ class Adopt(Action):
 
 @dataclass(frozen=True, slots=True)
 class Await(Action):
-    """An action that waits until a message has arrived, and then calls the strategy's `at_step` again."""
+    """An action that waits for a message from another rank, and then calls the strategy's `at_step` again."""
 
 
 # ---------------------------------------------------------------------- effects of actions
 
 
 def sends(action: Action, *, has_buffers: bool) -> bool:
-    """Return whether an action sends or receives data, for a module with or without buffers to synchronize."""
+    """Return whether an action sends or receives data.
+
+    Args:
+        action: the action.
+        has_buffers: whether the module has buffers that are synchronized. `AverageBuffers` sends nothing without them.
+    """
     return has_buffers if isinstance(action, AverageBuffers) else not isinstance(action, RestartOuter)
 
 
 def synchronized_by(actions: Sequence[Action], *, has_buffers: bool) -> set[str]:
-    """Return which of "parameters", "buffers" and "optimizer" the actions synchronize.
+    """Return the kinds of data that the actions synchronize: a subset of "parameters", "buffers" and "optimizer".
+
+    Args:
+        actions: the actions.
+        has_buffers: whether the module has buffers that are synchronized.
 
     Example:
         >>> sorted(synchronized_by([Average(optimizer_state=True)], has_buffers=False))
@@ -153,7 +186,8 @@ def make_equal(actions: Sequence[Action], *, num_fragments: int) -> bool:
 
     Args:
         actions: the actions of one round.
-        num_fragments: the number of fragments into which an outer optimizer divides the parameters; 0 without one.
+        num_fragments: the number of fragments into which the parameters are divided for an outer optimizer. Pass 0 if
+            there is no outer optimizer.
 
     Example:
         >>> make_equal([ReceiveOuter(0, mixing=0)], num_fragments=2)
@@ -168,9 +202,9 @@ def make_equal(actions: Sequence[Action], *, num_fragments: int) -> bool:
 
 
 def are_blocking(actions: Sequence[Action]) -> bool:
-    """Return whether all ranks wait for each other while they carry out the actions.
+    """Return whether the actions average parameters over all ranks, so that all ranks wait for each other.
 
-    They do not wait if data is received in a later step than it is sent, or only between the ranks of a pair.
+    The result is False if the mean is received in a later step, or if ranks send only to a few others.
     """
     sent = {action.fragment for action in actions if isinstance(action, SendOuter)}
     received = {action.fragment for action in actions if isinstance(action, ReceiveOuter)}
@@ -178,7 +212,11 @@ def are_blocking(actions: Sequence[Action]) -> bool:
 
 
 def descriptions(actions: Sequence[Action], *, has_buffers: bool) -> Iterator[str]:
-    """Yield a description of each action that sends or receives data, for `RoundRecord.what`.
+    """Yield a text for each action that sends or receives data. The texts become `RoundRecord.what`.
+
+    Args:
+        actions: the actions.
+        has_buffers: whether the module has buffers that are synchronized.
 
     Example:
         >>> list(descriptions([Push(to=(1,), sources=(2, 3))], has_buffers=False))
@@ -220,42 +258,42 @@ class Mechanism:
 
 @dataclass(frozen=True, slots=True)
 class NothingKept(Mechanism):
-    """The mechanism of strategies that need no data beside the module."""
+    """The mechanism of a strategy whose actions need no data beside the module."""
 
 
 @dataclass(frozen=True, slots=True)
 class OuterCopies(Mechanism):
-    """A second copy of the parameters, equal on all ranks, with an optimizer of its own."""
+    """The mechanism of DiLoCo: a second copy of the parameters, equal on all ranks, with an optimizer of its own."""
 
     fragments: tuple[tuple[int, ...], ...]
-    """For each fragment, the indices of its parameters, which sync together."""
+    """For each fragment, the indices of its parameters. All parameters of a fragment sync in the same step."""
     outer: Any
     """A function that makes the optimizer of the copies."""
     compression: Any
-    """The encoding of outer gradients; None for no encoding."""
+    """The compression of outer gradients; None if they are sent without compression."""
     keeps_sent: bool
-    """Whether changes made while a fragment is in flight are added to the values that arrive."""
+    """Whether the changes that a rank makes while a fragment is in flight are added to the fragment's new values."""
 
 
 @dataclass(frozen=True, slots=True)
 class PushSumWeight(Mechanism):
-    """The push-sum weight of this rank's values."""
+    """The mechanism of gossip: the push-sum weight of this rank's values."""
 
     weight: float
 
 
 @dataclass(frozen=True, slots=True)
 class ServerShard(Mechanism):
-    """A shard of the parameters that this rank serves, and the values of all other shards."""
+    """The mechanism of a parameter server: the shard that this rank serves, and the values of all other shards."""
 
 
 # ---------------------------------------------------------------------- strategies in words
 
 
 def in_words(description: object) -> str:
-    """Return the text of a frozen dataclass as a user would write it.
+    """Return a strategy (or another frozen dataclass) as the expression that a user would write for it.
 
-    The text has no default values, and shows functions by their qualified names.
+    The text leaves out arguments that have their default values, and shows functions by their qualified names.
 
     Example:
         >>> from syncline.strategies import LocalSGD
@@ -271,7 +309,11 @@ def in_words(description: object) -> str:
 
 
 def value_in_words(value: object) -> str:
-    """Return the qualified name of a function, a partial with its arguments, or any other value as Python shows it."""
+    """Return the text of one argument of a strategy.
+
+    A function is shown by its qualified name, and a functools.partial as a call. A string is shown in quotation marks,
+    and any other value by `str`.
+    """
     wrapped = getattr(value, "func", None)
     if wrapped is not None:  # a functools.partial
         arguments = [repr(a) for a in value.args]  # type: ignore[attr-defined]
@@ -283,7 +325,7 @@ def value_in_words(value: object) -> str:
 
 
 def every_words(steps: int) -> str:
-    """Return a number of steps in words, such as "every 8 steps" or "every step"."""
+    """Return an interval between syncs in words, such as "every 8 steps" or "every step"."""
     return f"every {steps} steps" if steps > 1 else "every step"
 
 
@@ -292,7 +334,7 @@ def every_words(steps: int) -> str:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Spec:
-    """The ranks and the parameters of a run. Only `rank` differs between ranks."""
+    """The ranks and the parameter sizes of a run. All fields except `rank` are equal on all ranks."""
 
     rank: int
     num_ranks: int
@@ -314,7 +356,7 @@ State = TypeVar("State", bound=NamedTuple)
 
 
 Decision = tuple[State, tuple[Action, ...]]
-"""The new state of a strategy, and the actions to carry out, in this order."""
+"""The new state of a strategy, and the actions to carry out. They are carried out in the order of the tuple."""
 
 
 class NoState(NamedTuple):
@@ -329,29 +371,29 @@ class Strategy(ABC, Generic[State]):
     """
 
     situation_fields: ClassVar[frozenset[str]] = frozenset()
-    """The fields of the state that depend on the number of ranks or on this rank. They are never loaded."""
+    """The fields of the state that depend on the rank or on the number of ranks. They are not loaded from a save."""
     needs_attach: ClassVar[bool] = True
-    """Whether the strategy acts after steps, so that the optimizer has to be attached."""
+    """Whether the optimizer has to be attached, because the strategy acts after optimizer steps."""
     drifts: ClassVar[bool] = True
-    """Whether replicas may differ between two parameter syncs."""
+    """Whether the parameters can differ between ranks until the next parameter sync."""
 
     @abstractmethod
     def init(self, spec: Spec) -> State:
         """Return the state of the strategy before the first step.
 
         Raises:
-            ValueError: the strategy does not fit the number of ranks, their hosts, or the parameters.
+            ValueError: the strategy is impossible with this number of ranks, these hosts, or these parameters.
         """
 
     def at_backward(self, state: State, progress: Progress) -> tuple[Action, ...]:
-        """Return the actions for a backward that begins now. Without an action, as by default, gradients stay local."""
+        """Return the actions for a backward that begins now. By default there is no action, so gradients stay local."""
         return ()
 
     def at_step(self, state: State, progress: Progress, inbox: Sequence[Message] = ()) -> Decision[State]:
-        """Return the new state, and the actions to carry out after an optimizer step; by default no action.
+        """Return the new state, and the actions to carry out after an optimizer step. By default there is no action.
 
         Args:
-            state: the state that the last call returned.
+            state: the current state of the strategy.
             progress: contains the number of the step that was just completed.
             inbox: the messages that have arrived since the last call.
         """
@@ -359,28 +401,36 @@ class Strategy(ABC, Generic[State]):
 
     @abstractmethod
     def at_sync(self, state: State, progress: Progress) -> Decision[State]:
-        """Return the new state, and the actions of a parameter sync that the user requests outside of the schedule.
+        """Return the new state, and the actions to carry out when the user calls `ddp.sync_parameters_()`.
 
-        The actions make the parameters of all ranks equal.
+        After these actions, the parameters are equal on all ranks.
         """
 
     @abstractmethod
     def rules(self, spec: Spec) -> Rules:
-        """Return the guarantees of the strategy in words, for the contract."""
+        """Return the contract's texts about the strategy: what is synchronized, when, how, and how far it may drift."""
 
     def mechanism(self, spec: Spec) -> Mechanism:
-        """Return which data the strategy's actions need beside the module. By default they need no data."""
+        """Return a description of the data that the strategy's actions need beside the module.
+
+        By default, the actions need no such data.
+        """
         return NothingKept()
 
     def workers(self, spec: Spec) -> tuple[int, ...] | None:
         """Return, for each rank, the index of the group in which it averages gradients in every step.
 
-        None, the default, stands for no such groups.
+        Return None if there are no such groups. This is the default.
         """
         return None
 
     def state_from(self, saved: Mapping[str, Any], spec: Spec) -> State:
-        """Return the state from a saved `state._asdict()`, which may come from JSON or from another number of ranks."""
+        """Return the state of the strategy for a run that continues from a saved state.
+
+        Args:
+            saved: the saved `state._asdict()`. It may have been read from JSON, and saved by another number of ranks.
+            spec: the ranks and parameters of this run.
+        """
         state = self.init(spec)
         known = set(state._fields) - self.situation_fields
         return state._replace(**{name: _as_tuples(value) for name, value in saved.items() if name in known})

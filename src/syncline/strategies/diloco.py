@@ -1,6 +1,6 @@
-"""DiLoCo: many local steps, then one step of an outer optimizer on the mean distance that the ranks have moved.
+"""DiLoCo: the ranks take many local steps, and then one step of an outer optimizer by the mean of their changes.
 
-In the streaming form the parameters are divided into fragments (`plan_fragments`), which sync at different steps.
+In streaming DiLoCo, the parameters are divided into fragments (`plan_fragments`), which sync after different steps.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ from syncline.words import format_count
 
 
 def plan_fragments(sizes_numel: Sequence[int], num_fragments: int) -> tuple[tuple[int, ...], ...]:
-    """Divide parameters into fragments of neighbours. The largest fragment is as small as possible.
+    """Divide parameters into fragments of consecutive parameters. The largest fragment is as small as possible.
 
     Args:
-        sizes_numel: number of elements of each parameter, in the module's order.
-        num_fragments: number of fragments.
+        sizes_numel: the number of elements of each parameter, in the module's order.
+        num_fragments: the number of fragments.
 
     Returns:
-        For each fragment the indices of its parameters. Each index occurs once, and no fragment is empty.
+        For each fragment, the indices of its parameters. Each index occurs once, and no fragment is empty.
 
     Raises:
         ValueError: there are fewer parameters than fragments.
@@ -56,8 +56,8 @@ def plan_fragments(sizes_numel: Sequence[int], num_fragments: int) -> tuple[tupl
     """
     if not 1 <= num_fragments <= len(sizes_numel):
         raise ValueError(
-            f"DiLoCo: expected between 1 and {len(sizes_numel)} fragments, because the module has "
-            f"{len(sizes_numel)} trained parameters; got {num_fragments}"
+            f"DiLoCo: expected between 1 and {len(sizes_numel)} fragments, got {num_fragments}. The module has "
+            f"{len(sizes_numel)} trained parameters, and each fragment needs at least one"
         )
     caps = range(max(sizes_numel), sum(sizes_numel) + 1)
     # The smallest cap on a fragment's number of elements under which `num_fragments` fragments are enough.
@@ -76,7 +76,7 @@ def plan_fragments(sizes_numel: Sequence[int], num_fragments: int) -> tuple[tupl
 
 
 def _filled(sizes_numel: Sequence[int], cap_numel: int) -> list[list[int]]:
-    """Divide parameters into fragments of neighbours, each as large as the cap on its number of elements allows."""
+    """Divide parameters into fragments of consecutive parameters. Fill each fragment up to `cap_numel` elements."""
     fragments: list[list[int]] = []
     filled = cap_numel + 1
     for index, size in enumerate(sizes_numel):
@@ -89,7 +89,7 @@ def _filled(sizes_numel: Sequence[int], cap_numel: int) -> list[list[int]]:
 
 
 OuterFactory = Callable[[Iterable[Tensor]], torch.optim.Optimizer]
-"""A function that makes an optimizer of the given parameters."""
+"""The type of a function that takes parameters, and returns an optimizer of these parameters."""
 
 _NESTEROV = partial(torch.optim.SGD, lr=0.7, momentum=0.9, nesterov=True)
 
@@ -97,34 +97,37 @@ _NESTEROV = partial(torch.optim.SGD, lr=0.7, momentum=0.9, nesterov=True)
 class _State(NamedTuple):
     num_ranks: int
     under_way: tuple[tuple[int, int], ...]
-    """The fragments whose average is in flight, each with the step after which it was sent; the oldest comes first."""
+    """The fragments whose average is in flight, as pairs (fragment, step after which it was sent), in sending order."""
     equal_at: int
-    """The last step after which all fragments were synced, so that all ranks were equal."""
+    """The last step after which the parameters were equal on all ranks, because all fragments were synced."""
 
 
 @dataclass(frozen=True)
 class DiLoCo(LocalSteps[_State]):
-    """Local steps, and every `every` steps an outer optimizer step on the mean distance that the ranks have moved.
+    """A strategy under which ranks step alone, and every `every` steps an outer optimizer combines the ranks' changes.
 
-    The outer gradient of a parameter is its value at the last outer step minus its value now, averaged over ranks. With
-    plain SGD(lr=1) as `outer`, DiLoCo is local SGD. Nesterov momentum makes it far better (Douillard et al. 2023, arXiv
-    2311.08105). The optimizer has to be attached.
+    The outer gradient of a parameter is its value after the last outer step minus its value now, averaged over ranks.
+    With plain SGD(lr=1) as `outer`, DiLoCo is local SGD. Nesterov momentum gives far better results (Douillard et al.
+    2023, arXiv 2311.08105). The optimizer has to be attached.
 
-    Streaming (Douillard et al. 2025, arXiv 2501.18512): with `fragments`, parts of the module sync at different steps,
-    which lowers the peak load of the network. With `delay`, the ranks compute further steps while the average of a
-    fragment is in flight. `compression` encodes outer gradients, for example `sl.compression.Quantize(4)`.
+    Streaming DiLoCo (Douillard et al. 2025, arXiv 2501.18512): with `fragments`, parts of the module sync after
+    different steps, which lowers the peak load of the network. With `delay`, the ranks compute further steps while the
+    average of a fragment is in flight. With `compression`, outer gradients are sent in fewer bytes, for example by
+    `sl.compression.Quantize(4)`.
 
     Args:
-        every: steps between two syncs of a fragment.
-        outer: a function that makes the outer optimizer of the parameters that it is given (copies of the module's).
-            The outer optimizer may be any of torch's.
-        fragments: number of parts into which the parameters are divided. Each syncs every `every` steps, in turn.
-        delay: steps between the send of an outer gradient and its outer step; less than `every`.
-        mixing: the weight of this rank's own values when the new values of a fragment arrive, from 0 to below 1. None:
-            the new values plus this rank's changes during the delay.
-        compression: the encoding of outer gradients; None for no encoding.
-        warmup: number of synchronous steps at the start.
-        every_step_within: see `LocalSGD`.
+        every: the number of steps between two syncs of a fragment.
+        outer: a function that takes copies of the module's parameters, and returns an optimizer of them. Any optimizer
+            of torch is possible.
+        fragments: the number of parts into which the parameters are divided. Each part syncs every `every` steps, and
+            the parts take turns.
+        delay: the number of steps between the send of an outer gradient and its outer step; less than `every`.
+        mixing: the weight, from 0 to below 1, of a rank's own values when they are mixed with the result of an outer
+            step. With None, a rank instead adds its own changes during the delay to the result.
+        compression: the compression of outer gradients; None to send them without compression.
+        warmup: the number of synchronous steps at the start.
+        every_step_within: "host" to average gradients in every step among the ranks of each host; a number n to do so
+            in groups of n consecutive ranks; None for no such groups.
 
     Raises:
         TypeError: an argument has the wrong type.
@@ -166,30 +169,30 @@ class DiLoCo(LocalSteps[_State]):
         checked_function(
             "outer",
             self.outer,
-            "a function that makes an optimizer of the parameters that it is given, for example "
+            "a function that makes an optimizer of the parameters that it gets as its argument, for example "
             "lambda parameters: torch.optim.SGD(parameters, lr=0.7)",
         )
         if self.compression is not None and (
             isinstance(self.compression, type) or not hasattr(self.compression, "encoder")
         ):
             raise TypeError(
-                f"DiLoCo: expected compression to be one of sl.compression, for example Quantize(4), or None, got "
+                f"DiLoCo: expected compression to be None or a compression such as sl.compression.Quantize(4), got "
                 f"{self.compression!r}"
             )
         if self.fragments > self.every:
             raise ValueError(
-                f"DiLoCo: expected fragments to be at most every, so that at most one fragment syncs per step: "
-                f"every={self.every}, got fragments={self.fragments}"
+                f"DiLoCo: expected fragments to be at most every={self.every}, got fragments={self.fragments}. At most "
+                f"one fragment can sync after a step. Lower fragments, or raise every"
             )
         if self.delay >= self.every:
             raise ValueError(
-                f"DiLoCo: expected a delay below every={self.every}, so that a fragment arrives before it is sent "
-                f"again; got delay={self.delay}"
+                f"DiLoCo: expected delay to be below every={self.every}, got delay={self.delay}. The average of a "
+                "fragment must arrive before the fragment is sent again. Lower delay, or raise every"
             )
 
     @property
     def _mixing(self) -> float | None:
-        """The weight of this rank's own values in a fragment's result. It is 0 by default if there is no delay."""
+        """The argument `mixing`, or 0 if `mixing` is None and there is no delay."""
         return 0.0 if self.mixing is None and not self.delay else self.mixing
 
     def init(self, spec: Spec) -> _State:
@@ -236,7 +239,7 @@ class DiLoCo(LocalSteps[_State]):
         return state, (AverageBuffers(), RestartOuter()) if step == self.warmup else (AverageBuffers(),)
 
     def _due(self, since: int) -> list[int]:
-        """Return the fragments that are due `since` steps after the warm-up. Their turns are evenly spread."""
+        """Return the fragments to send `since` steps after the warm-up. The fragments' turns are evenly spread."""
         return [
             fragment
             for fragment in range(self.fragments)

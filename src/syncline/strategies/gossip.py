@@ -1,6 +1,6 @@
-"""Gossip: in each round a rank averages with a few others, so that its changes reach all ranks after some rounds.
+"""Gossip: in each round, a rank averages with a few others, so that its changes reach all ranks after some rounds.
 
-The topology determines which rank sends to which in a round, by a pure function of the round and the number of ranks.
+The topology determines the ranks to which each rank sends in a round. The function `neighbours` computes them.
 """
 
 from __future__ import annotations
@@ -28,17 +28,18 @@ from syncline.strategies.local_steps import LOCAL_GRADIENTS, OWN_OPTIMIZER
 Topology = Literal["ring", "exponential", "pairs"]
 
 Edges = tuple[tuple[int, ...], ...]
-"""For each rank, the ranks that it sends to."""
+"""For each rank, the ranks to which it sends."""
 
 
 def neighbours(topology: Topology, num_ranks: int, round: int, seed: int = 0) -> Edges:
-    """Return, for each rank, the ranks that it sends to in a round.
+    """Return, for each rank, the ranks to which it sends in a round.
 
-    - "ring": each rank sends to both neighbours.
-    - "exponential": each rank sends to the rank 1, 2, 4, ... places further, one power of two per round. The values of
-      each rank have then reached all ranks after log2(num_ranks) rounds.
-    - "pairs": random pairs, the same on all ranks, whose ranks send to each other. If the number of ranks is odd, one
-      rank is left out.
+    - "ring": each rank sends to the next and to the previous rank.
+    - "exponential": each rank sends to one rank: 1 place further in the first round, 2 in the second, 4 in the third,
+      and so on. After log2(num_ranks) rounds (rounded up), each rank's values have reached all ranks, and the distances
+      start again at 1.
+    - "pairs": the ranks are divided into random pairs, and the two ranks of a pair send to each other. All ranks
+      compute the same pairs from `seed`. If the number of ranks is odd, one rank does not send in this round.
 
     Raises:
         ValueError: the topology is unknown.
@@ -67,7 +68,7 @@ def neighbours(topology: Topology, num_ranks: int, round: int, seed: int = 0) ->
 
 
 def _mixed(*numbers: int) -> int:
-    """Return a pseudorandom number from these numbers, the same on all ranks (the finalizer of splitmix64)."""
+    """Return a pseudorandom 64-bit integer that depends only on the integers `numbers`, by the splitmix64 hash."""
     state = 0
     for number in numbers:
         state = (state + number + 0x9E3779B97F4A7C15) & 0xFFFFFFFFFFFFFFFF
@@ -85,18 +86,19 @@ class _State(NamedTuple):
 
 @dataclass(frozen=True)
 class Gossip(Strategy[_State]):
-    """Local steps, and every `every` steps a push-sum round: each rank sends parts of its values to a few others.
+    """A strategy under which ranks step alone, and every `every` steps send parts of their values to a few others.
 
-    There is no collective, so a rank waits only for its neighbours. Push-sum weights are sent with the values
-    (stochastic gradient push, Assran et al. 2019, arXiv 1811.10792). Under every topology the ranks therefore tend to
-    the mean over ranks, weighted by `weight`. `ddp.sync_parameters_()` computes that mean over all ranks exactly. The
-    optimizer has to be attached.
+    There is no collective, so a rank waits only for the ranks that send to it. The method is stochastic gradient push
+    (Assran et al. 2019, arXiv 1811.10792): push-sum weights are sent with the values. Therefore the values of all ranks
+    approach the same mean over ranks, weighted by `weight`, under every topology. `ddp.sync_parameters_()` computes
+    that mean over all ranks exactly. The optimizer has to be attached.
 
     Args:
-        topology: "ring", "exponential" or "pairs"; see `neighbours`.
-        every: steps between two rounds.
-        weight: the weight of this rank, above 0. Ranks may have different weights.
-        seed: seed of the random pairs; the same on all ranks.
+        topology: the ranks to which each rank sends: "ring" (the next and the previous rank), "exponential" (the rank
+            1, 2, 4, ... places further, in turn) or "pairs" (a random partner).
+        every: the number of steps between two rounds.
+        weight: the weight of this rank in the mean, above 0. Ranks may have different weights.
+        seed: the seed of the random pairs; the same on all ranks.
 
     Raises:
         TypeError: an argument has the wrong type.

@@ -1,4 +1,4 @@
-"""Local SGD: each rank steps alone, and the parameters are averaged every so many steps."""
+"""Local SGD: each rank steps alone, and the parameters are averaged over all ranks at regular intervals."""
 
 from __future__ import annotations
 
@@ -28,23 +28,25 @@ class _State(NamedTuple):
 
 @dataclass(frozen=True)
 class LocalSGD(LocalSteps[_State]):
-    """Local steps, and every `every` steps an average of parameters and buffers over all ranks.
+    """A strategy under which ranks step alone, and average their parameters over all ranks every `every` steps.
 
-    LocalSGD syncs `every` times less often than training that averages gradients in every backward. With `warmup`, the
-    first steps average gradients as usual (post-local SGD, Lin et al. 2018, arXiv 1808.07217), because drifting
-    replicas cost most at the start. Local SGD itself: Stich 2018, arXiv 1805.09767. The optimizer has to be attached.
+    Buffers are synchronized together with the parameters, by their own policy. LocalSGD syncs `every` times less often
+    than training that averages gradients in every backward. With `warmup`, the first steps average gradients as usual
+    (post-local SGD, Lin et al. 2018, arXiv 1808.07217), because differences between replicas do most harm at the start.
+    Local SGD was proposed by Stich 2018, arXiv 1805.09767. The optimizer has to be attached.
 
     Args:
-        every: steps between two parameter syncs.
-        warmup: number of synchronous steps at the start.
-        every_step_within: average gradients in every step among the ranks of each host ("host"), or in groups of this
-            many consecutive ranks. Parameters still sync over all ranks every `every` steps. None: no such groups.
-        optimizer_state: also average floating-point optimizer state (momenta) at each sync. Otherwise each rank keeps
-            its own state.
+        every: the number of steps between two parameter syncs.
+        warmup: the number of synchronous steps at the start.
+        every_step_within: "host" to average gradients in every step among the ranks of each host; a number n to do so
+            in groups of n consecutive ranks; None for no such groups. Parameters still sync over all ranks every
+            `every` steps.
+        optimizer_state: True to also average floating-point optimizer state, such as momenta, at each sync. Otherwise
+            each rank keeps its own state.
 
     Raises:
-        TypeError: a number is not an integer, or `optimizer_state` is not a bool.
-        ValueError: a number is too small.
+        TypeError: an argument has the wrong type.
+        ValueError: an argument is out of bounds.
 
     Example:
         >>> strategy = LocalSGD(every=2)

@@ -1,4 +1,4 @@
-"""What strategies with local steps share: the synchronous warm-up, and groups that average gradients in every step."""
+"""The common base of LocalSGD and DiLoCo: a synchronous warm-up, and groups that average gradients in every step."""
 
 from __future__ import annotations
 
@@ -10,20 +10,30 @@ from syncline.strategies.base import Action, Progress, ReduceGradients, Spec, St
 from syncline.words import format_count
 
 EverythingWithin = Literal["host"] | int | None
-"""The ranks that average gradients in every step: the ranks of a host, groups of consecutive ranks, or none."""
+"""The type of `every_step_within`, which selects the groups of ranks that average gradients in every step.
+
+"host" stands for the ranks of each host, a number for groups of that many consecutive ranks, and None for no groups."""
 
 LOCAL_GRADIENTS = Rule("never: they stay local", None, "local values differ")
-"""The contract's row for gradients that are never averaged."""
+"""The contract's texts about gradients that are never averaged."""
 
 OWN_OPTIMIZER = Rule("never", "each rank applies its own update and keeps its own state", "unbounded")
-"""The contract's row for optimizers of replicas that drift."""
+"""The contract's texts about optimizers whose state differs between ranks, because replicas drift."""
 
 
 def workers_of(within: EverythingWithin, spec: Spec) -> tuple[int, ...] | None:
     """Return, for each rank, the index of the group in which it averages gradients in every step.
 
+    Args:
+        within: "host" for one group per host, a number for groups of that many consecutive ranks, or None for no
+            groups.
+        spec: the ranks of the run.
+
+    Returns:
+        The indices in rank order, or None if `within` is None.
+
     Raises:
-        ValueError: the ranks cannot be divided into such groups.
+        ValueError: `within` does not divide the number of ranks.
 
     Example:
         >>> spec = Spec(rank=0, num_ranks=4, hosts=(0, 0, 1, 1), sizes_numel=())
@@ -39,13 +49,16 @@ def workers_of(within: EverythingWithin, spec: Spec) -> tuple[int, ...] | None:
     if spec.num_ranks % within:
         raise ValueError(
             f"expected every_step_within to be a number that divides the {spec.num_ranks} ranks into equal groups, got "
-            f"{within}"
+            f"{within}. Choose a divisor of {spec.num_ranks}"
         )
     return tuple(rank // within for rank in range(spec.num_ranks))
 
 
 class LocalSteps(Strategy[State]):
-    """A strategy whose ranks step alone between two parameter syncs, once a synchronous warm-up is over."""
+    """The base class of strategies whose ranks step alone between two parameter syncs.
+
+    The first steps of the training can be a synchronous warm-up.
+    """
 
     every: int
     """The number of steps between two parameter syncs."""
@@ -71,17 +84,23 @@ class LocalSteps(Strategy[State]):
 
     @property
     def _after_warmup(self) -> str:
-        """The end of the contract's sentences about parameters, which do not sync before the end of the warm-up."""
+        """The contract's text about the start of parameter syncs, as in `, after 100 synchronous steps`.
+
+        It is empty if there is no warm-up.
+        """
         return f", after {format_count(self.warmup, 'synchronous step')}" if self.warmup else ""
 
     @property
     def _during_warmup(self) -> str:
-        """The beginning of the contract's sentence about buffers, which sync in every step of the warm-up."""
+        """The contract's text about buffers during the warm-up, in which they sync after every step.
+
+        It is empty if there is no warm-up.
+        """
         return "every step of the warm-up, then " if self.warmup else ""
 
     @property
     def _gradients_rule(self) -> Rule:
-        """The contract's row for gradients."""
+        """The contract's texts about gradients: when and how they are averaged, and how far they may differ."""
         within = self.every_step_within
         if within is not None:
             among = "the ranks of a host" if within == "host" else f"{within} ranks"
@@ -94,7 +113,7 @@ class LocalSteps(Strategy[State]):
 
 
 def _checked_within(value: object) -> EverythingWithin:
-    """Return `every_step_within` if it is valid.
+    """Return the argument `every_step_within` if it is "host", None, or an integer of at least 2.
 
     Raises:
         TypeError, ValueError: the value is invalid.
@@ -103,7 +122,7 @@ def _checked_within(value: object) -> EverythingWithin:
         return value
     if isinstance(value, str):
         raise ValueError(
-            f'expected every_step_within to be "host", a number of ranks, or None, got {value!r}'
+            f'expected every_step_within to be "host", a number of ranks per group, or None, got {value!r}'
             + did_you_mean(value, ("host",))
         )
     return checked_count("every_step_within", value, at_least=2)

@@ -1,4 +1,4 @@
-"""A parameter server with bounded staleness: each rank serves one shard of the parameters."""
+"""ParameterServer: a strategy with bounded staleness, under which each rank serves one shard of the parameters."""
 
 from __future__ import annotations
 
@@ -30,32 +30,32 @@ from syncline.words import format_count
 class _State(NamedTuple):
     rank: int
     clock: int
-    """The number of steps whose update this rank has sent."""
+    """The last step of this rank whose update was sent."""
     num_updates: tuple[int, ...]
-    """For each rank, the number of its updates of this rank's shard that have arrived."""
+    """For each rank, the number of its updates for this rank's shard that have arrived here."""
     closed: tuple[int, ...]
-    """For each shard, the last step whose updates are contained in the values that this rank has."""
+    """For each shard, the last step whose updates are contained in the values that this rank has of the shard."""
     until: int
-    """The step that `closed` must reach for all shards before this rank may continue."""
+    """The step that each element of `closed` must reach before this rank continues."""
 
 
 @dataclass(frozen=True)
 class ParameterServer(Strategy[_State]):
-    """Steps at each rank's own pace, at most `staleness` steps ahead of the values known from the other ranks.
+    """A strategy under which each rank steps at its own pace, and waits only if its values are too old.
 
-    The parameters are cut into as many shards as there are ranks, and each rank serves one shard. After a step, a rank
-    sends the server of each shard how the step has changed the shard's parameters: its update. As soon as a server has
-    the updates of all ranks for a step, it adds their mean to the shard, and sends the shard's values to all ranks. A
-    rank that has taken later steps adds its own updates of these steps to the values that it receives. A rank waits
-    only if its values are more than `staleness` steps old. This is stale-synchronous parallel training (Ho et al. 2013,
-    "More effective distributed ML via a stale synchronous parallel parameter server").
+    The parameters are cut into as many shards as there are ranks, and each rank is the server of one shard. After a
+    step, a rank sends the server of each shard its update: the change of the shard's parameters in the step. As soon as
+    a server has the updates of all ranks for a step, it adds their mean to the shard, and sends the shard's values to
+    all ranks. A rank that has taken later steps adds its own updates of these steps to the values that it receives. A
+    rank waits only if its values of a shard are more than `staleness` steps old. This is stale-synchronous parallel
+    training (Ho et al. 2013, "More effective distributed ML via a stale synchronous parallel parameter server").
 
-    With staleness 0 all ranks are equal after every step. With more, the values that a rank computes with depend on
-    timing, so two runs differ. `ddp.sync_parameters_()` waits for all updates, and then all ranks are equal. The
-    optimizer has to be attached.
+    With staleness 0, the parameters are equal on all ranks after every step. With a higher staleness, the values with
+    which a rank computes depend on timing, so two runs give different results. `ddp.sync_parameters_()` waits for all
+    updates. Afterwards the parameters are equal on all ranks. The optimizer has to be attached.
 
     Args:
-        staleness: the number of steps that a rank may be ahead of the values that it has received.
+        staleness: the largest permitted age, in steps, of the values that a rank has received from the servers.
 
     Raises:
         TypeError: `staleness` is not an integer.
@@ -106,7 +106,11 @@ class ParameterServer(Strategy[_State]):
     def _advance(
         self, state: _State, progress: Progress, inbox: Sequence[Message], *, staleness: int
     ) -> Decision[_State]:
-        """Send the update of a new step, process the inbox, and wait if a shard is more than `staleness` steps old."""
+        """Return the new state, and the actions to carry out after a step or for a sync that the user requests.
+
+        The actions send the update of a new step, adopt the received shards, complete the steps for which all updates
+        of this rank's shard have arrived, and wait if a shard's values are more than `staleness` steps old.
+        """
         if len(state.closed) == 1:
             return state, ()
         actions: list[Action] = []

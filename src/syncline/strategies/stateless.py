@@ -1,4 +1,4 @@
-"""Strategies without a state: synchronous training, and parameter syncs only on request."""
+"""Strategies without a state: `EveryStep` (synchronous training) and `Manual` (syncs only on request)."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from syncline.strategies.base import (
 
 @dataclass(frozen=True)
 class EveryStep(Strategy[NoState]):
-    """Synchronous training: gradients are averaged in each backward outside of `no_sync`. Replicas are always equal.
+    """The default strategy: gradients are averaged in each backward outside of `no_sync`, so replicas stay equal.
 
-    This is the default (`strategy=None`), and the behavior of torch's DistributedDataParallel.
+    `strategy=None` selects it. torch's DistributedDataParallel behaves in the same way.
 
     Example:
         >>> strategy = EveryStep()
@@ -58,11 +58,11 @@ class EveryStep(Strategy[NoState]):
 
 @dataclass(frozen=True)
 class Manual(Strategy[NoState]):
-    """Training without automatic syncs of gradients, parameters or buffers.
+    """A strategy that never synchronizes gradients, parameters or buffers by itself.
 
-    Replicas start equal. After that, `sl.sync_gradients_`, `sl.average_`, `sl.broadcast_` and `sl.keep_best_`
-    synchronize them on request, and `ddp.sync_parameters_()` averages parameters and buffers. No optimizer has to be
-    attached.
+    All ranks start with equal parameters. After that, `sl.sync_gradients_`, `sl.average_`, `sl.broadcast_` and
+    `sl.keep_best_` synchronize the replicas on request. `ddp.sync_parameters_()` averages the parameters, and
+    synchronizes the buffers by their policy. The optimizer need not be attached.
 
     Example:
         >>> strategy = Manual()

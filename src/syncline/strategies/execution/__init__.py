@@ -1,8 +1,8 @@
-"""Execution of strategies: count steps, ask the strategy for its actions, and move the tensors.
+"""Execution of strategies: count optimizer steps, ask the strategy for its actions, and carry the actions out.
 
 driver.py      counts optimizer steps, asks the strategy for actions, has them carried out, records them
 executor.py    carries out actions on the tensors and optimizers of one rank
-flat.py        tensors joined to flat ones
+flat.py        groups of tensors that are joined to one flat tensor
 kept.py        the interface of the data that actions need beside the module
 outer_step.py  the copies of the parameters and the outer optimizer of DiLoCo
 push_sum.py    the push-sum weight of gossip

@@ -1,4 +1,4 @@
-"""Run a strategy: count optimizer steps, ask the strategy for actions, have them carried out, and record them."""
+"""Run a strategy: count optimizer steps, ask the strategy for actions, have these carried out, and record them."""
 
 from __future__ import annotations
 
@@ -44,17 +44,19 @@ class Rounds:
 
     Args:
         strategy: the strategy to run.
-        title: the module's title, for messages.
-        named: the module's trained parameters with their names, the same on all ranks.
+        title: the title of the module in messages.
+        named: the module's trained parameters with their names, which are the same on all ranks.
         transport: connects the ranks.
         spec: the ranks and the parameters, which are passed to the strategy.
-        are_equal: whether all parameters are known to be equal.
-        when_equal: called with the step after each sync that made all parameters equal, on all ranks.
-        equalize_buffers: makes the buffers equal; all ranks must call it.
-        present_buffers: returns the buffers that take part in syncs.
+        are_equal: whether the parameters are known to be equal on all ranks.
+        when_equal: a function that is called on all ranks after each sync that has made all parameters equal. Its
+            argument is the number of the step.
+        equalize_buffers: a function that makes the buffers equal on all ranks; a collective call.
+        present_buffers: a function that returns the buffers that are synchronized.
 
     Raises:
-        TypeError, ValueError: the strategy does not fit the module or the ranks. All ranks raise if one rank does.
+        TypeError, ValueError: the strategy does not fit the module or the ranks. If it does not fit on one rank, all
+            ranks raise the error.
     """
 
     def __init__(
@@ -74,15 +76,17 @@ class Rounds:
         self.transport = transport
         self.optimizers = Optimizers()
         self.last: RoundRecord | None = None
-        """The most recent round that sent or received something."""
+        """The record of the most recent round that sent or received data; None before the first such round."""
         self.are_equal = are_equal
-        """Whether all parameters are known to be equal, because no rank has stepped since they were made equal."""
-        self.synced_at: dict[str, int] = {}
-        """For parameters, buffers and optimizer: the step after which each was last synced."""
-        self._settled_at: int | None = None
-        """The last step after which certainly no data was in flight: the start, or a sync that the user requested.
+        """Whether the parameters are known to be equal on all ranks.
 
-        None before the first step, because values may still be loaded into the module."""
+        They are if something has made them equal, and no rank has stepped since."""
+        self.synced_at: dict[str, int] = {}
+        """The step after which data was last synced, by the kind of data: "parameters", "buffers" or "optimizer"."""
+        self._settled_at: int | None = None
+        """The last step after which no data can have been in flight: the start, or a sync that the user requested.
+
+        It is None until the first step begins, because values may be loaded into the module before that."""
         self._when_equal = when_equal
         self._title = title
         self._spec = spec
@@ -116,28 +120,28 @@ class Rounds:
 
     @property
     def step(self) -> int:
-        """The number of optimizer steps completed."""
+        """The number of completed optimizer steps."""
         return self.optimizers.num_steps
 
     @property
     def lanes(self) -> list[Transport]:
-        """The lanes that the strategy's data travels on, to be closed with the wrapper."""
+        """The lanes that carry the strategy's data. They have to be closed together with the wrapper."""
         return self._executor.lanes
 
     @property
     def outer_optimizer(self) -> Optimizer | None:
-        """The outer optimizer, or None."""
+        """The outer optimizer of the strategy, or None if the strategy has none."""
         return self._executor.kept.optimizer
 
     # ------------------------------------------------------------------ called by the wrapper
 
     def reduces(self) -> bool:
-        """Return whether a backward that begins now averages gradients, over all ranks or among some of them."""
+        """Return whether a backward that begins now averages gradients, over all ranks or within groups of ranks."""
         actions = self.strategy.at_backward(self._plan, Progress(step=self.step))
         return any(isinstance(action, ReduceGradients) for action in actions)
 
     def watch(self, attached: AttachedOptimizer, replaced: Collection[AttachedOptimizer] = ()) -> None:
-        """Count the steps of an attached optimizer, and no longer those of the optimizers that it replaces."""
+        """Count the steps of an attached optimizer from now on. Stop counting those of the optimizers in `replaced`."""
         self.optimizers.watch(attached, replaced)
 
     @property
@@ -146,9 +150,12 @@ class Rounds:
         return bool(self.optimizers.attached)
 
     def step_begins(self) -> None:
-        """Check before the first optimizer step that parameters are equal, if the strategy keeps copies of them.
+        """Check before the first optimizer step that the parameters are equal, if the strategy copies the parameters.
 
-        The first call is a collective call then. Later calls do nothing.
+        In this case, the first call is a collective call. Later calls do nothing.
+
+        Raises:
+            ReplicaDivergence: the parameters differ between ranks.
         """
         if self._settled_at is not None:
             return
@@ -161,9 +168,9 @@ class Rounds:
         title = f"before the first step of {self._title}"
         if len(set(exchange(self.transport, title, [], payload=digest))) > 1:
             raise ReplicaDivergence(
-                f"{title}: expected equal parameters on all ranks, because {self.strategy} starts from them, but "
-                "they differ. Call sl.broadcast_(ddp) to copy rank 0's parameters to all ranks; "
-                "sl.check_replicas(ddp) names the parameters that differ",
+                f"{title}: expected equal parameters on all ranks, but they differ. {self.strategy} needs an equal "
+                "start on all ranks. Call sl.broadcast_(ddp) to copy rank 0's parameters to all ranks, or "
+                "sl.check_replicas(ddp) for the names of the parameters that differ",
                 tensor="",
                 num_differing=0,
                 minority_ranks=(),
@@ -172,12 +179,15 @@ class Rounds:
         self._executor.kept.start()
 
     def restart(self) -> None:
-        """Record that a verb has written equal values into all parameters, from which the strategy continues."""
+        """Continue from the current parameters, after a verb such as `sl.broadcast_` has made them equal."""
         self.are_equal = True
         self._executor.kept.restart()
 
     def step_ended(self, attached: AttachedOptimizer) -> None:
-        """Record that an attached optimizer has stepped. Run the due actions as soon as all of them have stepped."""
+        """Record that an attached optimizer has stepped.
+
+        As soon as all attached optimizers have stepped, ask the strategy for actions, and carry them out.
+        """
         self.are_equal = False
         if not self.optimizers.add_step(attached):
             return
@@ -189,7 +199,10 @@ class Rounds:
         self._carry_out(plan, actions)
 
     def sync_parameters(self) -> None:
-        """Run a parameter sync now, outside of the schedule. Afterwards all ranks are equal. A collective call."""
+        """Run a parameter sync now, because the user requests it. A collective call.
+
+        Afterwards the parameters are equal on all ranks.
+        """
         kept = self._executor.kept
         plan, actions = self.strategy.at_sync(self._plan, Progress(step=self.step))
         # Ranks with different actions would mix up their messages, so the actions are compared first.
@@ -206,20 +219,26 @@ class Rounds:
         self._settled_at = self.step
 
     def check_may_wait(self, what: str) -> None:
-        """Raise on all ranks if a wait for the other ranks could deadlock now, because each rank serves parameters.
+        """Raise an error on all ranks if a call that waits for all ranks could deadlock now.
+
+        A deadlock is possible if updates are in flight to a parameter server, because a rank processes no updates while
+        it waits.
 
         Args:
-            what: the call that would wait.
+            what: the name of the call, for the message.
+
+        Raises:
+            SynclineError: the call could deadlock.
         """
         if self._executor.kept.serves and self._settled_at not in (None, self.step):
             raise SynclineError(
-                f"{what} after step {self.step} could deadlock under strategy={self.strategy}: each rank serves a part "
-                "of the parameters, which it cannot do while it waits for the other ranks, and updates may still be in "
-                "flight. Call ddp.sync_parameters_() right before it, on all ranks after the same step"
+                f"{what} after step {self.step} could deadlock under strategy={self.strategy}. Updates of parameters "
+                "may still be in flight, and a rank cannot process them while it waits for the other ranks in this "
+                "call. Call ddp.sync_parameters_() right before it, on all ranks after the same step"
             )
 
     def next_step(self, limit: int = 10_000) -> int | None:
-        """Return the step after which the strategy sends data next; None if it sends none within `limit` steps."""
+        """Return the next step after which the strategy sends data. Return None if it sends none in `limit` steps."""
         if self._executor.kept.serves:
             return self.step + 1
         plan, has_buffers = self._plan, self._executor.has_buffers
@@ -232,7 +251,7 @@ class Rounds:
     # ------------------------------------------------------------------ a round
 
     def _carry_out(self, plan: Any, actions: Sequence[Action]) -> None:
-        """Carry out a strategy's actions, record them, and continue with its new state `plan`."""
+        """Carry out the strategy's actions, record them, and store `plan`, which is the strategy's new state."""
         if not actions:
             self._plan = plan
             return
@@ -266,7 +285,7 @@ class Rounds:
             self._when_equal(self.step)
 
     def _settings(self, actions: Sequence[Action]) -> list[str]:
-        """Return the settings that must be equal on all ranks at a parameter sync, in words."""
+        """Return the settings that must be equal on all ranks at a parameter sync, as one line of text each."""
         lines = [
             line
             for number, attached in enumerate(self.optimizers.attached)
@@ -296,12 +315,13 @@ class Rounds:
         """Load a state that `state_dict` returned.
 
         Raises:
-            ValueError: the state was saved under another strategy, or for another module.
+            ValueError: the state was saved under another strategy, or with another module.
+            SynclineError: updates are in flight.
         """
         if saved["strategy"] != str(self.strategy):
             raise ValueError(
                 f"this state was saved under strategy={saved['strategy']}, but the module is wrapped with "
-                f"strategy={self.strategy}. Wrap the module with the strategy of the saved state"
+                f"strategy={self.strategy}. Wrap the module with the strategy under which the state was saved"
             )
         self._check_settled()
         kept = self._executor.kept
@@ -318,6 +338,6 @@ class Rounds:
     def _check_settled(self) -> None:
         if not self._executor.kept.is_settled:
             raise SynclineError(
-                f"step {self.step}: the state of {self.strategy} cannot be saved or loaded now, because updates are in "
-                "flight: call ddp.sync_parameters_() on all ranks first"
+                f"step {self.step}: the state of {self.strategy} cannot be saved or loaded now, because updates of the "
+                "parameters are in flight between ranks: call ddp.sync_parameters_() on all ranks first"
             )

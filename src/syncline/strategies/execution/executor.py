@@ -27,11 +27,14 @@ from syncline.transport.base import Transport
 
 
 class Optimizers:
-    """The attached optimizers of one module. A step is complete as soon as each of them has taken it."""
+    """The attached optimizers of one module, whose steps are counted.
+
+    A step of the module is complete as soon as each attached optimizer has taken it.
+    """
 
     def __init__(self) -> None:
         self.num_steps = 0
-        """The number of complete steps."""
+        """The number of steps that every attached optimizer has taken."""
         self._taken: dict[AttachedOptimizer, int] = {}
 
     @property
@@ -40,12 +43,12 @@ class Optimizers:
         return list(self._taken)
 
     def watch(self, attached: AttachedOptimizer, replaced: Collection[AttachedOptimizer]) -> None:
-        """Count the steps of `attached` from now on, and no longer those of `replaced`."""
+        """Count the steps of an attached optimizer from now on. Stop counting those of the optimizers in `replaced`."""
         self._taken = {known: taken for known, taken in self._taken.items() if known not in replaced}
         self._taken[attached] = self.num_steps
 
     def add_step(self, attached: AttachedOptimizer) -> bool:
-        """Count one step of an optimizer, and return whether that completes a step of all optimizers."""
+        """Count one step of an optimizer. Return whether every attached optimizer has now taken this step."""
         self._taken[attached] += 1
         if min(self._taken.values()) == self.num_steps:
             return False
@@ -53,7 +56,7 @@ class Optimizers:
         return True
 
     def continue_at(self, step: int) -> None:
-        """Set the number of complete steps, all of which each optimizer has taken."""
+        """Set the number of steps that every attached optimizer has taken, for example after a state was loaded."""
         self.num_steps = step
         self._taken = dict.fromkeys(self._taken, step)
 
@@ -67,19 +70,19 @@ class Optimizers:
 
 
 class Executor:
-    """The tensors of one module on one rank, and the data that a strategy's actions need beside them.
+    """The executor of a strategy's actions on one module and one rank.
 
     Args:
-        mechanism: the data that the strategy needs.
-        named: the module's trained parameters with their names, the same on all ranks.
-        lane: carries parameters and what is averaged with them, and nothing else.
-        optimizers: the attached optimizers, whose state a strategy may average as well.
-        equalize_buffers: makes the buffers equal; all ranks must call it.
-        present_buffers: returns the buffers that take part in syncs.
+        mechanism: a description of the data that the strategy's actions need beside the module.
+        named: the module's trained parameters with their names, which are the same on all ranks.
+        lane: the lane that carries the parameters and the tensors that are averaged with them, and nothing else.
+        optimizers: the attached optimizers, because a strategy can also average their state.
+        equalize_buffers: a function that makes the buffers equal on all ranks; a collective call.
+        present_buffers: a function that returns the buffers that are synchronized.
 
     Raises:
-        TypeError: the outer optimizer is not an optimizer.
-        ValueError: the outer optimizer has parameters other than those that it was given.
+        TypeError: the function for the outer optimizer does not return an optimizer.
+        ValueError: the outer optimizer has other parameters than the copies that it should step.
     """
 
     def __init__(
@@ -99,15 +102,19 @@ class Executor:
         self._equalize_buffers = equalize_buffers
         self._present_buffers = present_buffers
         self.kept = OuterLoop(named, mechanism, lane) if isinstance(mechanism, OuterCopies) else Kept()
-        """The data beside the module, complete after `connect`."""
+        """The data that the actions need beside the module. For gossip and parameter servers `connect` creates it."""
 
     @property
     def weight(self) -> float:
-        """This rank's push-sum weight; 1.0 without one."""
+        """This rank's push-sum weight, or 1.0 if the strategy has no push-sum weights."""
         return self._mechanism.weight if isinstance(self._mechanism, PushSumWeight) else 1.0
 
     def connect(self, weights: Sequence[float]) -> None:
-        """Create the data of gossip or of a parameter server. `weights` are the push-sum weights in rank order."""
+        """Create the data of gossip or of a parameter server, if the strategy needs it.
+
+        Args:
+            weights: the push-sum weights of all ranks, in rank order.
+        """
         if isinstance(self._mechanism, PushSumWeight):
             self.kept = PushSum(weights, self._lane, self._mixed_tensors)
         elif isinstance(self._mechanism, ServerShard) and self._lane.size > 1:
@@ -115,17 +122,17 @@ class Executor:
 
     @property
     def lanes(self) -> list[Transport]:
-        """The lanes that the strategy's data travels on."""
+        """The lanes that carry the strategy's data."""
         return [self._lane, *self.kept.lanes]
 
     @property
     def has_buffers(self) -> bool:
-        """Whether there are buffers that take part in syncs."""
+        """Whether the module has buffers that are synchronized."""
         return bool(self._present_buffers())
 
     @property
     def outer_settings(self) -> list[str]:
-        """The settings of the outer optimizer, which must be equal on all ranks."""
+        """The settings of the outer optimizer as one line of text each. They must be equal on all ranks."""
         groups = [] if self.kept.optimizer is None else settings_of(self.kept.optimizer)
         return [
             f"outer optimizer, param_groups[{index}].{key}  {value}"
@@ -134,7 +141,7 @@ class Executor:
         ]
 
     def run(self, actions: Sequence[Action]) -> None:
-        """Carry out actions in their order, except `Await`, which is left to the caller."""
+        """Carry out the actions in their order. Skip `Await`, because the caller waits for messages."""
         for action in actions:
             match action:
                 case Average():

@@ -1,4 +1,4 @@
-"""Tensors joined to flat ones, one per dtype and device, which can be sent and added."""
+"""Flat tensors: tensors of one dtype on one device are joined to one vector, which can be sent and added."""
 
 from __future__ import annotations
 
@@ -12,11 +12,13 @@ from syncline.tensors.targets import as_real
 
 
 class FlatGroup:
-    """A group of tensors of one dtype and device, read and written as one flat tensor of at least 32 bits per value.
+    """A group of tensors of one dtype on one device, which are read and written as one flat tensor.
+
+    The flat tensor has at least 32 bits per value.
 
     Args:
-        tensors: tensors of one dtype and device; complex ones count as pairs of real numbers.
-        indices: the positions of these tensors among all tensors.
+        tensors: the tensors. Complex tensors count as pairs of real numbers.
+        indices: the indices of these tensors in the list that `flat_groups` divides into groups.
 
     Example:
         >>> x, y = torch.tensor([[1.0, 2.0]]), torch.tensor(3.0)
@@ -36,27 +38,30 @@ class FlatGroup:
         self.numel = sum(self.numels)
         self.device = tensors[0].device
         self.dtype = torch.promote_types(real[0].dtype, torch.float32)
-        """The type of the flat tensor. Values of 16 bits are added in 32 bits."""
+        """The dtype of the flat tensor: float32, or a wider dtype if the tensors have one."""
         self.wire_dtype = real[0].dtype
-        """The type of the tensors themselves."""
+        """The dtype of the tensors of the group, or of their real parts if they are complex."""
 
     def read(self) -> Tensor:
         """Return the values of all tensors as a new flat tensor of shape (numel,)."""
         return torch.cat([as_real(tensor).reshape(-1).to(self.dtype) for tensor in self._tensors])
 
     def views(self, flat: Tensor) -> list[Tensor]:
-        """Split a flat tensor into parts of the tensors' shapes, as real numbers."""
+        """Split the tensor `flat` into one view per tensor of the group, in the shape of that tensor.
+
+        The view for a complex tensor has one more dimension, for the real and the imaginary part.
+        """
         parts = flat.split(self.numels)
         return [part.view(shape) for part, shape in zip(parts, self.shapes, strict=True)]
 
     def write(self, flat: Tensor) -> None:
-        """Write the values of a flat tensor into the tensors. Autograd detects the in-place change."""
+        """Write the values of the tensor `flat` into the tensors of the group. Autograd detects the in-place change."""
         foreach_copy_([as_real(tensor) for tensor in self._tensors], self.views(flat))
         torch.autograd.graph.increment_version(self._tensors)
 
 
 def flat_groups(tensors: Sequence[Tensor]) -> list[FlatGroup]:
-    """Divide tensors into one group per dtype and device, in the order in which each pair first occurs."""
+    """Divide tensors into one group per combination of dtype and device, in the order of the first tensors."""
     kinds: dict[tuple[torch.dtype, torch.device], list[int]] = {}
     for index, tensor in enumerate(tensors):
         kinds.setdefault((tensor.dtype, tensor.device), []).append(index)

@@ -1,4 +1,4 @@
-"""The interface of the data that a strategy's actions need beside the module."""
+"""`Kept`: the interface of the data that a strategy's actions need beside the module."""
 
 from __future__ import annotations
 
@@ -12,38 +12,41 @@ from syncline.transport.base import Transport
 
 
 class Kept:
-    """The data of one rank that a strategy's actions need beside the module. This class itself keeps no data.
+    """The data of one rank that a strategy's actions need beside the module.
 
-    Subclasses carry out the actions on their data.
+    This base class is for strategies that need no such data. Subclasses keep data, and carry out actions on it.
     """
 
     name: ClassVar[str] = ""
-    """The name under which the state is saved; empty if there is no state."""
+    """The key under which the data is saved; empty if there is no data to save."""
     has_copies: ClassVar[bool] = False
-    """Whether there is a second copy of the parameters, which has to start from equal parameters."""
+    """Whether the data contains a copy of the parameters, which must be equal on all ranks when it is made."""
     serves: ClassVar[bool] = False
-    """Whether each rank serves a part of the parameters, and so may receive messages at any time."""
+    """Whether each rank is the server of a shard of the parameters, so that messages can arrive at any time."""
     num_fragments: int = 0
-    """The number of fragments into which an outer optimizer divides the parameters; 0 without one."""
+    """The number of fragments into which the parameters are divided for an outer optimizer; 0 without an optimizer."""
     optimizer: Optimizer | None = None
-    """The outer optimizer, if there is one."""
+    """The outer optimizer, or None if there is none."""
     lanes: Sequence[Transport] = ()
-    """The lanes that were opened, to be closed once this object is no longer needed."""
+    """The lanes that this object has opened. They have to be closed together with the wrapper."""
 
     @property
     def is_settled(self) -> bool:
-        """Whether no message is in flight that a saved state would lack."""
+        """Whether a state can be saved or loaded now, because no message is in flight."""
         return True
 
     def start(self) -> None:
-        """Copy the current parameters, which are equal on all ranks, as the values that the next step starts from."""
+        """Copy the current parameters as the start of the next step. They must be equal on all ranks."""
 
     def restart(self) -> None:
-        """Take over the current parameters, into which a verb has written equal values on all ranks."""
+        """Start again from the current parameters, after a verb such as `sl.broadcast_` has made them equal."""
 
     def run(self, action: Action) -> None:
         """Carry out one action of the strategy on the kept data."""
-        raise AssertionError(f"the strategy's mechanism() does not provide the data for its action {action}")
+        raise AssertionError(
+            f"expected the strategy's mechanism() to provide the data that its action {action} needs, but it does not. "
+            "Return the mechanism of the action from mechanism(), for example OuterCopies for SendOuter"
+        )
 
     def poll(self) -> Sequence[Message]:
         """Return the messages from other ranks that have arrived since the last call."""
@@ -51,16 +54,19 @@ class Kept:
 
     def wait(self) -> Sequence[Message]:
         """Wait until a message from another rank has arrived. Return all messages that have arrived."""
-        raise AssertionError("Await() needs a strategy whose mechanism() returns ServerShard()")
+        raise AssertionError(
+            "expected the strategy's mechanism() to return ServerShard(), got another mechanism. The strategy's action "
+            "Await() waits for the messages of a parameter server"
+        )
 
     def write(self) -> None:
-        """Write the values received in this round into the parameters."""
+        """Write the values that this rank has received in this round into the parameters."""
 
     def finish(self) -> None:
-        """Wait until all messages that this rank sent have arrived."""
+        """Wait until all sends of this rank have completed."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state of the kept data."""
+        """Return the data as a state that can be saved."""
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

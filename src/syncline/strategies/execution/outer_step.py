@@ -1,4 +1,4 @@
-"""The outer loop of DiLoCo: a common copy of the parameters, the distances from the copy, and the outer optimizer."""
+"""The outer loop of DiLoCo: an optimizer that steps a copy of the parameters by the mean of the ranks' changes."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ from syncline.transport.base import Transport
 
 
 class OuterLoop(Kept):
-    """A copy of the parameters that is equal on all ranks, with an optimizer that steps the copy.
+    """The outer loop of DiLoCo: a copy of the parameters, equal on all ranks, and the optimizer that steps the copy.
 
     Args:
-        named: the module's parameters with their names, the same on all ranks.
-        copies: the fragments, the function that makes the optimizer, and the encoding of outer gradients.
-        transport: carries the outer gradients, and nothing else.
+        named: the module's parameters with their names, which are the same on all ranks.
+        copies: the fragments, the function that makes the optimizer, and the compression of outer gradients.
+        transport: the lane that carries the outer gradients, and nothing else.
 
     Raises:
         TypeError: `copies.outer` does not return an optimizer.
-        ValueError: `copies.outer` returns an optimizer of other parameters.
+        ValueError: `copies.outer` returns an optimizer of other parameters than the copies.
     """
 
     name = "outer"
@@ -50,8 +50,8 @@ class OuterLoop(Kept):
             lambda: copies.outer(list(common)),
             common,
             hint=(
-                ". The outer optimizer steps copies of the module's parameters: write outer=lambda parameters: "
-                "torch.optim.SGD(parameters, lr=0.7), not an optimizer of module.parameters()"
+                ". The outer optimizer steps copies of the module's parameters, which are the argument of outer(). "
+                "Write outer=lambda parameters: torch.optim.SGD(parameters, lr=0.7), without module.parameters()"
             ),
         )
         self.num_fragments = len(copies.fragments)
@@ -88,9 +88,10 @@ class OuterLoop(Kept):
     # ------------------------------------------------------------------ saving and loading
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the copies and the state of their optimizer. A collective call if an average is in flight.
+        """Return the copies of the parameters, the state of their optimizer, and the state of each fragment.
 
-        The residuals (in `"fragments"`) differ between ranks.
+        This is a collective call if an average is in flight. The copies are equal on all ranks. The states of the
+        fragments contain the residuals of the compression, which differ between ranks.
         """
         return {
             "parameters": {name: common.detach().clone() for name, common in self._common.items()},
@@ -99,10 +100,10 @@ class OuterLoop(Kept):
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load a state that `state_dict` returned. A collective call if an average is in flight.
+        """Load a state that `state_dict` returned. This is a collective call if an average is in flight.
 
         Raises:
-            ValueError: the state is of another module.
+            ValueError: the state was saved from a module with other parameters.
         """
         saved = state["parameters"]
         expected = {name: tuple(common.shape) for name, common in self._common.items()}
@@ -112,8 +113,9 @@ class OuterLoop(Kept):
         if differing:
             first = differing[0]
             raise ValueError(
-                f"this state of DiLoCo was saved from another module: {', '.join(differing[:5])} differ. Expected "
-                f"{first} to have shape {expected.get(first)}, got {found.get(first)}"
+                f"this state of DiLoCo was saved from another module. Expected {first} to have shape "
+                f"{expected.get(first)}, got {found.get(first)} (None if there is no such parameter). These parameters "
+                f"differ: {', '.join(differing[:5])}. Load a state that was saved from the same module"
             )
         with torch.no_grad():
             for name, common in self._common.items():
@@ -124,13 +126,13 @@ class OuterLoop(Kept):
 
 
 class _Fragment:
-    """A fragment: parameters that sync together.
+    """A fragment of the module, whose parameters all sync after the same step.
 
     Args:
-        local: the module's parameters.
-        common: their copies, in the same order.
-        copies: states the encoding, and whether the values at each send are needed when the average arrives.
-        transport: carries the outer gradients.
+        local: the module's parameters that belong to the fragment.
+        common: the outer optimizer's copies of these parameters, in the same order.
+        copies: the settings of DiLoCo, of which `compression` and `keeps_sent` are used.
+        transport: the lane that carries the outer gradients.
     """
 
     def __init__(
@@ -145,14 +147,14 @@ class _Fragment:
             for group in self._groups
         ]
         self._arrived: list[Tensor] | None = None
-        """The means, if a save had to wait for them before their outer step was due."""
+        """The mean outer gradients, if `state_dict` waited for them before the outer step; otherwise None."""
         self._keeps_sent = copies.keeps_sent
         self._sent: list[Tensor] = []
-        """The parameters' values at the last send."""
+        """The values of the parameters at the last send; empty if they are not needed."""
 
     @property
     def is_under_way(self) -> bool:
-        """Whether the fragment was sent, and its outer step has not been taken yet."""
+        """Whether the fragment's outer gradient was sent, and its outer step has not been taken yet."""
         return self._arrived is not None or any(exchange.is_under_way for exchange in self._exchanges)
 
     def send(self) -> None:
@@ -171,7 +173,7 @@ class _Fragment:
             exchange.advance()
 
     def receive_gradients(self) -> None:
-        """Wait for the mean distances, and make them the gradients of the copies."""
+        """Wait for the mean outer gradients, and store them in `.grad` of the copies."""
         means = self._arrived or [exchange.wait() for exchange in self._exchanges]
         self._arrived = None
         for group, mean in zip(self._groups, means, strict=True):
@@ -180,11 +182,11 @@ class _Fragment:
                 common.grad = torch.view_as_complex(part) if common.is_complex() else part
 
     def write(self, mixing: float | None) -> None:
-        """Write the copies into the parameters.
+        """Write the copies, combined with this rank's own values, into the parameters. The copies do not change.
 
         Args:
-            mixing: the weight that the parameters' own values keep. None: add to the copies the distance that the
-                parameters have moved since the send.
+            mixing: the weight of this rank's own values in the written values. Pass None to write the copies plus this
+                rank's changes since the send.
         """
         for position, (local, common) in enumerate(zip(self._local, self._common, strict=True)):
             if mixing is None:
@@ -218,7 +220,7 @@ class _Fragment:
 
 
 def _copy_of(parameter: Tensor) -> Tensor:
-    """Return a copy of a parameter with at least 32 bits, because 16 bits would lose many small steps."""
+    """Return a copy of a parameter with at least 32 bits per value, because 16 bits would lose small steps."""
     dtype = torch.promote_types(parameter.dtype, torch.float32)
     copy = parameter.detach().to(dtype, copy=True, memory_format=torch.preserve_format)
     return nn.Parameter(copy)

@@ -1,4 +1,4 @@
-"""One round of gossip: a rank sends parts of its values to a few others and adds the parts that it receives."""
+"""Push-sum, the method of gossip: a rank sends parts of its values to a few others, and adds the parts it receives."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from syncline.transport.work import Work
 
 
 class PushSum(Kept):
-    """The push-sum weight of a rank's values.
+    """The push-sum state of one rank: its current weight, and the values that it last wrote.
 
-    The values, multiplied by their weight, are a weighted sum of the values of several ranks. A rank sends equal parts
-    of this sum and of the weight to other ranks, so the totals over all ranks change only when a rank's own steps
-    change its values. Such a change counts with the rank's own weight. Therefore all ranks tend to the weighted mean
-    over all ranks.
+    A rank's values, multiplied by its current weight, are a weighted sum of the values of several ranks. A rank sends
+    equal parts of this sum and of its weight to other ranks. So rounds change neither the total of the sums nor the
+    total of the weights over all ranks. Changes by the steps of a rank count with the initial weight of that rank.
+    Therefore the values of all ranks approach the weighted mean over all ranks.
 
     Args:
-        weights: the weights of all ranks, above 0.
-        transport: carries the parts, and nothing else.
-        tensors: returns the tensors with the values.
+        weights: the initial weights of all ranks, in rank order, above 0.
+        transport: the lane that carries the parts, and nothing else.
+        tensors: a function that returns the tensors to average.
     """
 
     name = "push_sum"
@@ -40,7 +40,7 @@ class PushSum(Kept):
         self._transport = transport
         self._tensors = tensors
         self._written: list[Tensor] = []
-        """The values as last written. Only kept if weights differ, because changes then count with the own weight."""
+        """The values that were last written into the tensors, to measure changes. Empty if all weights are equal."""
 
     def run(self, action: Action) -> None:
         groups = flat_groups(self._tensors())
@@ -55,7 +55,16 @@ class PushSum(Kept):
             self._written = [group.read() for group in groups]  # includes the rounding of the write
 
     def _pushed(self, values: list[Tensor], wire_dtypes: Sequence[torch.dtype], push: Push) -> list[Tensor]:
-        """Return this rank's values after it has sent parts of them to other ranks, and added the parts of others."""
+        """Send a part of this rank's values to each rank of `push.to`, and add the parts that arrive.
+
+        Args:
+            values: the flat values of each group of tensors, which are overwritten.
+            wire_dtypes: the dtype in which the values of each group are sent.
+            push: the ranks to send to, and the ranks to receive from.
+
+        Returns:
+            The new values of each group.
+        """
         transport, to, sources = self._transport, push.to, push.sources
         total = self.weight / (1 + len(to))
         wires = [torch.tensor([total], dtype=torch.float64, device=transport.control_device)]
@@ -88,7 +97,7 @@ class PushSum(Kept):
         return [sum_.div_(total) for sum_ in sums]
 
     def _averaged(self, values: Sequence[Tensor]) -> list[Tensor]:
-        """Return the weighted mean of all ranks' values, and reset the weight. A collective call."""
+        """Return the weighted mean of all ranks' values, and reset the weight to its start. A collective call."""
         transport = self._transport
         total = torch.tensor([self.weight], dtype=torch.float64, device=transport.control_device)
         transport.all_reduce(total).wait()
@@ -101,7 +110,7 @@ class PushSum(Kept):
         return means
 
     def _values(self, groups: Sequence[FlatGroup]) -> list[Tensor]:
-        """Return the tensors' values, in which changes since the last write count with this rank's own weight."""
+        """Return the values of the tensors. Changes since the last write count with this rank's initial weight."""
         values = [group.read() for group in groups]
         if self._has_equal or len(self._written) != len(values):
             return values
@@ -111,7 +120,7 @@ class PushSum(Kept):
         ]
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the weight and the written values of this rank, which differ between ranks."""
+        """Return this rank's weight and the values that it last wrote. Both differ between ranks."""
         return {"weight": self.weight, "written": [written.clone() for written in self._written]}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

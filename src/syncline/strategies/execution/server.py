@@ -1,4 +1,4 @@
-"""A parameter server with one shard per rank, and the values of all shards as each rank knows them."""
+"""A parameter server that is divided among the ranks: each rank serves one shard, and receives all other shards."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ _LONGEST_PAUSE_SECONDS = 1e-3
 
 
 class ShardedServer(Kept):
-    """The shard that this rank serves, and the values of all shards that it has received.
+    """The data of a parameter server on one rank: the shard that this rank serves, and the last values of all shards.
 
-    The strategy `ParameterServer` decides when to send and to receive. Updates and values have separate connections. On
-    each connection, the messages between two ranks arrive in the order of their clocks. A rank computes with the last
-    values that it received for each shard, plus its own updates since then.
+    The strategy `ParameterServer` decides when to send and to receive. Updates and values are sent on separate lanes.
+    On each lane, the messages between two ranks arrive in the order of their steps. A rank computes with the last
+    values that it received for each shard, plus its own later updates.
 
     Args:
-        tensors: the parameters, of one floating-point type, on one device.
-        transport: connects the ranks; four lanes of it are opened.
+        tensors: the parameters, of one floating-point dtype, on one device.
+        transport: connects the ranks. Four lanes of it are opened.
 
     Raises:
-        ValueError: the parameters have several types, or are on several devices.
+        ValueError: the parameters have several dtypes, or are on several devices.
     """
 
     name = "server"
@@ -46,8 +46,8 @@ class ShardedServer(Kept):
         if len(groups) != 1:
             kinds = ", ".join(f"{group.wire_dtype} on {group.device}" for group in groups)
             raise ValueError(
-                f"ParameterServer: expected all parameters to have one type and to be on one device, got {kinds}. "
-                "Convert the module, or use another strategy"
+                f"ParameterServer: expected all parameters to have one dtype and to be on one device, got {kinds}. "
+                "Convert or move the parameters, or use another strategy"
             )
         self._group = groups[0]
         self._transport = transport
@@ -58,9 +58,9 @@ class ShardedServer(Kept):
         bounds = [numel * rank // self._transport.size for rank in range(self._transport.size + 1)]
         self._spans = [slice(start, stop) for start, stop in pairwise(bounds)]
         self._moves: dict[int, Tensor] = {}
-        """This rank's own updates, by clock, which are not yet contained in the known values of all shards."""
+        """This rank's updates, by step. An update is deleted once the received values of all shards contain it."""
         self._received: dict[int, dict[int, Tensor]] = {}
-        """The updates of this rank's shard that are not yet added to it, by clock and rank."""
+        """The updates that wait to be added to this rank's shard, by step and by the rank that sent them."""
         self._closed = [0] * self._transport.size
         self.start()
 
@@ -85,7 +85,7 @@ class ShardedServer(Kept):
                 super().run(action)
 
     def _send_update(self, clock: int) -> None:
-        """Send each server this rank's update of step `clock`, which was just completed."""
+        """Send each server this rank's update of step `clock`: the change of the server's shard in that step."""
         move = self._group.read().sub_(self._written)
         own = self._spans[self._transport.rank]
         self._moves[clock] = move
@@ -97,7 +97,7 @@ class ShardedServer(Kept):
             self._values.expect(rank, clock, move[self._spans[rank]])
 
     def _close(self, clock: int) -> None:
-        """Add the mean of all ranks' updates of step `clock` to this rank's shard, and send its values to all ranks.
+        """Add the mean of all ranks' updates of step `clock` to this rank's shard, and send the shard to all ranks.
 
         The updates are added in rank order, so that the sum is reproducible.
         """
@@ -113,7 +113,7 @@ class ShardedServer(Kept):
             self._values.send(values, rank)
 
     def write(self) -> None:
-        """Write the known values of the shards, plus this rank's own updates since then, into the parameters."""
+        """Write the last values of each shard, plus this rank's later updates of it, into the parameters."""
         known = self._served.clone()
         for clock in sorted(self._moves):
             if clock <= min(self._closed):
@@ -135,7 +135,8 @@ class ShardedServer(Kept):
         """Wait until a message from another rank has arrived. Return all messages that have arrived.
 
         Raises:
-            CollectiveTimeout, PeerLost, ...: no message arrived in time, or no message can arrive any more.
+            CollectiveTimeout: no message arrived in time.
+            SynclineError: no message can arrive any more, for example because a rank has failed (`PeerLost`).
         """
         deadline = time.monotonic() + self._transport.timeout_seconds
         pause_seconds = _SHORTEST_PAUSE_SECONDS
@@ -154,7 +155,7 @@ class ShardedServer(Kept):
         return [rank for rank in range(self._transport.size) if rank != self._transport.rank]
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the values of all shards as this rank knows them. No update may be in flight."""
+        """Return the last values of all shards on this rank. No update may be in flight when this is called."""
         return {
             "served": self._served.clone(),
             "written": self._written.clone(),
@@ -172,10 +173,11 @@ class ShardedServer(Kept):
 
 
 class _Mail:
-    """The messages of one kind between this rank and all others. They arrive in the order of their clocks.
+    """The messages of one kind, updates or values, between this rank and all other ranks.
 
-    There are two lanes, one to higher ranks and one to lower ranks. Some transports (NCCL) order the messages of a pair
-    of ranks, and there a pending receive must not block a send.
+    Messages from one rank arrive in the order of their steps. They use two lanes: one from lower to higher ranks, and
+    one from higher to lower ranks. Some transports (NCCL) run the messages of a pair of ranks on one lane in order, so
+    on a single lane a pending receive could block a send.
     """
 
     def __init__(self, kind: Literal["update", "values"], transport: Transport) -> None:
@@ -187,9 +189,9 @@ class _Mail:
         self.lanes = [self._to_higher, self._to_lower]
         self._sent: deque[tuple[Work, Tensor]] = deque()
         self._expected: dict[int, deque[tuple[int, Tensor, Work]]] = {}
-        """For each rank, the clocks, tensors and receives of the messages that have not arrived yet."""
+        """For each rank, the messages that have not arrived yet, as (step, tensor for the values, pending receive)."""
         self._arrived: dict[tuple[int, int], Tensor] = {}
-        """The messages that have arrived and were not taken yet, by rank and clock."""
+        """The messages that have arrived and were not taken yet, by the rank that sent them and the step."""
 
     def send(self, values: Tensor, rank: int) -> None:
         wire = values.to(self._sending_device(values.device), copy=True)
@@ -217,7 +219,7 @@ class _Mail:
         return self._arrived.pop((rank, clock))
 
     def oldest(self) -> Work | None:
-        """Return the pending receive of the message with the lowest clock, or None."""
+        """Return the pending receive for the earliest step. Return None if no receive is pending."""
         heads = [queue[0] for _, queue in sorted(self._expected.items()) if queue]
         return min(heads, key=lambda head: head[0])[2] if heads else None
 
