@@ -116,14 +116,16 @@ def test_fields_have_their_declared_types() -> None:
         '"name": "\\ud800"',
         '"other": 1',
     ):
-        with pytest.raises(SynclineError, match="here: expected a Record"):
+        with pytest.raises(SynclineError, match="here: expected the JSON text of a Record"):
             decode(Record, f'{{"count": 1, {rest}}}', "here")
 
 
 def test_a_message_that_is_too_long_is_refused() -> None:
     inner = dist.HashStore()
     inner.set("key", b"syncline plain " + bytes(1 << 20))
-    with pytest.raises(SynclineError, match="expected a message of at most 1048576 bytes, not of 1048591 bytes"):
+    with pytest.raises(
+        SynclineError, match="expected a message of at most 1048576 bytes, not of 1048591 bytes"
+    ):
         SignedStore(inner, token=None).get("key")
 
 

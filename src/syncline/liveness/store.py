@@ -132,7 +132,9 @@ class SignedStore:
             _refuse(where, f"a message of at most {_MAX_BYTES} bytes, not of {len(value)} bytes", value)
         if self._token is None:
             if value.startswith(_SIGNED):
-                _refuse(where, "an unsigned message, because SYNCLINE_TOKEN is not set in this process", value)
+                _refuse(
+                    where, "an unsigned message, because SYNCLINE_TOKEN is not set in this process", value
+                )
             return _text(where, value, _PLAIN)
         if not value.startswith(_SIGNED):
             _refuse(where, "a message signed with this job's token (SYNCLINE_TOKEN)", value)
