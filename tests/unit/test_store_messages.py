@@ -186,8 +186,8 @@ def test_junk_where_ranks_meet_is_a_named_error() -> None:
 
 def test_a_message_that_no_rank_writes_is_refused() -> None:
     for name, value, words in (
-        ("rank", 0, "expected a message of rank 1, got one of rank 0"),
-        ("fault", ["TypeError"], "expected the class of an error and its text"),
+        ("rank", 0, "expected a message of rank 1, got a message of rank 0"),
+        ("fault", ["TypeError"], "expected the entry `fault` to be the class name and the text of an error"),
     ):
         store = dist.HashStore()
         SignedStore(store).set("rank 1", json.dumps({**vars(presence(1)), name: value}))
