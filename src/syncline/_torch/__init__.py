@@ -1,4 +1,4 @@
-"""Access to torch's private names, and replacements of methods of torch's classes. No other package does either.
+"""Access to torch's private names, and replacements of methods of torch's classes. Only this package has them.
 
 Each file has one theme. It looks up each private name once, usually at import, and states the feature that needs the
 name. If the installed torch lacks a name, `import syncline` still works. Either the file has a fallback, documented at

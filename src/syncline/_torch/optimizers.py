@@ -26,9 +26,9 @@ _scalers: weakref.WeakSet[GradScaler] = weakref.WeakSet()
 """The scalers that `note_scalers` has found in this process, and the scalers that were created or used since."""
 
 _NOTING = ("__init__", "scale", "_lazy_init_scale_growth_tracker")
-"""The methods of a GradScaler that `note_scalers` replaces, so that they note the scaler.
+"""The methods of a GradScaler that `note_scalers` replaces, so that they also record the scaler.
 
-The constructor notes new scalers. `scale`, through which every loss goes, notes scalers that the search has not found.
+The constructor records new scalers. `scale`, through which every loss goes, records scalers that no search can find.
 A subclass with its own `scale` calls the last method at its first loss, if torch has this method.
 """
 

@@ -119,7 +119,7 @@ FOREACH_ZERO = lookup("torch:ops.aten._foreach_zero_.default", _TOGETHER)
 
 
 def make_without_memory(kind: type[Tensor], like: Tensor) -> Any:
-    """Create a tensor that has no memory: of the subclass `kind`, with the shape, dtype and device of `like`."""
+    """Create a tensor of the class `kind` that has no memory, with the shape, dtype and device of `like`."""
     return _make_wrapper_subclass(kind, like.shape, dtype=like.dtype, device=like.device)
 
 
@@ -141,7 +141,7 @@ _set_deterministic = lookup("torch._C:_set_deterministic_algorithms", "ask for d
 
 
 def set_deterministic(is_on: bool, *, warn_only: bool) -> None:
-    """Make torch use deterministic algorithms, or end this.
+    """Make torch use only deterministic algorithms, or allow other algorithms again.
 
     torch's public function is only the fallback, because it imports the compiler, which takes seconds.
 

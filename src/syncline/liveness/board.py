@@ -35,7 +35,7 @@ class Board:
     phase: str = _BEFORE
     """The part of the step that this rank runs, in words, such as "backward"."""
     bucket: int | None = None
-    """Index of the bucket of gradients that this rank sends or waits for; None while it handles no bucket."""
+    """The index of the bucket of gradients that this rank sends or waits for; None while it handles no bucket."""
     opening: str | None = None
     """The title of the call of Syncline that the ranks agree on or run now, such as "sl.mean"; None at other times.
 
@@ -93,7 +93,7 @@ class Place:
     bucket: int | None = None
     opening: str | None = None
     wait: Wait | None = None
-    """The call in which the rank has been waiting for a while; None if it does not wait or has just begun to."""
+    """The call in which the rank has waited for a while; None if it does not wait or has just begun to wait."""
     num_started: dict[str, int] = field(default_factory=dict)
     """The number of collectives that the rank has started on each lane, by the name of the lane."""
     code: str | None = None
@@ -101,7 +101,7 @@ class Place:
     has_left: bool = False
     """Whether the rank has shut down normally, by sl.shutdown() or at the end of its program."""
     seen: float = 0.0
-    """Time of the snapshot, in seconds since the epoch."""
+    """The time of the snapshot, in seconds since the epoch."""
 
     @staticmethod
     def of(
@@ -132,7 +132,7 @@ class Place:
     def is_in(self, wait: Wait) -> bool:
         """Return whether the rank waits in the call of `wait`: in a call on the same lane, with the same index.
 
-        The operations are not compared, because ranks may have made different calls with one index.
+        The operations are not compared, because ranks may have made different calls with the same index.
         """
         return self.wait is not None and (self.wait.lane, self.wait.call) == (wait.lane, wait.call)
 

@@ -2,8 +2,8 @@
 
 torch counts the calls that each rank starts on a process group. So Syncline treats a wait in torch.distributed like a
 wait of its own: the group is the lane, and a rank that has started fewer calls on the group is absent. `deadlock.py`
-proves for both kinds of waits that they can never end. To end a wait in torch.distributed, Syncline raises an error
-inside the call.
+detects waits of both kinds that can never end. To end a wait in torch.distributed, Syncline raises an error inside the
+call.
 
 Syncline reads the frame of the main thread only after `faulthandler` has shown that the thread is in such a call. The
 thread sleeps during the call, so the frame does not change meanwhile.
@@ -57,9 +57,9 @@ ONE_RANK_EVALUATES = (
 """The last lines of an error about a forward that only some ranks run: how to prevent the error."""
 
 _UNEVEN = (
-    "the rank that shut down made fewer steps than this rank. Give every rank the same number of batches "
-    "(DistributedSampler pads them, drop_last=True drops the rest), or run the loop inside ddp.join(), which lets "
-    "ranks end at different times (ddp.join() does not work with sharded=True)"
+    "the rank that shut down made fewer steps than this rank. Give every rank the same number of batches: "
+    "DistributedSampler repeats some samples for this, or drops some with drop_last=True. Or run the loop inside "
+    "ddp.join(), which lets ranks end at different times, but does not work with sharded=True"
 )
 
 _LEFT_OUT = (

@@ -109,7 +109,7 @@ class Health:
         board: the step, phase and bucket of this rank.
         notices: the notices of the group; None for a group of one rank.
         rank: this rank in the group.
-        size: number of ranks in the group.
+        size: the number of ranks in the group.
         backend: the name of the backend. Messages show it.
         timeout_seconds: the longest time for which an operation of the group can be pending.
     """
@@ -216,7 +216,7 @@ class Health:
         return self.error()
 
     def adopt(self, failure: Failure) -> None:
-        """Record a failure that a peer has published."""
+        """Record a failure that a peer has published, unless this rank has already recorded a failure."""
         if self.failure is None:
             self.failure = failure
             self._keep_groups()
@@ -284,6 +284,6 @@ CLOSED = Failure(
 _MAX_CLOSED = 64
 
 _BROKEN = (
-    "this process group failed before, so nothing can be synchronized over it. To continue, create it again on all "
-    "ranks (sl.shutdown() and sl.init(), or destroy the process group and create a new one). The first failure:"
+    "this process group failed before, so nothing can be synchronized over it. To continue, create the group again on "
+    "all ranks: call sl.shutdown() and sl.init(), or destroy the group and create a new one. The first failure:"
 )

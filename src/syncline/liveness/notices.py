@@ -37,7 +37,7 @@ T = TypeVar("T")
 _STORE_TIMEOUT = timedelta(seconds=1)
 
 _MAX_READS = 100
-"""The maximum number of times that the processes of other ranks are read in quick succession."""
+"""The maximum number of times that a rank reads the processes of other ranks in quick succession."""
 
 
 class Notices:
@@ -49,7 +49,7 @@ class Notices:
         store: the store of the group. This object opens a separate connection to the store, so that its requests do not
             delay other users of the store.
         rank: this rank in the group.
-        size: number of ranks in the group.
+        size: the number of ranks in the group.
     """
 
     def __init__(self, store: Any, *, rank: int, size: int) -> None:

@@ -42,12 +42,12 @@ class RankProcess:
 
     @staticmethod
     def own() -> RankProcess | None:
-        """Return this process. Return None if the system does not show the states of processes."""
+        """Return the `RankProcess` of this process. Return None if the system does not show the states of processes."""
         return RankProcess.here(os.getpid())
 
     @staticmethod
     def here(pid: int) -> RankProcess | None:
-        """Return the process on this host with this pid; None if it has ended or if the system does not show it."""
+        """Return the `RankProcess` of the process with this pid; None if it has ended, or if it cannot be seen."""
         try:
             if os.readlink("/proc/self") != str(os.getpid()):
                 return None  # /proc shows the process numbers of another container
@@ -135,8 +135,8 @@ def _is_empty(pid: int) -> bool:
 FORKED = Failure(
     SynclineError,
     "this process was forked from a rank and is not a rank itself, so it must not synchronize: the other ranks would "
-    "mistake its messages and its writes to shared memory for those of the rank. Synchronize only in the rank. If this "
-    "process must synchronize on its own, start it before sl.init(), or by spawn instead of fork",
+    "mistake its messages and its writes to shared memory for those of the rank. Synchronize only in the rank. Start "
+    "helper processes before sl.init(), or by spawn instead of fork",
 )
 
 

@@ -8,7 +8,7 @@ Imports: errors, faces, words, checks, environment, user_code, _torch, liveness,
 ending.py        the end of the process: reports of an exception to the launcher and the peers; an end without a hang
 listening.py     sockets for stores, which listen at one address only; this module needs no torch
 process.py       the error file that a rank writes for the launcher; the end of a rank when the launcher ends
-ranks.py         World: the rank of a process, which a launcher or a process group defines, or which is alone
+ranks.py         World: the rank and the device of a process, and the number of ranks
 registry.py      objects that the library attaches to a user's modules, found by their class
 rendezvous.py    the ranks wait for each other at the store, compare their arguments, and agree on a backend
 session.py       the session of this process, and the arguments of `init`

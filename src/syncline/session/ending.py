@@ -110,7 +110,8 @@ class Destroyer:
     def end(self, *, destroy: bool) -> None:
         """Destroy the process group if `destroy` is True, and end the thread.
 
-        Wait at most 10 seconds, because a collective may be pending that other ranks have not joined. Then warn.
+        Wait at most 10 seconds for this, because a collective may be pending that other ranks have not joined. If the
+        thread has not ended by then, warn.
         """
         self._destroy = destroy
         self._decided.set()

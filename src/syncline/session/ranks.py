@@ -1,4 +1,7 @@
-"""The world of a process, which a launcher's variables or a process group define. Otherwise it has only one rank."""
+"""The world of a process: its rank, its device, and the number of ranks.
+
+A launcher's variables or a process group define the world. Without them, the process is the only rank of its world.
+"""
 
 from __future__ import annotations
 
@@ -82,7 +85,7 @@ def _device(asked: torch.device | None, local_rank: int) -> torch.device:
 
 
 def check_that_ranks_were_joined(*, has_left: bool) -> None:
-    """Raise an error if a launcher started several ranks, because this process has not joined them.
+    """Raise an error if a launcher started several ranks. Call this function if this process has not joined them.
 
     Without this check, each process would train alone by mistake.
 

@@ -86,7 +86,7 @@ class Stores:
     def of_next_init(self, env: Environment, timeout_seconds: float) -> Store:
         """Return the store for the next `init`. It puts a new prefix before each key.
 
-        Without the prefix, `init` could read messages of an earlier `init`, or those from before a restart.
+        Without the prefix, `init` could read messages of an earlier `init` or from before a restart.
         """
         place = (env.master_addr, env.master_port, env.rank, env.size)
         if place not in self._by_place:
@@ -203,7 +203,10 @@ def _difference(everyone: Sequence[Presence]) -> Exception | None:
 
 
 def _let_all_read(store: Store, mine: Presence, timeout_seconds: float) -> None:
-    """On rank 0, wait until all ranks have read the messages, because the store may end together with rank 0."""
+    """Report that this rank has read all messages. On rank 0, wait until all ranks have reported this.
+
+    Rank 0 waits because the store may end together with rank 0.
+    """
     keys = [f"rank {rank} has read" for rank in range(mine.size)]
     with contextlib.suppress(dist.DistStoreError, dist.DistNetworkError):
         store.set(keys[mine.rank], "")

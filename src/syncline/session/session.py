@@ -175,8 +175,8 @@ class Session:
                 self._has_left = False
             elif self._joined.asked != asked:
                 raise SynclineError(
-                    f"expected the arguments of the earlier call of sl.init, {self._joined.asked}, got {asked}: pass "
-                    "the same arguments, or call sl.shutdown() between the two calls"
+                    f"expected sl.init({self._joined.asked}), as in the earlier call, got sl.init({asked}): pass the "
+                    "same arguments, or call sl.shutdown() between the two calls"
                 )
             return self._joined.world
 

@@ -30,7 +30,7 @@ from syncline.checks import did_you_mean
 EXIT_STOPPED: int = 75
 """The exit code of ranks that were asked to stop, agreed on a step, and saved their state after this step.
 
-The system calls this code EX_TEMPFAIL, which means: try again.
+The C header sysexits.h calls this code EX_TEMPFAIL, which means: try again.
 """
 
 STOP_SIGNALS: tuple[str, ...] = tuple(name for name in ("SIGTERM", "SIGUSR1") if hasattr(signal, name))
@@ -44,7 +44,10 @@ _SAME_REQUEST_SECONDS = 2.0
 _ENDING = frozenset(
     getattr(signal, name) for name in ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT") if hasattr(signal, name)
 )
-"""The signals that end a process. On its second arrival, such a signal has its effect from before the handler."""
+"""The signals that by convention end a process.
+
+When such a signal arrives again, it has the effect that it had before the handler was installed.
+"""
 
 
 class Stopped(SystemExit):

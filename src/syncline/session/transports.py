@@ -145,7 +145,7 @@ class Transports:
         All ranks of the group must call this method.
 
         Args:
-            c10d: a transport between the ranks. The returned transport is this object, or closes it with itself.
+            c10d: a transport between the ranks. Unless it is returned itself, the returned transport closes it.
             asked: "auto", "c10d" or "shm", the same on all ranks.
 
         Raises:

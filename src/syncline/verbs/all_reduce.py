@@ -22,7 +22,7 @@ from syncline.verbs.common import Group, Prepared, agree_on_call, refuse_one_cop
 
 T = TypeVar("T")
 
-_SAME_TREE = "Call it with the same tensors in the same containers, and with the same op, on every rank."
+_SAME_TREE = "Pass the same tensors in the same containers, and the same op, on every rank."
 
 
 @overload
@@ -45,8 +45,8 @@ def all_reduce_(target: Any, op: ReduceOp = "sum", *, group: Group = None, async
     """Reduce the tensors of `target` over all ranks, in place. The result has the same bits on every rank.
 
     Tensors of one dtype and device are sent together, in few collectives. Autograd does not record the reduction. The
-    ranks compare names, shapes and dtypes before any tensor is written. An exception is a single tensor that is sent
-    over shared memory: the ranks compare its shape during the transfer.
+    ranks compare names, shapes and dtypes before any tensor is written. If `target` is a single tensor and is sent over
+    shared memory, the ranks compare its shape during the transfer instead.
 
     Args:
         target: see `broadcast_`. If it is a module, its parameters and buffers are reduced.

@@ -88,8 +88,8 @@ T = TypeVar("T")
 _TITLE = "sl.average_"
 
 _REMEDY = (
-    "Call it with the same tensors in the same containers on every rank. If the target is an optimizer, its settings "
-    "must be equal, too."
+    "Pass the same tensors in the same containers on every rank. If the target is an optimizer, its settings must be "
+    "equal, too."
 )
 
 _WEIGHT = struct.Struct("<d")

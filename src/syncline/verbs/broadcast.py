@@ -21,7 +21,7 @@ from syncline.verbs.diverge import record_equal
 T = TypeVar("T")
 
 _REMEDY = (
-    "Call it with the same tensors in the same containers, and with the same src, on every rank. "
+    "Pass the same tensors in the same containers, and the same src, on every rank. "
     "(Of tied tensors, only the first is named.)"
 )
 

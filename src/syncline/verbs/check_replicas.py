@@ -30,7 +30,9 @@ _TITLE = "sl.check_replicas"
 
 _DIGEST_BYTES = 32
 
-_REMEDY = "Call it with the same tensors in the same containers on every rank. (Of tied tensors, only the first is named.)"
+_REMEDY = (
+    "Pass the same tensors in the same containers on every rank. (Of tied tensors, only the first is named.)"
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -276,7 +278,7 @@ def _is_below(name: str, others: Iterable[str]) -> bool:
 
 
 def _state_prefixes(optimizer: Optimizer, own: Set[int]) -> tuple[str, ...]:
-    """Return how the paths of the optimizer state begin that belongs to some parameters.
+    """Return the beginnings of all paths in the optimizer that lead to the state of some parameters.
 
     Args:
         optimizer: the optimizer.

@@ -15,7 +15,7 @@ from syncline.verbs.common import Group, Prepared, agree_on_call, global_rank, r
 
 _TITLE = "sl.keep_best_"
 
-_REMEDY = "Call it with the same tensors in the same containers, and with the same mode, on every rank."
+_REMEDY = "Pass the same tensors in the same containers, and the same mode, on every rank."
 
 _SCORE = struct.Struct("<d")
 

@@ -26,7 +26,7 @@ from syncline.trees import leaves, map_leaves
 from syncline.verbs.common import Group, Prepared, agree_on_call, checked_total
 
 _LARGE_NUMEL = 4096
-"""Tensors with at least this many elements are reduced instead of gathered."""
+"""The minimum number of elements of a large tensor. Large tensors are reduced, all others are gathered."""
 
 _REMEDY = "Pass the same keys, shapes and dtypes on every rank."
 
