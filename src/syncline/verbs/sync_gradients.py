@@ -60,9 +60,9 @@ def sync_gradients_(module: Any, *, group: Group = None, async_op: bool = False)
     all ranks.
 
     If only some ranks have a gradient for a parameter, the gradient counts as zero on the other ranks, and is created
-    there. If no rank has a gradient, `.grad` stays None. Gradients that are already reduced do not change, except for the last
-    bit if the number of ranks is not a power of two. The call takes two small collectives, or only one for up to 196
-    parameters. Then gradients of one dtype and device are sent together. Communication hooks are not called.
+    there. If no rank has a gradient, `.grad` stays None. Gradients that are already reduced do not change, except for
+    the last bit if the number of ranks is not a power of two. The call takes two small collectives, or only one for up
+    to 196 parameters. Then gradients of one dtype and device are sent together. Communication hooks are not called.
 
     Args:
         module: `sl.DistributedDataParallel`, torch's wrapper, or a bare module. A bare module can also be the module
