@@ -49,7 +49,7 @@ class ReplicaReport:
     Example:
         >>> print(ReplicaReport(num_ranks=2, num_compared=7, may_differ=("1.running_mean",)))
         6 of 7 tensors and numbers are the same on all 2 ranks
-        note: these differ, as the contract of the wrapped module allows now: 1.running_mean
+        note: these tensors differ, which the contract of the wrapped module allows now: 1.running_mean
     """
 
     num_ranks: int
@@ -63,7 +63,9 @@ class ReplicaReport:
         text = f"{same}{self.num_compared:,} tensors and numbers are the same on {ranks}"
         if self.may_differ:
             names = format_names(self.may_differ, noun="tensors")
-            text += f"\nnote: these differ, as the contract of the wrapped module allows now: {names}"
+            text += (
+                f"\nnote: these tensors differ, which the contract of the wrapped module allows now: {names}"
+            )
         return text
 
 
