@@ -56,7 +56,7 @@ who = pytest.mark.parametrize("nonsense_on", [(1,), (0, 1)], ids=["one rank", "a
             TypeError,
             "expected files to be a file system with the methods names, make_directory",
         ),
-        ({"stop_signals": None}, TypeError, "expected stop_signals to be a tuple of names, got None"),
+        ({"stop_signals": None}, TypeError, "expected stop_signals to be a tuple of signals, got None"),
         ({"stop_signals": ("sigtem",)}, ValueError, "got 'sigtem': did you mean 'SIGTERM'?"),
         ({"stop_every": True}, TypeError, "expected stop_every to be an integer of at least 1, got True"),
     ],

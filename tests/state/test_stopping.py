@@ -249,11 +249,11 @@ def test_alone(tmp_path: Path) -> None:
         (
             {"stop_signals": ("SIGTRAM",)},
             ValueError,
-            "expected stop_signals to hold names of signals, such as 'SIGUSR1', got 'SIGTRAM'",
+            "expected stop_signals to contain names of signals, such as 'SIGUSR1', got 'SIGTRAM'",
         ),
         ({"stop_signals": ("SIGKILL",)}, ValueError, "signals that a program can handle, got SIGKILL"),
         ({"stop_signals": "SIGTERM"}, TypeError, r"write \('SIGTERM',\)"),
-        ({"stop_signals": (1.5,)}, TypeError, "expected stop_signals to hold names of signals"),
+        ({"stop_signals": (1.5,)}, TypeError, "expected stop_signals to contain names of signals"),
         ({"stop_every": 0}, ValueError, "expected stop_every to be an integer of at least 1, got 0"),
     ],
 )

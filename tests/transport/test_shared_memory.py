@@ -262,7 +262,7 @@ def test_a_call_on_a_broken_group_says_that_it_comes_too_late() -> None:
     for _ in range(2):
         with pytest.raises(
             CollectiveMismatch,
-            match=r"^this process group failed before(.|\n)*create it again(.|\n)*of 3 elements",
+            match=r"^this process group failed before(.|\n)*create the group again(.|\n)*of 3 elements",
         ):
             t.all_reduce(torch.ones(2)).wait()
 

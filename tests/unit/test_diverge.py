@@ -189,7 +189,7 @@ def test_containers_are_entered_and_parts_refused() -> None:
             step(b, optimizer, batch(transport.rank))
             assert transport.statistics().total_calls == before
         with (
-            pytest.raises(ValueError, match="got a Linear that is only a part of one"),
+            pytest.raises(ValueError, match="got a Linear that is only a part of a wrapped module"),
             sl.diverge(a.module[0]),
         ):
             pass

@@ -52,7 +52,7 @@ def test_all_ranks_learn_of_all() -> None:
 def test_ranks_that_do_not_come_are_named() -> None:
     for error in met(presence(0, 4), presence(2, 4), timeout_seconds=0.2):
         assert isinstance(error, CollectiveTimeout)
-        assert "ranks 1, 3 of 4 did not call it" in str(error)
+        assert "ranks 1, 3 of 4 did not call sl.init" in str(error)
 
 
 def test_a_store_that_ends_while_ranks_meet_is_a_lost_peer() -> None:
@@ -80,7 +80,7 @@ def test_two_processes_that_are_the_same_rank_are_named() -> None:
     first, second = met(presence(0, 1, pid=7), presence(0, 1, pid=8))
     error = first if isinstance(first, Exception) else second
     assert isinstance(error, SynclineError)
-    assert "two processes are rank 0" in str(error)
+    assert "two processes claim to be rank 0" in str(error)
     assert "pid 7" in str(error)
     assert "pid 8" in str(error)
 

@@ -105,7 +105,7 @@ class Record:
 def test_fields_have_their_declared_types() -> None:
     assert decode(Record, '{"count": 1, "share": 2}', "here") == Record(1, 2.0)
     for text in ("true", "1.0", '"1"', "null"):
-        with pytest.raises(SynclineError, match="here: expected a Record as JSON, got"):
+        with pytest.raises(SynclineError, match="here: expected the JSON text of a Record, got"):
             decode(Record, f'{{"count": {text}}}', "here")
     for rest in (
         '"lines": [1]',
@@ -116,14 +116,16 @@ def test_fields_have_their_declared_types() -> None:
         '"name": "\\ud800"',
         '"other": 1',
     ):
-        with pytest.raises(SynclineError, match="here: expected a Record"):
+        with pytest.raises(SynclineError, match="here: expected the JSON text of a Record"):
             decode(Record, f'{{"count": 1, {rest}}}', "here")
 
 
 def test_a_message_that_is_too_long_is_refused() -> None:
     inner = dist.HashStore()
     inner.set("key", b"syncline plain " + bytes(1 << 20))
-    with pytest.raises(SynclineError, match="expected at most 1048576 bytes, not 1048591"):
+    with pytest.raises(
+        SynclineError, match="expected a message of at most 1048576 bytes, not of 1048591 bytes"
+    ):
         SignedStore(inner, token=None).get("key")
 
 
@@ -151,7 +153,7 @@ def test_a_message_counts_only_under_its_own_key() -> None:
 def test_a_rank_without_the_token_is_told_so() -> None:
     inner = dist.HashStore()
     SignedStore(inner, token=TOKEN).set("rank 1", "text")
-    with pytest.raises(SynclineError, match="SYNCLINE_TOKEN is not set here"):
+    with pytest.raises(SynclineError, match="SYNCLINE_TOKEN is not set in this process"):
         SignedStore(inner, token=None).get("rank 1")
 
 
@@ -186,8 +188,8 @@ def test_junk_where_ranks_meet_is_a_named_error() -> None:
 
 def test_a_message_that_no_rank_writes_is_refused() -> None:
     for name, value, words in (
-        ("rank", 0, "expected a message of rank 1, got one of rank 0"),
-        ("fault", ["TypeError"], "expected the class of an error and its text"),
+        ("rank", 0, "expected a message of rank 1, got a message of rank 0"),
+        ("fault", ["TypeError"], "expected the entry `fault` to be the class name and the text of an error"),
     ):
         store = dist.HashStore()
         SignedStore(store).set("rank 1", json.dumps({**vars(presence(1)), name: value}))

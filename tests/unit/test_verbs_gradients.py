@@ -206,9 +206,9 @@ def changed_on_a_rank_without_a_batch(ddp: Any, rank: int) -> None:
     [
         (
             counted_and_uncounted,
-            "some inside on rank 1 and some outside on rank 0, so no divisor",
+            "got backwards inside on rank 1 and backwards outside on rank 0, so no divisor",
         ),
-        (cleared_on_one_rank, "got them cleared only on rank 1"),
+        (cleared_on_one_rank, "got gradients that are cleared only on rank 1"),
         (changed_on_a_rank_without_a_batch, "got gradients on rank 1 that were changed"),
     ],
 )
@@ -273,7 +273,7 @@ def test_a_part_of_a_wrapped_module_counts_as_reduced_for_itself_alone() -> None
         ddp.zero_grad()
         with ddp.no_sync(), ddp.normalize_by(2):
             ddp(batch(t.rank)).square().sum().backward()
-        with pytest.raises(ValueError, match="only a part of the module: pass the whole"):
+        with pytest.raises(ValueError, match=r"only a part of the module: .* so pass the whole module"):
             sl.sync_gradients_(ddp.module[0])
 
     run_ranks(2, program)
@@ -326,7 +326,9 @@ def test_what_is_refused(size: int) -> None:
         assert "parameter 1.weight" in str(caught.value)
 
         sharded = sl.DistributedDataParallel(small(), process_group=t, sharded=True)
-        with pytest.raises(ValueError, match="got one with sharded=True, in which a rank has only its shard"):
+        with pytest.raises(
+            ValueError, match="got a module with sharded=True, in which each rank has only its shard"
+        ):
             sl.sync_gradients_(sharded)
         block = ddp.normalize_by(1) if t.rank else nullcontext()
         with pytest.raises(ValueError, match=r"\nrank 1: .*inside of a normalize_by block"), block:

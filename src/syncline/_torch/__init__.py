@@ -1,16 +1,16 @@
-"""Access to torch's private names, and replacements of methods of torch's classes. No other package uses either.
+"""Access to torch's private names, and replacements of methods of torch's classes. Only this package has them.
 
-Each file has one theme. It looks up each private name once, at import, and states for what the name is used. A name
-that the installed torch lacks never breaks `import syncline`. Either the file has a fallback, documented at the name,
-or the feature that needs the name raises an error with torch's version when a program uses the feature.
+Each file has one theme. It looks up each private name once, usually at import, and states the feature that needs the
+name. If the installed torch lacks a name, `import syncline` still works. Either the file has a fallback, documented at
+the name, or a program that uses the feature gets an error that states torch's version.
 
 Imports: errors.
 
-autograd.py        graph tasks of the autograd engine
-elastic.py         torch's elastic agent, on which the launcher runs
+autograd.py        the graph tasks of the autograd engine, which are its runs
+elastic.py         torch's elastic agent, on which the launcher is based
 lookup.py          the lookup of a private name, and the error if the name is missing
 modules.py         modules, joinables, torch's own DistributedDataParallel, torch.compile
-optimizers.py      optimizers that step inside backward; hooks of their state; GradScalers
+optimizers.py      optimizers that step inside backward; hooks of optimizers' state dicts; GradScalers
 process_groups.py  process groups, their backends and stores
 tensors.py         operations on lists of tensors; tensor subclasses
 """

@@ -1,6 +1,7 @@
-"""Autograd's engine: its graph tasks, nested backwards, and thread-local data of a backward.
+"""The autograd engine: its graph tasks, nested backwards, and the thread-local data of a backward.
 
-A graph task is one run of the engine: one `backward()`. Tasks are numbered in the order in which they begin.
+A graph task is one run of the engine, such as one `backward()`. The ids of graph tasks increase in the order in which
+the tasks begin.
 """
 
 from __future__ import annotations
@@ -22,26 +23,26 @@ from syncline.errors import SynclineError
 current_graph_task_id: Callable[[], int] = lookup(
     "torch._C:_current_graph_task_id", "find the backward to which a gradient belongs"
 )
-"""Return the number of the graph task that runs in this thread, or -1 if no task runs.
+"""Return the id of the graph task that runs in this thread, or -1 if no task runs.
 
-This is torch's own function and no wrapper, because the hook of each gradient calls it.
+This is torch's own function without a wrapper, because it is called for each gradient and must be fast.
 """
 
 queue_callback: Callable[[Callable[[], object]], None] = lookup(
     "torch.autograd:Variable._execution_engine.queue_callback", "detect the end of a backward"
 )
-"""Register a function to be called at the end of the graph task that runs now."""
+"""Register a function that the engine calls at the end of the current graph task."""
 
 reaches_all_leaves: Callable[[], bool] = lookup(
     "torch.autograd:Variable._execution_engine.is_checkpoint_valid",
     "distinguish a backward from torch.autograd.grad",
 )
-"""Return whether the running graph task was started without particular inputs, as `backward()` does."""
+"""Return whether the current graph task computes the gradients of all leaves, as `backward()` without `inputs` does."""
 
 will_execute_node: Callable[[Node], bool] = lookup(
     "torch._C:_will_engine_execute_node", "find the parameters that a backward does not reach"
 )
-"""Return whether the running graph task will execute a node."""
+"""Return whether the current graph task will execute a node of the autograd graph."""
 
 # ---------------------------------------------------------------------- nested backwards
 
@@ -56,9 +57,9 @@ _NODE = lookup("torch.autograd.function:BackwardCFunction.apply.__code__", "use 
 def is_inside_another_backward() -> bool:
     """Return whether an autograd node written in Python started the backward that runs in this thread.
 
-    This function searches the Python stack, so call it once per backward, not once per gradient. If torch lacks the
-    functions to search for, the result is False. A re-entrant checkpoint then counts as a whole backward, which raises
-    `UnreducedGradients`.
+    This function searches the Python stack, which is slow, so call it once per backward, not once per gradient. If
+    torch lacks the functions that mark a nested backward, the result is False. A re-entrant checkpoint then counts as a
+    whole backward, which raises `UnreducedGradients`.
 
     Example:
         >>> is_inside_another_backward()
@@ -79,7 +80,7 @@ def is_inside_another_backward() -> bool:
 # ---------------------------------------------------------------------- thread-local data of a backward
 
 _CONTEXT = "context"
-"""The key under which torch 2.12 and later keep the caller's contextvars while a backward runs."""
+"""The key of the thread-local data in which torch 2.12 and later keep the caller's contextvars during a backward."""
 
 _WITHOUT_CONTEXT = "keep the context of a backward out of a collective"
 
@@ -95,7 +96,10 @@ _CAN_REMOVE = all(is_there(one) for one in (_is_kept, _get, _stash, _remove))
 
 
 def call_without_context(function: Callable[[], Any]) -> Any:
-    """Call a function while this thread holds no context of a backward. (torch 2.11 has no such context at all.)"""
+    """Call a function while this thread's data lacks the contextvars of a backward. Restore the contextvars afterwards.
+
+    torch 2.11 keeps no contextvars, so there the function is simply called.
+    """
     if not (_CAN_REMOVE and _is_kept(_CONTEXT)):
         return function()
     context = _get(_CONTEXT)
@@ -119,12 +123,12 @@ _get_gradients = lookup("torch._C._distributed_autograd:get_gradients", _OVER_RP
 
 
 def is_rpc_in_use() -> bool:
-    """Return whether this process has joined torch's RPC; False if torch was built without RPC."""
+    """Return whether this process has initialised torch's RPC. Return False if torch was built without RPC."""
     return torch.distributed.rpc.is_available() and is_there(_is_agent_set) and bool(_is_agent_set())
 
 
 def current_context_id() -> int | None:
-    """Return the id of this thread's context of distributed autograd; None if the thread has no such context."""
+    """Return the id of this thread's distributed-autograd context. Return None if the thread has no such context."""
     try:
         context_id: int = _current_context()._context_id()
     except SynclineError:
@@ -135,7 +139,7 @@ def current_context_id() -> int | None:
 
 
 def gradients_in_context(context_id: int) -> dict[Tensor, Tensor] | None:
-    """Return the gradients in a context of distributed autograd, by parameter; None if the context has ended."""
+    """Return the gradients in a distributed-autograd context, by parameter. Return None if the context has ended."""
     try:
         gradients: dict[Tensor, Tensor] = _get_gradients(context_id)
     except SynclineError:

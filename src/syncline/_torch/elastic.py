@@ -1,7 +1,7 @@
-"""The launcher: replacements of the methods by which torch's agent starts, polls and closes the processes of a host.
+"""Replacements of the methods by which torch's elastic agent starts, polls and closes the processes of a host.
 
 torch's launcher has no public way to change these steps. So `syncline run` replaces methods of torch's
-`SubprocessContext` while it runs. The ranks are other processes and are not affected.
+`SubprocessContext` while it runs. This does not affect the ranks, which are other processes.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ class Method:
 
     Args:
         name: the name of the method.
-        used_for: the feature that needs it; see `lookup`.
+        used_for: the feature that needs the method; see `lookup`.
     """
 
     def __init__(self, name: str, used_for: str) -> None:
@@ -39,10 +39,10 @@ class Method:
         """Replace the method inside a `with` block.
 
         Args:
-            make: returns the replacement, given the original function.
+            make: a function that takes the original method and returns its replacement.
 
         Raises:
-            SynclineError: torch has no such method.
+            SynclineError: the installed torch lacks the method.
         """
         if not self.is_there:
             self._original()  # raises the error
@@ -55,10 +55,10 @@ class Method:
 
 
 START = Method("_start", "run ranks that can be asked to stop")
-"""Starts all ranks of the host."""
+"""The method that starts all ranks of the host."""
 
 POLL = Method("_poll", "run ranks that can be asked to stop")
-"""Checks the ranks. Returns their results when all ranks have ended or one rank has failed, and None before."""
+"""The method that checks the ranks. It returns None until all ranks have ended or one has failed, then the results."""
 
 CLOSE = Method("_close", "let ranks report why a peer has ended")
-"""Ends the ranks. Without this method, ranks are ended before they can report why a peer has ended."""
+"""The method that ends the ranks. The replacement first lets them report why a peer has ended."""

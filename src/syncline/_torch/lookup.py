@@ -1,4 +1,4 @@
-"""Lookup of torch's private names, with a clear error when the code uses a missing name."""
+"""Lookup of torch's private names. A missing name raises a clear error, but only when the code uses the name."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ import torch
 from syncline.errors import SynclineError
 
 TESTED = ("2.11", "2.15")
-"""The first and the last version of torch with which Syncline is tested."""
+"""The oldest and the newest version of torch with which Syncline is tested."""
 
 
 def lookup(path: str, used_for: str) -> Any:
-    """Return the object at `path` in torch, or a stand-in that raises an error when the code uses it.
+    """Return the object at `path` in torch. If torch lacks it, return a stand-in that raises an error when it is used.
 
     Args:
-        path: a module, a colon, and names inside the module: "torch._C:_current_graph_task_id".
-        used_for: the feature that needs the object. It completes the sentence "Syncline needs it to ...".
+        path: the name of a module, a colon, and names inside the module, as in "torch._C:_current_graph_task_id".
+        used_for: the feature that needs the object, in words that complete the sentence "Syncline needs it to ...".
 
     Example:
         >>> lookup("torch:add", "add")(torch.ones(1), 1)
@@ -37,7 +37,7 @@ def lookup(path: str, used_for: str) -> Any:
 
 
 def is_there(found: object) -> bool:
-    """Return whether `lookup` found the object.
+    """Return whether `found`, a result of `lookup`, is an object of torch and not a stand-in.
 
     Example:
         >>> is_there(lookup("torch:_no_such_name", "show this"))
@@ -47,11 +47,13 @@ def is_there(found: object) -> bool:
 
 
 def attribute(path: str, used_for: str) -> Callable[[Any], Any]:
-    """Return a function that reads a private attribute of an object, for attributes that only instances have.
+    """Return a function that reads a private attribute of an object. Use it for attributes that only instances have.
+
+    If an object lacks the attribute, the returned function raises the same error as `lookup`'s stand-in.
 
     Args:
         path: the name of the attribute, or several names with dots between them.
-        used_for: as for `lookup`.
+        used_for: the feature that needs the attribute; see `lookup`.
 
     Example:
         >>> attribute("_version", "see changes")(torch.zeros(1).add_(1))
@@ -69,9 +71,10 @@ def attribute(path: str, used_for: str) -> Callable[[Any], Any]:
 
 
 class _Missing(type):
-    """A class in place of a missing name. It can be a base class or the second argument of `isinstance`.
+    """The metaclass of stand-ins for missing names of torch.
 
-    Calling it or reading any attribute raises an error.
+    A stand-in is a class, so it can be a base class or the second argument of `isinstance`. A call of the stand-in, or
+    access to an attribute of it, raises an error.
     """
 
     _used_for: str
@@ -87,6 +90,6 @@ class _Missing(type):
 
 def _raise_missing(name: str, used_for: str) -> NoReturn:
     raise SynclineError(
-        f"torch {torch.__version__} has no {name}. Syncline needs it to {used_for}. Install a version of torch from "
-        f"{TESTED[0]} to {TESTED[1]}, with which Syncline is tested, or do not use this feature"
+        f"torch {torch.__version__} has no {name}. Syncline needs it to {used_for}. Install torch {TESTED[0]} to "
+        f"{TESTED[1]}, the versions with which Syncline is tested, or do not use this feature"
     )

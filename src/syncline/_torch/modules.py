@@ -1,7 +1,8 @@
 """Modules and their state dicts, torch's own DistributedDataParallel, Join, device meshes, and torch.compile.
 
-Other packages may use three private names of a module: `_parameters`, `_buffers` and `_modules`, which torch has had
-since 1.0. torch.compile must not trace the code that synchronizes, but it still compiles the module inside the wrapper.
+Three private names of a module can be used in all packages, because torch has had them since 1.0: `_parameters`,
+`_buffers` and `_modules`. torch.compile must not trace the code that synchronizes, but it still compiles the module
+inside the wrapper.
 """
 
 from __future__ import annotations
@@ -33,24 +34,24 @@ _is_kept_out = False
 
 
 def is_compiler_loaded() -> bool:
-    """Return whether the program has imported the compiler, which takes seconds to import."""
+    """Return whether the program has imported torch's compiler. The import takes seconds."""
     return _COMPILER in sys.modules
 
 
 def import_compiler() -> None:
-    """Import the compiler now, before an optimizer's first step or an activation checkpoint imports it."""
+    """Import torch's compiler now. Otherwise an optimizer's first step or an activation checkpoint would import it."""
     importlib.import_module(_COMPILER)
 
 
 class NotTraced:
-    """A method that torch.compile does not trace, although it compiles the functions that the method calls.
+    """A decorator for a method that torch.compile must not trace. The functions that the method calls are compiled.
 
-    `torch.compiler.disable(recursive=False)` does the same, but it imports the compiler in every program. Here, the
-    lookup of the method configures the compiler, if it is loaded. The compiler looks up a method before it decides
-    whether to trace the method.
+    `torch.compiler.disable(recursive=False)` does the same, but it imports the compiler in every program. If the
+    compiler is loaded, this decorator configures it when the method is looked up. That is early enough, because the
+    compiler looks up a method before it decides whether to trace the method.
 
     Args:
-        function: the method.
+        function: the function of the method.
     """
 
     def __init__(self, function: Callable[..., Any]) -> None:
@@ -65,7 +66,7 @@ class NotTraced:
 
 
 def _keep_out_of_compilation() -> None:
-    """Exclude the functions of Syncline from compilation, if the compiler is loaded. Later calls do nothing."""
+    """Exclude the functions of Syncline from compilation if the compiler is loaded. Once this is done, do nothing."""
     global _is_kept_out
     if _is_kept_out or not is_compiler_loaded():
         return
@@ -78,14 +79,17 @@ def _keep_out_of_compilation() -> None:
 # ---------------------------------------------------------------------- layers
 
 COPIED_WITH_A_LAYER = ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set")
-"""The dictionaries and sets that are copied together with a module. Names that torch lacks are left out."""
+"""The attributes of a layer whose dicts and sets are copied when another layer takes them over.
+
+Names that the installed torch lacks have no effect.
+"""
 
 # ---------------------------------------------------------------------- the wrapper of torch.compile
 
 _COMPILED = "_orig_mod"
 
 COMPILED_PREFIX = f"{_COMPILED}."
-"""The prefix of the parameters' names in a compiled module."""
+"""The prefix that torch.compile puts before the names of a module's parameters."""
 
 
 def uncompiled(module: Any) -> Any:
@@ -96,14 +100,14 @@ def uncompiled(module: Any) -> Any:
 # ---------------------------------------------------------------------- state dicts
 
 EXTRA_STATE = "_extra_state"
-"""The end of the key under which a state dict stores the result of a module's `get_extra_state`."""
+"""The last part of the key under which a state dict stores the result of a module's `get_extra_state`."""
 
 _METADATA = "_metadata"
-"""The attribute of a state dict that holds the version of each module's state."""
+"""The attribute of a state dict that contains the version of each module's state."""
 
 
 def metadata_of(state_dict: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Return the metadata of a state dict, by the path of each module; None if it has none."""
+    """Return the metadata of a state dict, by the path of each module. Return None if there is no metadata."""
     return getattr(state_dict, _METADATA, None)
 
 
@@ -115,13 +119,13 @@ def set_metadata(state_dict: Any, metadata: dict[str, Any]) -> None:
 # ---------------------------------------------------------------------- torch's DistributedDataParallel
 
 IGNORED_BY_DDP = "_ddp_params_and_buffers_to_ignore"
-"""The attribute of a module with the names of the parameters and buffers that torch's class ignores."""
+"""The attribute of a module that lists the parameters and buffers that torch's DistributedDataParallel ignores."""
 
 
 def while_in_forward_of_ddp(wrapper: nn.Module) -> AbstractContextManager[Any]:
-    """Return a context in which torch.compile knows that a wrapper's forward is running.
+    """Return a context in which torch.compile treats the code as part of a wrapper's forward.
 
-    Without this context, torch.compile does not split graphs at the buckets, which is slower.
+    Only in this context does torch.compile split graphs at the buckets, which is faster.
     """
     make = getattr(wrapper, "_inside_ddp_forward", nullcontext)
     context: AbstractContextManager[Any] = make()
@@ -135,7 +139,7 @@ _disabled = lookup(
 )
 
 is_in_join: Callable[[Joinable], bool] = attribute("_join_config.enable", "join uneven inputs")
-"""Return whether a wrapper is used inside a `join` block."""
+"""Return whether a wrapper is inside a `join` block now."""
 
 _JOIN_CONFIG = "_join_config"
 
@@ -146,12 +150,12 @@ def leave_join(joinable: Joinable) -> None:
 
 
 def with_join_disabled(attributes: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a copy of a wrapper's attributes, with the values that they have outside of any `join` block."""
+    """Return a copy of a wrapper's attributes, in which the wrapper is outside of any `join` block."""
     return {**attributes, _JOIN_CONFIG: _disabled()}
 
 
 def set_join_configs(join: Join) -> None:
-    """Mark the wrappers of a `join` block as inside the block. torch does so only when the block is created."""
+    """Mark the wrappers of a `join` block as inside the block. torch does so only when the `Join` object is created."""
     set_all = lookup(
         "torch.distributed.algorithms.join:Join._set_joinable_configs", "enter a join block again"
     )
@@ -164,12 +168,12 @@ _root_of = attribute("_get_root_mesh", "use one dimension of a device mesh")
 
 
 def is_slice(mesh: DeviceMesh) -> bool:
-    """Return whether a mesh is one dimension of a larger mesh, whose other dimensions use tensor parallelism."""
+    """Return whether a device mesh is a part of a larger mesh, such as its data-parallel dimension."""
     return bool(_root_of(mesh)() != mesh)
 
 
 def prepare_for_tensor_parallel(module: nn.Module) -> None:
-    """Prepare a module so that its DTensor parameters can be reduced as plain tensors."""
+    """Prepare a module with DTensor parameters, so that the parameters can be reduced as plain tensors."""
     # The name is looked up here, because the lookup imports DTensor.
     transform = lookup(
         "torch.distributed.tensor.parallel.ddp:_pre_dp_module_transform",

@@ -1,7 +1,7 @@
 """Optimizers: hooks of their state dicts, optimizers that step inside backward, and GradScalers in use.
 
-A scaler expects infinite gradients at times, because it then lowers its scale. torch keeps no list of scalers. So
-`note_scalers` makes torch's class report them.
+A program with a GradScaler has infinite gradients at times, which are no fault: the scaler then lowers its scale. torch
+keeps no list of scalers. So `note_scalers` replaces methods of torch's class, which then report the scalers.
 """
 
 from __future__ import annotations
@@ -23,22 +23,26 @@ from syncline._torch.lookup import attribute, lookup
 _lock = threading.Lock()  # ranks may be threads
 
 _scalers: weakref.WeakSet[GradScaler] = weakref.WeakSet()
-"""The scalers of this process that `note_scalers` has found, and those that were created or used since."""
+"""The scalers that `note_scalers` has found in this process, and the scalers that were created or used since."""
 
 _NOTING = ("__init__", "scale", "_lazy_init_scale_growth_tracker")
-"""The methods that note their scaler: the constructor, and those that use a scaler which no search can find. Every loss
-goes through `scale`. A subclass with its own `scale` calls the last one at its first loss, if torch has that method."""
+"""The methods of a GradScaler that `note_scalers` replaces, so that they also record the scaler.
+
+The constructor records new scalers. `scale`, through which every loss goes, records scalers that no search can find.
+A subclass with its own `scale` calls the last method at its first loss, if torch has this method.
+"""
 
 _scale_of = attribute("_scale", "see whether a GradScaler is in use")
-"""Return the scale of a GradScaler; None until it has scaled a loss."""
+"""Return the scale of a GradScaler. Return None if the scaler has not scaled a loss yet."""
 
 
 def note_scalers() -> None:
-    """Note all scalers of this process, now and from now on, for `is_scaler_in_use`.
+    """Record all scalers of this process for `is_scaler_in_use`: existing scalers, and those created later.
 
-    The first call searches all objects for scalers, which takes tens of milliseconds. It also replaces methods of
-    `torch.amp.GradScaler`, so that each scaler is noted when it is created, or when it scales a loss. The latter finds
-    scalers that `gc.freeze()` had hidden from the search, and unpickled ones. Scalers are not kept alive.
+    The first call searches all objects of the process for scalers, which takes tens of milliseconds. It also replaces
+    methods of `torch.amp.GradScaler`, so that a scaler is recorded when it is created and when it scales a loss. A
+    scaler that was unpickled, or that `gc.freeze()` had hidden from the search, is thus recorded at its next loss. The
+    record does not keep scalers alive.
     """
     with _lock:
         if hasattr(GradScaler.__init__, "_notes_scaler"):
@@ -50,7 +54,9 @@ def note_scalers() -> None:
 
 
 def is_scaler_in_use() -> bool:
-    """Return whether a `torch.amp.GradScaler` is alive, enabled, and has scaled a loss. Call `note_scalers` before.
+    """Return whether this process has an enabled `torch.amp.GradScaler` that has scaled a loss.
+
+    Call `note_scalers` before, because this function knows only the recorded scalers.
 
     Example:
         >>> import torch
@@ -66,7 +72,7 @@ def is_scaler_in_use() -> bool:
 
 
 def _living() -> Iterator[GradScaler]:
-    """Search all objects of this process for scalers."""
+    """Search all objects of this process for scalers, and return the scalers."""
     kinds = [GradScaler]
     for kind in kinds:  # the list grows by the subclasses of its entries
         kinds += [one for one in kind.__subclasses__() if one not in kinds]
@@ -75,7 +81,7 @@ def _living() -> Iterator[GradScaler]:
 
 
 def _noting(method: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the method in a form that also notes its scaler, once the scaler is complete."""
+    """Return a replacement of a scaler's method. It calls the method, and then records the scaler."""
 
     @functools.wraps(method)
     def noting(self: GradScaler, *args: Any, **kwargs: Any) -> Any:
@@ -97,12 +103,12 @@ _post_hooks = attribute("_optimizer_state_dict_post_hooks", "save a sharded opti
 
 
 def state_dict_pre_hooks(optimizer: Optimizer) -> list[Callable[[Optimizer], None]]:
-    """Return the hooks registered by `register_state_dict_pre_hook`."""
+    """Return the hooks of an optimizer that `register_state_dict_pre_hook` has registered."""
     return list(_pre_hooks(optimizer).values())
 
 
 def state_dict_post_hooks(optimizer: Optimizer) -> list[Callable[[Optimizer, dict[str, Any]], Any]]:
-    """Return the hooks registered by `register_state_dict_post_hook`."""
+    """Return the hooks of an optimizer that `register_state_dict_post_hook` has registered."""
     return list(_post_hooks(optimizer).values())
 
 
@@ -110,18 +116,18 @@ def state_dict_post_hooks(optimizer: Optimizer) -> list[Callable[[Optimizer, dic
 
 
 def mark_step_as_made(optimizer: Optimizer) -> None:
-    """Mark an optimizer as stepped, so that its scheduler does not warn about a step that Syncline has discarded.
+    """Mark an optimizer as stepped after Syncline has discarded a step, so that its scheduler does not warn.
 
-    The mark has no effect if torch no longer reads it.
+    If torch no longer reads the mark, it has no effect.
     """
     optimizer._opt_called = True  # type: ignore[attr-defined]
 
 
 def as_overlapped(kind: type, options: Any, *args: Any, **kwargs: Any) -> Any:
-    """Return torch's version of an optimizer class that steps in a communication hook.
+    """Return torch's overlapped version of an optimizer, which steps inside a communication hook.
 
     Raises:
-        NotImplementedError: torch supports no such optimizer for this class.
+        NotImplementedError: torch has no overlapped version of the optimizer class `kind`.
     """
     # The name is looked up here, because the lookup imports much that few programs need.
     make = lookup(
@@ -137,19 +143,20 @@ def as_overlapped(kind: type, options: Any, *args: Any, **kwargs: Any) -> Any:
 # several ranks that would be a step with an unreduced gradient. So its hooks are removed, as torch's DDP does, and the
 # optimizers step when `.grad` holds the mean. Then the gradient is freed, as users of this helper expect.
 _STEPS_HERE = "_in_backward_optimizers"
-"""The attribute that the helper sets on a parameter."""
+"""The attribute of a parameter in which `_apply_optimizer_in_backward` stores the parameter's optimizers."""
 
 
 def steps_in_backward(parameter: Tensor) -> bool:
-    """Return whether an optimizer of this parameter steps inside backward."""
+    """Return whether the program has applied an optimizer to this parameter that steps inside backward."""
     return hasattr(parameter, _STEPS_HERE)
 
 
 def optimizers_in_backward(parameters: Sequence[Tensor]) -> Callable[[], None] | None:
-    """Remove the hooks that step optimizers inside backward.
+    """Remove the hooks by which torch steps the optimizers of these parameters inside backward.
 
     Returns:
-        A function that steps those optimizers; None if no parameter has such an optimizer.
+        A function that steps these optimizers, and then frees the gradients. None if no parameter has such an
+        optimizer.
     """
     with_optimizers: list[tuple[Tensor, list[Any]]] = [
         (parameter, getattr(parameter, _STEPS_HERE))

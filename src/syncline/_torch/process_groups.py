@@ -1,4 +1,4 @@
-"""Process groups of torch.distributed: their creation, torch's record of groups, and methods without a public name."""
+"""Process groups of torch.distributed: their creation, torch's record of groups, and private methods of groups."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _C10D = "torch.distributed.distributed_c10d"
 _world: Any = lookup(f"{_C10D}:_world", "list the process groups")
 
 _living: Any = lookup(f"{_C10D}:_world.pg_map", "list the process groups")
-"""torch's dictionary of process groups, which is the same object for the lifetime of the process."""
+"""torch's dictionary of all living process groups. It is the same object for the lifetime of the process."""
 
 _new_group = lookup(
     f"{_C10D}:_new_process_group_helper", "create a process group by calls of its members only"
@@ -49,17 +49,20 @@ _unregister = lookup(
 _group_name = lookup(f"{_C10D}:GroupName", "name a process group")
 
 is_living: Callable[[object], bool] = _living.__contains__ if is_there(_living) else _living
-"""Return whether a process group is not destroyed. Each collective calls this function, so it is not wrapped."""
+"""Return whether a process group still exists and was not destroyed.
+
+This is torch's own method without a wrapper, because each collective calls it and it must be fast.
+"""
 
 
 def living_groups() -> dict[dist.ProcessGroup, Any]:
-    """Return torch's own dictionary whose keys are all process groups that are not destroyed."""
+    """Return torch's own dictionary, whose keys are the process groups that were not destroyed."""
     groups: dict[dist.ProcessGroup, Any] = _living if is_there(_living) else _living()
     return groups
 
 
 def has_record_of(group: dist.ProcessGroup) -> bool:
-    """Return whether torch has recorded the backends of a group."""
+    """Return whether torch's record contains the backends of a process group."""
     return group in _world.pg_backend_config
 
 
@@ -73,16 +76,16 @@ def new_group_of(
     *,
     size: int | None = None,
 ) -> dist.ProcessGroup:
-    """Create a process group. Only the members of the group call this function.
+    """Create a process group. All members of the group must call this function, and no other ranks.
 
     Args:
-        global_ranks: ranks of the members in the default group; empty for all of them.
-        rank: rank of this process among the members.
-        backend: as in `torch.distributed.init_process_group`.
-        store: a store that all members can reach and no other group uses.
-        name: name of the group.
-        timeout: timeout of its operations; None for the backend's default.
-        size: number of members; needed only if `global_ranks` is empty.
+        global_ranks: the global ranks of the members. Pass an empty sequence if all global ranks are members.
+        rank: the rank of this process among the members.
+        backend: the name of the backend, as in `torch.distributed.init_process_group`.
+        store: a store that all members can reach and that no other group uses.
+        name: the name of the group.
+        timeout: the timeout of the group's operations. Pass None for the default of the backend.
+        size: the number of members. It is needed only if `global_ranks` is empty.
     """
     group: dist.ProcessGroup
     group, _ = _new_group(
@@ -98,12 +101,12 @@ def new_group_of(
 
 
 def record_ranks(group: dist.ProcessGroup, global_ranks: Sequence[int]) -> None:
-    """Add the ranks of a new group to torch's record."""
+    """Add the global ranks of a new group's members to torch's record."""
     _world.pg_group_ranks[group] = {global_rank: rank for rank, global_rank in enumerate(global_ranks)}
 
 
 def forget_group(group: dist.ProcessGroup, name: str) -> None:
-    """Remove a new group from torch's record. The caller keeps the group and closes it."""
+    """Remove a new group from torch's record. The caller keeps the group, and closes it later."""
     for record in (_world.pg_map, _world.pg_names, _world.pg_backend_config):
         record.pop(group)
     _unregister(_group_name(name))
@@ -124,7 +127,7 @@ _ALL_GATHER, _REDUCE_SCATTER = (
 def all_gather_flat(
     group: dist.ProcessGroup, output: torch.Tensor, input: torch.Tensor, options: Any
 ) -> dist.Work:
-    """Start to gather the flat tensors of all ranks into one tensor."""
+    """Start to gather the flat tensor `input` of each rank into the flat tensor `output` on all ranks."""
     work: dist.Work = getattr(group, _ALL_GATHER)(output, input, options)
     return work
 
@@ -132,13 +135,13 @@ def all_gather_flat(
 def reduce_scatter_flat(
     group: dist.ProcessGroup, output: torch.Tensor, input: torch.Tensor, options: Any
 ) -> dist.Work:
-    """Start to reduce a flat tensor, of which each rank gets a shard."""
+    """Start to reduce the flat tensor `input` over the ranks. Each rank gets its shard of the result in `output`."""
     work: dist.Work = getattr(group, _REDUCE_SCATTER)(output, input, options)
     return work
 
 
 def num_calls_started(group: dist.ProcessGroup) -> int | None:
-    """Return the number of calls that this rank has started on a group; None if the backend does not count them.
+    """Return how many calls this rank has started on a process group; None if the backend does not count them.
 
     Without this number, errors cannot name a rank that waits in a call of torch.distributed.
     """
@@ -153,12 +156,12 @@ def num_calls_started(group: dist.ProcessGroup) -> int | None:
 
 
 def backend_on(group: dist.ProcessGroup, device: torch.device) -> Any:
-    """Return the backend of a group for tensors on a device."""
+    """Return the backend that a process group uses for tensors on a device."""
     return group._get_backend(device)
 
 
 def timeout_seconds_of(group: dist.ProcessGroup) -> float | None:
-    """Return the shortest timeout of a group's backends; None if no timeout is known."""
+    """Return the shortest timeout of a group's backends, in seconds. Return None if no timeout is known."""
     found = []
     for device in getattr(group, "_device_types", ()):
         timeout = timeout_of(getattr(backend_on(group, device), "options", None))
@@ -171,18 +174,18 @@ _TIMEOUT = "_timeout"
 
 
 def timeout_of(options: Any) -> timedelta | None:
-    """Return the timeout in a backend's options; None if there is none."""
+    """Return the timeout that a backend's options contain. Return None if they contain no timeout."""
     timeout = getattr(options, _TIMEOUT, None)
     return timeout if isinstance(timeout, timedelta) else None
 
 
 def set_timeout_of(options: Any, timeout: timedelta) -> None:
-    """Set the timeout in a backend's options."""
+    """Write a timeout into a backend's options."""
     setattr(options, _TIMEOUT, timeout)
 
 
 def serve_cpu_by(group: dist.ProcessGroup, backend: Any) -> None:
-    """Register a backend of a group for tensors on the CPU."""
+    """Make a process group use a custom backend for tensors on the CPU."""
     kind = dist.ProcessGroup.BackendType.CUSTOM
     group._set_default_backend(kind)
     group._register_backend(torch.device("cpu"), kind, backend)

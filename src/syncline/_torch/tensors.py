@@ -1,4 +1,4 @@
-"""Tensors, their subclasses, and operations on lists of them."""
+"""Access to torch's private operations on tensors, on lists of tensors, and on subclasses of `Tensor`."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _TOGETHER = "compute with many tensors in one call"
 
 
 def _foreach(name: str, one_by_one: Callable[..., Any]) -> Callable[..., Any]:
-    """Return torch's operation on lists of tensors, or a slower replacement that processes the tensors one by one."""
+    """Return torch's operation `name` on lists of tensors. If torch lacks it, return the slower `one_by_one`."""
     found = lookup(f"torch:{name}", _TOGETHER)
     return found if is_there(found) else one_by_one
 
@@ -43,22 +43,22 @@ foreach_norm = _foreach(
 split_like: Callable[[Tensor, _Tensors], tuple[Tensor, ...]] = lookup(
     "torch._C:_nn.unflatten_dense_tensors", "view a flat tensor as tensors of given shapes"
 )
-"""Return views of a flat tensor that have the shapes of given tensors."""
+"""Split a flat tensor into views that have the shapes of given tensors."""
 
 # ---------------------------------------------------------------------- one tensor
 
 version_of: Callable[[Tensor], int] = attribute("_version", "detect writes to a tensor")
-"""Return the version counter of a tensor. Each write to the tensor increases the counter."""
+"""Return the version counter of a tensor. Each in-place write to the tensor increases the counter."""
 
 # The public methods reject a sparse tensor that is not coalesced, as gradients of embeddings are.
 num_entries: Callable[[Tensor], int] = lookup("torch:Tensor._nnz", "reduce sparse gradients")
-"""Return the number of rows that a sparse tensor stores."""
+"""Return the number of entries that a sparse tensor stores. In a gradient of an embedding, an entry is a row."""
 
 stored_indices: Callable[[Tensor], Tensor] = lookup("torch:Tensor._indices", "reduce sparse gradients")
-"""Return the indices of the rows that a sparse tensor stores."""
+"""Return the indices of the entries that a sparse tensor stores."""
 
 stored_values: Callable[[Tensor], Tensor] = lookup("torch:Tensor._values", "reduce sparse gradients")
-"""Return the rows that a sparse tensor stores. A write to the rows changes the sparse tensor."""
+"""Return the values of the entries that a sparse tensor stores. A write to the values changes the sparse tensor."""
 
 _make_sparse = lookup("torch:ops.aten._sparse_coo_tensor_with_dims_and_tensors", "reduce sparse gradients")
 
@@ -66,9 +66,9 @@ _make_sparse = lookup("torch:ops.aten._sparse_coo_tensor_with_dims_and_tensors",
 def sparse_tensor(
     indices: Tensor, values: Tensor, shape: Sequence[int], *, is_coalesced: bool | None = None
 ) -> Tensor:
-    """Return a sparse tensor of these indices and values. They are not checked.
+    """Create a sparse tensor from indices and values. The indices and values are not checked.
 
-    torch's public function is only the fallback, because in torch 2.11 and 2.12 it warns about unchecked indices, even
+    torch's public function is only the fallback. In torch 2.11 and 2.12, it warns that indices are not checked, even
     with `check_invariants=False`.
     """
     if not is_there(_make_sparse):
@@ -91,40 +91,46 @@ def sparse_tensor(
 
 
 TorchFuture: Any = lookup("torch._C:Future", "check what a communication hook returns")
-"""The base class of torch.futures.Future. torch returns instances of the base class as well."""
+"""The base class of torch.futures.Future. Some functions of torch return direct instances of this class."""
 
 tree_map_only: Callable[..., Any] = lookup("torch.utils._pytree:tree_map_only", "move or cast inputs")
-"""Replace the objects of one type in nested lists, tuples and dicts."""
+"""Apply a function to all objects of one type in nested lists, tuples and dicts, and return the new containers."""
 
 # ---------------------------------------------------------------------- subclasses of Tensor
 
 _make_wrapper_subclass = lookup("torch:Tensor._make_wrapper_subclass", "shard gradients")
 
 no_torch_function: Any = lookup("torch._C:_disabled_torch_function_impl", "shard gradients")
-"""The `__torch_function__` of a subclass that overrides only `__torch_dispatch__`."""
+"""The `__torch_function__` for a subclass of Tensor that overrides only `__torch_dispatch__`."""
 
 plain_torch_functions: Any = lookup("torch._C:DisableTorchFunctionSubclass", "shard gradients")
-"""A context in which subclasses are treated as plain tensors."""
+"""A context manager that disables the `__torch_function__` of all subclasses of Tensor."""
 
 UNSCALE = lookup(
     "torch:_amp_foreach_non_finite_check_and_unscale_", "use a GradScaler with sharded gradients"
 )
-"""The function by which a GradScaler finds infinities. A `__torch_function__` compares the called function with it."""
+"""The function by which a GradScaler finds infinities. A `__torch_function__` recognizes the call by this object."""
 
 FOREACH_NORM = lookup("torch:_foreach_norm", _TOGETHER)
-"""The function that clip_grad_norm_ calls. A `__torch_function__` compares the called function with it."""
+"""The function that clip_grad_norm_ calls. A `__torch_function__` recognizes the call by this object."""
 
 FOREACH_ZERO = lookup("torch:ops.aten._foreach_zero_.default", _TOGETHER)
-"""The function that zero_grad calls. A `__torch_dispatch__` compares the called function with it."""
+"""The function that zero_grad calls. A `__torch_dispatch__` recognizes the call by this object."""
 
 
 def make_without_memory(kind: type[Tensor], like: Tensor) -> Any:
-    """Return a tensor of a subclass without memory, with the shape, dtype and device of another tensor."""
+    """Create a tensor of the class `kind` that has no memory, with the shape, dtype and device of `like`."""
     return _make_wrapper_subclass(kind, like.shape, dtype=like.dtype, device=like.device)
 
 
 def check_that_infinities_are_seen() -> None:
-    """Raise an error if a subclass of Tensor cannot intercept the function by which a GradScaler finds infinities."""
+    """Raise an error if torch lacks the function by which a GradScaler finds infinities.
+
+    Sharded gradients intercept this function.
+
+    Raises:
+        SynclineError: torch lacks the function.
+    """
     if not is_there(UNSCALE):
         UNSCALE()
 
@@ -135,9 +141,13 @@ _set_deterministic = lookup("torch._C:_set_deterministic_algorithms", "ask for d
 
 
 def set_deterministic(is_on: bool, *, warn_only: bool) -> None:
-    """Switch deterministic algorithms on or off.
+    """Make torch use only deterministic algorithms, or allow other algorithms again.
 
     torch's public function is only the fallback, because it imports the compiler, which takes seconds.
+
+    Args:
+        is_on: whether torch uses only deterministic algorithms from now on.
+        warn_only: whether an operation without a deterministic algorithm warns, instead of raising an error.
     """
     if is_there(_set_deterministic):
         _set_deterministic(is_on, warn_only=warn_only)

@@ -1,12 +1,12 @@
-"""The position of each rank and the end of ranks, from which a wait that cannot end becomes an error with its cause.
+"""Detection of waits that cannot end, and of their cause: the positions of all ranks, and ranks that have ended.
 
 Imports: errors, words, environment, user_code, _torch.
 
-board.py        the step, phase and bucket of each rank, published for its peers
-calls.py        the call in which a rank waits, also one of torch.distributed; the reason why a group has failed
-deadlock.py     detection of waits that can never end, by pure functions of the board
-failed_wait.py  the search for the cause of a wait that fails, and the error
-health.py       the state of a group: whether it can still be used, and the positions of its ranks
+board.py        the position of each rank, published for its peers: step, phase, bucket, and call
+calls.py        the calls in which ranks wait, of Syncline or of torch.distributed; the failure of a group
+deadlock.py     detection of waits that can never end, by pure functions of the places of all ranks
+failed_wait.py  the search for the cause of a failed wait, and the error that names the cause
+health.py       the state of a group: whether the group can still be used, and the positions of its ranks
 notices.py      failures and positions that ranks publish for each other through the store
 processes.py    whether the process of a rank has ended, is stopped, or is a fork of a rank
 store.py        messages at the store, signed and checked; this process's connection to the store

@@ -1,7 +1,8 @@
 """The position of each rank: its step, phase and bucket, and the call in which it waits.
 
-`Board` holds the position of this rank. The code that trains writes to the board. A `Place` is a snapshot of a rank's
-position, which the rank sends to its peers as text. Errors about missing ranks show the places of all ranks.
+A `Board` holds the current position of this rank. Syncline writes to the board at each step. A `Place` is a snapshot of
+a rank's position. Each rank publishes its place as text for its peers. Errors about missing ranks show the places of
+all ranks.
 """
 
 from __future__ import annotations
@@ -14,36 +15,36 @@ from dataclasses import dataclass, field, replace
 from syncline.liveness.store import decode
 
 MAIN_LANE = "main"
-"""The name of the first lane of every transport; see `Transport.lane`."""
+"""The name of the first lane of every transport. `Transport.lane` explains lanes."""
 
 _BEFORE = "before the first step"
 
 FORWARD = "forward"
-"""The phase of a forward of a wrapper in training mode."""
+"""The phase of a rank that runs a wrapper's forward in training mode."""
 
 EVAL_FORWARD = "forward in eval mode"
-"""The phase of a forward of a wrapper in eval mode, in which the module's buffers are sent."""
+"""The phase of a rank that runs a wrapper's forward in eval mode. This forward may send the module's buffers."""
 
 
 @dataclass(slots=True, eq=False)
 class Board:
-    """The position of this rank. Its attributes are plain, because the hot path of every step writes to them."""
+    """The current position of this rank. Every step writes to its attributes, so they are plain attributes."""
 
     step: int | None = None
-    """The current training step, from 1; None before the first step."""
+    """The number of the current training step, from 1; None before the first step."""
     phase: str = _BEFORE
-    """The part of the step, in words."""
+    """The part of the step that this rank runs, in words, such as "backward"."""
     bucket: int | None = None
-    """The bucket of gradients that the rank sends or waits for; None if there is none."""
+    """The index of the bucket of gradients that this rank sends or waits for; None while it handles no bucket."""
     opening: str | None = None
-    """The call of Syncline that the ranks agree on or run now, such as "sl.mean"; None if there is none.
+    """The title of the call of Syncline that the ranks agree on or run now, such as "sl.mean"; None at other times.
 
-    See `transport/agreement.py`.
+    `transport/agreement.py` sets this title.
     """
 
     @contextmanager
     def called(self, title: str) -> Iterator[None]:
-        """Let errors inside the block name the call `title`, unless an outer block names another call."""
+        """Make errors inside the `with` block name the call `title`, unless an outer block already names a call."""
         before = self.opening
         self.opening = before or title
         try:
@@ -54,20 +55,20 @@ class Board:
 
 @dataclass(frozen=True, kw_only=True)
 class Wait:
-    """A call in which a rank has been waiting for a while."""
+    """A call in which a rank waits for its peers."""
 
     lane: str
-    """The lane of the call."""
+    """The name of the lane of the call."""
     call: int | None
-    """The number of the collective on that lane, from 1; None for a message, which only two ranks count."""
+    """The index of the collective on that lane, from 1; None for a message, because only two ranks count it."""
     words: str
-    """The call in words."""
+    """A description of the call, for messages."""
     number: int = 0
-    """A number that identifies this long wait on the rank. Two snapshots with the same number show the same wait."""
+    """An id of this wait on the rank. Two snapshots with the same id show the same wait."""
     blocks_rank: bool = True
-    """Whether no other thread of the rank has ever started a collective, so that the whole rank waits."""
+    """Whether the whole rank waits, because no other thread of the rank has ever started a collective."""
     is_torchs: bool = False
-    """Whether this is a call of torch.distributed by the program. The lane is then a process group; see `calls.py`."""
+    """Whether the program called torch.distributed itself. The lane is then a process group; see `calls.py`."""
 
     def __str__(self) -> str:
         if self.is_torchs:
@@ -78,7 +79,7 @@ class Wait:
 
 @dataclass(frozen=True, kw_only=True)
 class Place:
-    """A snapshot of the position of a rank.
+    """A snapshot of the position of one rank. The attributes `step` to `opening` are those of `Board`.
 
     Example:
         >>> print(Place(step=12, phase="backward", bucket=0, code="train.py:34 in main"))
@@ -92,15 +93,15 @@ class Place:
     bucket: int | None = None
     opening: str | None = None
     wait: Wait | None = None
-    """The call in which the rank waits; None if the rank does not wait, or has only just begun to wait."""
+    """The call in which the rank has waited for a while; None if it does not wait or has just begun to wait."""
     num_started: dict[str, int] = field(default_factory=dict)
-    """Number of collectives that the rank has started, by lane."""
+    """The number of collectives that the rank has started on each lane, by the name of the lane."""
     code: str | None = None
-    """The line of the user's code that the rank runs."""
+    """The line of the user's code that the rank runs, such as "train.py:34 in main"; None if it is unknown."""
     has_left: bool = False
     """Whether the rank has shut down normally, by sl.shutdown() or at the end of its program."""
     seen: float = 0.0
-    """Time of the snapshot, in seconds since the epoch."""
+    """The time of the snapshot, in seconds since the epoch."""
 
     @staticmethod
     def of(
@@ -118,7 +119,7 @@ class Place:
         )
 
     def is_as(self, other: Place) -> bool:
-        """Return whether two places are equal except for the line of code and the time."""
+        """Return whether this place equals `other`, apart from the line of code and the time."""
         return replace(self, code=other.code, seen=other.seen) == other
 
     @property
@@ -129,14 +130,14 @@ class Place:
         return self.phase == EVAL_FORWARD
 
     def is_in(self, wait: Wait) -> bool:
-        """Return whether the rank waits in the same call as `wait`, compared by lane and number.
+        """Return whether the rank waits in the call of `wait`: in a call on the same lane, with the same index.
 
-        The operations may differ if the ranks made different calls.
+        The operations are not compared, because ranks may have made different calls with the same index.
         """
         return self.wait is not None and (self.wait.lane, self.wait.call) == (wait.lane, wait.call)
 
     def to_json(self) -> str:
-        """Return the place as text."""
+        """Return the place as JSON."""
         fields = dict(vars(self))  # `dataclasses.asdict` copies all values and is ten times slower
         if self.wait is not None:
             fields["wait"] = vars(self.wait)
@@ -144,7 +145,7 @@ class Place:
 
     @staticmethod
     def from_json(text: str) -> Place:
-        """Return the place that `to_json` returned as text."""
+        """Return the place that `to_json` has converted to `text`."""
         return decode(Place, text, "the place of a rank")
 
     def __str__(self) -> str:
@@ -172,13 +173,14 @@ _MAX_LINES = 32
 def describe_places(
     places: Mapping[int, Place], *, size: int, here: int | None = None, now: float | None = None
 ) -> str:
-    """Return the places of all ranks in words, one line per rank.
+    """Describe the place of each rank in one line of text, and join the lines.
 
     Args:
-        places: the places that are known, by rank.
-        size: number of ranks.
-        here: this rank, whose place is current; None if all ranks show the same text.
-        now: seconds since the epoch, used to show the age of other ranks' reports; None omits the age.
+        places: the known places, by rank.
+        size: the number of ranks.
+        here: this rank. Its place is current, so its line shows no age. Pass None if all ranks show the same text.
+        now: the current time in seconds since the epoch, from which the ages of the places follow. Pass None to show no
+            ages.
 
     Example:
         >>> seen = {1: Place(step=2, phase="forward", seen=10.0), 2: Place(step=3, phase="backward", seen=12.5)}

@@ -1,11 +1,12 @@
 """The calls in which ranks wait: Syncline's own calls, and the program's calls of torch.distributed.
 
-torch counts the calls that each rank starts on a process group. So a wait in torch.distributed is treated like a wait
-in Syncline: the group is the lane, and a rank that has started fewer calls on the group is absent. The proof of
-`deadlock.py` that a wait can never end applies to both. An error raised inside the call ends the wait.
+torch counts the calls that each rank starts on a process group. So Syncline treats a wait in torch.distributed like a
+wait of its own: the group is the lane, and a rank that has started fewer calls on the group is absent. `deadlock.py`
+detects waits of both kinds that can never end. To end a wait in torch.distributed, Syncline raises an error inside the
+call.
 
-The frame of the main thread is read only after `faulthandler` has shown that the thread is in such a call. The thread
-sleeps then.
+Syncline reads the frame of the main thread only after `faulthandler` has shown that the thread is in such a call. The
+thread sleeps during the call, so the frame does not change meanwhile.
 """
 
 from __future__ import annotations
@@ -43,22 +44,22 @@ SAME_CALLS = (
     "every rank must make the same calls in the same order, with equal sizes and dtypes: "
     "look for a branch that depends on the rank, or for unequal numbers of batches"
 )
-"""Remedy for ranks that called different operations."""
+"""The last lines of an error about ranks that made different calls: how to prevent the error."""
 
 ENDLESS_WAIT = "the ranks wait for each other in different calls, and none of them can ever continue:"
-"""The line above the places of ranks, none of which can continue."""
+"""The first line of an error about ranks that can never continue. The places of the ranks come below it."""
 
 ONE_RANK_EVALUATES = (
     "a forward of the wrapper sends the module's buffers (BatchNorm's statistics), so all ranks must run it. To "
     "evaluate on one rank only, call ddp.module(x) on that rank; or call ddp.sync_buffers_() on all ranks, and then "
     "the wrapper under torch.no_grad() on one rank"
 )
-"""Remedy for a forward that only some ranks run."""
+"""The last lines of an error about a forward that only some ranks run: how to prevent the error."""
 
 _UNEVEN = (
-    "the rank that shut down made fewer steps than this rank. Give every rank the same number of batches "
-    "(DistributedSampler pads them, drop_last=True drops the rest), or run the loop inside ddp.join(), which lets "
-    "ranks end at different times (not with sharded=True)"
+    "the rank that shut down made fewer steps than this rank. Give every rank the same number of batches: "
+    "DistributedSampler repeats some samples for this, or drops some with drop_last=True. Or run the loop inside "
+    "ddp.join(), which lets ranks end at different times, but does not work with sharded=True"
 )
 
 _LEFT_OUT = (
@@ -76,7 +77,7 @@ _MAX_TEXT_CHARS = 32 * 1024
 
 @dataclass(frozen=True)
 class Call:
-    """The call that one rank makes in a collective or a message.
+    """A description of one rank's call of a collective, or of a message between two ranks.
 
     In a collective, all ranks must make the same call. In a message, one rank sends and the other receives.
     """
@@ -86,10 +87,10 @@ class Call:
     numel: int | None = None
     dtype: torch.dtype | None = None
     terms: int = 0
-    """A number that must be equal on all ranks as well; 0 if there is none."""
+    """A further number that must be equal on all ranks, such as a hash of the shape; 0 if there is none."""
 
     def agrees_with(self, other: Call) -> bool:
-        """Return whether two ranks can make these two calls in one collective or message."""
+        """Return whether this call and `other`, made by two ranks, fit together in one collective or message."""
         if {self.operation, other.operation} == {"send", "recv"}:
             return (self.numel, self.dtype) == (other.numel, other.dtype)
         return self == other
@@ -101,19 +102,19 @@ class Call:
 
 @dataclass(frozen=True)
 class Failure:
-    """The reason why a group can no longer be used. Each rank creates its exception object from the failure."""
+    """The reason why a group can no longer be used. Each rank creates its own exception from the failure."""
 
     kind: type[SynclineError]
     text: str
     aborted_by: int | None = None
-    """The rank that published the failure for its peers; None if the text needs no such rank."""
+    """The rank that aborted the group, which the error names; None if the error is to show the text alone."""
     is_common: bool = False
-    """Whether the text describes all ranks and is the same on each of them."""
+    """Whether the text describes all ranks, so that every rank raises the same text."""
     stuck_ranks: Sequence[int] = ()
-    """Ranks that wait forever, as is proved, in whatever calls."""
+    """The ranks that are proved to wait forever, in calls of Syncline or of torch.distributed."""
 
     def on_rank(self, rank: int | None) -> SynclineError:
-        """Return the error to raise on `rank`; `rank` is None for a caller outside the group."""
+        """Return the error to raise on `rank`. Pass None as `rank` outside of the group."""
         if self.aborted_by is None:
             return self.kind(self.text)
         if rank == self.aborted_by:
@@ -121,9 +122,9 @@ class Failure:
         return self.kind(f"rank {self.aborted_by} aborted the group: {self.text}")
 
     def to_json(self, rank: int) -> str:
-        """Return the failure as text that `rank` publishes.
+        """Return the failure as JSON, for `rank` to publish.
 
-        Of a long text only the end is kept, because a traceback names the error at its end.
+        If the text of the failure is long, keep only its end, because a traceback names the error at its end.
         """
         rank_of_text = None if self.is_common else rank
         text = self.text[-_MAX_TEXT_CHARS:]
@@ -132,12 +133,12 @@ class Failure:
 
     @staticmethod
     def from_json(text: str | bytes) -> Failure:
-        """Return the failure that another rank has published.
+        """Return the failure that another rank has published as `text`.
 
         Raises:
-            SynclineError: the text is not one that `to_json` returns.
+            SynclineError: `text` is not the JSON of a failure.
         """
-        record = decode(_Record, text, "the reason for the end of a group")
+        record = decode(_Record, text, "the published failure of the group")
         kind = _KINDS.get(record.kind, PeerFailed)
         return Failure(
             kind,
@@ -150,7 +151,7 @@ class Failure:
 
 @dataclass(frozen=True)
 class _Record:
-    """A failure as published: fields that JSON can represent."""
+    """The published form of a failure. JSON can represent all of its fields."""
 
     kind: str
     text: str
@@ -159,11 +160,11 @@ class _Record:
 
 
 def remedy_for_left(here: Place, left: Iterable[Place]) -> str:
-    """Return the remedy for ranks that have shut down normally while this rank waits for them.
+    """Return the advice for an error about ranks that have shut down normally while this rank waits for them.
 
     Args:
         here: the place of this rank.
-        left: the places of the other ranks when they shut down.
+        left: the last places of the ranks that have shut down.
 
     Example:
         >>> remedy_for_left(Place(step=4, phase="backward"), [Place(step=3)])[:40]
@@ -199,34 +200,34 @@ _NEEDS_ALL = {
 """Calls of torch.distributed that return only after every rank of the group has made the call."""
 
 _NEEDS_THE_OTHER = _NEEDS_ALL | {"broadcast", "gather", "recv", "reduce", "scatter", "send"}
-"""Calls of torch.distributed that, in a group of two ranks, wait for the other rank."""
+"""Calls of torch.distributed that, in a group of two ranks, may wait for the other rank."""
 
 _LANE = "torch group "
 
 
 @dataclass(frozen=True)
 class TorchCall:
-    """A call of torch.distributed in which the main thread waits."""
+    """A call of torch.distributed in which the main thread of this rank waits."""
 
     group: dist.ProcessGroup
     name: str
     number: int
-    """The number of the call on the group, as counted by torch."""
+    """The index of the call among this rank's calls on the group, as torch counts them."""
 
     @classmethod
     def latest(cls, group: dist.ProcessGroup, name: str) -> TorchCall | None:
-        """Return the call that this rank started last on `group`; None if the backend does not count calls."""
+        """Return this rank's last call on `group`, named `name`. Return None if the backend does not count calls."""
         number = num_calls_started(group)
         return None if number is None else cls(group, name, number)
 
     def as_wait(self, *, blocks_rank: bool) -> Wait:
-        """Return the wait to publish to the peers."""
+        """Return this call as a wait, for the peers to read."""
         words = f"torch.distributed.{self.name}"
         lane = _LANE + self.group.group_name
         return Wait(lane=lane, call=self.number, words=words, blocks_rank=blocks_rank, is_torchs=True)
 
     def end(self, error: SynclineError) -> None:
-        """Raise `error` in the main thread, inside this call. Do nothing if the call has returned."""
+        """End this call by raising `error` in the main thread. Do nothing if the call has already returned."""
         main = threading.main_thread().ident or 0
         if _call_of_frame(sys._current_frames().get(main)) != self:
             return
@@ -241,9 +242,12 @@ class TorchCall:
 
 
 def call_in_dump(dump: str) -> TorchCall | None:
-    """Return the call of torch.distributed in which the main thread was when `dump` was written, and still is.
+    """Return the call of torch.distributed in which the main thread waits.
 
-    Return None if there is no such call.
+    Return None if there is no such call, or if the main thread was not in it when `dump` was written.
+
+    Args:
+        dump: the stacks of all threads, as `faulthandler` writes them.
     """
     main = threading.main_thread().ident or 0
     path, name = innermost_in_dump(dump, main)
@@ -253,9 +257,13 @@ def call_in_dump(dump: str) -> TorchCall | None:
 
 
 def num_started(lanes: set[str]) -> dict[str, int]:
-    """Return the number of calls that this rank has started on groups of torch, by lane.
+    """Return the number of calls that this rank has started on torch's process groups, by lane.
 
-    The result is empty if another thread, in the user's code or in torch.distributed, may start such a call now.
+    The result is empty if another thread runs the user's code or torch.distributed, because that thread may start such
+    a call at any moment.
+
+    Args:
+        lanes: the names of the lanes to count. Lanes that are not process groups of torch are ignored.
     """
     if any(
         _may_call(frame) for ident, frame in sys._current_frames().items() if ident != threading.get_ident()
@@ -294,10 +302,10 @@ def _may_call(frame: FrameType | None) -> bool:
 
 
 def _close_connections(group: dist.ProcessGroup) -> None:
-    """Close this process's connections of a Gloo group, because the group's `abort` does not end waits.
+    """Close the connections of this process that belong to a Gloo group. This ends the group's waits; `abort` does not.
 
-    A connection belongs to the group if one end has an address that a rank wrote to the store when the group was
-    created.
+    Each rank wrote its addresses to the store when the group was created. A connection belongs to the group if one of
+    its ends has such an address.
     """
     announced = b"".join(_announced(group))
     for file_descriptor in open_sockets():
@@ -322,7 +330,10 @@ def _announced(group: dist.ProcessGroup) -> list[bytes]:
 
 
 def _as_announced(family: int, host: str, port: int) -> bytes:
-    """Return the first bytes of the kernel's address structure, without the fields that vary between connections."""
+    """Return an address in the form in which Gloo announces it: the first bytes of the kernel's `sockaddr` structure.
+
+    The later bytes are left out, because they vary between connections.
+    """
     kind = int(family).to_bytes(2, sys.byteorder) + port.to_bytes(2, "big")
     address = socket.inet_pton(family, host)
     return kind + address if family == socket.AF_INET else kind + bytes(4) + address

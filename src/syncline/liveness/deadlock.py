@@ -1,7 +1,7 @@
-"""Detection of waits that can never end, by pure functions of the places of all ranks.
+"""Detection of waits that can never end. All functions are pure functions of the places of all ranks.
 
-A rank counts as stuck only if this is certain. A place may be outdated. So a wait counts only if it was seen twice
-(`steady`), and only on a rank on which no other thread starts collectives.
+A rank counts as stuck only if it is certain that its wait can never end. A place may be outdated. So a wait counts only
+if it was seen twice (see `steady`), and only if no other thread of the rank starts collectives.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ Places = Mapping[int, Place]
 
 
 def absent_ranks(wait: Wait, places: Places) -> list[int]:
-    """Return the ranks whose last place shows that they had not started the call of `wait`."""
+    """Return the ranks that had not started the call of `wait` when they published their last place."""
     return [rank for rank, place in sorted(places.items()) if _is_absent(wait, place)]
 
 
@@ -25,7 +25,9 @@ def left_ranks(wait: Wait, places: Places) -> list[int]:
 
 
 def different_calls(places: Places) -> list[int]:
-    """Return the ranks that made different calls under the same number of a lane; empty if all calls agree.
+    """Return the ranks that wait in different calls, although the calls have the same lane and index.
+
+    The list is empty if all calls agree.
 
     Example:
         >>> different_calls({rank: Place(wait=Wait(lane="main", call=1, words=f"{rank}")) for rank in range(2)})
@@ -46,8 +48,8 @@ def different_calls(places: Places) -> list[int]:
 def stuck_ranks(places: Places) -> list[int]:
     """Return the ranks that wait for each other in different calls, so that none of the waits can ever end.
 
-    Rank A waits for rank B if B has not started A's call. B cannot start A's call while B waits. If B waits
-    for A, or for another rank that waits for A, neither wait can end.
+    Rank A waits for rank B if B has not started the call in which A waits. B cannot start this call while B itself
+    waits. So if B waits for A, or for another rank that waits for A, neither wait can end.
     """
     waits_for: dict[int, Collection[int]] = {}
     for rank, place in places.items():
@@ -60,7 +62,8 @@ def stuck_among(waits_for: Mapping[int, Collection[int]]) -> list[int]:
     """Return the largest set of waiting ranks in which each rank waits for a member of the set.
 
     Args:
-        waits_for: for each rank that waits and does nothing else, the ranks that must act before the wait ends.
+        waits_for: for each rank that only waits, the ranks for which it waits. Its wait ends only after all of these
+            ranks have acted.
 
     Example:
         >>> stuck_among({0: [1], 1: [0, 2], 3: [1], 4: [2]})
@@ -73,7 +76,7 @@ def stuck_among(waits_for: Mapping[int, Collection[int]]) -> list[int]:
 
 
 def steady(earlier: Places, later: Places) -> dict[int, Place]:
-    """Return the later places, each without its wait unless the earlier place of the rank shows the same wait."""
+    """Return the places of `later`, each without its wait unless the rank's place in `earlier` shows the same wait."""
     return {
         rank: place if rank in earlier and earlier[rank].wait == place.wait else replace(place, wait=None)
         for rank, place in later.items()

@@ -1,4 +1,4 @@
-"""A wait that fails: the search for the cause in the reports of all ranks, and the error that this rank raises."""
+"""A failed wait: the search for its cause in the reports of all ranks, and the error that names the cause."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ from syncline.words import describe_ranks
 
 
 class FailedWait:
-    """The search for the cause of a wait that has failed, and the error with this cause.
+    """A failed wait of this rank, whose methods find the cause and return the error that names it.
 
-    Each method marks the group as failed, publishes the failure, and returns the error to raise on this rank. If a peer
-    has already published a cause, the error names that cause.
+    Each method, except `raise_if_endless`, marks the group as failed, publishes the failure, and returns the error to
+    raise on this rank. If a peer has already published the cause, the error names the published cause.
 
     Args:
         health: the state of the group.
@@ -47,12 +47,12 @@ class FailedWait:
         self._work = work
 
     def timed_out(self) -> SynclineError:
-        """Return the error for a wait that reached its deadline although no rank is known to have failed."""
+        """Return the error for a wait that has reached its deadline, although no rank is known to have failed."""
         places = self._health.places()
         return self._ended(CollectiveTimeout, self._late(places), _LATE, places)
 
     def broken_by(self, error: RuntimeError) -> SynclineError:
-        """Return Syncline's error for an error of the backend."""
+        """Return the error of Syncline that corresponds to an error of the backend."""
         kind, what, remedy = _meaning(str(error))
         if kind is PeerLost:
             return self._connection_lost(error)
@@ -65,7 +65,7 @@ class FailedWait:
         return self._ended(kind, what, remedy, places, error)
 
     def lost(self, ranks: Sequence[int]) -> SynclineError:
-        """Return the error for ranks whose processes have ended."""
+        """Return the error for a wait in which the processes of these ranks have ended."""
         published = self._health.published_failure()
         if published is not None:
             return self._health.adopted(published)
@@ -77,11 +77,11 @@ class FailedWait:
         return self._ended(PeerLost, f"{describe_ranks(killed)}: {has} ended", _LOST, places)
 
     def _connection_lost(self, error: RuntimeError) -> SynclineError:
-        """Return the error for a closed connection. The error names the peer that ended first if that peer is found.
+        """Return the error for a closed connection. The error names the ended peers if their end is detected in time.
 
-        A connection closes a moment before the kernel reports its process as ended. So this method waits a while for
-        such a report, or for a failure that another rank publishes. A rank that raises closes its connections as well,
-        but it publishes the cause before that.
+        When a process ends, its connections close a moment before the kernel reports the process as ended. So this
+        method waits a while for such a report, or for a failure that another rank publishes. A rank that raises an
+        error also closes its connections, but it publishes the cause first.
         """
         health = self._health
         first = health.places()
@@ -111,7 +111,7 @@ class FailedWait:
         return self._ended(PeerLost, what, _LOST, places, error)
 
     def _left(self, ranks: Sequence[int], places: dict[int, Place]) -> SynclineError:
-        """Return the error for ranks that have shut down normally."""
+        """Return the error for a wait for these ranks, which have shut down normally."""
         have = "has" if len(ranks) == 1 else "have"
         what = f"{describe_ranks(ranks)} {have} shut down normally and will not make this call"
         here = replace(self._health.place(), wait=self._work.as_wait())
@@ -119,10 +119,10 @@ class FailedWait:
         return self._ended(UnevenInputs, what, remedy, places)
 
     def mismatched(self, calls: dict[int, Call]) -> SynclineError:
-        """Return the error for ranks that made different calls in one collective.
+        """Return the error for a collective in which the ranks made different calls.
 
         Args:
-            calls: the call of each rank, by rank.
+            calls: the call that each rank made, by rank.
         """
         health, own = self._health, self._work.as_wait()
         places = self._places_in(own, calls)
@@ -135,10 +135,10 @@ class FailedWait:
         return health.failed(Failure(CollectiveMismatch, "\n".join(lines), is_common=True))
 
     def _places_in(self, wait: Wait, ranks: Collection[int]) -> dict[int, Place]:
-        """Return the places of the ranks that wait in one call, by rank.
+        """Return the known places of all ranks, by rank, after `ranks` have published that they wait in this call.
 
-        Publish this rank's place, and wait a moment for the places of the others. For a rank that does not publish in
-        time, return its last place, without the wait.
+        First publish this rank's place. Then wait until all of `ranks` have published theirs, but only for a second. If
+        a rank does not publish in time, return its last place without the wait.
         """
         health = self._health
         here = replace(health.place(code=user_code(sys._getframe())), wait=wait)
@@ -158,11 +158,11 @@ class FailedWait:
             time.sleep(_PAUSE_SECONDS)
 
     def raise_if_endless(self, places: dict[int, Place], steady: dict[int, Place]) -> None:
-        """Raise an error if this wait can never end, although it has not failed yet.
+        """Raise an error if this wait has not failed yet but can never end.
 
         Args:
             places: the last place of each rank.
-            steady: the same places, with only those waits that were seen twice.
+            steady: the same places, without the waits that were seen only once.
         """
         health = self._health
         wait = health.position.wait
@@ -210,17 +210,23 @@ class FailedWait:
 
 
 _PLACES_SECONDS = 1.0
-"""Time for which a rank that has detected different calls waits for the places of its peers."""
+"""How long a rank that has detected different calls waits for the places of its peers, in seconds."""
 
 _PAUSE_SECONDS = 0.005
 
 _MAX_PAUSE_SECONDS = 0.1
 
 _LOCAL_CAUSE_SECONDS = 0.75
-"""Time for which to look for the cause of a closed connection: an ended process here, or a published failure."""
+"""How long to search for the cause of a closed connection, in seconds, if the end of each peer is detected at once.
+
+That is so if all ranks are on this host, or if there are only two ranks.
+"""
 
 _REMOTE_CAUSE_SECONDS = SIGN_OF_LIFE_SECONDS + 1.5
-"""The same time if there are ranks on other hosts. Each rank that still runs publishes a report within this time."""
+"""How long to search for the cause of a closed connection, in seconds, if ranks on other hosts may have ended.
+
+Each rank that still runs publishes a report within this time.
+"""
 
 _DIFFERENT_CALLS = "the ranks made different calls:"
 
@@ -228,29 +234,29 @@ _NOT_ALL_CALLED = "not every rank made this call before the deadline"
 
 _LATE = (
     "a rank that did not make this call may be in an endless loop, may have fewer batches, or may have made another "
-    "call. If it is only slow, raise the timeout"
+    "call. If that rank is only slow, raise the timeout"
 )
 
 _LOST = (
     "a peer's process has ended, or the network between the hosts has failed. Look at the log of the rank that ended "
-    "first: the last lines give the reason"
+    "first: its last lines name the cause"
 )
 
 _SIGNS_OF_LOSS = ("connect", "broken pipe", "socket", "peer", "pair closure")
 
 
 def _without_cpp_frames(message: str) -> str:
-    """Return a backend's message without torch's C++ stack. (The message can have several lines, as NCCL's has.)"""
+    """Return a backend's error message without torch's C++ stack trace. Keep all lines before the stack trace."""
     return message.partition("\nException raised from ")[0].rstrip()
 
 
 def is_of_backend(error: RuntimeError) -> bool:
-    """Return whether a backend raises this error for late or lost peers, or for different calls."""
+    """Return whether this error of a backend means late peers, lost peers, or different calls of the ranks."""
     return _meaning(str(error))[0] is not SynclineError
 
 
 def _meaning(message: str) -> tuple[type[SynclineError], str, str]:
-    """Return the class of Syncline's error, a description and a remedy for a backend's error message."""
+    """Return three things for a backend's error message: the class of Syncline's error, a description, and a remedy."""
     words = message.lower()
     if "enforce fail" in words or "mismatch" in words:
         return (
@@ -265,5 +271,5 @@ def _meaning(message: str) -> tuple[type[SynclineError], str, str]:
     return (
         SynclineError,
         "the backend failed",
-        "Syncline does not know the reason. See the backend's message below",
+        "Syncline does not know the cause. The message of the backend follows",
     )

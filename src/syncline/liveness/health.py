@@ -1,7 +1,7 @@
-"""The state of a group on this rank: whether the group can still be used, why it failed, and where its ranks are.
+"""The state of a group on this rank: whether the group can still be used, why it failed, and the places of its ranks.
 
-`Health` also publishes failures and this rank's place to the peers, and reads theirs. `failed_wait.py` finds the cause
-when a wait fails.
+`Health` also publishes the failures and the place of this rank, and reads those of the peers. When a wait fails,
+`failed_wait.py` finds the cause.
 """
 
 from __future__ import annotations
@@ -26,71 +26,70 @@ from syncline.user_code import user_code
 
 @dataclass(slots=True, eq=False)
 class Lane:
-    """A separate sequence of a transport's collectives, which are numbered in the same way on every rank."""
+    """A sequence of collectives of a transport, in the same order on every rank. A transport can have several lanes."""
 
     name: str
-    """The name of the lane, for messages."""
+    """The name of the lane. Messages show it."""
     group: object
-    """The process group of torch that carries the lane; None if there is none."""
+    """torch's process group that runs the collectives of the lane; None if the lane has no process group."""
     barrier_device: str = "cpu"
-    """The type of device on which a barrier of the lane runs."""
+    """The type of the device on which the barriers of the lane run."""
     num_started: int = 0
-    """Number of collectives that this rank has started on the lane."""
+    """The number of collectives that this rank has started on the lane."""
 
 
 class Waiting(Protocol):
-    """An operation that is waited for, with the information that errors need."""
+    """An operation for which this rank waits. Its methods return the information that errors show."""
 
     def as_wait(self, *, number: int = 0, blocks_rank: bool = True) -> Wait:
-        """Return the wait to publish to the peers."""
+        """Return this operation as a wait, for the peers to read."""
 
     def elapsed_seconds(self) -> float:
-        """Return the time since the call."""
+        """Return the time since the operation was started."""
 
 
 class Position:
-    """The position of this rank in one group: the board, the long wait, and the number of started calls.
+    """The position of this rank in one group: the board, the current long wait, and the number of started calls.
 
     Args:
         board: the step, phase and bucket of this rank.
-        lanes: the open lanes of the group. The transports append to this list.
+        lanes: the open lanes of the group. This object keeps the list itself, to which the transports append lanes.
     """
 
     def __init__(self, board: Board, lanes: list[Lane]) -> None:
         self.wait: Wait | None = None
-        """The call that this rank has been waiting in for a while."""
+        """The call in which this rank has been waiting for a while; None if there is no such call."""
         self._board = board
         self._lanes = lanes
         self._closed: deque[tuple[str, int]] = deque(maxlen=_MAX_CLOSED)
-        """The lanes that were closed last, and the number of collectives started on each."""
+        """The names of the lanes that were closed last, each with the number of collectives started on the lane."""
         self._num_started_by_torch: dict[str, int] = {}
-        """Like `Place.num_started`, for groups of torch in which a peer waits while this rank waits."""
+        """The number of calls that this rank has started on each of torch's groups in which a peer waits, by lane."""
 
     def begin_wait(self, work: Waiting, *, blocks_rank: bool) -> None:
-        """Record that this rank has been waiting in a call for a while."""
+        """Record that this rank has been waiting for `work` for a while."""
         self.wait = work.as_wait(number=time.monotonic_ns(), blocks_rank=blocks_rank)
 
     def end_wait(self) -> None:
-        """Record that the wait is over."""
+        """Record that the long wait of this rank is over."""
         self.wait = None
         self._num_started_by_torch = {}
 
     def count_calls_of_torch(self, lanes: set[str]) -> None:
-        """Count the calls that this rank has started on groups of torch, in which peers wait while this rank waits."""
+        """Record how many calls this rank has started on torch's groups of these names, in which peers wait."""
         self._num_started_by_torch = num_started(lanes)
 
     def mark_lane_closed(self, lane: Lane) -> None:
-        """Mark a lane as closed.
+        """Mark a lane as closed, and remember how many calls this rank has started on it.
 
-        When this rank shuts down, it publishes the number of calls that it started on the lane, for peers that still
-        wait on the lane.
+        When this rank shuts down, it publishes this number for the peers that still wait on the lane.
         """
         if lane in self._lanes:
             self._lanes.remove(lane)
             self._closed.append((lane.name, lane.num_started))
 
     def as_place(self, *, code: str | None = None, has_left: bool = False) -> Place:
-        """Return a snapshot of this position for the peers."""
+        """Return a snapshot of this position, for the peers to read."""
         return replace(
             Place.of(self._board, wait=self.wait, code=code, has_left=has_left),
             num_started={
@@ -103,16 +102,16 @@ class Position:
 
 
 class Health:
-    """The state that all lanes of a group have in common on this rank.
+    """The state of a group on this rank, which all lanes of the group use.
 
     Args:
         main: the first lane.
         board: the step, phase and bucket of this rank.
         notices: the notices of the group; None for a group of one rank.
         rank: this rank in the group.
-        size: number of ranks in the group.
-        backend: the backend's name, for messages.
-        timeout_seconds: how long an operation of the group can be under way.
+        size: the number of ranks in the group.
+        backend: the name of the backend. Messages show it.
+        timeout_seconds: the longest time for which an operation of the group can be pending.
     """
 
     def __init__(
@@ -128,7 +127,7 @@ class Health:
     ) -> None:
         self.failure: Failure | None = None
         self.on_failure: list[Callable[[Failure], None]] = []
-        """Called with each failure that this rank detects, to inform the peers in other ways than by notices."""
+        """Functions that are called with each failure that this rank detects. They inform the peers without notices."""
         self.lanes = [main]
         self.board = board
         self.position = Position(board, self.lanes)
@@ -137,7 +136,7 @@ class Health:
         self.notices = notices
         self.backend = backend
         self.calling_thread = 0
-        """The only thread that has started collectives; 0 before the first one, -1 once there were several threads."""
+        """The id of the only thread that has started collectives; 0 if no thread has, -1 if several threads have."""
         self._has_raised = False
         self._timeout_seconds = timeout_seconds
         self._group = main.group
@@ -147,9 +146,9 @@ class Health:
     # ------------------------------------------------------------------ the end of the group
 
     def fail(self, failure: Failure) -> None:
-        """Mark the process group as failed and publish the failure.
+        """Mark the process group as failed, and publish the failure. Do nothing if the group has failed before.
 
-        If a peer has published a failure with a common text first, that failure is used instead.
+        If a peer has already published a failure whose text is common to all ranks, record that failure instead.
         """
         if self.failure is None:
             first = failure if self.notices is None else self.notices.publish(failure)
@@ -159,14 +158,15 @@ class Health:
             self._keep_groups()
 
     def failed(self, failure: Failure) -> SynclineError:
-        """Mark the process group as failed, like `fail`, and return the error to raise on this rank."""
+        """Mark the process group as failed by calling `fail`, and return the error to raise on this rank."""
         self.fail(failure)
         return self.error()
 
     def error(self) -> SynclineError:
         """Return the error to raise on this rank after a failure.
 
-        From the second call on, the text says that the group failed before.
+        Later errors begin with the statement that the group failed before. Plain errors of class `SynclineError` lack
+        this statement.
         """
         assert self.failure is not None
         error = self.failure.on_rank(self.rank)
@@ -176,36 +176,36 @@ class Health:
         return error
 
     def refuse_a_fork(self) -> None:
-        """Let every later call fail, because this process is a fork of a rank. Do not inform the peers."""
+        """Make every later call raise an error, because this process is a fork of a rank. Do not inform the peers."""
         self.failure = FORKED
         self.on_failure.clear()
 
     def has_lost_its_group(self) -> bool:
-        """Return whether torch.distributed.destroy_process_group has destroyed the process group."""
+        """Return whether the program has destroyed the process group by torch.distributed.destroy_process_group."""
         return self._group is not None and not is_living(self._group)
 
     def is_live(self) -> bool:
-        """Return whether this rank still publishes its place. Once the result is False, it stays False."""
+        """Return whether the place of this rank is still to be published. Once the result is False, it stays False."""
         return self.failure is None and not self.has_lost_its_group()
 
     def leave(self) -> None:
-        """Publish that this rank shuts down normally and makes no more calls."""
+        """Publish that this rank shuts down normally and will make no more calls."""
         if self.failure is None and self.notices is not None:
             self.notices.leave(self.place(has_left=True))
 
     def close(self) -> None:
-        """Leave the other ranks, refuse all further calls, and release the groups."""
+        """Publish the end of this rank by calling `leave`, refuse all further calls, and release the groups."""
         self.leave()
         if self.failure is None:
             self.failure = CLOSED
         self.lanes.clear()
 
     def published_failure(self) -> Failure | None:
-        """Return the failure of the group that a rank has published; None if there is none."""
+        """Return the failure that a rank of the group has published. Return None if no rank has published one."""
         return None if self.notices is None else self.notices.failure()
 
     def raise_if_published(self) -> None:
-        """Raise if a rank has published a failure of the group."""
+        """Raise an error if a rank of the group has published a failure."""
         published = self.published_failure()
         if published is not None:
             raise self.adopted(published)
@@ -216,16 +216,16 @@ class Health:
         return self.error()
 
     def adopt(self, failure: Failure) -> None:
-        """Record a failure that a peer has published."""
+        """Record a failure that a peer has published, unless this rank has already recorded a failure."""
         if self.failure is None:
             self.failure = failure
             self._keep_groups()
 
     def _keep_groups(self) -> None:
-        """Keep the process groups alive until no operation can be under way any more.
+        """Keep the process groups alive until all pending operations must have ended.
 
-        The destructor of a Gloo group waits for pending operations. After a failure, a process could therefore not end
-        before these operations time out.
+        The destructor of a Gloo group waits for pending operations. So if the groups were released after a failure,
+        this process would block until these operations time out.
         """
         groups = [lane.group for lane in self.lanes if lane.group is not None]
         if not groups:
@@ -240,18 +240,21 @@ class Health:
     # ------------------------------------------------------------------ the ranks
 
     def called_from(self, thread: int) -> None:
-        """Record that `thread` starts collectives and did not start the last one.
+        """Record that a thread starts a collective. The caller checks that `calling_thread` is not this thread.
 
-        Once there is a second thread, a wait in one thread no longer means that the whole rank waits.
+        Once two threads have started collectives, a wait in one thread no longer means that the whole rank waits.
+
+        Args:
+            thread: the id of the thread.
         """
         self.calling_thread = thread if self.calling_thread == 0 else -1
 
     def runs_over(self, backend: str) -> None:
-        """Set the name of the backend in messages."""
+        """Set the name of the backend, which messages show."""
         self.backend = backend
 
     def place(self, *, code: str | None = None, has_left: bool = False) -> Place:
-        """Return this rank's step, phase, wait and number of started calls, for its peers to read."""
+        """Return a snapshot of this rank's position in the group, for the peers to read."""
         return self.position.as_place(code=code, has_left=has_left)
 
     def places(self) -> dict[int, Place]:
@@ -264,11 +267,11 @@ class Health:
         return {} if self.notices is None else self.notices.processes_here()
 
     def ended_ranks(self) -> list[int]:
-        """Return the ranks on this host whose process has ended."""
+        """Return those other ranks on this host whose processes have ended."""
         return sorted(rank for rank, process in self.processes_here().items() if process.has_ended())
 
     def stopped_ranks(self) -> list[int]:
-        """Return the ranks on this host whose process is stopped by SIGSTOP, Ctrl-Z or a debugger."""
+        """Return those other ranks on this host whose processes are stopped by SIGSTOP, Ctrl-Z or a debugger."""
         return sorted(rank for rank, process in self.processes_here().items() if process.is_stopped())
 
 
@@ -281,6 +284,6 @@ CLOSED = Failure(
 _MAX_CLOSED = 64
 
 _BROKEN = (
-    "this process group failed before, so nothing can be synchronized over it. To continue, create it again on all "
-    "ranks (sl.shutdown() and sl.init(), or destroy the process group and create a new one). The first failure:"
+    "this process group failed before, so nothing can be synchronized over it. To continue, create the group again on "
+    "all ranks: call sl.shutdown() and sl.init(), or destroy the group and create a new one. The first failure:"
 )

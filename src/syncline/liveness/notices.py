@@ -2,12 +2,12 @@
 
 There are three kinds of notices: the failure of the group, the place of each rank, and the process of each rank. The
 first rank that detects a failure publishes the failure, and the others read it while they wait. A waiting rank reads
-the places of its peers to show them in an error. Without the store, ranks exchange no notices, but they still raise
-errors.
+the places of its peers to show them in an error. If the store has ended, ranks exchange no notices, but they still
+raise errors.
 
-`Publisher` is a thread that publishes this rank's place while the rank does not wait for its peers. Each process has
-one publisher. It keeps no transport alive. The thread ends before the interpreter does, because a thread that runs C++
-code while Python shuts down aborts the process.
+A `Publisher` is a thread that publishes the place of this rank at regular intervals. Each process has one publisher.
+The publisher keeps no transport alive. The thread ends before the interpreter does, because a thread that runs C++ code
+while Python shuts down aborts the process.
 """
 
 from __future__ import annotations
@@ -37,16 +37,19 @@ T = TypeVar("T")
 _STORE_TIMEOUT = timedelta(seconds=1)
 
 _MAX_READS = 100
-"""How often the processes of other ranks are read in quick succession, until all of them are known."""
+"""The maximum number of times that a rank reads the processes of other ranks in quick succession."""
 
 
 class Notices:
-    """A rank's access to the notices of its group. Any thread may use it, but only in the process that created it.
+    """The object by which a rank publishes and reads the notices of its group.
+
+    All threads of the process that created the object can use it. In a fork of the process it does nothing.
 
     Args:
-        store: the group's store. `Notices` opens a separate connection, so that it does not delay other users.
+        store: the store of the group. This object opens a separate connection to the store, so that its requests do not
+            delay other users of the store.
         rank: this rank in the group.
-        size: number of ranks in the group.
+        size: the number of ranks in the group.
     """
 
     def __init__(self, store: Any, *, rank: int, size: int) -> None:
@@ -69,7 +72,7 @@ class Notices:
             self._ask(lambda store: store.set(key, process.to_json()))
 
     def publish(self, failure: Failure) -> Failure:
-        """Publish a failure of the group, and return the failure that was published first, which all ranks read."""
+        """Publish a failure of the group, unless a rank has published one before. Return the published failure."""
         mine = failure.to_json(self._rank)
         try:
             first = self._ask(lambda store: store.set_first(self._key("failure"), mine))
@@ -78,9 +81,9 @@ class Notices:
         return failure if first is None or first == mine else self._parsed(first)
 
     def failure(self) -> Failure | None:
-        """Return the failure that a rank published first; None if there is none.
+        """Return the failure of the group that was published first. Return None if no rank has published a failure.
 
-        An unreadable notice counts as a failure as well. Its text then says that the notice is unreadable.
+        An unreadable notice also counts as a failure. The text of this failure says that the notice is unreadable.
         """
         key = self._key("failure")
         try:
@@ -99,8 +102,8 @@ class Notices:
         """Publish the place of this rank.
 
         Args:
-            place: returns the place, or None if that place is already published. It is called once this thread holds
-                the lock, so that of two threads the later one publishes the newer place.
+            place: returns the place to publish, or None if the place is already published. This function is called
+                while the thread holds the lock. So if two threads publish, the later thread publishes the newer place.
         """
         key = self._key(f"place/{self._rank}")
 
@@ -114,8 +117,8 @@ class Notices:
     def leave(self, place: Place) -> None:
         """Publish this rank's last place. Later calls of `post` publish nothing.
 
-        This method does not wait for an answer of the store. At the end of a program, the process with the store may
-        end as well, and torch prints a C++ stack trace to stderr if a connection closes during such a wait.
+        This method does not wait for an answer of the store. At the end of a program, the process that holds the store
+        may end at any moment. torch prints a C++ stack trace to stderr if the connection closes during such a wait.
         """
 
         def write(store: SignedStore) -> None:
@@ -126,11 +129,11 @@ class Notices:
         self._ask(write)
 
     def places(self) -> dict[int, Place]:
-        """Return the last published place of each rank, without ranks that have published none."""
+        """Return the last published place of each rank, by rank. Ranks that have published no place are left out."""
         return self._read_all("place", Place.from_json)
 
     def processes_here(self) -> dict[int, RankProcess]:
-        """Return the processes of the other ranks on this host.
+        """Return the processes of the other ranks on this host, by rank.
 
         Once the processes of all ranks are known, the store is not read again.
         """
@@ -148,12 +151,12 @@ class Notices:
 
     @property
     def is_learning(self) -> bool:
-        """Whether the process of some rank is still unknown, and should soon be read again."""
+        """Whether the process of some rank is still unknown, so that the processes should be read again soon."""
         is_complete = self._process is None or len(self._processes) == self._size
         return not is_complete and self._num_reads < _MAX_READS
 
     def _read_all(self, name: str, parsed: Callable[[str], T]) -> dict[int, T]:
-        """Return the notices called `name`, one of each rank, by rank. Missing and unreadable ones are left out."""
+        """Return each rank's notice called `name`, by rank. Missing and unreadable notices are left out."""
         keys = {self._key(f"{name}/{rank}"): rank for rank in range(self._size)}
         found = {}
         for key, text in (self._ask(lambda store: store.readable(list(keys))) or {}).items():
@@ -165,7 +168,7 @@ class Notices:
         return f"{self._epoch}/{name}"
 
     def _ask(self, question: Callable[[SignedStore], T]) -> T | None:
-        """Return the store's answer to a question; None if the store has ended, or in a fork of the process."""
+        """Return the store's answer to a question. Return None if the store has ended, or if this process is a fork."""
         if os.getpid() != self._pid:
             return None
         with self._lock:
@@ -185,20 +188,20 @@ _PERIOD_SECONDS = 0.5
 _LEARNING_SECONDS = 0.02
 
 SIGN_OF_LIFE_SECONDS = 5.0
-"""The period after which a rank publishes an unchanged place again. A rank that is silent for longer does not run."""
+"""The time in seconds after which a rank publishes an unchanged place again. A rank silent for longer does not run."""
 
 _JOIN_SECONDS = 5.0
 
 
 class Published(Protocol):
-    """An object whose place is published."""
+    """An object that has a place for the publisher to publish. `Health` is such an object."""
 
     notices: Notices | None
     rank: int
     calling_thread: int
 
     def is_live(self) -> bool:
-        """Return whether the object still publishes its place. Once the result is False, it stays False."""
+        """Return whether the place of the object is still to be published. Once the result is False, it stays False."""
 
     def place(self) -> Place:
         """Return the current place of this rank."""
@@ -208,11 +211,11 @@ class Published(Protocol):
 
 
 class Publisher:
-    """A thread that publishes the places of all added objects, each as long as the object is alive."""
+    """A thread that publishes the places of the added objects. It stops publishing for an object that was freed."""
 
     def __init__(self) -> None:
         self._last_places: WeakKeyDictionary[Published, Place] = WeakKeyDictionary()
-        """The place of each object that was published last."""
+        """The last published place of each added object."""
         self._lock = threading.Lock()
         self._wake = threading.Event()
         self._ended = False
@@ -220,7 +223,7 @@ class Publisher:
         self._thread: threading.Thread | None = None
 
     def add(self, what: Published) -> None:
-        """Begin to publish the place of `what`. Do nothing if the process is about to end."""
+        """Begin to publish the place of `what`. Do nothing if the publisher has ended."""
         with self._lock:
             if self._ended:
                 return
@@ -273,15 +276,16 @@ class Publisher:
             self._end_torch_call(what, what.notices)
 
     def _end_torch_call(self, what: Published, notices: Notices) -> None:
-        """Raise in the main thread's call of torch.distributed if a peer has proved that the call can never end."""
+        """End the main thread's call of torch.distributed by an error if a peer has proved that it can never end."""
         failure, call = notices.failure(), call_in_dump(dump_of_main_thread())
         if failure is not None and call is not None and what.rank in failure.stuck_ranks:
             call.end(what.adopted(failure))
 
     def _unpublished_place(self, what: Published) -> Place | None:
-        """Return the place of `what`; None if that place is already published.
+        """Return the current place of `what`. Return None if that place is already published.
 
-        To find the current line of code is slow. So this is done only for a rank that waits or has not moved.
+        The search for the current line of code is slow. So it runs only if the rank waits, or if its place has not
+        changed since the last publication.
         """
         place, last = what.place(), self._last_places[what]
         was_in_torch_call = last.wait is not None and last.wait.is_torchs
@@ -309,7 +313,7 @@ def publisher() -> Publisher:
 
 
 def _forget_publisher() -> None:
-    """Forget the parent's publisher in a fork, because the fork does not have the publisher's thread."""
+    """Forget the parent process's publisher in a fork, because the fork does not have the publisher's thread."""
     atexit.unregister(publisher().end)
     publisher.cache_clear()
 

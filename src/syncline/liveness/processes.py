@@ -1,10 +1,10 @@
 """The processes of ranks on this host: detection of processes that have ended, are stopped, or are forks of a rank.
 
-The kernel reports whether a process has ended or is stopped. A process is identified by its number and its start time,
-so that a later process with the same number is not mistaken for it. No file stays open.
+The kernel reports whether a process has ended or is stopped. A process is identified by its pid and its start time, so
+that a later process with the same pid is not mistaken for it. No file stays open.
 
-A fork of a rank inherits the rank's connections and memory, but must not use them. This module lists the objects that
-refuse all calls in a fork, because Python calls one hook per process after a fork.
+A fork of a rank inherits the rank's connections and memory, but must not use them. So certain objects refuse all calls
+in a fork. This module keeps the list of these objects, and its hook, which Python calls in each fork, informs them.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _STAT_BYTES = 4096
 
 @dataclass(frozen=True)
 class RankProcess:
-    """The process of a rank.
+    """The process of a rank, identified by host, pid and start time.
 
     Example:
         >>> own = RankProcess.own()
@@ -35,19 +35,19 @@ class RankProcess:
     """
 
     host: str
-    """A key of the host, equal for processes that can see each other; see `host_key`."""
+    """A key of the host. Processes with the same key can see each other's states. `host_key` returns the key."""
     pid: int
     started: int
-    """Start time, in the kernel's units."""
+    """The start time of the process, in the units of /proc/PID/stat."""
 
     @staticmethod
     def own() -> RankProcess | None:
-        """Return this process; None if the system does not show the states of processes."""
+        """Return the `RankProcess` of this process. Return None if the system does not show the states of processes."""
         return RankProcess.here(os.getpid())
 
     @staticmethod
     def here(pid: int) -> RankProcess | None:
-        """Return the process with this number on this host; None if it has ended, or if the system does not show it."""
+        """Return the `RankProcess` of the process with this pid; None if it has ended, or if it cannot be seen."""
         try:
             if os.readlink("/proc/self") != str(os.getpid()):
                 return None  # /proc shows the process numbers of another container
@@ -56,16 +56,16 @@ class RankProcess:
             return None
 
     def to_json(self) -> str:
-        """Return the process as text."""
+        """Return the process as JSON."""
         return json.dumps(vars(self))
 
     @staticmethod
     def from_json(text: str) -> RankProcess:
-        """Return the process that `to_json` returned as text."""
+        """Return the process that `to_json` has converted to `text`."""
         return decode(RankProcess, text, "the process of a rank")
 
     def has_ended(self) -> bool:
-        """Return whether the process is known to have ended."""
+        """Return whether the process has certainly ended. If the state is unknown, return False."""
         try:
             state, started = _state_and_start(self.pid)
         except OSError as error:
@@ -85,7 +85,10 @@ class RankProcess:
 
 
 def host_key() -> str:
-    """Return a key that is equal for processes that may be able to share memory. Only mapping memory proves it."""
+    """Return a key of this host. Processes with different keys cannot share memory.
+
+    Processes with equal keys may still be unable to share memory. Only an attempt to map memory proves that they can.
+    """
     with open("/proc/sys/kernel/random/boot_id") as file:
         boot = file.read().strip()
     spaces = [os.readlink(f"/proc/self/ns/{space}") for space in ("pid", "net")]
@@ -102,7 +105,10 @@ def _state_and_start(pid: int) -> tuple[str, int]:
 
 
 def _is_unknown(pid: int) -> bool:
-    """Return whether the kernel knows no such process. (/proc alone may hide processes of other users.)"""
+    """Return whether the kernel knows no process with this pid.
+
+    This function does not use /proc, because /proc may hide the processes of other users.
+    """
     try:
         os.kill(pid, 0)
     except ProcessLookupError:
@@ -113,7 +119,7 @@ def _is_unknown(pid: int) -> bool:
 
 
 def _is_empty(pid: int) -> bool:
-    """Return whether a process has no working directory, because it has ended. This check opens no file descriptor."""
+    """Return whether a process has no working directory, because it has ended. Open no file descriptor for this."""
     try:
         os.readlink(f"/proc/{pid}/cwd")
     except FileNotFoundError:
@@ -128,15 +134,15 @@ def _is_empty(pid: int) -> bool:
 
 FORKED = Failure(
     SynclineError,
-    "this process was forked from a rank and is not a rank itself, so it must not synchronize. The other ranks would "
-    "mistake its messages and its writes to shared memory for those of the rank. Start such processes before "
-    "sl.init(), or by spawn instead of fork, and synchronize only in the rank",
+    "this process was forked from a rank and is not a rank itself, so it must not synchronize: the other ranks would "
+    "mistake its messages and its writes to shared memory for those of the rank. Synchronize only in the rank. Start "
+    "helper processes before sl.init(), or by spawn instead of fork",
 )
 
 
 class _Refusing(Protocol):
     def refuse_a_fork(self) -> None:
-        """Let every later call fail. The fork runs no other thread meanwhile."""
+        """Make every later call raise an error. When this method runs, the fork has no other thread."""
 
 
 _live: weakref.WeakSet[_Refusing] = weakref.WeakSet()
@@ -145,12 +151,12 @@ _inherited: set[object] = set()
 
 
 def refuse_in_forks(what: _Refusing) -> None:
-    """Let `what` refuse every call in processes that are forked from now on."""
+    """Make `what` refuse every call in each process that is forked from this process from now on."""
     _live.add(what)
 
 
 def is_inherited(group: object) -> bool:
-    """Return whether a process group was inherited from the parent process."""
+    """Return whether this process is a fork that has inherited the process group from its parent."""
     return group in _inherited
 
 

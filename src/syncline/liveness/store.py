@@ -1,18 +1,18 @@
-"""Access to a store: messages that are signed and checked, and a connection that never blocks forever.
+"""Access to a store of torch.distributed: signed and checked messages, and a connection that never blocks forever.
 
 [Note: messages]
 
-A store has no passwords, so any program that can connect can write any key. With a token that only the job's processes
-know, a reader can verify that a message is from one of them (HMAC-SHA256 over the key and the text). With or without a
-token, bytes that are not a valid message raise one clear error.
+A store has no passwords, so any program that can connect to it can write any key. If the job has a token, which only
+the job's processes know, a reader can verify that one of them wrote a message: the message is signed with HMAC-SHA256
+over the key and the text. With or without a token, a reader that finds an invalid message raises a clear error.
 
 [Note: connections]
 
-A TCPStore ends with the process that opened it, which is often rank 0. On a later request, torch does not only raise.
-It first prints a C++ stack trace to stderr, even at the end of a program without errors. So Syncline first asks the
-kernel whether the server has closed the connection. A lost network closes no connection, and torch would wait for an
-answer forever. So Syncline configures the kernel to close a connection on which the other side no longer acknowledges
-anything.
+A TCPStore ends with the process that opened it, which is often rank 0. On a later request, torch raises an error, but
+first it prints a C++ stack trace to stderr, even at the end of a program without errors. So before each request,
+Syncline asks the kernel whether the server has closed the connection. If the network fails, no connection closes, and
+torch would wait for an answer forever. So Syncline configures the kernel to close a connection on which the other side
+no longer acknowledges anything.
 """
 
 from __future__ import annotations
@@ -49,12 +49,12 @@ _DIGEST_CHARS = 2 * hashlib.sha256().digest_size
 
 
 class SignedStore:
-    """A store of torch.distributed for text messages.
+    """A store of text messages, which signs messages when it writes them, and checks them when it reads them.
 
     Args:
-        store: a store of torch, the same for all ranks.
-        token: a secret that only the job's processes know; None for no signatures. The default is the token in the
-            environment.
+        store: the store of torch.distributed that holds the messages of all ranks.
+        token: the secret that only the job's processes know. Pass None to use no signatures. The default is the value
+            of SYNCLINE_TOKEN.
 
     Example:
         >>> from torch.distributed import HashStore
@@ -69,24 +69,24 @@ class SignedStore:
         self._token = environment.token() if token is ... else token
 
     def set(self, key: str, text: str) -> None:
-        """Write a message to the store."""
+        """Write a message under a key."""
         self._store.set(key, self._signed(key, text))
 
     def set_first(self, key: str, text: str) -> str:
-        """Write a message if the key has none yet, and return the key's message."""
+        """Write a message under a key if the key has no message yet. Return the message that the key has then."""
         return self._read(key, self._store.compare_set(key, "", self._signed(key, text)))
 
     def get(self, key: str) -> str:
-        """Return the message at a key. Wait for the message up to the store's timeout."""
+        """Return the message of a key. If the key has no message yet, wait for it, at most for the store's timeout."""
         return self._read(key, self._store.get(key))
 
     def multi_get(self, keys: Sequence[str]) -> list[str]:
-        """Return the messages at several keys. Wait for them up to the store's timeout."""
+        """Return the messages of several keys. Wait for missing messages, at most for the store's timeout."""
         values = self._store.multi_get(list(keys)) if keys else []
         return [self._read(key, value) for key, value in zip(keys, values, strict=True)]
 
     def readable(self, keys: Sequence[str]) -> dict[str, str]:
-        """Return the messages at these keys, by key. Missing and unreadable messages are left out."""
+        """Return the messages of these keys, by key. Missing and unreadable messages are left out."""
         if not self.has(*keys):  # `multi_get` would wait for missing keys
             keys = [key for key in keys if self.has(key)]
         found = {}
@@ -96,17 +96,18 @@ class SignedStore:
         return found
 
     def has(self, *keys: str) -> bool:
-        """Return whether all of these keys exist."""
+        """Return whether all of these keys have messages."""
         return bool(self._store.check(list(keys)))
 
     def wait(self, keys: Sequence[str], timeout: timedelta) -> None:
-        """Wait until all of these keys exist."""
+        """Wait until all of these keys have messages, at most for the time `timeout`."""
         self._store.wait(list(keys), timeout)
 
     def count_up(self, key: str) -> int:
-        """Add 1 to the number at `key`, and return the new number. Only one rank may write to this key.
+        """Add 1 to the number that is the message of a key, and return the new number. A missing number counts as 0.
 
-        This method does not use the store's `add`, because a store closes the connection if the value is no number.
+        Only one rank may write to this key, because this method does not use the store's `add`. That method makes the
+        store close the connection if the message is not a number.
         """
         text = self.get(key) if self.has(key) else "0"
         if not (text.isascii() and text.isdigit() and len(text) < 10):
@@ -128,10 +129,12 @@ class SignedStore:
     def _read(self, key: str, value: bytes) -> str:
         where = _at(key)
         if len(value) > _MAX_BYTES:
-            _refuse(where, f"at most {_MAX_BYTES} bytes, not {len(value)}", value)
+            _refuse(where, f"a message of at most {_MAX_BYTES} bytes, not of {len(value)} bytes", value)
         if self._token is None:
             if value.startswith(_SIGNED):
-                _refuse(where, "a message without a signature, because SYNCLINE_TOKEN is not set here", value)
+                _refuse(
+                    where, "an unsigned message, because SYNCLINE_TOKEN is not set in this process", value
+                )
             return _text(where, value, _PLAIN)
         if not value.startswith(_SIGNED):
             _refuse(where, "a message signed with this job's token (SYNCLINE_TOKEN)", value)
@@ -157,9 +160,9 @@ def _text(where: str, value: bytes, beginning: bytes) -> str:
 
 def _refuse(where: str, expected: str, got: str | bytes) -> NoReturn:
     raise SynclineError(
-        f"{where}: expected {expected}, got {got[:_SHOWN_BYTES]!r}. Another program wrote this message, or the "
-        "ranks run different versions of Syncline or have different tokens (SYNCLINE_TOKEN). docs/security.md says "
-        "which programs can connect to the store, and how to close its port to other programs"
+        f"{where}: expected {expected}, got {got[:_SHOWN_BYTES]!r}. Either another program wrote this message, or the "
+        "ranks run different versions of Syncline, or they have different tokens (SYNCLINE_TOKEN). docs/security.md "
+        "says which programs can connect to the store, and how to close its port to other programs"
     )
 
 
@@ -167,30 +170,30 @@ def _refuse(where: str, expected: str, got: str | bytes) -> NoReturn:
 
 
 def decode(kind: type[T], text: str | bytes, where: str) -> T:
-    """Return the object of a dataclass that a JSON text describes, and check the type of every field.
+    """Create an object of a dataclass from its JSON text, and check the type of every field.
 
     Args:
-        kind: a dataclass with fields of type int, float, str, bool, None, list, dict with str keys, or another such
-            dataclass.
-        text: a JSON object. Fields that have a default may be left out.
-        where: where the text was found, for error messages.
+        kind: the dataclass. The types of its fields are int, float, str, bool, None, list, dict with str keys, or
+            another such dataclass.
+        text: a JSON object, which needs no entries for fields that have a default.
+        where: the place where the text was found. Error messages begin with it.
 
     Raises:
-        SynclineError: the text does not describe such an object.
+        SynclineError: `text` does not describe an object of this dataclass.
     """
     try:
         value = json.loads(text)
         found: T = _converted(value, kind)
     except (ValueError, TypeError, OverflowError, RecursionError):
-        _refuse(where, f"a {kind.__name__.strip('_')} as JSON", text)
+        _refuse(where, f"the JSON text of a {kind.__name__.strip('_')}", text)
     return found
 
 
 def _converted(value: Any, hint: Any) -> Any:
-    """Return `value`, a part of parsed JSON, as the type `hint`.
+    """Convert `value`, a part of parsed JSON, to the type `hint`.
 
     Raises:
-        TypeError, ValueError: the value has another type.
+        TypeError, ValueError: `value` does not represent an object of this type.
     """
     if isinstance(hint, types.UnionType):
         choices = typing.get_args(hint)
@@ -245,18 +248,18 @@ def _checked(value: Any, kind: type) -> Any:
 _CONNECT_SECONDS = 1.0
 
 _SILENCE_SECONDS = 4
-"""The time after which the kernel closes a connection if the other side acknowledges nothing."""
+"""The number of seconds without acknowledgements after which the kernel closes a connection."""
 
 _lock = threading.Lock()
 
 
 class StoreLine:
-    """A connection to a store's server, used to check that the server still exists.
+    """A connection to the server of a store, which shows whether the server still exists.
 
-    The check needs a connection on which no answer of the server is pending.
+    The check works only while no answer of the server is pending on the connection.
 
     Args:
-        file_descriptor: descriptor of the connection. This object closes the descriptor when the object is deleted.
+        file_descriptor: the descriptor of the connection. When this object is deleted, it closes the descriptor.
     """
 
     def __init__(self, file_descriptor: int) -> None:
@@ -265,7 +268,10 @@ class StoreLine:
         self._poll.register(file_descriptor, select.POLLIN)
 
     def is_open(self) -> bool:
-        """Return whether the server's end is open. An idle connection becomes readable only if the server closes."""
+        """Return whether the server's end of the connection is open.
+
+        An idle connection becomes readable only when the server closes it.
+        """
         return not self._poll.poll(0)
 
     def __del__(self) -> None:
@@ -274,10 +280,13 @@ class StoreLine:
 
 
 def clone_of(store: Any, timeout: timedelta) -> tuple[Any, StoreLine | None]:
-    """Return a clone of a store with a separate connection and timeout, and a `StoreLine` to the store's server.
+    """Clone a store, so that the clone has its own connection and timeout.
 
-    A request over the new connection raises if the network is lost, instead of waiting forever. If the store cannot be
-    cloned, return the store itself. If the store has no server, the second result is None.
+    If the network fails, a request over the new connection raises an error instead of waiting forever.
+
+    Returns:
+        The clone, and a `StoreLine` to the server of the store. If the store cannot be cloned, the first result is the
+        store itself. If no connection to a server is found, the second result is None.
     """
     innermost = _innermost(store)
     port = getattr(innermost, "port", None)
@@ -305,7 +314,7 @@ def clone_of(store: Any, timeout: timedelta) -> tuple[Any, StoreLine | None]:
 
 
 def _leads_to(port: int, file_descriptor: int) -> bool:
-    """Return whether the other end of a socket has this port."""
+    """Return whether the other end of the connection of this socket has the port `port`."""
     with contextlib.suppress(OSError), socket.socket(fileno=os.dup(file_descriptor)) as connection:
         return bool(connection.getpeername()[1:2] == (port,))
     return False
@@ -321,7 +330,7 @@ def _end_with_the_network(file_descriptor: int) -> None:
 
 
 def open_sockets() -> set[int]:
-    """Return the descriptors of this process's sockets; an empty set if the system does not list them."""
+    """Return the descriptors of all sockets of this process. The set is empty if the system does not list them."""
     found = set()
     with contextlib.suppress(OSError):
         for name in os.listdir("/proc/self/fd"):

@@ -1,20 +1,20 @@
-"""The session of a process: the process joins the other ranks, has a rank, and leaves the others.
+"""The session of a process, which begins when the process joins the other ranks and ends when it leaves them.
 
-`init` checks its arguments (session.py), then calls rendezvous.py and transports.py. One object of the class `Session`
-in session.py holds all state of the process. world.py creates this object.
+`init` checks its arguments in session.py. Then it joins the ranks in rendezvous.py and selects the transport in
+transports.py. One object of the class `Session` holds the state of the process. world.py creates this object.
 
 Imports: errors, faces, words, checks, environment, user_code, _torch, liveness, transport.
 
-ending.py        the end of the process: report an exception to the launcher and the peers, end without a hang
-listening.py     sockets that listen at one address, for stores; needs no torch
-process.py       the error file of a rank for the launcher; the end of a rank when the launcher ends
-ranks.py         World: the rank of a process, from a launcher's variables, from a process group, or alone
+ending.py        the end of the process: reports of an exception to the launcher and the peers; an end without a hang
+listening.py     sockets for stores, which listen at one address only; this module needs no torch
+process.py       the error file that a rank writes for the launcher; the end of a rank when the launcher ends
+ranks.py         World: the rank and the device of a process, and the number of ranks
 registry.py      objects that the library attaches to a user's modules, found by their class
-rendezvous.py    ranks wait for each other at the store, compare arguments and agree on a backend
-session.py       the session of this process: states, the arguments of `init`
-stop_request.py  requests to stop this process, by a signal or by the program
+rendezvous.py    the ranks wait for each other at the store, compare their arguments, and agree on a backend
+session.py       the session of this process, and the arguments of `init`
+stop_request.py  requests to stop this process, which a signal or the program makes
 transports.py    the transport of each process group, selected by all of its ranks together
-world.py         init, shutdown, world, and the transport of a group
+world.py         the functions init, shutdown, world and transport_of
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The end of a process: report an uncaught exception to the launcher and the peers, and end without a hang."""
+"""The end of a process: reports of an uncaught exception to the launcher and the peers, and an end without a hang."""
 
 from __future__ import annotations
 
@@ -23,11 +23,12 @@ _DESTROY_SECONDS = 10.0
 
 
 class ReportingHook:
-    """An excepthook that also reports an exception to the launcher (in the error file) and to the peers.
+    """A `sys.excepthook` that also reports the exception to the launcher (in the error file) and to the peers.
 
     Args:
-        before: the previous hook, which prints the exception. It is called first, and `remove` installs it again.
-        report: reports the exception to the peers.
+        before: the previous hook, which prints the exception. It is called before `report`, and `remove` installs it
+            again.
+        report: a function that reports the exception to the peers.
     """
 
     def __init__(
@@ -51,13 +52,13 @@ class ReportingHook:
             self._report(error, tb)
 
     def remove(self) -> None:
-        """Install the previous hook again, unless the program has set another one."""
+        """Install the previous hook again, unless the program has replaced this hook since."""
         if sys.excepthook is self:
             sys.excepthook = self._before
 
 
 def report_to_peers(transports: Iterable[Transport], error: BaseException, tb: TracebackType | None) -> None:
-    """Report the exception to the peers. A rank that waits for this rank, now or later, raises it as `PeerFailed`."""
+    """Report the exception to the peers. Each rank that waits for this rank, now or later, raises `PeerFailed`."""
     lines = traceback.format_exception(type(error), error, tb)
     reason = "its program raised an exception:\n" + "".join(lines).rstrip()
     for transport in transports:
@@ -66,33 +67,33 @@ def report_to_peers(transports: Iterable[Transport], error: BaseException, tb: T
 
 
 def has_failed() -> bool:
-    """Return whether an exception ends this process.
+    """Return whether this process ends because of an exception.
 
-    Python does not record the SystemExit of `sys.exit(1)`, but the error file does.
+    This includes `sys.exit(1)`: Python does not record its SystemExit, but the error file of the launcher shows it.
     """
     path = environment.error_file()
     return getattr(sys, "last_type", None) is not None or (path is not None and os.path.exists(path))
 
 
 def uncaught_exception() -> BaseException | None:
-    """Return the exception that ends this process; None if there is none, or if this is an interactive prompt."""
+    """Return the uncaught exception that ends this process. Return None without one, or in an interactive prompt."""
     return None if hasattr(sys, "ps1") else getattr(sys, "last_value", None)
 
 
 def keep_groups() -> None:
     """Prevent the destructors of torch's process groups from running when the process ends.
 
-    An exception ends this process, perhaps while collectives are pending that the peers will never join. The destructor
-    of a group would wait for these collectives until the timeout, while the peers wait for this process. Without the
-    destructor, the kernel closes the connections at once.
+    Call this function if an exception ends the process. Then collectives may be pending that the peers will never join.
+    The destructor of a group would wait for these collectives until the timeout, while the peers wait for this process.
+    Without the destructor, the process ends at once, and the kernel closes its connections.
     """
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(living_groups()))
 
 
 class Destroyer:
-    """A thread that destroys the default group at shutdown.
+    """A thread that destroys the default process group at shutdown.
 
-    It is started in advance, because Python 3.12 starts no thread while it exits.
+    The thread is started in advance, because Python 3.12 starts no thread while it exits.
     """
 
     def __init__(self) -> None:
@@ -107,17 +108,17 @@ class Destroyer:
             dist.destroy_process_group()
 
     def end(self, *, destroy: bool) -> None:
-        """Destroy the group if `destroy` is True, and end the thread.
+        """Destroy the process group if `destroy` is True, and end the thread.
 
-        If a collective is pending that other ranks have not joined, wait only a limited time.
+        Wait at most 10 seconds for this, because a collective may be pending that other ranks have not joined. If the
+        thread has not ended by then, warn.
         """
         self._destroy = destroy
         self._decided.set()
         self._thread.join(_DESTROY_SECONDS)
         if self._thread.is_alive():
             warn_user(
-                f"sl.shutdown() could not destroy the process group within {_DESTROY_SECONDS:g} s, because a "
-                "collective is pending that other ranks have not joined. Wait for asynchronous work before "
-                "sl.shutdown()",
+                f"sl.shutdown() could not destroy the process group within {_DESTROY_SECONDS:g} s, because other "
+                "ranks have not joined a pending collective. Wait for all asynchronous work before sl.shutdown()",
                 UserWarning,
             )

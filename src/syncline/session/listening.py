@@ -1,4 +1,7 @@
-"""Sockets that listen at one address. A store of torch without such a socket listens on all interfaces of the host."""
+"""Sockets that listen at one address only, for torch's stores.
+
+Without such a socket, a store of torch listens on all network interfaces of the host.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,7 @@ _SIOCGIFADDR = 0x8915
 def is_loopback(address: str) -> bool:
     """Return whether only processes of this host can connect to `address`.
 
-    A host name other than "localhost" does not count, because it can have another meaning on another host.
+    For a host name other than "localhost", the result is False, because another host may resolve the name differently.
 
     Example:
         >>> is_loopback("127.0.0.1"), is_loopback("localhost"), is_loopback("10.0.0.7"), is_loopback("node1")
@@ -28,11 +31,11 @@ def is_loopback(address: str) -> bool:
 
 
 def bound_socket(address: str, port: int) -> socket.socket:
-    """Bind a TCP socket to one address of this host, so that a store can listen with it.
+    """Return a TCP socket that is bound to one address of this host. A store can listen on this socket.
 
     Args:
         address: a host name or an IP address.
-        port: the port; 0 for any free port.
+        port: the port. Pass 0 to use any free port.
 
     Raises:
         OSError: this host does not have the address, or the port is in use.
@@ -51,7 +54,7 @@ def bound_socket(address: str, port: int) -> socket.socket:
 
 
 def interface_of(address: str) -> str | None:
-    """Return the name of the network interface that has `address`; None if it cannot be determined.
+    """Return the name of the network interface of this host that has the address `address`; None if none is found.
 
     Example:
         >>> interface_of("127.0.0.1")

@@ -1,11 +1,11 @@
 """The error file that a rank writes for its launcher, and the end of a rank when its launcher ends.
 
-The error file is a JSON file. The launcher sets its path in TORCHELASTIC_ERROR_FILE. The format is the one that
-torch's elastic agent reads, with two additions:
+The error file is a JSON file in the format that torch's elastic agent reads. The launcher sets the path of the file in
+TORCHELASTIC_ERROR_FILE. Syncline adds two entries to the format:
 
-- The time is in nanoseconds. torch stores whole seconds, which is too coarse to find the rank that failed first.
-- The exit code is the one to which the exception leads. The real exit code may differ, because the launcher may end the
-  process by a signal while the process cleans up after the exception.
+- The time in nanoseconds. torch stores whole seconds, which is too coarse to find the rank that failed first.
+- The exit code to which the exception leads. The real exit code may differ, because the launcher may end the process by
+  a signal while the process cleans up after the exception.
 
 This module needs only the standard library, so that `tools/launch/worker.py` can load it before torch.
 """
@@ -27,13 +27,13 @@ _PR_SET_PDEATHSIG = 1
 def record_failure(error: BaseException, path: str, tb: TracebackType | None = None) -> None:
     """Write an uncaught exception to the launcher's error file, unless Syncline has written to the file before.
 
-    Three endings are not failures and are not written: exit code 0, a KeyboardInterrupt (which the launcher has
-    received as well), and an agreed stop of all ranks.
+    Write nothing if the exception is no failure: an exit with code 0, a KeyboardInterrupt (the launcher has received
+    the same signal), or an agreed stop of all ranks.
 
     Args:
         error: the exception that ends this process.
-        path: the launcher's error file.
-        tb: the traceback to show; None means the exception's own.
+        path: the path of the launcher's error file.
+        tb: the traceback to write. None means the traceback of the exception.
     """
     exit_code = exit_code_of(error)
     if not exit_code or isinstance(error, KeyboardInterrupt) or is_agreed_stop(error):
@@ -63,7 +63,7 @@ def record_failure(error: BaseException, path: str, tb: TracebackType | None = N
 
 
 def exit_code_of(error: BaseException) -> int:
-    """Return the exit code of a Python process that `error` ends.
+    """Return the exit code of a Python process that ends with the uncaught exception `error`.
 
     Example:
         >>> exit_code_of(ValueError()), exit_code_of(SystemExit(3)), exit_code_of(SystemExit("no data"))
@@ -79,21 +79,21 @@ def exit_code_of(error: BaseException) -> int:
 
 
 def is_agreed_stop(error: BaseException) -> bool:
-    """Return whether `error` ends all ranks by agreement; see `stop_request.Stopped`.
+    """Return whether `error` is a `stop_request.Stopped`, by which all ranks end in agreement.
 
-    The attribute identifies the class, because this module may be loaded twice.
+    An attribute identifies the class, not isinstance, because this module may be loaded twice.
     """
     return bool(getattr(error, "is_agreed_stop", False))
 
 
 def end_with_parent(launcher_pid: int | None = None) -> None:
-    """Let the kernel kill this process when the parent process ends for any reason. Do nothing except on Linux.
+    """Make the kernel kill this process when the parent process ends for any reason. Do nothing except on Linux.
 
-    Otherwise workers would continue to train unnoticed after their launcher was killed with SIGKILL.
+    Otherwise ranks would continue to train unnoticed after their launcher was killed with SIGKILL.
 
     Args:
-        launcher_pid: process number of the launcher. If no such process exists, the launcher ended before this call,
-            and this process exits at once. None means no such check.
+        launcher_pid: the pid of the launcher. If there is no process with this pid, the launcher has already ended, and
+            this process exits at once. Pass None to omit this check.
     """
     try:
         prctl = ctypes.CDLL(None, use_errno=True).prctl
@@ -111,7 +111,10 @@ def end_with_parent(launcher_pid: int | None = None) -> None:
 
 
 def _has_exact_time(path: str) -> bool:
-    """Return whether `path` holds a record by Syncline. A record by torch's @record is replaced: its time is coarse."""
+    """Return whether the error file at `path` was written by Syncline, which writes the exact time.
+
+    A file by torch's @record lacks the exact time, so Syncline replaces it.
+    """
     try:
         with open(path, encoding="utf-8") as file:
             return "time_ns" in json.load(file)["message"]["extraInfo"]

@@ -1,4 +1,7 @@
-"""The world of a process: from a launcher's variables, from a process group, or a world of one rank."""
+"""The world of a process: its rank, its device, and the number of ranks.
+
+A launcher's variables or a process group define the world. Without them, the process is the only rank of its world.
+"""
 
 from __future__ import annotations
 
@@ -18,17 +21,17 @@ class World:
     """The rank and the device of this process, and the number of ranks of the job."""
 
     rank: int
-    """Rank of this process, from 0 to `size - 1`, over all hosts."""
+    """The rank of this process among the ranks of all hosts, from 0 to `size - 1`."""
     size: int
-    """Number of ranks."""
+    """The number of ranks on all hosts."""
     local_rank: int
-    """Rank on this host, from 0 to `local_size - 1`."""
+    """The rank of this process among the ranks on this host, from 0 to `local_size - 1`."""
     local_size: int
-    """Number of ranks on this host."""
+    """The number of ranks on this host."""
     host: str
-    """This host's name."""
+    """The name of this host."""
     generation: int
-    """Number of times that the launcher has restarted the ranks."""
+    """How often the launcher has restarted the ranks; 0 at the first start."""
     device: torch.device
     """The device on which this rank should compute."""
 
@@ -38,7 +41,8 @@ def world_from(env: Environment, device: torch.device | None) -> World:
 
     Args:
         env: the launcher's variables.
-        device: the device on which this rank computes. None means the GPU of its local rank, or the CPU without GPUs.
+        device: the device on which this rank computes. None means the GPU whose index is the local rank, or the CPU if
+            there is no GPU.
     """
     return World(
         rank=env.rank,
@@ -52,12 +56,12 @@ def world_from(env: Environment, device: torch.device | None) -> World:
 
 
 def world_alone(device: torch.device | None) -> World:
-    """Return a world of one rank."""
+    """Return a world of which this process is the only rank."""
     return world_from(Environment(launcher="alone"), device)
 
 
 def world_of_default_group(device: torch.device | None) -> World:
-    """Return the world of torch's default group. The group must exist."""
+    """Return the world of torch's default process group, which must exist."""
     rank, size = dist.get_rank(), dist.get_world_size()
     try:
         env = environment.current()
@@ -81,10 +85,15 @@ def _device(asked: torch.device | None, local_rank: int) -> torch.device:
 
 
 def check_that_ranks_were_joined(*, has_left: bool) -> None:
-    """Raise if a launcher started several ranks that this process has not joined, because it would train alone.
+    """Raise an error if a launcher started several ranks. Call this function if this process has not joined them.
+
+    Without this check, each process would train alone by mistake.
 
     Args:
-        has_left: whether this process had joined the other ranks until `shutdown`.
+        has_left: whether this process has left the other ranks by `shutdown`. The error message says so.
+
+    Raises:
+        SynclineError: a launcher started several ranks.
     """
     try:
         env = environment.current()
@@ -99,5 +108,5 @@ def check_that_ranks_were_joined(*, has_left: bool) -> None:
 
 
 def default_group() -> dist.ProcessGroup | None:
-    """Return torch's default group; None if there is none."""
+    """Return torch's default process group; None if torch.distributed is not initialised."""
     return dist.group.WORLD if dist.is_available() and dist.is_initialized() else None

@@ -1,10 +1,11 @@
 """The rendezvous of a job's ranks at a store, before the first collective.
 
-Every rank writes its identity and its arguments of `sl.init` to the store, and reads those of all ranks. So:
+Every rank writes a message with its identity and its arguments of `sl.init` to the store, and reads the messages of all
+ranks. This has four advantages:
 
-- After a timeout, the error names the ranks that are missing.
+- After a timeout, the error names the missing ranks.
 - If two processes claim one rank, the second process raises an error that names both processes.
-- Different arguments raise the same error on all ranks, before any process group exists.
+- If the ranks pass different arguments, all ranks raise the same error before any process group exists.
 - All ranks select the same backend, because they select it from the same messages.
 """
 
@@ -31,33 +32,33 @@ from syncline.words import describe_difference, describe_ranks, refusal_of
 
 TITLE = "sl.init"
 
-REMEDY = 'Pass the same arguments to sl.init on every rank; if only some have a GPU, device="cpu" on all.'
-"""The remedy for ranks that called `sl.init` with different arguments."""
+REMEDY = 'Pass the same arguments to sl.init on every rank. If only some ranks have a GPU, pass device="cpu" on all.'
+"""The last line of an error about different arguments of `sl.init`: how to prevent the error."""
 
 _READ_SECONDS = 10.0
-"""Time for which rank 0 keeps the store open after an error, so that the other ranks can read the reason."""
+"""How long rank 0 keeps the store open after an error, in seconds, so that the other ranks can read the reason."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Presence:
-    """The message of a rank to all ranks: its identity, its host and its arguments of `sl.init`."""
+    """The message that a rank writes for all ranks: its identity, its host, its GPU, and its arguments of `sl.init`."""
 
     rank: int
     size: int
     host: str
     pid: int
     gpu: str | None
-    """Unique id of the rank's GPU; None if the rank computes on the CPU."""
+    """The unique id of the GPU of the rank; None if the rank computes on the CPU."""
     asked: list[str] = field(default_factory=list)
-    """Arguments of `sl.init`, one line per argument. These lines must be equal on all ranks."""
+    """The arguments of `sl.init`, one line of text per argument. The lines must be equal on all ranks."""
     fault: list[str] | None = None
-    """Class name and text of an error, if the rank cannot join because its arguments are invalid; None otherwise."""
+    """The class name and the text of the error about the rank's arguments; None if the arguments are valid."""
 
     @staticmethod
     def of_this_process(
         env: Environment, device: torch.device, asked: Sequence[str] = (), fault: Exception | None = None
     ) -> Presence:
-        """Return the message of this process."""
+        """Return the message that this process writes for all ranks."""
         return Presence(
             rank=env.rank,
             size=env.size,
@@ -73,16 +74,19 @@ class Presence:
 
 
 class Stores:
-    """The stores of this process. They outlive `shutdown`, so that a later `init` never connects to a closing store."""
+    """The connections of this process to stores.
+
+    They outlive `shutdown`, so that a later `init` never connects to a store that is about to close.
+    """
 
     def __init__(self) -> None:
         self._by_place: dict[tuple[str | None, int | None, int, int], Store] = {}
         self._num_inits = 0
 
     def of_next_init(self, env: Environment, timeout_seconds: float) -> Store:
-        """Return the store for the next `init`, with a new prefix for its keys.
+        """Return the store for the next `init`. It puts a new prefix before each key.
 
-        Without a new prefix, the launcher's store could return keys of an earlier attempt or an earlier `init`.
+        Without the prefix, `init` could read messages of an earlier `init` or from before a restart.
         """
         place = (env.master_addr, env.master_port, env.rank, env.size)
         if place not in self._by_place:
@@ -92,11 +96,11 @@ class Stores:
 
 
 def connect(env: Environment, timeout_seconds: float) -> Store:
-    """Connect to the store at MASTER_ADDR:MASTER_PORT. Rank 0 opens the store unless the launcher has opened it.
+    """Connect to the store at MASTER_ADDR:MASTER_PORT. On rank 0, open the store unless the launcher has opened it.
 
     Raises:
-        SynclineError: the port is in use.
-        CollectiveTimeout: no process listens there.
+        SynclineError: rank 0 cannot open the store, because the port is in use.
+        CollectiveTimeout: this rank could not connect to the store in time.
     """
     assert env.master_addr is not None
     assert env.master_port is not None
@@ -125,7 +129,8 @@ def connect(env: Environment, timeout_seconds: float) -> Store:
             ) from error
         raise CollectiveTimeout(
             f"rank {env.rank} of {env.size} could not connect to {where} within {timeout_seconds:g} s. Check that "
-            f"rank 0 is running and that this host can reach that port ({str(error).splitlines()[0]})"
+            "rank 0 is running, and that this host can reach this port of rank 0's host. torch reported: "
+            f"{str(error).splitlines()[0]}"
         ) from error
 
 
@@ -135,12 +140,12 @@ def wait_for_all(store: Store, mine: Presence, timeout_seconds: float) -> list[P
     Args:
         store: an empty store, the same on all ranks.
         mine: the message of this rank.
-        timeout_seconds: how long to wait for each rank.
+        timeout_seconds: how long to wait for the messages of all ranks.
 
     Raises:
         SynclineError: another process claims this rank, or the ranks have different world sizes.
         ContractMismatch: the ranks called `sl.init` with different arguments. The text is the same on every rank.
-        TypeError, ValueError: the arguments of some ranks are invalid. The text is the same on every rank.
+        TypeError, ValueError: some ranks passed invalid arguments. The text is the same on every rank.
         CollectiveTimeout: some ranks did not arrive in time. The text names them.
         PeerLost: the process that opened the store has ended.
     """
@@ -149,8 +154,8 @@ def wait_for_all(store: Store, mine: Presence, timeout_seconds: float) -> list[P
     except dist.DistNetworkError as error:
         raise PeerLost(
             f"rank {mine.rank} of {mine.size} lost the connection to the store in sl.init, before all ranks had "
-            "arrived: the process that opened the store (rank 0, or the launcher) has ended. Look at the last lines of "
-            f"its log ({str(error).splitlines()[0]})"
+            "arrived: the process that opened the store (rank 0, or the launcher) has ended. The last lines of its log "
+            f"name the cause. torch reported: {str(error).splitlines()[0]}"
         ) from error
 
 
@@ -163,8 +168,8 @@ def _wait_for_all(store: Store, mine: Presence, timeout_seconds: float) -> list[
     if held != message:
         other = _parsed(held, mine.rank)
         raise SynclineError(
-            f"two processes are rank {mine.rank}: {other}, and {mine}. Set a different RANK for each process. If the "
-            "first process belongs to an earlier job, end it or use another MASTER_PORT"
+            f"two processes claim to be rank {mine.rank}: {other}, and {mine}. Set a different RANK for each process. "
+            "If the first process belongs to an earlier job, end that process, or use another MASTER_PORT"
         )
     try:
         everyone = [_parsed(text, rank) for rank, text in enumerate(messages.multi_get(keys))]
@@ -172,7 +177,8 @@ def _wait_for_all(store: Store, mine: Presence, timeout_seconds: float) -> list[
         missing = [rank for rank, key in enumerate(keys) if not messages.has(key)]
         raise CollectiveTimeout(
             f"rank {mine.rank} waited {timeout_seconds:g} s in sl.init, but {describe_ranks(missing)} of {mine.size} "
-            "did not call it. Check whether they failed before sl.init(), and whether their host can reach rank 0"
+            "did not call sl.init. Check whether these ranks failed before that call, and whether they can reach the "
+            "host of rank 0"
         ) from error
     sizes = {presence.size for presence in everyone}
     if len(sizes) > 1:
@@ -188,7 +194,7 @@ def _wait_for_all(store: Store, mine: Presence, timeout_seconds: float) -> list[
 
 
 def _difference(everyone: Sequence[Presence]) -> Exception | None:
-    """Return the error to raise on all ranks if some arguments are invalid or different; None if there is none."""
+    """Return the error to raise on all ranks if some arguments are invalid or differ. Return None if all agree."""
     faults = {p.rank: (p.fault[0], p.fault[1], None) for p in everyone if p.fault is not None}
     if faults:
         return refusal_of(TITLE, faults, "refused, no rank has joined")
@@ -197,7 +203,10 @@ def _difference(everyone: Sequence[Presence]) -> Exception | None:
 
 
 def _let_all_read(store: Store, mine: Presence, timeout_seconds: float) -> None:
-    """Keep rank 0 waiting until all ranks have read the messages, because the store may end with its process."""
+    """Report that this rank has read all messages. On rank 0, wait until all ranks have reported this.
+
+    Rank 0 waits because the store may end together with rank 0.
+    """
     keys = [f"rank {rank} has read" for rank in range(mine.size)]
     with contextlib.suppress(dist.DistStoreError, dist.DistNetworkError):
         store.set(keys[mine.rank], "")
@@ -206,22 +215,28 @@ def _let_all_read(store: Store, mine: Presence, timeout_seconds: float) -> None:
 
 
 def _parsed(text: str, rank: int) -> Presence:
-    """Return the message that the process of `rank` wrote to the store."""
+    """Return the message that `rank` wrote to the store as `text`.
+
+    Raises:
+        SynclineError: `text` is not a valid message of this rank.
+    """
     where = f"key 'rank {rank}' at the store"
     found = decode(Presence, text, where)
     if found.rank != rank:
-        raise SynclineError(f"{where}: expected a message of rank {rank}, got one of rank {found.rank}")
+        raise SynclineError(f"{where}: expected a message of rank {rank}, got a message of rank {found.rank}")
     if found.fault is not None and len(found.fault) != 2:
-        raise SynclineError(f"{where}: expected the class of an error and its text, got {found.fault}")
+        raise SynclineError(
+            f"{where}: expected the entry `fault` to be the class name and the text of an error, got {found.fault}"
+        )
     return found
 
 
 def backend_for(everyone: Sequence[Presence], *, warn: bool) -> str:
-    """Return the torch.distributed backend that all ranks can use. The result is the same on every rank.
+    """Return the name of the torch.distributed backend that all ranks can use. The result is the same on every rank.
 
     Args:
         everyone: the messages of all ranks. `wait_for_all` has checked that either all ranks use a GPU or none does.
-        warn: whether this rank warns if ranks share a GPU. One rank per host is enough.
+        warn: whether this rank warns if several ranks use one GPU. One warning per host is enough.
     """
     if everyone[0].gpu is None:
         return "gloo"
@@ -230,8 +245,8 @@ def backend_for(everyone: Sequence[Presence], *, warn: bool) -> str:
         return "cpu:gloo,cuda:nccl"
     if warn:
         warn_user(
-            f"{len(everyone)} ranks share {num_gpus} GPU(s). NCCL needs one GPU for each rank, so Gloo sends the "
-            "tensors on GPUs through the CPU, which is slow and only good for trials. Start one process per GPU "
+            f"{len(everyone)} ranks share {num_gpus} GPU(s). NCCL needs one GPU for each rank. So Gloo sends the GPU "
+            "tensors through the CPU, which is slow and good only for trials. Start one process per GPU "
             '(syncline run -n gpu), or call sl.init(device="cpu")',
             UserWarning,
         )

@@ -1,4 +1,4 @@
-"""The session of a process: the process joins the other ranks, keeps its transports, and leaves the other ranks."""
+"""The session of a process, from the moment when the process joins the other ranks until it leaves them."""
 
 from __future__ import annotations
 
@@ -68,10 +68,10 @@ class Asked:
         )
 
     def lines(self, device: torch.device) -> list[str]:
-        """Return the arguments as lines of text, which must be equal on all ranks.
+        """Return the arguments as lines of text. The lines must be equal on all ranks.
 
         Args:
-            device: the device on which this rank computes. Only its type must be equal.
+            device: the device on which this rank computes. Only the type of the device must be equal on all ranks.
         """
         return [
             f"transport: {self.transport!r}",
@@ -85,10 +85,10 @@ class Asked:
 
 
 def _checked_device(value: object) -> torch.device | None:
-    """Return `value` as a device of this machine, or None if it is None.
+    """Return `value`, the argument `device` of `sl.init`, as a torch.device. Return None if `value` is None.
 
     Raises:
-        TypeError: `value` is not a device, a device's name or its number.
+        TypeError: `value` is not a torch.device, a name of a device or an index of a GPU.
         ValueError: this machine has no such device.
     """
     if value is None:
@@ -107,12 +107,12 @@ def _checked_device(value: object) -> torch.device | None:
     if device.type != "cpu" and device.index is not None:
         num_devices = torch.accelerator.device_count()
         if device.index >= num_devices:
-            raise ValueError(f"{text}: this process sees {num_devices}")
+            raise ValueError(f"{text}: this process sees {num_devices} of type {device.type!r}")
     return device
 
 
 _REFUSAL_SECONDS = 10.0
-"""Time for which a rank with invalid arguments waits for the other ranks, so that they raise the error as well."""
+"""How long a rank with invalid arguments waits for the other ranks, in seconds, so that they raise the error, too."""
 
 
 @dataclass(frozen=True)
@@ -122,40 +122,41 @@ class _Joined:
     asked: Asked
     world: World
     group: weakref.ref[dist.ProcessGroup] | None = None
-    """The default group that `init` created or found; None in a world of one process without a group."""
+    """The default process group that `init` created or found; None if the world has one rank and no process group."""
     destroyer: Destroyer | None = None
-    """Set only if `init` created the group."""
+    """The thread that destroys the group; None if `init` did not create the group."""
     variables_before: dict[str, str | None] = field(default_factory=dict)
     hook: ReportingHook | None = None
 
     def is_current(self) -> bool:
-        """Return whether the default group is still the group of this session. The program may destroy the group."""
+        """Return whether the default group is still the group of this session. The program may have destroyed it."""
         return (self.group() if self.group is not None else None) is default_group()
 
 
 class Session:
-    """The state of the library that belongs to the process as a whole."""
+    """The session of this process, which holds all state of the library that belongs to the process as a whole."""
 
     def __init__(self) -> None:
         self.transports = Transports(self._leave_at_exit, self._check_alone)
         self._joined: _Joined | None = None
         """The effects of `init`; None before `init` and after `shutdown`."""
         self._has_left = False
-        """Whether `shutdown` was called last, and not `init`."""
+        """Whether the process has left the other ranks by `shutdown`, and has not called `init` since."""
         self._lock = threading.RLock()
         self._stores = Stores()
         self._waits: list[weakref.WeakMethod[Callable[[], object]]] = []
-        """Methods that wait for pending work. `shutdown` calls them."""
+        """Methods that wait for pending work. `shutdown` calls these methods."""
         self._pid_at_exit = 0
-        """The number of the process that runs `_at_exit` when it ends; 0 if no process does."""
+        """The pid of the process in which `_at_exit` is registered; 0 if `_at_exit` is not registered."""
 
     # ------------------------------------------------------------------ init
 
     def init(self, ask: Callable[[], Asked]) -> World:
-        """Join the other ranks; see `world.init`.
+        """Join the other ranks. `world.init` documents this method.
 
         Args:
-            ask: returns the checked arguments, or raises TypeError or ValueError.
+            ask: a function that checks the arguments of `init` and returns them. It raises TypeError or ValueError if
+                an argument is invalid.
         """
         with self._lock:
             if self._joined is not None and not self._joined.is_current():
@@ -174,8 +175,8 @@ class Session:
                 self._has_left = False
             elif self._joined.asked != asked:
                 raise SynclineError(
-                    f"expected sl.init to be called with the same arguments as before, {self._joined.asked}, got "
-                    f"{asked}: pass the same arguments, or call sl.shutdown() between the two calls"
+                    f"expected sl.init({self._joined.asked}), as in the earlier call, got sl.init({asked}): pass the "
+                    "same arguments, or call sl.shutdown() between the two calls"
                 )
             return self._joined.world
 
@@ -207,7 +208,7 @@ class Session:
         return _Joined(asked, world, weakref.ref(group), destroyer, before, hook)
 
     def _adopt(self, group: dist.ProcessGroup, asked: Asked) -> _Joined:
-        """Compare the arguments over a group that `init` has found, and select the group's transport."""
+        """Compare the arguments of all ranks over an existing default group, and select the transport of the group."""
         world = world_of_default_group(asked.device)
         lines = asked.lines(world.device)
         known = self.transports.known(group)
@@ -222,8 +223,9 @@ class Session:
             exchange(known, TITLE, lines, remedy=REMEDY)
             if asked.transport != "auto":
                 raise SynclineError(
-                    f"sl.init({asked.transport!r}) cannot change the transport: an earlier call without sl.init has "
-                    f"already selected {known.name}. Call sl.init({asked.transport!r}) before all other calls"
+                    f"sl.init({asked.transport!r}) cannot select the transport: an earlier call of Syncline has "
+                    f"already selected {known.name}. Call sl.init({asked.transport!r}) before all other calls of "
+                    "Syncline"
                 )
         self._run_at_exit()
         return _Joined(asked, world, weakref.ref(group), hook=ReportingHook(sys.excepthook, self._report))
@@ -252,10 +254,13 @@ class Session:
         return group
 
     def _refuse(self, fault: Exception) -> None:
-        """Report invalid arguments of `init` on this rank to the other ranks, which may be waiting for this rank.
+        """Report to the other ranks that this rank passed invalid arguments to `init`. They may be waiting for it.
+
+        Args:
+            fault: the error about the arguments.
 
         Raises:
-            TypeError, ValueError: the arguments are invalid on some rank. Every rank raises it.
+            TypeError, ValueError: some ranks passed invalid arguments. Every rank raises the error.
         """
         group = default_group()
         if group is not None:
@@ -275,7 +280,7 @@ class Session:
     # ------------------------------------------------------------------ while the ranks are joined
 
     def world(self) -> World:
-        """Return the world of this process; see `world.world`."""
+        """Return the world of this process. `world.world` documents this method."""
         with self._lock:
             if self._joined is not None and self._joined.is_current():
                 return self._joined.world
@@ -285,12 +290,12 @@ class Session:
         return world_alone(None)
 
     def transport_of(self, group: dist.ProcessGroup | Transport | None) -> Transport:
-        """Return the transport of a group; see `world.transport_of`."""
+        """Return the transport of a group. `world.transport_of` documents this method."""
         joined = self._joined
         return self.transports.of(group, "auto" if joined is None else joined.asked.transport)
 
     def before_shutdown(self, wait: Callable[[], object]) -> None:
-        """Let `shutdown` call a method; see `world.before_shutdown`."""
+        """Register a method that `shutdown` calls. `world.before_shutdown` documents this method."""
         self._waits = [known for known in self._waits if known() is not None]
         self._waits.append(weakref.WeakMethod(wait))
 
@@ -300,7 +305,7 @@ class Session:
     # ------------------------------------------------------------------ shutdown and the end of the process
 
     def shutdown(self) -> None:
-        """Undo `init`; see `world.shutdown`."""
+        """Undo `init`. `world.shutdown` documents this method."""
         error = sys.exc_info()[1]
         if error is None:
             for known in self._waits:
@@ -331,7 +336,7 @@ class Session:
         report_to_peers(self.transports.selected(), error, tb)
 
     def _leave_at_exit(self) -> None:
-        """Register `_at_exit`, also in a program that uses torch.distributed without `init`."""
+        """Register `_at_exit`, unless it is registered already. Programs that do not call `init` need it as well."""
         if not self._pid_at_exit:
             self._run_at_exit()
 
@@ -341,7 +346,7 @@ class Session:
         self._pid_at_exit = os.getpid()
 
     def _at_exit(self) -> None:
-        """Leave the other ranks. A rank that waits for this rank, now or later, raises an error with the reason."""
+        """Leave the other ranks. Each rank that waits for this rank, now or later, raises an error with the reason."""
         failed = has_failed()
         if self._joined is not None:
             if failed:

@@ -1,15 +1,15 @@
-"""Requests to stop this process, made by a signal or by the program.
+"""Requests to stop this process, which a signal or the program makes.
 
 A signal handler can interrupt the main thread between any two instructions. So the handler only records the request.
-`Checkpointer.stop_if_asked` reads the request and acts on it.
+`Checkpointer.stop_if_asked` reads the request, saves a checkpoint, and stops the ranks.
 
 [Note: the second signal]
 
 A first SIGTERM asks the process to save and end. A second SIGTERM asks the process to end at once. However, one request
-may arrive twice: a scheduler signals all processes of a job, and the launcher, which is one of these processes, passes
-the signal on. So a signal that arrives within two seconds of the first belongs to the same request. After that, the
-signal does again what it did before this handler was installed. Signals that by convention do not end a process
-(SIGUSR1) may arrive any number of times.
+may arrive as two signals: a scheduler signals all processes of a job, and the launcher, which is one of them, passes
+the signal on. So a signal that arrives within two seconds of the first belongs to the same request. A signal that
+arrives later has the effect that it had before this handler was installed. Signals that by convention do not end a
+process (SIGUSR1) can arrive any number of times.
 
 This module needs only the standard library and `checks.py`, which needs only the standard library.
 """
@@ -28,12 +28,15 @@ from typing import Any
 from syncline.checks import did_you_mean
 
 EXIT_STOPPED: int = 75
-"""The exit code of ranks that were asked to stop, agreed on a step and saved there (EX_TEMPFAIL: try again)."""
+"""The exit code of ranks that were asked to stop, agreed on a step, and saved their state after this step.
+
+The C header sysexits.h calls this code EX_TEMPFAIL, which means: try again.
+"""
 
 STOP_SIGNALS: tuple[str, ...] = tuple(name for name in ("SIGTERM", "SIGUSR1") if hasattr(signal, name))
-"""Signals by which schedulers announce the end of a job: SIGTERM everywhere, SIGUSR1 often under SLURM.
+"""The signals by which schedulers announce the end of a job: all schedulers send SIGTERM, and SLURM often SIGUSR1.
 
-Windows has no SIGUSR1.
+On Windows, which has no SIGUSR1, the tuple contains only SIGTERM.
 """
 
 _SAME_REQUEST_SECONDS = 2.0
@@ -41,11 +44,14 @@ _SAME_REQUEST_SECONDS = 2.0
 _ENDING = frozenset(
     getattr(signal, name) for name in ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT") if hasattr(signal, name)
 )
-"""Signals whose second arrival does what the signal did before a handler was installed."""
+"""The signals that by convention end a process.
+
+When such a signal arrives again, it has the effect that it had before the handler was installed.
+"""
 
 
 class Stopped(SystemExit):
-    """The exit of ranks that stopped after the same step and saved their state, with the exit code `EXIT_STOPPED`."""
+    """The exception that ends ranks with the exit code `EXIT_STOPPED` after they have stopped together and saved."""
 
     is_agreed_stop = True  # read by name, see `process.is_agreed_stop`
 
@@ -54,15 +60,15 @@ class Stopped(SystemExit):
 
 
 class _Handler:
-    """The handler of one signal, installed while stop requests are registered for the signal."""
+    """The handler of one signal. It is installed as long as at least one `StopRequest` listens for the signal."""
 
     def __init__(self, number: signal.Signals, before: Any) -> None:
         self.number = number
         self.before = before
-        """The handler before this one: a callable or SIG_DFL."""
+        """The previous handler of the signal: a callable or SIG_DFL."""
         self.requests: list[StopRequest] = []
         self.first_at: float | None = None
-        """The time at which the signal arrived first, in seconds of `time.monotonic`."""
+        """The value of `time.monotonic` when the signal arrived first; None before that, and after `rearm`."""
         self._pid = os.getpid()
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
@@ -93,7 +99,7 @@ class _Handler:
 
 
 class StopRequest:
-    """A request to stop this process, and the reason. Signal handlers and any thread may call `ask`.
+    """A record of whether this process is asked to stop, and why. Signal handlers and any thread can call `ask`.
 
     Example:
         >>> request = StopRequest()
@@ -108,23 +114,23 @@ class StopRequest:
     def __init__(self) -> None:
         self.is_asked = False
         self.why: str | None = None
-        """The reason of the first request; None if there was no request."""
+        """The reason of the first request; None if nobody has asked for a stop."""
         self._handlers: list[_Handler] = []
 
     def ask(self, why: str) -> None:
-        """Request a stop for a reason. A later reason does not replace the first one."""
+        """Ask for a stop, and record the reason `why`. The reason of a later request does not replace the first one."""
         # No lock: a signal handler that interrupts the code that holds the lock would wait forever.
         if self.why is None:
             self.why = why
         self.is_asked = True
 
     def listen(self, signals: Sequence[signal.Signals]) -> bool:
-        """Let each of these signals call `ask`, until `forget` is called.
+        """Install handlers, so that each of these signals calls `ask` until `forget` is called.
 
-        The program's handler of the signal is called as well. An ignored signal stays ignored.
+        A handler that the program has installed is called as well. An ignored signal stays ignored.
 
         Returns:
-            True if handlers are installed; False if this is not the main thread, which alone can install handlers.
+            True in the main thread. False in any other thread, because only the main thread can install handlers.
         """
         if threading.current_thread() is not threading.main_thread():
             return False
@@ -142,7 +148,7 @@ class StopRequest:
         return True
 
     def forget(self) -> None:
-        """Undo `listen`. A signal without any other request does again what it did before."""
+        """Undo `listen`. If no other `StopRequest` listens for a signal, install the previous handler of the signal."""
         while self._handlers:
             handler = self._handlers.pop()
             handler.requests.remove(self)
@@ -153,7 +159,7 @@ class StopRequest:
                     signal.signal(handler.number, handler.before)
 
     def rearm(self) -> None:
-        """Treat the next signal as a first signal, because the program has acted on this request."""
+        """Make the next signal count as a first signal, because the program has acted on this request."""
         for handler in self._handlers:
             handler.first_at = None
 
@@ -162,23 +168,27 @@ def checked_signals(names: Iterable[str | int]) -> tuple[signal.Signals, ...]:
     """Return the signals with these names or numbers, in this order and without duplicates.
 
     Raises:
-        TypeError: `names` is a single string, or holds something other than names and numbers.
-        ValueError: this system has no such signal, or no process can handle it.
+        TypeError: `names` is a single string, or contains something that is not a name or a number.
+        ValueError: this system has no such signal, or no process can handle the signal.
 
     Example:
         >>> [one.name for one in checked_signals(["SIGTERM", "usr1"])]
         ['SIGTERM', 'SIGUSR1']
     """
     if isinstance(names, str):
-        raise TypeError(f"expected stop_signals to be a tuple of names, got {names!r}: write ({names!r},)")
+        raise TypeError(
+            f"expected stop_signals to be a tuple of signals, got the text {names!r}: write ({names!r},)"
+        )
     if not isinstance(names, Iterable):
-        raise TypeError(f"expected stop_signals to be a tuple of names, got {names!r}: write () for none")
+        raise TypeError(
+            f"expected stop_signals to be a tuple of signals, got {names!r}: write () for no signals"
+        )
     found = [_signal(name) for name in names]
     return tuple(dict.fromkeys(found))
 
 
 def _signal(name: str | int) -> signal.Signals:
-    text = f"expected stop_signals to hold names of signals, such as 'SIGUSR1', got {name!r}"
+    text = f"expected stop_signals to contain names of signals, such as 'SIGUSR1', got {name!r}"
     if isinstance(name, bool) or not isinstance(name, str | int):
         raise TypeError(text)
     key = f"SIG{name.upper().removeprefix('SIG')}" if isinstance(name, str) else name
@@ -188,7 +198,7 @@ def _signal(name: str | int) -> signal.Signals:
         raise ValueError(text + did_you_mean(key, signal.Signals.__members__)) from None
     if found.name in ("SIGKILL", "SIGSTOP"):
         raise ValueError(
-            f"expected stop_signals to hold signals that a program can handle, got {found.name}, which ends or stops a "
-            "process at once"
+            f"expected stop_signals to contain only signals that a program can handle, got {found.name}: leave it out, "
+            "because the system does not let programs handle it"
         )
     return found

@@ -1,6 +1,7 @@
 """The transports of a process, one for each process group. All ranks of a group select its transport together.
 
-A transport is shared memory, a hierarchy of shared memory and Gloo, or torch.distributed alone.
+A transport sends tensors through shared memory, through shared memory within each host and torch.distributed between
+hosts, or through torch.distributed alone.
 """
 
 from __future__ import annotations
@@ -27,21 +28,21 @@ from syncline.user_code import warn_user
 
 @dataclass
 class _Entry:
-    """A process group of which this process is a member, and its transport once the ranks have selected it."""
+    """A process group of this process, and its transport, which is None until the ranks have selected it."""
 
     group: dist.ProcessGroup
     is_default: bool
     transport: Transport | None = None
     lock: Any = field(default_factory=threading.RLock)
-    """Held while the ranks select the transport. Each group has a lock, because threads may select at the same time."""
+    """The lock that a thread holds while it selects the transport, because other threads may use the group, too."""
 
 
 class Transports:
-    """The transports of the process groups of this process, and of a world of one rank.
+    """The transports of the process groups of this process, and the transport of a world of one rank.
 
     Args:
-        before_first: called before the first call on a group selects a transport. It is not called in `init`.
-        check_alone: raises if this process must not be a world of one rank.
+        before_first: a function that is called when a call other than `init` uses a process group for the first time.
+        check_alone: a function that raises an error if this process must not be a world of one rank.
     """
 
     def __init__(self, before_first: Callable[[], None], check_alone: Callable[[], None]) -> None:
@@ -52,15 +53,15 @@ class Transports:
         self._pid = os.getpid()
         self._alone: Transport | None = None
         self._has_lost_default = False
-        """Whether code other than `shutdown` destroyed a default group of several ranks."""
+        """Whether the program, and not `shutdown`, has destroyed a default group of several ranks."""
         self._has_warned = False
 
     def of(self, group: dist.ProcessGroup | Transport | None, asked: str) -> Transport:
-        """Return the transport of a group; see `world.transport_of`.
+        """Return the transport of a group. `world.transport_of` documents this method.
 
         Args:
-            group: a process group; None means torch's default group, or a world of one rank if there is none.
-            asked: "auto", "c10d" or "shm", used only if the ranks have not selected the transport yet.
+            group: a process group. None means torch's default group, or a world of one rank if there is no such group.
+            asked: "auto", "c10d" or "shm". It matters only if the ranks have not yet selected the transport.
         """
         if isinstance(group, Transport):
             return group
@@ -83,9 +84,9 @@ class Transports:
     def _of_one_rank(self) -> Transport:
         if self._has_lost_default:
             raise SynclineError(
-                "the program destroyed the default process group (torch.distributed.destroy_process_group), so this "
+                "the program destroyed the default process group by torch.distributed.destroy_process_group(), so this "
                 "process has no other ranks to synchronize with. Synchronize before that call, or join the ranks again "
-                "(sl.init(), or torch.distributed.init_process_group()). To continue without the other ranks, call "
+                "by sl.init() or torch.distributed.init_process_group(). To continue without the other ranks, call "
                 "sl.shutdown() first"
             )
         self._check_alone()
@@ -96,21 +97,21 @@ class Transports:
     def _entry(self, group: object, *, is_default: bool) -> _Entry:
         if not isinstance(group, dist.ProcessGroup):
             raise ValueError(
-                f"expected group to be a process group that contains this rank, got {group!r}. dist.new_group "
-                "returns such a value on ranks outside of the new group: do not make this call on those ranks"
+                f"expected group to be a process group that contains this rank, got {group!r}. dist.new_group returns "
+                "such a value on ranks outside of the new group: on those ranks, do not pass the value to Syncline"
             )
         if id(group) not in self._entries:
             if not is_living(group):
                 raise ValueError(
-                    "expected group to be a process group in use, but this process group was destroyed: pass "
-                    "another group, or None for the default group"
+                    "expected group to be an existing process group, got one that was destroyed: pass another group, "
+                    "or None for the default group"
                 )
             self._entries[id(group)] = _Entry(group, is_default)
             self._before_first()
         return self._entries[id(group)]
 
     def known(self, group: dist.ProcessGroup) -> Transport | None:
-        """Return the transport of a group; None if the ranks have not selected it yet."""
+        """Return the transport of a group. Return None if the ranks have not selected it yet."""
         entry = self._entries.get(id(group))
         return None if entry is None else entry.transport
 
@@ -124,10 +125,11 @@ class Transports:
         """Select the transport of a group, and return the transport. All ranks of the group must call this method.
 
         Args:
-            group: the group; in `init`, the default group.
+            group: the process group.
             asked: "auto", "c10d" or "shm", the same on all ranks.
-            timeout_seconds: how long an operation may wait; None means the group's own timeout.
-            compare: called first with a transport between the ranks. It raises if the ranks' arguments differ.
+            timeout_seconds: how long an operation can wait for the other ranks. None means the timeout of the group.
+            compare: a function that is called first, with a transport between the ranks. It raises an error if the
+                ranks passed different arguments to `init`.
         """
         c10d = C10dTransport(group, timeout_seconds=timeout_seconds)
         try:
@@ -140,17 +142,17 @@ class Transports:
         return selected
 
     def _best_over(self, c10d: C10dTransport, asked: str) -> Transport:
-        """Return the requested transport, or for "auto" the best one that all ranks can use.
+        """Return the requested transport. For "auto", return the best transport that all ranks can use.
 
         All ranks of the group must call this method.
 
         Args:
-            c10d: a transport between the ranks. The returned transport closes it.
+            c10d: a transport between the ranks. Unless it is returned itself, the returned transport closes it.
             asked: "auto", "c10d" or "shm", the same on all ranks.
 
         Raises:
-            SharedMemoryUnavailable: "shm" was requested and is not available. The text gives the same reason on all
-                ranks.
+            SharedMemoryUnavailable: "shm" was requested and is not available. All ranks raise the error with the same
+                reason.
         """
         if asked == "c10d":
             return c10d
@@ -171,11 +173,11 @@ class Transports:
             return c10d
 
     def selected(self) -> list[Transport]:
-        """Return the transports that the ranks have selected, one for each process group."""
+        """Return the transports that the ranks have selected so far, at most one for each process group."""
         return [known.transport for known in list(self._entries.values()) if known.transport is not None]
 
     def forget_destroyed(self) -> None:
-        """Close the transports of groups that were destroyed.
+        """Close and forget the transports of process groups that were destroyed.
 
         A fork of the process keeps these groups, because the destructor of a Gloo group waits for threads, and a fork
         does not have the threads of its parent.
@@ -189,7 +191,7 @@ class Transports:
                 known.transport.close()
 
     def continue_alone(self) -> None:
-        """Make this process a world of one rank if it is in no process group. `shutdown` calls this method."""
+        """Forget destroyed groups, so that this process can be a world of one rank. `shutdown` calls this method."""
         with self._lock:
             self._alone = None
             self.forget_destroyed()

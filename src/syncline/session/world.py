@@ -1,9 +1,9 @@
-"""The session of this process, and the functions of the session that users and other packages call.
+"""The session of this process, and the functions by which users and other packages use the session.
 
 `init` is optional. A single process does not need it. If torch.distributed is already initialised (by Ray or by the
-user), the library uses the existing group. Otherwise `init` reads the launcher's variables, waits for the other ranks,
-creates the process group, and selects the device. It also installs hooks that report an uncaught exception to the
-launcher and the peers, and that end the process without a hang.
+user), the library uses the existing default group. Otherwise `init` reads the launcher's variables, waits for the other
+ranks, creates the process group, and selects the device. It also installs hooks that report an uncaught exception to
+the launcher and the peers, and that end the process without a hang.
 """
 
 from __future__ import annotations
@@ -29,17 +29,18 @@ def init(
 ) -> World:
     """Join the other ranks that the launcher has started. Without a launcher, return a world of one rank.
 
-    Call `init` on all ranks. The ranks compare the arguments before any process group exists, and select the transport
-    of the default group together. A second call with the same arguments returns the same `World`. If torch.distributed
-    is already initialised, `init` uses the existing group, and `shutdown` does not destroy that group.
+    Call `init` on all ranks. The ranks compare their arguments before any process group exists, and select the
+    transport of the default group together. A second call with the same arguments returns the same `World`. If
+    torch.distributed is already initialised, `init` uses the existing group, and `shutdown` does not destroy the group.
 
     Args:
         transport: how tensors are sent. "c10d": torch.distributed (Gloo on CPUs, NCCL on GPUs). "shm": shared memory
             for tensors on the CPU; all ranks raise an error if it is not available, for example on several hosts.
             "auto": the best transport that all ranks of a group can use. For tensors on the CPU this is shared memory
-            on one host, and shared memory within each host with Gloo between hosts. Everything else uses
-            torch.distributed.
-        timeout: how long to wait for another rank, in `init` and in every collective (a timedelta, or seconds).
+            on one host. On several hosts it is shared memory within each host and Gloo between hosts. All other tensors
+            use torch.distributed.
+        timeout: how long to wait for other ranks, in `init` and in every collective: a timedelta, or a number of
+            seconds.
         device: the device on which this rank computes. None means the GPU of its local rank, or the CPU if there is no
             GPU. A GPU becomes torch's current device.
 
@@ -51,8 +52,8 @@ def init(
             one rank raises the same error on all ranks.
         ContractMismatch: the ranks passed different arguments. The text is the same on every rank.
         SynclineError: `init` was called before with other arguments, or the ranks have different world sizes, or two
-            processes claim the same rank, or "shm" was requested and is not available. Every rank raises it.
-        CollectiveTimeout: some ranks did not arrive in time. The text names them.
+            processes claim the same rank, or "shm" was requested and is not available.
+        CollectiveTimeout: some ranks did not arrive in time. The text names these ranks.
 
     Example:
         >>> import syncline as sl
@@ -64,10 +65,10 @@ def init(
 
 
 def shutdown() -> None:
-    """Undo `init`. Do nothing if `init` was not called, or if `shutdown` was called already.
+    """Undo `init`. Do nothing if `init` was not called since the last `shutdown`.
 
     Call `shutdown` on all ranks. It waits for pending saves, unless an exception is being handled. Then it closes the
-    transports and destroys the process group that `init` created.
+    transports. It destroys the process group if `init` has created the group.
     """
     _SESSION.shutdown()
 
@@ -75,7 +76,7 @@ def shutdown() -> None:
 def world() -> World:
     """Return the world of this process.
 
-    It comes from `init`, or else from torch.distributed. Without either, it is a world of one rank.
+    `init` or torch.distributed defines the world. If neither is initialised, it is a world of one rank.
 
     Raises:
         SynclineError: a launcher started several ranks, and this process has not joined them yet.
@@ -88,19 +89,20 @@ def world() -> World:
 
 
 def transport_of(group: dist.ProcessGroup | Transport | None = None) -> Transport:
-    """Return the transport of a group. The same object is returned as long as the group exists.
+    """Return the transport of a group. Every call with this group returns the same object as long as the group exists.
 
     `init` selects the transport of the default group. For any other group, or without `init`, all ranks of the group
     must make the first call, because they select the transport together.
 
     Args:
-        group: None means torch's default group, or a world of one rank if there is none. A transport is returned
-            unchanged.
+        group: a process group. None means torch's default group, or a world of one rank if there is no such group. A
+            transport is returned unchanged.
 
     Raises:
-        ValueError: this rank is not in `group`, or `group` was destroyed.
-        SynclineError: "shm" was requested and is not available; or `group` is None and the default group of several
-            ranks was destroyed; or a launcher started several ranks and this process has not joined them.
+        ValueError: this rank is not in `group`, or the program has destroyed `group`.
+        SynclineError: "shm" was requested and is not available. Or `group` is None, and either the program has
+            destroyed a default group of several ranks, or a launcher started several ranks and this process has not
+            joined them.
 
     Example:
         >>> transport_of(None).size
@@ -110,5 +112,9 @@ def transport_of(group: dist.ProcessGroup | Transport | None = None) -> Transpor
 
 
 def before_shutdown(wait: Callable[[], object]) -> None:
-    """Let `shutdown` call the method `wait`, which waits for pending work. The method's object is held weakly."""
+    """Register a method that `shutdown` calls.
+
+    Args:
+        wait: a bound method that waits for pending work. If its object is freed, `shutdown` does not call it.
+    """
     _SESSION.before_shutdown(wait)

@@ -1,6 +1,6 @@
-"""Functions that synchronize tensors when they are called, without a wrapper and without a backward.
+"""The verbs: functions that synchronize tensors at the moment of the call, without a wrapper or a backward.
 
-Each function is a collective call: every rank of the group must make the same calls in the same order.
+Each verb is a collective call: every rank of the group must make the same calls in the same order.
 
 Imports: errors, words, checks, trees, user_code, _torch, transport, session, optimizers, tensors, equality, gradients,
 sharded, buffers, checkpoint.
@@ -9,8 +9,8 @@ all_reduce.py      all_reduce_
 average.py         average_
 broadcast.py       broadcast_
 check_replicas.py  check_replicas
-common.py          functions that several verbs use: ranks of groups, refused targets, the comparison of calls
-diverge.py         diverge: replicas that may differ on purpose
+common.py          functions that several verbs use: the comparison of calls, checks of targets, ranks of groups
+diverge.py         diverge, which lets replicas drift apart on purpose
 keep_best.py       keep_best_
 metrics.py         mean, barrier
 sync_gradients.py  sync_gradients_

@@ -1,4 +1,4 @@
-"""all_reduce_: reduce tensors over all ranks, in place."""
+"""The verb `all_reduce_`, which reduces tensors over all ranks, in place."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from syncline.verbs.common import Group, Prepared, agree_on_call, refuse_one_cop
 
 T = TypeVar("T")
 
-_SAME_TREE = "Call it with the same tree of tensors and the same op on every rank."
+_SAME_TREE = "Pass the same tensors in the same containers, and the same op, on every rank."
 
 
 @overload
@@ -42,27 +42,27 @@ def all_reduce_(target: T, op: ReduceOp = "sum", *, group: Group = None, async_o
 
 
 def all_reduce_(target: Any, op: ReduceOp = "sum", *, group: Group = None, async_op: bool = False) -> Any:
-    """Reduce `target` over all ranks, in place. The result has the same bits on every rank.
+    """Reduce the tensors of `target` over all ranks, in place. The result has the same bits on every rank.
 
-    Tensors of one dtype and device are sent together in few collectives. Autograd does not record the reduction. The
-    ranks compare names, shapes and dtypes before any tensor is written. Over shared memory, a single tensor is sent at
-    once, and its shape is compared during the transfer.
+    Tensors of one dtype and device are sent together, in few collectives. Autograd does not record the reduction. The
+    ranks compare names, shapes and dtypes before any tensor is written. If `target` is a single tensor and is sent over
+    shared memory, the ranks compare its shape during the transfer instead.
 
     Args:
         target: see `broadcast_`. If it is a module, its parameters and buffers are reduced.
-        op: "sum" (as in torch), "mean", "max", "min" or "product". Integers have no mean.
+        op: "sum", "mean", "max", "min" or "product". The default is "sum", as in torch. Integers have no mean.
         group: see `broadcast_`.
-        async_op: return at once. Do not use `target` before you have waited for the handle.
+        async_op: whether to return at once, with a handle. Do not use `target` before you have waited for the handle.
 
     Returns:
-        `target`. With async_op, a handle with `.wait()`.
+        `target`. If `async_op` is True, a handle with a method `wait()`.
 
     Raises:
-        ContractMismatch: the targets or operations of the ranks differ. The text is the same on every rank.
-        TypeError: `target` is of another type, or contains something else. Every rank raises the error, even if only
-            one rank's target is wrong.
-        ValueError: `op` is unknown or not defined for a tensor, or a tensor cannot be written in place. Every rank
-            raises the error.
+        ContractMismatch: the ranks passed different targets or operations. The text is the same on every rank.
+        TypeError: `target` has an unsupported type, or contains something other than tensors. Every rank raises the
+            error, even if only one rank's target is wrong.
+        ValueError: `op` is unknown, or not defined for one of the tensors; a tensor cannot be written in place; the
+            optimizer is sharded; or the ranks use one copy of the parameters. Every rank raises the error.
 
     Example:
         >>> import torch, syncline as sl
@@ -90,7 +90,7 @@ def all_reduce_(target: Any, op: ReduceOp = "sum", *, group: Group = None, async
 
 
 def _is_sent_directly(target: Any, op: str) -> bool:
-    """Return whether a target can be sent before the ranks compare it. The answer may differ between ranks."""
+    """Return whether this rank can send a target before the ranks compare targets. Ranks may get different results."""
     return (
         type(target) is Tensor
         and target.layout is torch.strided
@@ -103,7 +103,10 @@ def _is_sent_directly(target: Any, op: str) -> bool:
 
 
 def _terms(shape: torch.Size, caller: str) -> int:
-    """Return a number that is equal on all ranks with the same shape and caller, and not 0."""
+    """Return a number, which is not 0, by which the transfer compares the shape and the caller between the ranks.
+
+    Ranks with the same shape and caller get the same number.
+    """
     terms = hash(shape)  # a hash of integers is the same in every process
     return (terms + zlib.crc32(caller.encode()) if caller else terms) or 1
 
@@ -111,12 +114,12 @@ def _terms(shape: torch.Size, caller: str) -> int:
 def _agreed_reducer(
     target: Any, op: ReduceOp, transport: Transport, *, async_op: bool = False
 ) -> TensorReducer:
-    """Check that the targets of all ranks are alike, and return the reducer of this rank's target."""
+    """Check that all ranks passed matching targets, and return the reducer of this rank's target. A collective call."""
 
     def prepare() -> Prepared[list[Tensor]]:
         checked_flag("async_op", async_op)
         refuse_one_copy(target)
-        refuse_sharded(target, "so it cannot be reduced over the ranks")
+        refuse_sharded(target, "so the state cannot be reduced over the ranks")
         named = named_tensors(target)
         check_reducible(named, op)
         lines = [f"operation  {op}", *describe_tensors(named, kind="tensor", layout=False)]
@@ -127,12 +130,13 @@ def _agreed_reducer(
 
 
 class _DirectWork(Work):
-    """The work of a single tensor that was sent before the ranks compared the tensor.
+    """The pending reduction of a single tensor that was sent before the ranks compared their targets.
 
     Args:
-        work: the work of the transport.
+        work: the pending transfer.
         target: the tensor.
-        again: compares the targets in full and reduces them. It is called if the transfer detects a difference.
+        again: a function that compares the targets in full and then reduces them. It is called if the transfer detects
+            that the calls of the ranks differ.
     """
 
     def __init__(self, work: Work, target: Tensor, again: Callable[[], None]) -> None:

@@ -1,6 +1,6 @@
-"""average_: replace tensors by their weighted mean over all ranks, in place.
+"""The verb `average_`, which replaces tensors by their weighted mean over all ranks, in place.
 
-`Likeness` recognizes the tensors of an earlier call, so that the plan of that call can be used again.
+A `Likeness` recognizes the tensors of an earlier call, so that the plan of that call can be used again.
 """
 
 from __future__ import annotations
@@ -36,15 +36,15 @@ from syncline.verbs.diverge import record_equal
 
 
 class Likeness:
-    """A record of named tensors, by which they are recognized later. Only their values may change.
+    """A record of all properties of named tensors except their values, by which the tensors are recognized later.
 
-    A plan that depends only on names, types, shapes, strides, dtypes, devices and addresses stays valid while the
-    tensors fit this record. The record has no references to the tensors, not even weak references. A module can
-    therefore release its tensors, `tensor.data = other` frees memory as usual, and `torch.utils.swap_tensors` works,
-    which rejects tensors with weak references.
+    The properties include names, types, shapes, strides, dtypes, devices and addresses. As long as the tensors fit this
+    record, a plan that depends only on these properties stays valid. The record has no references to the tensors, not
+    even weak references. So a module can release its tensors, `tensor.data = other` frees memory as usual, and
+    `torch.utils.swap_tensors` works, which rejects tensors with weak references.
 
     Args:
-        walked: the names and dense tensors, in the order in which `walk` yields them.
+        walked: the dense tensors with their names, in the order in which `walk` returns them.
 
     Example:
         >>> import torch
@@ -61,7 +61,7 @@ class Likeness:
         self._known = [_facts(name, tensor) for name, tensor in walked]
 
     def fits(self, walked: Sequence[tuple[str, Tensor]]) -> bool:
-        """Return whether these are the recorded tensors. This takes a fifth of the time of a new plan."""
+        """Return whether these are the recorded tensors. The check takes a fifth of the time that a new plan takes."""
         return len(walked) == len(self._known) and all(
             tensor.layout is torch.strided and _facts(name, tensor) == known  # a sparse tensor has no address
             for (name, tensor), known in zip(walked, self._known, strict=True)
@@ -69,7 +69,7 @@ class Likeness:
 
 
 def _facts(name: str, tensor: Tensor) -> tuple[object, ...]:
-    """Return the facts on which the plan for a tensor depends."""
+    """Return the properties of a tensor on which a plan depends."""
     return (
         name,
         type(tensor),
@@ -88,7 +88,8 @@ T = TypeVar("T")
 _TITLE = "sl.average_"
 
 _REMEDY = (
-    "Call it with the same tree of tensors on every rank. The settings of an optimizer must be equal, too."
+    "Pass the same tensors in the same containers on every rank. If the target is an optimizer, its settings must be "
+    "equal, too."
 )
 
 _WEIGHT = struct.Struct("<d")
@@ -113,36 +114,40 @@ def average_(target: T, weight: float | Tensor = 1.0, *, group: Group = None, as
 def average_(
     target: Any, weight: float | Tensor = 1.0, *, group: Group = None, async_op: bool = False
 ) -> Any:
-    """Replace `target` by its weighted mean over the ranks, in place. The result has the same bits on every rank.
+    """Replace the tensors of `target` by their weighted means over the ranks, in place. All ranks get the same bits.
 
     Floating-point tensors become sum(weight * value) / sum(weight), correct up to rounding. 16-bit tensors are summed
-    in fp32. With equal weights this is the plain mean. Replicas that are equal on 2, 4, 8, ... ranks then keep their
-    exact bits. With other numbers of ranks or other weights, the last bit may change, in the same way on all ranks.
-    Tied tensors stay tied and count once. For autograd, writing is an in-place change. One collective sends the weights
-    and compares the targets. Tensors are fused by dtype and device, with at most two packed copies of 32 MiB at a time.
+    in fp32. With equal weights, the result is the plain mean, and replicas that are equal on 2, 4, 8, ... ranks keep
+    their exact bits. With other numbers of ranks or unequal weights, the last bit may change, in the same way on all
+    ranks. Tied tensors stay tied and count once. Autograd treats the write as an in-place change. One collective sends
+    the weights and compares the targets. Then tensors of one dtype and device are sent together. At most two packed
+    copies of 32 MiB exist at a time.
 
     Some values have no mean. In a module, integers (BatchNorm's counter) become the maximum, and a bool becomes true if
     it is true on any rank with a weight above 0. A `running_var` is pooled with its `running_mean` (docs/buffers.md).
     In an optimizer, step counts and other integers of the state become the maximum. The settings of the parameter
-    groups do not change, but must be equal. In a plain tree, integers are an error.
+    groups must be equal on all ranks, and do not change. Tensors of integers outside of modules and optimizers are an
+    error.
 
     Args:
-        target: a Module (parameters and buffers), an Optimizer (its state, not the parameters), a Tensor, or nested
-            dicts, lists and tuples of tensors.
-        weight: the weight of this rank, finite and at least 0. The values of a rank with weight 0 are not used, even if
-            they are NaN, but this rank receives the result.
+        target: a Module (its parameters and buffers), an Optimizer (its state, but not the parameters), a Tensor, or
+            nested dicts, lists and tuples of tensors.
+        weight: the weight of this rank, finite and at least 0. If the weight of a rank is 0, its values are not used,
+            even if they are NaN, but the rank receives the result.
         group: see `broadcast_`.
-        async_op: return at once. Do not use `target` before you have waited for the handle.
+        async_op: whether to return at once, with a handle. Do not use `target` before you have waited for the handle.
 
     Returns:
-        `target`. With async_op, a handle with `.wait()`.
+        `target`. If `async_op` is True, a handle with a method `wait()`.
 
     Raises:
-        ContractMismatch: the targets or settings of the ranks differ. The text is the same on every rank.
-        TypeError: `target` is of another type, or contains something else.
-        ValueError: a weight is negative, infinite or NaN, or all weights are 0; a plain tree has an integer; a tensor
-            cannot be written in place; or the optimizer is sharded. Every rank raises the error, even if only one rank
-            has the cause.
+        ContractMismatch: the ranks passed different targets, or the settings of optimizers differ. The text is the same
+            on every rank.
+        TypeError: `target` has an unsupported type, or contains something other than tensors. Every rank raises the
+            error, even if only one rank's target is wrong.
+        ValueError: a weight is negative, infinite or NaN, or all weights are 0; a tensor of integers is not part of a
+            module or an optimizer; a tensor cannot be written in place; the optimizer is sharded; or the ranks use one
+            copy of the parameters. Every rank raises the error, even if only one rank has the cause.
 
     Example:
         >>> import torch, syncline as sl
@@ -175,7 +180,7 @@ def average_(
 
 
 def _averaged(target: Any) -> _Averaged:
-    """Return the tensors of a target by the operation that is applied to them.
+    """Return the tensors of a target, grouped by the operation that is applied to them.
 
     Raises:
         TypeError, ValueError: the target cannot be averaged.
@@ -194,33 +199,33 @@ class _Averaged:
     """The tensors of a target, grouped by the operation that is applied to them."""
 
     lines: list[str]
-    """The description of the target, which must be equal on all ranks."""
+    """The lines that describe the target. They must be equal on all ranks."""
     means: Sequence[Tensor]
     """The tensors that are replaced by their mean."""
     others: Sequence[Tensor] = ()
-    """The tensors without a mean, which take the maximum or are pooled."""
+    """The tensors that are not replaced by their mean: integers, bools, and the running statistics that are pooled."""
     pairs: Sequence[tuple[Tensor, Tensor]] = ()
-    """Pairs of a running mean and a running variance among `others`, which are pooled."""
+    """The running statistics among `others` that are pooled, in pairs of a running mean and a running variance."""
     steps: Sequence[tuple[Tensor, Tensor]] = ()
-    """The step counts of an optimizer, each with an integer copy of it among `others`."""
+    """The step counts of an optimizer, each paired with its integer copy, which is one of `others`."""
     numbers: OptimizerNumbers | None = None
-    """The numbers of an optimizer that are not tensors."""
+    """The numbers in the optimizer's state that are not tensors; None if the target is not an optimizer."""
     plan: _ModulePlan | None = None
-    """The stored plan of a module."""
+    """The stored plan of the module; None if the target is not a module."""
 
     def start(self, transport: Transport, fraction: float | None) -> Work:
-        """Start all transfers at once.
+        """Start all transfers at once, and return the handle for which to wait.
 
         Args:
-            transport: connects the ranks.
-            fraction: this rank's weight, divided by the sum of all weights; None if all weights are equal.
+            transport: the transport between the ranks.
+            fraction: this rank's weight, divided by the sum of all weights. Pass None if all weights are equal.
         """
         others = self._start_others(transport, fraction)
         means = self._reducer(transport, fraction).start()
         return CombinedWork([(others, None), (means, self._finish)])
 
     def run(self, transport: Transport, fraction: float | None) -> None:
-        """Average the tensors, wait for the result, and use bounded memory for copies. See `start`."""
+        """Average the tensors, and wait for the result. Unlike `start`, this bounds the memory for packed copies."""
         others = self._start_others(transport, fraction)
         self._reducer(transport, fraction).run()
         others.wait()
@@ -255,13 +260,13 @@ class _Averaged:
 
 
 class _ModulePlan:
-    """A plan for averaging a module. It is valid while the tensors of the module fit `likeness`.
+    """A plan for averaging a module, which is valid as long as the tensors of the module fit `likeness`.
 
     The plan has no references to the tensors.
 
     Args:
         module: the module.
-        walked: the names and tensors of the module, from `walk`.
+        walked: the tensors of the module with their names, as `walk` returns them.
 
     Raises:
         ValueError: the module cannot be averaged.
@@ -286,7 +291,7 @@ class _ModulePlan:
         """The indices in `walked` of the tensors without a mean."""
         self.pairs = [(place[id(mean)], place[id(variance)]) for mean, variance in pairs]
         self.reduction: ReductionPlan | None = None
-        """The reduction plan of the last call."""
+        """The plan by which the last call reduced `means`; None before the first call."""
 
 
 def _of_module(module: nn.Module) -> _Averaged:
@@ -310,7 +315,7 @@ def _of_module(module: nn.Module) -> _Averaged:
 
 
 def _of_optimizer(optimizer: Optimizer, named: Sequence[tuple[str, Tensor]]) -> _Averaged:
-    refuse_sharded(optimizer, "so it cannot be averaged over the ranks")
+    refuse_sharded(optimizer, "so the state cannot be averaged over the ranks")
     means: list[tuple[str, Tensor]] = []
     others: list[Tensor] = []
     steps: list[tuple[Tensor, Tensor]] = []

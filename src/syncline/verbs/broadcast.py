@@ -1,4 +1,4 @@
-"""broadcast_: copy tensors from one rank to all others, in place."""
+"""The verb `broadcast_`, which copies tensors from one rank to all others, in place."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from syncline.verbs.diverge import record_equal
 T = TypeVar("T")
 
 _REMEDY = (
-    "Call it with the same tree of tensors and the same src on every rank. "
-    "(If tensors are tied, only the first one is named.)"
+    "Pass the same tensors in the same containers, and the same src, on every rank. "
+    "(Of tied tensors, only the first is named.)"
 )
 
 
@@ -39,32 +39,32 @@ def broadcast_(target: T, src: int = 0, *, group: Group = None, async_op: bool) 
 
 
 def broadcast_(target: Any, src: int = 0, *, group: Group = None, async_op: bool = False) -> Any:
-    """Replace `target` by its value on rank `src`, in place, on every rank.
+    """Copy the values of `target` from rank `src` to all other ranks, in place.
 
-    All dtypes are sent together in few collectives. Tied weights stay tied. If `target` is an optimizer, the tensors
-    and the numbers (learning rate, step counts) of its state and parameter groups are sent, but not the parameters. The
-    ranks compare names, shapes and dtypes before any tensor is sent. Strides may differ. For autograd, writing is an
-    in-place change, so a graph recorded before raises an error instead of giving wrong gradients. On rank `src` nothing
-    is written.
+    Tensors of all dtypes are sent together, in few collectives. Tied weights stay tied. If `target` is an optimizer,
+    the tensors and the numbers (learning rate, step counts) of its state and its parameter groups are sent, but not the
+    parameters. The ranks compare names, shapes and dtypes before any tensor is sent. Strides may differ between ranks.
+    Autograd treats the write as an in-place change: a backward through a graph that was recorded before raises an error
+    instead of computing wrong gradients. On rank `src` nothing is written.
 
     Args:
-        target: a Module (parameters and buffers), an Optimizer, a Tensor, or nested dicts, lists and tuples of
+        target: a Module (its parameters and buffers), an Optimizer, a Tensor, or nested dicts, lists and tuples of
             tensors.
         src: the rank to copy from. As in torch, this is a global rank. If `group` is a Syncline transport, it is a rank
             of that transport.
-        group: the group to broadcast in, a `torch.distributed` process group or a Syncline transport. None is the
+        group: the ranks that take part: a `torch.distributed` process group or a Syncline transport. None means the
             default group, or a world of one rank if torch.distributed is not initialised.
-        async_op: return at once. Do not use `target` before you have waited for the handle.
+        async_op: whether to return at once, with a handle. Do not use `target` before you have waited for the handle.
 
     Returns:
-        `target`. With async_op, a handle with `.wait()`.
+        `target`. If `async_op` is True, a handle with a method `wait()`.
 
     Raises:
-        ContractMismatch: the targets or sources of the ranks differ. The text is the same on every rank.
-        TypeError: `target` is of another type, or contains something else; or `src` is not an integer. Every rank
-            raises the error, even if only one rank has the cause.
-        ValueError: a tensor cannot be written in place, or `src` is not a rank of the group. Every rank raises the
-            error.
+        ContractMismatch: the ranks passed different targets or sources. The text is the same on every rank.
+        TypeError: `target` has an unsupported type, or contains something other than tensors; or `src` is not an
+            integer. Every rank raises the error, even if only one rank has the cause.
+        ValueError: a tensor cannot be written in place, `src` is not a rank of the group, or the optimizer is sharded.
+            Every rank raises the error, even if only one rank has the cause.
 
     Example:
         >>> import torch, syncline as sl
@@ -89,7 +89,7 @@ def broadcast_(target: Any, src: int = 0, *, group: Group = None, async_op: bool
 
 
 class Replaced:
-    """The values that a broadcast replaces: the tensors of a target, and the numbers of an optimizer.
+    """The values of a target that a broadcast replaces: its tensors and, if it is an optimizer, its numbers.
 
     Args:
         target: see `broadcast_`.
@@ -103,10 +103,10 @@ class Replaced:
         self._tensors: list[Tensor] = [tensor for _, tensor in named]
         self._numbers: OptimizerNumbers | None = None
         self.lines = describe_tensors(named, kind="tensor", layout=False)
-        """The description of the target, which must be equal on all ranks."""
+        """The lines that describe the target. They must be equal on all ranks."""
         refuse_sharded(
             target,
-            "so the ranks must not copy it from each other. To make the state consistent, call "
+            "so the state of one rank must not be copied to the others. To make the state consistent, call "
             "optimizer.load_state_dict(optimizer.state_dict()) on all ranks",
         )
         if isinstance(target, Optimizer):
@@ -115,12 +115,12 @@ class Replaced:
             self.lines += self._numbers.lines
 
     def start(self, transport: Transport, src_rank: int) -> Work:
-        """Start all broadcasts at once."""
+        """Start to broadcast all values at once, and return the handle for which to wait."""
         work = TensorBroadcaster(self._tensors, transport).start(src_rank)
         return CombinedWork([(work, lambda: self._finish(is_source=transport.rank == src_rank))])
 
     def run(self, transport: Transport, src_rank: int) -> None:
-        """Broadcast the values, wait for them, and use bounded memory for copies."""
+        """Broadcast the values, and wait for them. Unlike `start`, this bounds the memory for packed copies."""
         TensorBroadcaster(self._tensors, transport).run(src_rank)
         self._finish(is_source=transport.rank == src_rank)
 

@@ -1,4 +1,4 @@
-"""check_replicas: verify that replicas are equal, bit for bit."""
+"""The verb `check_replicas`, which verifies that replicas are equal, bit for bit."""
 
 from __future__ import annotations
 
@@ -31,24 +31,25 @@ _TITLE = "sl.check_replicas"
 _DIGEST_BYTES = 32
 
 _REMEDY = (
-    "Call it with the same tree of tensors on every rank. (If tensors are tied, only the first one is named.)"
+    "Pass the same tensors in the same containers on every rank. (Of tied tensors, only the first is named.)"
 )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ReplicaReport:
-    """The result of `check_replicas`.
+    """The report that `check_replicas` returns.
 
     Attributes:
         num_ranks: the number of ranks that were compared.
         num_compared: the number of tensors and numbers that were compared.
-        may_differ: the names of tensors that differ, and may differ by the contract: buffers after a forward,
-            parameters between two parameter syncs, tensors under `ignore=`.
+        may_differ: the names of the tensors that differ, although this is no error: the contract of the wrapped module
+            allows it. Examples are buffers after a forward, parameters between two parameter syncs, and tensors under
+            `ignore=`.
 
     Example:
         >>> print(ReplicaReport(num_ranks=2, num_compared=7, may_differ=("1.running_mean",)))
         6 of 7 tensors and numbers are the same on all 2 ranks
-        note: these differ, as the contract of the wrapped module allows now: 1.running_mean
+        note: these tensors differ, which the contract of the wrapped module allows now: 1.running_mean
     """
 
     num_ranks: int
@@ -62,48 +63,51 @@ class ReplicaReport:
         text = f"{same}{self.num_compared:,} tensors and numbers are the same on {ranks}"
         if self.may_differ:
             names = format_names(self.may_differ, noun="tensors")
-            text += f"\nnote: these differ, as the contract of the wrapped module allows now: {names}"
+            text += (
+                f"\nnote: these tensors differ, which the contract of the wrapped module allows now: {names}"
+            )
         return text
 
 
 def check_replicas(target: Any, *, group: Group = None) -> ReplicaReport:
     """Raise an error if `target` is not the same on all ranks, bit for bit. `target` does not change.
 
-    Each rank reduces its tensors to numbers of 64 bits, by exact integer arithmetic on the device of each tensor.
-    Memory for copies is bounded. The comparison of equal replicas takes one small collective. If replicas differ, a few
-    more collectives locate the elements. Equal means the same bits: 0.0 and -0.0 differ, and so do NaNs with different
-    payloads. A difference stays undetected with a probability of about 2**-64.
+    Each rank computes a 64-bit fingerprint of each tensor, by exact integer arithmetic on the device of the tensor. The
+    memory for copies is bounded. The comparison takes one small collective. If the replicas differ, a few more
+    collectives locate the elements that differ. Equal means the same bits: 0.0 and -0.0 differ, and so do NaNs
+    with different payloads. The probability that a difference stays undetected is about 2**-64.
 
     Args:
-        target: one of the following. Tied tensors are compared once.
+        target: one of the following objects. Tied tensors are compared once.
 
-            A Module: its parameters and buffers. In a wrapped module, only those must be equal that are equal by the
-            contract now. In `ddp.module`, all must be equal.
+            A Module: its parameters and buffers are compared. In a wrapped module, only those tensors must be equal
+            that the contract requires to be equal at present. In `ddp.module`, all tensors must be equal.
 
-            An Optimizer: the tensors and numbers of its state and of its parameter groups.
+            An Optimizer: the tensors and numbers of its state and of its parameter groups are compared.
 
             A Tensor, or nested dicts, lists and tuples of tensors.
 
-            A `TrainState`: its step, modules, optimizers, scheduler and scaler. State that each rank has for itself is
-            not compared: random numbers, the position of the sampler, the shard of a sharded optimizer, floats in the
-            state of an optimizer, and your further objects. State that may differ by the contract of a wrapped module
-            is not compared either: buffers after a forward, tensors under `ignore=`, and the optimizer state of such
-            tensors. Under a strategy with drift, this includes the scaler, the optimizer state and, between two
-            parameter syncs, the parameters.
+            A `TrainState`: its step, modules, optimizers, scheduler and scaler are compared. State that each rank has
+            for itself is not compared: random numbers, the position of the sampler, the shard of a sharded optimizer,
+            floats in the state of an optimizer, and your further objects. State that the contract of a wrapped module
+            allows to differ is not compared either: buffers after a forward, tensors under `ignore=`, and the optimizer
+            state of such tensors. Under a strategy with drift, this includes the scaler, the optimizer state and,
+            between two parameter syncs, the parameters.
         group: see `broadcast_`.
 
     Returns:
-        A report, the same on every rank. The printed report ends with a note if some tensors differ that may differ by
-        the contract of a wrapped module. These are BatchNorm's buffers after a forward, parameters between two
-        parameter syncs (as under `sl.LocalSGD`), and tensors under `ignore=`.
+        A report, which is the same on every rank. The contract of a wrapped module allows some tensors to differ:
+        BatchNorm's buffers after a forward, parameters between two parameter syncs (as under `sl.LocalSGD`), and
+        tensors under `ignore=`. If such tensors differ, the printed report ends with a note.
 
     Raises:
-        ReplicaDivergence: values differ that must be equal. The text names the first tensors that differ, their
-            elements, the number of differences, and the ranks in the minority. It is the same on every rank.
+        ReplicaDivergence: some values that must be equal differ. The text names the first tensors that differ, their
+            differing elements, the number of differences, and the ranks in the minority. The text is the same on every
+            rank.
         ContractMismatch: the targets of the ranks have different names, shapes or dtypes. The text is the same on every
             rank.
-        TypeError, ValueError: `target` is of another type, contains something else, or is a sharded optimizer. Every
-            rank raises the error.
+        TypeError, ValueError: `target` has an unsupported type, contains something other than tensors, or is a sharded
+            optimizer. Every rank raises the error.
 
     Example:
         >>> import torch, syncline as sl
@@ -157,20 +161,20 @@ def _without(places: Set[int], values: Sequence[Any]) -> list[Any]:
 
 
 class _Compared:
-    """The tensors and numbers to compare, with their names."""
+    """The tensors and numbers that the ranks compare, with their names."""
 
     def __init__(self) -> None:
         self.names: list[str] = []
         self.values: list[Any] = []
-        """Tensors and numbers."""
+        """The tensors and numbers, in the order of `names`."""
         self.lines: list[str] = []
-        """The description that must be equal on all ranks before values can be compared."""
+        """The lines that describe the target. They must be equal on all ranks before the ranks can compare values."""
         self.may_differ: set[int] = set()
-        """Indices of the tensors that may differ now by the contract of a wrapped module."""
+        """The indices in `values` of the tensors that the contract of a wrapped module allows to differ at present."""
 
     def add(self, target: Any) -> None:
-        """Add all of a module, an optimizer or a tree of tensors."""
-        refuse_sharded(target, "so it cannot be compared between ranks")
+        """Add all tensors and numbers of a module, an optimizer, a tensor, or nested containers of tensors."""
+        refuse_sharded(target, "so the state cannot be compared between ranks")
         if isinstance(target, Optimizer):
             self.add_optimizer(target)
         else:
@@ -188,9 +192,10 @@ class _Compared:
 
         Args:
             optimizer: the optimizer.
-            prefix: a prefix for names.
-            own: ids of the parameters that each rank updates independently, whose state is not compared. If given,
-                floats of the state are not compared either, such as the last loss that LBFGS keeps.
+            prefix: the text to put before each name.
+            own: ids of the parameters that each rank updates independently. Their state is left out. Floats in the
+                state of all parameters, such as the last loss that LBFGS keeps, are left out as well. Pass None to add
+                the whole state.
         """
         left_out = () if own is None else _state_prefixes(optimizer, own)
         found = [
@@ -210,7 +215,7 @@ class _Compared:
                 self.values.append(leaf)
 
     def add_tensors(self, named: Sequence[tuple[str, Tensor]], prefix: str) -> None:
-        """Add tensors, with a prefix for their names."""
+        """Add named tensors, and put `prefix` before each name."""
         prefixed = [(prefix + name, tensor) for name, tensor in named]
         self.lines += describe_tensors(prefixed, kind="tensor", layout=False)
         self.names += [name for name, _ in prefixed]
@@ -250,7 +255,7 @@ def _wrapped_in(module: nn.Module) -> Iterator[DistributedDataParallel]:
 
 
 def _expected_equal(module: nn.Module) -> list[tuple[str, Tensor]]:
-    """Return the tensors of a module that must be equal on all ranks by the contracts of its wrappers, by name."""
+    """Return the tensors that a module's wrappers require to be equal on all ranks by their contracts, with names."""
     if isinstance(module, DistributedDataParallel):
         replica = replica_of(module)
         if replica is not None:
@@ -275,6 +280,11 @@ def _is_below(name: str, others: Iterable[str]) -> bool:
 
 
 def _state_prefixes(optimizer: Optimizer, own: Set[int]) -> tuple[str, ...]:
-    """Return the paths in the optimizer at which the state of these parameters begins."""
+    """Return the beginnings of all paths in the optimizer that lead to the state of some parameters.
+
+    Args:
+        optimizer: the optimizer.
+        own: ids of these parameters.
+    """
     places = enumerate(parameters_of(optimizer))
     return tuple(f"state[{place}]" for place, parameter in places if id(parameter) in own)

@@ -1,4 +1,4 @@
-"""Functions that several verbs use: ranks of groups, refused targets, and the comparison of calls between ranks."""
+"""Functions that several verbs use: the comparison of calls between ranks, checks of targets, and ranks of groups."""
 
 from __future__ import annotations
 
@@ -22,30 +22,31 @@ T = TypeVar("T")
 
 
 class Prepared(NamedTuple, Generic[T]):
-    """The arguments of a call, checked on this rank."""
+    """The checked arguments of a call on this rank, and the description that the ranks compare."""
 
     value: T
     lines: Sequence[str]
-    """The description of the call, which must be equal on all ranks."""
+    """The lines that describe the call. They must be equal on all ranks."""
     payload: bytes = b""
-    """The bytes to send to all ranks in the same collective; see `exchange`."""
+    """The bytes that this rank sends to all ranks together with the description; see `exchange`."""
     digest: bytes | None = None
-    """The fingerprint of the lines; None if it must be computed."""
+    """The fingerprint of `lines`; None if `exchange` has to compute it."""
 
 
 def agree_on_call(
     transport: Transport, title: str, prepare: Callable[[], Prepared[T]], *, remedy: str
 ) -> tuple[T, list[bytes]]:
-    """Check the arguments of a call on each rank, and that all ranks make the same call. A collective call.
+    """Check the arguments of a call on each rank, and check that all ranks make the same call. A collective call.
 
     Args:
-        transport: connects the ranks.
-        title: the name of the verb, for messages.
-        prepare: checks this rank's arguments. If it raises an error on one rank, all ranks raise that error.
-        remedy: the last sentence of an error about calls that differ, which says what to do.
+        transport: the transport between the ranks.
+        title: the name of the verb. Messages show it.
+        prepare: a function that checks the arguments of this rank. If it raises an error on one rank, all ranks raise
+            this error.
+        remedy: the last sentence of an error about different calls, which says what to do.
 
     Returns:
-        The value that `prepare` has returned on this rank, and the payload of each rank.
+        The `value` that `prepare` has returned on this rank, and the payloads of all ranks in rank order.
 
     Raises:
         ContractMismatch, CollectiveMismatch, TypeError, ValueError, SynclineError: see `exchange`.
@@ -63,10 +64,13 @@ def agree_on_call(
 
 
 def rank_of_source(src: Any, group: Group, transport: Transport) -> int:
-    """Return the rank in `transport` of global rank `src`.
+    """Return the rank that the process with the global rank `src` has in `transport`.
+
+    If `group` is a Syncline transport, `src` is already a rank of that transport.
 
     Raises:
-        TypeError, ValueError: `src` is not an integer, or not a rank of the group.
+        TypeError: `src` is not an integer.
+        ValueError: `src` is not a rank of the group.
     """
     rank = checked_count("src", src)
     ranks = list(range(transport.size))
@@ -80,41 +84,45 @@ def rank_of_source(src: Any, group: Group, transport: Transport) -> int:
 
 
 def global_rank(rank: int, group: Group) -> int:
-    """Return torch's global rank of a rank in a process group. In a Syncline transport, ranks stay as they are."""
+    """Return the global rank of a rank in a process group of torch. If `group` is a transport, return `rank` itself."""
     return dist.get_process_group_ranks(group)[rank] if isinstance(group, dist.ProcessGroup) else rank
 
 
 def refuse_one_copy(target: Any) -> None:
-    """Raise if the target is a module of whose parameters the ranks use one copy.
+    """Raise an error if `target` is a module, and the ranks use one copy of its parameters or of those of a part.
 
     Raises:
-        ValueError: the ranks use one copy, so the parameters are already equal.
+        ValueError: the ranks use one copy of the parameters, so the parameters are already equal.
     """
     if isinstance(target, nn.Module) and has_one_copy(target):
         raise ValueError(
             f"the ranks use one copy of the parameters of {type(target).__name__} (sl.share_, or sharded=True), so the "
-            "parameters are already equal. Write them only inside of sl.write_shared"
+            "parameters are already equal and need no synchronization. Write them only inside of sl.write_shared"
         )
 
 
 def refuse_sharded(target: Any, consequence: str) -> None:
-    """Raise if the target is a sharded optimizer.
+    """Raise an error if `target` is a sharded optimizer.
 
     Args:
         target: the target of a verb.
-        consequence: the end of the message, a clause that begins with "so".
+        consequence: the end of the message, which is a clause that begins with "so".
 
     Raises:
-        ValueError: the target is a sharded optimizer.
+        ValueError: `target` is a sharded optimizer.
     """
     if is_sharded(target):
         raise ValueError(
-            f"this optimizer is sharded, and each rank has the state of its own shard only, {consequence}"
+            f"this optimizer is sharded: each rank has only the state of its own shard, {consequence}"
         )
 
 
 def checked_total(title: str, weights: Sequence[float]) -> float:
-    """Return the sum of the ranks' weights.
+    """Return the sum of the weights of all ranks.
+
+    Args:
+        title: the name of the verb. The error message begins with it.
+        weights: the weight of each rank.
 
     Raises:
         ValueError: the sum is 0 or not finite.
@@ -123,6 +131,6 @@ def checked_total(title: str, weights: Sequence[float]) -> float:
     if not 0 < total < math.inf:
         raise ValueError(
             f"{title}: expected weights with a finite sum above 0, got {list(weights)} (in rank order). Give at least "
-            "one rank a weight above 0, or leave the call out on all ranks"
+            "one rank a weight above 0, or omit the call on all ranks"
         )
     return total

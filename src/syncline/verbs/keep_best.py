@@ -1,4 +1,4 @@
-"""keep_best_: copy the values of the rank with the best score to all ranks, in place."""
+"""The verb `keep_best_`, which copies the values of the rank with the best score to all ranks, in place."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from syncline.verbs.common import Group, Prepared, agree_on_call, global_rank, r
 
 _TITLE = "sl.keep_best_"
 
-_REMEDY = "Call it with the same tree of tensors and the same mode on every rank."
+_REMEDY = "Pass the same tensors in the same containers, and the same mode, on every rank."
 
 _SCORE = struct.Struct("<d")
 
@@ -23,26 +23,27 @@ _SCORE = struct.Struct("<d")
 def keep_best_(
     target: Any, score: float | Tensor, mode: Literal["max", "min"] = "max", *, group: Group = None
 ) -> int:
-    """Replace `target` by its value on the rank with the best score, in place, on every rank.
+    """Copy the values of `target` from the rank with the best score to all other ranks, in place.
 
-    One collective carries the scores and compares names, shapes and dtypes. Then the best rank's values are sent as by
-    `broadcast_`.
+    One collective sends the scores and compares names, shapes and dtypes. Then the values of the best rank are sent in
+    the same way as by `broadcast_`.
 
     Args:
         target: a Module, an Optimizer, a Tensor, or nested dicts, lists and tuples of tensors; see `broadcast_`.
         score: this rank's score, a number or a tensor with one element. A score of NaN is never the best.
-        mode: "max" if the highest score is the best, "min" if the lowest score is.
+        mode: "max" if the highest score is the best, "min" if the lowest score is the best.
         group: see `broadcast_`.
 
     Returns:
-        The rank with the best score, or the lowest rank of several with the same score. As in torch, this is a global
-        rank. If `group` is a Syncline transport, it is a rank of that transport.
+        The rank with the best score. If several ranks have the best score, it is the lowest of them. As in torch, this
+        is a global rank. If `group` is a Syncline transport, it is a rank of that transport.
 
     Raises:
-        ContractMismatch: the targets or modes of the ranks differ. The text is the same on every rank.
-        TypeError: `target` is of another type, or contains something else; or `score` is not a number.
-        ValueError: the mode is unknown, all scores are NaN, or a tensor cannot be written in place. Every rank raises
-            the error.
+        ContractMismatch: the ranks passed different targets or modes. The text is the same on every rank.
+        TypeError: `target` has an unsupported type, or contains something other than tensors; or `score` is not a
+            number. Every rank raises the error.
+        ValueError: the mode is unknown, all scores are NaN, a tensor cannot be written in place, the optimizer is
+            sharded, or the ranks use one copy of the parameters. Every rank raises the error.
 
     Example:
         >>> import torch, syncline as sl
@@ -66,7 +67,7 @@ def keep_best_(
         if not candidates:
             raise ValueError(
                 f"{_TITLE}: expected a score that is not NaN on at least one rank, got NaN on all {transport.size} "
-                "ranks, so no values were copied"
+                "ranks, so no rank is the best, and no values were copied"
             )
         choose = max if mode == "max" else min
         # Of equal scores this is the first, so the lowest rank.
@@ -77,7 +78,7 @@ def keep_best_(
 
 
 def _checked_score(score: Any) -> float:
-    """Return the score as a float. It may be infinite or NaN, but must be a real number."""
+    """Return the score as a float. Infinite scores and NaN are allowed, but complex numbers are not."""
     number = number_in(score)
     is_nan = isinstance(number, float) and math.isnan(number)
     return math.nan if is_nan else checked_number("score", number, finite=False)

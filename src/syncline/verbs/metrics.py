@@ -1,8 +1,9 @@
-"""mean and barrier: collectives that do not change their arguments.
+"""The verbs `mean` and `barrier`, which do not change their arguments.
 
-`mean` returns the same bits on every rank. Small values are gathered as float64, and every rank sums them in rank
-order. Up to eight values are sent together with the weight and the fingerprint of the structure, so the usual
-`mean(loss, weight=len(batch))` is one collective. Large tensors are scaled, then reduced by all_reduce.
+`mean` returns the same bits on every rank. Small tensors and numbers are gathered as float64, and every rank sums them
+in rank order. Up to eight values are sent in one collective with the weight and the fingerprint of the structure, so
+the usual `mean(loss, weight=len(batch))` is one collective. Large tensors are multiplied by the weight and then reduced
+by all_reduce.
 """
 
 from __future__ import annotations
@@ -25,9 +26,9 @@ from syncline.trees import leaves, map_leaves
 from syncline.verbs.common import Group, Prepared, agree_on_call, checked_total
 
 _LARGE_NUMEL = 4096
-"""Tensors with at least this many elements are reduced instead of gathered."""
+"""The minimum number of elements of a large tensor. Large tensors are reduced, all others are gathered."""
 
-_REMEDY = "Give every rank the same keys, shapes and dtypes."
+_REMEDY = "Pass the same keys, shapes and dtypes on every rank."
 
 _HEAD = struct.Struct(f"<{PAYLOAD_BYTES // 8}d")  # the weight, then the first values
 
@@ -38,7 +39,7 @@ _NUM_INLINE = PAYLOAD_BYTES // 8 - 1
 
 
 def _described(values: Any) -> tuple[list[str], list[Any]]:
-    """Return a line for each leaf, which must be equal on all ranks, and the leaves."""
+    """Return the lines that describe the leaves of `values`, and the leaves. The lines must be equal on all ranks."""
     lines, found = [], []
     for path, leaf in leaves(values, "values"):
         if isinstance(leaf, Tensor):
@@ -48,8 +49,8 @@ def _described(values: Any) -> tuple[list[str], list[Any]]:
             lines.append(f"{path}  a number")
         else:
             raise TypeError(
-                f"expected values to be numbers, tensors, or dicts, lists, tuples and dataclasses of them, got "
-                f"{what_it_is(leaf)} at {path}: remove it, or convert it to a number"
+                f"expected values to be numbers or tensors, or dicts, lists, tuples and dataclasses of numbers and "
+                f"tensors, got {what_it_is(leaf)} at {path}: leave it out, or convert it to a number"
             )
         found.append(leaf)
     return lines, found
@@ -60,7 +61,7 @@ def _is_large(leaf: Any) -> bool:
 
 
 def _as_row(leaf: Any) -> Tensor:
-    """Return the values of a leaf as a flat float64 tensor on the CPU. A complex number becomes two values."""
+    """Return the numbers of a leaf as a flat float64 tensor on the CPU. A complex number becomes two numbers."""
     if not isinstance(leaf, Tensor):
         return torch.tensor([float(leaf)], dtype=torch.float64)
     if leaf.is_complex():
@@ -85,7 +86,13 @@ def _mean_of_rows(rows: Sequence[Tensor], weights: Sequence[float], total: float
 
 
 def _reduced(tensors: Sequence[Tensor], fraction: float, transport: Transport) -> Iterator[Tensor]:
-    """Yield the weighted means of large tensors. `fraction` is this rank's weight divided by the sum of all weights."""
+    """Yield the weighted means of large tensors over the ranks.
+
+    Args:
+        tensors: the large tensors of this rank.
+        fraction: this rank's weight, divided by the sum of all weights.
+        transport: the transport between the ranks.
+    """
     started: list[tuple[Tensor, Work]] = []
     for tensor in tensors:
         # Sum 16-bit values and integers in fp32 at least.
@@ -107,7 +114,13 @@ def _result_dtype(tensor: Tensor) -> torch.dtype:
 
 
 def _results(found: Sequence[Any], mean: Tensor, large: Iterator[Tensor]) -> Iterator[Any]:
-    """Yield the result for each leaf: a float, or a tensor with the shape and device of the leaf."""
+    """Yield the mean of each leaf: a float, or a tensor with the shape and device of the leaf.
+
+    Args:
+        found: the leaves.
+        mean: the means of all small leaves, as one flat tensor.
+        large: the means of the large leaves.
+    """
     position = 0
     for leaf in found:
         if not isinstance(leaf, Tensor):
@@ -136,8 +149,8 @@ def barrier(group: Group = None) -> None:
         group: see `broadcast_`.
 
     Raises:
-        CollectiveTimeout: a rank did not call this function before the deadline.
-        CollectiveMismatch: a rank called another function of Syncline.
+        CollectiveTimeout: some ranks did not call this function before the deadline.
+        CollectiveMismatch: some ranks called another function of Syncline instead.
     """
     transport = transport_of(group)
     with transport.turn:
@@ -155,24 +168,26 @@ def mean(values: T, weight: float | Tensor = 1.0, *, group: Group = None) -> T: 
 def mean(values: Any, weight: float | Tensor = 1.0, *, group: Group = None) -> Any:
     """Return the weighted mean of `values` over the ranks. The result has the same bits on every rank.
 
-    Up to eight numbers cost one collective, and more cost two. Each tensor of 4,096 elements or more costs one more.
+    Up to eight numbers take one collective, and more numbers take two. Each tensor of 4,096 elements or more takes one
+    additional collective.
 
     Args:
         values: a number, a tensor, or nested dicts, lists, tuples and dataclasses of numbers and tensors. Names, shapes
-            and dtypes must be the same on all ranks. Values are not changed in place.
-        weight: the weight of this rank, such as the number of items of which its values are the mean. It must be
-            finite and at least 0. The values of a rank with weight 0 are not used, even if they are NaN.
+            and dtypes must be the same on all ranks. `mean` does not change `values`.
+        weight: the weight of this rank, finite and at least 0. If the values are means over some items, pass the number
+            of items. If the weight of a rank is 0, its values are not used, even if they are NaN.
         group: see `broadcast_`.
 
     Returns:
-        The same containers. Numbers (int and bool too) become float. Tensors keep shape, dtype and device, but
-        integer and bool tensors become float32. The results are detached from autograd.
+        The means in the same containers. The mean of numbers (also of int and bool) is a float. The mean of tensors has
+        the same shape, dtype and device; for integer and bool tensors, the dtype is float32. The results are detached
+        from autograd.
 
     Raises:
         ContractMismatch: the values of the ranks have different structures. The text is the same on every rank.
-        ValueError: a weight is negative, infinite or NaN, or all weights are 0; or a tensor is not dense (sparse,
-            nested, quantized). Every rank raises the error.
-        TypeError: a leaf is neither a number nor a tensor. Every rank raises the error.
+        ValueError: a weight is negative, infinite or NaN, or all weights are 0; or a tensor is sparse, nested or
+            quantized. Every rank raises the error.
+        TypeError: `values` contains something that is neither a number nor a tensor. Every rank raises the error.
 
     Example:
         >>> import syncline as sl

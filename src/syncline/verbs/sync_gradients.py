@@ -1,4 +1,4 @@
-"""sync_gradients_: replace gradients by their mean over ranks, without another backward."""
+"""The verb `sync_gradients_`, which replaces gradients by their mean over the ranks, without another backward."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ AnyModule = TypeVar("AnyModule", bound=nn.Module)
 
 _TITLE = "sl.sync_gradients_"
 
-_REMEDY = "Call it with the same module on every rank, and pass the wrapper on all ranks or on none."
+_REMEDY = "Pass the same module on every rank: the wrapper on all ranks, or the bare module on all ranks."
 
 # number of items and total (-1: none), is_uncounted, is_mean, is_changed, number of parameters in `_own`
 _STANDING = struct.Struct("<qq???I")
 
 _NONE, _DENSE, _SPARSE = 0, 1, 2
-"""The kinds of gradient that a rank may have for a parameter."""
+"""The possible kinds of a parameter's gradient on a rank: no gradient, a dense gradient, or a sparse gradient."""
 
 
 @overload
@@ -51,36 +51,37 @@ def sync_gradients_(module: AnyModule, *, group: Group = None, async_op: bool) -
 
 
 def sync_gradients_(module: Any, *, group: Group = None, async_op: bool = False) -> Any:
-    """Replace `.grad` of a module's parameters by the mean over ranks, without another backward.
+    """Replace the gradients of a module's parameters by their mean over the ranks, without another backward.
 
-    Use this function for gradients that are left under `no_sync` when the epoch ends (pytorch/pytorch issue 53443), or
-    for gradients of a bare module. The result is that of a synchronized backward. With `sl.DistributedDataParallel` the
-    gradients count as reduced afterwards, so `optimizer.step()` and `clip_grad_norm_` work. Gradients that
-    `normalize_by` counts are divided by the number of items of all ranks.
+    Use this function if unreduced gradients of `no_sync` are left when an epoch ends (pytorch/pytorch issue 53443), or
+    for the gradients of a bare module. The result is the same as that of a synchronized backward. With
+    `sl.DistributedDataParallel`, the gradients count as reduced afterwards, so `optimizer.step()` and `clip_grad_norm_`
+    work. If the backwards ran inside of `normalize_by`, the sum of the gradients is divided by the number of items of
+    all ranks.
 
-    A gradient that only some ranks have counts as zero on the other ranks, and is created there. A gradient that no
-    rank has stays None. Gradients that are already reduced do not change (except for a last bit, if the number of ranks
-    is not a power of two). The cost is two small collectives (one for up to 196 parameters), then the gradients, fused
-    by dtype and device. Communication hooks are not called.
+    If only some ranks have a gradient for a parameter, the gradient counts as zero on the other ranks, and is created
+    there. If no rank has a gradient, `.grad` stays None. Gradients that are already reduced do not change, except for
+    the last bit if the number of ranks is not a power of two. The call takes two small collectives, or only one for up
+    to 196 parameters. Then gradients of one dtype and device are sent together. Communication hooks are not called.
 
     Args:
-        module: `sl.DistributedDataParallel` or torch's wrapper (without the parameters that they ignore), or a bare
-            module, which may also be wrapped.
-        group: see `broadcast_`. If the module is wrapped, None is the group of the wrapper, and no other group is
+        module: `sl.DistributedDataParallel`, torch's wrapper, or a bare module. A bare module can also be the module
+            inside of a wrapper. If a wrapper is passed, the parameters that it ignores are left out.
+        group: see `broadcast_`. If the module is wrapped, None means the group of the wrapper, and no other group is
             allowed.
-        async_op: return at once. Do not use gradients before you have waited for the handle. Sparse gradients are
-            complete when this call returns.
+        async_op: whether to return at once, with a handle. Do not use the gradients before you have waited for the
+            handle. Only sparse gradients are complete when this call returns.
 
     Returns:
-        `module`. With async_op, a handle with `.wait()`.
+        `module`. If `async_op` is True, a handle with a method `wait()`.
 
     Raises:
-        ContractMismatch: the modules of the ranks differ. The text is the same on every rank.
-        TypeError: `module` is not a module.
-        ValueError: the module is sharded, has several wrappers or another group; counted and uncounted micro-batches
-            are mixed, or only some ranks cleared their gradients; or `module` is only a part of a module whose items
-            are counted. Every rank raises the error.
-        SynclineError: the function was called inside of a backward.
+        ContractMismatch: the ranks passed different modules. The text is the same on every rank.
+        TypeError: `module` is not a module. Every rank raises the error.
+        ValueError: the module is sharded, has several wrappers, or is wrapped with another group; only some backwards
+            ran inside of `normalize_by`; gradients of an earlier step were cleared on some ranks only; or `module` is
+            only a part of a module with `normalize_by`. Every rank raises the error.
+        SynclineError: this function was called inside of a backward.
 
     Example:
         >>> import torch, syncline as sl
@@ -118,7 +119,7 @@ def sync_gradients_(module: Any, *, group: Group = None, async_op: bool = False)
 
 
 def _transport(module: Any, group: Group) -> tuple[Transport, Exception | None]:
-    """Return the transport to use, and an error if `group` is not the group of the module's wrapper."""
+    """Return the transport to use and, if `group` is not the group of the module's wrapper, an error to raise."""
     found = reducers_of(module.parameters()) if isinstance(module, nn.Module) else []
     if not found:
         if group is None and isinstance(module, nn.parallel.DistributedDataParallel):
@@ -128,13 +129,13 @@ def _transport(module: Any, group: Group) -> tuple[Transport, Exception | None]:
     if group is None or transport_of(group) is main_lane:
         return main_lane, None
     return transport_of(group), ValueError(
-        "expected `group` to be the group over which the wrapper synchronizes the module, got another group: leave "
-        "`group` out, or pass the group of the wrapper"
+        "expected `group` to be the group over which the wrapper synchronizes the module, got another group: omit the "
+        "argument `group`, or pass the group of the wrapper"
     )
 
 
 class _Gradients:
-    """The gradients to reduce, and the numbers of items by which they are divided.
+    """The gradients of a module on this rank, and the counts of the items from which they were computed.
 
     Args:
         module: see `sync_gradients_`.
@@ -156,32 +157,36 @@ class _Gradients:
         self._place = {id(parameter): at for at, parameter in enumerate(self._parameters)}
         own = [] if self._gradient_sync is None else self._gradient_sync.parameters
         self._own = {self._place[id(parameter)] for parameter in own if id(parameter) in self._place}
-        """Indices of the parameters that the wrapper synchronizes."""
+        """The indices in `_parameters` of the parameters that the wrapper synchronizes."""
         self._standing = Standing(None, False, None, False, False)
         if self._gradient_sync is not None:
             self._standing = self._gradient_sync.normalizer.standing()
             if len(self._own) < len(own) and (self._standing.num_items, self._standing.total) != (None, None):
                 raise ValueError(
-                    "expected the whole module, because normalize_by counts items for all of its gradients, got only a "
-                    "part of the module: pass the whole module"
+                    "expected the whole wrapped module, got only a part of the module: normalize_by counts items for "
+                    "all of its gradients together, so pass the whole module"
                 )
         self.kinds = [_kind(name, parameter) for name, parameter in named]
         self.has_short_kinds = _STANDING.size + _packed_bytes(len(self.kinds)) <= PAYLOAD_BYTES
-        """Whether all kinds fit into one payload."""
+        """Whether the kinds of all gradients fit into one payload."""
         self.lines = describe_tensors(named, layout=False)
 
     def payload(self) -> bytes:
-        """Return the bytes for the other ranks: the numbers of items and, if they fit, the kinds of gradients."""
+        """Return the bytes for the other ranks: the counts of items and, if they fit, the kinds of the gradients."""
         items, is_uncounted, total, is_mean, is_changed = self._standing
         counts = (-1 if count is None else count for count in (items, total))
         standing = _STANDING.pack(*counts, is_uncounted, is_mean, is_changed, len(self._own))
         return standing + _packed(self.kinds) if self.has_short_kinds else standing
 
     def divisor(self, standings: Sequence[Standing]) -> int | None:
-        """Return the number of items of all ranks by which gradients are divided; None if no rank counts items.
+        """Return the number of items of all ranks, by which gradients are divided. Return None if no rank counts items.
+
+        Args:
+            standings: the counts of items on each rank.
 
         Raises:
-            ValueError: no divisor is correct. Every rank raises the error.
+            ValueError: the counts of the ranks do not fit together, so no divisor is correct. Every rank raises the
+                error.
         """
         counted = [rank for rank, one in enumerate(standings) if one.num_items is not None]
         if not counted:
@@ -191,20 +196,21 @@ class _Gradients:
         problem = None
         if uncounted:
             problem = (
-                f"expected all backwards inside of normalize_by or none, got some inside on {describe_ranks(counted)} "
-                f"and some outside on {describe_ranks(uncounted)}, so no divisor is correct. Put all backwards inside"
+                "expected all backwards or no backwards inside of normalize_by, got backwards inside on "
+                f"{describe_ranks(counted)} and backwards outside on {describe_ranks(uncounted)}, so no divisor is "
+                "correct. Put all backwards inside of normalize_by and clear the gradients"
             )
         elif changed:
             problem = (
-                "expected gradients of an earlier step to be cleared or unchanged, got gradients on "
-                f"{describe_ranks(changed)} that were changed (for example clipped) and not cleared, so no divisor is "
+                "expected gradients of an earlier step to be cleared or left unchanged, got gradients on "
+                f"{describe_ranks(changed)} that were changed, for example clipped, but not cleared, so no divisor is "
                 "correct. Clear the gradients"
             )
         elif len({one.total for one in standings}) > 1:
             without = [rank for rank, one in enumerate(standings) if one.total is None]
             problem = (
-                "expected gradients of an earlier step to be cleared on all ranks or on none, got them cleared only "
-                f"on {describe_ranks(without)}. Clear the gradients on all ranks"
+                "expected gradients of an earlier step to be cleared on all ranks or on none, got gradients that are "
+                f"cleared only on {describe_ranks(without)}. Clear the gradients on all ranks"
             )
         if problem is not None:
             raise ValueError(f"{_TITLE}: {problem}, then accumulate again")
@@ -214,13 +220,15 @@ class _Gradients:
         return normalizer.total([one.num_items or 0 for one in standings], step=self._gradient_sync.step)
 
     def start(self, transport: Transport, kinds: Sequence[int], num_items: int | None, *, wait: bool) -> Work:
-        """Reduce all gradients.
+        """Start to reduce all gradients, and return the handle for which to wait.
 
         Args:
-            transport: connects the ranks.
-            kinds: the largest kind of gradient among the ranks, for each parameter.
-            num_items: the divisor of gradients that are normalized by items.
-            wait: wait for each reduction, which bounds memory, instead of starting all reductions at once.
+            transport: the transport between the ranks.
+            kinds: the kind of each parameter's gradient: the largest of the kinds on all ranks.
+            num_items: the number of items of all ranks, by which the gradients of the wrapped module are divided. Pass
+                None if no rank counts items.
+            wait: whether to wait for each reduction before the next one, which bounds memory. Otherwise all reductions
+                are started at once.
         """
         dense: dict[bool, list[Tensor]] = {False: [], True: []}
         for at, (parameter, kind) in enumerate(zip(self._parameters, kinds, strict=True)):
@@ -261,7 +269,7 @@ def _gradient_sync_of(parameters: Sequence[Tensor]) -> GradientSync | None:
         whole = [one for one in found if all(id(parameter) in given for parameter in one.parameters)]
         if len({frozenset(map(id, one.parameters)) for one in whole}) != 1:
             raise ValueError(
-                f"expected a module with one wrapper, got one whose parts have {len(found)} wrappers: call "
+                f"expected a module with one wrapper, got a module whose parts have {len(found)} wrappers: call "
                 "sl.sync_gradients_(wrapper) once for each wrapper"
             )
         found = [max(whole, key=lambda one: one.ownership.birth)]
@@ -269,12 +277,13 @@ def _gradient_sync_of(parameters: Sequence[Tensor]) -> GradientSync | None:
         return None
     if found[0].options.sharded:
         raise ValueError(
-            "expected a module that is not sharded, got one with sharded=True, in which a rank has only its shard of "
-            "the reduced gradients. Run the last micro-batch outside of no_sync instead of this call"
+            "expected a module that is not sharded, got a module with sharded=True, in which each rank has only its "
+            "shard of the reduced gradients. Instead of this call, run the last micro-batch outside of no_sync"
         )
     if found[0].is_in_backward:
         raise SynclineError(
-            f"{_TITLE} was called inside of a backward, whose gradients are not complete: call it after backward()"
+            f"{_TITLE} was called inside of a backward, before all gradients were complete: call {_TITLE} after "
+            "backward()"
         )
     return found[0]
 
@@ -285,18 +294,18 @@ def _kind(name: str, parameter: Tensor) -> int:
         return _NONE
     if gradient.dtype is not parameter.dtype or gradient.device != parameter.device:
         raise ValueError(
-            f"expected the gradient of {name} to be {parameter.dtype} on {parameter.device}, like the parameter, got "
-            f"{gradient.dtype} on {gradient.device}"
+            f"expected the gradient of {name} to have dtype {parameter.dtype} on {parameter.device}, like the "
+            f"parameter, got dtype {gradient.dtype} on {gradient.device}: convert the gradient"
         )
     if gradient.layout not in (torch.strided, torch.sparse_coo):
         raise ValueError(
-            f"expected the gradient of {name} to be a dense or a sparse_coo tensor, got {gradient.layout}"
+            f"expected the gradient of {name} to have layout torch.strided or torch.sparse_coo, got {gradient.layout}"
         )
     return _DENSE if gradient.layout == torch.strided else _SPARSE
 
 
 def _reduce_sparse(parameter: Tensor, transport: Transport, divisor: float) -> None:
-    """Sum the rows of a sparse gradient over the ranks, as a backward does, and wait for the result."""
+    """Sum a sparse gradient over the ranks, as a synchronized backward does, divide it, and wait for the result."""
     spec = ParameterSpec(
         name="gradient",
         numel=parameter.numel(),
@@ -327,7 +336,7 @@ def _packed_bytes(num_kinds: int) -> int:
 
 
 def _packed(kinds: Sequence[int]) -> bytes:
-    """Pack four kinds into each byte.
+    """Pack the kinds of gradients into bytes, four kinds into each byte.
 
     Example:
         >>> list(_unpacked(_packed([0, 1, 2, 0, 1]), 5))
