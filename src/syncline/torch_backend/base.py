@@ -52,8 +52,8 @@ class Group:
             ValueError: no backend serves this device. This base class always raises it.
         """
         raise ValueError(
-            f"this process group is for CPU tensors only, got a tensor on {device.type}: create the group with a backend "
-            f'for each device, for instance init_process_group("cpu:{BACKEND},{device.type}:nccl")'
+            f"this process group is for CPU tensors only, got a tensor on {device.type}: create the group with a "
+            f'backend for each device, for instance init_process_group("cpu:{BACKEND},{device.type}:nccl")'
         )
 
     # ------------------------------------------------------------------ lifetime
