@@ -92,7 +92,7 @@ def _arguments(item: pytest.Function) -> dict[str, Any]:
         except Exception as error:
             pytest.fail(
                 f"the argument {name!r} ({type(value).__name__}) cannot be sent to the rank processes: "
-                f"{error}. Create the value inside the test function, or pass a picklable name of it as the parameter",
+                f"{error}. Create the value inside the test, or give the test a picklable argument, such as a name",
                 pytrace=False,
             )
     return arguments

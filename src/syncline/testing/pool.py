@@ -163,8 +163,10 @@ class Outcome:
     """The result of a task on one rank."""
 
     kind: str
-    """One of "passed", "skipped", "xfailed", "failed", "stuck" and "killed". The value "killed" means that the process of
-    the rank was killed by SIGKILL, as the test requires."""
+    """One of "passed", "skipped", "xfailed", "failed", "stuck" and "killed".
+
+    The value "killed" means that SIGKILL ended the process of the rank, as the test requires.
+    """
     text: str = ""
     """The reason for the result. It is empty for "passed" and "killed"."""
 
