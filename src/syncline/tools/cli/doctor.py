@@ -1,7 +1,9 @@
-"""`syncline doctor`: check this host, or check that a script computes the same twice and on every rank.
+"""`syncline doctor`: check this host, or check that a script's training step has the same results in each run.
 
-Torch takes seconds to import. Functions that need torch therefore import it themselves, so that help and errors in the
-command line are printed without torch.
+The step is run twice on each rank, and once on all ranks with the same batch.
+
+An import of torch takes seconds. Functions that need torch therefore import it themselves, so that help texts and
+errors about the command line appear without a wait for torch.
 """
 
 from __future__ import annotations
@@ -52,8 +54,9 @@ def main(argv: Sequence[str]) -> int:
     """Run `syncline doctor` with these arguments.
 
     Returns:
-        0 if nothing differs; 1 if something differs or the host is not fit; 2 if there was nothing to examine; else the
-        exit code of the script's rank that failed first.
+        The exit code. 0 means that all results are equal, or that the host is fit for training. 1 means that results
+        differ, or that the host is not fit. 2 means that the script had no step to examine. If the script failed, it is
+        the exit code of the rank that failed first.
 
     Raises:
         UsageError: the arguments are invalid. No rank was started.
@@ -73,14 +76,14 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     if args.n < 1:
         raise UsageError(f"-n {args.n}: expected at least 1 process")
     if args.step < 1:
-        raise UsageError(f"--step {args.step}: expected at least 1, the first training forward")
+        raise UsageError(f"--step {args.step}: expected the number of a training forward, counted from 1")
     if args.module and not args.training_script:
         raise UsageError("-m: expected the name of a module")
     if args.training_script:
         check_program(args.training_script, is_module=args.module, is_python=True)
     elif argv:
         raise UsageError(
-            f"{argv[0]}: expected a script after this option; without a script and options, doctor checks the host"
+            f"{argv[0]}: expected a script after this option. To check the host, leave out all options"
         )
     return args
 

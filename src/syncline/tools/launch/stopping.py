@@ -222,7 +222,7 @@ class Interruption:
         self._is_over = False
         self._num_received = 0
         self.received: signal.Signals | None = None
-        """The first signal that this process has received in the context. It is None before that."""
+        """The first of the handled signals that this process has received, or None if there was none yet."""
 
     def __enter__(self) -> Interruption:
         handlers = dict.fromkeys(self._signals, self._handle) | {signal.SIGUSR1: self._pass_on}
