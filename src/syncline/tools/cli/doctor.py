@@ -76,7 +76,9 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     if args.n < 1:
         raise UsageError(f"-n {args.n}: expected at least 1 process")
     if args.step < 1:
-        raise UsageError(f"--step {args.step}: expected the number of a training forward, counted from 1")
+        raise UsageError(
+            f"--step {args.step}: expected at least 1, because training forwards are counted from 1"
+        )
     if args.module and not args.training_script:
         raise UsageError("-m: expected the name of a module")
     if args.training_script:
@@ -111,9 +113,9 @@ def _examine_script(args: argparse.Namespace, guardian: Guardian) -> int:
     if not found:
         print(
             f"syncline doctor: {args.training_script} ended before training forward {args.step} of a module in a "
-            "DistributedDataParallel. Only forwards in training mode, with gradients enabled, in the processes that "
-            "doctor starts are counted. If the script has no such wrapper, or starts processes itself, call "
-            "sl.debug.assert_replicas_agree in the script",
+            "DistributedDataParallel, so there was no step to examine. A training forward is a forward in training "
+            "mode with gradients enabled, in a process that doctor started. If the script uses no "
+            "DistributedDataParallel, or starts processes itself, call sl.debug.assert_replicas_agree in the script",
             file=sys.stderr,
         )
         return 2
@@ -135,7 +137,11 @@ def _examine_host(guardian: Guardian) -> int:
     output = guardian.folder / "transport"
     command = worker_command(["syncline.tools.doctor.host", str(output)], is_module=True)
     if run_on_this_host(2, command, guardian):
-        _show("two ranks", "could not connect on this host; the error is above", "problem")
+        _show(
+            "two ranks",
+            "could not connect on this host, or their sum was wrong: see the error above",
+            "problem",
+        )
         return 1
     _show("two ranks", f"connected, and computed a sum over {output.read_text()}", "fine")
     return 0
