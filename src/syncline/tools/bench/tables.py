@@ -108,7 +108,9 @@ def _head(summary: Mapping[str, Any]) -> str:
         f"medians over {plan['num_rounds']} rounds in which the engines take turns, on the slowest rank",
     ]
     if num_ranks > cores:
-        lines.append(f"{num_ranks} ranks run on only {cores} cores, so the times include waiting for a core")
+        lines.append(
+            f"more ranks than cores: {num_ranks} ranks share {cores} cores, so times include waiting for a core"
+        )
     if machine["load"] > 0.5 * cores:
         lines.append("the machine was not idle when the benchmark started: expect wide intervals")
     if "shared memory" not in summary["transport"]:
