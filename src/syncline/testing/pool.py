@@ -147,13 +147,13 @@ class Task:
     """A call of a test function that all ranks run."""
 
     module: str
-    """Name of the module that defines the function."""
+    """The name of the module that defines the function."""
     qualname: str
-    """Qualified name of the function within its module. For a method, it begins with the name of the class."""
+    """The qualified name of the function within its module. For a method, it begins with the name of the class."""
     arguments: dict[str, Any]
     """The function's arguments, by name. They must be picklable."""
     timeout_seconds: float
-    """Time limit. The outcome of a rank that has not ended the task by then is "stuck"."""
+    """The time limit of the task. The outcome of a rank that has not ended by then is "stuck"."""
     warning_filters: tuple[str, ...] = ()
     """Warning filters, in the format of pytest's `filterwarnings` option."""
 

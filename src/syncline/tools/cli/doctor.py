@@ -80,7 +80,7 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
             f"--step {args.step}: expected at least 1, because training forwards are counted from 1"
         )
     if args.module and not args.training_script:
-        raise UsageError("-m: expected the name of a module")
+        raise UsageError("-m: expected the name of a module, as in syncline doctor -m MODULE")
     if args.training_script:
         check_program(args.training_script, is_module=args.module, is_python=True)
     elif argv:

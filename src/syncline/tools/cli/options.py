@@ -229,4 +229,6 @@ def _is_set(dest: str) -> bool:
     try:
         return bool(int(text))
     except ValueError:
-        raise UsageError(f"environment variable PET_{dest.upper()}={text!r}: expected 0 or 1") from None
+        raise UsageError(
+            f"environment variable PET_{dest.upper()}={text!r}: expected 0 or 1, or no such variable"
+        ) from None

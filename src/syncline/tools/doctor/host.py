@@ -26,7 +26,7 @@ _LITTLE_MEMORY_BYTES = 1 << 30
 
 
 class Finding(NamedTuple):
-    """The result of one check."""
+    """The result of one check of this host."""
 
     name: str
     text: str
@@ -35,7 +35,7 @@ class Finding(NamedTuple):
 
 
 def findings() -> list[Finding]:
-    """Return the results of all checks. No check communicates with other ranks.
+    """Check this host, and return the results of all checks. No check communicates with other ranks.
 
     Example:
         >>> [finding.name for finding in findings()][:3]

@@ -192,9 +192,9 @@ def supervise(job: Job) -> int:
     """Run `job` until all its ranks on this host have ended. Failures are printed on stderr, and are not raised.
 
     Returns:
-        The exit code. 0 means success. `EXIT_STOPPED` means that all ranks stopped as requested. After a signal to the
-        launcher, the code is 128 + the number of the signal. After a failure of a rank, it is the exit code of the rank
-        that failed first. If the ranks could not be started, it is 1.
+        The exit code. 0 means success. `EXIT_STOPPED` means that all ranks stopped as requested. If a signal ended the
+        job in another way, the code is 128 + the number of the signal. If a rank failed, it is the exit code of the
+        rank that failed first. If the ranks could not be started, it is 1.
     """
     mark = f"{os.getpid()}-{uuid.uuid4().hex}"
     config = job.config
