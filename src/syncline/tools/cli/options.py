@@ -230,5 +230,5 @@ def _is_set(dest: str) -> bool:
         return bool(int(text))
     except ValueError:
         raise UsageError(
-            f"environment variable PET_{dest.upper()}={text!r}: expected 0 or 1, or no such variable"
+            f"environment variable PET_{dest.upper()}={text!r}: expected 0 or 1, or an unset variable"
         ) from None
