@@ -217,4 +217,4 @@ def test_a_host_with_a_problem_is_not_fit(
     monkeypatch.setattr("syncline.tools.doctor.host.dist.is_gloo_available", lambda: False)
     assert [finding.name for finding in findings() if finding.kind == "problem"] == ["torch.distributed"]
     assert main(["doctor"]) == 1
-    assert "!! torch.distributed  without Gloo" in capsys.readouterr().out
+    assert "!! torch.distributed  this torch was built without Gloo" in capsys.readouterr().out

@@ -398,7 +398,7 @@ def test_what_is_refused_says_so() -> None:
             dist.isend(tensor, 1 - dist.get_rank(), group, tag=3)
         with pytest.raises(ValueError, match="pass the sender as src="):
             dist.recv(tensor, group=group)
-        with pytest.raises(ValueError, match="a multiple of 2, the number of ranks"):
+        with pytest.raises(ValueError, match="a multiple of 2, the number of ranks, got 3 rows"):
             dist.all_to_all_single(torch.ones(3), torch.ones(3), group=group)
         with pytest.raises(ValueError, match="CPU tensors only"):
             dist.all_reduce(torch.ones(2, device="meta"), group=group)

@@ -1,11 +1,11 @@
-"""Tests that run on several ranks.
+"""Support for tests that run on several ranks at once.
 
 Imports: faces, environment, _torch, transport, session.
 
 hosts.py   two hosts on one machine: network namespaces
 plugin.py  the pytest plugin: `@pytest.mark.ranks(n)`
-pool.py    a warm pool of rank processes
-ports.py   a port that stays free for a store, and the variables of a rank
+pool.py    a pool of rank processes that have already imported torch
+ports.py   a port that stays free for a store, and the environment variables of a rank
 worker.py  the program of a rank process
 """
 

@@ -1,7 +1,7 @@
-"""Two hosts on one machine: network namespaces, joined by a virtual cable that can be slowed down or cut.
+"""Two simulated hosts on one machine. They are network namespaces, joined by a virtual cable that can be slowed or cut.
 
-Ranks in different namespaces have different addresses and host names, and Syncline shares no memory between them. This
-needs Linux and root. Without them, `two_hosts` raises `HostsUnavailable`.
+Ranks in different namespaces have different addresses and host names, and Syncline shares no memory between them. Such
+namespaces can only be created on Linux by root. Otherwise, `two_hosts` raises `HostsUnavailable`.
 """
 
 from __future__ import annotations
@@ -33,18 +33,18 @@ _TOOLS = ("ip", "unshare", "tc")
 
 
 class HostsUnavailable(RuntimeError):
-    """An error that is raised if network namespaces are not available. Its text says why."""
+    """An error that `two_hosts` raises if it cannot create network namespaces. Its text says why."""
 
 
 @contextmanager
 def two_hosts(*, megabits_per_second: float | None = None) -> Iterator[TwoHosts]:
-    """Open hosts "a" and "b". All processes on them are killed when the context ends.
+    """Create two simulated hosts, "a" and "b". When the context ends, it kills all ranks on them and removes the hosts.
 
     Args:
-        megabits_per_second: the bandwidth of the cable in each direction; None means no limit.
+        megabits_per_second: the bandwidth of the cable in each direction. None means no limit.
 
     Raises:
-        HostsUnavailable: not root, no Linux, or a tool is missing.
+        HostsUnavailable: the system is not Linux, the user is not root, or a required tool is missing.
 
     Example:
         >>> try:
@@ -57,15 +57,17 @@ def two_hosts(*, megabits_per_second: float | None = None) -> Iterator[TwoHosts]
     """
     missing = [tool for tool in _TOOLS if shutil.which(tool) is None]
     if not hasattr(os, "geteuid") or os.geteuid() != 0 or missing:
-        reason = f"missing: {', '.join(missing)}" if missing else "this process is not root"
-        raise HostsUnavailable(f"network namespaces need root and the tools {', '.join(_TOOLS)} ({reason})")
+        reason = f"PATH has no {', '.join(missing)}" if missing else "this process does not run as root"
+        raise HostsUnavailable(
+            f"two_hosts needs Linux, root and the programs {', '.join(_TOOLS)}, but {reason}"
+        )
     hosts = TwoHosts({letter: f"syncline-{os.getpid()}-{letter}" for letter in _LETTERS})
     try:
         try:
             hosts._connect(megabits_per_second)
         except subprocess.CalledProcessError as error:
             raise HostsUnavailable(
-                f"network namespaces are not available here: {error.stderr.strip()}"
+                f"this system did not allow two_hosts to create network namespaces: {error.stderr.strip()}"
             ) from error
         yield hosts
     finally:
@@ -74,23 +76,24 @@ def two_hosts(*, megabits_per_second: float | None = None) -> Iterator[TwoHosts]
 
 @dataclass
 class TwoHosts:
-    """Two network namespaces, each with its own address; created by `two_hosts`."""
+    """Two simulated hosts, which are network namespaces with one address each. `two_hosts` creates this object."""
 
     names: dict[str, str]
     processes: list[subprocess.Popen[str]] = field(default_factory=list)
 
     @staticmethod
     def address_of(letter: str) -> str:
-        """Return the IP address of a host."""
+        """Return the IP address of host "a" or "b"."""
         return f"10.213.77.{1 + _LETTERS.index(letter)}"
 
     def start(self, command: Sequence[str], on: str, variables: Mapping[str, str] | None = None) -> None:
-        """Start one rank for each letter of `on`, on the host with this letter, with torchrun's environment variables.
+        """Start the ranks of a job on the two hosts, with torchrun's environment variables.
 
         Args:
-            command: program and arguments.
-            on: the host of each rank. With "aabb", ranks 0 and 1 are on host a, ranks 2 and 3 on host b.
-            variables: additional environment variables.
+            command: the program that each rank runs, and its arguments.
+            on: one letter per rank, which names the host of this rank. With "aabb", ranks 0 and 1 run on host a, and
+                ranks 2 and 3 run on host b.
+            variables: additional environment variables of all ranks.
         """
         for rank, letter in enumerate(on):
             name = self.names[letter]
@@ -109,7 +112,12 @@ class TwoHosts:
             )
 
     def variables_of_rank(self, rank: int, on: str) -> dict[str, str]:
-        """Return the environment variables of one rank of `start`."""
+        """Return the environment variables with which `start` starts one rank.
+
+        Args:
+            rank: the rank.
+            on: one letter per rank, which names the host of this rank.
+        """
         torchrun = Environment(
             launcher="environment",
             rank=rank,
@@ -127,20 +135,27 @@ class TwoHosts:
         }
 
     def wait_ready(self) -> None:
-        """Wait until every rank has printed the line "ready"."""
+        """Wait until every rank has printed "ready" as its next line on stdout."""
         for rank, process in enumerate(self.processes):
             assert process.stdout is not None
             line = process.stdout.readline()
             if line != "ready\n":
                 raise RuntimeError(
-                    f'expected rank {rank} to print "ready", got {line!r} and then {process.communicate()}'
+                    f'expected rank {rank} to print the line "ready", got the line {line!r} and then this rest of '
+                    f"stdout and stderr: {process.communicate()}"
                 )
 
     def outputs(self, timeout_seconds: float) -> list[tuple[int, str, str]]:
-        """Wait for all ranks that were started since the last call. Return their exit codes, outputs and errors.
+        """Wait until all ranks that were started since the last call have ended.
+
+        Args:
+            timeout_seconds: the time limit for all ranks together.
+
+        Returns:
+            For each rank, its exit code and the texts that it wrote to stdout and stderr.
 
         Raises:
-            subprocess.TimeoutExpired: a rank has not ended in time.
+            subprocess.TimeoutExpired: a rank has not ended within `timeout_seconds`.
         """
         deadline = time.monotonic() + timeout_seconds
         found = []
@@ -151,7 +166,7 @@ class TwoHosts:
         return found
 
     def cut(self) -> None:
-        """Cut the cable between the hosts."""
+        """Cut the cable between the hosts. It stays cut."""
         _run("ip", "-n", self.names["b"], "link", "set", _INTERFACE, "down")
 
     def _connect(self, megabits_per_second: float | None) -> None:

@@ -1,24 +1,25 @@
-"""The pytest plugin. `@pytest.mark.ranks(n)` runs a test function on n rank processes at once.
+"""The pytest plugin of Syncline. The marker `@pytest.mark.ranks(n)` runs a test function on n rank processes at once.
 
     import pytest, torch, torch.distributed as dist
 
     @pytest.mark.ranks(2)
     def test_sum() -> None:
         x = torch.ones(1)
-        dist.all_reduce(x)          # torch.distributed (Gloo) is initialised in each rank
+        dist.all_reduce(x)          # the plugin has initialised torch.distributed with Gloo in each rank
         assert x == dist.get_world_size()
 
-The plugin is installed with Syncline, and pytest finds it by its entry point. The processes are warm: they start once
-per session, import torch once, and have one thread each. Every test gets a new process group, so tests are isolated and
-start within milliseconds. `RANK`, `WORLD_SIZE`, `LOCAL_RANK`, `LOCAL_WORLD_SIZE`, `MASTER_ADDR` and `MASTER_PORT` are
-set as torchrun sets them. Nothing listens at the port, which is reserved for this test.
+The plugin is installed with Syncline, and pytest finds it by its entry point. The rank processes are reused from test
+to test, so they import torch only once. Each has one thread for computations. Every test gets a new process group, so
+tests are isolated, and a test starts within milliseconds. `RANK`, `WORLD_SIZE`, `LOCAL_RANK`, `LOCAL_WORLD_SIZE`,
+`MASTER_ADDR` and `MASTER_PORT` are set as torchrun sets them. The port is reserved for the test, and nothing listens
+there.
 
-Fixtures and parameters are evaluated in pytest's own process and sent to the ranks, so they must be picklable. The test
-passes if it passes on every rank. The report names the ranks that failed, with their tracebacks. A rank that has not
-ended after `timeout` seconds (`ranks(2, timeout=10)`, default 60), or shortly after another one failed, is killed, and
-its stacks are shown. The processes of a failed test are replaced.
+Fixtures and parameters are evaluated in pytest's own process and then sent to the ranks, so they must be picklable. The
+test passes if it passes on every rank. Otherwise, the report names the ranks that failed and shows their tracebacks. If
+a rank has not ended after `timeout` seconds (`ranks(2, timeout=10)`, default 60), or a few seconds after another rank
+failed, it is killed and its stacks are shown. The processes of a failed test are replaced by new ones.
 
-`ranks(3, killed=[2])` is for tests of how the other ranks react when rank 2 is killed with SIGKILL. The test fails if
+`ranks(3, killed=[2])` is for a test that kills rank 2 with SIGKILL to see how the other ranks react. The test fails if
 rank 2 is not killed.
 """
 
@@ -73,17 +74,17 @@ def _pool_of(config: pytest.Config) -> RankPool:
 
 
 def _read(n: int, timeout: float = 60.0, killed: Collection[int] = ()) -> tuple[int, float, frozenset[int]]:
-    """Return the arguments of the marker after a check."""
+    """Check the arguments of the marker `ranks`, and return them. Fail the test if an argument is invalid."""
     if not isinstance(n, int) or n < 1:
         pytest.fail(f"@pytest.mark.ranks(n): expected at least 1 rank, got {n!r}", pytrace=False)
     if not all(0 <= rank < n for rank in killed):
-        expected = f"expected ranks between 0 and {n - 1}"
+        expected = f"expected ranks between 0 and {n - 1} in killed"
         pytest.fail(f"@pytest.mark.ranks({n}, killed={killed!r}): {expected}", pytrace=False)
     return n, float(timeout), frozenset(killed)
 
 
 def _arguments(item: pytest.Function) -> dict[str, Any]:
-    """Return the arguments of the test function. Fail the test if an argument cannot be sent to the ranks."""
+    """Return the test function's arguments, by name. Fail the test if an argument cannot be pickled for the ranks."""
     arguments = {name: item.funcargs[name] for name in item._fixtureinfo.argnames}
     for name, value in arguments.items():
         try:
@@ -91,7 +92,7 @@ def _arguments(item: pytest.Function) -> dict[str, Any]:
         except Exception as error:
             pytest.fail(
                 f"the argument {name!r} ({type(value).__name__}) cannot be sent to the rank processes: "
-                f"{error}. Create the value inside the test, or parametrize the test by a name of the value",
+                f"{error}. Create the value inside the test, or give the test a picklable argument, such as a name",
                 pytrace=False,
             )
     return arguments
@@ -103,7 +104,10 @@ def _qualname(item: pytest.Function) -> str:
 
 
 def _warning_filters(item: pytest.Function) -> tuple[str, ...]:
-    """Return the warning filters in pytest's order: of the configuration, of the command line, of the test."""
+    """Return the warning filters of the configuration, of the command line and of the test, in this order.
+
+    Pytest applies the filters in the same order.
+    """
     config = item.config
     marked = [mark.args for mark in reversed(list(item.iter_markers("filterwarnings")))]
     given = [*config.getini("filterwarnings"), *(config.known_args_namespace.pythonwarnings or [])]
@@ -111,7 +115,7 @@ def _warning_filters(item: pytest.Function) -> tuple[str, ...]:
 
 
 def _judge(outcomes: list[Outcome]) -> None:
-    """Pass, skip or fail the test in pytest's own process, by the outcomes of all ranks."""
+    """Pass, skip, xfail or fail the test in pytest's own process, according to the outcomes of all ranks."""
     bad = {rank: outcome for rank, outcome in enumerate(outcomes) if outcome.kind in ("failed", "stuck")}
     if bad:
         ranks_by_text: dict[str, list[int]] = {}

@@ -1,10 +1,11 @@
-"""A warm pool of rank processes. They have already imported torch, and each test gets a fresh process group.
+"""A pool of rank processes that have already imported torch. For each test, they form a new process group.
 
-Ranks are forked from templates. A template is a process that has imported everything a rank needs, so that a fork takes
-milliseconds. There are two templates, for even and for odd ranks, because processes that were started separately have
-different string hashes. Behavior that depends on the order of a set therefore differs between ranks in tests, too.
+On Linux, rank processes are forked from templates. A template is a process that has already imported everything that a
+rank needs, so a fork takes only milliseconds. There are two templates, one for even ranks and one for odd ranks. Two
+processes that were started separately have different string hashes, and so iterate over a set in different orders. Code
+that depends on the order of a set therefore behaves differently on even and odd ranks, in tests as in real jobs.
 
-This file runs in the process of pytest. The rank processes run `worker.py`.
+The code of this file runs in the process of pytest. The rank processes run `worker.py`.
 """
 
 from __future__ import annotations
@@ -51,10 +52,10 @@ def _start(channel: socket.socket, output: Path, *options: str) -> subprocess.Po
 
 
 class Template:
-    """A process that forks workers. Several threads may use a template.
+    """A handle of a process that forks workers. Several threads can use one template at the same time.
 
     Args:
-        output: the file to which the process prints errors.
+        output: the file for the stdout and stderr of the process.
     """
 
     def __init__(self, output: Path) -> None:
@@ -66,24 +67,25 @@ class Template:
         self._lock = Lock()
 
     def fork(self, channel: socket.socket, output: Path) -> ForkedProcess:
-        """Fork a new worker, which receives its tasks through `channel` and prints to the file `output`."""
+        """Fork a new worker. It receives its tasks through `channel`, and prints to the file `output`."""
         pid = self.ask(str(output), channel)
         assert pid is not None
         return ForkedProcess(self, pid)
 
     def close(self) -> None:
-        """End the template. Its workers then end as well."""
+        """Kill the template process. The workers that it has forked then end as well."""
         self._channel.close()
         self._process.kill()
         self._process.wait()
 
     def ask(self, request: str | int, handle: socket.socket | None = None) -> int | None:
-        """Send a request to the process, and return the reply.
+        """Send a request to the template process, and return the reply.
 
         Args:
-            request: the path of an output file, to fork a worker that prints there. Or the process number of a worker,
-                to get its exit code, which is None if the worker has not ended.
-            handle: the channel of the new worker.
+            request: a path or a process number. A path requests a new worker that prints to this file. The reply is its
+                process number. A process number of a worker requests the exit code of this worker. The reply is None if
+                the worker has not ended.
+            handle: the channel of the new worker. Pass None if `request` is a process number.
         """
         try:
             with self._lock:
@@ -94,13 +96,13 @@ class Template:
         except (EOFError, OSError) as error:
             printed = self._output.read_text(errors="replace")
             raise RuntimeError(
-                f"the process from which ranks are forked has ended. Its output:\n{printed}"
+                f"the process from which ranks are forked has ended unexpectedly. Its output:\n{printed}"
             ) from error
         return answer
 
 
 class ForkedProcess:
-    """A worker, with the methods of `subprocess.Popen` that the pool needs."""
+    """A handle of a forked worker. It has those methods of `subprocess.Popen` that the pool needs."""
 
     def __init__(self, template: Template, pid: int) -> None:
         self._template = template
@@ -114,72 +116,75 @@ class ForkedProcess:
         return self._exit_code
 
     def wait(self) -> int:
-        """Wait for the end of the process and return its exit code."""
+        """Wait until the process has ended, and return its exit code."""
         while (code := self.poll()) is None:
             time.sleep(_POLL_SECONDS)
         return code
 
     def send_signal(self, number: int) -> None:
-        """Send a signal if the process has not ended."""
+        """Send a signal to the process, unless the process has ended."""
         if self.poll() is None:
             os.kill(
                 self.pid, number
             )  # the number cannot be reused yet, because the template has not waited for it
 
     def kill(self) -> None:
-        """Send SIGKILL if the process has not ended."""
+        """Send SIGKILL to the process, unless the process has ended."""
         self.send_signal(signal.SIGKILL)
 
 
 _CAN_FORK = sys.platform == "linux"
-"""Whether workers are forked. On macOS, libraries that torch needs do not work in a forked child."""
+"""Whether workers are forked from templates. On macOS, libraries that torch needs do not work in a forked child."""
 
 _NUM_KINDS = 2
 
 _START_SECONDS = 300.0
-"""How long the start of a worker may take, even on a busy machine."""
+"""How long the pool waits for a worker to start. The value allows for a busy machine."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Task:
-    """A test function that all ranks run."""
+    """A call of a test function that all ranks run."""
 
     module: str
-    """Name of the module that defines the function."""
+    """The name of the module that defines the function."""
     qualname: str
-    """Name of the function in its module, with its class, if it has one."""
+    """The qualified name of the function within its module. For a method, it begins with the name of the class."""
     arguments: dict[str, Any]
-    """Arguments of the function by name. They are pickled."""
+    """The function's arguments, by name. They must be picklable."""
     timeout_seconds: float
-    """Time after which a rank that has not ended is "stuck"."""
+    """The time limit of the task. The outcome of a rank that has not ended by then is "stuck"."""
     warning_filters: tuple[str, ...] = ()
-    """Filters as in pytest's configuration."""
+    """Warning filters, in the format of pytest's `filterwarnings` option."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """The end of a task on one rank."""
+    """The result of a task on one rank."""
 
     kind: str
-    """One of "passed", "skipped", "xfailed", "failed", "stuck" and "killed" (the process of the rank)."""
+    """One of "passed", "skipped", "xfailed", "failed", "stuck" and "killed".
+
+    The value "killed" means that SIGKILL ended the process of the rank, as the test requires.
+    """
     text: str = ""
-    """The reason, unless the task has passed."""
+    """The reason for the result. It is empty for "passed" and "killed"."""
 
 
 @dataclass
 class _Worker:
     number: int
-    """Number of the worker in the order of their starts, from 1."""
+    """The number of this worker, in the order in which workers were started, from 1."""
     process: subprocess.Popen[bytes] | ForkedProcess
     channel: Connection
     output: Path
     output_from: int = 0
     output_before: str = ""
-    """Output that the worker printed before this task. It may explain why the worker has died since the last task."""
+    """The output that the worker printed before this task. If the worker dies, this output may explain the death."""
     is_ready: bool = False
 
     def new_output(self) -> str:
-        """Return the worker's output since the last call."""
+        """Return the output that the worker has printed since the last call of this method."""
         with self.output.open("rb") as file:
             file.seek(self.output_from)
             data = file.read()
@@ -200,7 +205,8 @@ class _Worker:
                 self.channel.recv_bytes()
             except (EOFError, OSError) as error:
                 raise RuntimeError(
-                    f"a rank process did not start. Its output:\n{self.new_output()}"
+                    f"a rank process ended before it was ready, or was not ready within {_START_SECONDS:g} s. "
+                    f"Its output:\n{self.new_output()}"
                 ) from error
             self.is_ready = True
 
@@ -211,12 +217,13 @@ class _Worker:
 
 
 class RankPool:
-    """A pool that runs functions on n processes at once. Workers are started when first needed and reused.
+    """A pool of worker processes that run one function on several ranks at once.
 
-    Several threads may run tasks at once. Each thread uses separate workers.
+    A worker is started when it is first needed, and is then reused. Several threads can run tasks at the same time.
+    Each task has its own workers.
 
     Args:
-        grace_seconds: how long the other ranks may take to end after one has failed.
+        grace_seconds: how long the other ranks may still run after one rank has failed.
     """
 
     def __init__(self, grace_seconds: float = 5.0) -> None:
@@ -231,15 +238,17 @@ class RankPool:
         ]
 
     def run(self, size: int, task: Task, killed: Collection[int] = ()) -> list[Outcome]:
-        """Run a task on each of `size` ranks, which form a process group. Return their outcomes, in rank order.
+        """Run a task on `size` ranks, which form a process group. Return one outcome per rank, in rank order.
 
         Args:
             size: the number of ranks.
             task: the task.
-            killed: the ranks whose process must be killed (SIGKILL) during the task.
+            killed: the ranks whose processes the test itself kills with SIGKILL. If such a process is not killed, its
+                outcome is "failed".
 
-        A rank that does not end before its deadline, or soon after another rank failed, is "stuck". Its stacks are part
-        of the outcome. The processes of a failed test are killed, because their state is unknown.
+        The outcome of a rank is "stuck" if the rank has not ended at the task's time limit, or `grace_seconds` after
+        another rank failed. This outcome includes the stacks of the rank's threads. If any rank has failed or is stuck,
+        all processes of the task are killed, because their state is unknown.
         """
         store_path = os.path.join(tempfile.mkdtemp(prefix="store-", dir=self._folder.name), "store")
         workers = [self._take(rank % _NUM_KINDS) for rank in range(size)]
@@ -263,7 +272,7 @@ class RankPool:
         return outcomes
 
     def close(self) -> None:
-        """End all workers. Call this when no task is running."""
+        """End all workers and templates. Call this method only when no task is running."""
         for workers in self._idle:
             for worker in workers:
                 worker.kill()
@@ -273,17 +282,17 @@ class RankPool:
         self._folder.cleanup()
 
     def _give_back(self, worker: _Worker, kind: int) -> None:
-        """Make a worker available again.
+        """Return a worker to the pool after a task, and keep the idle workers sorted by age.
 
-        The oldest idle worker is taken first, so that a rank keeps its process from test to test. Counters within a
-        process are then equal on the ranks. For example, torch's RPC counts its starts.
+        The pool takes the oldest idle worker first, so a rank has the same process from test to test. Counters that
+        processes keep are then equal on all ranks. For example, torch's RPC counts how often it was started.
         """
         with self._lock:
             self._idle[kind].append(worker)
             self._idle[kind].sort(key=lambda worker: worker.number)
 
     def _take(self, kind: int) -> _Worker:
-        """Return the oldest idle worker, or a new one."""
+        """Take the oldest idle worker of a kind from the pool, or start a new worker."""
         with self._lock:
             if self._idle[kind]:
                 return self._idle[kind].pop(0)
@@ -320,7 +329,12 @@ class RankPool:
 
 
 def _outcome(worker: _Worker, *, must_be_killed: bool) -> Outcome:
-    """Return the outcome of a worker whose channel is ready."""
+    """Return the outcome of a worker that has sent a message or has ended.
+
+    Args:
+        worker: the worker.
+        must_be_killed: whether the worker must have been killed by SIGKILL. If so, another end is "failed".
+    """
     try:
         outcome = pickle.loads(worker.channel.recv_bytes())
     except (EOFError, OSError):
@@ -343,7 +357,7 @@ def _outcome(worker: _Worker, *, must_be_killed: bool) -> Outcome:
 
 
 def _stacks(worker: _Worker) -> str:
-    """Return the stacks of a stuck worker's threads, with its output."""
+    """Return a text with the thread stacks of a stuck worker and the worker's output."""
     if worker.process.poll() is None:
         worker.process.send_signal(signal.SIGUSR1)  # the worker's faulthandler prints its stacks
         deadline = time.monotonic() + 1.0

@@ -1,4 +1,4 @@
-"""A port that stays free until a store listens there, and the environment variables that name it."""
+"""A reserved port at which a store can listen, and the environment variables that pass the port to a rank."""
 
 from __future__ import annotations
 
@@ -12,11 +12,12 @@ from syncline.environment import Environment
 
 @contextmanager
 def held_port() -> Iterator[int]:
-    """Reserve a TCP port of this host. A store may listen there, but the kernel assigns the port to no other process.
+    """Reserve a TCP port of this host, and yield its number. A store can listen at the port inside the context.
 
-    The kernel does not assign a bound port to a process that asks for any free port. On Linux, a socket that asks for
-    this very port can still bind it if both sockets set SO_REUSEADDR and none listens yet. The stores of torch and
-    Syncline set this option. On other systems, the port was free a moment ago but is not reserved.
+    A socket is bound to the port until the context ends. The kernel therefore does not assign the port to a process
+    that asks for any free port. On Linux, a second socket can nevertheless bind to this port by its number if both
+    sockets set SO_REUSEADDR and neither listens yet. The stores of torch and Syncline set this option. On other
+    systems, the port is not reserved. It was free when this function looked.
 
     Example:
         >>> from torch.distributed import TCPStore
@@ -35,7 +36,13 @@ def held_port() -> Iterator[int]:
 
 
 def variables_of_rank(rank: int, size: int, port: int) -> dict[str, str]:
-    """Return torchrun's variables for one of `size` ranks on this host, whose store listens at `port`."""
+    """Return torchrun's environment variables for one rank of a job on this host.
+
+    Args:
+        rank: the rank.
+        size: the number of ranks.
+        port: the port at which the store of the job listens.
+    """
     return Environment(
         launcher="environment",
         rank=rank,

@@ -1,7 +1,9 @@
-"""One rank process of the pool: `python -m syncline.testing.worker FD`. It ends when the pool closes its channel.
+"""The program of a rank process of the pool, which runs as `python -m syncline.testing.worker FD`.
 
-With `--fork`, the process is a template, which forks such rank processes. The template computes nothing and starts no
-thread, so that a forked child behaves like an interpreter that has just imported torch.
+FD is the file descriptor of the channel to the pool. The process ends when the pool closes this channel.
+
+With `--fork`, the process is a template: it forks rank processes at the pool's request. The template computes nothing
+and starts no thread, so a forked child behaves like an interpreter that has just imported torch.
 """
 
 from __future__ import annotations
@@ -39,11 +41,16 @@ _SLOW_TO_IMPORT = (
     "syncline.evolution.strategy",
     "syncline.debug",
 )
-"""Modules that most tests import. A template imports them once, before it forks ranks."""
+"""The modules that most tests import. A template imports these modules once, before it forks ranks."""
 
 
 def main(file_descriptor: int, *, forks: bool) -> None:
-    """Run this process as a worker or, if `forks`, as a template. The pool's channel has the given descriptor."""
+    """Run this process as a worker or as a template.
+
+    Args:
+        file_descriptor: the file descriptor of the channel to the pool.
+        forks: whether the process is a template, which forks workers.
+    """
     end_with_parent()
     _rewrite_assertions()
     if not forks:
@@ -66,7 +73,8 @@ def _fork_on_request(file_descriptor: int) -> tuple[int, str] | None:
     """Answer the requests of `pool.Template` until the pool closes the channel.
 
     Returns:
-        In a forked child, the descriptor of its channel and the path of its output file. In the template, None.
+        In a forked child, the file descriptor of its channel to the pool, and the path of its output file. In the
+        template, None.
     """
     with contextlib.suppress(EOFError, OSError), Connection(file_descriptor) as channel:
         while True:
@@ -92,7 +100,7 @@ def _print_to(path: str) -> None:
 
 
 def _work(channel: Connection) -> None:
-    """Run tasks until the pool closes the channel."""
+    """Run the tasks that the pool sends, until the pool closes the channel."""
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR1, all_threads=True)
     torch.set_num_threads(1)
@@ -162,7 +170,7 @@ def _clean_up() -> None:
 
 
 def _traceback() -> str:
-    """Format the current exception, without this file's frames."""
+    """Format the current exception with its traceback, but without the frames of this file."""
     kind, error, trace = sys.exc_info()
     while trace is not None and trace.tb_frame.f_code.co_filename == __file__:
         trace = trace.tb_next
@@ -170,7 +178,7 @@ def _traceback() -> str:
 
 
 def _rewrite_assertions() -> None:
-    """Make a failed `assert a == b` show a and b, as in any pytest run."""
+    """Install pytest's rewriting of assertions, so that a failed `assert a == b` shows the values of a and b."""
     config: Config = get_config()
     config.parse(
         ["-W", "ignore"], addopts=False

@@ -1,4 +1,4 @@
-"""The torch.distributed backend "syncline", which lets programs for torch.distributed use shared memory.
+"""The torch.distributed backend "syncline". With it, a program's torch.distributed calls use shared memory.
 
     import syncline as sl
     sl.register_backend()                                  # not needed with torch 2.15 and later
@@ -6,7 +6,7 @@
 
 Imports: errors, _torch, transport.
 
-base.py         the state of a group, and the completion of a call
+base.py         the base class of process groups: their state, and the completion of their calls
 collectives.py  torch's collectives, built from a transport's operations
 group.py        the process group that torch uses
 work.py         the work objects that collectives return
@@ -26,10 +26,10 @@ __all__ = ["register_backend"]
 
 
 def register_backend() -> None:
-    """Register "syncline" as a backend of torch.distributed. Further calls have no effect.
+    """Register "syncline" as a backend of torch.distributed. Repeated calls have no effect.
 
-    torch 2.15 and later call this function when a group is created with that backend. Gloo stays the default for CPU
-    tensors.
+    Gloo stays the default backend for CPU tensors. torch 2.15 and later call this function themselves when a program
+    creates a group with the backend "syncline".
 
     Example:
         >>> register_backend()
@@ -41,13 +41,13 @@ def register_backend() -> None:
 
 
 def _create(given: Any, options: Any) -> SynclineProcessGroup:
-    """Create a process group. Torch calls this for each new group, on all ranks of the group."""
+    """Create a process group. Torch calls this function for each new group, on all ranks of the group."""
     transport = _engine(given.store, given.group_rank, given.group_size, given.timeout.total_seconds())
     return SynclineProcessGroup(transport, given.store, given.group_id, list(given.global_ranks_in_group))
 
 
 def _engine(store: Any, rank: int, size: int, timeout_seconds: float) -> Transport:
-    """Create a transport between the ranks that use `store`."""
+    """Create a transport that connects the ranks of a group. The ranks find each other through `store`."""
     from syncline.transport.shared_memory.transport import SharedMemoryTransport
 
     return SharedMemoryTransport.connect(store, rank=rank, size=size, timeout_seconds=timeout_seconds)

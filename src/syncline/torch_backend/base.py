@@ -1,6 +1,6 @@
-"""The basis of the backend's collectives: the state of a group, and how a call is completed.
+"""The base class of the backend's process groups, which completes their calls, and helpers for tensors and options.
 
-A call whose `asyncOp` is False waits, and returns the object `ENDED`. All such calls return the same object.
+If the options of a call have `asyncOp=False`, the call waits for its operation and returns the shared object `ENDED`.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ BACKEND = "syncline"
 
 
 class Group:
-    """The state of a process group that uses a transport.
+    """The base class of a process group that uses a transport. It has the group's state and completes its calls.
 
     Args:
-        transport: the transport, which the group closes in the end.
-        name: name of the group.
-        global_ranks: the members of the group as ranks of the default group; empty for the default group itself.
+        transport: the transport of the group. The group closes it.
+        name: the name of the group.
+        global_ranks: the members of the group, as ranks of the default group. The list is empty for the default group.
     """
 
     def __init__(self, transport: Transport, name: str, global_ranks: list[int]) -> None:
@@ -46,10 +46,14 @@ class Group:
         return self._options
 
     def group_for(self, device: torch.device) -> dist.ProcessGroup:
-        """Return the process group for tensors on `device`."""
+        """Return the process group for tensors on `device`, which is not the CPU.
+
+        Raises:
+            ValueError: no backend serves this device. This base class always raises it.
+        """
         raise ValueError(
-            f"this process group is for CPU tensors only, got a tensor on {device.type}: name a backend for both "
-            f'devices, for instance init_process_group("cpu:{BACKEND},{device.type}:nccl")'
+            f"this process group is for CPU tensors only, got a tensor on {device.type}: create the group with a "
+            f'backend for each device, for instance init_process_group("cpu:{BACKEND},{device.type}:nccl")'
         )
 
     # ------------------------------------------------------------------ lifetime
@@ -70,7 +74,7 @@ class Group:
         return self.transport.statistics().total_calls
 
     def _set_sequence_number_for_group(self) -> None:
-        """Do nothing, because the ranks of a new group have made no calls yet."""
+        """Do nothing. Torch calls this for a new group, whose ranks have made no calls yet."""
 
     def _wait_for_pending_works(self) -> None:
         for work in list(self._finisher.pending):
@@ -133,7 +137,7 @@ class Group:
         opts = opts or options()
         if len(outputs) != len(inputs):
             raise ValueError(
-                f"expected as many outputs as inputs, got {len(outputs)} outputs and {len(inputs)} inputs"
+                f"expected as many output tensors as input tensors, got {len(outputs)} outputs and {len(inputs)} inputs"
             )
         if len(outputs) == 1:
             return operation(outputs[0], inputs[0], opts)
@@ -144,7 +148,13 @@ class Group:
     def _messages(
         self, opts: Any, sends: list[tuple[Tensor, int]], recvs: list[tuple[Tensor, int]]
     ) -> dist.Work:
-        """Send and receive tensors, except empty tensors, and tensors that this rank would send to itself."""
+        """Send and receive tensors, and complete the call. Skip empty tensors, and messages from this rank to itself.
+
+        Args:
+            opts: the options of the call.
+            sends: the tensors to send, each with the receiving rank.
+            recvs: the tensors to fill, each with the sending rank.
+        """
         transport, copies = self.transport, []
         works = [
             transport.send(tensor, peer)
@@ -167,7 +177,7 @@ class Group:
 
 
 class _Started(Work):
-    """A `BackendWork` with the methods of a transport's `Work`."""
+    """An adapter that gives a `BackendWork` the methods of a transport's `Work`."""
 
     __slots__ = ("_work",)
 
@@ -185,14 +195,19 @@ class _Started(Work):
 
 
 def flat(tensor: Tensor) -> Tensor:
-    """Return `tensor` if a transport can use it directly, else a contiguous copy."""
+    """Return `tensor` itself if a transport can read it directly; otherwise return a contiguous copy."""
     if tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg():
         return tensor
     return tensor.detach().resolve_conj().resolve_neg().contiguous()
 
 
 def fillable(tensor: Tensor) -> tuple[Tensor, Callable[[], object] | None]:
-    """Return a tensor that a transport can write to, and a function that copies the result to `tensor` (or None)."""
+    """Return a contiguous tensor in which a transport can store a result that belongs in `tensor`.
+
+    Returns:
+        The tensor, and a function that copies its contents to `tensor`. If `tensor` is contiguous, the returned tensor
+        is `tensor` itself, and the function is None.
+    """
     if tensor.is_contiguous():
         return tensor, None
     buffer = torch.empty(tensor.shape, dtype=tensor.dtype)
@@ -200,10 +215,10 @@ def fillable(tensor: Tensor) -> tuple[Tensor, Callable[[], object] | None]:
 
 
 def copy_back(*pairs: tuple[Tensor, Tensor]) -> Callable[[], object] | None:
-    """Return a function that copies results to their targets; None if there is nothing to copy.
+    """Return a function that copies results to their targets. Return None if there is nothing to copy.
 
     Args:
-        pairs: targets and their results. If a target and its result are the same tensor, it is not copied.
+        pairs: pairs of a target and its result. A pair whose target and result are the same tensor is not copied.
     """
     copies = [(target, result) for target, result in pairs if target is not result]
     if not copies:
@@ -220,7 +235,13 @@ def copy_back(*pairs: tuple[Tensor, Tensor]) -> Callable[[], object] | None:
 
 
 def with_option(options: Any, given: Any, attribute: str) -> Any:
-    """Return `given`, or new options if torch's caller gave only the value of `attribute`, or nothing."""
+    """Return the options object of a call.
+
+    Args:
+        options: the class of the options.
+        given: the argument of the call: an options object, the plain value of `attribute`, or None.
+        attribute: the name of the attribute to set if `given` is a plain value.
+    """
     if given is not None and hasattr(given, attribute):
         return given
     made = options()
@@ -230,7 +251,7 @@ def with_option(options: Any, given: Any, attribute: str) -> Any:
 
 
 def asynchronous(opts: Any) -> Any:
-    """Return a copy of the options that starts one part of an operation without a wait. The caller waits once."""
+    """Return a copy of `opts` with `asyncOp=True`. The parts of one operation are started with it, without a wait."""
     made = type(opts)()
     for attribute in ("reduceOp", "rootRank", "rootTensor"):
         if hasattr(opts, attribute):

@@ -1,10 +1,11 @@
 """The collectives of torch.distributed, built from a transport's operations.
 
-`Reductions` has the reductions. `Collectives` adds the operations that move data unchanged, and messages between two
-ranks. Tensors of different sizes are sent by broadcasts (one per rank) or messages (one per pair of ranks).
+The class `Reductions` implements the reductions. The class `Collectives` adds the operations that move data unchanged,
+and messages between two ranks. If the ranks' tensors differ in size, they are sent by broadcasts (one per rank) or
+messages (one per pair of ranks).
 
-A transport cannot use strided or sparse tensors, or several tensors at once. Such tensors are copied, and the wait for
-the work copies the result back.
+A transport operates on one dense, contiguous tensor at a time. Tensors in any other form are first copied to such a
+tensor. When the caller waits for the work, the result is copied back.
 """
 
 from __future__ import annotations
@@ -44,7 +45,10 @@ _BITWISE: dict[Any, Callable[[Tensor, Tensor], Tensor]] = {
 
 
 class Reductions(Group):
-    """A group with reductions, under torch's method names. Tensors on other devices go to the group of `group_for`."""
+    """A process group that implements torch's reductions, under torch's method names.
+
+    The transport reduces CPU tensors. For a tensor on another device, a method calls the group from `group_for`.
+    """
 
     def allreduce(self, tensors: Any, opts: Any = None, timeout: Any = None) -> dist.Work:
         if type(tensors) is list and len(tensors) == 1 and opts is not None:  # the hot path
@@ -130,13 +134,20 @@ class Reductions(Group):
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
 
     def _start_all_reduce(self, tensor: Tensor, op: Any) -> tuple[Work, Callable[[], object] | None]:
-        """Start to reduce `tensor`. Return the work, and a function to call after it (or None)."""
+        """Start an all_reduce of `tensor`.
+
+        Returns:
+            The work, and a function that writes the result to `tensor`. Call the function when the work is done. The
+            function is None if the work itself writes to `tensor`.
+        """
         combine = _BITWISE.get(op.op)
         if combine is None:
             wire = flat(tensor)
             return self.transport.all_reduce(wire, _reduction(op)), copy_back((tensor, wire))
         if tensor.is_floating_point() or tensor.is_complex():
-            raise ValueError(f"{op.op.name} combines bits: expected a tensor of integers, got {tensor.dtype}")
+            raise ValueError(
+                f"{op.op.name} combines bits: expected a tensor of integers or booleans, got {tensor.dtype}"
+            )
         rows = torch.empty(self.transport.size, tensor.numel(), dtype=tensor.dtype)
         work = self.transport.all_gather(rows, flat(tensor))
 
@@ -146,7 +157,10 @@ class Reductions(Group):
         return work, finish
 
     def _all_reduce_sparse(self, tensor: Tensor, opts: Any) -> dist.Work:
-        """Broadcast the rows of every rank, and add them in rank order. This call waits for the numbers of rows."""
+        """Start an all_reduce of a sparse tensor: broadcast the entries of every rank, and add them in rank order.
+
+        This method blocks until the ranks have exchanged the numbers of their entries.
+        """
         if _reduction(opts.reduceOp) not in ("sum", "mean"):
             raise ValueError(
                 f"expected SUM or AVG for the all_reduce of a sparse tensor, got {opts.reduceOp.op.name}"
@@ -172,19 +186,24 @@ class Reductions(Group):
 
 
 def _reduction(op: Any) -> ReduceOp:
-    """Return the transport's name of an operation of torch; raise for an operation that transports lack."""
+    """Return the transport's name for one of torch's reduce operations.
+
+    Raises:
+        ValueError: transports do not have this operation.
+    """
     op = getattr(op, "op", op)
     name = _NAMES.get(op)
     if name is None:
         hint = ": multiply the tensor yourself, and use SUM" if op == dist.ReduceOp.PREMUL_SUM else ""
         raise ValueError(
-            f"the syncline backend can reduce this tensor by SUM, AVG, MAX, MIN and PRODUCT only, got {op}{hint}"
+            f"expected SUM, AVG, MAX, MIN or PRODUCT, the operations by which the syncline backend can reduce this "
+            f"tensor, got {op}{hint}"
         )
     return name
 
 
 class Collectives(Reductions):
-    """A group with all collectives, under torch's method names."""
+    """A process group that implements all of torch's collectives, under torch's method names."""
 
     # ------------------------------------------------------------------ data
 
@@ -310,7 +329,7 @@ class Collectives(Reductions):
         if not tensors[0].is_cpu:
             return self.group_for(tensors[0].device).recv_anysource(tensors, tag)
         raise ValueError(
-            "the syncline backend cannot receive a tensor from any rank: pass the sender as src= to "
+            "the syncline backend cannot receive a tensor from an unknown rank: pass the sender as src= to "
             "torch.distributed.recv"
         )
 
@@ -322,7 +341,10 @@ class Collectives(Reductions):
         return ENDED
 
     def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
-        """Wait for all ranks. The error after a timeout names the missing ranks, as for every operation."""
+        """Wait until all ranks have called this method. After a timeout, raise an error that names the missing ranks.
+
+        With this backend, the errors of other operations name the missing ranks, too.
+        """
         self.transport.barrier().wait(timeout.total_seconds() if timeout else None)
 
     def _start_coalescing(self, device: Any = None) -> None:
@@ -347,18 +369,24 @@ class Collectives(Reductions):
         return self._ended_or_under_way(opts, CombinedWork.of(works), [*parts, mine], copy_back(*copies))
 
     def _rows(self, tensor: Tensor, sizes: list[int]) -> list[Tensor]:
-        """Split `tensor` along the first dimension into one part per rank."""
+        """Split `tensor` along its first dimension into one part per rank.
+
+        Args:
+            tensor: the tensor.
+            sizes: the number of rows of each part. An empty list means parts of equal size.
+        """
         size, numel = self.transport.size, tensor.shape[0] if tensor.dim() else 0
         if not sizes:
             if numel % size:
                 raise ValueError(
-                    f"all_to_all_single without split sizes: expected a first dimension that is a multiple of {size}, "
-                    f"the number of ranks, got {numel}"
+                    f"all_to_all_single without split sizes: expected a tensor whose number of rows is a multiple of "
+                    f"{size}, the number of ranks, got {numel} rows: pass split sizes, or a tensor of another size"
                 )
             sizes = [numel // size] * size
         if len(sizes) != size or sum(sizes) != numel:
             raise ValueError(
-                f"all_to_all_single: expected {size} split sizes that add up to {numel}, got {sizes}"
+                f"all_to_all_single: expected {size} split sizes, one per rank, that add up to {numel}, the first "
+                f"dimension of the tensor; got {sizes}"
             )
         return list(tensor.detach().split(sizes))
 
@@ -366,6 +394,6 @@ class Collectives(Reductions):
 def _check_tag(tag: int) -> None:
     if tag:
         raise ValueError(
-            f"the syncline backend has no tags, got tag={tag}: leave out the tag, and call send and recv in the same "
-            "order on both ranks. Messages between two ranks keep their order"
+            f"the syncline backend does not support message tags, got tag={tag}: leave out the tag, and call send and "
+            "recv in the same order on both ranks. Messages from one rank to another keep their order"
         )

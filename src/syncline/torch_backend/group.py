@@ -1,13 +1,13 @@
-"""A process group that uses a transport for CPU tensors.
+"""The process group of the backend "syncline", which uses a transport for CPU tensors.
 
 The group is a Python subclass of torch's `ProcessGroup`. `torch.distributed` calls its methods directly. C++ code (the
-reducer, functional collectives) calls them through torch's trampolines. torch 2.15 also supports subclasses of
+reducer, functional collectives) calls them through torch's trampolines. torch 2.15 also supports Python subclasses of
 `Backend`. A call through such a subclass takes 5 us longer, and its work is wrapped in an object that never reports
-completion. With torch 2.15 the group has such a backend in addition, because torch calls a group's backend to split or
-record the group.
+completion. The group therefore uses no such subclass for its collectives. With torch 2.15, the group nevertheless has a
+backend of this kind, because torch calls a group's backend to split or record the group.
 
-Torch takes this group for the whole group, even if the program asked for other devices as well. So this group creates
-the groups for other devices, each when its first tensor arrives.
+Torch uses this one group for all devices, even if the program requested backends for other devices as well. This group
+therefore creates a separate group for each other device, when the first tensor on that device arrives.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _CAN_SUBCLASS_BACKEND = is_there(C10dBackend) and hasattr(C10dBackend, "split") 
 
 
 class _Backend(Collectives, C10dBackend):
-    """A backend with the same collectives as the group, for callers that call the backend directly."""
+    """A backend that has the same collectives as its group. It serves code that calls the group's backend directly."""
 
     def __init__(self, transport: Transport, name: str, global_ranks: list[int]) -> None:
         C10dBackend.__init__(self, transport.rank, transport.size)
@@ -45,14 +45,15 @@ class _Backend(Collectives, C10dBackend):
 
 
 class SynclineProcessGroup(Collectives, dist.ProcessGroup):  # type: ignore[misc]
-    """A process group that uses a transport for CPU tensors.
+    """A process group that uses a transport for CPU tensors, and groups of torch for tensors on other devices.
 
     Args:
-        transport: the transport, which the group closes in the end.
-        store: store of the group.
-        name: name of the group.
-        global_ranks: the members of the group as ranks of the default group; empty for the default group itself.
-        config: the backends by device ("cpu:syncline,cuda:nccl"); None for the configuration that torch has recorded.
+        transport: the transport of the group. The group closes it.
+        store: the store of the group.
+        name: the name of the group.
+        global_ranks: the members of the group, as ranks of the default group. The list is empty for the default group.
+        config: the backend of each device, such as "cpu:syncline,cuda:nccl". None means the configuration that torch
+            has recorded for this group.
     """
 
     def __init__(
@@ -111,7 +112,11 @@ class SynclineProcessGroup(Collectives, dist.ProcessGroup):  # type: ignore[misc
         return self._backend if device.type == "cpu" else backend_on(self.group_for(device), device)
 
     def group_for(self, device: torch.device) -> dist.ProcessGroup:
-        """Return the group for tensors on `device`, with the backend that torch would use without Syncline."""
+        """Return the group for tensors on `device`, which is not the CPU. Create the group at the first call.
+
+        Its backend is the one in the configuration of this group. If torch has no record of this group, the backend is
+        torch's default for the device.
+        """
         other = self._others.get(device.type)
         if other is None:
             name = self._backends().get(device.type)
@@ -129,7 +134,10 @@ class SynclineProcessGroup(Collectives, dist.ProcessGroup):  # type: ignore[misc
         return dict(pair.split(":") for pair in config.split(",")) if config else {"cpu": BACKEND}
 
     def _plain_group(self, device: torch.device, backend: str) -> dist.ProcessGroup:
-        """Create a group of torch with the same ranks. Torch does not record it, so `shutdown` closes it."""
+        """Create a group of torch for `device` and `backend`, with the same ranks as this group.
+
+        Torch keeps no record of the new group, so `shutdown` of this group closes it.
+        """
         name = f"{self._name}/{device.type}"
         group = new_group_of(
             self._global_ranks,
@@ -154,7 +162,11 @@ class SynclineProcessGroup(Collectives, dist.ProcessGroup):  # type: ignore[misc
         group_desc: str | None = None,
         device_types: list[torch.device] | None = None,
     ) -> dist.ProcessGroup | None:
-        """Create a group of some ranks. All ranks of this group make the call; ranks outside `new_ranks` get None."""
+        """Create a group of the ranks in `new_ranks`. All ranks of this group must make the call.
+
+        Returns:
+            The new group. On ranks that are not in `new_ranks`, None.
+        """
         transport = self._split(new_ranks, timeout)
         if transport is None:
             return None

@@ -1,8 +1,9 @@
 """The work objects and futures that the collectives of the backend return.
 
-`Work.wait` raises the errors of an operation. A caller that uses the future instead (torch's DistributedDataParallel)
-gets the errors from the future. A `then` callback computes the value of the future, and raises these errors.
-`Future.set_exception` would not do, because the reducer of DistributedDataParallel would read tensors from the error.
+`BackendWork.wait` raises the error of an operation. Torch's DistributedDataParallel uses the future instead of `wait`,
+so the future must raise the error, too. A `then` callback therefore computes the value of the future, and raises the
+error. `Future.set_exception` cannot be used, because the C++ reducer of DistributedDataParallel would then try to read
+tensors from the error.
 """
 
 from __future__ import annotations
@@ -23,32 +24,32 @@ from syncline.errors import CollectiveTimeout
 from syncline.transport.work import Work
 
 _POLL_SECONDS = 0.0005
-"""How long a wait with a timeout sleeps before it looks again whether the operation is done."""
+"""How long a wait with a timeout sleeps between two checks of whether the operation is done."""
 
 
 class Finisher:
-    """A thread that completes futures in the order in which they were requested. It starts with the first request.
+    """A thread that completes futures, in the order of the calls of `complete`. It starts at the first such call.
 
     Args:
-        name: name of the group, used in the thread's name.
+        name: the name of the group. It is part of the thread's name.
     """
 
     def __init__(self, name: str) -> None:
         self.pending: set[BackendWork] = set()
-        """Works that have not ended yet. The set keeps them and their tensors alive until then."""
+        """The works that have not ended yet. The set keeps these works and their tensors alive until they end."""
         self._name = name
         self._queue: SimpleQueue[tuple[BackendWork, Future[Any]] | None] = SimpleQueue()
         self._thread: threading.Thread | None = None
 
     def complete(self, work: BackendWork, future: Future[Any]) -> None:
-        """Let the thread wait for `work` and then set `future`, whose callbacks read the result."""
+        """Let the thread wait until `work` has ended, and then complete `future`. Callbacks of `future` then run."""
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name=f"syncline {self._name}", daemon=True)
             self._thread.start()
         self._queue.put((work, future))
 
     def close(self) -> None:
-        """Let the thread end after all requested works."""
+        """Let the thread end when it has completed all futures that were requested before this call."""
         if self._thread is not None:
             self._queue.put(None)
         self.pending.clear()
@@ -65,14 +66,14 @@ class Finisher:
 
 
 class BackendWork(dist.Work):
-    """An operation under way, as an object of torch.
+    """A running operation of a transport, as a `Work` object of torch.
 
     Args:
         work: the transport's work.
-        result: the tensors that hold the result after the operation.
+        result: the tensors that hold the result when the operation has ended.
         finisher: the finisher of the group.
-        finish: a function to call when the transport is done, for instance to copy the result; None for no function.
-        source: the rank that sends the message, for a receive; else -1.
+        finish: a function to call when `work` is done, for instance to copy the result. Pass None for no function.
+        source: for a receive, the rank that sends the message. For other operations, -1.
     """
 
     def __init__(
@@ -94,14 +95,14 @@ class BackendWork(dist.Work):
         finisher.pending.add(self)
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """Block until the result may be used.
+        """Block until the operation has ended and its result can be used.
 
         Args:
-            timeout: how long to wait. None or zero means the timeout of the group. After the timeout of the group, the
-                group cannot be used any more. After any other timeout, the operation is still under way.
+            timeout: how long to wait. None or zero means the timeout of the group. If the timeout of the group expires,
+                the group cannot be used any more. If a timeout given here expires, the operation still continues.
 
         Raises:
-            SynclineError: the operation failed.
+            SynclineError: the operation failed or a timeout expired.
         """
         if timeout:
             self._wait_until_completed(timeout.total_seconds())
@@ -149,7 +150,7 @@ class BackendWork(dist.Work):
     _source_rank = source_rank
 
     def get_future(self) -> Future[list[Tensor]]:
-        """Return a future of the result's tensors, or of the error."""
+        """Return a future whose value is the list of result tensors. If the operation fails, the future raises."""
         if self._future is None:
             start: Future[Any] = Future()
             ended = self._work is None or self._work.is_completed()
@@ -165,7 +166,7 @@ class BackendWork(dist.Work):
         return self._result
 
     def end(self) -> None:
-        """Wait in this thread, and copy the result to its tensors."""
+        """Wait for the operation in the calling thread, and then copy the result to its tensors."""
         if self._error is not None:
             raise self._error
         if self._work is None:
@@ -186,14 +187,14 @@ class BackendWork(dist.Work):
         while not self.is_completed():
             if time.monotonic() > deadline:
                 raise CollectiveTimeout(
-                    f"the operation was not done within {seconds:g} s, the timeout of this wait. The operation is "
-                    "still under way, so you can wait again"
+                    f"the operation did not end within {seconds:g} s, the timeout that was passed to wait(). The "
+                    "operation is still under way: call wait() again to continue the wait"
                 )
             time.sleep(_POLL_SECONDS)
 
 
 class _EndedWork(dist.Work):
-    """The work of a call that has waited already. All such calls return the same object."""
+    """The work object that a call returns when its operation has already ended. All such calls share one object."""
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         return True

@@ -1,12 +1,12 @@
-"""The measurement of `syncline bench`: competitors take turns, and their figures become tables and pictures.
+"""The measurement of `syncline bench`. Competitors take turns, and their times are shown in tables and pictures.
 
-machine.py    the description of this machine; needs no torch
-mpi.py        the ranks of an MPI, started and asked to measure
+machine.py    describes this machine (imports no torch)
+mpi.py        starts the ranks of an MPI, and lets them measure
 mpi_peer.py   the program of one rank of an MPI (a script)
-plot.py       the pictures of `syncline bench --plot`
-ranks.py      the program of each rank
-tables.py     sizes and figures as text; pure
-timing.py     rounds in which competitors take turns, and the summary of the rounds
+plot.py       draws the pictures of `syncline bench --plot`
+ranks.py      the program of each of Syncline's ranks
+tables.py     formats sizes and results as text (pure functions)
+timing.py     runs rounds in which competitors take turns, and summarizes the rounds
 workloads.py  the all_reduce calls and the training steps that are measured
 """
 

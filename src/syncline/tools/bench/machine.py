@@ -1,4 +1,4 @@
-"""The machine on which a benchmark runs."""
+"""Functions that describe the machine on which a benchmark runs."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from typing import Any
 
 
 def num_cores() -> int:
-    """Return the number of cores that this process may use."""
+    """Return the number of processor cores on which this process may run."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def total_memory_bytes() -> int:
-    """Return the size of this host's memory."""
+    """Return the total size of this host's physical memory, in bytes."""
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def describe_machine() -> dict[str, Any]:
-    """Return the hardware, the load and the versions of this machine, as plain data."""
+    """Return the hardware and the load of this machine and the versions of its software, as a dict for JSON."""
     return {
         "cpu": _cpu_model(),
         "architecture": platform.machine(),

@@ -1,6 +1,6 @@
-"""MPIs as competitors in benchmarks.
+"""Classes that make an installed MPI a competitor in benchmarks.
 
-An MPI runs in a separate process tree. It gets a request for each of its turns, and sleeps between its turns.
+The ranks of an MPI run in separate processes. They receive a request for each of their turns, and sleep between turns.
 """
 
 from __future__ import annotations
@@ -30,17 +30,17 @@ _REPLY_SECONDS = 300.0
 
 @dataclass(frozen=True, kw_only=True)
 class MPI:
-    """An installed MPI."""
+    """An MPI that is installed on this host."""
 
     name: str
-    """Name and version: "Open MPI 5.0.11", say."""
+    """The name and version, for example "Open MPI 5.0.11"."""
     python: str
-    """Path of a Python whose mpi4py uses this MPI."""
+    """The path of a Python interpreter whose mpi4py uses this MPI."""
     mpiexec: str
-    """Path of the program that starts the ranks of this MPI."""
+    """The path of the program that starts the ranks of this MPI."""
 
     def command(self, num_ranks: int, socket_path: str) -> list[str]:
-        """Return the command that starts the ranks, which connect to the socket."""
+        """Return the command that starts `num_ranks` ranks of this MPI. They connect to the socket at `socket_path`."""
         options: list[str] = []
         if self.name.startswith("Open MPI"):
             options = ["--bind-to", "none", "--map-by", ":OVERSUBSCRIBE"]
@@ -50,7 +50,7 @@ class MPI:
 
 
 def short_name(version: str) -> str:
-    """Shorten the result of `MPI_Get_library_version` to two or three words.
+    """Shorten the result of `MPI_Get_library_version` to the name of the MPI and its version.
 
     Example:
         >>> short_name("Open MPI v5.0.11, package: Open MPI user@localhost Distribution")
@@ -69,13 +69,13 @@ def short_name(version: str) -> str:
 
 
 def find_mpi(python: str) -> MPI:
-    """Return the MPI that the mpi4py of a Python uses.
+    """Return the MPI that the package mpi4py of a Python interpreter uses.
 
     Args:
-        python: path of the Python.
+        python: the path of the interpreter.
 
     Raises:
-        ValueError: this Python has no working mpi4py. The text has the reason.
+        ValueError: this interpreter has no working mpi4py, or there is no mpiexec. The text gives the reason.
     """
     code = "from mpi4py import MPI; import numpy; print(MPI.Get_library_version())"
     try:
@@ -83,7 +83,7 @@ def find_mpi(python: str) -> MPI:
             [python, "-c", code], capture_output=True, text=True, timeout=_START_SECONDS, check=False
         )
     except (OSError, subprocess.TimeoutExpired) as error:
-        raise ValueError(f"{python} could not report its MPI: {error}") from None
+        raise ValueError(f"could not find out which MPI the mpi4py of {python} uses: {error}") from None
     if version.returncode:
         last = version.stderr.strip().splitlines()[-1:] or [f"exit code {version.returncode}"]
         raise ValueError(f"mpi4py does not work with {python}: {last[0]}")
@@ -91,16 +91,21 @@ def find_mpi(python: str) -> MPI:
     mpiexec = str(beside) if beside.is_file() else shutil.which("mpiexec")
     if mpiexec is None:
         raise ValueError(
-            f"mpi4py works with {python}, but there is no mpiexec in the folder of this Python or on PATH"
+            f"mpi4py works with {python}, but there is no mpiexec in the folder of this Python or on PATH: add the "
+            "folder of mpiexec to PATH"
         )
     return MPI(name=short_name(version.stdout), python=python, mpiexec=mpiexec)
 
 
 class MPIPeer:
-    """The ranks of one MPI, started by one of Syncline's ranks; a context manager.
+    """The running ranks of one MPI, which one of Syncline's ranks has started. Use it as a context manager.
+
+    Args:
+        mpi: the MPI.
+        num_ranks: the number of its ranks.
 
     Raises:
-        RuntimeError: the ranks did not start, or ended early. The text has their last output.
+        RuntimeError: the ranks of the MPI did not start, or ended early. The text includes their last output.
     """
 
     def __init__(self, mpi: MPI, *, num_ranks: int) -> None:
@@ -138,7 +143,9 @@ class MPIPeer:
             self._connections.append(Connection(accepted.detach()))
         sizes = set(self._receive())
         if sizes != {num_ranks}:
-            raise self._error(f"expected {num_ranks} ranks in one world, got worlds of {sorted(sizes)} ranks")
+            raise self._error(
+                f"expected an MPI world of {num_ranks} ranks, got worlds of these sizes: {sorted(sizes)}"
+            )
 
     def __enter__(self) -> MPIPeer:
         return self
@@ -147,16 +154,20 @@ class MPIPeer:
         self.close()
 
     def prepare(self, numel: int) -> None:
-        """Set the number of fp32 elements that the ranks reduce from now on."""
+        """Set the number of fp32 elements that the ranks of the MPI reduce in later calls.
+
+        Raises:
+            RuntimeError: the result of a test reduction is wrong.
+        """
         if not all(self._ask("prepare", numel)):
             raise self._error("the result of its all_reduce is wrong")
 
     def seconds_for(self, num_calls: int, op: Literal["sum", "mean"]) -> float:
-        """Return the time in seconds of `num_calls` reductions on the slowest rank of the MPI."""
+        """Let the MPI perform `num_calls` reductions. Return their total time on its slowest rank, in seconds."""
         return float(max(self._ask(op, num_calls)))
 
     def timer(self, op: Literal["sum", "mean"], transport: Transport) -> Timer:
-        """Return a timer of this MPI, for the rank that started the MPI."""
+        """Return a timer of this MPI's reductions, for use on the one of Syncline's ranks that started the MPI."""
 
         def seconds_for(num_calls: int) -> float:
             transport.barrier().wait()
@@ -165,7 +176,7 @@ class MPIPeer:
         return seconds_for
 
     def close(self) -> None:
-        """End the ranks of the MPI."""
+        """End the ranks of the MPI, and remove their temporary files."""
         for connection in self._connections:
             connection.close()
         self._connections = []
@@ -178,7 +189,7 @@ class MPIPeer:
         self._folder.cleanup()
 
     def _ask(self, request: str, number: int) -> list[Any]:
-        """Send a request to all ranks, and return their replies."""
+        """Send a request to all ranks of the MPI, and return their replies."""
         try:
             for connection in self._connections:
                 connection.send((request, number))

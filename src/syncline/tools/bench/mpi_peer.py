@@ -1,12 +1,14 @@
-"""The program of one rank of an MPI that is measured: mpiexec -n N python mpi_peer.py SOCKET
+"""The program of one rank of a measured MPI. It is started by `mpiexec -n N python mpi_peer.py SOCKET`.
 
-It runs under any Python that has mpi4py and numpy, so it imports nothing of Syncline. Between its turns it sleeps in
-`recv`, so that the other competitors have the machine for themselves. It ends when the socket is closed.
+It must run under any Python that has mpi4py and numpy, so it imports no module of Syncline. Between its turns it sleeps
+in `recv`, so that the other competitors have the machine to themselves. It ends when the socket is closed.
 
-It first sends the number of ranks. Each request is a pair, and gets one reply:
+When it has connected to the socket, it sends the number of ranks in its MPI world. It then answers requests. Each
+request is a pair:
 
-- ("prepare", N) allocates a buffer of N elements. The reply is True if a test sum is right.
-- ("sum" or "mean", K) makes K reductions. The reply is their time in seconds.
+- ("prepare", N) allocates a buffer of N elements, and checks the result of one reduction. The reply is True if the
+  result is right.
+- ("sum", K) or ("mean", K) performs K reductions. The reply is their total time in seconds.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ from typing import Any
 
 
 def main(path: str) -> None:
-    """Answer the requests of the process that listens at the socket `path`."""
+    """Connect to the socket at `path`, and answer the requests that arrive there until it is closed."""
     mpi: Any = importlib.import_module("mpi4py.MPI")
     numpy: Any = importlib.import_module("numpy")
     ranks = mpi.COMM_WORLD

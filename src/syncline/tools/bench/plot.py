@@ -1,4 +1,4 @@
-"""The pictures of `syncline bench --plot`, drawn by matplotlib."""
+"""A function that draws the pictures of `syncline bench --plot` with matplotlib."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ SUFFIXES = (".png", ".svg")
 
 
 def can_plot() -> bool:
-    """Return whether matplotlib is installed."""
+    """Return True if matplotlib is installed."""
     return importlib.util.find_spec("matplotlib") is not None
 
 
 def plot(summary: Mapping[str, Any], path: Path) -> None:
-    """Draw time and bandwidth against size, and the step times of the competitors.
+    """Draw the results of a measurement: the time and bandwidth of all_reduce by size, and the times of training steps.
 
     Args:
         summary: the result of `summarize`.
-        path: the file to write, with one of `SUFFIXES`.
+        path: the image file to write. Its name ends with one of `SUFFIXES`.
     """
     importlib.import_module("matplotlib").use("agg")
     figures: Any = importlib.import_module("matplotlib.figure")

@@ -1,6 +1,6 @@
-"""The program that each rank of `syncline bench` runs.
+"""The program that each rank of `syncline bench` runs: `python -m syncline.tools.bench.ranks PLAN OUTPUT`.
 
-Run as `python -m syncline.tools.bench.ranks PLAN OUTPUT`, where PLAN is JSON.
+PLAN is a `Plan` as JSON. OUTPUT is the path of the file for the results.
 """
 
 from __future__ import annotations
@@ -27,38 +27,42 @@ from syncline.transport.base import Transport
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """The measurements of a benchmark, and their numbers of rounds."""
+    """The settings of a benchmark: what it measures, and how often."""
 
     sizes_bytes: Sequence[int]
-    """Payloads of all_reduce."""
+    """The sizes of the tensors that all_reduce is measured with, in bytes."""
     num_rounds: int = 20
-    """Rounds of all_reduce."""
+    """The number of rounds in which all_reduce is measured, for each size."""
     turn_seconds: float = 0.01
-    """Desired duration of a competitor's turn. A turn has at least one call."""
+    """The desired duration of one competitor's turn with all_reduce. A turn has at least one call."""
     models: Sequence[str] = ()
-    """The models to train, by name."""
+    """The names of the models whose training steps are measured."""
     num_step_rounds: int = 20
-    """Rounds of training steps."""
+    """The number of rounds in which training steps are measured, for each model."""
     num_steps: int = 2
-    """Steps of one competitor in one round."""
+    """The number of training steps in one competitor's turn."""
     mpis: Sequence[Mapping[str, str]] = ()
-    """The MPIs to measure, as fields of `MPI`."""
+    """The MPIs to measure. Each is a mapping of the fields of `MPI`."""
     with_sum: bool = False
-    """Whether Syncline and the MPIs are also measured without the division by the number of ranks."""
+    """Whether to measure Syncline and the MPIs also with a plain sum, without division by the number of ranks."""
 
 
 def main(argv: Sequence[str]) -> None:
-    """Measure according to a plan, and write the results to a file. The arguments are PLAN and OUTPUT."""
+    """Measure according to a plan. Rank 0 writes the results to a file.
+
+    Args:
+        argv: the arguments PLAN and OUTPUT.
+    """
     found = measure(Plan(**json.loads(argv[0])))
     if found is not None:
         Path(argv[1]).write_text(json.dumps(found))
 
 
 def measure(plan: Plan) -> dict[str, Any] | None:
-    """Measure on all ranks together.
+    """Perform the measurement `plan`. All ranks call this function together.
 
     Returns:
-        The raw results for `timing.summarize` on rank 0; None on other ranks.
+        On rank 0, the raw results, which `timing.summarize` reads. On other ranks, None.
     """
     torch.set_num_threads(1)
     machine = describe_machine()  # now, so that its load does not include the benchmark
@@ -102,7 +106,11 @@ def _all_reduce(
 
 @contextlib.contextmanager
 def _peers(plan: Plan, transport: Transport, notes: list[str]) -> Iterator[dict[str, MPIPeer | None]]:
-    """Yield the MPIs that have started, by name. The values are None on ranks other than 0."""
+    """Start the MPIs of the plan on rank 0, and end them when the context ends.
+
+    Yields:
+        The MPIs that have started, by name. On ranks other than 0, the values are None.
+    """
     with contextlib.ExitStack() as stack:
         mine: dict[str, MPIPeer | None] = {}
         for fields in plan.mpis if transport.rank == 0 else ():

@@ -1,4 +1,7 @@
-"""Sizes and figures as text, and sizes read from text. Pure."""
+"""Functions that format sizes, times and the report of a measurement as text, and that parse sizes.
+
+All functions are pure.
+"""
 
 from __future__ import annotations
 
@@ -13,10 +16,10 @@ _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 
 
 def parse_size(text: str) -> int:
-    """Return the number of bytes of a size such as "64K" or "1.5M"; 1K is 1024 bytes.
+    """Parse a size such as "64K" or "1.5M", and return its number of bytes. 1K is 1024 bytes.
 
     Raises:
-        ValueError: the text is not a size, or not a multiple of 4 bytes, which fp32 needs.
+        ValueError: the text is not a size, or the size is not a multiple of 4 bytes, the size of an fp32 element.
 
     Example:
         >>> parse_size("64K"), parse_size("1MiB"), parse_size("400")
@@ -27,12 +30,12 @@ def parse_size(text: str) -> int:
         raise ValueError(f"expected a size such as 1K, 64K or 25M, got {text!r}")
     size_bytes = float(found.group(1)) * _UNITS[found.group(2).upper()]
     if size_bytes < 4 or size_bytes % 4:
-        raise ValueError(f"{text}: expected a multiple of 4 bytes, because the elements are fp32")
+        raise ValueError(f"{text}: expected a positive multiple of 4 bytes, the size of an fp32 element")
     return int(size_bytes)
 
 
 def size_text(size_bytes: int) -> str:
-    """Format a size so that `parse_size` can read it.
+    """Format a number of bytes as a size in the format of `parse_size`, rounded to 4 digits.
 
     Example:
         >>> size_text(65536), size_text(25 * 2**20), size_text(400)
@@ -45,7 +48,7 @@ def size_text(size_bytes: int) -> str:
 
 
 def seconds_text(seconds: float) -> str:
-    """Format a time with three digits and a unit.
+    """Format a time with three significant digits and a unit.
 
     Example:
         >>> seconds_text(2.345e-6), seconds_text(0.0139), seconds_text(1.5)
@@ -58,7 +61,9 @@ def seconds_text(seconds: float) -> str:
 
 
 def table(rows: Sequence[Sequence[str]]) -> str:
-    """Format rows as columns two spaces apart. The first column is left-aligned, the others are right-aligned.
+    """Format rows of texts as a table whose columns are two spaces apart.
+
+    The first column is left-aligned. The other columns are right-aligned.
 
     Example:
         >>> print(table([["size", "a"], ["1 KiB", "2 us"]]))
@@ -76,7 +81,11 @@ def table(rows: Sequence[Sequence[str]]) -> str:
 
 
 def report(summary: Mapping[str, Any]) -> str:
-    """Format the whole measurement as text."""
+    """Format the whole measurement as the text that `syncline bench` prints.
+
+    Args:
+        summary: the result of `timing.summarize`.
+    """
     parts = [_head(summary)]
     for title, figure, form in _FIGURES:
         rows = _by_size(summary["all_reduce"], figure, form)
@@ -110,9 +119,15 @@ def _head(summary: Mapping[str, Any]) -> str:
 
 
 def _by_size(rows: Sequence[Mapping[str, Any]], figure: str, form: Callable[[Any], str]) -> str:
-    """Format one figure of all_reduce, with one line per engine and one column per size.
+    """Format one quantity of all_reduce as a table with one line per engine and one column per size.
 
-    If the columns do not fit, there are several tables. Engines without this figure are left out.
+    If the columns are too wide for one table, they are divided among several tables. Engines without this quantity are
+    left out.
+
+    Args:
+        rows: the results of all_reduce, one for each size.
+        figure: the key of the quantity in the results of an engine.
+        form: a function that formats a value of the quantity.
     """
     engines = dict.fromkeys(name for row in rows for name in row["engines"])
     names = [name for name in engines if any(figure in row["engines"].get(name, {}) for row in rows)]
@@ -133,8 +148,8 @@ def _steps(row: Mapping[str, Any]) -> str:
     rival = row["rival"]
     title = (
         f"{row['model']} ({row['num_parameters'] / 1e6:.2f} M parameters), forward, backward, fused AdamW\n"
-        f"  ratio: time relative to {rival}, the fastest step over Gloo\n"
-        "  exposed: additional time relative to a step that is not synchronized"
+        f"  ratio: time / time of {rival}, the fastest step over Gloo\n"
+        "  exposed: the extra time of synchronization, relative to a step that is not synchronized"
     )
     body = [
         [
@@ -175,6 +190,6 @@ _FIGURES: tuple[tuple[str, str, Callable[[Any], str]], ...] = (
         lambda bytes_per_second: _three_digits(bytes_per_second / 1e9),
     ),
     ("Times as fast as Gloo [95 % interval]", "times_as_fast_as_gloo", _interval_text),
-    ("Speed relative to that copy, which moves as many bytes", "share_of_copy", _percent_text),
+    ("Speed relative to the copy, which moves as many bytes", "share_of_copy", _percent_text),
 )
-"""The tables of all_reduce: title, name of the figure, and its format."""
+"""The tables of all_reduce. Each has a title, the key of the quantity that it shows, and a function that formats it."""

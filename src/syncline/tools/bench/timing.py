@@ -1,7 +1,7 @@
-"""Timing of competitors that take turns, round by round, and the summary of the rounds.
+"""Functions that time competitors in rounds, and that summarize the rounds.
 
-The competitors take turns so that a change of the machine's speed affects all of them. The summary is a pure function,
-which turns the times of the rounds into medians, ratios and intervals.
+In each round, every competitor has one turn, so that a change of the machine's speed affects all of them. `summarize`
+is a pure function. It computes medians, ratios and intervals from the times of the rounds.
 """
 
 from __future__ import annotations
@@ -18,18 +18,21 @@ import torch
 from syncline.transport.base import Transport
 
 Timer = Callable[[int], float]
-"""A function that makes a number of calls and returns their seconds on this rank. All ranks call it together."""
+"""A function that makes a given number of calls, and returns the time of all these calls in seconds.
+
+All ranks call it together. Each rank gets the time that it has measured itself.
+"""
 
 _NUM_DRAWS = 2000
 
 
 def timer(call: Callable[[], object], transport: Transport) -> Timer:
-    """Return a function that times `call` on all ranks together.
+    """Return a timer of the function `call`.
 
     The time includes the wait for the slowest rank, because ranks that share a core take turns on it.
 
     Args:
-        call: the measured function, the same on all ranks.
+        call: the function to time. All ranks must pass the same function.
         transport: the transport between the ranks.
     """
 
@@ -47,13 +50,17 @@ def timer(call: Callable[[], object], transport: Transport) -> Timer:
 def alternate(
     timers: Mapping[str, Timer], *, num_rounds: int, num_calls: Mapping[str, int], transport: Transport
 ) -> dict[str, list[float]]:
-    """Return the seconds per call on the slowest rank, by competitor and round.
+    """Time the competitors in rounds. In each round, every competitor has one turn.
 
     Args:
-        timers: the competitors, the same ones on all ranks. Their order differs from round to round.
-        num_rounds: rounds that count; two more run before them as a warm-up.
-        num_calls: calls of each competitor in one round.
+        timers: the timer of each competitor, by name. All ranks must pass the same competitors. The order of their
+            turns differs from round to round.
+        num_rounds: the number of rounds in the result. Two more rounds run first as a warm-up.
+        num_calls: the number of calls in one turn of each competitor, by name.
         transport: the transport between the ranks.
+
+    Returns:
+        For each competitor, a list with one time per round: the seconds per call on the slowest rank.
     """
     mine: dict[str, list[float]] = {name: [] for name in timers}
     for round_index in range(-2, num_rounds):
@@ -70,7 +77,14 @@ def alternate(
 def calls_for(
     timers: Mapping[str, Timer], *, seconds: float, most: int, transport: Transport
 ) -> dict[str, int]:
-    """Return for each competitor the number of calls (1 to `most`) that take about `seconds`, equal on all ranks."""
+    """Return the number of calls for one turn of each competitor. The numbers are equal on all ranks.
+
+    Args:
+        timers: the timer of each competitor, by name.
+        seconds: the desired duration of a turn.
+        most: the largest number of calls in a turn. The smallest is 1.
+        transport: the transport between the ranks.
+    """
     for warm_up in timers.values():
         warm_up(1)
     found = _slowest([measure(3) / 3 for measure in timers.values()], transport)
@@ -87,7 +101,7 @@ def _slowest(seconds: Sequence[float], transport: Transport) -> list[float]:
 
 
 def median_interval(values: Sequence[float]) -> tuple[float, float, float]:
-    """Return the median and its bootstrapped 95 % confidence interval.
+    """Return the median of `values`, and the lower and upper bound of its bootstrapped 95 % confidence interval.
 
     Example:
         >>> median_interval([1.0] * 5)
@@ -99,7 +113,15 @@ def median_interval(values: Sequence[float]) -> tuple[float, float, float]:
 
 
 def ratio(ours: Sequence[float], theirs: Sequence[float]) -> tuple[float, float, float]:
-    """Return the median of the ratios of all rounds, and its bootstrapped 95 % confidence interval."""
+    """Divide `ours` by `theirs` in each round. Return the median of these ratios and its 95 % confidence interval.
+
+    Args:
+        ours: the times of one competitor, by round.
+        theirs: the times of another competitor, by round.
+
+    Returns:
+        The median, and the lower and upper bound of its bootstrapped confidence interval.
+    """
     return median_interval([a / b for a, b in zip(ours, theirs, strict=True)])
 
 
@@ -107,10 +129,10 @@ _COPY, _GLOO, _LOCAL, _OURS = "copy", "gloo", "not synchronized", "syncline"
 
 
 def summarize(raw: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the raw measurement with medians, bandwidths and ratios. The times of all rounds are kept.
+    """Add medians, bandwidths and ratios to a raw measurement. The result still has the times of all rounds.
 
-    An interval is the median over rounds with its bootstrapped 95 % confidence interval. A ratio is computed from the
-    two times of one round.
+    Each median and ratio comes with its bootstrapped 95 % confidence interval. A ratio is the median over all rounds of
+    the ratio of two times in the same round.
 
     Args:
         raw: the result of `ranks.measure`.

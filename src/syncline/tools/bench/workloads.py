@@ -1,6 +1,6 @@
-"""The workloads of the benchmarks: all_reduce by each engine, and training steps of small GPTs by each wrapper.
+"""The workloads of the benchmarks: an all_reduce with each engine, and training steps of small GPTs with each wrapper.
 
-All_reduce is compared with a copy of the same tensor, and a training step with a step without synchronization.
+For comparison, there is a copy of the tensor that all_reduce reduces, and a training step without synchronization.
 """
 
 from __future__ import annotations
@@ -37,13 +37,17 @@ COPY = "copy"
 
 
 def backend_group(notes: list[str]) -> dist.ProcessGroup | None:
-    """Return a group of all ranks on the backend "syncline". On failure, add the reason to `notes`, and return None."""
+    """Create a process group of all ranks with torch's backend "syncline".
+
+    Returns:
+        The group, or None if it could not be created. The reason is then added to `notes`.
+    """
     try:
         register_backend()
         group: dist.ProcessGroup = dist.new_group(backend="syncline")
     except Exception as error:
         reason = str(error).strip().partition("\n")[0] or type(error).__name__
-        notes.append(f'torch.distributed has no group on the backend "syncline": {reason}')
+        notes.append(f'torch.distributed could not create a group with the backend "syncline": {reason}')
         return None
     return group
 
@@ -51,13 +55,17 @@ def backend_group(notes: list[str]) -> dist.ProcessGroup | None:
 def engines(
     numel: int, *, transport: Transport, backend: dist.ProcessGroup | None, with_sum: bool = False
 ) -> dict[str, tuple[Callable[[], object], Tensor]]:
-    """Return for each engine a function that makes one all_reduce of `numel` elements, and the tensor that is reduced.
+    """Return the engines to measure, by name.
 
     Args:
-        numel: number of fp32 elements.
-        transport: Syncline's transport over the ranks of torch's default group, which uses Gloo.
-        backend: a group on the backend "syncline"; None omits this engine.
-        with_sum: whether to add Syncline's all_reduce without the division by the number of ranks.
+        numel: the number of fp32 elements to reduce.
+        transport: Syncline's transport between the ranks of torch's default group, which uses Gloo.
+        backend: a group with the backend "syncline". None omits this engine.
+        with_sum: whether to add an engine that makes Syncline's all_reduce with a plain sum, without a division.
+
+    Returns:
+        For each engine, a function that makes one all_reduce, and the tensor that it reduces. The engine "copy" copies
+        the tensor instead.
     """
     plain = torch.ones(numel)
     size = transport.size
@@ -91,7 +99,15 @@ def engines(
 def checked(
     found: Mapping[str, tuple[Callable[[], object], Tensor]], *, rank: int, size: int
 ) -> dict[str, Callable[[], object]]:
-    """Check the result of each engine, and set all tensors to 0. Return the functions of the engines.
+    """Check that each engine computes the right result, and then set all tensors to 0.
+
+    Args:
+        found: the result of `engines`.
+        rank: this rank.
+        size: the number of ranks.
+
+    Returns:
+        The function of each engine, by name.
 
     Raises:
         RuntimeError: the result of an engine is wrong.
@@ -113,7 +129,7 @@ def checked(
 
 @dataclass(frozen=True, kw_only=True)
 class GPTConfig:
-    """The sizes of a GPT and of its batches."""
+    """The dimensions of a GPT and of its batches."""
 
     vocabulary: int
     width: int
@@ -131,7 +147,7 @@ SIZES: dict[str, GPTConfig] = {
 
 
 class Block(nn.Module):
-    """A transformer block: pre-norm attention and feed-forward."""
+    """A transformer block, which has attention and a feed-forward network, each after a normalization."""
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
@@ -155,7 +171,7 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """A decoder that returns the mean cross entropy of its predictions."""
+    """A decoder-only transformer whose forward returns the mean cross entropy of its predictions."""
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
@@ -173,7 +189,7 @@ class GPT(nn.Module):
 
 
 def random_batch(config: GPTConfig, *, seed: int) -> tuple[Tensor, Tensor]:
-    """Return random tokens and targets, each (batch, context)."""
+    """Return random tokens and random targets, each of shape (batch size, context)."""
     generator = torch.Generator().manual_seed(seed)
     shape = (config.batch_size, config.context)
     tokens = torch.randint(config.vocabulary, shape, generator=generator)
@@ -188,10 +204,11 @@ Wrap = Callable[[nn.Module], nn.Module]
 
 
 def wrappers(backend: dist.ProcessGroup | None) -> dict[str, Wrap]:
-    """Return for each competitor the function that wraps a module.
+    """Return the competitors in training, by name. Each is a function that wraps a module for data-parallel training.
 
     Args:
-        backend: a group on the backend "syncline", for torch's own class; None omits this competitor.
+        backend: a group with the backend "syncline", which torch's own class uses in one competitor. None omits this
+            competitor.
     """
     theirs: Any = nn.parallel.DistributedDataParallel
     ours: Any = DistributedDataParallel
@@ -212,15 +229,15 @@ def wrappers(backend: dist.ProcessGroup | None) -> dict[str, Wrap]:
 def steps_of(
     model: str, *, rank: int, backend: dist.ProcessGroup | None, notes: list[str]
 ) -> dict[str, Callable[[], None]]:
-    """Return for each competitor a function that makes one training step.
+    """Return a function for each competitor, by name, that makes one training step.
 
-    Each competitor has a replica of its own and fused AdamW. The batch is the same in each step.
+    Each competitor has its own replica of the model, and uses fused AdamW. All steps use the same batch.
 
     Args:
         model: a name in `SIZES`.
-        rank: the seed of the batch.
-        backend: a group on the backend "syncline", or None.
-        notes: a list to which the reason is added if a competitor is not available.
+        rank: this rank, which is also the seed of its batch.
+        backend: a group with the backend "syncline", or None to omit the competitor that needs the group.
+        notes: a list of texts. If a competitor is not available, the reason is added to this list.
     """
     torch.manual_seed(0)
     base = GPT(SIZES[model])
@@ -235,7 +252,11 @@ def steps_of(
 
 
 def num_parameters_of(model: str) -> int:
-    """Return the number of parameters of the GPT `model`."""
+    """Return the number of parameters of a GPT.
+
+    Args:
+        model: a name in `SIZES`.
+    """
     return sum(parameter.numel() for parameter in GPT(SIZES[model]).parameters())
 
 

@@ -1,9 +1,9 @@
-"""The command line, with one module per command. This module finds the command by its name.
+"""The command line `syncline`, with one module per command. This module runs the command that the user names.
 
 __main__.py  `python -m syncline.tools.cli`
 bench.py     `syncline bench`
 doctor.py    `syncline doctor`
-options.py   the parser of all commands, and the options of `syncline run`
+options.py   the parser class of all commands, and the options of `syncline run`
 run.py       `syncline run`
 """
 
@@ -43,10 +43,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the `syncline` command.
 
     Args:
-        argv: the arguments; None means the arguments of this process.
+        argv: the arguments of the command. None means the arguments of this process.
 
     Returns:
-        The exit code; 2 for wrong usage.
+        The exit code, which is 2 if the command line is wrong.
     """
     name, *arguments = (sys.argv[1:] if argv is None else argv) or [""]
     if name in _COMMANDS:

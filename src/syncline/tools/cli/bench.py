@@ -1,7 +1,7 @@
 """`syncline bench`: measure Syncline against Gloo and MPI on this machine, and print tables.
 
-Torch takes seconds to import. Functions that need torch therefore import it themselves, so that help and errors in the
-command line are printed without torch.
+An import of torch takes seconds. Functions that need torch therefore import it themselves, so that help texts and
+errors about the command line appear without a wait for torch.
 """
 
 from __future__ import annotations
@@ -46,9 +46,9 @@ two minutes. Keep the machine idle meanwhile.
   --steps, --no-steps   measure training steps, or not (default: measure them)
   --rounds N            number of turns of each engine (default: 20)
   --quick               3 short rounds of few sizes and the small model, to check
-                        that the benchmark runs; the figures mean little
-  --json FILE           write all measurements to FILE, with each round
-  --plot FILE           draw the figures in FILE, a .png or .svg; this needs
+                        that the benchmark runs; the times are not reliable
+  --json FILE           write the results, with the times of each round, to FILE
+  --plot FILE           draw the results in FILE, a .png or .svg; this needs
                         matplotlib: pip install 'syncline[bench]'
   -h, --help            show this text
 
@@ -60,15 +60,15 @@ _SIZES = "1K,16K,64K,256K,1M,4M,25M,100M"
 _QUICK_SIZES = "1K,64K,1M"
 
 _COPIES = 8
-"""Approximate maximum number of tensors of one size that a rank and its engines hold."""
+"""The largest number of tensors of one size that a rank and its engines keep in memory at once, approximately."""
 
 
 def main(argv: Sequence[str]) -> int:
     """Run `syncline bench` with these arguments.
 
     Returns:
-        0 after a complete measurement; else the exit code of the rank that failed first, or 128 + the number of the
-        signal that ended the measurement.
+        The exit code. 0 means that the measurement is complete. After a failure, it is the exit code of the rank that
+        failed first. If a signal ended the measurement, it is 128 + the number of the signal.
 
     Raises:
         UsageError: the arguments are invalid. No rank was started.
@@ -88,7 +88,7 @@ def main(argv: Sequence[str]) -> int:
         summary = summarize(json.loads(output.read_text()))
     print(report(summary))
     if args.quick:
-        print("\n--quick: these figures only show that the benchmark runs, not how fast the engines are")
+        print("\n--quick: these results only show that the benchmark runs, not how fast the engines are")
     if args.json is not None:
         args.json.write_text(json.dumps(summary, indent=2) + "\n")
     if args.plot is not None:
@@ -111,14 +111,14 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
             f"-n {args.n}: expected at least 2 ranks, because one rank has no peer to synchronize with"
         )
     if args.rounds is not None and args.rounds < 2:
-        raise UsageError(f"--rounds {args.rounds}: expected at least 2")
+        raise UsageError(f"--rounds {args.rounds}: expected at least 2 rounds")
     for option, path in (("--json", args.json), ("--plot", args.plot)):
         if path is not None and path.is_dir():
             raise UsageError(f"{option} {path}: expected a file, got a folder")
         if path is not None and not path.absolute().parent.is_dir():
             raise UsageError(f"{option} {path}: expected a file in an existing folder")
         if path is not None and not os.access(path if path.exists() else path.absolute().parent, os.W_OK):
-            raise UsageError(f"{option} {path}: this file cannot be written")
+            raise UsageError(f"{option} {path}: expected a file that this user may write")
     if args.plot is not None and args.plot.suffix.lower() not in SUFFIXES:
         raise UsageError(f"--plot {args.plot}: expected a file name that ends in {' or '.join(SUFFIXES)}")
     if args.plot is not None and not can_plot():
@@ -129,10 +129,10 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
 
 
 def _plan(args: argparse.Namespace) -> Plan:
-    """Return the plan of the measurement.
+    """Return the plan of the measurement that the options request.
 
     Raises:
-        UsageError: the sizes are invalid, or too large for this host.
+        UsageError: a size is invalid, or the largest size needs more memory than this host has.
     """
     texts = args.sizes or [_QUICK_SIZES if args.quick else _SIZES]
     try:

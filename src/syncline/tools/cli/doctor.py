@@ -1,7 +1,9 @@
-"""`syncline doctor`: check this host, or check that a script computes the same twice and on every rank.
+"""`syncline doctor`: check this host, or check that a script's training step has the same results in each run.
 
-Torch takes seconds to import. Functions that need torch therefore import it themselves, so that help and errors in the
-command line are printed without torch.
+The step is run twice on each rank, and once on all ranks with the same batch.
+
+An import of torch takes seconds. Functions that need torch therefore import it themselves, so that help texts and
+errors about the command line appear without a wait for torch.
 """
 
 from __future__ import annotations
@@ -52,8 +54,9 @@ def main(argv: Sequence[str]) -> int:
     """Run `syncline doctor` with these arguments.
 
     Returns:
-        0 if nothing differs; 1 if something differs or the host is not fit; 2 if there was nothing to examine; else the
-        exit code of the script's rank that failed first.
+        The exit code. 0 means that all results are equal, or that the host is fit for training. 1 means that results
+        differ, or that the host is not fit. 2 means that the script had no step to examine. If the script failed, it is
+        the exit code of the rank that failed first.
 
     Raises:
         UsageError: the arguments are invalid. No rank was started.
@@ -73,14 +76,16 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     if args.n < 1:
         raise UsageError(f"-n {args.n}: expected at least 1 process")
     if args.step < 1:
-        raise UsageError(f"--step {args.step}: expected at least 1, the first training forward")
+        raise UsageError(
+            f"--step {args.step}: expected at least 1, because training forwards are counted from 1"
+        )
     if args.module and not args.training_script:
-        raise UsageError("-m: expected the name of a module")
+        raise UsageError("-m: expected the name of a module, as in syncline doctor -m MODULE")
     if args.training_script:
         check_program(args.training_script, is_module=args.module, is_python=True)
     elif argv:
         raise UsageError(
-            f"{argv[0]}: expected a script after this option; without a script and options, doctor checks the host"
+            f"{argv[0]}: expected a script after this option. To check the host, leave out all options"
         )
     return args
 
@@ -108,9 +113,9 @@ def _examine_script(args: argparse.Namespace, guardian: Guardian) -> int:
     if not found:
         print(
             f"syncline doctor: {args.training_script} ended before training forward {args.step} of a module in a "
-            "DistributedDataParallel. Only forwards in training mode, with gradients enabled, in the processes that "
-            "doctor starts are counted. If the script has no such wrapper, or starts processes itself, call "
-            "sl.debug.assert_replicas_agree in the script",
+            "DistributedDataParallel, so there was no step to examine. A training forward is a forward in training "
+            "mode with gradients enabled, in a process that doctor started. If the script uses no "
+            "DistributedDataParallel, or starts processes itself, call sl.debug.assert_replicas_agree in the script",
             file=sys.stderr,
         )
         return 2
@@ -132,7 +137,11 @@ def _examine_host(guardian: Guardian) -> int:
     output = guardian.folder / "transport"
     command = worker_command(["syncline.tools.doctor.host", str(output)], is_module=True)
     if run_on_this_host(2, command, guardian):
-        _show("two ranks", "could not connect on this host; the error is above", "problem")
+        _show(
+            "two ranks",
+            "could not connect on this host, or their sum was wrong: see the error above",
+            "problem",
+        )
         return 1
     _show("two ranks", f"connected, and computed a sum over {output.read_text()}", "fine")
     return 0

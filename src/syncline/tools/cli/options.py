@@ -1,7 +1,8 @@
-"""The parser of all commands, and the options of `syncline run`.
+"""The parser class of all commands, and the options of `syncline run`.
 
-Torchrun's options are written out here, so that help and errors are printed without importing torch, which takes
-seconds. `tests/launch/test_run.py` compares these options with torch's parser.
+`syncline run` accepts torchrun's options. They are listed here, and not taken from torch's parser, so that help texts
+and errors appear without an import of torch, which takes seconds. `tests/launch/test_run.py` compares this list with
+torch's parser.
 """
 
 from __future__ import annotations
@@ -72,7 +73,7 @@ after another end by a signal; 2 for wrong usage.
 
 
 def _comma_separated_list(text: str) -> list[str]:
-    """Split `text` at single commas. Two commas in a row stand for one comma in an item."""
+    """Split `text` at its single commas. Two commas in a row stand for a comma inside an item."""
     return [item.replace("\0", ",") for item in text.replace(",,", "\0").split(",")]
 
 
@@ -108,8 +109,10 @@ _VALUES: tuple[tuple[str, Callable[[str], Any], Any], ...] = (
     ("--signals-to-handle", str, "SIGTERM,SIGINT,SIGHUP,SIGQUIT"),
     ("--shutdown-timeout", int, None),
 )
-"""Torchrun's options with a value: name, type, default. `--print-completion` (torch 2.15) is left out, because it only
-prints the completion of the command `torchrun`."""
+"""The name, type and default of each option of torchrun that has a value.
+
+`--print-completion` (torch 2.15) is left out, because it only prints the shell completion of the command `torchrun`.
+"""
 
 _FLAGS = ("--standalone", "--module", "--no-python", "--run-path", "--virtual-local-rank")
 
@@ -118,7 +121,7 @@ _SHORT = {"--module": ["-m"], "--redirects": ["-r"], "--tee": ["-t"]}
 _CHOICES = {"--start-method": ("spawn", "fork", "forkserver")}
 
 _WITHOUT_VARIABLE = ("--logs-specs", "--numa-binding")
-"""Options whose default torchrun does not read from the environment. It does so for all others."""
+"""The options whose defaults torchrun never takes from environment variables. It does so for all other options."""
 
 
 class UsageError(Exception):
@@ -126,13 +129,13 @@ class UsageError(Exception):
 
 
 class CommandParser(argparse.ArgumentParser):
-    """A parser of the options of one command.
+    """A parser for the arguments of one command. It raises `UsageError` where argparse would exit.
 
     Args:
-        command: name of the command, such as "syncline bench".
-        text: help of the command.
-        has_program: whether a program and its arguments follow the options.
-        allow_abbrev: whether options may be abbreviated.
+        command: the name of the command, such as "syncline bench".
+        text: the help text of the command.
+        has_program: whether a program and its own arguments can follow the options.
+        allow_abbrev: whether the parser accepts abbreviated options.
     """
 
     def __init__(
@@ -152,7 +155,7 @@ class CommandParser(argparse.ArgumentParser):
         return self._text
 
     def parse_all(self, argv: Sequence[str]) -> argparse.Namespace:
-        """Parse all arguments of the command. Remove a `--` between a program and its arguments.
+        """Parse all arguments of the command. If `--` stands between a program and its arguments, remove it.
 
         Raises:
             UsageError: an argument is unknown or invalid.
@@ -176,13 +179,15 @@ class CommandParser(argparse.ArgumentParser):
         remedy = f"did you mean {near[0]}?" if near else f"see {self.prog} --help"
         if not self._has_program:
             return f"unknown argument {name}: {remedy}"
-        return f"unknown option {name}: {remedy} (write options of your program after its name)"
+        return f"unknown option {name}: {remedy} (options of your program must come after its name)"
 
 
 def parse_run(argv: Sequence[str]) -> argparse.Namespace:
-    """Parse the arguments of `syncline run` into torchrun's namespace.
+    """Parse the arguments of `syncline run`.
 
-    `nproc_per_node` may still be a word. `master_port` is None unless it was given.
+    Returns:
+        A namespace with the same attributes as torchrun's. `nproc_per_node` is a text, which can be a word such as
+        "gpu". `master_port` is None if the option is absent.
 
     Raises:
         UsageError: an option is unknown, incomplete or of the wrong type, or the script is missing.
@@ -203,7 +208,7 @@ def parse_run(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--host")
     args = parser.parse_all(argv)
     if args.training_script is None:
-        raise UsageError("no script given: syncline run -n 2 SCRIPT [arguments]; see syncline run --help")
+        raise UsageError("expected a script: syncline run -n 2 SCRIPT [arguments]; see syncline run --help")
     return args
 
 
@@ -212,7 +217,10 @@ def _dest(name: str) -> str:
 
 
 def _spellings(name: str) -> list[str]:
-    """Return all names that torchrun accepts for an option: the short name, then with hyphens and with underscores."""
+    """Return all names that torchrun accepts for an option: a short name if there is one, then the long names.
+
+    The long names are written with hyphens and with underscores.
+    """
     return [*_SHORT.get(name, []), *dict.fromkeys([name, f"--{_dest(name)}"])]
 
 
@@ -221,4 +229,6 @@ def _is_set(dest: str) -> bool:
     try:
         return bool(int(text))
     except ValueError:
-        raise UsageError(f"environment variable PET_{dest.upper()}={text!r}: expected 0 or 1") from None
+        raise UsageError(
+            f"environment variable PET_{dest.upper()}={text!r}: expected 0 or 1, or an unset variable"
+        ) from None

@@ -1,7 +1,7 @@
 """`syncline run`: check the command line before any process is started, then run the job.
 
-Torch takes seconds to import. Functions that need torch therefore import it themselves, so that help and most errors
-are printed without torch.
+An import of torch takes seconds. Functions that need torch therefore import it themselves, so that help texts and most
+errors appear without a wait for torch.
 """
 
 from __future__ import annotations
@@ -31,15 +31,16 @@ if TYPE_CHECKING:
     from syncline.tools.launch.supervise import Job
 
 _CHECKED_BACKENDS = ("static", "c10d")
-"""Rendezvous backends whose endpoint is a port of a host. This module chooses or checks the port."""
+"""The rendezvous backends whose endpoint is a host and a port. This module chooses or checks that port."""
 
 
 def main(argv: Sequence[str]) -> int:
     """Run `syncline run` with these arguments.
 
     Returns:
-        0 if all ranks succeeded; 75 (`EXIT_STOPPED`) if all ranks stopped as requested; else the exit code of the rank
-        that failed first, or 128 + the number of the signal that ended the launcher.
+        The exit code. 0 means that all ranks succeeded. 75 (`EXIT_STOPPED`) means that all ranks stopped as requested.
+        After a failure, it is the exit code of the rank that failed first. If a signal ended the launcher, it is 128 +
+        the number of the signal.
 
     Raises:
         UsageError: the arguments are invalid. No rank was started.
@@ -73,16 +74,25 @@ def main(argv: Sequence[str]) -> int:
 
 
 def check_program(program: str, *, is_module: bool, is_python: bool) -> None:
-    """Check that the script, module or command exists.
+    """Check that a program exists.
+
+    Args:
+        program: the path of a script, or the name of a module or command.
+        is_module: whether the program is a module.
+        is_python: whether the program is a script or a module. Otherwise, it is a command.
 
     Raises:
-        UsageError: the program does not exist. The text suggests similar names.
+        UsageError: the program does not exist. For a script, the text suggests similar names if there are any.
     """
     if is_module and not is_python:
-        raise UsageError("-m and --no-python exclude each other, because a module is run by python: use one")
+        raise UsageError(
+            "-m and --no-python exclude each other, because python runs a module: leave one of them out"
+        )
     if not is_python:
         if shutil.which(program) is None:
-            raise UsageError(f"there is no executable command {program!r} on PATH")
+            raise UsageError(
+                f"there is no executable command {program!r} on PATH: check its name, or give its full path"
+            )
     elif is_module:
         _check_module(program)
     else:
@@ -94,7 +104,7 @@ def _check_script(script: Path) -> None:
         return
     if script.is_dir():
         has_main = (script / "__main__.py").is_file()
-        remedy = f"use {script / '__main__.py'}" if has_main else "use a script in it"
+        remedy = f"use {script / '__main__.py'}" if has_main else "name a script in this directory"
         raise UsageError(f"{script} is a directory, not a script: {remedy}")
     if not script.parent.is_dir():
         raise UsageError(f"there is no script {script}: {Path.cwd()} has no folder {script.parent}")
@@ -128,7 +138,7 @@ def _num_processes(text: str) -> int:
 
 
 def _num_devices(text: str) -> int:
-    """Return the number of processes that torchrun starts for a word such as "gpu"."""
+    """Return the number of processes that torchrun would start if its option -n had the value `text`, such as "gpu"."""
     from torch.distributed.run import determine_local_world_size
 
     try:
@@ -136,14 +146,14 @@ def _num_devices(text: str) -> int:
     except ValueError as error:
         if "available" in str(error):
             raise UsageError(
-                f"-n {text}: torch finds no {text} on this host: use -n auto, or a number"
+                f"-n {text}: torch finds no device of this kind on this host: use -n auto, or a number of processes"
             ) from None
-        raise UsageError(f"-n {text}: expected a number from 1, or auto, cpu or gpu") from None
+        raise UsageError(f"-n {text}: expected a number of processes, from 1, or auto, cpu or gpu") from None
     return count
 
 
 def _num_hosts(text: str) -> tuple[int, int]:
-    """Return the smallest and the largest number of hosts, from "MIN:MAX" or from one number."""
+    """Parse a text such as "1:4" or "2". Return the smallest and the largest number of hosts."""
     least, colon, most = text.partition(":")
     try:
         return int(least), int(most if colon else least)
@@ -152,15 +162,19 @@ def _num_hosts(text: str) -> tuple[int, int]:
 
 
 def _choose_rendezvous(args: argparse.Namespace) -> None:
-    """Set the rendezvous of the ranks in `args`, as torchrun does, and check that this host can take its part in it."""
+    """Choose the rendezvous of the ranks from the options in `args`, as torchrun does, and store it in `args`.
+
+    Raises:
+        UsageError: an option is invalid, or this host cannot listen at the port that it must open.
+    """
     least, most = _num_hosts(args.nnodes)
     if not 1 <= least <= most:
-        raise UsageError(f"--nnodes {args.nnodes}: expected 1 <= MIN <= MAX hosts")
+        raise UsageError(f"--nnodes {args.nnodes}: expected at least 1 host, and MIN <= MAX in MIN:MAX")
     if args.max_restarts < 0:
-        raise UsageError(f"--max-restarts {args.max_restarts}: expected 0 or more")
+        raise UsageError(f"--max-restarts {args.max_restarts}: expected 0 or more restarts")
     if args.master_port is not None and not 1 <= args.master_port <= 65535:
         raise UsageError(
-            f"--master-port {args.master_port}: expected 1 to 65535; leave the option out to get any free port"
+            f"--master-port {args.master_port}: expected a port from 1 to 65535. Leave the option out for any free port"
         )
     if args.host is not None and not _is_this_host(args.host):
         raise UsageError(f"--host {args.host}: expected an address of this host")
@@ -178,7 +192,7 @@ def _choose_rendezvous(args: argparse.Namespace) -> None:
         args.host = args.host or _endpoint(args)[1]
     elif args.host is not None and args.rdzv_backend != "static":
         raise UsageError(
-            f"--host {args.host}: --rdzv-backend {args.rdzv_backend} cannot use this option. Use --master-addr and "
+            f"--host {args.host}: --rdzv-backend {args.rdzv_backend} cannot use --host. Use --master-addr and "
             "--master-port instead of --rdzv-backend, or leave --host out"
         )
     if is_one_host or (args.rdzv_backend == "static" and args.node_rank == 0):
@@ -190,7 +204,11 @@ def _choose_rendezvous(args: argparse.Namespace) -> None:
 
 
 def _endpoint(args: argparse.Namespace) -> tuple[str, str, int]:
-    """Return the endpoint of the rendezvous: the option that sets it, the host, and the port (0 means any)."""
+    """Return the endpoint of the rendezvous.
+
+    Returns:
+        The option that sets the endpoint, its host, and its port. Port 0 means any free port.
+    """
     if not args.rdzv_endpoint:
         return "--master-port", args.master_addr, args.master_port or 29500
     from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
@@ -203,7 +221,11 @@ def _endpoint(args: argparse.Namespace) -> tuple[str, str, int]:
 
 
 def _check_port(args: argparse.Namespace, remedy: str) -> None:
-    """Raise a UsageError if this host must listen at the endpoint and cannot."""
+    """Check that this host can listen at the endpoint of the rendezvous, if the endpoint is on this host.
+
+    Raises:
+        UsageError: this host cannot listen there. The text ends with `remedy`.
+    """
     option, host, port = _endpoint(args)
     if args.rdzv_backend not in _CHECKED_BACKENDS or port == 0 or not _is_this_host(host):
         return
@@ -275,7 +297,7 @@ def _job(args: argparse.Namespace, guardian: Guardian) -> Job:
 
 
 def _wants_torch_logs(args: argparse.Namespace) -> bool:
-    """Check the options of torch's own log files. Return True if one of them is used."""
+    """Check the options that request torch's own log files. Return True if the user has set any of them."""
     for option, text in (("--tee", args.tee), ("--redirects", args.redirects)):
         if not re.fullmatch(r"[0-3]|\d+:[0-3](,\d+:[0-3])*", text):
             raise UsageError(

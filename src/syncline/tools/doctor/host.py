@@ -1,4 +1,4 @@
-"""Checks whether this host is fit for parallel training, and a small program for two ranks."""
+"""Checks of whether this host is fit for parallel training, and a small program that tests the connection of ranks."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ _LITTLE_MEMORY_BYTES = 1 << 30
 
 
 class Finding(NamedTuple):
-    """The result of one check."""
+    """The result of one check of this host."""
 
     name: str
     text: str
     kind: Literal["fine", "note", "problem"] = "fine"
-    """A "problem" prevents training. A "note" may become a problem. The text of both includes a remedy."""
+    """A "problem" prevents parallel training. A "note" can become a problem. For both, `text` includes a remedy."""
 
 
 def findings() -> list[Finding]:
-    """Return the results of all checks. No check communicates with other ranks.
+    """Check this host, and return the results of all checks. No check communicates with other ranks.
 
     Example:
         >>> [finding.name for finding in findings()][:3]
@@ -61,7 +61,7 @@ def _check_native_core() -> Finding:
         library()
     except SharedMemoryUnavailable as error:
         is_linux = sys.platform == "linux"
-        remedy = "" if is_linux else "; Gloo moves the tensors instead"
+        remedy = "" if is_linux else "; ranks use Gloo instead of shared memory"
         return Finding(name, f"{error}{remedy}", "problem" if is_linux else "note")
     return Finding(name, "installed and loaded, so ranks of one host share memory")
 
@@ -74,7 +74,7 @@ def _check_torch_backends() -> Finding:
     checks = {"Gloo": dist.is_gloo_available, "NCCL": dist.is_nccl_available, "MPI": dist.is_mpi_available}
     found = [backend for backend, is_available in checks.items() if is_available()]
     if "Gloo" not in found:
-        text = "without Gloo, which connects ranks on the CPU: install another build of torch"
+        text = "this torch was built without Gloo, which connects ranks on the CPU: install another build of torch"
         return Finding(name, text, "problem")
     return Finding(name, ", ".join(found))
 
@@ -85,7 +85,7 @@ def _check_cuda(found: dict[str, str]) -> Finding:
     devices = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
     text = f"{len(devices)} x {devices[0]}" if len(set(devices)) == 1 else ", ".join(devices)
     if not dist.is_nccl_available():
-        text += ", but torch was built without NCCL: install another build of torch"
+        text += ", but this torch was built without NCCL: install another build of torch"
         return Finding("CUDA", text, "problem")
     return Finding("CUDA", f"{text}, CUDA {found['CUDA']}")
 
@@ -97,24 +97,28 @@ def _check_memory() -> Finding:
     text = f"{available / 1e9:.1f} GB free"
     if available < _LITTLE_MEMORY_BYTES:
         return Finding(
-            "memory", f"{text} within the limits of this process, which is little: raise them", "note"
+            "memory",
+            f"{text}, which is little: end other programs, or raise the memory limit of this process",
+            "note",
         )
     return Finding("memory", text)
 
 
 def _check_shared_files() -> Iterator[Finding]:
-    """Check /dev/shm, which DataLoader workers and NCCL use to pass tensors. Syncline's shared memory is not there."""
+    """Check /dev/shm, through which DataLoader workers and NCCL pass tensors. Syncline does not use /dev/shm."""
     if sys.platform != "linux":
         return
     place = Path("/dev/shm")
     remedy = "start a container with --shm-size=8g (Kubernetes: mount an emptyDir with medium: Memory)"
     if not place.is_dir() or not os.access(place, os.W_OK):
-        yield Finding("/dev/shm", f"does not exist or is not writable; {remedy}", "problem")
+        yield Finding("/dev/shm", f"does not exist or is not writable: {remedy}", "problem")
         return
     total, _, free = shutil.disk_usage(place)
     text = f"{total / 1e9:.2f} GB, {free / 1e9:.2f} GB free"
     if free < _SMALL_SHM_BYTES:
-        yield Finding("/dev/shm", f"{text}: this is little for DataLoader workers and NCCL; {remedy}", "note")
+        yield Finding(
+            "/dev/shm", f"{text}, which is little for DataLoader workers and NCCL: {remedy}", "note"
+        )
     else:
         yield Finding("/dev/shm", text)
 
@@ -141,7 +145,11 @@ def _check_limits() -> Iterator[Finding]:
 
 
 def main(path: str) -> None:
-    """Connect to the other ranks, all_reduce a tensor, and write the name of the transport to the file `path`."""
+    """Connect to the other ranks and check an all_reduce. Rank 0 then writes the name of the transport to a file.
+
+    Args:
+        path: the path of the file.
+    """
     world = init(device="cpu")
     transport = transport_of(None)
     ours = torch.full((1000,), 1.0 + world.rank)
@@ -149,7 +157,8 @@ def main(path: str) -> None:
     expected = world.size * (world.size + 1) / 2
     if not bool((ours == expected).all()):
         raise SystemExit(
-            f"rank {world.rank}: all_reduce: expected the sum {expected}, got {ours.unique().tolist()}"
+            f"rank {world.rank}: expected all elements of an all_reduce to be the sum {expected}, got the values "
+            f"{ours.unique().tolist()}"
         )
     if world.rank == 0:
         Path(path).write_text(transport.name)

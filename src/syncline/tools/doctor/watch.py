@@ -1,9 +1,9 @@
-"""The part of `syncline doctor SCRIPT` in each rank: wait for a forward of a wrapped module, and examine the module.
+"""The part of `syncline doctor SCRIPT` that runs in each rank. It examines a module at a forward of its wrapper.
 
-`main` is called before the script (`tools/launch/worker.py --before`). It replaces the forward of
-DistributedDataParallel, of torch's class and of Syncline's. When a wrapper reaches the requested forward, the module
-inside is run with this batch several times, forward and backward, without communication by the wrapper. The runs are
-compared. Then the script ends, or continues unchanged.
+`main` is called before the script starts (`tools/launch/worker.py --before`). It replaces the `forward` of torch's
+DistributedDataParallel and of Syncline's. When a wrapper is called for the requested forward, the module inside it is
+run several times with the batch of this call, forward and backward. The wrapper does not communicate in these runs.
+Their results are compared. Then the script ends, or continues unchanged.
 
 When the script starts, torch is already imported. Environment variables that torch reads at import must therefore be
 set outside of the script.
@@ -35,23 +35,33 @@ from syncline.transport.base import Transport
 from syncline.user_code import calling
 
 _CHECKPOINT_ERROR = "Checkpointing is not compatible with .grad()"
-"""The error of a re-entrant checkpoint. It needs a backward that writes `.grad`, which would start a reduction."""
+"""The text of torch's error if a module uses re-entrant checkpoints, which do not work with `torch.autograd.grad`.
+
+They need a backward that writes `.grad`. Such a backward would start a reduction.
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
 class WatchOptions:
-    """The options of `syncline doctor`."""
+    """The options of `syncline doctor SCRIPT` for the watch in each rank."""
 
     step: int
-    """The forward of each wrapper to examine. Forwards in training mode with gradients enabled are counted, from 1."""
+    """The number of the forward to examine, for each wrapper.
+
+    Forwards in training mode with gradients enabled are counted, from 1.
+    """
     continues: bool
     """Whether the script continues after the examined forward."""
     report: str
-    """Path of a file to which one line of JSON is written for each examined wrapper, with `agrees` and `text`."""
+    """The path of a file. For each examined wrapper, rank 0 adds a line of JSON with `agrees` and `text`."""
 
 
 def main(argument: str) -> None:
-    """Watch all wrappers of this process. The argument is a `WatchOptions` as JSON."""
+    """Watch all wrappers of this process.
+
+    Args:
+        argument: the fields of a `WatchOptions`, as JSON.
+    """
     watch = _Watch(WatchOptions(**json.loads(argument)))
     for wrapper in (torch.nn.parallel.DistributedDataParallel, DistributedDataParallel):
         watch.replace_forward(wrapper)
@@ -97,7 +107,10 @@ class _Watch:
 
 
 def _name_others(ddp: nn.Module) -> str:
-    """Return a text that names the wrappers that are not examined, because the script ends before their forward."""
+    """Return a text that names the other wrappers, which are not examined because the script ends now.
+
+    The text is empty if there are no other wrappers.
+    """
     others = [
         found
         for found in gc.get_objects()
@@ -113,7 +126,13 @@ def _name_others(ddp: nn.Module) -> str:
 def _examine(
     ddp: Any, args: tuple[Any, ...], kwargs: dict[str, Any], transport: Transport, number: int
 ) -> tuple[bool, str]:
-    """Examine the module inside the wrapper. Return on all ranks whether the runs agree, and the report."""
+    """Examine the module inside the wrapper `ddp`, with the arguments of its forward.
+
+    All ranks call this function together.
+
+    Returns:
+        Whether the results of all runs agree, and the text of the report.
+    """
     module: nn.Module = ddp.module
     if ddp.device_ids:  # the wrapper moves its inputs too
         device = torch.device(ddp.device_type, ddp.device_ids[0])
@@ -142,7 +161,10 @@ def _examine(
 def _forward_and_backward(
     module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> tuple[Any, dict[str, Tensor | None]]:
-    """Return a loss and the gradients of the module's parameters. `.grad` is not written, so nothing is reduced."""
+    """Run the module forward and backward. Return a loss, and the gradients of the module's parameters by name.
+
+    The backward does not write `.grad`, so the wrapper starts no reduction.
+    """
     with calling(f"the forward of {type(module).__name__}"):
         found = module(*args, **kwargs)
     outputs = [tensor for tensor in tensors_in(found) if tensor.requires_grad and tensor.numel()]
@@ -160,7 +182,10 @@ def _forward_and_backward(
 
 
 def _weighted_sum(output: Tensor) -> Tensor:
-    """Return a loss with a different gradient for each element. The gradient of a plain sum vanishes in a softmax."""
+    """Return a weighted sum of the elements, as a loss. Each element has its own weight.
+
+    A plain sum would not do, because its gradient vanishes in a softmax.
+    """
     real = torch.view_as_real(output) if output.is_complex() else output
     wide = real.to(torch.float32) if real.dtype in (torch.float16, torch.bfloat16) else real
     weights = torch.arange(wide.numel(), dtype=wide.dtype, device=wide.device).cos_()

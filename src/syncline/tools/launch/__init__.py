@@ -1,11 +1,11 @@
-"""The launcher behind `syncline run`. It runs ranks as processes, on torch's elastic agent.
+"""The launcher behind `syncline run`, which runs each rank as a process. It is based on torch's elastic agent.
 
-failures.py   the rank that failed first, and the text of its failure
-guardian.py   a process that cleans up after a launcher that was killed
-output.py     the ranks' output, with the rank before each line, and the launcher's messages
-stopping.py   signals to the launcher, and the end of the ranks
-supervise.py  one job from start to exit code, with a store of its own
-worker.py     the wrapper that runs the user's program in a rank (a script; it is never imported)
+failures.py   finds the rank that failed first, and describes its failure
+guardian.py   a process that cleans up if the launcher is killed
+output.py     prints the ranks' output, with the rank before each line, and the launcher's messages
+stopping.py   handles signals to the launcher, and ends the ranks
+supervise.py  runs one job from start to exit code, with a store of its own
+worker.py     the wrapper that runs the user's program in a rank (a script, which is never imported)
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""The search for the rank that failed first, and the text of the failure. Pure, except for reading error files."""
+"""Functions that find the rank that failed first, and describe its failure for the user.
+
+All functions are pure, except `read_error_file`.
+"""
 
 from __future__ import annotations
 
@@ -22,42 +25,42 @@ _LOST_PEER = re.compile(
     r"failed to recv|DistNetworkError|DistStoreError",
     re.IGNORECASE,
 )
-"""Words in errors that a rank raises because another rank has ended."""
+"""A pattern of the words that occur in errors of a rank whose peer has ended."""
 
 _START = re.compile(r"Traceback \(most|Fatal Python error")
-"""Start of an error text that says why a process has ended."""
+"""A pattern of the first line of an error that Python prints when a process fails."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ErrorRecord:
-    """The content of the error file of a rank."""
+    """The content of a rank's error file, which describes the exception that ended the rank."""
 
     summary: str
-    """Type and text of the exception."""
+    """The type and the text of the exception."""
     traceback: str
-    """Traceback as printed by Python; empty for `sys.exit`."""
+    """The traceback as Python prints it. It is empty if the rank ended by `sys.exit`."""
     time_ns: int
-    """Time of the exception, in nanoseconds since 1970."""
+    """The time of the exception, in nanoseconds since 1970."""
     exit_code: int | None = None
-    """Exit code to which the exception leads; None if torch's own @record wrote the file."""
+    """The exit code that follows from the exception. It is None if torch's own @record wrote the file."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Failure:
-    """The end of a rank with an exit code other than 0."""
+    """A description of how a rank ended, for a rank whose exit code was not 0."""
 
     rank: int
     pid: int
     return_code: int
-    """Return code as in Python's subprocess module; a negative number means a signal."""
+    """The return code as in Python's subprocess module. A negative number is the number of a signal, negated."""
     record: ErrorRecord | None
-    """The rank's own record of its exception; None if the rank wrote none."""
+    """The rank's own record of its exception. It is None if the rank has recorded no exception."""
     stderr_tail: Sequence[str] = ()
-    """Last lines that the rank wrote to stderr."""
+    """The last lines that the rank wrote to stderr."""
 
     @property
     def exit_code(self) -> int:
-        """Exit code as in a shell, from 1 to 255; 128 + number for a signal."""
+        """The exit code as in a shell, from 1 to 255. If a signal ended the rank, it is 128 + the signal's number."""
         if self.record is not None and self.record.exit_code:
             return self.record.exit_code  # a signal may have ended the process during its cleanup
         code = 128 - self.return_code if self.return_code < 0 else self.return_code
@@ -70,7 +73,7 @@ class Failure:
 
     @property
     def ending(self) -> str:
-        """A text that says how the rank ended. It follows the name of the rank in a sentence."""
+        """A text that says how the rank ended, such as "failed with exit code 1"."""
         if self.record is None and self.return_code < 0:
             return f"was killed by {_signal_name(-self.return_code)}, exit code {self.exit_code}"
         if self.record is not None and not self.record.traceback:
@@ -79,7 +82,7 @@ class Failure:
 
 
 def read_error_file(path: str) -> ErrorRecord | None:
-    """Return the content of an error file, written by Syncline or by torch's @record; None without a valid file."""
+    """Read an error file that Syncline or torch's @record has written. Return None if there is no valid file."""
     try:
         message = json.loads(Path(path).read_text(encoding="utf-8"))["message"]
         if isinstance(message, str):
@@ -101,9 +104,9 @@ def first_failure(failures: Sequence[Failure]) -> Failure:
     - The time of an exception is known from the error file. The time at which a rank was killed is unknown, and its
       peers may record lost connections before the launcher detects the death. A death without an exception therefore
       counts as earlier than an error about a lost connection, but as later than an exception with another cause.
-    - A rank may close its connections before its exception is recorded (`finally: destroy_process_group()`). This
-      record is then later than the records of the peers.
-    - The launcher ends the remaining ranks by SIGTERM.
+    - A rank may close its connections before its exception is recorded (`finally: destroy_process_group()`). Its peers
+      then record lost connections earlier. An exception with another cause therefore counts as earlier than these.
+    - The launcher ends the remaining ranks by SIGTERM. Ranks that SIGTERM ended after the first failure do not count.
     - A rank that stopped as requested has not failed, even if it ended first.
 
     Args:
@@ -119,7 +122,7 @@ def first_failure(failures: Sequence[Failure]) -> Failure:
 
 
 def _without_ended(failures: Sequence[Failure]) -> list[Failure]:
-    """Return the failures without ranks that the launcher ended by SIGTERM, after the first failure."""
+    """Return the failures except those of ranks that the launcher ended by SIGTERM after the first failure."""
     return [
         failure
         for index, failure in enumerate(failures)
@@ -132,7 +135,7 @@ def _time_ns(failure: Failure) -> int:
 
 
 def _has_lost_a_peer(failure: Failure) -> bool:
-    """Return True if the rank failed because another rank had ended, according to its error."""
+    """Return True if, according to the error of the rank, it failed because another rank had ended."""
     record = failure.record
     if record is None:
         return False
@@ -142,12 +145,12 @@ def _has_lost_a_peer(failure: Failure) -> bool:
 
 
 def describe(failures: Sequence[Failure], *, host: str, more_hosts: bool = False) -> str:
-    """Return the final message for the user: a summary line, then the traceback of the rank that failed first.
+    """Return the final message to the user: a summary line, then the error of the rank that failed first.
 
     Args:
         failures: at least one failure, in the order in which the launcher detected them.
-        host: this host's name.
-        more_hosts: whether ranks also run on other hosts, whose failures are not known here.
+        host: the name of this host.
+        more_hosts: whether the job also has ranks on other hosts. Their failures are not known on this host.
     """
     first = first_failure(failures)
     line = f"rank {first.rank} (pid {first.pid} on {host}) {first.ending}"
@@ -167,7 +170,7 @@ def describe(failures: Sequence[Failure], *, host: str, more_hosts: bool = False
 
 
 def _error_of_a_peer(others: Sequence[Failure]) -> list[str]:
-    """Return the first error about a lost peer. The error says at which operation both ranks were."""
+    """Return the lines of the first error in which a rank reports a lost peer. This error names the operation."""
     for other in others:
         if other.record is not None and _has_lost_a_peer(other):
             return [f"rank {other.rank} then reported:", *other.record.summary.rstrip().split("\n")]
@@ -185,7 +188,7 @@ def _named(failures: Sequence[Failure]) -> str:
 
 
 def _details(failure: Failure) -> list[str]:
-    """Return the lines that explain the failure: the traceback, else the end of the rank's stderr."""
+    """Return the lines that explain a failure: the recorded traceback, or otherwise the last lines of the stderr."""
     if failure.record is not None and failure.record.traceback:
         return failure.record.traceback.rstrip().split("\n")
     lines = _end_of(failure.stderr_tail)
@@ -196,13 +199,13 @@ def _details(failure: Failure) -> list[str]:
         lines.insert(0, failure.record.summary)
     if not lines and is_killed:
         lines.append(
-            "(the process printed no error; the kernel kills processes when memory runs out, see `dmesg`)"
+            "(the process printed no error. The kernel kills processes when memory runs out: check `dmesg` for this)"
         )
     return lines
 
 
 def _end_of(tail: Sequence[str]) -> list[str]:
-    """Return the last traceback in `tail` and the lines after it; without a traceback, the last lines."""
+    """Return the last traceback in `tail` and all lines after it. If there is no traceback, return the last lines."""
     lines = [line for line in tail if _WORKER_FRAME not in line]
     starts = [i for i, line in enumerate(lines) if _START.search(line)]
     if not starts:

@@ -1,18 +1,20 @@
-"""A process that cleans up after a killed launcher. It kills the ranks' child processes and removes a folder.
+"""The guardian, a process that cleans up if the launcher is killed.
+
+It then kills the ranks' child processes, and removes the launcher's private folder.
 
 [Note: why another process]
 
 SIGKILL ends the launcher before the launcher can clean up. The kernel then kills the ranks (see
 `process.end_with_parent`), but not their child processes, such as workers of a DataLoader. The kernel does not remove
-the launcher's folder either. A small process in a session of its own, the guardian, therefore reads from a pipe that
-only the launcher holds open. If the pipe closes without a final message, the launcher was killed, and the guardian
-kills the sessions of the ranks. A process that has left its rank's session (setsid) was detached on purpose. The
-guardian lets such a process run.
+the launcher's folder either. A small process in a session of its own, the guardian, therefore reads from a pipe. Only
+the launcher holds the other end of the pipe open. If the pipe closes without a final message, the launcher was killed,
+and the guardian kills all processes in the sessions of the ranks. A process that has left its rank's session by setsid
+was detached on purpose, and the guardian does not kill it.
 
-After a rank has ended, the system may give its process number to another process. For ranks that ended before the
-launcher, the guardian therefore kills only processes with the job's mark in their environment.
+After a rank has ended, the system can give its process number to another process. For ranks that ended before the
+launcher, the guardian therefore kills only processes that have the job's mark in their environment.
 
-This file needs only the standard library, because the guardian process runs this file by path, without the package.
+This file imports only the standard library, because the guardian process runs it by path, without the package.
 """
 
 from __future__ import annotations
@@ -32,7 +34,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 _SAME_END_SECONDS = 1.0
-"""Ranks that ended at most this long before the launcher count as ended together with the launcher."""
+"""A rank that ended less than this long before the launcher counts as ended together with the launcher."""
 
 _KILLING_SECONDS = 5.0
 
@@ -40,12 +42,13 @@ _DONE = b"done\n"
 
 
 class Guardian:
-    """A context manager with a private folder and a guardian process. On exit it removes the folder.
+    """A context manager that creates a private folder and starts a guardian process.
 
-    If this process is killed before the exit, the guardian process cleans up.
+    When the context ends, the folder is removed. If this process is killed before that, the guardian process removes
+    the folder and kills what is left of the ranks.
 
     Args:
-        variables: the environment of the guardian process, without the mark of any job.
+        variables: the environment variables of the guardian process. They must not contain the mark of a job.
     """
 
     def __init__(self, variables: dict[str, str]) -> None:
@@ -67,11 +70,11 @@ class Guardian:
         return self
 
     def watch(self, mark: str, sessions: Sequence[int]) -> None:
-        """Send the job's ranks to the guardian process, in place of earlier ranks.
+        """Send the job's running ranks to the guardian process. They replace the ranks of the previous call.
 
         Args:
-            mark: a text in the environment of the ranks.
-            sessions: process numbers of the ranks, each of which leads a session.
+            mark: the job's mark, a text that the environment of each rank contains.
+            sessions: the process numbers of the ranks. Each rank leads a session with the same number.
         """
         self._write(" ".join([mark, *map(str, sessions)]).encode() + b"\n")
 
@@ -92,7 +95,10 @@ class Guardian:
 
 
 def main(folder: str) -> None:
-    """Read the messages of `Guardian` from stdin. Clean up if the input ends without the final message."""
+    """Run the guardian process: read the messages of `Guardian` from stdin.
+
+    If the input ends without the final message, kill the ranks' processes and remove `folder`.
+    """
     mark, running, ended = "", dict[int, int](), dict[int, float]()
     with open(0, "rb", buffering=0) as pipe:  # without a buffer, so that `poll` sees each message
         while True:
@@ -126,7 +132,10 @@ def main(folder: str) -> None:
 
 
 def _followed(sessions: Sequence[int]) -> dict[int, int]:
-    """Return the sessions by pidfds of their leaders. A leader that has ended, or has no pidfd, is left out."""
+    """Open a pidfd for the leader of each session. Return the sessions by pidfd.
+
+    A session is left out if its leader has ended or if the system cannot open a pidfd.
+    """
     found = {}
     for session in sessions:
         with contextlib.suppress(OSError):
@@ -135,7 +144,13 @@ def _followed(sessions: Sequence[int]) -> dict[int, int]:
 
 
 def _kill(sessions: set[int], doubtful: set[int], mark: str) -> None:
-    """Kill all processes in `sessions`, and those with `mark` in `doubtful` sessions, until none is left."""
+    """Kill the processes of the ranks' sessions, again and again until none is left or a time limit is reached.
+
+    Args:
+        sessions: sessions that certainly belong to ranks. All their processes are killed.
+        doubtful: session numbers that the system may have reused. Only their processes with `mark` are killed.
+        mark: the job's mark, a text in the environment of the job's processes.
+    """
     deadline = time.monotonic() + _KILLING_SECONDS
     while time.monotonic() < deadline:
         members = [
@@ -152,7 +167,7 @@ def _kill(sessions: set[int], doubtful: set[int], mark: str) -> None:
 
 
 class RunningProcess(NamedTuple):
-    """The numbers of a process."""
+    """The process number of a running process, and the numbers of its parent, process group and session."""
 
     pid: int
     parent: int
@@ -161,7 +176,7 @@ class RunningProcess(NamedTuple):
 
 
 def running_processes() -> Iterator[RunningProcess]:
-    """Yield all running processes of this host (none except on Linux)."""
+    """Yield all running processes of this host. On systems without /proc, yield none."""
     for folder in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):  # the process has ended
             # The format is "pid (name) state ppid pgrp session ...". The name may contain spaces and brackets.
@@ -171,7 +186,7 @@ def running_processes() -> Iterator[RunningProcess]:
 
 
 def is_marked(pid: int, mark: str) -> bool:
-    """Return True if the environment of the process contains `mark`."""
+    """Return True if the environment of the process `pid` contains the text `mark`."""
     try:
         return os.fsencode(mark) in Path(f"/proc/{pid}/environ").read_bytes()
     except OSError:  # the process has ended, or belongs to another user

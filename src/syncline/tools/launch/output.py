@@ -1,8 +1,8 @@
-"""The output of the ranks, copied line by line, with the rank before each line; and the messages of the launcher.
+"""The output of the launcher: the lines that the ranks print, each with its rank in front, and messages of its own.
 
-Torch's elastic launcher can do this with log files. These files grow as long as the job runs, they are polled ten times
-a second, and a read may end inside a line. Here every stream of every rank is a named pipe, and one thread reads all
-pipes. Lines are complete, appear at once, and use no disk space.
+Torch's elastic launcher can copy the ranks' output by means of log files. These files grow as long as the job runs, the
+launcher polls them ten times a second, and it may read an incomplete line. Here, each rank has a named pipe for stdout
+and one for stderr, and one thread reads all pipes. Lines are complete, appear at once, and use no disk space.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from syncline.tools.launch.stopping import Ended
 DEFAULT_PREFIX = "[rank ${rank}] "
 
 _PROGRESS_SECONDS = 5.0
-"""The shortest time between two lines of one progress bar."""
+"""The minimum time between two printed lines of one progress bar."""
 
 _READ_BYTES = 1 << 16
 
@@ -40,15 +40,16 @@ _TAIL_LINES = 200
 
 
 def say(text: str) -> None:
-    """Print one message of the launcher on stderr."""
+    """Print a message of the launcher on stderr."""
     with contextlib.suppress(OSError, ValueError):
         print(f"syncline run: {text}", file=sys.stderr, flush=True)
 
 
 class Lines:
-    r"""A splitter of a byte stream into complete lines.
+    r"""A splitter that divides a stream of bytes into complete lines.
 
-    The text that a progress bar draws with carriage returns becomes a line every few seconds and when the bar ends.
+    A progress bar draws its text again and again, after carriage returns. The splitter returns the newest text as a
+    line every few seconds, and when the bar ends.
 
     Example:
         >>> lines = Lines()
@@ -61,7 +62,12 @@ class Lines:
         self._drawn_at = 0.0
 
     def feed(self, data: bytes, now: float) -> list[bytes]:
-        """Add `data` and return the lines that are now complete, without line ends. `now` is a time in seconds."""
+        """Add bytes to the stream, and return the lines that are now complete, without line ends.
+
+        Args:
+            data: the next bytes of the stream.
+            now: the current time in seconds, from any clock that does not go back.
+        """
         *whole, self._rest = (self._rest + data).split(b"\n")
         lines = [_as_drawn(line) for line in whole]
         if b"\r" in self._rest:
@@ -76,19 +82,22 @@ class Lines:
         return lines
 
     def finish(self) -> list[bytes]:
-        """Return the rest of a stream that ended without a newline."""
+        """End the stream. If it did not end with a newline, return a list of its last line; otherwise an empty list."""
         rest, self._rest = _as_drawn(self._rest), b""
         return [rest] if rest.strip() else []
 
 
 def _as_drawn(line: bytes) -> bytes:
-    """Return the last part of a line with carriage returns. This is roughly the text that a terminal shows."""
+    """Return the text after the last carriage return of a line that is followed by text.
+
+    This is roughly the text that a terminal shows.
+    """
     return next((part for part in reversed(line.split(b"\r")) if part), b"")
 
 
 @dataclass
 class _Stream:
-    """The output of one rank to stdout or stderr."""
+    """The stdout or the stderr of one rank."""
 
     pipe_fd: int
     to_fd: int
@@ -99,7 +108,7 @@ class _Stream:
 
 
 class Forwarder:
-    """A thread that copies the ranks' pipes to the stdout and stderr of this process."""
+    """A thread that copies the contents of the ranks' pipes to the stdout and stderr of this process."""
 
     def __init__(self) -> None:
         self._streams: list[_Stream] = []
@@ -115,11 +124,11 @@ class Forwarder:
         Args:
             pipe: path of the new pipe.
             to_fd: the file descriptor of the target: 1 (stdout) or 2 (stderr).
-            prefix: text put before each line.
-            copy: a file to which the same bytes are written, without the prefix.
+            prefix: the text to print before each line.
+            copy: a file to which the bytes of the pipe are also written, without the prefix. None means no file.
 
         Returns:
-            The last lines of the pipe. The thread keeps them up to date.
+            A deque with the last lines that were read from the pipe. The thread keeps it up to date.
         """
         os.mkfifo(pipe, 0o600)
         # The pipe is also opened for writing, so that it reports no end of file when a rank closes it.
@@ -134,7 +143,7 @@ class Forwarder:
         self._thread.start()
 
     def stop(self) -> None:
-        """Copy the rest from the pipes, then close the pipes. Call this after the ranks have ended."""
+        """Copy what is left in the pipes, end the thread, and close the pipes. Call this after the ranks have ended."""
         os.write(self._stop_write_fd, b"x")
         self._thread.join()
         self._selector.close()
@@ -175,7 +184,10 @@ class Forwarder:
         self._write(stream.to_fd, b"".join(stream.prefix + line + b"\n" for line in lines))
 
     def _write(self, fd: int, data: bytes) -> None:
-        """Write all of `data`. If the reader has closed the stream (`| head`), drop the data: the job continues."""
+        """Write all of `data` to `fd`. If the reader of `fd` has closed it (as `| head` does), drop the data.
+
+        The job then continues without this output.
+        """
         left = memoryview(data)
         while left and fd not in self._closed_fds:
             try:
@@ -187,21 +199,21 @@ class Forwarder:
 
 
 class RankLogs(LogsSpecs):
-    """The ranks' output, described for torch's launcher. The output goes through pipes to a `Forwarder`.
+    """A specification for torch's launcher that sends the ranks' output through pipes to a `Forwarder`.
 
-    If stdout or stderr is a terminal and no logs are kept, rank 0 writes to it directly. Progress bars and colours then
-    work as without a launcher.
+    If stdout or stderr is a terminal and no logs are kept, rank 0 writes to it directly. Progress bars and colours of
+    rank 0 then work as without a launcher.
 
     Args:
-        scratch: a private folder for pipes and error files; the caller removes it.
-        keep_in: a folder in which to keep logs, or None.
-        prefix: template of the line prefix, with torch's macros (rank, local_rank, role_name, hostname).
+        scratch: a private folder for pipes and error files. The caller removes it.
+        keep_in: a folder in which to keep log files of the output. None means that no logs are kept.
+        prefix: the template of the text before each line, with torch's macros (rank, local_rank, role_name, hostname).
     """
 
     def __init__(self, *, scratch: Path, keep_in: Path | None, prefix: str) -> None:
         super().__init__(log_dir=str(keep_in or scratch))
         self.kept: Path | None = None
-        """The folder with this job's logs; None if no logs are kept or no rank was started."""
+        """The folder with the logs of this job. It is None if no logs are kept or no rank was started."""
         self._scratch = scratch
         self._keep_in = keep_in
         self._prefix = Template(prefix)
@@ -217,11 +229,23 @@ class RankLogs(LogsSpecs):
         return str(self._keep_in or self._scratch)
 
     def stderr_tail(self, local_rank: int) -> list[str]:
-        """Return the last lines that a rank of the latest attempt wrote to stderr through a pipe."""
+        """Return the last lines that a rank of the latest attempt wrote to stderr.
+
+        If the rank wrote to the terminal directly, the list does not contain these lines.
+        """
         return [line.decode(errors="replace") for line in self._stderr_tails.get(local_rank, ())]
 
     def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
-        """Create the pipes of one attempt. Torch calls this just before the launcher starts the ranks."""
+        """Create the pipes for one attempt to run the ranks, and start to copy them.
+
+        Torch's launcher calls this method just before it starts the ranks.
+
+        Args:
+            envs: the environment variables of each rank, by local rank.
+
+        Returns:
+            The paths to which the launcher redirects the ranks' output, and the paths of their error files.
+        """
         self.stop()
         if self._num_attempts:
             self._say_restart(next(iter(envs.values())))
@@ -263,11 +287,14 @@ class RankLogs(LogsSpecs):
         return dest
 
     def note_ended(self, ended: Ended) -> None:
-        """Record the ranks that ended before the launcher ended others. Only the first call of an attempt counts."""
+        """Record the ranks that had ended before the launcher ended the others.
+
+        Only the first call in an attempt that passes any rank has an effect.
+        """
         self._ended = self._ended or ended
 
     def stop(self) -> None:
-        """Copy the rest from the pipes. Call this after the ranks have ended."""
+        """Copy what is left in the pipes, and close the pipes. Call this after the ranks have ended."""
         if self._forwarder is not None:
             self._forwarder.stop()
             self._forwarder = None
@@ -284,7 +311,10 @@ class RankLogs(LogsSpecs):
         say(f"starting all ranks again ({why}); restart {count} of at most {most}")
 
     def _failures(self) -> list[Failure]:
-        """Return the failures of ranks that the launcher did not end, in the order in which they were detected."""
+        """Return the failures of the latest attempt, in the order in which the launcher detected them.
+
+        Ranks that the launcher itself ended are left out, unless they have recorded an exception.
+        """
         found = []
         for local_rank in dict.fromkeys([*self._ended, *self._error_files]):
             record = read_error_file(self._error_files[local_rank])
@@ -304,7 +334,11 @@ class RankLogs(LogsSpecs):
 
 
 class TorchLogs(LogsSpecs):
-    """Torch's own handling of the ranks' output, which --tee and similar options request."""
+    """A specification that leaves the ranks' output to torch's launcher, which options such as --tee require.
+
+    Args:
+        inner: torch's own specification of the ranks' output.
+    """
 
     def __init__(self, inner: LogsSpecs) -> None:
         super().__init__()
@@ -331,7 +365,7 @@ class TorchLogs(LogsSpecs):
         return dest
 
     def note_ended(self, ended: Ended) -> None:
-        """Do nothing, because torch's launcher itself reports why the ranks are restarted."""
+        """Do nothing. With its own log files, torch's launcher itself reports why it restarts the ranks."""
 
     def stop(self) -> None:
-        """Do nothing, because torch's launcher has already stopped its reading threads."""
+        """Do nothing. Torch's launcher has already stopped the threads that read its log files."""

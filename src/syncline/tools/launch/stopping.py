@@ -1,27 +1,28 @@
-"""Signals to the launcher, and the end of the ranks.
+"""The handling of signals to the launcher, and of the end of the ranks.
 
 `Interruption` handles signals to the launcher. The first signal is passed to the ranks, which then have a few seconds
 to end. After that time, or at the second signal, the ranks are killed. Torch's handlers are replaced, because with them
 a second Ctrl-C restarts the wait, and SIGHUP ends the job even under nohup. SIGTERM and SIGUSR1 ask the ranks to stop
-at a point from which they can resume. SIGTERM gives them time to save. SIGUSR1 sets no time limit, because schedulers
-send it long before the end.
+at a point from which they can resume. After SIGTERM, the ranks have more time, so that they can save. After SIGUSR1,
+they have no time limit, because schedulers send this signal long before the end of the job.
 
-`Workers` passes these two signals to the ranks, waits for ranks that stop as requested, and does not count them as
-failures.
+`Workers` passes SIGTERM and SIGUSR1 to the ranks, and waits for ranks that stop as requested. It does not count such
+ranks as failures.
 
 [Note: signals for ranks]
 
 Torch's launcher sends a signal to the whole process group of each rank, and half a minute later it ends the remaining
-processes. It treats exit code 75 (`EXIT_STOPPED`) of a rank as a failure, ends the other ranks at once, and restarts
-all of them if restarts are allowed. Workers of a DataLoader are in the process group. They end at the signal, and their
-rank then ends with an error. SIGTERM and SIGUSR1 are therefore sent to the ranks only, and the launcher then waits for
-the ranks.
+processes. If a rank ends with exit code 75 (`EXIT_STOPPED`), torch's launcher treats this as a failure: it ends the
+other ranks at once, and restarts all ranks if restarts are allowed. The process group of a rank includes the workers of
+its DataLoader. They would end at the signal, and their rank would then fail. SIGTERM and SIGUSR1 are therefore sent to
+the ranks' own processes only, and the launcher then waits for the ranks.
 
 [Note: time to report a killed peer]
 
-Torch's launcher ends all ranks as soon as it detects that one of them was killed. The other ranks detect the death
-themselves within milliseconds. They raise an error that names rank, step and collective, which is all that is known
-about a death without an exception. `Workers` therefore waits for a moment, so that the ranks can record that error.
+Torch's launcher ends all ranks as soon as it detects that one of them was killed. The killed rank itself recorded no
+exception. The other ranks detect its death within milliseconds, and raise an error that names the rank, the step and
+the collective. `Workers` therefore waits for up to a second before the ranks are ended, so that they can record this
+error.
 """
 
 from __future__ import annotations
@@ -43,42 +44,46 @@ from syncline.session.stop_request import EXIT_STOPPED
 from syncline.tools.launch.guardian import Guardian, RunningProcess, is_marked, running_processes
 
 Ended = dict[int, tuple[int, int]]
-"""Process number and exit code by local rank, in the order in which the ends were detected."""
+"""The process number and the exit code of each rank that has ended, by local rank, in the order of detection."""
 
 _POLL_SECONDS = 0.01
 
 _REPORT_SECONDS = 1.0
-"""How long the peers of a killed rank have to record their own errors."""
+"""The time that the peers of a killed rank have to record their own errors."""
 
 _STOPPING_SECONDS = 60.0
-"""How long after the first stopped rank the others may still end. All have saved by the time the first one ends."""
+"""The time that the other ranks have to end after the first rank has stopped as requested.
+
+When the first rank ends, all ranks have already saved.
+"""
 
 _GRACE_SECONDS = 5.0
 
 _SAVING_SECONDS = 30.0
 
 _ORDERLY = (-signal.SIGINT, -signal.SIGTERM)
-"""Exit codes of ranks that were asked to end. Their peers need no time to report such an end."""
+"""The exit codes of ranks that were ended by a request. Their peers need no time to report such an end."""
 
 
 class Workers:
-    """The ranks of a job on this host. Enter this context manager while torch's launcher runs the ranks.
+    """The ranks of a job on this host, as a context manager inside which torch's launcher runs.
 
     The context replaces the functions with which torch's launcher starts, polls and ends the ranks.
 
     Args:
-        mark: a text in the environment of the ranks.
+        mark: the job's mark, a text that the environment of each rank contains.
         guardian: the guardian, which receives the process numbers of all ranks when they start.
-        whole_groups: whether to send signals to all processes of a rank. This is needed if a rank is a command, because
-            it is unknown which of its processes handles signals.
-        note_ended: called with the ranks that have ended, before the launcher ends the others.
+        whole_groups: whether to send signals to the whole process group of a rank, instead of its first process only.
+            This is needed if a rank is a command, because it is unknown which of its processes handles signals.
+        note_ended: a function that is called before the launcher ends the remaining ranks. Its argument is the ranks
+            that have already ended.
     """
 
     def __init__(
         self, mark: str, guardian: Guardian, *, whole_groups: bool, note_ended: Callable[[Ended], None]
     ) -> None:
         self.have_stopped = False
-        """Whether all ranks on this host have ended because they agreed to stop."""
+        """Whether all ranks on this host have ended because the ranks of the job had agreed to stop."""
         self._mark = mark
         self._guardian = guardian
         self._whole_groups = whole_groups
@@ -104,14 +109,14 @@ class Workers:
         self._ranks = []
 
     def pass_on(self, number: signal.Signals, *, ends: bool) -> bool:
-        """Send a signal to the running ranks.
+        """Send a signal to all ranks that are running.
 
         Args:
             number: the signal.
-            ends: whether the signal asks the ranks to end. If so, they are not restarted.
+            ends: whether the signal asks the ranks to end. If so, the launcher does not restart them.
 
         Returns:
-            True if any rank is running.
+            True if at least one rank was running.
         """
         running = [rank for rank in self._ranks if rank.poll() is None]
         if running and ends:
@@ -125,14 +130,14 @@ class Workers:
         return bool(running)
 
     def kill(self) -> None:
-        """Kill the process groups of all ranks, also of ranks that the launcher is still starting."""
+        """Kill the process groups of all ranks, including ranks that the launcher is only just starting."""
         for pid, parent, group, _ in self._marked():
             if parent == os.getpid() and group == pid:
                 with contextlib.suppress(ProcessLookupError):
                     os.killpg(group, signal.SIGKILL)
 
     def kill_left_behind(self) -> None:
-        """Kill the processes that ended ranks left running in their process groups."""
+        """Kill the processes that are still running in the process groups of ranks."""
         for process in self._marked():
             if process.group in self._groups:
                 with contextlib.suppress(ProcessLookupError):
@@ -170,7 +175,11 @@ class Workers:
         return poll(ranks)
 
     def _close(self, close: Callable[..., None], ranks: SubprocessContext, *args: Any, **kwargs: Any) -> None:
-        """End the ranks. If one was killed, first wait until all have ended or the time to report is up."""
+        """End the ranks.
+
+        If a rank was killed, first give the other ranks time to record their errors: wait until all ranks have ended,
+        but at most `_REPORT_SECONDS`.
+        """
         ended: Ended = {}
         deadline = time.monotonic() + _REPORT_SECONDS
         while True:
@@ -190,18 +199,19 @@ def _processes(ranks: SubprocessContext) -> list[Popen[bytes]]:
 
 
 class Interruption:
-    """The signal handlers of the launcher; a context manager.
+    """A context manager that installs the signal handlers of the launcher.
 
-    The first of `signals` raises torch's SignalException. The second kills the ranks. If ranks are running, a first
-    SIGTERM is passed to the ranks instead of raising. SIGUSR1 is always passed to the ranks, and has no other effect.
+    At the first signal in `signals`, the handler raises torch's SignalException, with which torch's launcher ends the
+    ranks. But if the first signal is SIGTERM and ranks are running, the handler passes SIGTERM to the ranks instead. At
+    the second signal, the handler kills the ranks. SIGUSR1 is always passed to the ranks, and has no other effect.
 
-    Enter the context in the main thread. A signal that is ignored at this time stays ignored (nohup).
+    Enter the context in the main thread. A signal that is ignored at that time, as under nohup, stays ignored.
 
     Args:
         workers: the ranks.
-        signals: names such as "SIGINT".
-        shutdown_seconds: time from the first signal until the ranks are killed; None means 5 seconds, or 30 seconds
-            after SIGTERM.
+        signals: the names of the signals to handle, such as "SIGINT".
+        shutdown_seconds: the time from the first signal until the ranks are killed. None means 30 seconds after
+            SIGTERM, and 5 seconds after another signal.
     """
 
     def __init__(self, workers: Workers, signals: Sequence[str], shutdown_seconds: float | None) -> None:
@@ -212,7 +222,7 @@ class Interruption:
         self._is_over = False
         self._num_received = 0
         self.received: signal.Signals | None = None
-        """The first signal that was received; None before that."""
+        """The first of the handled signals that this process has received, or None if there was none yet."""
 
     def __enter__(self) -> Interruption:
         handlers = dict.fromkeys(self._signals, self._handle) | {signal.SIGUSR1: self._pass_on}
@@ -228,7 +238,7 @@ class Interruption:
             signal.signal(number, handler)
 
     def end(self) -> None:
-        """Ignore further signals, because the ranks have ended. The third signal still ends this process."""
+        """Ignore further signals. Call this when the ranks have ended. The third signal still ends this process."""
         self._is_over = True
 
     def _pass_on(self, number: int, frame: FrameType | None) -> None:

@@ -1,10 +1,12 @@
-"""The run of one job from start to exit code, on torch's elastic launcher, with the store to which its ranks connect.
+"""A function that runs one job from start to exit code, and the rendezvous that opens the store of the job.
+
+The job runs on torch's elastic launcher.
 
 [Note: why not torch's rendezvous]
 
-Torch's own rendezvous opens two stores that listen on every interface of the host. A store has no password. Every
-process that can connect can therefore read and write. A job on one host needs only one store, on the loopback
-interface. With several hosts, the user may set the address (`--host`). A restart on one host creates a new store, so
+Torch's own rendezvous opens two stores that listen on every interface of the host. A store has no password, so every
+process that can connect to it can read and write its values. A job on one host needs only one store, on the loopback
+interface. With several hosts, the user can choose the address (`--host`). A restart on one host creates a new store, so
 that ranks never find addresses of ranks that have ended.
 """
 
@@ -52,11 +54,11 @@ _TIMEOUT_SECONDS = 600
 
 
 def listen_at(config: LaunchConfig, address: str) -> None:
-    """Configure a job so that the store of host 0 listens at `address` only.
+    """Change the configuration of a job so that the store of host 0 listens at `address` only.
 
     Args:
-        config: the configuration, with a static rendezvous. Other hosts connect to its endpoint; port 0 means any free
-            port.
+        config: the configuration, with a static rendezvous. Other hosts connect to the endpoint of the rendezvous. Port
+            0 in the endpoint means any free port.
         address: an address of this host.
     """
     config.rdzv_backend = _BACKEND
@@ -65,7 +67,7 @@ def listen_at(config: LaunchConfig, address: str) -> None:
 
 
 class _Rendezvous(StaticTCPRendezvous):
-    """A rendezvous of hosts that are numbered from 0 on the command line. Host 0 opens the store."""
+    """A rendezvous in which each host gets its number from the command line. Host 0 opens the store."""
 
     def __init__(self, parameters: RendezvousParameters) -> None:
         config = parameters.config
@@ -104,26 +106,26 @@ _WORKER = Path(__file__).with_name("worker.py")
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """The description of one job."""
+    """The settings of one job."""
 
     config: LaunchConfig
-    """Torch's configuration of the job. Its `logs_specs` and `signals_to_handle` are replaced."""
+    """Torch's configuration of the job. `supervise` replaces its `logs_specs` and `signals_to_handle`."""
     command: str | Callable[..., object] = sys.executable
-    """Command or function that torch starts in each rank."""
+    """The command or function that torch starts as each rank."""
     arguments: Sequence[str]
-    """Arguments of the command."""
+    """The arguments of the command or function."""
     guardian: Guardian
-    """The guardian, which cleans up if this process is killed. Its folder has room for the job's files."""
+    """The guardian, which cleans up if this process is killed. The job's temporary files are in its folder."""
     torch_logs: LogsSpecs | None = None
-    """Torch's own handling of the ranks' output (by log files), if the user requested it."""
+    """Torch's own handling of the ranks' output by log files. It is None unless the user requested it."""
     keep_logs_in: Path | None = None
-    """A folder in which to keep the ranks' output; None keeps no logs."""
+    """The folder in which to keep the ranks' output. None means that no logs are kept."""
     is_python: bool = True
-    """Whether each rank is a Python program, not a command that may start one."""
+    """Whether the process of each rank is itself a Python program. Otherwise, it is a command that can start one."""
     shutdown_seconds: float | None = None
-    """How long ranks may continue after a signal; None means the defaults of `Interruption`."""
+    """The time that ranks have to end after a signal. None means the defaults of `Interruption`."""
     verbose: bool = False
-    """Whether torch's own log lines are shown."""
+    """Whether to show the log lines of torch's launcher."""
 
 
 def worker_command(
@@ -133,13 +135,14 @@ def worker_command(
     is_python: bool = True,
     before: tuple[str, str] | None = None,
 ) -> list[str]:
-    """Return the arguments with which Python runs `program` as a rank whose launcher is this process.
+    """Return the arguments with which Python runs a program as a rank. This process is the launcher of the rank.
 
     Args:
-        program: a script, a module or a command, and its arguments.
+        program: a script, a module or a command, followed by its arguments.
         is_module: whether the program is a module, as in python -m.
-        is_python: whether the program is a script or module, not a command.
-        before: name of a module whose `main` is called first in the same process, and the argument of the call.
+        is_python: whether the program is a script or a module. Otherwise, it is a command.
+        before: the name of a module and a text. The module's `main` is called with the text in the same process, before
+            the program runs. None means no call.
     """
     kind = ["-m"] if is_module else [] if is_python else ["--exec"]
     first = ["--before", *before] if before is not None else []
@@ -154,14 +157,18 @@ def run_on_this_host(
     num_threads: int | None = None,
     prefix: str | None = None,
 ) -> int:
-    """Run a Python program on ranks of this host, in a job that other hosts cannot reach. Return its exit code.
+    """Run a Python program as a job whose ranks are all on this host. Other hosts cannot connect to the job's store.
 
     Args:
         num_ranks: the number of ranks.
         arguments: the result of `worker_command`.
         guardian: the guardian of this process.
-        num_threads: threads of each rank; None means cores / ranks, unless the user has set OMP_NUM_THREADS.
-        prefix: template of the line prefix; None means the default.
+        num_threads: the number of threads of each rank. None means OMP_NUM_THREADS if the user has set it, and
+            otherwise cores / ranks.
+        prefix: the template of the text before each line of output. None means the default.
+
+    Returns:
+        The exit code, as of `supervise`.
     """
     config = LaunchConfig(
         min_nodes=1,
@@ -182,11 +189,12 @@ def run_on_this_host(
 
 
 def supervise(job: Job) -> int:
-    """Run `job` until all ranks have ended. Failures are printed on stderr and not raised.
+    """Run `job` until all its ranks on this host have ended. Failures are printed on stderr, and are not raised.
 
     Returns:
-        The exit code: 0, or `EXIT_STOPPED` if all ranks stopped as requested, or the exit code of the rank that failed
-        first, or 128 + the number of the signal that ended the launcher.
+        The exit code. 0 means success. `EXIT_STOPPED` means that all ranks stopped as requested. If a signal ended the
+        job in another way, the code is 128 + the number of the signal. If a rank failed, it is the exit code of the
+        rank that failed first. If the ranks could not be started, it is 1.
     """
     mark = f"{os.getpid()}-{uuid.uuid4().hex}"
     config = job.config
@@ -222,7 +230,7 @@ def supervise(job: Job) -> int:
 
 
 def _variables(config: LaunchConfig) -> dict[str, str]:
-    """Return environment variables for the ranks, which are set unless the user has set them."""
+    """Return the defaults of environment variables of the ranks. A variable that the user has set keeps its value."""
     address = config.rdzv_configs.get(_ADDRESS)
     interface = interface_of(address) if address else None
     # Gloo and NCCL then use the same network interface as the store.
@@ -268,17 +276,17 @@ def _report(
     text = str(failure)
     first_line = text.strip().partition("\n")[0]
     if "address already in use" in text.lower() or "EADDRINUSE" in text:
-        say(
-            f"another process has taken the port of the ranks' rendezvous ({first_line}): start the job again"
-        )
+        say(f"another process uses the port of the ranks' rendezvous ({first_line}): start the job again")
     else:
-        say(f"could not start the ranks: {type(failure).__name__}: {first_line} (--verbose shows more)")
+        say(
+            f"could not start the ranks: {type(failure).__name__}: {first_line} (--verbose shows the traceback)"
+        )
     return 1
 
 
 @contextlib.contextmanager
 def _without_torch_logs(verbose: bool) -> Iterator[None]:
-    """Hide the log lines of torch's elastic launcher unless `verbose`, because `say` reports the same events."""
+    """Hide the log lines of torch's elastic launcher in a context, unless `verbose`. `say` reports the same events."""
     names = () if verbose else ("elastic", "launcher", "run")
     loggers = [logging.getLogger(f"torch.distributed.{name}") for name in names]
     before = [logger.propagate for logger in loggers]

@@ -1,20 +1,20 @@
-"""A wrapper that runs in each worker of `syncline run` and then runs the user's program.
+"""The wrapper with which `syncline run` starts each rank. It prepares the process, and then runs the user's program.
 
 [Note: why a wrapper around the user's program]
 
-A worker must end when its launcher is killed, and it must record its exception with an exact time. This must work for
-every program, with or without `sl.init`, with or without torch. The alternatives were worse:
+A rank must end when its launcher is killed, and it must record its exception with an exact time. Both must work for
+every program, whether or not the program uses torch or calls `sl.init`. The alternatives were worse:
 
 - Code in `sl.init` does not cover programs that never call `sl.init`, or failures before the call.
 - A launcher that watches from outside cannot determine which of two ranks failed first if they fail 20 ms apart.
-- A `sitecustomize` module on PYTHONPATH hides the user's own.
+- A `sitecustomize` module on PYTHONPATH would hide a `sitecustomize` module of the user.
 
 The launcher therefore starts `python .../worker.py LAUNCHER_PID [-m] PROGRAM ARGUMENTS`. The file is run by path, not
-with -m, because an import of the package would import torch before the program could set a variable that torch reads
-at import. The program runs in a new `__main__` module that exists until the interpreter ends. `sys.argv` and
-`sys.path[0]` are set as by `python PROGRAM`. Pickling, `multiprocessing` and `-m` thus behave as without the wrapper,
-and tracebacks do not show this file. A command that is not Python replaces this process by exec (`--exec`), and the
-parent-death signal stays set.
+with -m, because an import of the package would import torch before the program could set an environment variable that
+torch reads at import. The program runs in a new `__main__` module that exists until the interpreter ends. `sys.argv`
+and `sys.path[0]` are set as `python PROGRAM` sets them. Pickling, `multiprocessing` and `-m` therefore behave as
+without the wrapper, and tracebacks do not show this file. With `--exec`, PROGRAM is a command that is not Python. It
+replaces this process by exec, and the parent-death signal stays set.
 
 With `--before MODULE ARGUMENT`, the wrapper first calls `MODULE.main(ARGUMENT)` in the same process. `syncline doctor`
 uses this to watch a program.
@@ -37,7 +37,7 @@ _PACKAGE = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__fil
 
 
 def _sibling(name: str) -> Any:
-    """Load a module of the package without importing the package, which would import torch."""
+    """Load one module of the package `syncline`. An import of the whole package would import torch."""
     spec = importlib.util.spec_from_file_location(
         f"_syncline_{os.path.basename(name)}", os.path.join(_PACKAGE, f"{name}.py")
     )
@@ -50,7 +50,11 @@ def _sibling(name: str) -> Any:
 
 
 def main(argv: list[str]) -> None:
-    """Run a program. The arguments are LAUNCHER_PID [--before MODULE ARGUMENT] [-m | --exec] PROGRAM [ARGUMENTS]."""
+    """Run the user's program in this process.
+
+    Args:
+        argv: the arguments LAUNCHER_PID [--before MODULE ARGUMENT] [-m | --exec] PROGRAM [ARGUMENTS].
+    """
     process = _sibling("session/process")
     process.end_with_parent(int(argv[0]))
     before, program = (argv[2:4], argv[4:]) if argv[1] == "--before" else ([], argv[1:])
@@ -82,7 +86,7 @@ def main(argv: list[str]) -> None:
 
 
 def _as_script(path: str) -> tuple[CodeType, ModuleType]:
-    """Return the code of a script, and the `__main__` module in which to run the code."""
+    """Prepare a script. Return its code, and the new `__main__` module in which to run the code."""
     full = os.path.abspath(path)
     if not sys.flags.safe_path:
         sys.path[0] = os.path.dirname(os.path.realpath(full))
@@ -94,7 +98,10 @@ def _as_script(path: str) -> tuple[CodeType, ModuleType]:
 
 
 def _as_module(name: str) -> tuple[CodeType, ModuleType]:
-    """Return the code of a module, or of the `__main__` in a package, and the `__main__` module in which to run it."""
+    """Prepare a module, as `python -m` does. Return its code, and the new `__main__` module in which to run the code.
+
+    For a package, this is the code of the package's `__main__` submodule.
+    """
     if not sys.flags.safe_path:
         sys.path[0] = os.getcwd()
     spec = importlib.util.find_spec(name)
@@ -104,7 +111,7 @@ def _as_module(name: str) -> tuple[CodeType, ModuleType]:
     get_code = getattr(spec.loader, "get_code", None) if spec is not None else None
     code: CodeType | None = get_code(name) if get_code is not None else None
     if spec is None or code is None:
-        raise SystemExit(f"there is no module {name} that -m can run")
+        raise SystemExit(f"there is no module {name} that -m can run: check the name after -m")
     return code, _main_module(
         __spec__=spec,
         __loader__=spec.loader,
@@ -121,14 +128,14 @@ def _main_module(**attributes: Any) -> ModuleType:
 
 
 def _without_this_file(tb: TracebackType | None) -> TracebackType | None:
-    """Return the part of a traceback that belongs to the program."""
+    """Return the traceback without its outermost frames that belong to this file."""
     while tb is not None and tb.tb_frame.f_code.co_filename == __file__:
         tb = tb.tb_next
     return tb
 
 
 def _show_from_the_program(shown: TracebackType | None) -> None:
-    """Install an excepthook that shows only the program's part of the traceback."""
+    """Install an excepthook that shows the traceback `shown`, which is the program's part of the whole traceback."""
     hook = sys.excepthook
 
     def excepthook(kind: type[BaseException], error: BaseException, _: TracebackType | None) -> None:
