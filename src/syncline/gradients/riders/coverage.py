@@ -130,7 +130,7 @@ class Coverage:
         return self._forms is not None
 
     def list_again(self, leaves: Sequence[Leaf]) -> None:
-        """Replace the leaves by the present leaves of the replica. Divide them again if names or sizes have changed."""
+        """Replace the leaves by the replica's present leaves. Divide them again if names or sizes have changed."""
         forms = _forms(leaves)
         if forms != self._forms:
             agreed_by_leaf, agreed_on_all = self._agreed_by_leaf(), self.all_agreed_at
@@ -162,7 +162,10 @@ class Coverage:
         self.hashes.append(one)
 
     def hashes_by_leaf(self) -> dict[int, int]:
-        """Return a hash for each leaf of which pieces were hashed, by the leaf's index. It covers all of these pieces."""
+        """Return one hash for each leaf, by the leaf's index. It covers all hashed pieces of the leaf.
+
+        Leaves without hashed pieces are left out.
+        """
         found: dict[int, int] = {}
         for one in self.hashes:
             for leaf, number in one.by_leaf().items():

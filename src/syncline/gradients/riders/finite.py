@@ -50,7 +50,7 @@ class OwnGradients:
         return False
 
     def check_later(self, parts: Parts) -> None:
-        """Start to compute the largest magnitude of each gradient on its device. The call does not wait for the device."""
+        """Start to compute the largest magnitude of each gradient without waiting for the device."""
         parts = [(index, values) for index, values in parts if values.numel()]
         if parts:
             sizes = foreach_norm([_as_real(values) for _, values in parts], math.inf)

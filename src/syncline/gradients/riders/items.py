@@ -105,7 +105,7 @@ class ItemCount:
         self.unreduced, self.num_uncounted_backwards = None, 0
         if counted is not None and uncounted:
             raise ValueError(
-                f"expected all backwards of a synchronized step to run inside of normalize_by, or none, but "
+                "expected all backwards of a synchronized step to run inside of normalize_by, or none, but "
                 f"{format_count(uncounted, 'backward')} ran outside and others ran inside. Their gradients are added "
                 "up, so no divisor is right for the sum: put every micro-batch of the step inside of normalize_by, or "
                 "none"
@@ -177,7 +177,7 @@ class ItemNormalizer:
         self._versions: list[int | None] = []
 
     def follow(self, parameters: Sequence[Tensor], num_ranks: int) -> None:
-        """Use other parameters from now on, because the module or its group has changed. This works also inside a block."""
+        """Use other parameters from now on, because the module or its group has changed. A block may be open."""
         before = {id(p): version for p, version in zip(self._parameters, self._versions, strict=False)}
         if before:
             self._versions = [

@@ -1,8 +1,8 @@
 """Rider: metrics that are averaged over ranks (see `DistributedDataParallel.report`).
 
 A rank's word holds its own mean of each metric since the last synchronized backward, and the weight of this mean, as
-float32. Every rank receives all words and computes the means over ranks in float64, in rank order. So the means have the
-same bits on every rank.
+float32. Every rank receives all words and computes the means over ranks in float64, in rank order. So the means have
+the same bits on every rank.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class Metrics(Rider):
         self.num_bits = _BITS * len(names)
 
     def word(self, backward: Backward) -> int:
-        """Return a word with this rank's mean and weight of each metric. A metric that was not reported has weight 0."""
+        """Return a word with this rank's mean and weight of each metric. A metric without a report has weight 0."""
         return self._own_word() if self._reports else 0
 
     def _own_word(self) -> int:
@@ -94,7 +94,7 @@ class Metrics(Rider):
         self._means = {}
 
     def conclude_alone(self) -> None:
-        """Use this rank's own means as the result. Call this if there is only one rank, or if a backward is not reduced."""
+        """Use this rank's own means as the result, because there is one rank or this backward is not reduced."""
         self._average([self._own_word()] if self._reports else [])
         self._reports.clear()
 

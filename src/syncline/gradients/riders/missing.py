@@ -115,7 +115,6 @@ class StaticGraph(_Fault):
         ]
         return ContractMismatch(
             f"step {step}, backward: with static_graph=True, expected each parameter to get as many gradients as in "
-            "the "
-            "first backward, but some parameters got more or fewer:\n" + "\n".join(lines) + "\n"
+            "the first backward, but some parameters got more or fewer:\n" + "\n".join(lines) + "\n"
             "No optimizer may step with these gradients. Omit static_graph, or run the same graph in every step"
         )
