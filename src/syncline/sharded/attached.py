@@ -164,8 +164,8 @@ class AttachedShards(ShardedState):
         def step(self_: Optimizer, closure: Callable[[], float] | None = None, **kwargs: Any) -> Any:
             if closure is not None:
                 raise ValueError(
-                    "with sharded=True, expected optimizer.step() without a closure, because the backwards of all ranks "
-                    "must have ended before any rank writes the parameters: run the backward, then call step()"
+                    "with sharded=True, expected optimizer.step() without a closure, because the backwards of all "
+                    "ranks must have ended before any rank writes the parameters: run the backward, then call step()"
                 )
             return around_step(self, functools.partial(inner_step, self_, **kwargs))
 
@@ -219,7 +219,7 @@ class AttachedShards(ShardedState):
         optimizer.state.clear()
 
     def use_plain_gradients(self) -> None:
-        """Set `.grad` of each shard to a plain tensor, which the optimizer's kernels need. Without a gradient, set None."""
+        """Set `.grad` of each shard to a plain tensor, for the optimizer's kernels. Without a gradient, set None."""
         has_gradients = {one.plan.index: one.has_gradients for one in self.bucket_shards}
         for shard in self.shards:
             gradient = shard.parameter.grad
@@ -337,7 +337,7 @@ class AttachedShards(ShardedState):
     # ------------------------------------------------------------------ description
 
     def describe(self) -> str:
-        """Return a text that names the optimizer's class and its unit of a step. Ranks compare it; the contract shows it."""
+        """Return the optimizer's class and the unit of its steps as text, for the ranks and for the contract."""
         kind = type(self.optimizer).__name__
         if self.whole:
             return f"{kind} by whole parameters"

@@ -64,7 +64,7 @@ def is_elementwise(optimizer: Optimizer, given: bool | None) -> bool:
             False.
 
     Raises:
-        ValueError: the optimizer can step neither flat spans nor whole parameters alone.
+        ValueError: an optimizer of this class can step no shard (LBFGS, SparseAdam).
 
     Example:
         >>> import torch
@@ -250,7 +250,7 @@ class Sharding:
 
     @torch.no_grad()
     def _gather(self, attached: AttachedShards) -> None:
-        """Send the parameters that this rank has stepped, and receive the other parameters. This is a collective call."""
+        """Send the parameters that this rank has stepped, and receive all others. This is a collective call."""
         lane, works = self._module.lane, []
         for bucket_shard in attached.bucket_shards:
             if bucket_shard.is_common:
@@ -270,7 +270,7 @@ class Sharding:
             work.wait()
 
     def _find_together(self, found: Tensor) -> None:
-        """Set `found` to its maximum over all ranks. It is 1 if a GradScaler found an infinity or NaN, and 0 otherwise."""
+        """Set `found` to its maximum over all ranks. A GradScaler sets it to 1 if it finds an infinity or NaN."""
         lane = self._module.lane
         lane.board.phase = "GradScaler, looking for infinities"
         on_any = found.detach().reshape(1).to(lane.sending_device(found.device))

@@ -96,7 +96,7 @@ class PartedTensor:
 
 
 class ShardedState(ABC):
-    """The state of an object, of which each rank has one shard. Ranks save and load their shards without communication."""
+    """The state of an object, of which each rank has one shard. Saving and loading it needs no communication."""
 
     @abstractmethod
     def _shard_state_dict(self) -> dict[str, Any]:

@@ -249,7 +249,7 @@ def gather_state(
 
 
 def _described(shard: Shard, state: ParameterState) -> list[Any]:
-    """Describe a shard as JSON values: its bucket, its bounds, and each value of its state as (kind, dtype, content)."""
+    """Return a shard's bucket, its bounds, and each value of its state as (kind, dtype, content), for JSON."""
     values: dict[str, tuple[str, str | None, Any]] = {}
     for key, value in state.items():
         if not isinstance(value, Tensor):
