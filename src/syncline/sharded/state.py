@@ -69,7 +69,9 @@ def slice_state(
     for index in indices:
         if set(state_of.get(index, ())) != set(state_of[present[0]]):
             raise _differ(
-                names[present[0]], names[index], "the state of one parameter has entries that the other does not have"
+                names[present[0]],
+                names[index],
+                "the state of one parameter has entries that the other does not have",
             )
     sliced: ParameterState = {}
     for key, first in state_of[present[0]].items():

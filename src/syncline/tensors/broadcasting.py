@@ -74,7 +74,7 @@ class TensorBroadcaster:
         return self._in_flight
 
     def run(self, src: int = 0) -> None:
-        """Broadcast the tensors from rank `src`, and wait. At most two packed copies of up to 32 MiB exist at a time."""
+        """Broadcast the tensors from rank `src`, and wait. At most two packed copies of 32 MiB exist at a time."""
         self._prepare()
         is_source = self._transport.rank == src
 
