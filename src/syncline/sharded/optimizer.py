@@ -202,8 +202,8 @@ class Sharding:
             )
         if index in taken:
             raise ValueError(
-                f"two attached optimizers cannot step the same parameter, but {self._module.names[index or 0]} already "
-                "belongs to an optimizer that was attached before: give this parameter to one of them only"
+                f"a parameter cannot be stepped by two attached optimizers, but {self._module.names[index or 0]} "
+                "already belongs to an optimizer that was attached before: give this parameter to one of them only"
             )
 
     def _move_bounds(self, whole: set[int], staying: Sequence[AttachedShards], *, has_begun: bool) -> None:

@@ -150,7 +150,7 @@ def check_dense(name: str, tensor: Tensor) -> None:
         )
     if tensor.is_nested:
         raise ValueError(
-            f"expected {name} to be a dense tensor, got a nested tensor: pass the tensors of {name}.unbind()"
+            f"expected {name} to be a dense tensor, got a nested tensor: pass its parts, which {name}.unbind() returns"
         )
     if type(tensor) not in _OWN_MEMORY and hasattr(tensor, "__tensor_flatten__"):
         raise ValueError(
