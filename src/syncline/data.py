@@ -231,7 +231,7 @@ class DistributedSampler(torch_data.DistributedSampler[int]):
         return len(dataset)
 
     def _order(self) -> dict[str, Any]:
-        """Return the settings that determine the order of samples."""
+        """Return the settings that determine the order of samples, by name."""
         return {"num_samples": self._num_samples, "shuffle": self.shuffle, "seed": self.seed}
 
 

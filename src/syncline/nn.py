@@ -177,7 +177,7 @@ class SyncBatchNorm(nn.SyncBatchNorm):
             )
         if input.size(1) != self.num_features or not self.num_features:
             raise ValueError(
-                f"expected {self.num_features} channels (at least 1) in dimension 1 of the input, got shape "
+                f"expected an input with {self.num_features} channels (at least 1) in dimension 1, got shape "
                 f"{tuple(input.shape)}"
             )
         if not input.is_floating_point():
@@ -277,7 +277,7 @@ def _check_enough(num_values: int, transport: Transport) -> None:
     if num_values <= 1:
         raise ValueError(
             f"expected more than 1 value per channel in training, got {num_values} over all {transport.size} ranks: "
-            "use a larger batch, or eval()"
+            "use a larger batch, or call eval() on the module"
         )
 
 

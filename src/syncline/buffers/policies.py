@@ -91,7 +91,7 @@ class BufferSync:
         """Whether the next forward synchronizes buffers. It does not if the previous forward ran under no_sync or
         no_grad, or if `sync` was called after the previous forward."""
         self.are_equal = False
-        """Whether `sync` made the buffers equal and no forward has run since."""
+        """Whether `sync` has made the buffers equal, and no forward has run after it."""
         self.places = [
             (path, owner._buffers, name)
             for prefix, owner in module.named_modules()
@@ -103,7 +103,7 @@ class BufferSync:
         self._agreeing = agreeing or transport
         self._module_name = type(module).__name__
         self._tensors: list[Tensor] = []
-        """The buffers that were synchronized last."""
+        """The tensors that the last synchronization used."""
         self._agreed_kinds = _kinds(self._current())
         self._broadcaster: TensorBroadcaster | None = None
         self._last: tuple[bool, str] | None = None
@@ -202,7 +202,7 @@ class BufferSync:
         )
 
     def continues(self, former: BufferSync) -> None:
-        """Take over the settings of the former synchronizer, because the module has changed."""
+        """Take over the settings of a former `BufferSync`, because the module has changed."""
         self.enabled, self.due, self.why_disabled = former.enabled, former.due, former.why_disabled
 
     def _named_current(self) -> list[tuple[str, Tensor]]:

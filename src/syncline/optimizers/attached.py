@@ -191,7 +191,7 @@ class _Link:
         """The class name of the optimizer that replaced this optimizer. It is empty if there is none."""
 
     def step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
-        """Take a step of the optimizer. This method replaces the optimizer's `step`."""
+        """Take a step of the optimizer, through its `AttachedOptimizer` if there is one."""
         if self.replaced_by:
             raise SynclineError(
                 f"this {type(optimizer).__name__} was replaced, because a {self.replaced_by} of the same parameters "
@@ -216,7 +216,7 @@ def _link_of(optimizer: Optimizer) -> _Link:
 
 
 def _bound(optimizer: Optimizer, link: _Link, inner: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the function that replaces `optimizer.step`."""
+    """Return the function that replaces `optimizer.step` and calls the step of `link`."""
 
     @functools.wraps(inner)
     def step(self_: Optimizer, *args: Any, **kwargs: Any) -> Any:

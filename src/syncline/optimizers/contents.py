@@ -99,7 +99,7 @@ class OptimizerNumbers:
             self.lines.append(f"param_groups[{index}].params  {len(group['params'])} tensors")
 
     def write_back(self) -> None:
-        """Write the values of `tensors` into the optimizer."""
+        """Write the values of `tensors` into the optimizer's state and settings."""
         received: dict[str, Any] = {}
         for numbers, tensor in zip((self._integers, self._floats), self.tensors, strict=True):
             received.update(zip(numbers, tensor.tolist(), strict=True))
@@ -112,7 +112,7 @@ class OptimizerNumbers:
 
 
 def is_setting(path: str) -> bool:
-    """Return whether a path of `optimizer_leaves` belongs to a parameter group, not to the state."""
+    """Return whether a path of `optimizer_leaves` belongs to a parameter group. Otherwise it belongs to the state."""
     return path.startswith("param_groups[")
 
 

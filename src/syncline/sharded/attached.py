@@ -22,7 +22,7 @@ from syncline.sharded.part import ShardedState, attach_sharded_state, has_sharde
 from syncline.sharded.state import ShardedModule, gather_state, shard_state, slice_state
 
 _METHODS = ("step", "zero_grad", "add_param_group", "state_dict", "load_state_dict")
-"""The methods of an attached optimizer that are replaced."""
+"""The names of the optimizer's methods that `AttachedShards` replaces."""
 
 
 def is_sharded(optimizer: object) -> bool:
@@ -60,7 +60,7 @@ class AttachedShards(ShardedState):
         self._module = module
         self._find_together = find_together
         self.groups: list[list[Tensor]] = [list(group["params"]) for group in optimizer.param_groups]
-        """The original parameters, by group."""
+        """The original parameters of each parameter group, in place of which the optimizer has shards."""
         self._param_names = [group.pop("param_names", None) for group in optimizer.param_groups]
         flat = [(at, parameter) for at, group in enumerate(self.groups) for parameter in group]
         trained = {
@@ -230,7 +230,10 @@ class AttachedShards(ShardedState):
     # ------------------------------------------------------------------ saving and loading
 
     def _state_dict(self) -> dict[str, Any]:
-        """Return the state in torch's ordinary format, the same on every rank. This is a collective call."""
+        """Gather the optimizer's state, and return it in torch's ordinary format. This is a collective call.
+
+        Every rank gets the same state.
+        """
         shards, states = self._shards_with_states()
         with torch.no_grad():
             gathered = gather_state(shards, states, self.bucket_shards, self._module.lane)

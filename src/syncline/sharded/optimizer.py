@@ -47,7 +47,7 @@ _ELEMENTWISE = (
 )
 
 _REFUSED = {
-    optim.LBFGS: "it needs all parameters at once",
+    optim.LBFGS: "its update needs all parameters at once",
     optim.SparseAdam: "its gradients are sparse and cannot be cut into spans",
 }
 
@@ -112,7 +112,7 @@ class Sharding:
             by_parameter=by_parameter,
         )
         self._frozen = {id(p) for p in module.parameters() if not p.requires_grad}
-        """The ids of parameters that are not trained."""
+        """The ids of the parameters that are not trained, because they do not require a gradient."""
         self._team = bucket_shards[0].team
         self._has_private = not all(bucket_shard.is_common for bucket_shard in bucket_shards)
         """Whether each rank has its own copy of some parameters."""

@@ -25,7 +25,7 @@ class TensorPart:
     """
 
     values: Tensor
-    """The part's elements, of shape (numel of the part,)."""
+    """The elements of the part, in memory order, of shape (numel of the part,)."""
     start: int
     """Index of the first element in the whole tensor."""
     shape: tuple[int, ...]
@@ -86,7 +86,7 @@ class PartedTensor:
         return len(self.shape)
 
     def whole(self) -> Tensor:
-        """Return the whole tensor in new memory. Its strides follow the order of the dimensions."""
+        """Return the whole tensor in new memory. Its strides follow `TensorPart.order`."""
         order = self._parts[0].order
         flat = torch.empty(self.shape.numel(), dtype=self.dtype, device=self.device)
         for part in self._parts:

@@ -174,8 +174,8 @@ def written_elsewhere(where: str) -> SynclineError:
     """
     return SynclineError(
         f"shared parameters were written outside of sl.write_shared{where}. All ranks of a host compute with the same "
-        "copy, so the write may have changed values while another rank was reading them: write only inside of "
-        "`with sl.write_shared(module):`, which all ranks enter"
+        "copy, so the write may have changed values while another rank was reading them: write the parameters only "
+        "inside of `with sl.write_shared(module):`. All ranks must enter this context"
     )
 
 

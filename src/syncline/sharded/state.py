@@ -28,7 +28,7 @@ ParameterState = dict[str, Any]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShardedModule:
-    """The trained parameters of a module, and this rank's shards of them."""
+    """A description of the trained parameters of a module, and of this rank's shards of them."""
 
     names: Sequence[str]
     """Names of the parameters, by index."""

@@ -138,7 +138,7 @@ class _BytesPiece:
 
     @torch.inference_mode()  # see `launch`
     def land(self) -> None:
-        """Write the received values into the tensors."""
+        """Write the values that this rank has received into the tensors."""
         if self._slots:
             foreach_copy_(self._bytes, self._slots)
         # One at a time, because the batched call cannot write to a tensor with a pending conjugation.

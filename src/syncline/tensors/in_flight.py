@@ -33,7 +33,7 @@ def run_pieces(
 
     Args:
         pieces: the pieces, in the same order on all ranks.
-        launch: a function that packs a piece and starts its collective.
+        launch: a function that packs a piece, starts its collective, and returns the work to wait for.
         land: a function that writes the result of a piece into its tensors, and frees the copy.
     """
     in_flight: deque[tuple[Work, AnyPiece]] = deque()

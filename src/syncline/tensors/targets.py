@@ -181,7 +181,7 @@ def _check_writable(name: str, tensor: Tensor) -> None:
     if repeats:
         raise ValueError(
             f"expected {name} to be writable in place, got an expanded tensor (shape {tuple(tensor.shape)}, strides "
-            f"{tensor.stride()}), in which several elements have the same memory: pass {name}.clone()"
+            f"{tensor.stride()}), of which several elements use the same memory: pass {name}.clone()"
         )
 
 

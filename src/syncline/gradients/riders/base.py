@@ -45,7 +45,7 @@ class Words:
     of_rank: tuple[int | None, ...]
     """The word of each rank, in rank order. It is None for a rank without inputs, which sends zeros (see `join`)."""
     step: int
-    """The step that has just been reduced."""
+    """The step in which the ranks reported the words."""
     transport: Transport
     """The transport over which the ranks can exchange details. An exchange is a collective call."""
 
@@ -55,7 +55,7 @@ class Words:
 
     @property
     def active(self) -> Mapping[int, int]:
-        """The words of the ranks that still have inputs, by rank."""
+        """The words of the ranks that still have inputs, as a mapping from rank to word."""
         return {rank: word for rank, word in enumerate(self.of_rank) if word is not None}
 
     @property
@@ -78,7 +78,7 @@ class Words:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reduced:
-    """The result that a step left in `.grad`."""
+    """The result of the reduction in one step, which `.grad` holds now."""
 
     step: int
     buckets: Sequence[Holder]
@@ -87,7 +87,7 @@ class Reduced:
     """Whether the result may be infinite or NaN although all ranks' own gradients are finite. This is possible if the
     gradients were summed (under `normalize_by`), or if a communication hook reduced the buckets."""
     is_mean: bool
-    """Whether each bucket holds the mean over all ranks, the same on every rank."""
+    """Whether each bucket holds the mean over all ranks, which is the same on every rank."""
     any_nonfinite: bool
     """Whether some rank reported that its own gradients were not finite before they were reduced."""
 
@@ -119,7 +119,7 @@ class Rider:
         """Prepare for a backward whose gradients will be reduced.
 
         Args:
-            step: the step that begins.
+            step: the number of the step.
         """
 
     def look_at(self, bucket: Holder) -> None:

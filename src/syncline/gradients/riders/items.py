@@ -155,9 +155,9 @@ class Standing(NamedTuple):
     total: int | None
     """The number of items of all ranks whose reduced gradients are still in `.grad`. It is None without such items."""
     is_mean: bool
-    """Whether the reduced gradients in `.grad` are a mean, and not this rank's part of a sum."""
+    """Whether `.grad` holds a mean of reduced gradients. Otherwise it holds this rank's part of a sum."""
     is_changed: bool
-    """Whether the mean in `.grad` was changed after the reduction."""
+    """Whether the mean in `.grad` was changed (by clipping, for example) after the reduction."""
 
 
 class ItemNormalizer:
@@ -258,8 +258,8 @@ class ItemNormalizer:
         if not total:
             raise ValueError(
                 f"step {step}: expected normalize_by with at least 1 item on some rank, got 0 items on each of "
-                f"{format_count(len(num_items), 'rank')}, so the mean is undefined: skip a step in which no rank has "
-                "items"
+                f"{format_count(len(num_items), 'rank')}. The mean over 0 items is undefined: skip a step in which no "
+                "rank has items"
             )
         return total
 
@@ -313,7 +313,7 @@ class Items(Rider):
         self.of_ranks: tuple[int, ...] = ()
         """The number of items of each rank in the last step. It is 0 for a rank without inputs."""
         self.any_counted = False
-        """Whether the gradients of the last step are sums over items."""
+        """Whether items were counted in the last step. If so, its gradients are sums over items."""
 
     def word(self, backward: Backward) -> int:
         """Return the number of this rank's items plus 1. Return 0 if items are not counted."""
@@ -330,8 +330,8 @@ class Items(Rider):
             others = sorted(set(words.active) - set(counted))
             raise SynclineError(
                 f"step {words.step}: {describe_ranks(counted)} ran this backward under normalize_by, but "
-                f"{describe_ranks(others)} did not, so the gradients have no common divisor. Clear the gradients, and "
-                "use normalize_by on all ranks (0 items are allowed) or on none"
+                f"{describe_ranks(others)} did not, so no divisor is right for the sum of their gradients: clear the "
+                "gradients, and use normalize_by on all ranks (with 0 items on a rank without items) or on none"
             )
         self.any_counted = bool(counted)
         self.of_ranks = tuple(word - 1 if word else 0 for word in words.of_rank)

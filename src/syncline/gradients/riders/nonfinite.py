@@ -70,7 +70,7 @@ class NonFinite(Rider):
         return {"nonfinite": self.last}
 
     def discards_step(self) -> bool:
-        """Return whether an optimizer must skip its step."""
+        """Return whether an optimizer must skip its step, because the gradients are not finite."""
         return False
 
 
@@ -279,7 +279,7 @@ class NonFiniteWatch(NonFinite):
         self._discarded.mark(self._gradients() if is_bad else ())
 
     def discards_step(self) -> bool:
-        """Return whether an optimizer must skip its step, because `.grad` holds gradients marked as discarded."""
+        """Return whether an optimizer must skip its step, because gradients in `.grad` are marked as discarded."""
         return self._discarded.has_any_of(self._gradients())
 
 

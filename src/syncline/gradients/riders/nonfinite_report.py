@@ -1,4 +1,4 @@
-"""The error or warning about gradients that are not finite."""
+"""The error or warning that reports gradients that are not finite."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ OVERFLOWED = (
 )
 
 REDUCED_OUTSIDE = (
-    "The gradients were reduced by sl.sync_gradients_, which does not check each rank's own gradients. To learn which "
-    "rank has such gradients, run the last backward outside of no_sync"
+    "The gradients were reduced by sl.sync_gradients_, which does not check each rank's own gradients. To find out "
+    "which rank has gradients that are not finite, run the last backward outside of no_sync"
 )
 
 

@@ -25,7 +25,7 @@ class Located:
     differences: Sequence[Difference]
     """The values that differ between ranks. It is empty if all values are equal."""
     leaves: Sequence[Leaf]
-    """The values that were compared."""
+    """The leaves whose values were compared."""
     agreed_at: int | None
     """The step at which all ranks last had the same bits in the first of these values. It is None if unknown."""
     are_buffers: bool = False

@@ -315,7 +315,7 @@ class Replicas(Rider):
         return 0 if self.watch is None else self.watch.fingerprint()
 
     def receive(self, words: Words) -> None:
-        """Keep the fingerprints for `conclude`."""
+        """Keep the fingerprints of all ranks for `conclude`."""
         # Replicas are compared last, because under "repair" and "warn" the optimizer steps all the same.
         self._reported = None if words.any_joined else list(words.active.values())
 

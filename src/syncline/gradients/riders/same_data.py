@@ -39,7 +39,7 @@ class SameData(Rider):
 
     def __init__(self) -> None:
         self.is_open = True
-        """Whether the comparison continues."""
+        """Whether ranks still compare their gradients."""
         self._seen = 0
         """The hash of the elements sampled so far in this step."""
         self._is_zero = True

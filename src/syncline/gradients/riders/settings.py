@@ -57,8 +57,8 @@ class Settings(Rider):
             describe_difference(
                 f"step {words.step}, backward: the attached optimizers",
                 shown,
-                remedy="Give the optimizers the same settings on all ranks (perhaps a scheduler was stepped on one "
-                "rank only), and step them equally often. sl.broadcast_(optimizer) copies the settings of rank 0 to "
-                "all ranks.",
+                remedy="Give the optimizers the same settings on all ranks, and step them equally often. A possible "
+                "cause is a scheduler that was stepped on one rank only. sl.broadcast_(optimizer) copies the settings "
+                "of rank 0 to all ranks.",
             )
         )

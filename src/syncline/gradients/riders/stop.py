@@ -51,7 +51,11 @@ class StopVote:
         """The number of backwards that have carried the votes."""
 
     def receive(self, words: Words) -> None:
-        """Read the votes that a reduced backward carried."""
+        """Store which ranks voted for stopping, if any rank did.
+
+        Args:
+            words: the votes that a synchronized backward carried.
+        """
         # A rank without inputs cannot stop inside of `join`. The ranks vote again when it has left `join`.
         if words.any_set and not words.any_joined and not self.asked_ranks:
             self.asked_ranks = tuple(rank for rank, word in words.active.items() if word)
@@ -74,7 +78,11 @@ class Stop(Rider):
         self._vote: StopVote | None = None
 
     def carry(self, vote: StopVote) -> None:
-        """Report `vote` in each synchronized backward from now on."""
+        """Report this rank's vote in each synchronized backward from now on.
+
+        Args:
+            vote: the object that holds the vote.
+        """
         self._vote = vote
 
     def word(self, backward: Backward) -> int:
