@@ -340,7 +340,10 @@ class AttachedShards(ShardedState):
     # ------------------------------------------------------------------ description
 
     def describe(self) -> str:
-        """Return the optimizer's class and the unit of its steps as text, for the ranks and for the contract."""
+        """Return a text that names the optimizer's class and says whether it steps whole parameters or flat spans.
+
+        Ranks compare this text, and the contract shows it.
+        """
         kind = type(self.optimizer).__name__
         if self.whole:
             return f"{kind} by whole parameters"

@@ -108,7 +108,7 @@ class ShardedState(ABC):
 
         Args:
             state: the shards of all ranks, joined by `join_parts`. Tensors that were in parts are `PartedTensor`s.
-                Values are copied, so `state` can be changed later.
+                The object keeps no tensor of `state`.
             types: the dtype in which each parameter was saved, by the parameter's `id`.
         """
 

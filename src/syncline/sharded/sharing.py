@@ -250,8 +250,9 @@ def share_(module: AnyModule, *, group: dist.ProcessGroup | Transport | None = N
 
 
 def write_shared(module: nn.Module) -> AbstractContextManager[None]:
-    """Return a context in which ranks may write shared parameters. Either one rank writes, or all write the same
-    values.
+    """Return a context in which shared parameters may be written.
+
+    Either one rank writes the parameters, or all ranks write the same values.
 
     All ranks must enter and leave the context together. Entering waits until no rank reads the parameters any more.
     Leaving waits until all ranks have written. If there are several copies (one per host, or one per rank with

@@ -100,7 +100,7 @@ def spread(sizes: Sequence[tuple[int, int]], num_turns: int) -> list[tuple[Piece
 
 
 class Coverage:
-    """The leaves in slices, and for each slice the step at which all ranks last agreed.
+    """The leaves of a replica, divided into slices. For each slice it records when all ranks last agreed.
 
     It also holds the hashes of the slices that are compared next.
 

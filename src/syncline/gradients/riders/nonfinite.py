@@ -121,8 +121,8 @@ class NonFiniteWatch(NonFinite):
         """Prepare for a backward, whether it will be reduced or not.
 
         Args:
-            has_hook: whether a communication hook or a compression gets the gradients. It may keep a rest of them for
-                later steps, so it must never get values that are not finite.
+            has_hook: whether a communication hook or a compression gets the gradients. It may keep values that
+                it could not send, so it must never get values that are not finite.
         """
         self._replaces = self._policy == "zero" or has_hook
         self._own = OwnGradients()

@@ -61,7 +61,10 @@ class NonFiniteReport:
         self._names = names
         self._rank = rank
         self._error: NonFiniteGradient | None = None
-        """The prepared error. Under "skip" and "zero" its text is the warning. None: no report."""
+        """The prepared error. Under "skip" and "zero" its text is the warning.
+
+        It is None if there is nothing to report.
+        """
         self._warned: set[tuple[int, str]] = set()
         """Pairs of a rank (-1 for the mean) and a parameter that a warning has already named."""
         self._warns_from = 1
