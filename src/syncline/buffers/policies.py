@@ -57,7 +57,7 @@ class BufferSync:
 
     As in torch, a forward sends nothing if the previous forward ran under `no_sync` or `torch.no_grad()`. A module
     without buffers never sends anything. Autograd's version counters do not change, so that two forwards can precede
-    one backward (as of a GAN's discriminator with BatchNorm).
+    one backward (as for the discriminator of a GAN).
 
     Args:
         module: the module that has the buffers. A buffer may be replaced by assignment at any time.

@@ -162,7 +162,7 @@ class SliceHash:
         self._parts: list[tuple[int, int | Tensor]] = []
 
     def add(self, leaf: int, value: Any, start: int, stop: int, *, in_memory_order: bool = True) -> None:
-        """Add the elements from `start` up to `stop` of a tensor to the hash, or a number.
+        """Add to the hash a number, or the elements of a tensor from `start` up to `stop`.
 
         Args:
             leaf: the index of the tensor or number.

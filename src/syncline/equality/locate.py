@@ -16,7 +16,7 @@ from syncline.transport.base import Transport
 from syncline.words import describe_groups, describe_ranks, format_count, groups_of, outside_of_largest
 
 _MAX_LOCATED = 5
-"""The maximum number of differences that a message shows. Only in these tensors the elements are located."""
+"""The maximum number of differences that a message shows. Elements are located only in these tensors."""
 
 _NUM_BLOCKS = 64
 

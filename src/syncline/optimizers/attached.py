@@ -165,7 +165,7 @@ class AttachedOptimizer:
         """Return lines of text that state the number of steps, and each setting.
 
         Args:
-            number: the index of the optimizer among the attached optimizers, which the lines contain.
+            number: the index of the optimizer among the attached optimizers. The lines contain this index.
         """
         kind = type(self.optimizer).__name__
         return [f"steps of optimizer {number} ({kind})  {self.num_steps}", *self.describe_settings(number)]

@@ -21,7 +21,7 @@ class TensorBroadcaster:
 
     A tensor of 1 MiB or more is sent from its own memory. Smaller tensors are packed, as raw bytes, into pieces of up
     to 32 MiB. A tensor that is not contiguous is sent as a contiguous copy. If the transport cannot send from the CPU
-    (as NCCL), CPU tensors are copied to its control device and sent from there.
+    (NCCL, for example), CPU tensors are copied to its control device and sent from there.
 
     Args:
         tensors: the tensors to broadcast, of the same shapes and dtypes on all ranks, in the same order. Strides may
