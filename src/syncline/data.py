@@ -18,8 +18,8 @@ class DistributedSampler(torch_data.DistributedSampler[int]):
     In each epoch it yields the same indices as torch's class of this name. It differs from that class in three points.
 
     The epoch advances automatically: the first iteration is epoch 0, the second is epoch 1, and so on. So every epoch
-    has a new order. `set_epoch(e)` sets the epoch of the next iteration to `e`; the iteration after it is epoch `e +
-    1`. Each rank counts its own iterations. So iterate equally often on all ranks, or call `set_epoch`.
+    has a new order. `set_epoch(e)` sets the epoch of the next iteration to `e`, and that of the iteration after it to
+    `e + 1`. Each rank counts its own iterations. So iterate equally often on all ranks, or call `set_epoch`.
 
     With `pad=False` no sample is repeated or omitted: together the ranks see each sample exactly once, and their
     numbers of samples differ by at most one. Use it for evaluation, with `len(batch)` as the weight of each mean. Do
@@ -37,7 +37,7 @@ class DistributedSampler(torch_data.DistributedSampler[int]):
         shuffle: whether each epoch has its own random order, which depends on `seed + epoch`. Otherwise samples are in
             the order of the dataset.
         seed: the seed of the random order, the same on all ranks.
-        drop_last: whether to omit the last samples if the samples do not divide evenly. Otherwise some are repeated.
+        drop_last: whether to omit the last samples if the samples do not divide evenly. Otherwise `pad` applies.
         pad: whether to repeat a few samples so that all ranks have equally many, as torch's class does.
 
     Raises:
@@ -86,7 +86,7 @@ class DistributedSampler(torch_data.DistributedSampler[int]):
         self._used = 0
         """The number of samples that this rank has used since this iteration began."""
         self._resumed: tuple[int, int] | None = None
-        """The epoch and the number of used samples of a loaded position. It is None once an iteration has begun."""
+        """The epoch and the number of used samples of a loaded position, until an iteration begins there."""
         self.when_resumed: Callable[[], object] | None = None
         """A function that is called once, when an iteration resumes at a loaded position within an epoch."""
         if not pad:
@@ -285,8 +285,8 @@ def place_to_resume(
     """Return the position at which a rank resumes: its own position, or that of rank 0.
 
     With `pad=False`, a rank that has used all of its samples does not know whether other ranks have one sample left.
-    Rank 0 knows it, because no rank has more samples than rank 0. So if rank 0 has ended the epoch, its position is
-    returned.
+    Rank 0 knows it, because no rank has more samples than rank 0. So if a rank has used all of its
+    samples and rank 0 has ended the epoch, the position of rank 0 is returned.
 
     Args:
         own: the position that the rank saved.
