@@ -1,4 +1,4 @@
-"""`DistributedSampler`: torch's class, with automatic epochs, optional padding, and a position that can be saved."""
+"""`DistributedSampler`: torch's class with automatic epochs, optional padding, and a position that can be saved."""
 
 from __future__ import annotations
 
@@ -13,29 +13,31 @@ from syncline.session.world import world
 
 
 class DistributedSampler(torch_data.DistributedSampler[int]):
-    """A sampler that divides a dataset's indices among the ranks. In each epoch it yields the indices of torch's class.
+    """A sampler that divides a dataset's indices among the ranks.
 
-    It differs from torch's class in three points.
+    In each epoch it yields the same indices as torch's class of this name. It differs from that class in three points.
 
-    The epoch advances automatically: the first iteration is epoch 0, the next iteration is epoch 1, and so on, so that
-    every epoch has a new order. `set_epoch(e)` sets the epoch of the next iteration; the iteration after it is epoch
+    The epoch advances automatically: the first iteration is epoch 0, the second is epoch 1, and so on. So every epoch
+    has a new order. `set_epoch(e)` sets the epoch of the next iteration to `e`, and that of the iteration after it to
     `e + 1`. Each rank counts its own iterations. So iterate equally often on all ranks, or call `set_epoch`.
 
     With `pad=False` no sample is repeated or omitted: together the ranks see each sample exactly once, and their
-    numbers of samples differ by at most one. Use it for evaluation, with `len(batch)` as the weight of the mean. Do not
-    use it for training, in which ranks with unequal numbers of batches would wait for each other forever.
+    numbers of samples differ by at most one. Use it for evaluation, with `len(batch)` as the weight of each mean. Do
+    not use it for training, because ranks with unequal numbers of batches would wait for each other forever.
 
-    Its `state_dict` is a position within an epoch. Any number of ranks can resume there. They get each unused sample
-    once (if the samples do not divide evenly, `pad` and `drop_last` apply as usual). `TrainState.commit` reports
-    used samples through `advance`. Samples that a DataLoader's workers have only prefetched do not count.
+    The `state_dict` of the sampler is a position within an epoch. Any number of ranks can resume at this position. They
+    get each unused sample once (if the samples do not divide evenly, `pad` and `drop_last` apply as usual).
+    `TrainState.commit` reports used samples by calling `advance`. Samples that a DataLoader's workers have only
+    prefetched do not count as used.
 
     Args:
         dataset: any object with a length.
-        num_replicas: the number of ranks; None for the world's size.
-        rank: the rank that iterates, from 0 to `num_replicas - 1`; None for the world's rank.
-        shuffle: whether each epoch has its own order, drawn from `seed + epoch`.
-        seed: the seed of the order, the same on all ranks.
-        drop_last: whether to omit the last samples if they do not divide evenly, instead of repeating samples.
+        num_replicas: the number of ranks. None stands for the size of the world.
+        rank: the rank that iterates, from 0 to `num_replicas - 1`. None stands for this process's rank in the world.
+        shuffle: whether each epoch has its own random order, which depends on `seed + epoch`. Otherwise samples are in
+            the order of the dataset.
+        seed: the seed of the random order, the same on all ranks.
+        drop_last: whether to omit the last samples if the samples do not divide evenly. Otherwise `pad` applies.
         pad: whether to repeat a few samples so that all ranks have equally many, as torch's class does.
 
     Raises:
@@ -70,8 +72,9 @@ class DistributedSampler(torch_data.DistributedSampler[int]):
         seed = checked_count("seed", seed)
         if not checked_flag("pad", pad) and drop_last:
             raise ValueError(
-                "expected drop_last=True or pad=False, got both: drop_last=True omits samples so that all ranks have "
-                "equally many, and pad=False yields every sample exactly once. Choose one of them"
+                "expected drop_last=True or pad=False, got both, which contradict each other: drop_last=True omits "
+                "samples so that all ranks have equally many, but pad=False yields every sample exactly once. Choose "
+                "one of them"
             )
         # torch types the parameter as Dataset, but takes anything with a length.
         any_dataset: Any = dataset
@@ -79,13 +82,13 @@ class DistributedSampler(torch_data.DistributedSampler[int]):
         self.pad = pad
         self._next_epoch = 0
         self._begun = (0, 0)
-        """The current epoch, and how many of its samples all ranks together had used when this iteration began."""
+        """The current epoch, and the number of its samples that all ranks had used when this iteration began."""
         self._used = 0
-        """Number of samples that this rank has used since this iteration began."""
+        """The number of samples that this rank has used since this iteration began."""
         self._resumed: tuple[int, int] | None = None
-        """The epoch and the number of used samples of a position that was loaded, if no iteration has begun there."""
+        """The epoch and the number of used samples of a loaded position, until an iteration begins there."""
         self.when_resumed: Callable[[], object] | None = None
-        """Called once, when an epoch resumes at a loaded position."""
+        """A function that is called once, when an iteration resumes at a loaded position within an epoch."""
         if not pad:
             # torch pads up to total_size. If total_size is the dataset's length, nothing is padded.
             self.total_size = len(dataset)
@@ -95,7 +98,7 @@ class DistributedSampler(torch_data.DistributedSampler[int]):
         return _Dealing(self)
 
     def _begin(self) -> tuple[tuple[int, int], Iterator[int]]:
-        """Begin the next epoch; return the position at which it begins, and this rank's indices."""
+        """Begin the next epoch. Return the position at which it begins, and this rank's indices from there on."""
         self.epoch = self._next_epoch
         self._next_epoch += 1
         resumed, self._resumed = self._resumed, None
@@ -110,7 +113,7 @@ class DistributedSampler(torch_data.DistributedSampler[int]):
         return self._begun, iter(self._after(already))
 
     def _after(self, already: int) -> list[int]:
-        """Return this rank's indices of the epoch, without the first `already` samples of all ranks."""
+        """Return this rank's indices of the epoch, without the first `already` samples, which all ranks have used."""
         order = list(range(self._num_samples))
         if self.shuffle:
             g = torch.Generator().manual_seed(self.seed + self.epoch)
@@ -122,10 +125,10 @@ class DistributedSampler(torch_data.DistributedSampler[int]):
         return left[self.rank :: self.num_replicas]
 
     def set_epoch(self, epoch: int) -> None:
-        """Set the epoch of the next iteration. Without a further call, the iteration after it is epoch `epoch + 1`.
+        """Set the epoch of the next iteration. The iteration after it is epoch `epoch + 1`.
 
-        If a position in this epoch was loaded, the iteration resumes there. Otherwise it begins at the start of the
-        epoch.
+        If a position within `epoch` was loaded, the next iteration resumes there. Otherwise it begins at the start of
+        the epoch.
         """
         epoch = checked_count("epoch", epoch)
         super().set_epoch(epoch)
@@ -135,15 +138,16 @@ class DistributedSampler(torch_data.DistributedSampler[int]):
         """Count the next `num_samples` samples of this rank as used, and advance the position.
 
         Raises:
-            ValueError: `num_samples` is below 0, or more than this rank has left in the epoch; or a position was loaded
-                and no iteration has begun there, so samples from before the load would be counted.
+            ValueError: `num_samples` is below 0 or above the number of samples that this rank has left in the epoch.
+                Also raised if a position was loaded and no iteration has begun there, because the samples were yielded
+                before the load.
         """
         num_samples = checked_count("num_samples", num_samples, at_least=0)
         if self._resumed is not None and num_samples:
             raise ValueError(
-                f"got {num_samples} used samples, but a position was loaded (epoch {self._resumed[0]}, after "
-                f"{self._resumed[1]} samples of all ranks) and no iteration has begun there: end the iteration that "
-                "began before the load, and start a new iteration"
+                f"expected a new iteration after a position was loaded (epoch {self._resumed[0]}, after "
+                f"{self._resumed[1]} samples of all ranks), got {num_samples} used samples of an iteration that began "
+                "before the load: end that iteration, and start a new one"
             )
         epoch, already = self._begun
         left = self._num_left(already) - self._used
@@ -158,19 +162,31 @@ class DistributedSampler(torch_data.DistributedSampler[int]):
             self._begun, self._used = (epoch + 1, 0), 0
 
     def _end(self, already: int) -> int:
-        """Return the number of samples used at the end of an epoch that was begun after `already` used samples."""
+        """Return the number of samples that all ranks have used at the end of an epoch.
+
+        Args:
+            already: the number of samples that all ranks had used when the iteration began. With `drop_last` the result
+                depends on it.
+        """
         left = self._num_samples - already
         return (
             already + left // self.num_replicas * self.num_replicas if self.drop_last else self._num_samples
         )
 
     def _num_left(self, already: int) -> int:
-        """Return how many samples this rank has left in an epoch that was begun after `already` used samples."""
+        """Return the number of samples that this rank uses in an iteration.
+
+        Args:
+            already: the number of samples of the epoch that all ranks had used when the iteration began.
+        """
         left = self._end(already) - already
         return -(-left // self.num_replicas) if self.pad else len(range(self.rank, left, self.num_replicas))
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position: the number of samples used by all ranks together, if all ranks advance equally."""
+        """Return the position: the epoch, and the number of its samples that all ranks have used.
+
+        The number is right if all ranks advance equally. The state also contains the settings that determine the order.
+        """
         epoch, already = self._resumed or self._begun
         if not self._resumed:
             already += self._used * self.num_replicas
@@ -180,11 +196,11 @@ class DistributedSampler(torch_data.DistributedSampler[int]):
         return {"epoch": epoch, "used": used, **self._order()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Resume at a saved position, which may come from another number of ranks.
+        """Load a saved position, at which the next iteration resumes. Another number of ranks may have saved it.
 
         Raises:
-            TypeError, ValueError: `state` is not a sampler's state, or was saved with another length of the dataset,
-                seed or `shuffle`.
+            TypeError, ValueError: `state` is not the state of a sampler. Or it was saved with another length of the
+                dataset, another seed or another `shuffle`.
         """
         mine = self._order()
         missing = sorted({*mine, "epoch", "used"}.difference(checked_state(state)))
@@ -201,29 +217,31 @@ class DistributedSampler(torch_data.DistributedSampler[int]):
         ]
         if differing:
             raise ValueError(
-                "expected the position of a sampler with the same order of samples, but it was saved with "
-                f"{'; '.join(differing)}. Create the sampler with the saved values, or remove it from the state"
+                "expected the state of a sampler with the same order of samples, got a state that was saved with "
+                f"{'; '.join(differing)}. Create the sampler with the saved values, or remove the sampler's state from "
+                "the saved state"
             )
         self._resumed = (epoch, used)
         self.epoch = self._next_epoch = epoch
 
     @property
     def _num_samples(self) -> int:
-        """Number of samples in the dataset."""
+        """The number of samples in the dataset."""
         dataset: Any = self.dataset
         return len(dataset)
 
     def _order(self) -> dict[str, Any]:
-        """Return the settings that determine the order of samples."""
+        """Return the settings that determine the order of samples, by name."""
         return {"num_samples": self._num_samples, "shuffle": self.shuffle, "seed": self.seed}
 
 
 class _Dealing(Iterator[int]):
     """One iteration of a sampler.
 
-    It begins its epoch with the first index, because a DataLoader may create iterators that it does not use. Its state
-    is the position after the last index that it has yielded. torchdata's StatefulDataLoader saves this state, and knows
-    how many indices its workers have only prefetched. `advance` is not needed for that.
+    The epoch begins when the first index is requested, because a DataLoader may create iterators that it does not use.
+    The state of the iteration is the position after the last index that it has yielded. torchdata's StatefulDataLoader
+    saves this state, and takes into account how many indices its workers have only prefetched. So it does not need
+    `advance`.
     """
 
     def __init__(self, sampler: DistributedSampler) -> None:
@@ -257,17 +275,18 @@ def _check_dataset(dataset: Sized) -> None:
     if isinstance(dataset, type) or not hasattr(dataset, "__len__"):
         raise TypeError(
             f"expected dataset to have a length, got {what_it_is(dataset)}: if the dataset is a stream of samples "
-            "without indices, divide the stream by rank inside of the dataset"
+            "without indices, use no sampler, and let the dataset yield only the samples of its rank"
         )
 
 
 def place_to_resume(
     own: Mapping[str, Any], first: Mapping[str, Any], *, rank: int, num_ranks: int
 ) -> Mapping[str, Any]:
-    """Return the position at which a rank resumes: its own, or rank 0's if only rank 0 knows that the epoch has ended.
+    """Return the position at which a rank resumes: its own position, or that of rank 0.
 
-    With `pad=False`, a rank with fewer samples does not know whether other ranks have one sample left. Rank 0 knows,
-    because no rank has more samples than rank 0.
+    With `pad=False`, a rank that has used all of its samples does not know whether other ranks have one sample left.
+    Rank 0 knows it, because no rank has more samples than rank 0. So if a rank has used all of its
+    samples and rank 0 has ended the epoch, the position of rank 0 is returned.
 
     Args:
         own: the position that the rank saved.

@@ -1,15 +1,15 @@
 """Batch normalization over the batches of all ranks.
 
-With x the samples of all ranks, n their number per channel, and dy the gradient of the output y:
+Let x be the samples of all ranks, n their number per channel, and dy the gradient of the output y. Then:
 
     y  = (x - mean) * invstd * weight + bias             one all_gather: count, mean, M2 of each rank
     dx = (dy - sum(dy)/n - (x - mean) * invstd**2 * sum(dy * (x - mean))/n) * invstd * weight
                                                          one all_reduce: the two sums
 
 M2 is the sum of squared deviations from a rank's own mean. The moments of all ranks are pooled by the formula of Chan,
-Golub and LeVeque (1979), extended from two sets to any number of sets. The formula avoids cancellation if a mean is
-large, and gives every sample the same weight even if batch sizes differ. Moments and sums are float32, or float64 for
-float64 inputs.
+Golub and LeVeque (1979), which is extended here from two sets to any number of sets. The formula avoids cancellation if
+a mean is large, and gives every sample the same weight even if batch sizes differ. Moments and sums are computed in
+float32, or in float64 for float64 inputs.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ __all__ = ["SyncBatchNorm"]
 
 
 class SyncBatchNorm(nn.SyncBatchNorm):
-    """Batch normalization over the batches of all ranks: `torch.nn.SyncBatchNorm` for every device and transport.
+    """A layer for batch normalization over the batches of all ranks, for every device and transport.
 
-    In training, outputs, gradients and running statistics equal those of one process that normalizes the
-    concatenated batches of all ranks. Batches may differ in size, and may be empty on some ranks. In eval mode, or
-    with one rank, this layer is plain batch normalization. Gradients of `weight` and `bias` stay local;
-    `DistributedDataParallel` averages them.
+    It can be used in place of `torch.nn.SyncBatchNorm`, its base class. In training, outputs, gradients and running
+    statistics equal those of one process that normalizes the concatenated batches of all ranks. Batches may differ in
+    size, and may be empty on some ranks. In eval mode, or with one rank, this layer is plain batch normalization.
+    Gradients of `weight` and `bias` stay local; `DistributedDataParallel` averages them.
 
     Every rank must run the forward and the backward of each such layer equally often and in the same order. If
     ranks take different paths through the model (`find_unused_parameters`), give the layers a separate group, so that
@@ -47,20 +47,22 @@ class SyncBatchNorm(nn.SyncBatchNorm):
 
     Args:
         num_features: the number of channels C of an input (N, C, ...).
-        eps: a number that is added to the variance.
-        momentum: the weight of the newest batch in the running statistics; None for a cumulative average.
-        affine: whether the layer learns weight and bias.
+        eps: a number that is added to the variance to avoid a division by zero.
+        momentum: the weight of the newest batch in the running statistics. None stands for the mean over all batches.
+        affine: whether the layer has a weight and a bias that are learned.
         track_running_stats: whether the layer has running statistics. Without them, eval mode uses the statistics of
             the local batch.
-        process_group: a torch.distributed process group, a Syncline transport, or None for the default group
-            (this process alone, if torch.distributed is not initialised).
+        process_group: the ranks whose batches are normalized together: a torch.distributed process group, a Syncline
+            transport, or None for the default group. If torch.distributed is not initialised, the default group is this
+            process alone.
         device, dtype: the device and dtype of parameters and buffers.
-        bias: whether the layer has a bias (in the versions of torch whose BatchNorm has this argument).
+        bias: whether the layer has a bias. False is possible only if the BatchNorm of the installed torch has this
+            argument.
 
     Raises:
-        ValueError: an argument is invalid. Also raised by forward: the input has the wrong number of dimensions or
-            channels, or all ranks together have a single value per channel.
-        TypeError: an argument has a wrong type. Also raised by forward: the input is not floating-point.
+        ValueError: an argument is invalid. Forward raises it if the input has the wrong number of dimensions or
+            channels, or if all ranks together have less than two values per channel in training.
+        TypeError: an argument has a wrong type. Forward raises it if the input is not floating-point.
 
     Example:
         >>> from syncline.transport.threads import run_ranks
@@ -100,7 +102,7 @@ class SyncBatchNorm(nn.SyncBatchNorm):
         )
 
     def forward(self, input: Tensor) -> Tensor:
-        """Normalize `input` (N, C, ...). In training this is a collective call of all ranks."""
+        """Normalize `input` (N, C, ...). In training mode this is a collective call."""
         self._check_input(input)
         transport = transport_of(self.process_group) if self.training else None
         if transport is None or transport.size == 1:
@@ -115,21 +117,21 @@ class SyncBatchNorm(nn.SyncBatchNorm):
     def convert_sync_batchnorm(
         cls, module: nn.Module, process_group: dist.ProcessGroup | Transport | None = None
     ) -> nn.Module:
-        """Replace the BatchNorm layers in `module`, including torch's SyncBatchNorm layers, by layers of this class.
+        """Replace all BatchNorm layers in `module` by layers of this class, also torch's SyncBatchNorm layers.
 
-        A new layer takes over parameters, buffers, hooks, training mode and every other attribute. A layer that
-        occurs twice is converted once.
+        Each new layer takes over the parameters, buffers, hooks, training mode and all other attributes of the layer
+        that it replaces. A layer that occurs several times is replaced by the same new layer everywhere.
 
         Args:
             module: the module, which is changed in place. If it is itself a BatchNorm layer, it is not changed.
-            process_group: see the class.
+            process_group: see `SyncBatchNorm`.
 
         Returns:
             `module`, or the new layer if `module` is a BatchNorm layer.
 
         Raises:
-            TypeError: an argument has a wrong type; or a BatchNorm layer is lazy, or of a subclass whose own forward
-                would be lost. In this case `module` is not changed.
+            TypeError: an argument has a wrong type. Also raised if a BatchNorm layer is lazy, or belongs to a subclass
+                whose own forward would be lost. `module` is not changed then.
 
         Example:
             >>> model = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3))
@@ -162,7 +164,7 @@ class SyncBatchNorm(nn.SyncBatchNorm):
         return new
 
     def __deepcopy__(self, memo: dict[int, Any]) -> SyncBatchNorm:
-        """Return a copy in the same group, because groups and transports cannot be copied."""
+        """Return a deep copy of the layer that uses the same group. Groups and transports cannot be copied."""
         memo[id(self.process_group)] = self.process_group
         new = memo[id(self)] = self.__new__(type(self))
         new.__dict__.update(copy.deepcopy(vars(self), memo))
@@ -175,7 +177,7 @@ class SyncBatchNorm(nn.SyncBatchNorm):
             )
         if input.size(1) != self.num_features or not self.num_features:
             raise ValueError(
-                f"expected {self.num_features} channels (at least 1) in dimension 1 of the input, got shape "
+                f"expected an input with {self.num_features} channels (at least 1) in dimension 1, got shape "
                 f"{tuple(input.shape)}"
             )
         if not input.is_floating_point():
@@ -206,8 +208,8 @@ def _check_convertible(name: str, layer: BatchNorm) -> None:
     kind, where = type(layer).__name__, f" at {name}" if name else ""
     if any(is_lazy(tensor) for tensor in (*layer.parameters(), *layer.buffers())):
         raise TypeError(
-            f"expected BatchNorm layers with known shapes, got a lazy {kind}{where}: run one forward with a real "
-            "batch before the conversion"
+            f"expected BatchNorm layers with known shapes, got a lazy {kind}{where}: before the conversion, run one "
+            "forward with a real batch, which creates the parameters"
         )
     forward = cast("Callable[..., Tensor]", type(layer).forward)
     known = (BatchNorm.forward, nn.SyncBatchNorm.forward, SyncBatchNorm.forward)
@@ -222,15 +224,15 @@ def _check_convertible(name: str, layer: BatchNorm) -> None:
 
 
 def pool_moments(counts: Tensor, means: Tensor, m2s: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Pool the moments of the batches of all ranks into the moments of all samples.
+    """Compute the moments of all samples from the moments of each rank's batch.
 
     Args:
-        counts: the number of values per channel on each rank, (num_ranks, 1); 0 is allowed.
+        counts: the number of values per channel on each rank, (num_ranks, 1). It can be 0.
         means: the mean of each rank, (num_ranks, C). It must be finite even if the count is 0.
         m2s: the sums of squared deviations from each rank's own mean, (num_ranks, C).
 
     Returns:
-        The number of values (), their mean (C,) and biased variance (C,).
+        The number of values per channel (), their mean (C,), and their biased variance (C,).
 
     Example:
         >>> counts, means, m2s = torch.tensor([[2.0], [2.0]]), torch.tensor([[1.0], [4.0]]), torch.zeros(2, 1)
@@ -245,14 +247,20 @@ def pool_moments(counts: Tensor, means: Tensor, m2s: Tensor) -> tuple[Tensor, Te
 
 
 def _moments(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Return mean and M2 (C,) of this rank's x (N, C, ...); zeros for an empty batch."""
+    """Return the mean and the sum of squared deviations from it, both (C,), of this rank's x (N, C, ...).
+
+    Both are zeros if the batch is empty.
+    """
     dims = _all_but_channels(x)
     mean = x.sum(dims) / max(1, x.numel() // x.size(1))
     return mean, (x - _per_channel(mean, x)).square_().sum(dims)
 
 
 def _gather_moments(x: Tensor, transport: Transport) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the number of values (), mean and biased variance (C,) over all ranks, by one all_gather."""
+    """Return the number of values (), their mean (C,) and their biased variance (C,) over all ranks.
+
+    The function makes one all_gather.
+    """
     num_local, num_channels = x.numel() // x.size(1), x.size(1)
     # A count above 2**24 is rounded in float32, as all other values are.
     mine = torch.cat([*_moments(x), x.new_full((1,), num_local)])  # (2C + 1,)
@@ -269,7 +277,7 @@ def _check_enough(num_values: int, transport: Transport) -> None:
     if num_values <= 1:
         raise ValueError(
             f"expected more than 1 value per channel in training, got {num_values} over all {transport.size} ranks: "
-            "use a larger batch, or eval()"
+            "use a larger batch, or call eval() on the module"
         )
 
 
@@ -277,7 +285,10 @@ def _check_enough(num_values: int, transport: Transport) -> None:
 
 
 class _SyncBatchNormFunction(torch.autograd.Function):
-    """An autograd function: (x, weight, bias, eps, transport) -> (y, mean, biased variance, count), over all ranks."""
+    """The autograd function of batch normalization over all ranks.
+
+    It maps (x, weight, bias, eps, transport) to (y, mean, biased variance, number of values).
+    """
 
     @staticmethod
     def forward(

@@ -281,7 +281,7 @@ def test_a_rank_that_writes_while_its_backward_runs_is_noticed() -> None:
             train(t, ddp, optimizer, num_steps=1)
         return str(caught.value)
 
-    assert "all values are equal now that it has ended" in run_ranks(2, program)[0]
+    assert "all values were equal when the backward had ended" in run_ranks(2, program)[0]
 
 
 # ---------------------------------------------------------------------- what is done about it

@@ -133,7 +133,7 @@ def test_an_outer_optimizer_over_foreign_parameters_is_refused_on_every_rank() -
     first, second = texts_of(program, ValueError)
     assert first == second
     assert "rank 1: expected outer(parameters) to return an optimizer of exactly the 4 parameters" in first
-    assert "the SGD has 0 of them and 4 others. The outer optimizer steps copies" in first
+    assert "got a SGD with 0 of them and 4 others. The outer optimizer steps copies" in first
 
 
 def test_too_many_fragments_are_refused() -> None:

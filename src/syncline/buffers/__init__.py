@@ -2,6 +2,6 @@
 
 Imports: records, transport, tensors, gradients.
 
-policies.py  broadcast, average or none; a user's hook
-pooling.py   the mean of buffers, and pooled running statistics
+policies.py  synchronization by a policy (broadcast, average or none) or by a user's hook
+pooling.py   the mean of buffers over ranks, with pooled running statistics
 """

@@ -21,12 +21,12 @@ from syncline.transport.base import Transport
 
 
 class BufferHook:
-    """A user's hook that synchronizes buffers in place of the policy.
+    """A user's hook that synchronizes buffers. It replaces the policy.
 
     Args:
-        state: the first argument of the hook in each call.
-        hook: called with the state and the buffers by name. It may return futures, or None.
-        after_forward: whether the hook runs after a forward; otherwise it runs before.
+        state: the first argument of `hook`.
+        hook: a function that is called with `state` and the buffers by name. It may return futures, or None.
+        after_forward: whether the hook runs after each forward. Otherwise it runs before.
     """
 
     def __init__(
@@ -34,17 +34,17 @@ class BufferHook:
     ) -> None:
         self.after_forward = after_forward
         self.is_due = False
-        """Whether the hook synchronizes in the current forward."""
+        """Whether the hook has to run in the current forward."""
         self._state = state
         self._hook = hook
 
     @property
     def name(self) -> str:
-        """The hook's qualified name, which must be the same on all ranks."""
+        """The qualified name of the hook, which must be the same on all ranks."""
         return qualified_name(self._hook)
 
     def run(self, named_buffers: dict[str, Tensor]) -> Iterable[torch.futures.Future[Any]]:
-        """Call the hook, and return the futures to wait for."""
+        """Call the hook, and return the futures for which the caller must wait."""
         with torch.no_grad():
             return self._hook(self._state, named_buffers) or ()
 
@@ -56,20 +56,20 @@ class BufferSync:
     """The synchronization of a module's buffers before a forward.
 
     As in torch, a forward sends nothing if the previous forward ran under `no_sync` or `torch.no_grad()`. A module
-    without buffers never sends anything. Autograd's version counters do not change, so that two forwards before
-    one backward (a GAN's discriminator with BatchNorm) keep working.
+    without buffers never sends anything. Autograd's version counters do not change, so that two forwards can precede
+    one backward (as for the discriminator of a GAN).
 
     Args:
         module: the module that has the buffers. A buffer may be replaced by assignment at any time.
         transport: the transport that sends the buffers.
-        agreeing: the transport over which ranks compare the buffers after a shape or type has changed; None for
-            `transport`.
+        agreeing: the transport over which ranks compare the shapes and types of the buffers after one has changed. Pass
+            None to use `transport`.
         policy: with "broadcast", all ranks get rank 0's buffers. With "average", floating-point buffers become the mean
             over ranks, with equal weights. The `running_mean` and `running_var` of a submodule are pooled (see [Note:
             pooling] in `pooling.py`). Integers, such as `num_batches_tracked`, become the maximum. A bool becomes true
-            if any rank's is true. With "none", every rank keeps its own buffers.
-        enabled: whether forwards synchronize, unless the policy is "none". The attribute may be changed later; the
-            policy "none" then acts as "broadcast".
+            if it is true on any rank. With "none", every rank keeps its own buffers.
+        enabled: whether forwards synchronize buffers. With the policy "none" they do not. If the attribute `enabled` is
+            set later, the policy "none" acts as "broadcast".
         ignored: names of buffers that are never synchronized.
     """
 
@@ -85,32 +85,36 @@ class BufferSync:
     ) -> None:
         self.policy: BufferPolicy = policy
         self.enabled = enabled and policy != "none"
-        """Whether forwards synchronize."""
+        """Whether forwards synchronize buffers."""
         self.why_disabled = "broadcasting buffers is switched off"
         self.due = True
-        """Whether the next forward synchronizes. False if the previous forward ran under no_sync or no_grad, or if
-        `sync` was called since then."""
+        """Whether the next forward synchronizes buffers. It does not if the previous forward ran under no_sync or
+        no_grad, or if `sync` was called after the previous forward."""
         self.are_equal = False
-        """Whether `sync` made the buffers equal and no forward has run since."""
+        """Whether `sync` has made the buffers equal, and no forward has run after it."""
         self.places = [
             (path, owner._buffers, name)
             for prefix, owner in module.named_modules()
             for name, buffer in owner._buffers.items()
             if buffer is not None and (path := f"{prefix}.{name}" if prefix else name) not in ignored
         ]
-        """The place of each buffer: its name in the module, the dictionary that contains it, and its key there."""
+        """The name of each buffer in the module, the dictionary that contains the buffer, and its key there."""
         self._transport = transport
         self._agreeing = agreeing or transport
         self._module_name = type(module).__name__
         self._tensors: list[Tensor] = []
-        """The buffers that were synchronized last."""
+        """The tensors that the last synchronization used."""
         self._agreed_kinds = _kinds(self._current())
         self._broadcaster: TensorBroadcaster | None = None
         self._last: tuple[bool, str] | None = None
-        """Whether the last forward synchronized, and the reason if not; None before the first forward."""
+        """Whether the last forward synchronized buffers, and the reason if not. It is None before any forward."""
 
     def leave_to_hook(self, *, next_is_due: bool) -> bool:
-        """Leave the synchronization in this forward to a user's hook; return whether the hook has to synchronize."""
+        """Leave the synchronization in this forward to a user's hook. Return whether the hook has to run.
+
+        Args:
+            next_is_due: whether the next forward synchronizes buffers.
+        """
         due, self.due = self.due, next_is_due
         self.are_equal = False
         self._last = (False, "a buffer hook is registered")
@@ -119,13 +123,13 @@ class BufferSync:
     def before_forward(
         self, *, next_is_due: bool, src: int = 0, counts: bool = True, num_counting: int | None = None
     ) -> None:
-        """Synchronize the buffers if this forward has to, and record what was done.
+        """Synchronize the buffers if this is due, and record whether it was done.
 
         Args:
-            next_is_due: whether the forward after this one synchronizes.
-            src: the rank whose buffers the policy "broadcast" sends; the same on all ranks.
+            next_is_due: whether the next forward synchronizes buffers.
+            src: the rank whose buffers the policy "broadcast" sends. All ranks pass the same rank.
             counts: whether this rank's buffers count in the policy "average".
-            num_counting: number of ranks whose buffers count; None for all.
+            num_counting: the number of ranks whose buffers count. Pass None if all ranks count.
         """
         due, self.due = self.due, next_is_due
         were_equal, self.are_equal = self.are_equal, False
@@ -144,14 +148,14 @@ class BufferSync:
             self._last = (True, "")
 
     def sync(self) -> int:
-        """Make the buffers equal now, before a checkpoint or an evaluation. This is a collective call.
+        """Synchronize the buffers now, for a checkpoint or an evaluation. This is a collective call.
 
-        The policy applies; with "none" all ranks get rank 0's buffers. After a training step each rank has the buffers
-        of its own last batch. After this call the buffers are equal, and the next forward sends nothing, so that one
-        rank may evaluate alone.
+        The buffers are synchronized by the policy. With "none", all ranks get rank 0's buffers. After a training step
+        each rank has the buffers of its own last batch. After this call the buffers are equal on all ranks, and the
+        next forward sends nothing, so that one rank can evaluate alone.
 
         Returns:
-            The number of collectives; 0 without buffers or with one rank.
+            The number of collectives. It is 0 if there are no buffers, or only one rank.
         """
         if not self.places or self._transport.size == 1:
             return 0
@@ -159,7 +163,7 @@ class BufferSync:
         return self._synchronize(0)
 
     def _synchronize(self, src: int, *, counts: bool = True, num_counting: int | None = None) -> int:
-        """Synchronize the buffers now; return the number of collectives. See `before_forward` for the arguments."""
+        """Synchronize the buffers now. Return the number of collectives. See `before_forward` for the arguments."""
         tensors = self._current()
         if len(tensors) != len(self._tensors) or any(map(operator.is_not, tensors, self._tensors)):
             self._tensors, self._broadcaster = tensors, None
@@ -180,7 +184,10 @@ class BufferSync:
         return self._broadcaster.num_collectives
 
     def _agree_on_changes(self) -> None:
-        """Check that a replaced buffer has the same shape and type on all ranks. Collective if one has changed."""
+        """Check that replaced buffers have the same shapes and types on all ranks.
+
+        If a shape or type on this rank has changed, this is a collective call.
+        """
         kinds = _kinds(self._tensors)
         if kinds == self._agreed_kinds:
             return
@@ -190,16 +197,16 @@ class BufferSync:
             self._agreeing,
             f"the buffers of {self._module_name}, some of which were replaced",
             describe_tensors(self._named_current(), kind="buffer", layout=False),
-            remedy="A buffer may be replaced by a buffer of another shape or type only if all ranks do so before the "
-            "same forward.",
+            remedy="If a buffer is replaced by a buffer of another shape or type, all ranks must do so before the same "
+            "forward.",
         )
 
     def continues(self, former: BufferSync) -> None:
-        """Take over the settings of the former synchronizer, because the module has changed."""
+        """Take over the settings of a former `BufferSync`, because the module has changed."""
         self.enabled, self.due, self.why_disabled = former.enabled, former.due, former.why_disabled
 
     def _named_current(self) -> list[tuple[str, Tensor]]:
-        """Return the present buffers with their names in the module; a buffer that occurs twice is listed twice."""
+        """Return the present buffers with their names. If a buffer has several names, it occurs with each name."""
         named = ((path, owner.get(name)) for path, owner, name in self.places)
         return [(path, tensor) for path, tensor in named if tensor is not None]
 
@@ -207,14 +214,14 @@ class BufferSync:
         return [tensor for _, tensor in self._named_current()]
 
     def named_present(self) -> list[tuple[str, Tensor]]:
-        """Return the present buffers with their names in the module; a buffer that occurs twice is listed once."""
+        """Return the present buffers with their names. If a buffer has several names, it occurs only with the first."""
         found: dict[int, tuple[str, Tensor]] = {}
         for path, buffer in self._named_current():
             found.setdefault(id(buffer), (path, buffer))
         return list(found.values())
 
     def present(self) -> list[Tensor]:
-        """Return the present buffers; a buffer that occurs twice is listed once."""
+        """Return the present buffers. A buffer with several names occurs only once."""
         return [buffer for _, buffer in self.named_present()]
 
     @property
@@ -223,7 +230,7 @@ class BufferSync:
         return self._last is not None and self._last[0]
 
     def last_forward(self) -> BufferRecord | None:
-        """Return a record of the most recent forward; None before the first forward."""
+        """Return a record of the buffers in the most recent forward. Return None before the first forward."""
         if self._last is None:
             return None
         sent, reason = self._last

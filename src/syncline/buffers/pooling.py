@@ -1,20 +1,20 @@
 """The mean of buffers over ranks, with pooled running statistics.
 
-[Note: pooling] A rank's running variance describes how samples spread around the mean of *that rank*. If the means
-differ, the mean of the variances ignores the spread of the means. With equal weights for all ranks (which have seen
-equally many batches, as in the mean of gradients) the pooled statistics are
+[Note: pooling] A rank's running variance describes how its samples spread around the mean of *that rank*. If the means
+differ between ranks, the mean of the variances ignores the spread of the means. All ranks have seen equally many
+batches, so they have equal weights, as in the mean of gradients. The pooled statistics are then
 
     mean = mean over ranks of mean_i
     var  = mean over ranks of (var_i + mean_i**2) - mean**2
          = mean of the variances + variance of the means
 
-With weights, as in `sl.average_`, each term is multiplied by the rank's weight. The sums are computed in float64, which
-has two consequences:
+With weights, as in `sl.average_`, the means over ranks are weighted means. The sums are computed in float64, which has
+two consequences:
 
 - Buffers that are equal on all ranks stay the same, bit for bit, for any number of ranks, because a sum of N equal
-  numbers of 24 bits is exact in float64. For the same reason float64 and complex128 buffers are sent as two halves of
-  26 bits. Variances are an exception if mean**2 / var exceeds 2**27 (2**0 for float64 buffers): their last bits may
-  change once.
+  24-bit numbers is exact in float64. So that this is also true of float64 and complex128 buffers, these are sent as two
+  halves of 26 bits. Variances are an exception if mean**2 / var exceeds 2**27 (2**0 for float64 buffers): their last
+  bits may change once.
 - For float32 statistics the subtraction of mean**2 loses little precision: the relative error is about
   1e-16 * mean**2 / var.
 """
@@ -35,11 +35,11 @@ _LOW_BITS = (1 << 27) - 1
 _Pair = tuple[Tensor, Tensor]
 
 
-# ---------------------------------------------------------------------- pure
+# ---------------------------------------------------------------------- pure functions
 
 
 def to_raw_moments_(means: Tensor, variances: Tensor) -> None:
-    """Turn variances into means of squares, in place, because means of squares can be averaged.
+    """Turn variances into means of squares, in place. Means of squares can be averaged over ranks.
 
     Args:
         means, variances: float64 tensors of the same shape.
@@ -48,7 +48,10 @@ def to_raw_moments_(means: Tensor, variances: Tensor) -> None:
 
 
 def from_raw_moments_(means: Tensor, squares: Tensor) -> None:
-    """Turn means of squares into variances, in place; negative results of rounding become 0.
+    """Turn means of squares into variances, in place. If rounding makes a variance negative, it becomes 0.
+
+    Args:
+        means, squares: float64 tensors of the same shape.
 
     Example:
         >>> means, variances = torch.tensor([[-1.0], [3.0]]), torch.tensor([[0.0], [2.0]])  # (num_ranks, 1)
@@ -62,13 +65,17 @@ def from_raw_moments_(means: Tensor, squares: Tensor) -> None:
 
 
 def split_halves(x: Tensor) -> Tensor:
-    """Split float64 numbers (n,) into two halves, (2n,): the 26 leading bits, and the rest. Their sum is exactly x."""
+    """Split each float64 number in `x` (n,) into two halves whose sum is exactly this number.
+
+    Returns:
+        The first halves (26 leading bits of each number), followed by the second halves (the rest), (2n,).
+    """
     high = (x.view(torch.int64) & ~_LOW_BITS).view(torch.float64)
     return torch.cat([high, torch.where(x.isfinite(), x - high, 0.0)])
 
 
 def join_halves(halves: Tensor) -> Tensor:
-    """Join the halves that `split_halves` returned; they may have been averaged in between.
+    """Add the two halves of each number that `split_halves` returned. The halves may have been averaged in between.
 
     Example:
         >>> x = torch.tensor([1 / 3, -1e300, float("-inf")], dtype=torch.float64)
@@ -90,11 +97,11 @@ def average_buffers(
     counts: bool = True,
     num_counting: int | None = None,
 ) -> int:
-    """Replace buffers by their average over ranks, in place, and wait. See `BufferAverage`.
+    """Replace buffers by their average over ranks, in place, and wait for the result. See `BufferAverage`.
 
     Args:
         tensors, pairs, transport, counts: see `BufferAverage`.
-        num_counting: the number of ranks whose values count, with equal weights; None for all ranks.
+        num_counting: the number of ranks whose values count, with equal weights. Pass None if all ranks count.
 
     Returns:
         The number of collectives.
@@ -107,19 +114,20 @@ def average_buffers(
 
 
 class BufferAverage(CombinedWork):
-    """An average of buffers over ranks that is in flight. Waiting for it writes the results in place.
+    """An average of buffers over ranks, which is in flight. `wait` writes the results into the buffers.
 
-    A running variance is pooled with its mean. Other floating-point buffers become their mean over ranks, and integers
-    their maximum. A bool becomes true if any rank's is true. There are at most two collectives per device, all in
-    flight at once. Autograd's version counters do not change.
+    A running variance is pooled with its mean. Any other floating-point buffer becomes its mean over ranks, and an
+    integer buffer its maximum. A bool becomes true if it is true on any rank. There are at most two collectives per
+    device, and all of them are in flight at once. Autograd's version counters do not change.
 
     Args:
         tensors: the buffers, of the same shapes and dtypes on all ranks, in the same order.
-        pairs: running means with their running variances, which are pooled. All of them are among `tensors`.
+        pairs: pairs of a running mean and its running variance, which are pooled. `tensors` contains both tensors.
         transport: the transport between the ranks.
         counts: whether this rank's values count. The rank receives the results in any case.
-        fraction: the factor of this rank's floating-point values. The factors of all ranks add up to `divisor`.
-        divisor: the divisor of the weighted sum.
+        fraction: the factor by which this rank's floating-point values are multiplied.
+        divisor: the number by which the sum over ranks is divided. It is the sum of the factors of all ranks that
+            count.
     """
 
     def __init__(
@@ -157,11 +165,11 @@ class BufferAverage(CombinedWork):
 
 
 def running_statistics(owners: Iterable[Mapping[str, Tensor | None]], among: Container[int]) -> list[_Pair]:
-    """Return each submodule's running mean with its running variance, if the submodule has both. Each pair occurs once.
+    """Return the pair of running mean and running variance of each submodule that has both. Each pair occurs once.
 
     Args:
         owners: the buffers of each submodule, by name.
-        among: the `id`s of the tensors to consider. Both tensors of a pair are among them.
+        among: the `id`s of the tensors to consider. A pair is returned only if both of its tensors are among them.
     """
     found: dict[tuple[int, int], _Pair] = {}
     for owner in owners:
@@ -175,7 +183,7 @@ def running_statistics(owners: Iterable[Mapping[str, Tensor | None]], among: Con
 
 
 class _Averages:
-    """The floating-point buffers of one device as one float64 vector: means, their variances, all other buffers."""
+    """One float64 vector of all floating-point buffers on one device: running means, their variances, all others."""
 
     def __init__(
         self, pairs: Sequence[_Pair], others: Sequence[Tensor], transport: Transport, divisor: float
@@ -192,7 +200,7 @@ class _Averages:
 
     @torch.inference_mode()  # it allows writing to any tensor, including inference tensors
     def land(self) -> None:
-        """Write the means into the buffers."""
+        """Compute the averages from the sums over ranks, and write them into the buffers."""
         flat = self.wire.div_(self._divisor).to(self._targets[0].device)
         flat = join_halves(flat) if self._in_halves else flat
         from_raw_moments_(*self._moments(flat))
@@ -203,7 +211,7 @@ class _Averages:
 
 
 class _Maxima:
-    """The integer and bool buffers of one device as one int64 vector."""
+    """One int64 vector of all integer and bool buffers on one device."""
 
     def __init__(self, tensors: Sequence[Tensor], transport: Transport) -> None:
         self._targets = [tensor.data for tensor in tensors]
@@ -212,7 +220,7 @@ class _Maxima:
 
     @torch.inference_mode()  # see `_Averages.land`
     def land(self) -> None:
-        """Write the maxima into the buffers."""
+        """Write the maxima over ranks into the buffers."""
         _scatter(self.wire.to(self._targets[0].device), self._targets)
 
 

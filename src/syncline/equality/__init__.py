@@ -1,10 +1,10 @@
-"""Bit-for-bit comparison of tensors between ranks: leaves (tensors and numbers), fingerprints, and differences.
+"""Bit-for-bit comparison of tensors and numbers between ranks.
 
 Imports: errors, words, transport, optimizers, tensors.
 
-fingerprint.py  64 bits per tensor or other value, and hashes of slices
+fingerprint.py  64-bit fingerprints of tensors and other values, and hashes of slices of tensors
 leaves.py       the tensors and integers of modules and optimizers, by name
-locate.py       the values, the elements and the ranks that differ, and the error that names them
+locate.py       the search for values, elements and ranks that differ, and the error that names them
 """
 
 from __future__ import annotations

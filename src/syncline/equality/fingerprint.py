@@ -1,10 +1,10 @@
-"""Fingerprints of 64 bits, by which values are compared between ranks bit for bit.
+"""Fingerprints of 64 bits, by which ranks compare values bit for bit.
 
-A tensor is read as words of 64 bits, in the order of its elements. An offset that depends on its position is added to
-each word, the mixing function of SplitMix64 (Steele, Lea and Flood 2014) is applied, and the results are added up
-modulo 2**64. This is integer arithmetic, so it is exact on every device, and the sum may be split in any way. One
-changed word always changes the sum, because the mixing is one to one. Any other difference is not detected with a
-probability of about 2**-64.
+The fingerprint of a tensor is computed from its 64-bit words, in the order of its elements. First an offset that
+depends on the position of the word is added to each word. Then the mixing function of SplitMix64 (Steele, Lea and Flood
+2014) is applied. Finally the results are added up modulo 2**64. This is integer arithmetic, so it is exact on every
+device, and the sum may be computed in any order. If one word changes, the fingerprint always changes, because the
+mixing is one to one. If more words change, the fingerprint stays the same with a probability of about 2**-64.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torch import Tensor
 from syncline.tensors.targets import as_bytes, as_flat, is_dense, is_plain, parts_of
 
 _CPU_CHUNK_BYTES = 1 << 18
-"""Chosen so that temporary values stay in a core's cache."""
+"""The size of a chunk on the CPU. It is chosen so that temporary values stay in a core's cache."""
 
 _DEVICE_CHUNK_BYTES = 1 << 25
 
@@ -35,11 +35,12 @@ _WORD = 1 << 64
 
 
 def fingerprints(values: Sequence[Any]) -> list[int]:
-    """Return a fingerprint of 64 bits for each tensor or other value (see `fingerprint_of`).
+    """Return the 64-bit fingerprint of each value. For values other than tensors, see `fingerprint_of`.
 
     The fingerprint of a tensor covers its bytes in the order of its elements, but not its shape or dtype. Strides and
-    pending conjugations do not matter. 0.0 and -0.0 are different values, and so are NaNs with different payloads.
-    Memory for copies is below 1 MiB on the CPU, and below 130 MiB on other devices.
+    pending conjugations do not matter. 0.0 and -0.0 have different fingerprints, and so have NaNs with different
+    payloads. The function needs less than 1 MiB of memory for copies on the CPU, and less than 130 MiB on other
+    devices.
 
     Example:
         >>> x = torch.arange(6.0).view(2, 3)
@@ -66,7 +67,7 @@ def fingerprints(values: Sequence[Any]) -> list[int]:
 
 
 class _Scratch:
-    """Temporary memory for fingerprints, used for one chunk after the other."""
+    """Temporary memory in which fingerprints are computed, one chunk of a tensor after the other."""
 
     def __init__(self, device: torch.device, largest_bytes: int) -> None:
         self._chunk_bytes = _CPU_CHUNK_BYTES if device.type == "cpu" else _DEVICE_CHUNK_BYTES
@@ -76,7 +77,7 @@ class _Scratch:
         self._shifted = torch.empty_like(self._places)
 
     def sum_of(self, tensor: Tensor) -> Tensor:
-        """Return the sum of the mixed words of a tensor, () int64."""
+        """Return the sum of the mixed words of a tensor, as an int64 tensor ()."""
         total = torch.zeros((), dtype=torch.int64, device=tensor.device)
         num_words = 0
         for part in parts_of(tensor.detach(), self._chunk_bytes) if tensor.numel() else ():
@@ -86,7 +87,7 @@ class _Scratch:
         return total
 
     def _words_of(self, part: Tensor) -> Tensor:
-        """Return the bytes of a chunk as words, (num_words,) int64; the last word is padded with zeros."""
+        """Return the bytes of a chunk as 64-bit words, (num_words,) int64. The last word is padded with zeros."""
         if not is_plain(part):
             part = part.resolve_conj().resolve_neg().contiguous()
         flat = as_bytes(part)
@@ -98,7 +99,12 @@ class _Scratch:
         return padded.view(torch.int64)
 
     def _mixed_sum(self, words: Tensor, *, first: int) -> Tensor:
-        """Return the sum of the mixed words, (); `first` is the position of the first word."""
+        """Return the sum of the mixed words, as an int64 tensor ().
+
+        Args:
+            words: the words of a chunk, (num_words,).
+            first: the position of the first of these words in the tensor.
+        """
         num_words = words.numel()
         mixed, shifted = self._mixed[:num_words], self._shifted[:num_words]
         torch.add(words, self._places[:num_words], out=mixed)
@@ -111,24 +117,24 @@ class _Scratch:
 
 
 def _xor_shifted(words: Tensor, scratch: Tensor, num_bits: int) -> None:
-    """Compute `words ^= words >> num_bits` in place, shifting zeros in."""
+    """Compute `words ^= words >> num_bits` in place, with a shift that fills in zeros."""
     torch.bitwise_right_shift(words, num_bits, out=scratch)
     scratch.bitwise_and_((1 << (64 - num_bits)) - 1)
     words.bitwise_xor_(scratch)
 
 
 def _signed(number: int) -> int:
-    """Return a number modulo 2**64, as a signed integer."""
+    """Return the signed 64-bit integer that is equal to `number` modulo 2**64."""
     return (number + (1 << 63)) % _WORD - (1 << 63)
 
 
 def fingerprint_of(value: object) -> int:
-    """Return a fingerprint of the `repr` of a value. 1 and 1.0 differ, and so do 0.0 and -0.0."""
+    """Return the 64-bit fingerprint of a value's `repr`. 1 and 1.0 have different ones, and so have 0.0 and -0.0."""
     return int.from_bytes(hashlib.blake2b(repr(value).encode(), digest_size=8).digest(), "little")
 
 
 def digest_of(numbers: Sequence[int]) -> bytes:
-    """Return 32 bytes that are equal on two ranks if and only if all their fingerprints are equal."""
+    """Return a 32-byte digest of fingerprints. Two ranks get the same digest only if all fingerprints are equal."""
     return hashlib.sha256(b"".join(one.to_bytes(8, "little") for one in numbers)).digest()
 
 
@@ -136,11 +142,12 @@ def digest_of(numbers: Sequence[int]) -> bytes:
 
 
 class SliceHash:
-    """A hash of 64 bits of some slices of tensors, read in memory order.
+    """A 64-bit hash of some slices of tensors and of some numbers.
 
-    On the CPU the hash is XXH3, which is as fast as reading the memory. On other devices it is a sum as in
-    `fingerprints`, and the device is waited for only when the value is requested. Ranks can compare their hashes if
-    their tensors have the same strides, and are on devices of the same type.
+    A slice is a range of a tensor's elements. On the CPU it is hashed by XXH3, which is as fast as reading the memory.
+    On other devices the hash is a sum as in `fingerprints`, and the program waits for the device only when it requests
+    the value. The hashes of two ranks are comparable if their tensors have the same strides and are on devices of the
+    same type.
 
     Example:
         >>> one, same, other = SliceHash(), SliceHash(), SliceHash()
@@ -155,15 +162,15 @@ class SliceHash:
         self._parts: list[tuple[int, int | Tensor]] = []
 
     def add(self, leaf: int, value: Any, start: int, stop: int, *, in_memory_order: bool = True) -> None:
-        """Add the elements `start` to `stop` of a tensor, or a number, or None for an empty entry.
+        """Add to the hash a number, or the elements of a tensor from `start` up to `stop`.
 
         Args:
-            leaf: index of the tensor or number.
-            value: the tensor or number.
-            start: a multiple of 64.
-            stop: a multiple of 64, or the end.
-            in_memory_order: whether to count elements in memory order, which needs no copy. If strides may differ
-                between ranks, pass False to count along the flattened tensor.
+            leaf: the index of the tensor or number.
+            value: the tensor or number; None for a value that does not exist.
+            start: the index of the first element, a multiple of 64.
+            stop: the index after the last element, a multiple of 64 or the number of elements.
+            in_memory_order: whether elements are counted in memory order, which needs no copy. Otherwise they are
+                counted along the flattened tensor. Pass False if strides may differ between ranks.
         """
         if not isinstance(value, Tensor):
             self._parts.append((leaf, 0 if value is None else fingerprint_of(value)))
@@ -189,14 +196,14 @@ class SliceHash:
         return self._parts  # type: ignore[return-value]
 
     def value(self) -> int:
-        """Return the hash of all slices, in order."""
+        """Return the hash of all added slices and numbers. Their order matters."""
         total = 0
         for leaf, number in self._resolved():
             total = mixed(total ^ leaf, number)
         return total
 
     def by_leaf(self) -> dict[int, int]:
-        """Return the hash of the slices of each tensor or number, by index."""
+        """Return one hash for each tensor or number, by its index. It covers all added slices of the tensor."""
         found: dict[int, int] = {}
         for leaf, number in self._resolved():
             found[leaf] = mixed(found.get(leaf, 0), number)
@@ -208,12 +215,22 @@ def _is_in_host_memory(tensor: Tensor) -> bool:
 
 
 def mixed(total: int, number: int) -> int:
-    """Return a running hash with another 64-bit number added. The order of the numbers matters."""
+    """Return the running hash `total` after `number` was mixed into it. The order of the numbers matters.
+
+    Args:
+        total: the hash of the former numbers, 64 bits.
+        number: the next number, 64 bits.
+    """
     return (total * (_GOLDEN % _WORD) + number) % _WORD  # odd factor, so that the product is one to one
 
 
 def _flat(tensor: Tensor, *, in_memory_order: bool) -> Tensor:
-    """Return all elements, (numel,), as a view if possible."""
+    """Return all elements of a tensor, (numel,), as a view if possible.
+
+    Args:
+        tensor: the tensor.
+        in_memory_order: whether the order may be that of the memory, instead of that of the flattened tensor.
+    """
     if is_plain(tensor):
         return as_flat(tensor)
     if in_memory_order and is_dense(tensor) and not tensor.is_conj() and not tensor.is_neg():

@@ -1,4 +1,4 @@
-"""The leaves of a replica: its tensors and integers, by name. Each leaf is looked up when it is compared."""
+"""The leaves of a replica: its tensors and integers, by name. A leaf's value is looked up when it is compared."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from syncline.optimizers.contents import parameters_of
 
 
 class Leaf(NamedTuple):
-    """One tensor or integer of the replica, and the path at which it is looked up."""
+    """The name of one tensor or integer of the replica, and the path on which its value is looked up."""
 
     name: str
     root: Any
-    """A parameter, or a container. A leaf that may be replaced by another object is looked up in its container."""
+    """The object at which the path begins: a parameter, or a container in which the value may be replaced."""
     keys: tuple[Any, ...] = ()
-    """The path from the root: keys of dicts, indices of lists, attributes of tensors that consist of other tensors."""
+    """The path from the root: keys of dicts, indices of lists, and attributes of tensors that wrap other tensors."""
     has_agreed_strides: bool = False
     """Whether the ranks have agreed on the strides, so that the tensor can be read in memory order."""
 
     def value(self) -> Any:
-        """Return the present value of the leaf; None if the leaf no longer exists."""
+        """Return the present value of the leaf. Return None if it no longer exists."""
         found = self.root
         for key in self.keys:
             # `found` is nearly always a dict, and isinstance(found, Mapping) takes as long as the rest of this loop.
@@ -33,7 +33,7 @@ class Leaf(NamedTuple):
         return found if isinstance(found, Tensor | int) else None
 
     def write(self, value: int) -> None:
-        """Replace an integer. Tuples that contain the integer are built again."""
+        """Replace the value of a leaf that is an integer. Tuples on the path are created again."""
         holders = [self.root]
         for key in self.keys[:-1]:
             holders.append(_child(holders[-1], key))
@@ -58,7 +58,13 @@ def _child(holder: Any, key: Any) -> Any:
 
 
 def _walk(tree: Any, keys: tuple[Any, ...], name: str) -> Iterator[tuple[str, tuple[Any, ...]]]:
-    """Yield the name and the path of each tensor and integer in a tree."""
+    """Yield the name and the path of each tensor and integer in nested containers.
+
+    Args:
+        tree: a tensor, an integer, or nested dicts, lists and tuples.
+        keys: the path of `tree` itself.
+        name: the name of `tree` itself.
+    """
     if isinstance(tree, Tensor):
         if hasattr(tree, "__tensor_flatten__"):
             # A DTensor holds a different shard on each rank.
@@ -78,16 +84,21 @@ def _walk(tree: Any, keys: tuple[Any, ...], name: str) -> Iterator[tuple[str, tu
 
 
 def _has_own_memory(tensor: Tensor) -> bool:
-    """Return whether the values can be read from the tensor's own memory.
+    """Return whether a tensor's values can be read from its own memory.
 
-    A subclass that overrides `__torch_dispatch__` may have no memory, because the subclass handles every operation.
+    If its class overrides `__torch_dispatch__`, the tensor may have no memory, because the class handles every
+    operation.
     """
     is_ordinary = type(tensor).__torch_dispatch__ is Tensor.__torch_dispatch__ and not is_lazy(tensor)
     return is_ordinary and tensor.layout == torch.strided and not tensor.is_meta and not tensor.is_quantized
 
 
 def parameter_leaves(named: Sequence[tuple[str, Tensor]]) -> list[Leaf]:
-    """Return the leaves of parameters or buffers that the ranks have agreed on."""
+    """Return the leaves of tensors on whose names, shapes and strides the ranks have agreed.
+
+    Args:
+        named: parameters or buffers with their names.
+    """
     return [
         Leaf(path, parameter, keys, has_agreed_strides=True)
         for name, parameter in named
@@ -96,14 +107,14 @@ def parameter_leaves(named: Sequence[tuple[str, Tensor]]) -> list[Leaf]:
 
 
 def optimizer_leaves_of(optimizers: Sequence[Optimizer], own: set[int]) -> list[Leaf]:
-    """Return the leaves of optimizers' state: the tensors and integers stored for a parameter or for an optimizer.
+    """Return the leaves of optimizers' state: the tensors and integers that an optimizer stores.
 
-    Floats are not included, because the floats that known optimizers store (the last loss of LBFGS) differ between
+    Floats are left out, because the only floats that known optimizers store (the last loss of LBFGS) differ between
     ranks.
 
     Args:
         optimizers: the optimizers.
-        own: ids of the parameters that have to be equal. The state of other parameters is not included.
+        own: the ids of the parameters that must be equal on all ranks. The state of other parameters is left out.
     """
     leaves = []
     for number, optimizer in enumerate(optimizers):

@@ -1,4 +1,4 @@
-"""Locate differences between replicas: the values, the elements, and the ranks that differ."""
+"""Functions that locate differences between replicas: the values, the elements, and the ranks that differ."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from syncline.transport.base import Transport
 from syncline.words import describe_groups, describe_ranks, format_count, groups_of, outside_of_largest
 
 _MAX_LOCATED = 5
-"""Number of tensors whose elements are located, and number of differences shown."""
+"""The maximum number of differences that a message shows. Elements are located only in these tensors."""
 
 _NUM_BLOCKS = 64
 
@@ -28,11 +28,11 @@ class Difference:
     Attributes:
         name: the name of the value.
         index: the position of the value among the compared values.
-        groups: groups of ranks with equal values. The largest group is first; among equally large groups, the group
-            with the lowest rank is first.
-        elements: the first and the last element that differ, counted along the flattened tensor; None if the value is
-            not a tensor, or if the elements were not located.
-        shape: the shape of the tensor; None if the value is not a tensor.
+        groups: the ranks, grouped by equal values. The largest group is first. Of equally large groups, the group with
+            the lowest rank is first.
+        elements: the indices of the first and the last element that differ, in the flattened tensor. It is None if the
+            value is not a tensor, or if the elements were not located.
+        shape: the shape of the tensor. It is None if the value is not a tensor.
     """
 
     name: str
@@ -48,11 +48,11 @@ class Difference:
 
     @property
     def minority(self) -> tuple[int, ...]:
-        """The ranks that do not belong to the majority; empty if there is no majority."""
+        """The ranks that do not belong to the majority. It is empty if there is no majority."""
         return outside_of_largest(self.groups) if self.has_majority else ()
 
     def among(self, ranks: Sequence[int]) -> Difference:
-        """Return the same difference with each rank r replaced by `ranks[r]`."""
+        """Return the same difference, in which each rank r is replaced by `ranks[r]`."""
         return replace(self, groups=tuple(tuple(ranks[at] for at in group) for group in self.groups))
 
     def __str__(self) -> str:
@@ -77,7 +77,7 @@ def _at(element: int, shape: tuple[int, ...]) -> str:
 
 
 def differences(names: Sequence[str], rows: Sequence[Sequence[int]]) -> list[Difference]:
-    """Return the values that differ, in the order of the values.
+    """Return the values whose fingerprints differ between ranks, in the order of the values.
 
     Args:
         names: the names of the values. A name may occur more than once.
@@ -97,7 +97,9 @@ def differences(names: Sequence[str], rows: Sequence[Sequence[int]]) -> list[Dif
 
 
 def differing(names: Sequence[str], mine: Sequence[int], transport: Transport) -> list[Difference]:
-    """Return the values whose fingerprints differ between ranks. This is a collective call.
+    """Gather the fingerprints of all ranks, and return the values whose fingerprints differ.
+
+    This is a collective call.
 
     Args:
         names: the names of the values, the same on all ranks.
@@ -110,13 +112,13 @@ def differing(names: Sequence[str], mine: Sequence[int], transport: Transport) -
 def locate(
     names: Sequence[str], values: Sequence[Any], transport: Transport, *, mine: Sequence[int] | None = None
 ) -> list[Difference]:
-    """Return the values that differ between ranks, with the elements that differ. A blocking collective call.
+    """Return the values that differ between ranks, and locate the elements that differ. This is a collective call.
 
     Args:
-        names: the names of tensors and other values, the same on all ranks.
-        values: the tensors and other values. The tensors have the same shapes on all ranks.
+        names: the names of the values, the same on all ranks.
+        values: the tensors and other values of this rank. The tensors have the same shapes on all ranks.
         transport: the transport between the ranks.
-        mine: the fingerprints of the values on this rank, if they are known.
+        mine: the fingerprints of the values on this rank. Pass None if they are not known yet.
     """
     found = differing(names, fingerprints(values) if mine is None else mine, transport)
     for number, one in enumerate(found):
@@ -133,10 +135,11 @@ def _gathered(mine: Sequence[int], transport: Transport) -> list[list[int]]:
 
 
 def _elements(tensor: Tensor, transport: Transport) -> tuple[int, int] | None:
-    """Return the first and the last element that differ between ranks; None if no element differs any more.
+    """Return the indices of the first and the last element that differ between ranks.
 
-    Blocks of the tensor are compared. The first and the last block that differ are then divided into smaller blocks,
-    until each has one element.
+    Return None if no element differs any more. The ranks compare blocks of the tensor. They divide the first and the
+    last block that differ into smaller blocks and compare these, until each of the two has one element. This is a
+    collective call.
     """
     flat = tensor.detach().reshape(-1)
     first, last = (0, flat.numel()), (0, flat.numel())
@@ -166,17 +169,17 @@ def divergence_error(
     step: int | None = None,
     where: str = "",
 ) -> ReplicaDivergence:
-    """Return the error that names the differences.
+    """Return the error that names the values that differ.
 
     Args:
         title: the name of the check that found the differences.
-        found: the differences, at least one.
+        found: the differences. There is at least one.
         num_compared: the number of compared tensors and other values.
         num_ranks: the number of compared ranks.
         remedy: advice for the user.
-        agreed_at: the step at which all ranks last agreed on the first value that differs, if known.
-        step: the step at which the difference was found.
-        where: the compared ranks in words, if not all ranks were compared.
+        agreed_at: the step at which all ranks last agreed on the first of these values. Pass None if it is unknown.
+        step: the step at which the differences were found. Pass None if there is no step.
+        where: the compared ranks as text. Pass "" if all ranks were compared.
     """
     minority = tuple(sorted({rank for one in found for rank in one.minority}))
     if minority:

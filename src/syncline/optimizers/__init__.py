@@ -1,9 +1,9 @@
-"""The contents of optimizers, and what ranks compare when an optimizer steps.
+"""Attached optimizers, whose steps and settings ranks compare, and the contents of optimizers.
 
 Imports: errors, words, checks, trees, user_code, _torch.
 
-attached.py  an attached optimizer: its steps are counted, its settings compared
-contents.py  the tensors and Python numbers of an optimizer, and the optimizers that users' functions make
+attached.py  an attached optimizer, whose steps are counted and whose settings can be compared
+contents.py  the tensors and Python numbers of an optimizer; checks of the optimizers that users' functions return
 """
 
 from __future__ import annotations

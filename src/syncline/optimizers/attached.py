@@ -1,4 +1,4 @@
-"""Attached optimizers: their steps are counted, and their settings can be compared between ranks."""
+"""Attached optimizers, whose steps are counted and whose settings can be compared between ranks."""
 
 from __future__ import annotations
 
@@ -19,7 +19,10 @@ from syncline.words import format_count
 
 
 def unbound(owner: object, method: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a bound method as a function whose first argument is the owner. It holds no reference to the owner."""
+    """Return a bound method as a function whose first argument is the owner.
+
+    The function of an ordinary method holds no reference to the owner.
+    """
     if getattr(method, "__self__", None) is owner:
         own: Callable[..., Any] = method.__func__  # type: ignore[attr-defined]
         return own
@@ -32,9 +35,9 @@ def unbound(owner: object, method: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def weakly_bound(owner: object, function: Callable[..., Any]) -> Any:
-    """Return the equivalent of `MethodType(function, owner)` that does not keep the owner alive.
+    """Return a function that acts as `MethodType(function, owner)`, but does not keep the owner alive.
 
-    It has a `__func__` and the right signature, but no `__self__`.
+    The result has a `__func__` and the signature of a method, but no `__self__`.
 
     Example:
         >>> import torch
@@ -61,9 +64,9 @@ def weakly_bound(owner: object, function: Callable[..., Any]) -> Any:
 
 
 def weakly(method: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function that calls a bound method, and does not keep the object of the method alive.
+    """Return a function that calls a bound method, but does not keep the object of the method alive.
 
-    Once the object has been freed, the function does nothing.
+    When the object has been freed, the function does nothing.
     """
     reference = weakref.WeakMethod(method)
 
@@ -77,24 +80,24 @@ def weakly(method: Callable[..., Any]) -> Callable[..., Any]:
 _Setting = float | int | str | None
 
 _LINK = "_syncline_link"
-"""The attribute of a step function that holds its link."""
+"""The attribute of a step function that holds the `_Link` of this function."""
 
 
 class AttachedOptimizer:
-    """A watch over the steps of one optimizer.
+    """An object that counts the steps of one optimizer, and calls functions before and after each step.
 
-    The optimizer's `step` is replaced by a function that calls this object, as long as this object is alive.
-
-    The optimizer stays the same object. Its new `step` has a `__func__`, as a bound method has, because learning rate
-    schedulers need it. A scheduler may have wrapped the old step, or may wrap the new one.
+    The constructor replaces the optimizer's `step` by a function that calls this object, as long as this object is
+    alive. The optimizer stays the same object. Its new `step` has a `__func__`, as a bound method has, because learning
+    rate schedulers need it. A scheduler may have wrapped the former step, or may wrap the new one.
 
     Args:
         optimizer: the optimizer.
-        before_step: called with this object before each step. Its errors are raised by the step.
-        after_step: called with this object after each step.
-        discards: called once the gradients of a step exist; returns whether to skip the step. A skipped step is not
-            counted. A closure, which computes the gradients inside of the step, is called before `discards`. None if no
-            step is ever skipped.
+        before_step: a function that is called with this object before each step. If it raises an error, the step raises
+            this error.
+        after_step: a function that is called with this object after each step.
+        discards: a function that returns whether to skip a step. It is called when the gradients of the step exist: a
+            closure, which computes gradients inside of the step, is called first. A skipped step is not counted. Pass
+            None if no step is ever skipped.
 
     Example:
         >>> import torch
@@ -115,9 +118,9 @@ class AttachedOptimizer:
         self.optimizer = optimizer
         self.num_steps = 0
         self.counts = True
-        """Whether steps are counted and the callbacks are called; False while replicas drift on purpose."""
+        """Whether steps are counted and the functions are called. It is False while replicas drift on purpose."""
         self.compared_settings: object = None
-        """The settings that ranks compared in the last synchronized backward."""
+        """The settings of this optimizer that ranks compared in the last synchronized backward."""
         self._before_step = before_step
         self._after_step = after_step
         self._discards = discards
@@ -126,7 +129,12 @@ class AttachedOptimizer:
         self._link.replaced_by = ""
 
     def step(self, inner: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Take one step of the optimizer by `inner`, and call the callbacks."""
+        """Take one step of the optimizer, unless `discards` skips it.
+
+        Args:
+            inner: the optimizer's former step.
+            args, kwargs: the arguments of the step.
+        """
         if not self.counts:
             return inner(*args, **kwargs)
         self._before_step(self)
@@ -145,25 +153,25 @@ class AttachedOptimizer:
         """Detach from the optimizer. Its `step` raises an error from now on, unless the optimizer is attached again.
 
         Args:
-            successor: the class of the optimizer that replaces this optimizer.
+            successor: the class name of the optimizer that replaces this optimizer.
         """
         self._link.replaced_by = successor
 
     def settings(self) -> tuple[Any, ...]:
-        """Return the number of steps, and the settings of all parameter groups. The call is cheap."""
+        """Return the number of steps and the settings of all parameter groups. The call waits for no device."""
         return (self.num_steps, *settings_of(self.optimizer))
 
     def describe(self, number: int) -> list[str]:
-        """Return the number of steps and the settings in words, one line each.
+        """Return lines of text that state the number of steps, and each setting.
 
         Args:
-            number: the number of the optimizer, for the lines.
+            number: the index of the optimizer among the attached optimizers. The lines contain this index.
         """
         kind = type(self.optimizer).__name__
         return [f"steps of optimizer {number} ({kind})  {self.num_steps}", *self.describe_settings(number)]
 
     def describe_settings(self, number: int) -> list[str]:
-        """Return the settings in words, one line each, without the number of steps."""
+        """Return lines of text that state each setting, without the number of steps. See `describe`."""
         kind = type(self.optimizer).__name__
         return [
             f"{key} of optimizer {number} ({kind}), param_groups[{index}]  {value}"
@@ -173,17 +181,17 @@ class AttachedOptimizer:
 
 
 class _Link:
-    """A link from an optimizer's step to its watch. It keeps neither the optimizer nor the watch alive."""
+    """A link from an optimizer's step to its `AttachedOptimizer`. It keeps neither of these objects alive."""
 
     def __init__(self, inner: Callable[..., Any]) -> None:
         self.inner = inner
-        """The former step, called with the optimizer."""
+        """The former step as a function of the optimizer."""
         self.attached: Callable[[], AttachedOptimizer | None] = lambda: None
         self.replaced_by = ""
-        """The class of the optimizer that replaced this optimizer; empty if it was not replaced."""
+        """The class name of the optimizer that replaced this optimizer. It is empty if there is none."""
 
     def step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
-        """Take a step of the optimizer. This method replaces the optimizer's `step`."""
+        """Take a step of the optimizer, through its `AttachedOptimizer` if there is one."""
         if self.replaced_by:
             raise SynclineError(
                 f"this {type(optimizer).__name__} was replaced, because a {self.replaced_by} of the same parameters "
@@ -195,7 +203,7 @@ class _Link:
 
 
 def _link_of(optimizer: Optimizer) -> _Link:
-    """Return an unused link of the optimizer, or a new one."""
+    """Return a link of the optimizer that no `AttachedOptimizer` uses. Create it if there is none."""
     inner = optimizer.step
     link = getattr(inner, _LINK, None)
     while isinstance(link, _Link):
@@ -208,7 +216,7 @@ def _link_of(optimizer: Optimizer) -> _Link:
 
 
 def _bound(optimizer: Optimizer, link: _Link, inner: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the function that replaces `optimizer.step`."""
+    """Return the function that replaces `optimizer.step` and calls the step of `link`."""
 
     @functools.wraps(inner)
     def step(self_: Optimizer, *args: Any, **kwargs: Any) -> Any:
@@ -224,7 +232,7 @@ def _bound(optimizer: Optimizer, link: _Link, inner: Callable[..., Any]) -> Call
 
 
 class _Evaluated:
-    """A closure that was called in advance. The first call returns that result; later calls call the closure again."""
+    """A closure that the constructor has called once. The first call returns this result; later calls run it again."""
 
     def __init__(self, closure: Callable[[], Any], discards: Callable[[], bool]) -> None:
         self._closure = closure
@@ -240,10 +248,9 @@ class _Evaluated:
         loss = self._closure()
         if self._discards():
             raise SynclineError(
-                "the closure of optimizer.step() was called more than once in a step, and a later call computed "
-                "gradients that are not finite. The step has begun by then and can no longer be skipped. Attach an "
-                "optimizer that "
-                'calls its closure once, or use on_nonfinite="raise"'
+                "optimizer.step() called its closure more than once, and a later call computed gradients that are not "
+                "finite. The step had begun by then, so it can no longer be skipped. Attach an optimizer that calls "
+                'its closure once per step, or use on_nonfinite="raise"'
             )
         return loss
 
@@ -251,11 +258,14 @@ class _Evaluated:
 def _evaluated(
     discards: Callable[[], bool], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[_Evaluated | None, tuple[Any, ...], dict[str, Any]]:
-    """Call the closure among the arguments of a step, if there is one.
+    """Call the closure if the arguments of a step contain one, and wrap it so that its result is used.
+
+    Args:
+        discards: see `AttachedOptimizer`.
+        args, kwargs: the arguments of the step.
 
     Returns:
-        The closure in a form that returns the result without a second call, or None; and the arguments of the step with
-        that form of the closure.
+        The wrapped closure (None if there is no closure), and the arguments of the step with the wrapped closure.
     """
     if args and callable(args[0]):
         evaluated = _Evaluated(args[0], discards)
@@ -272,17 +282,18 @@ def to_replace(
     own: Collection[int],
     replace: bool | None,
 ) -> list[Optimizer]:
-    """Return the attached optimizers that a new one replaces.
+    """Return the attached optimizers that a new optimizer replaces.
 
     Args:
         optimizer: the new optimizer.
         attached: the attached optimizers, each with its parameters.
         own: the `id`s of the parameters to consider.
-        replace: True to replace optimizers that have any parameter of the new optimizer; False to replace none; None to
-            replace optimizers that have no other parameters than the new optimizer.
+        replace: if True, each attached optimizer that has any parameter of the new optimizer is replaced. If False,
+            none is. If None, each attached optimizer is replaced whose parameters all belong to the new optimizer.
 
     Raises:
-        ValueError: `replace` is None, and an attached optimizer has only some of its parameters in common.
+        ValueError: `replace` is None, and some but not all parameters of an attached optimizer belong to the new
+            optimizer.
 
     Example:
         >>> weight, bias = (torch.zeros(1, requires_grad=True) for _ in range(2))
@@ -305,15 +316,15 @@ def to_replace(
             raise ValueError(
                 f"this {kinds[0]} has {len(common)} of the {format_count(len(its), 'parameter')} of the {kinds[1]} "
                 f"that was attached before, so it is not clear whether the {kinds[1]} will still step. If both "
-                "optimizers will step, use ddp.attach(optimizer, replace=False). Otherwise use replace=True, and no "
-                f"optimizer will step the other parameters of the {kinds[1]}"
+                f"optimizers will step, use ddp.attach(optimizer, replace=False). If the {kinds[1]} will no longer "
+                f"step, use replace=True. No optimizer will then step the other parameters of the {kinds[1]}"
             )
         found.append(other)
     return found
 
 
 def settings_of(optimizer: Optimizer) -> list[tuple[tuple[str, Any], ...]]:
-    """Return the settings of each parameter group, by name, as values that ranks can compare."""
+    """Return the settings of each parameter group as pairs of a name and a value that ranks can compare."""
     return [
         tuple((key, _plain(value)) for key, value in group.items() if key != "params")
         for group in optimizer.param_groups
@@ -321,7 +332,10 @@ def settings_of(optimizer: Optimizer) -> list[tuple[tuple[str, Any], ...]]:
 
 
 def _plain(value: object) -> _Setting | tuple[_Setting, ...]:
-    """Return a setting as a value that ranks can compare; None if that would be expensive."""
+    """Return a setting as a value that ranks can compare.
+
+    Return None if the setting has another type, or is a tensor on an accelerator, which is slow to read.
+    """
     if isinstance(value, Tensor):
         # Reading a tensor on an accelerator would wait for all work there.
         return value.item() if value.numel() == 1 and value.device.type == "cpu" else None

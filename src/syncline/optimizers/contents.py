@@ -1,4 +1,7 @@
-"""The contents of an optimizer: parameters, state and settings, with its Python numbers as tensors that can be sent."""
+"""Functions that read the contents of an optimizer: its parameters, state and settings.
+
+`OptimizerNumbers` converts the Python numbers among them to tensors, which can be sent.
+"""
 
 from __future__ import annotations
 
@@ -15,21 +18,22 @@ from syncline.user_code import calling
 
 
 def parameters_of(optimizer: Optimizer) -> list[Tensor]:
-    """Return the parameters of all groups, in order."""
+    """Return the parameters of all parameter groups of an optimizer, in order."""
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
 def optimizer_leaves(optimizer: Optimizer) -> Iterator[tuple[str, Any]]:
     """Yield the leaves of an optimizer's state and settings with their paths.
 
-    Examples of paths are `state[3].exp_avg` (of the fourth parameter over all groups) and `param_groups[0].lr`.
+    Examples of paths are `param_groups[0].lr` and `state[3].exp_avg`. Here 3 is the index of the parameter among the
+    parameters of all groups.
     """
     for path, node in _nodes(optimizer):
         yield from leaves(node, path)
 
 
 def keep_saved_types(state: dict[str, Any], saved: Mapping[str, Any]) -> None:
-    """Restore the dtypes in which one parameter's optimizer state was saved.
+    """Give one parameter's loaded optimizer state the dtypes in which it was saved.
 
     Args:
         state: the loaded state, in which torch has converted floating-point tensors to the parameter's dtype. It is
@@ -45,7 +49,7 @@ def keep_saved_types(state: dict[str, Any], saved: Mapping[str, Any]) -> None:
 
 
 def _nodes(optimizer: Optimizer) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield the dictionaries of an optimizer's state and settings, without the parameters themselves."""
+    """Yield each parameter's state and each parameter group (without its parameters), with their paths."""
     for index, parameter in enumerate(parameters_of(optimizer)):
         # `state` is a defaultdict: looking up a parameter without state would add an entry.
         if parameter in optimizer.state:
@@ -55,15 +59,15 @@ def _nodes(optimizer: Optimizer) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 class OptimizerNumbers:
-    """An optimizer's integers and floats as two tensors, which can be broadcast and written back.
+    """The integers and floats of an optimizer as two tensors, which can be broadcast and written back.
 
-    Other settings (switches, names) are not sent. They are part of the description, so that a difference is reported
-    before anything is sent.
+    Other settings (switches, names) are not in these tensors. They are part of the description `lines`, so that a
+    difference between ranks is reported before anything is sent.
 
     Args:
         optimizer: the optimizer.
-        settings: whether to send the numbers of the parameter groups, too. Otherwise they are not changed, and their
-            values are part of the description.
+        settings: whether the tensors contain the numbers of the parameter groups, too. Otherwise these numbers do not
+            change, and their values are part of the description.
 
     Example:
         >>> optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.1)
@@ -84,18 +88,18 @@ class OptimizerNumbers:
             torch.tensor(list(self._integers.values()), dtype=torch.int64),
             torch.tensor(list(self._floats.values()), dtype=torch.float64),
         )
-        """The tensors to send: int64 and float64, on the CPU."""
+        """The tensors to send: the integers as int64 and the floats as float64, on the CPU."""
         self.lines: list[str] = [
             f"{path}  {_described(leaf) if settings or not is_setting(path) else _valued(leaf)}"
             for path, leaf in found
             if not isinstance(leaf, Tensor) or (not settings and is_setting(path))
         ]
-        """A description of what is not sent, which ranks compare by `agree`."""
+        """A description of the contents, which must be equal on all ranks. Ranks compare it by `agree`."""
         for index, group in enumerate(optimizer.param_groups):
             self.lines.append(f"param_groups[{index}].params  {len(group['params'])} tensors")
 
     def write_back(self) -> None:
-        """Write the values of `tensors` into the optimizer."""
+        """Write the values of `tensors` into the optimizer's state and settings."""
         received: dict[str, Any] = {}
         for numbers, tensor in zip((self._integers, self._floats), self.tensors, strict=True):
             received.update(zip(numbers, tensor.tolist(), strict=True))
@@ -108,7 +112,7 @@ class OptimizerNumbers:
 
 
 def is_setting(path: str) -> bool:
-    """Return whether a path of `optimizer_leaves` belongs to a parameter group, not to the state."""
+    """Return whether a path of `optimizer_leaves` belongs to a parameter group. Otherwise it belongs to the state."""
     return path.startswith("param_groups[")
 
 
@@ -127,7 +131,10 @@ def _described(leaf: Any) -> str:
 
 
 def _valued(leaf: Any) -> str:
-    """Return a setting in words that are equal on two ranks if and only if the value is."""
+    """Return a setting as text. The texts of two ranks are equal if and only if the values are.
+
+    Values of other types than tensors, numbers, strings, bools and None are only described by their type.
+    """
     if isinstance(leaf, Tensor):
         return f"{leaf.dtype} {leaf.tolist()}"
     if isinstance(leaf, float):
@@ -136,7 +143,9 @@ def _valued(leaf: Any) -> str:
 
 
 def floating_state(optimizer: Optimizer) -> list[tuple[str, Tensor]]:
-    """Return an optimizer's floating-point state (momenta, for example) by name, without step counts and scalars.
+    """Return the floating-point tensors of an optimizer's state by name (momenta, for example).
+
+    Step counts and other tensors without dimensions are left out.
 
     Example:
         >>> import torch
@@ -161,17 +170,17 @@ def floating_state(optimizer: Optimizer) -> list[tuple[str, Tensor]]:
 def made_optimizer(
     call: str, make: Callable[[], object], parameters: Sequence[Tensor], *, hint: str = ""
 ) -> Optimizer:
-    """Return the optimizer that a user's function makes of these parameters.
+    """Call a user's function that creates an optimizer, check the optimizer, and return it.
 
     Args:
-        call: the call of the function in words, for messages: "outer(parameters)".
-        make: calls the function.
-        parameters: the parameters that the function is given.
-        hint: a sentence that ends the message about an optimizer of other parameters.
+        call: the call of the user's function as text for messages, such as "outer(parameters)".
+        make: a function without arguments that calls the user's function.
+        parameters: the parameters that the user's function gets.
+        hint: a text at the end of the message that the optimizer has other parameters.
 
     Raises:
         TypeError: the function does not return an optimizer.
-        ValueError: the optimizer has parameters other than these.
+        ValueError: the optimizer's parameters are not exactly `parameters`.
     """
     with calling(call):
         optimizer = make()
@@ -183,7 +192,8 @@ def made_optimizer(
     found = {id(parameter) for parameter in parameters_of(optimizer)}
     if found != expected:
         raise ValueError(
-            f"expected {call} to return an optimizer of exactly the {len(expected)} parameters that it is given; the "
-            f"{type(optimizer).__name__} has {len(found & expected)} of them and {len(found - expected)} others{hint}"
+            f"expected {call} to return an optimizer of exactly the {len(expected)} parameters that it was given, got "
+            f"a {type(optimizer).__name__} with {len(found & expected)} of them and {len(found - expected)} others"
+            f"{hint}"
         )
     return optimizer

@@ -1,12 +1,12 @@
-"""sharded=True: each rank steps its shard of the parameters, and each host keeps one copy.
+"""The implementation of `sharded=True`: each rank steps its shard of the parameters, and each host keeps one copy.
 
 Imports: errors, words, checks, _torch, transport, session, optimizers, tensors, gradients.
 
-attached.py   an optimizer whose parameters are this rank's shards
+attached.py   an attached optimizer, whose parameters are this rank's shards
 optimizer.py  the step of a sharded module
 part.py       tensors of which each rank has a part
-sharing.py    `share_`, `write_shared`, and when ranks may write parameters that have one copy per host
-state.py      an optimizer's state, from torch's format to shards and back
+sharing.py    `share_`, `write_shared`, and the guard that makes writers and readers of shared parameters wait
+state.py      conversion of an optimizer's state between torch's format and shards
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""An optimizer whose parameters are this rank's shards of the module's parameters."""
+"""Attached optimizers of a sharded module. Their parameters are this rank's shards of the module's parameters."""
 
 from __future__ import annotations
 
@@ -22,26 +22,27 @@ from syncline.sharded.part import ShardedState, attach_sharded_state, has_sharde
 from syncline.sharded.state import ShardedModule, gather_state, shard_state, slice_state
 
 _METHODS = ("step", "zero_grad", "add_param_group", "state_dict", "load_state_dict")
-"""The methods of an attached optimizer that are replaced."""
+"""The names of the optimizer's methods that `AttachedShards` replaces."""
 
 
 def is_sharded(optimizer: object) -> bool:
-    """Return whether an optimizer's state differs from rank to rank, because each rank steps its shard."""
+    """Return whether each rank has only a shard of the optimizer's state, because it steps only its shard."""
     return isinstance(optimizer, Optimizer) and has_sharded_state(optimizer)
 
 
 class AttachedShards(ShardedState):
-    """An optimizer's link to this rank's shards, which replace the module's parameters in the optimizer.
+    """A link between an optimizer and this rank's shards, which replace the module's parameters in the optimizer.
 
     The optimizer stays the same object with the same parameter groups, so that schedulers and scalers keep working. Its
     `state_dict` and `load_state_dict` use torch's ordinary format. Checkpoints use this rank's shard of that format.
 
     Args:
-        optimizer: an optimizer of trained parameters of one module. Frozen parameters are allowed among them.
-        module: the module's trained parameters and shards.
-        whole: whether to step whole parameters, in their own shape.
-        find_together: see `ShardGradient`.
-        around_step: called with this object and the plain step. It decides when the ranks may write.
+        optimizer: an optimizer of trained parameters of one module. It may also have frozen parameters of the module.
+        module: the module's trained parameters and their shards.
+        whole: whether the optimizer steps whole parameters in their own shape. Otherwise it steps flat spans.
+        find_together: see `ShardGradient.of`.
+        around_step: a function that is called with this object and the optimizer's former step, and runs this step when
+            the ranks may write.
     """
 
     def __init__(
@@ -59,7 +60,7 @@ class AttachedShards(ShardedState):
         self._module = module
         self._find_together = find_together
         self.groups: list[list[Tensor]] = [list(group["params"]) for group in optimizer.param_groups]
-        """The original parameters, by group."""
+        """The original parameters of each parameter group, in place of which the optimizer has shards."""
         self._param_names = [group.pop("param_names", None) for group in optimizer.param_groups]
         flat = [(at, parameter) for at, group in enumerate(self.groups) for parameter in group]
         trained = {
@@ -68,9 +69,9 @@ class AttachedShards(ShardedState):
             if id(parameter) in module.index_of
         }
         self._positions = {index: position for index, (position, _) in trained.items()}
-        """The position of each trained parameter over all groups, by its index."""
+        """The position of each trained parameter among the parameters of all groups, by the parameter's index."""
         self.group_of = {index: at for index, (_, at) in trained.items()}
-        """The group of each trained parameter, by its index."""
+        """The index of each trained parameter's group, by the parameter's index."""
         self.bucket_shards = [
             bucket_shard
             for bucket_shard in module.bucket_shards
@@ -87,7 +88,7 @@ class AttachedShards(ShardedState):
         }
         given = {index: states.pop(position, {}) for index, position in self._positions.items()}
         self._idle_state = states
-        """State of frozen parameters, by position. Some optimizers create such state in their constructor."""
+        """The state of frozen parameters, by position. Some optimizers create such state in their constructor."""
         optimizer.state.clear()
         self.cut()
         for shard, state in self._sliced(given):
@@ -95,23 +96,23 @@ class AttachedShards(ShardedState):
 
     @property
     def optimizer(self) -> Optimizer:
-        """The optimizer. Its replaced methods keep this object alive, also when the wrapper is gone."""
+        """The optimizer. Its replaced methods keep this object alive, also after the wrapper has been freed."""
         optimizer = self._optimizer()
         assert optimizer is not None
         return optimizer
 
     @property
     def members(self) -> list[Tensor]:
-        """All parameters in the buckets that contain parameters of this optimizer."""
+        """All parameters in those buckets that contain parameters of this optimizer."""
         return [parameter for bucket_shard in self.bucket_shards for parameter in bucket_shard.members]
 
     @property
     def has_state(self) -> bool:
-        """Whether the optimizer has state, which would be lost if the shards were cut again."""
+        """Whether the optimizer has state. It would be lost if the shards were cut again."""
         return bool(self.optimizer.state)
 
     def cut(self) -> None:
-        """Create the shards by the present bounds, and give them to the optimizer."""
+        """Create this rank's shards by the present bounds, and make them the optimizer's parameters."""
         self._drop_shards()
         bucket_shards = self._module.bucket_shards
         pieces = pieces_of(
@@ -135,9 +136,13 @@ class AttachedShards(ShardedState):
         self.shards = []
 
     def _empty_pieces(self, pieces: Sequence[Piece]) -> list[Piece]:
-        """Return an empty piece for each dtype of parameters of which this rank has no piece.
+        """Return one empty piece for each parameter dtype that none of `pieces` has.
 
-        A GradScaler makes one call per dtype that it finds, and all ranks have to make the same calls.
+        A GradScaler makes one collective call for each dtype that it finds. With the empty pieces, all ranks make the
+        same calls.
+
+        Args:
+            pieces: the pieces of this rank.
         """
         found = {self._module.bucket_shards[piece.bucket].dtype for piece in pieces}
         empty = []
@@ -159,8 +164,8 @@ class AttachedShards(ShardedState):
         def step(self_: Optimizer, closure: Callable[[], float] | None = None, **kwargs: Any) -> Any:
             if closure is not None:
                 raise ValueError(
-                    "with sharded=True, step() takes no closure, because the backwards of all ranks must have ended "
-                    "before any rank writes the parameters: run the backward first, then call step()"
+                    "with sharded=True, expected optimizer.step() without a closure, because the backwards of all "
+                    "ranks must have ended before any rank writes the parameters: run the backward, then call step()"
                 )
             return around_step(self, functools.partial(inner_step, self_, **kwargs))
 
@@ -181,8 +186,8 @@ class AttachedShards(ShardedState):
 
         def add_param_group(self_: Optimizer, param_group: dict[str, Any]) -> None:
             raise ValueError(
-                "with sharded=True, no parameters can be added to an attached optimizer: call add_param_group before "
-                "ddp.attach(optimizer)"
+                "with sharded=True, a parameter group cannot be added to an attached optimizer: call add_param_group "
+                "before ddp.attach(optimizer)"
             )
 
         methods: list[Callable[..., Any]] = [step, zero_grad, add_param_group, state_dict, load_state_dict]
@@ -191,10 +196,10 @@ class AttachedShards(ShardedState):
             setattr(optimizer, method.__name__, weakly_bound(optimizer, method))
 
     def release(self, successor: str) -> None:
-        """Detach from the optimizer. The optimizer can no longer be used.
+        """Detach from the optimizer. Its methods raise an error from now on.
 
         Args:
-            successor: the class of the optimizer that replaces this optimizer, for the message.
+            successor: the class name of the optimizer that replaces this optimizer, for the message.
         """
         optimizer: Any = self.optimizer
         kind = type(optimizer).__name__
@@ -202,7 +207,7 @@ class AttachedShards(ShardedState):
         def refuse(*args: Any, **kwargs: Any) -> NoReturn:
             raise SynclineError(
                 f"this {kind} was replaced and has lost its state, because a {successor} of the same parameters was "
-                f"attached later: use the {successor}"
+                f"attached later: use the {successor} instead"
             )
 
         for name in _METHODS:
@@ -214,7 +219,7 @@ class AttachedShards(ShardedState):
         optimizer.state.clear()
 
     def use_plain_gradients(self) -> None:
-        """Set `.grad` of each shard to a plain tensor for the optimizer's kernels, or to None if it has no gradient."""
+        """Set `.grad` of each shard to a plain tensor, for the optimizer's kernels. Without a gradient, set None."""
         has_gradients = {one.plan.index: one.has_gradients for one in self.bucket_shards}
         for shard in self.shards:
             gradient = shard.parameter.grad
@@ -225,7 +230,10 @@ class AttachedShards(ShardedState):
     # ------------------------------------------------------------------ saving and loading
 
     def _state_dict(self) -> dict[str, Any]:
-        """Return the state in torch's ordinary format, the same on every rank. This is a collective call."""
+        """Gather the optimizer's state, and return it in torch's ordinary format. This is a collective call.
+
+        Every rank gets the same state.
+        """
         shards, states = self._shards_with_states()
         with torch.no_grad():
             gathered = gather_state(shards, states, self.bucket_shards, self._module.lane)
@@ -238,10 +246,11 @@ class AttachedShards(ShardedState):
     def _shard_state_dict(self) -> dict[str, Any]:
         """Return this rank's shard of the state in torch's ordinary format. Nothing is sent.
 
-        This rank's span of a tensor is a `TensorPart`. Joined over all ranks (`join_parts`), the shards are equal to
-        the result of `state_dict`. If several teams of ranks have the same shards, only the first team returns them.
-        Post hooks expect the ordinary format, so with such hooks the state is gathered as by `state_dict`, which is a
-        collective call.
+        A tensor that is split is given by a `TensorPart`. If `join_parts` joins the shards of all ranks, the result is
+        equal to that of `state_dict`. If several teams of ranks have the same shards, only the first team returns them.
+
+        A post hook of `state_dict` expects the ordinary format. If the optimizer has such hooks, the method gathers the
+        whole state as `state_dict` does, and is a collective call.
         """
         if state_dict_post_hooks(self.optimizer):
             return self._state_dict()
@@ -274,19 +283,20 @@ class AttachedShards(ShardedState):
         return {"state": dict(sorted(state.items())), "param_groups": groups}
 
     def _load_shards(self, state: Mapping[str, Any], types: Mapping[int, torch.dtype]) -> None:
-        """Load this rank's shard from torch's ordinary format, in which tensors may be in parts.
+        """Load this rank's shard from a state in torch's ordinary format. Nothing is sent.
 
         Args:
-            state: the state in that format.
-            types: the dtypes in which parameters were saved, by `id`. If a parameter still has the saved dtype, its
-                state keeps the saved dtypes. Otherwise its state gets the parameter's dtype, as in torch.
+            state: the state. Its tensors may be in parts (`PartedTensor`).
+            types: the dtype in which each parameter was saved, by the parameter's `id`. If a parameter still has this
+                dtype, its state keeps the saved dtypes. Otherwise its state gets the parameter's dtype, as in torch.
         """
         saved = state["param_groups"]
         lengths, expected = [len(group["params"]) for group in saved], [len(group) for group in self.groups]
         if lengths != expected:
             raise ValueError(
-                f"expected an optimizer state with parameter groups of {expected} parameters, got groups of {lengths} "
-                "parameters: load the state of an optimizer with the same groups, which may be sharded or not"
+                f"expected an optimizer state whose parameter groups have {expected} parameters, got groups with "
+                f"{lengths} parameters: load the state of an optimizer with the same groups. That optimizer may be "
+                "sharded or not"
             )
         ids = [parameter_id for group in saved for parameter_id in group["params"]]
         state_of = {
@@ -319,14 +329,21 @@ class AttachedShards(ShardedState):
                     keep_saved_types(self.optimizer.state[shard.parameter], entries)
 
     def _sliced(self, state_of: Mapping[int, dict[str, Any]]) -> list[tuple[Shard, dict[str, Any]]]:
-        """Return the shards that have state, each with its state, cut out of the state by parameter index."""
+        """Return the shards that have state, each with its part of the state.
+
+        Args:
+            state_of: the state in torch's ordinary format, by parameter index.
+        """
         sliced = ((shard, slice_state(shard, self._module, state_of)) for shard in self.shards)
         return [(shard, state) for shard, state in sliced if state]
 
     # ------------------------------------------------------------------ description
 
     def describe(self) -> str:
-        """Return the optimizer's class and how it steps, in words that ranks compare and the contract shows."""
+        """Return a text that names the optimizer's class and says whether it steps whole parameters or flat spans.
+
+        Ranks compare this text, and the contract shows it.
+        """
         kind = type(self.optimizer).__name__
         if self.whole:
             return f"{kind} by whole parameters"
@@ -334,7 +351,7 @@ class AttachedShards(ShardedState):
 
 
 class _Released(ShardedState):
-    """The state of an optimizer that was replaced, which can be neither saved nor loaded.
+    """The state of an optimizer that was replaced. To save or load it is an error.
 
     Args:
         refuse: the function that raises the error.

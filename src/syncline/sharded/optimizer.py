@@ -1,14 +1,13 @@
-"""The step of a module with `sharded=True`: each rank reduces and steps its shard.
+"""The training step of a module with `sharded=True`: each rank reduces and steps its shard.
 
-One step, in order:
+A training step has these parts, in this order:
 
-1. backward reduces each bucket so that this rank's span holds the mean (`gradients/shard.py`);
-2. `clip_grad_norm_` combines the spans' norms, and ranks combine the infinities that a GradScaler found
-   (`gradients/shard.py`);
-3. `step` waits until every rank's backward has ended, because no rank may write values that another rank reads;
-4. this rank's shards are stepped;
-5. with one copy per host, ranks wait for each other before they read the parameters; with one copy per rank, the spans
-   are gathered.
+1. Backward reduces each bucket so that this rank's span holds the mean (`gradients/shard.py`).
+2. `clip_grad_norm_` combines the norms of all ranks' spans. With a GradScaler, ranks combine the infinities that it
+   found (`gradients/shard.py`).
+3. `step` waits until every rank's backward has ended, because no rank may write values that another rank reads.
+4. `step` lets the optimizer step this rank's shards.
+5. With one copy per host, `step` waits until all ranks have written. With one copy per rank, it gathers the spans.
 
 An optimizer that updates each element independently (`is_elementwise`) can step a flat span of several parameters.
 Other optimizers need whole parameters.
@@ -48,21 +47,24 @@ _ELEMENTWISE = (
 )
 
 _REFUSED = {
-    optim.LBFGS: "it needs all parameters at once",
+    optim.LBFGS: "its update needs all parameters at once",
     optim.SparseAdam: "its gradients are sparse and cannot be cut into spans",
 }
 
 
 def is_elementwise(optimizer: Optimizer, given: bool | None) -> bool:
-    """Return whether an optimizer can step flat spans; otherwise it needs whole parameters.
+    """Return whether an optimizer updates each element independently and can thus step flat spans of parameters.
+
+    Otherwise it steps whole parameters. This is right if the update of a parameter depends on no other parameter (Muon,
+    Shampoo, LAMB, Adafactor).
 
     Args:
-        optimizer: the optimizer. If its class is not known here, it gets whole parameters. This is right if the update
-            of a parameter depends on that parameter alone (Muon, Shampoo, LAMB, Adafactor).
-        given: the user's answer; None to decide by the class of the optimizer.
+        optimizer: the optimizer.
+        given: the user's answer. Pass None to decide by the class of the optimizer; the answer for an unknown class is
+            False.
 
     Raises:
-        ValueError: the optimizer can step neither.
+        ValueError: an optimizer of this class can step no shard (LBFGS, SparseAdam).
 
     Example:
         >>> import torch
@@ -80,16 +82,16 @@ def is_elementwise(optimizer: Optimizer, given: bool | None) -> bool:
 
 
 class Sharding:
-    """The parameters, shards and optimizers of a module with `sharded=True`.
+    """The parameters, shards and optimizers of one module with `sharded=True`.
 
-    The constructor is a collective call: it moves the parameters into their final memory.
+    The constructor moves the parameters into their final memory. It is a collective call.
 
     Args:
         module: the module.
         named: the trained parameters with their names, in the order of their indices.
         bucket_shards: the `BucketShard` of each bucket.
-        lane: the transport between the ranks, which sends nothing else.
-        by_parameter: whether flat spans end where a parameter ends.
+        lane: the transport between the ranks. Nothing else uses it.
+        by_parameter: whether each flat span ends where its parameter ends, so that it never covers two parameters.
     """
 
     def __init__(
@@ -110,12 +112,12 @@ class Sharding:
             by_parameter=by_parameter,
         )
         self._frozen = {id(p) for p in module.parameters() if not p.requires_grad}
-        """The ids of parameters that are not trained."""
+        """The ids of the parameters that are not trained, because they do not require a gradient."""
         self._team = bucket_shards[0].team
         self._has_private = not all(bucket_shard.is_common for bucket_shard in bucket_shards)
-        """Whether each rank has a copy of some parameters for itself."""
+        """Whether each rank has its own copy of some parameters."""
         self.num_copies = 0 if self._has_private else lane.size // self._team.size
-        """Number of copies of the parameters, one per host; 0 if each rank has its own copy."""
+        """The number of copies of the parameters, one per host. It is 0 if each rank has its own copy."""
         for bucket_shard in bucket_shards:
             if self._team.position == 0 or not bucket_shard.is_common:
                 bucket_shard.take_values()
@@ -145,13 +147,13 @@ class Sharding:
 
         Args:
             optimizer: the optimizer.
-            elementwise: whether the optimizer can step flat spans; None to decide by its class.
-            has_begun: whether gradients were already reduced by the present bounds.
-            replaced: attached optimizers that the new optimizer replaces.
+            elementwise: whether the optimizer can step flat spans. Pass None to decide by its class.
+            has_begun: whether gradients were already reduced with the present bounds of the shards.
+            replaced: the attached optimizers that the new optimizer replaces.
 
         Raises:
-            ValueError: the optimizer has parameters that are not sharded, or needs whole parameters when it is too late
-                to move the bounds.
+            ValueError: the optimizer has parameters that are not sharded. Or the optimizer needs whole parameters, a
+                bound of the shards splits one of them, and the bounds can no longer change.
         """
         whole = not is_elementwise(optimizer, elementwise)
         gone = [one for one in self.optimizers if any(one.optimizer is other for other in replaced)]
@@ -194,18 +196,21 @@ class Sharding:
         kind = type(optimizer).__name__
         if index is None and (parameter.requires_grad or id(parameter) not in self._frozen):
             raise ValueError(
-                f"expected sharded parameters only, got a {kind} with a parameter of shape {tuple(parameter.shape)} "
-                "that is not sharded, because it belongs to another module or was given to ignore=: put such "
-                "parameters into an optimizer of their own, and do not attach that optimizer"
+                f"expected an optimizer of sharded parameters only, got a {kind} with a parameter of shape "
+                f"{tuple(parameter.shape)} that is not sharded. It belongs to another module, or was given to ignore=. "
+                "Put such parameters into an optimizer of their own, and do not attach that optimizer"
             )
         if index in taken:
             raise ValueError(
-                f"{self._module.names[index or 0]} belongs to an optimizer that was attached before, and a parameter "
-                "cannot be stepped by two attached optimizers: give this parameter to one of them only"
+                f"a parameter cannot be stepped by two attached optimizers, but {self._module.names[index or 0]} "
+                "already belongs to an optimizer that was attached before: give this parameter to one of them only"
             )
 
     def _move_bounds(self, whole: set[int], staying: Sequence[AttachedShards], *, has_begun: bool) -> None:
-        """Move the bounds of spans out of the parameters in `whole`, and out of parameters attached as whole before."""
+        """Move the bounds of spans so that they split no parameter in `whole`.
+
+        They also split no parameter of an optimizer in `staying` that steps whole parameters.
+        """
         for attached in staying:
             if attached.whole:
                 whole = whole | set(attached.group_of)
@@ -219,8 +224,9 @@ class Sharding:
         again = [attached for attached in staying if not changed.keys().isdisjoint(attached.bucket_shards)]
         if changed and (has_begun or any(attached.has_state for attached in again)):
             raise ValueError(
-                "an optimizer that steps whole parameters was attached too late to move the bounds of the shards: "
-                "attach it before the first backward, and before other optimizers have state"
+                "this optimizer steps whole parameters, so the bounds of the shards must not split its parameters, but "
+                "the bounds can no longer change: attach this optimizer before the first backward, and before other "
+                "attached optimizers have state"
             )
         for bucket_shard, cuts in changed.items():
             bucket_shard.set_bounds(cuts)
@@ -244,7 +250,7 @@ class Sharding:
 
     @torch.no_grad()
     def _gather(self, attached: AttachedShards) -> None:
-        """Send the parameters that this rank has stepped, and receive all other parameters. A collective call."""
+        """Send the parameters that this rank has stepped, and receive all others. This is a collective call."""
         lane, works = self._module.lane, []
         for bucket_shard in attached.bucket_shards:
             if bucket_shard.is_common:
@@ -264,7 +270,7 @@ class Sharding:
             work.wait()
 
     def _find_together(self, found: Tensor) -> None:
-        """Set `found` on all ranks if a GradScaler has found an infinity on any rank."""
+        """Set `found` to its maximum over all ranks. A GradScaler sets it to 1 if it finds an infinity or NaN."""
         lane = self._module.lane
         lane.board.phase = "GradScaler, looking for infinities"
         on_any = found.detach().reshape(1).to(lane.sending_device(found.device))
@@ -273,7 +279,7 @@ class Sharding:
 
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm: float, norm_type: float, *, error_if_nonfinite: bool) -> Tensor:
-        """Clip the gradients as `DistributedDataParallel.clip_grad_norm_` does. A collective call."""
+        """Clip the gradients as `DistributedDataParallel.clip_grad_norm_` does. This is a collective call."""
         if not norm_type > 0:
             raise ValueError(f"with sharded=True, expected norm_type above 0, got {norm_type}")
         counting = [bucket_shard for bucket_shard in self._module.bucket_shards if bucket_shard.has_gradients]
@@ -293,9 +299,14 @@ class Sharding:
     def _total_norm(
         self, gradients: Sequence[Tensor], order: float, counting: Sequence[BucketShard]
     ) -> Tensor:
-        """Return the norm of the gradients of all ranks.
+        """Return the norm of the whole gradients, to which all ranks contribute their shards.
 
-        All ranks combine the gathered norms of one team in rank order, so that they get the same bits.
+        Each rank combines the gathered norms of one team in rank order, so that all ranks get the same bits.
+
+        Args:
+            gradients: the gradients of this rank's spans.
+            order: the order of the norm.
+            counting: the shards of all buckets that have gradients.
         """
         lane, home = self._module.lane, self._module.bucket_shards[0].values.device
         lane.board.phase = "clip_grad_norm_"
@@ -314,7 +325,7 @@ class Sharding:
     # ------------------------------------------------------------------ description
 
     def describe(self) -> list[str]:
-        """Return one line per attached optimizer; the lines must be equal on all ranks."""
+        """Return one line of text for each attached optimizer. The lines must be equal on all ranks."""
         return [
             f"{attached.describe()}, parameters {zlib.crc32(repr(sorted(attached.group_of.items())).encode()):08x}"
             for attached in self.optimizers
@@ -322,7 +333,7 @@ class Sharding:
 
 
 def _norm(gradient: Tensor, order: float) -> Tensor:
-    """Return the norm in double precision, so that the order of the elements hardly matters."""
+    """Return the norm of a gradient in double precision, in which the order of summation hardly matters."""
     dtype = torch.complex128 if gradient.dtype.is_complex else torch.float64
     norm: Tensor = torch.linalg.vector_norm(gradient, order, dtype=dtype)
     return norm

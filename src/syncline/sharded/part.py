@@ -1,4 +1,4 @@
-"""Tensors of which each rank has a part, and how to join the parts."""
+"""Parts of tensors, and functions that join the parts of all ranks into whole tensors."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ _ATTRIBUTE = "_syncline_sharded_state"
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class TensorPart:
-    """A part of a tensor: elements that are consecutive in memory.
+    """A part of a tensor, which consists of elements that are consecutive in memory.
 
     Elements are counted in memory order, which may differ from the order of the dimensions: the elements of a
     channels_last weight are counted channels last.
     """
 
     values: Tensor
-    """The part's elements, of shape (numel of the part,)."""
+    """The elements of the part, in memory order, of shape (numel of the part,)."""
     start: int
     """Index of the first element in the whole tensor."""
     shape: tuple[int, ...]
     """Shape of the whole tensor."""
     order: tuple[int, ...]
-    """Dimensions of the whole tensor, slowest first: `whole.permute(order).flatten()` contains the values in order."""
+    """The dimensions of the whole tensor, slowest first: `whole.permute(order).flatten()` is in memory order."""
 
     @property
     def stop(self) -> int:
@@ -40,10 +40,10 @@ class TensorPart:
 
 
 class PartedTensor:
-    """All parts of one tensor. The whole tensor is built only on request, so the object itself costs no memory.
+    """The parts of one tensor. The whole tensor is built only on request, so the object itself needs no extra memory.
 
     Args:
-        parts: the parts, in any order. If several parts contain the same elements, any of these parts is used.
+        parts: the parts, in any order. If several parts contain the same element, any of these parts may be used.
 
     Raises:
         ValueError: the parts do not belong to one tensor, or elements are missing.
@@ -68,8 +68,8 @@ class PartedTensor:
         kinds = {(part.shape, part.order, part.values.dtype) for part in parts}
         if len(kinds) > 1:
             raise ValueError(
-                "expected parts of one tensor, got parts with different shapes, orders or dtypes of the whole tensor: "
-                f"{sorted(map(str, kinds))}"
+                "expected parts of one tensor, got parts of tensors with different shapes, orders of dimensions or "
+                f"dtypes: {sorted(map(str, kinds))}"
             )
         numel, end = self.shape.numel(), 0
         for part in [*self._parts, None]:
@@ -86,7 +86,7 @@ class PartedTensor:
         return len(self.shape)
 
     def whole(self) -> Tensor:
-        """Return the whole tensor in new memory. Its strides follow the order of the dimensions."""
+        """Return the whole tensor in new memory. Its strides follow `TensorPart.order`."""
         order = self._parts[0].order
         flat = torch.empty(self.shape.numel(), dtype=self.dtype, device=self.device)
         for part in self._parts:
@@ -96,29 +96,30 @@ class PartedTensor:
 
 
 class ShardedState(ABC):
-    """A state of which each rank has a shard. Each rank saves and loads its shard without communication."""
+    """The state of an object, of which each rank has one shard. Saving and loading it needs no communication."""
 
     @abstractmethod
     def _shard_state_dict(self) -> dict[str, Any]:
-        """Return this rank's shard of the state, with a `TensorPart` for each tensor that is split. Nothing is sent."""
+        """Return this rank's shard of the state. Each split tensor is given by a `TensorPart`. Nothing is sent."""
 
     @abstractmethod
     def _load_shards(self, state: Mapping[str, Any], types: Mapping[int, torch.dtype]) -> None:
-        """Load this rank's shard from the joined state of all ranks. Nothing is sent, and no tensor of `state` is kept.
+        """Load this rank's shard from the joined state of all ranks. Nothing is sent.
 
         Args:
-            state: the shards of all ranks, joined by `join_parts`; tensors that were split are `PartedTensor`s.
+            state: the shards of all ranks, joined by `join_parts`. Tensors that were in parts are `PartedTensor`s.
+                The object keeps no tensor of `state`.
             types: the dtype in which each parameter was saved, by the parameter's `id`.
         """
 
 
 def attach_sharded_state(optimizer: Optimizer, state: ShardedState) -> None:
-    """Store an optimizer's state so that `sharded_state_of` finds it."""
+    """Record that `state` is the sharded state of `optimizer`, so that `sharded_state_of` finds it."""
     setattr(optimizer, _ATTRIBUTE, state)
 
 
 def sharded_state_of(one: object) -> ShardedState | None:
-    """Return the sharded state of an object, or None if every rank has the whole state of the object.
+    """Return the sharded state of an object. Return None if every rank has the object's whole state.
 
     Example:
         >>> sharded_state_of(torch.optim.SGD([torch.zeros(1)])) is None
@@ -134,15 +135,17 @@ def has_sharded_state(one: object) -> bool:
 
 
 def join_parts(states: Sequence[Any]) -> Any:
-    """Join the states of all ranks into one state. Dicts are joined by their keys, and parts into `PartedTensor`s.
+    """Join the states of all ranks into one state.
 
-    Values that are not parts are taken from the first rank that has them.
+    Dicts are joined key by key. The `TensorPart`s of one tensor are joined into a `PartedTensor`. Any other value is
+    taken from the first rank that has it.
 
     Args:
         states: the state of each rank, in rank order.
 
     Raises:
-        ValueError: the parts of a tensor are incomplete, or do not belong to one tensor. The message contains the path.
+        ValueError: elements of a tensor are in no part, or the parts do not belong to one tensor. The message contains
+            the path of the tensor in the state.
 
     Example:
         >>> halves = [TensorPart(values=torch.ones(1), start=i, shape=(2,), order=(0,)) for i in range(2)]
@@ -169,7 +172,7 @@ def _joined(states: Sequence[Any], place: str) -> Any:
 
 
 def whole_of(state: Any) -> Any:
-    """Return the state with whole tensors for `PartedTensor`s, also inside of dicts, lists and tuples."""
+    """Return the state with each `PartedTensor` replaced by its whole tensor, also in dicts, lists and tuples."""
     if isinstance(state, PartedTensor):
         return state.whole()
     if isinstance(state, dict) and not isinstance(state, Counter):

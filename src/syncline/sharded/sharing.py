@@ -1,9 +1,9 @@
-"""Parameters with one copy per host: `share_`, `write_shared`, and when ranks may write the parameters.
+"""Parameters with one copy per host: `share_`, `write_shared`, and the guard of such parameters.
 
-All ranks of a host compute with the same memory, so no rank may write while another rank reads. There is a barrier
-before each write, which waits until all backwards have ended, and a barrier after it. Writes at other times are
-detected by autograd's version counters. Writes that bypass the counters (by `.data`, `.numpy()` or a pointer) are not
-detected.
+All ranks of a host compute with the same memory, so no rank may write while another rank reads. A barrier before each
+write waits until all ranks' backwards have ended. A barrier after the write waits until all ranks have written. Writes
+at other times are detected by autograd's version counters. Writes that bypass the counters (by `.data`, `.numpy()` or a
+pointer) are not detected.
 """
 
 from __future__ import annotations
@@ -32,18 +32,21 @@ _MAX_NAMES = 5
 
 
 def one_copy_of(module: nn.Module) -> OneCopy | None:
-    """Return the guard of a module's shared parameters; None if the parameters are not shared."""
+    """Return the guard of a module's shared parameters. Return None if the parameters are not shared."""
     return REGISTRY.by_module(OneCopy).get(module)
 
 
 def has_one_copy(module: nn.Module) -> bool:
-    """Return whether the parameters of a module, or of one of its submodules, are shared."""
+    """Return whether a module or one of its submodules has shared parameters."""
     copies = REGISTRY.by_module(OneCopy)
     return bool(copies) and any(inner in copies for inner in module.modules())
 
 
 def remember_one_copy(module: nn.Module, copy: OneCopy) -> None:
-    """Make `copy` the guard of a module's parameters. `load_state_dict` of the module then waits as writers have to."""
+    """Make `copy` the guard of a module's parameters.
+
+    The module's `load_state_dict` then opens the guard before it writes, and closes it afterwards.
+    """
     copies = REGISTRY.by_module(OneCopy)
     if module not in copies:
         module.register_load_state_dict_pre_hook(_before_loading)
@@ -52,14 +55,14 @@ def remember_one_copy(module: nn.Module, copy: OneCopy) -> None:
 
 
 class OneCopy:
-    """The guard of the parameters of a module, which makes writers and readers wait for each other.
+    """The guard of a module's shared parameters, which makes writers and readers wait for each other.
 
     Args:
         named: the parameters with their names.
         lane: the transport between the ranks that have the parameters. Nothing else uses it at the same time.
-        num_copies: the number of copies, one per host; 0 if each rank has its own copy and the optimizer keeps the
-            copies equal.
-        check: a function that raises an error if a parameter's memory was replaced.
+        num_copies: the number of copies, one per host. Pass 0 if each rank has its own copy, and the optimizer keeps
+            these copies equal.
+        check: a function that raises an error if a parameter no longer uses the expected memory.
     """
 
     def __init__(
@@ -72,7 +75,7 @@ class OneCopy:
     ) -> None:
         self.lane = lane
         self.is_common = num_copies > 0
-        """Whether the ranks of a host use the same memory."""
+        """Whether all ranks of a host use the same memory."""
         self._num_copies = num_copies
         self.named = list(named)
         self._tensors = [tensor for _, tensor in named]
@@ -93,7 +96,7 @@ class OneCopy:
         """Wait until no rank reads the parameters any more. This is a collective call.
 
         Raises:
-            SynclineError: a rank has written outside of `sl.write_shared`. Raised on all ranks.
+            SynclineError: a rank has written the parameters outside of `sl.write_shared`. All ranks raise the error.
         """
         self._check()
         if not self.is_common or self.lane.size == 1:
@@ -107,7 +110,7 @@ class OneCopy:
     def wait_to_read(self, written: Sequence[Tensor]) -> None:
         """Wait until all ranks have written. This is a collective call.
 
-        The parameters are marked as changed, so that autograd detects graphs that saved the former values.
+        The method then marks the parameters as changed, so that autograd detects graphs that saved the former values.
 
         Args:
             written: the parameters that any rank has written.
@@ -119,7 +122,7 @@ class OneCopy:
 
     @contextmanager
     def writing(self) -> Iterator[None]:
-        """Enter and leave the context of `sl.write_shared`."""
+        """Return the context of `sl.write_shared`, in which this rank may write."""
         self.open()
         try:
             yield
@@ -127,13 +130,13 @@ class OneCopy:
             self.close()
 
     def open(self) -> None:
-        """Wait until this rank may write. `close` must be called as often as this method."""
+        """Wait until this rank may write. The caller must call `close` once for each call of this method."""
         if not self._depth:
             self.wait_to_write()
         self._depth += 1
 
     def close(self) -> None:
-        """Wait until all ranks may read. If there are several copies, broadcast rank 0's values first."""
+        """Wait until all ranks have written. If there are several copies, broadcast the values of rank 0's copy."""
         self._depth -= 1
         if self._depth:
             return
@@ -146,7 +149,7 @@ class OneCopy:
     def written_here(self) -> str:
         """Return the names of parameters that this rank wrote outside of `sl.write_shared` since the last call.
 
-        Nothing is sent, so the method also works after the lane was closed.
+        The text is empty if there are none. Nothing is sent, so the method also works after the lane was closed.
         """
         if not self.is_common or self.lane.size == 1:
             return ""
@@ -164,22 +167,26 @@ class OneCopy:
 
 
 def written_elsewhere(where: str) -> SynclineError:
-    """Return the error for a write outside of `sl.write_shared`."""
+    """Return the error for a write outside of `sl.write_shared`.
+
+    Args:
+        where: the ranks and parameters in words that follow "sl.write_shared"; may be empty.
+    """
     return SynclineError(
         f"shared parameters were written outside of sl.write_shared{where}. All ranks of a host compute with the same "
-        "copy, so the write may have changed values while another rank was reading them: write only inside of "
-        "`with sl.write_shared(module):`, which all ranks enter"
+        "copy, so the write may have changed values while another rank was reading them: write the parameters only "
+        "inside of `with sl.write_shared(module):`. All ranks must enter this context"
     )
 
 
 def _before_loading(module: nn.Module, *_: Any) -> None:
-    """Open the guard of a module for writing. A copy of the module has this hook, too, but no guard."""
+    """Open the guard of a module before `load_state_dict` writes. A copy of the module has this hook, but no guard."""
     if (copy := one_copy_of(module)) is not None:
         copy.open()
 
 
 def _after_loading(module: nn.Module, _: Any) -> None:
-    """Close the guard of a module."""
+    """Close the guard of a module after `load_state_dict` has written."""
     if (copy := one_copy_of(module)) is not None:
         copy.close()
 
@@ -190,7 +197,7 @@ _ALIGNMENT_BYTES = 64
 
 
 def share_(module: AnyModule, *, group: dist.ProcessGroup | Transport | None = None) -> AnyModule:
-    """Move the parameters of `module` into shared memory: one copy per host, with rank 0's values.
+    """Move the parameters of `module` into shared memory. Each host then has one copy, with rank 0's values.
 
     This is a collective call. All parameters are moved, including frozen parameters, and their former memory is freed.
     Buffers are not shared, because forwards write them. Afterwards parameters may be written only inside of
@@ -207,8 +214,8 @@ def share_(module: AnyModule, *, group: dist.ProcessGroup | Transport | None = N
     Raises:
         TypeError: `module` is not a module.
         ValueError: the group has no shared memory (for example because each rank is on another host, or because the
-            transport `c10d` was selected), or a parameter is not on the CPU. Raised on all ranks.
-        ContractMismatch: the ranks' modules differ. Raised on all ranks, with the same text.
+            transport `c10d` was selected), or a parameter is not on the CPU. All ranks raise the error.
+        ContractMismatch: the modules differ between ranks. All ranks raise the error with the same text.
 
     Example:
         >>> import torch, syncline as sl
@@ -243,20 +250,22 @@ def share_(module: AnyModule, *, group: dist.ProcessGroup | Transport | None = N
 
 
 def write_shared(module: nn.Module) -> AbstractContextManager[None]:
-    """Return a context in which shared parameters may be written, by one rank or by all ranks with the same values.
+    """Return a context in which shared parameters may be written.
 
-    Entering and leaving the context are collective calls. Entering waits until no rank reads the parameters any more.
+    Either one rank writes the parameters, or all ranks write the same values.
+
+    All ranks must enter and leave the context together. Entering waits until no rank reads the parameters any more.
     Leaving waits until all ranks have written. If there are several copies (one per host, or one per rank with
-    `sharded=True` and without shared memory), leaving sends the values of rank 0's copy to all other copies. A program
-    in which rank 0 writes is therefore right in each case.
+    `sharded=True` and without shared memory), leaving also sends the values of rank 0's copy to all other copies. So a
+    program in which rank 0 writes is right in each case.
 
     Args:
         module: the module that was given to `sl.share_` or wrapped with `sharded=True`, or the wrapper.
 
     Raises:
         ValueError: the module's parameters are not shared.
-        SynclineError: the parameters were written outside of such a context before. Entering the context raises the
-            error, on all ranks.
+        SynclineError: the parameters were written before, outside of such a context. On all ranks, entering the context
+            raises the error.
     """
     checked_kind("module", module, nn.Module, "a torch.nn.Module")
     copy = one_copy_of(module)
@@ -265,14 +274,14 @@ def write_shared(module: nn.Module) -> AbstractContextManager[None]:
     if copy is None:
         raise ValueError(
             f"expected a module with shared parameters, got a {type(module).__name__} whose parameters are not shared: "
-            "share them by sl.share_(module) or sharded=True. If this module is a part of a shared module, pass the "
-            "whole module"
+            "share them by sl.share_(module) or sharded=True. If this module is a part of a module with shared "
+            "parameters, pass the whole module"
         )
     return copy.writing()
 
 
 def _allocate(parameters: list[Tensor], transport: Transport) -> list[Tensor]:
-    """Return a view in shared memory for each parameter; parameters of one type are adjacent."""
+    """Return a view in shared memory for each parameter. Parameters of the same dtype and device are adjacent."""
     views: dict[int, Tensor] = {}
     kinds = sorted({(str(p.dtype), str(p.device)) for p in parameters})
     for kind in kinds:
@@ -285,9 +294,9 @@ def _allocate(parameters: list[Tensor], transport: Transport) -> list[Tensor]:
         flat = transport.allocate_shared(numel, members[0].dtype, members[0].device)
         if flat is None:
             raise ValueError(
-                f"sl.share_: expected ranks that share memory, got transport {transport.name} and a parameter on "
-                f"{members[0].device}. Shared memory is available for CPU tensors, if all hosts have equally many "
-                "ranks. "
+                f"sl.share_: expected ranks with shared memory and a module on the CPU, got transport {transport.name} "
+                f"and a parameter on {members[0].device}. Memory can be shared by the ranks of one host, if all hosts "
+                "have equally many ranks. "
                 'On one host, sl.init(transport="shm") raises an error that says why shared memory is not available'
             )
         for member, offset in zip(members, offsets, strict=True):

@@ -1,7 +1,8 @@
-"""Conversion of an optimizer's state between torch's ordinary format, by parameter, and this rank's shards.
+"""Conversion of an optimizer's state between torch's ordinary format (by parameter) and this rank's shards.
 
-A tensor with its parameter's shape is cut in the same way as the parameter. A number (or a tensor without dimensions,
-such as a step count) belongs to the whole parameter. Any other tensor is possible only if the parameter is not cut.
+A tensor in the state that has its parameter's shape is cut in the same way as the parameter. A number (or a tensor
+without dimensions, such as a step count) belongs to the whole parameter. A tensor of another shape is possible only if
+the parameter is not cut.
 """
 
 from __future__ import annotations
@@ -22,12 +23,12 @@ from syncline.sharded.part import PartedTensor, TensorPart
 from syncline.transport.base import Transport
 
 ParameterState = dict[str, Any]
-"""The state that an optimizer keeps of one parameter, or of one shard."""
+"""The state that an optimizer keeps for one parameter or one shard: tensors and numbers by name."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShardedModule:
-    """The trained parameters of a module, and this rank's shards of them."""
+    """A description of the trained parameters of a module, and of this rank's shards of them."""
 
     names: Sequence[str]
     """Names of the parameters, by index."""
@@ -36,9 +37,9 @@ class ShardedModule:
     bucket_shards: Sequence[BucketShard]
     """The `BucketShard` of each bucket, by the index of the bucket."""
     lane: Transport
-    """The transport between the ranks, which sends nothing else."""
+    """The transport between the ranks. Nothing else uses it."""
     by_parameter: bool
-    """Whether flat spans end where a parameter ends."""
+    """Whether each flat span ends where its parameter ends, so that it never covers two parameters."""
 
 
 # ---------------------------------------------------------------------- from the ordinary format
@@ -47,16 +48,17 @@ class ShardedModule:
 def slice_state(
     shard: Shard, module: ShardedModule, state_of: Mapping[int, ParameterState]
 ) -> ParameterState:
-    """Return the state of one shard.
+    """Cut the state of one shard out of the state of the parameters.
 
     Args:
         shard: the shard.
         module: the module's parameters and shards.
-        state_of: the state in torch's ordinary format, by parameter index; tensors may be in parts (`PartedTensor`).
-            It is not changed, and the result shares no memory with it.
+        state_of: the state in torch's ordinary format, by parameter index. Tensors may be in parts (`PartedTensor`).
+            The function does not change it, and copies what it needs.
 
     Raises:
-        ValueError: the state cannot be cut, or parameters in one piece have different step counts.
+        ValueError: a tensor of the state cannot be cut, or parameters in the same span have different numbers (such as
+            step counts) or different entries in their state.
     """
     bucket_shard, names = module.bucket_shards[shard.piece.bucket], module.names
     spans = spans_in(bucket_shard.plan, shard.piece.start, shard.piece.stop)
@@ -67,7 +69,9 @@ def slice_state(
     for index in indices:
         if set(state_of.get(index, ())) != set(state_of[present[0]]):
             raise _differ(
-                names[present[0]], names[index], "the state of one has entries that the other lacks"
+                names[present[0]],
+                names[index],
+                "the state of one parameter has entries that the other does not have",
             )
     sliced: ParameterState = {}
     for key, first in state_of[present[0]].items():
@@ -97,7 +101,7 @@ def slice_state(
 
 
 def _own(value: Any) -> Any:
-    """Return a copy of a tensor, joined if it is in parts; return other values as they are."""
+    """Return a copy of a tensor, or the whole tensor if it is in parts. Return any other value as it is."""
     if isinstance(value, PartedTensor):
         return value.whole()
     return value.clone() if isinstance(value, Tensor) else value
@@ -108,7 +112,7 @@ def _is_cut(value: Any, member: Tensor, key: str) -> bool:
 
 
 def _flat(value: Any, member: Tensor, name: str, key: str) -> Tensor:
-    """Return the elements in the order of the bucket."""
+    """Return the elements of a tensor of the state in the order that its parameter has in the bucket."""
     if not isinstance(value, Tensor | PartedTensor) or value.shape != member.shape:
         raise _uncuttable(name, key, value)
     if isinstance(value, PartedTensor):
@@ -126,18 +130,18 @@ def _equal(a: Any, b: Any) -> bool:
 
 def _differ(first: str, second: str, how: str) -> ValueError:
     return ValueError(
-        f"the optimizer's state cannot be divided into flat spans: {first} and {second} are in the same span, but "
-        f"{how}. Wrap the module with find_unused_parameters=True, so that each span ends where a parameter ends, or "
-        "call ddp.attach(optimizer, elementwise=False)"
+        f"the optimizer's state cannot be divided into flat spans: {first} and {second} are in the same span, so "
+        f"their states must have the same entries and the same numbers, but {how}. Wrap the module with "
+        "find_unused_parameters=True, so that each span ends where a parameter ends, or call "
+        "ddp.attach(optimizer, elementwise=False)"
     )
 
 
 def _uncuttable(name: str, key: str, value: Any) -> ValueError:
     form = tuple(value.shape) if isinstance(value, Tensor | PartedTensor) else type(value).__name__
     return ValueError(
-        f"expected the optimizer's state {key!r} of {name} to have the shape of the parameter, got {form}, which "
-        "cannot be cut into flat spans: call ddp.attach(optimizer, elementwise=False), which shards by whole "
-        "parameters"
+        f"expected the optimizer's state {key!r} of {name} to have the shape of the parameter, so that it can be cut "
+        f"into flat spans, got {form}: call ddp.attach(optimizer, elementwise=False), which shards by whole parameters"
     )
 
 
@@ -147,9 +151,10 @@ def _uncuttable(name: str, key: str, value: Any) -> ValueError:
 def shard_state(
     shards: Sequence[Shard], states: Sequence[ParameterState], module: ShardedModule
 ) -> dict[int, ParameterState]:
-    """Return this rank's state by parameter index, in torch's ordinary format but with parts for tensors that are cut.
+    """Return the state of this rank's shards in torch's ordinary format, by parameter index. Nothing is sent.
 
-    Nothing is sent. A value is copied only if its memory order differs from that of its parameter.
+    Each tensor that is cut is given by a `TensorPart`. A tensor is copied only if its memory order differs from that of
+    its parameter.
 
     Args:
         shards: this rank's shards, of one optimizer.
@@ -180,7 +185,10 @@ def shard_state(
 
 
 def _is_like_shard(value: Any, shard: Shard, key: str) -> bool:
-    """Return whether a value has the shard's shape. A step count never counts as such, even for a scalar parameter."""
+    """Return whether a value of the state is a tensor with the shard's shape, and is thus cut as the shard is.
+
+    The result for a step count is False, even if the parameter is a scalar, too.
+    """
     return (
         isinstance(value, Tensor)
         and value.shape == shard.parameter.shape
@@ -197,7 +205,9 @@ def gather_state(
     bucket_shards: Sequence[BucketShard],
     lane: Transport,
 ) -> dict[int, ParameterState]:
-    """Return the state of all ranks' shards by parameter index, in torch's ordinary format. A collective call.
+    """Gather the state of all ranks' shards, and return it in torch's ordinary format, by parameter index.
+
+    This is a collective call.
 
     Args:
         shards: this rank's shards, of one optimizer.
@@ -241,7 +251,7 @@ def gather_state(
 
 
 def _described(shard: Shard, state: ParameterState) -> list[Any]:
-    """Return the bounds of a shard, and the kind, the dtype and the text form of each value of its state."""
+    """Return a shard's bucket, its bounds, and each value of its state as (kind, dtype, content), for JSON."""
     values: dict[str, tuple[str, str | None, Any]] = {}
     for key, value in state.items():
         if not isinstance(value, Tensor):
@@ -269,7 +279,7 @@ def _place(flat: Tensor, shard: Shard, bucket_shard: BucketShard, value: Tensor)
 
 
 def _spread(flat: Tensor, bounds: Sequence[int], members: Sequence[int], lane: Transport) -> None:
-    """Broadcast each member's span, so that all ranks have all spans."""
+    """Broadcast the span of each rank in `members`, so that all ranks have the whole tensor `flat`."""
     works = [
         lane.broadcast(flat[start:stop], rank)
         for rank, (start, stop) in zip(members, pairwise(bounds), strict=True)
@@ -282,7 +292,10 @@ def _spread(flat: Tensor, bounds: Sequence[int], members: Sequence[int], lane: T
 def _values(
     described: Mapping[str, Any], state: ParameterState, rank: int, lane: Transport, device: torch.device
 ) -> Iterator[tuple[str, Any]]:
-    """Yield the values that are not cut: numbers, and tensors of other shapes, which their rank broadcasts."""
+    """Yield the values of one shard's state that are not cut, by name.
+
+    Numbers are part of the description. Tensors of other shapes are broadcast from `rank`, which has the shard.
+    """
     for key, (kind, dtype, content) in described.items():
         if kind == "number":
             yield key, content
@@ -307,7 +320,7 @@ def _assemble(
     ready: Mapping[str, Any],
     flats: Mapping[str, Tensor],
 ) -> None:
-    """Add the gathered values of one piece to the state of each parameter in the piece."""
+    """Add the gathered values of one piece to `gathered`, the state by parameter index."""
     for position, _, _ in spans_in(bucket_shard.plan, start, stop):
         index = bucket_shard.plan.parameters[position]
         if index in gathered:

@@ -1,12 +1,12 @@
-"""Conversion between a user's target and flat pieces, for verbs, buffers and checkpoints.
+"""The tensors of a user's target (module, optimizer or tensors), and collectives over many tensors.
 
 Imports: checks, trees, _torch, transport, optimizers.
 
 broadcasting.py  broadcast many tensors in few collectives
-in_flight.py     send pieces one after the other, with a bound on the memory for copies
-packing.py       which tensors are sent alone and which are packed: a pure function of sizes
+in_flight.py     send pieces one after the other, with a bound on the memory for packed copies
+packing.py       decide which tensors are sent alone and which are packed
 reduction.py     reduce many tensors in few collectives
-targets.py       the tensors of a target, by name
+targets.py       find the tensors of a target, by name; views of their memory
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Broadcast many tensors in few collectives."""
+"""A broadcast of many tensors in few collectives."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from syncline.transport.work import CombinedWork, Work
 
 
 class TensorBroadcaster:
-    """A broadcast of the same tensors that can be repeated. The plan is made once, and memory is reused.
+    """A broadcast that can be repeated for the same tensors. Its plan is made once, and its memory is reused.
 
-    Tensors of 1 MiB and more are sent from their own memory. Smaller ones are packed, as raw bytes, into pieces of up
-    to 32 MiB. Tensors that are not contiguous are sent as a contiguous copy. If the transport cannot send from the CPU
-    (NCCL), CPU tensors are sent from its control device.
+    A tensor of 1 MiB or more is sent from its own memory. Smaller tensors are packed, as raw bytes, into pieces of up
+    to 32 MiB. A tensor that is not contiguous is sent as a contiguous copy. If the transport cannot send from the CPU
+    (NCCL, for example), CPU tensors are copied to its control device and sent from there.
 
     Args:
         tensors: the tensors to broadcast, of the same shapes and dtypes on all ranks, in the same order. Strides may
             differ. If a module's buffer is replaced by another tensor, a new broadcaster is needed.
         transport: the transport between the ranks.
-        preserve_version: hide the writes from autograd. Otherwise a backward raises torch's usual error if its graph
-            saved one of the tensors before the tensor was overwritten.
+        preserve_version: whether to hide the writes from autograd. Otherwise autograd detects them: a backward raises
+            torch's usual error if its graph saved one of the tensors before the tensor was overwritten.
 
     Example:
         >>> from syncline.transport.threads import run_ranks
@@ -53,13 +53,14 @@ class TensorBroadcaster:
 
     @property
     def num_collectives(self) -> int:
-        """Number of broadcasts that one `start` or `run` makes."""
+        """The number of collectives that one call of `start` or `run` makes."""
         return len(self._pieces)
 
     def start(self, src: int = 0) -> Work:
-        """Start to broadcast from rank `src`, with all messages in flight at once.
+        """Start to broadcast the tensors from rank `src`. All collectives are in flight at once.
 
-        The packed copies are kept for the next call. If a previous broadcast is still in flight, wait for it first.
+        The memory of the packed copies is kept for the next call. If an earlier broadcast is still in flight, the call
+        waits for it first.
         """
         self._prepare()
         is_source = self._transport.rank == src
@@ -73,7 +74,7 @@ class TensorBroadcaster:
         return self._in_flight
 
     def run(self, src: int = 0) -> None:
-        """Broadcast from rank `src` and wait, with at most two packed copies of up to 32 MiB at a time."""
+        """Broadcast the tensors from rank `src`, and wait. At most two packed copies of 32 MiB exist at a time."""
         self._prepare()
         is_source = self._transport.rank == src
 
@@ -108,13 +109,13 @@ class TensorBroadcaster:
 
 
 class _BytesPiece:
-    """The tensors of one collective, sent as bytes: a single contiguous tensor in place, other tensors as a copy."""
+    """The tensors of one collective. A single contiguous tensor is sent in place, other tensors as a copy of bytes."""
 
     def __init__(self, tensors: Sequence[Tensor], device: torch.device) -> None:
         self._device = device
         self._num_bytes = [tensor.numel() * tensor.element_size() for tensor in tensors]
-        # Bytes of contiguous tensors can be copied as they are, at any offset. Others (strided, or with a pending
-        # conjugation) are first copied to a contiguous twin.
+        # Bytes of contiguous tensors can be copied as they are, at any offset. Other tensors (strided, or with a
+        # pending conjugation) are first copied to a contiguous twin.
         self._strided = [tensor for tensor in tensors if not is_plain(tensor)]
         self._tensors = tensors
         self.is_copied = len(tensors) > 1 or bool(self._strided) or tensors[0].device != device
@@ -137,7 +138,7 @@ class _BytesPiece:
 
     @torch.inference_mode()  # see `launch`
     def land(self) -> None:
-        """Write the received values into the tensors."""
+        """Write the values that this rank has received into the tensors."""
         if self._slots:
             foreach_copy_(self._bytes, self._slots)
         # One at a time, because the batched call cannot write to a tensor with a pending conjugation.

@@ -1,6 +1,6 @@
-"""Send pieces of tensors one after the other, with a bound on the memory for packed copies.
+"""A loop that sends pieces of tensors one after the other, with a bound on the memory for packed copies.
 
-To send all pieces at once, put them into a `CombinedWork`.
+To send all pieces at once, use `CombinedWork` instead.
 """
 
 from __future__ import annotations
@@ -12,15 +12,15 @@ from typing import Protocol, TypeVar
 from syncline.transport.work import Work
 
 _MAX_COPIES = 2
-"""Number of packed copies at a time. The next copy is packed while the previous copy is sent; more gain nothing."""
+"""The maximum number of packed copies at a time. While one is sent, the next is packed. More copies gain nothing."""
 
 
 class Piece(Protocol):
-    """The tensors of one collective, sent from their own memory or as a packed copy."""
+    """The tensors of one collective. They are sent from their own memory or as a packed copy."""
 
     @property
     def is_copied(self) -> bool:
-        """Whether a copy is sent. It exists from the start of the collective until the wait for its end."""
+        """Whether a packed copy is sent. The copy exists from the start of the collective until its end."""
 
 
 AnyPiece = TypeVar("AnyPiece", bound=Piece)
@@ -33,7 +33,7 @@ def run_pieces(
 
     Args:
         pieces: the pieces, in the same order on all ranks.
-        launch: a function that packs a piece and starts its collective.
+        launch: a function that packs a piece, starts its collective, and returns the work to wait for.
         land: a function that writes the result of a piece into its tensors, and frees the copy.
     """
     in_flight: deque[tuple[Work, AnyPiece]] = deque()

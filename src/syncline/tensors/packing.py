@@ -1,8 +1,8 @@
-"""Decide which tensors are sent alone and which are packed into chunks: a pure function of their sizes.
+"""The plan of the collectives for many tensors: which tensors are sent alone, and which are packed into one piece.
 
-A large tensor is sent from its own memory. Small tensors are copied together, because a call costs more than the copy
-of a small tensor. The plan depends on sizes and devices only, so that all ranks plan the same collectives even if the
-strides of their tensors differ.
+A large tensor is sent from its own memory. Small tensors are copied into one piece of memory, because a collective
+costs more than the copy of a small tensor. The plan depends only on the sizes and devices of the tensors. So all ranks
+plan the same collectives, even if the strides of their tensors differ.
 """
 
 from __future__ import annotations
@@ -10,10 +10,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 CAP_BYTES = 32 * 1024 * 1024
-"""Size of the largest chunk of packed tensors."""
+"""The maximum size of a piece of several packed tensors."""
 
 ALONE_BYTES = 1024 * 1024
-"""Least size of a tensor that is sent alone."""
+"""The least size of a tensor that is sent alone."""
 
 
 def plan_pieces(
@@ -23,17 +23,17 @@ def plan_pieces(
     cap_bytes: int = CAP_BYTES,
     alone_bytes: int = ALONE_BYTES,
 ) -> list[tuple[int, ...]]:
-    """Group tensors into pieces; each piece is one collective.
+    """Group tensors into pieces. Each piece is sent by one collective.
 
     Args:
         sizes_bytes: the size of each tensor. Empty tensors are in no piece, because there is nothing to send.
-        places: the place (device) of each tensor; the tensors of a piece are in the same place. None if all tensors are
-            in the same place.
+        places: the place (such as the device) of each tensor. A piece contains only tensors of one place. Pass None if
+            all tensors are in the same place.
         cap_bytes: the maximum size of a piece of several tensors.
         alone_bytes: the least size of a tensor that is a piece of its own.
 
     Returns:
-        The indices of the tensors of each piece, in the order of their first tensors.
+        The indices of the tensors of each piece. The pieces are in the order of their first tensors.
 
     Example:
         >>> plan_pieces([100, 5_000_000, 0, 200, 300], cap_bytes=400)

@@ -1,4 +1,4 @@
-"""Reduce many tensors in few collectives."""
+"""A reduction of many tensors in few collectives."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ _HALVES = (torch.float16, torch.bfloat16)
 _Tensors = list[Tensor] | tuple[Tensor, ...]
 
 _Kind = tuple[torch.dtype, torch.device]
-"""A tensor's type and device."""
+"""The dtype and the device of a tensor."""
 
 _Place = tuple[torch.device, torch.dtype]
-"""The device from which tensors are sent, and the type in which they are sent."""
+"""The device from which tensors are sent, and the dtype in which they are sent."""
 
 
 def check_reducible(named: Sequence[tuple[str, Tensor]], op: str) -> None:
-    """Raise if a tensor cannot be reduced by `op`. The message contains the tensor's name.
+    """Raise an error if a tensor cannot be reduced by `op`. The message contains the tensor's name.
 
     Raises:
         ValueError: `op` is unknown, or not defined for a tensor's dtype.
@@ -45,7 +45,7 @@ def check_reducible(named: Sequence[tuple[str, Tensor]], op: str) -> None:
 
 @dataclass(frozen=True)
 class _PiecePlan:
-    """The plan of one collective."""
+    """The plan of one collective of a reduction."""
 
     members: tuple[int, ...]
     """Indices of the parts of tensors that the collective reduces."""
@@ -53,21 +53,22 @@ class _PiecePlan:
     device: torch.device
     """The device from which the parts are sent."""
     dtype: torch.dtype
-    """The type in which the parts are sent."""
+    """The dtype in which the parts are sent."""
     is_copied: bool
-    """Whether a copy is sent; otherwise a single part is sent from its own memory."""
+    """Whether a copy of the parts is sent. Otherwise a single part is sent from its own memory."""
     has_pending: bool
-    """Whether a part has a pending conjugation or negation."""
+    """Whether any part has a pending conjugation or negation."""
 
 
 class ReductionPlan:
-    """A plan of which tensors are sent alone and which are packed, by their shapes, dtypes, devices and strides.
+    """A plan that says which tensors are sent alone and which are packed.
 
-    A plan holds no tensor, so it can be used again for similar tensors.
+    It depends on the shapes, dtypes, devices and strides of the tensors. It holds no tensor, so it can be used again
+    for other tensors of the same form.
 
     Args:
-        tensors: the tensors, none of them empty.
-        places: the device from which, and the type in which, tensors of each kind are sent.
+        tensors: the tensors. None of them is empty.
+        places: for tensors of each dtype and device, the device from which and the dtype in which they are sent.
     """
 
     def __init__(self, tensors: Sequence[Tensor], places: Mapping[_Kind, _Place]) -> None:
@@ -98,9 +99,10 @@ class ReductionPlan:
         )
 
     def parts(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Return the parts of tensors that the pieces' `members` index.
+        """Divide the tensors into the parts that `members` of the pieces refer to by index.
 
-        They share the tensors' memory but neither graph nor version counter, so writing to them is always allowed.
+        The parts are views of the tensors' memory without their graph and version counter, so it is always allowed to
+        write to them.
         """
         data = [tensor.data for tensor in tensors]
         if not self._is_cut:
@@ -109,24 +111,23 @@ class ReductionPlan:
 
 
 class TensorReducer:
-    """A reduction of tensors in place. Tensors of the same dtype and device are reduced together.
+    """A reduction of tensors over ranks, in place. Every rank gets the same bits.
 
-    Tensors of 1 MiB and more are sent from their own memory, in parts of up to 32 MiB; smaller ones are packed. A
-    tensor that is not contiguous is sent as a contiguous copy. If the transport cannot send from the CPU, a CPU tensor
-    is sent from its control device. Every rank gets the same bits.
+    A tensor of 1 MiB or more is sent from its own memory, in parts of up to 32 MiB. Smaller tensors of the same dtype
+    and device are packed. A tensor that is not contiguous is sent as a contiguous copy. If the transport cannot send
+    from the CPU, a CPU tensor is copied to its control device and sent from there.
 
     Args:
         tensors: the tensors to reduce, of the same shapes and dtypes on all ranks, in the same order. Strides may
             differ.
         transport: the transport between the ranks.
-        op: the reduction; see `check_reducible`.
-        fraction: this rank's part of the sum of weights, by which its values are multiplied first. With 0 no value of
-            this rank counts, not even NaN. None if no rank has a weight.
-        divisor: the divisor of the result.
-        rounds_once: add, scale and divide 16-bit floats in fp32. They are also sent as fp32, unless nothing is scaled
-            and the transport adds them in fp32 anyway.
-        plan: the plan of an earlier reducer of similar tensors. If the plan does not fit the other arguments, a new
-            plan is made.
+        op: the reduction, which must be defined for the tensors (see `check_reducible`).
+        fraction: the factor by which this rank's values are multiplied before the reduction (its weight divided by the
+            sum of all weights). With 0 no value of this rank counts, not even NaN. Pass None if ranks have no weights.
+        divisor: the number by which the result is divided.
+        rounds_once: whether to add, scale and divide 16-bit floats in fp32. They are then also sent as fp32, unless
+            nothing is scaled and the transport adds them in fp32 anyway.
+        plan: the plan of an earlier reducer of tensors of the same form. If its places do not fit, a new plan is made.
 
     Example:
         >>> from syncline.transport.threads import run_ranks
@@ -174,14 +175,17 @@ class TensorReducer:
         ]
 
     def start(self) -> Work:
-        """Start to reduce, with all messages in flight at once. The tensors must not be used before the wait."""
+        """Start to reduce the tensors. All collectives are in flight at once.
+
+        The tensors must not be used until the returned work has been waited for.
+        """
         return CombinedWork(
             [(piece.launch(self._transport, self._op), piece.land) for piece in self._pieces],
             at_end=partial(mark_written, self._written),
         )
 
     def run(self) -> None:
-        """Reduce and wait, with at most two packed copies of up to 32 MiB at a time."""
+        """Reduce the tensors, and wait. At most two packed copies of up to 32 MiB exist at a time."""
         try:
             run_pieces(
                 self._pieces, lambda piece: piece.launch(self._transport, self._op), _ReducedPiece.land
@@ -191,7 +195,7 @@ class TensorReducer:
 
 
 class _ReducedPiece:
-    """The tensors of one collective, reduced in place or as a copy."""
+    """The parts of tensors in one collective, which reduces them in place or as a copy."""
 
     def __init__(
         self, parts: Sequence[Tensor], plan: _PiecePlan, *, fraction: float | None, divisor: float
@@ -205,7 +209,7 @@ class _ReducedPiece:
         self._views: _Tensors = ()
 
     def launch(self, transport: Transport, op: ReduceOp) -> Work:
-        """Start the collective."""
+        """Copy and scale this rank's values, and start the collective."""
         if self.is_copied:
             wire = torch.empty(self._plan.numel, dtype=self._plan.dtype, device=self._plan.device)
             # One view per member, in its shape, made in one call.
@@ -224,7 +228,7 @@ class _ReducedPiece:
         return transport.all_reduce(wire, op)
 
     def land(self) -> None:
-        """Write the result into the tensors, and free the copy."""
+        """Divide the result, write it into the tensors, and free the copy."""
         assert self._wire is not None
         with torch.inference_mode():  # see `launch`
             if self._divisor != 1:
@@ -234,7 +238,7 @@ class _ReducedPiece:
         self._wire, self._views = None, ()
 
     def _copy(self, targets: _Tensors, sources: _Tensors) -> None:
-        """Copy each source to its target."""
+        """Copy each tensor of `sources` to the tensor at the same position in `targets`."""
         if self._plan.has_pending:
             # One at a time, because the batched call cannot write to a tensor with a pending conjugation.
             for target, source in zip(targets, sources, strict=True):

@@ -1,4 +1,7 @@
-"""The tensors of a target, by name, and views of their memory."""
+"""Functions that find the tensors of a target by name, and functions that return views of a tensor's memory.
+
+A target is a module, an optimizer, a tensor, or dicts, lists and tuples of tensors.
+"""
 
 from __future__ import annotations
 
@@ -15,27 +18,27 @@ from syncline.optimizers.contents import optimizer_leaves
 from syncline.trees import leaves
 
 _OWN_MEMORY = (Tensor, nn.Parameter)
-"""Types that are never lazy and never wrap other tensors. Other subclasses may."""
+"""Types whose tensors are never lazy and never wrap other tensors."""
 
 
 # ---------------------------------------------------------------------- tensors of a target
 
 
 def named_tensors(target: Any, *, for_writing: bool = True) -> list[tuple[str, Tensor]]:
-    """Return the tensors of a target with their names, in an order that is the same on every rank.
+    """Return the tensors of a target with their names. The order is the same on every rank.
 
-    A tensor that occurs twice (tied weights, or another view of exactly the same memory) is listed once, by its first
-    name.
+    If a tensor occurs more than once (tied weights, or another view of exactly the same memory), only its first
+    occurrence is returned.
 
     Args:
         target: a Module (its parameters, then its buffers, including non-persistent buffers), an Optimizer (tensors of
             its state and of its parameter groups, but not the parameters), a Tensor, or dicts, lists and tuples of
-            tensors (dicts in the order of their keys' text).
-        for_writing: whether to raise for tensors that cannot be written in place.
+            tensors. The items of a dict are sorted by the text of their keys.
+        for_writing: whether to raise an error for a tensor that cannot be written in place.
 
     Raises:
         TypeError: the target has another type, or contains a leaf that is not a tensor. The message contains the path.
-        ValueError: a tensor is rejected by `check_dense`, or cannot be written in place because it is expanded.
+        ValueError: `check_dense` rejects a tensor; or a tensor is expanded, so it cannot be written in place.
 
     Example:
         >>> [name for name, _ in named_tensors(nn.BatchNorm1d(4))]
@@ -47,11 +50,14 @@ def named_tensors(target: Any, *, for_writing: bool = True) -> list[tuple[str, T
 def distinct_tensors(
     walked: Iterable[tuple[str, Tensor]], *, for_writing: bool = True
 ) -> list[tuple[str, Tensor]]:
-    """Return the tensors of a walk, each once. See `named_tensors`, also for the errors.
+    """Check tensors, and return each of them once, with its first name.
 
     Args:
         walked: the names and tensors that `walk` has returned.
-        for_writing: whether to raise for tensors that cannot be written in place.
+        for_writing: whether to raise an error for a tensor that cannot be written in place.
+
+    Raises:
+        ValueError: see `named_tensors`.
     """
     seen: dict[int, list[Tensor]] = {}
     named: list[tuple[str, Tensor]] = []
@@ -67,7 +73,7 @@ def distinct_tensors(
 
 
 def walk(target: Any) -> list[tuple[str, Tensor]]:
-    """Return all tensors of a target with their names. A tensor may occur more than once. See `named_tensors`.
+    """Return all tensors of a target with their names, as `named_tensors` does. A tensor may occur more than once.
 
     Raises:
         TypeError: the target has another type, or contains a leaf that is not a tensor.
@@ -83,7 +89,7 @@ def walk(target: Any) -> list[tuple[str, Tensor]]:
 
 
 def _walk_module(module: nn.Module) -> list[tuple[str, Tensor]]:
-    """Return the same tensors as named_parameters() and named_buffers(), in one walk. Tied tensors occur repeatedly."""
+    """Return the tensors of named_parameters() and named_buffers(), in one walk. Tied tensors occur repeatedly."""
     parameters: list[tuple[str, Tensor]] = []
     buffers: list[tuple[str, Tensor]] = []
     _collect(module, "", set(), parameters, buffers)
@@ -127,7 +133,7 @@ def _walk_tree(tree: Any) -> Iterator[tuple[str, Tensor]]:
 
 
 def check_dense(name: str, tensor: Tensor) -> None:
-    """Raise an error unless a tensor has dense memory that holds its values.
+    """Raise an error unless a tensor has dense memory of its own, which contains its values.
 
     Raises:
         ValueError: the tensor is lazy, nested, sparse, quantized, on the meta device, or of a subclass that wraps other
@@ -144,12 +150,12 @@ def check_dense(name: str, tensor: Tensor) -> None:
         )
     if tensor.is_nested:
         raise ValueError(
-            f"expected {name} to be a dense tensor, got a nested tensor: pass its parts, {name}.unbind()"
+            f"expected {name} to be a dense tensor, got a nested tensor: pass its parts, which {name}.unbind() returns"
         )
     if type(tensor) not in _OWN_MEMORY and hasattr(tensor, "__tensor_flatten__"):
         raise ValueError(
             f"expected {name} to be a dense tensor, got a {type(tensor).__name__}, which wraps other tensors: pass the "
-            "wrapped tensors (to_local() of a DTensor)"
+            f"wrapped tensors. For a DTensor, this is {name}.to_local()"
         )
     if tensor.layout != torch.strided:
         raise ValueError(
@@ -162,7 +168,7 @@ def check_dense(name: str, tensor: Tensor) -> None:
         )
     if tensor.is_meta:
         raise ValueError(
-            f"expected {name} to have values, got a tensor on the meta device: materialize it first, by to_empty()"
+            f"expected {name} to have values, got a tensor on the meta device: create its memory first, by to_empty()"
         )
 
 
@@ -175,7 +181,7 @@ def _check_writable(name: str, tensor: Tensor) -> None:
     if repeats:
         raise ValueError(
             f"expected {name} to be writable in place, got an expanded tensor (shape {tuple(tensor.shape)}, strides "
-            f"{tensor.stride()}), in which several elements have the same memory: pass {name}.clone()"
+            f"{tensor.stride()}), of which several elements use the same memory: pass {name}.clone()"
         )
 
 
@@ -190,21 +196,27 @@ def _identity(tensor: Tensor) -> object:
 
 
 def is_plain(tensor: Tensor) -> bool:
-    """Return whether the memory holds the values in order: contiguous, without pending conjugation or negation."""
+    """Return whether the tensor's memory contains its values as they are and in their order.
+
+    Such a tensor is contiguous, and has no pending conjugation or negation.
+    """
     return tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
 
 
 def mark_written(tensors: Sequence[Tensor]) -> None:
-    """Mark tensors as changed in place, so that a backward through a graph that saved one of them raises torch's error.
+    """Mark tensors as changed in place. If a graph has saved one of them, its backward then raises torch's usual error.
 
-    Inference tensors are in no graph and have no version counter.
+    Inference tensors are left out, because they are in no graph and have no version counter.
     """
     if tensors:
         torch.autograd.graph.increment_version([tensor for tensor in tensors if not tensor.is_inference()])
 
 
 def is_dense(tensor: Tensor) -> bool:
-    """Return whether the elements fill one block of memory without holes or overlaps, in any order of dimensions."""
+    """Return whether the tensor's elements fill one block of memory without holes or overlaps.
+
+    The dimensions may be in any order.
+    """
     expected = 1
     for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
         if size == 1:
@@ -216,7 +228,9 @@ def is_dense(tensor: Tensor) -> bool:
 
 
 def parts_of(tensor: Tensor, cap_bytes: int) -> list[Tensor]:
-    """Divide a tensor into views of at most `cap_bytes` each, row by row. The division depends on the shape only.
+    """Divide a tensor into views of at most `cap_bytes` each. A view consists of whole rows, if a row is small enough.
+
+    The division depends only on the shape and the dtype.
 
     Example:
         >>> [part.shape[0] for part in parts_of(torch.zeros(5, 2), 17)]
@@ -231,13 +245,13 @@ def parts_of(tensor: Tensor, cap_bytes: int) -> list[Tensor]:
 
 
 def as_flat(tensor: Tensor) -> Tensor:
-    """Return the memory of a plain tensor as a view, (numel,)."""
+    """Return a view of a tensor's memory with one dimension, (numel,). The tensor must be plain (`is_plain`)."""
     # For a single element `view(-1)` would keep the stride, which may have any value.
     return tensor.as_strided((1,), (1,)) if tensor.numel() == 1 else tensor.view(-1)
 
 
 def as_real(tensor: Tensor) -> Tensor:
-    """Return the memory of a tensor as real numbers, outside of autograd. A complex number becomes a pair."""
+    """Return a view of a tensor's memory as real numbers, outside of autograd. A complex number becomes a pair."""
     data = tensor.data
     if not data.is_complex():
         return data
@@ -245,5 +259,5 @@ def as_real(tensor: Tensor) -> Tensor:
 
 
 def as_bytes(tensor: Tensor) -> Tensor:
-    """Return the memory of a plain tensor as bytes, (numel * element_size,)."""
+    """Return a view of a tensor's memory as bytes, (numel * element_size,). The tensor must be plain (`is_plain`)."""
     return as_flat(tensor).view(torch.uint8)

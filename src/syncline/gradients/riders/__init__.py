@@ -1,18 +1,19 @@
-"""Riders: small facts that each rank sends behind its gradients. Each rider has one file.
+"""Riders: each rider is a small fact that every rank sends behind its gradients.
 
-To add a rider, write a subclass of Rider in a file here, and add it in `roster.py` and in the list below.
+To add a rider, write a subclass of Rider in a file of this folder. Add the class to `roster.py`, and the file to the
+list below.
 
-base.py              Rider, the interface of one rider; Riders, several of them
+base.py              Rider, the interface of one rider; Riders, all riders of a reducer
 coverage.py          which slice of a replica is compared in which step
 finite.py            search for NaN and infinity in tensors and in this rank's gradients
 forwards.py          rider: forwards in training mode that had no backward
-items.py             rider: the items behind gradients, under `normalize_by`
+items.py             rider: the number of items that contributed to the gradients, under `normalize_by`
 metrics.py           rider: means over ranks of the metrics given to `ddp.report`
-missing.py           riders: parameters without a gradient; static graphs that changed
+missing.py           riders: parameters without a gradient; changes of a static graph
 nonfinite.py         rider: gradients that are NaN or infinite; marks on gradients that must not be applied
 nonfinite_report.py  the error or warning about such gradients
 replica_search.py    search for the values in which replicas differ
-replica_watch.py     rider: the fingerprint of one slice of the replica per step, and its comparison
+replica_watch.py     rider: the fingerprint of one slice of the replica in each step, which ranks compare
 roster.py            all riders of a reducer, in order
 same_data.py         rider: a hash of gradients, to detect that all ranks train on the same data
 settings.py          rider: the settings of attached optimizers

@@ -1,4 +1,4 @@
-"""The interface of a rider: a small fact that every rank reports to all other ranks in each step."""
+"""The interface of riders. A rider is a small fact that every rank reports to all other ranks in each step."""
 
 from __future__ import annotations
 
@@ -14,26 +14,26 @@ from syncline.transport.base import Transport
 
 
 class Holder(Protocol):
-    """A bucket, dense or sparse, as riders see it."""
+    """The methods of a dense or sparse bucket that riders may call."""
 
     is_sparse: bool
 
     def own(self) -> Tensor:
-        """Return this rank's gradients, before they are sent."""
+        """Return this rank's own gradients in the bucket as one tensor. Call this method before the bucket is sent."""
         ...
 
     def own_parts(self) -> list[tuple[int, Tensor]]:
-        """Return the same memory by parameter index."""
+        """Return the memory of `own` as pairs of a parameter's index and its part."""
         ...
 
     def handed_out(self) -> tuple[Tensor, list[tuple[int, Tensor]]]:
-        """Return the reduced values as one tensor, and the present `.grad` tensors by parameter index."""
+        """Return the reduced values as one tensor, and pairs of a parameter's index and its present `.grad`."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Words:
-    """The words that all ranks reported for one rider in one step. Every rank has the same words.
+    """The words that all ranks reported for one rider in one step. A word is an integer. Every rank gets all words.
 
     Example:
         >>> from syncline.transport.threads import ThreadGroup
@@ -43,11 +43,11 @@ class Words:
     """
 
     of_rank: tuple[int | None, ...]
-    """One word per rank. It is None for a rank that has no inputs left and takes part with zeros (see `join`)."""
+    """The word of each rank, in rank order. It is None for a rank without inputs, which sends zeros (see `join`)."""
     step: int
-    """The step that has just been reduced."""
+    """The step in which the ranks reported the words."""
     transport: Transport
-    """The transport over which the ranks exchange details. Either all ranks do so, or none."""
+    """The transport over which the ranks can exchange details. An exchange is a collective call."""
 
     @property
     def rank(self) -> int:
@@ -55,7 +55,7 @@ class Words:
 
     @property
     def active(self) -> Mapping[int, int]:
-        """The words of the ranks that still have inputs, by rank."""
+        """The words of the ranks that still have inputs, as a mapping from rank to word."""
         return {rank: word for rank, word in enumerate(self.of_rank) if word is not None}
 
     @property
@@ -68,31 +68,34 @@ class Words:
         return any(self.of_rank)
 
     def exchange(self, lines: Sequence[str]) -> list[list[str]]:
-        """Gather lines of text from all ranks. This is a collective call. A rank without inputs sends no lines."""
+        """Gather lines of text from all ranks, and return the lines of each rank. This is a collective call.
+
+        A rank without inputs sends no lines.
+        """
         mine = [] if self.of_rank[self.rank] is None else list(lines)
         return [json.loads(row) for row in self.transport.all_gather_bytes(json.dumps(mine).encode())]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reduced:
-    """The result that a step left in `.grad`."""
+    """The result of the reduction in one step, which `.grad` holds now."""
 
     step: int
     buckets: Sequence[Holder]
-    """The buckets whose results were written to `.grad`; empty on a rank that took part with zeros."""
+    """The buckets whose results were written to `.grad`. It is empty on a rank without inputs, which sent zeros."""
     can_overflow: bool
-    """Whether the result may be infinite or NaN although all gradients are finite, because a sum was sent or a
-    communication hook reduced the buckets."""
+    """Whether the result may be infinite or NaN although all ranks' own gradients are finite. This is possible if the
+    gradients were summed (under `normalize_by`), or if a communication hook reduced the buckets."""
     is_mean: bool
-    """Whether each bucket holds the mean over all ranks, the same on every rank."""
+    """Whether each bucket holds the mean over all ranks, which is the same on every rank."""
     any_nonfinite: bool
-    """Whether some rank reported that its own gradients are not finite, before they were reduced."""
+    """Whether some rank reported that its own gradients were not finite before they were reduced."""
 
 
 class Rider:
-    """One fact per rank and step: a word that this rank reports, and a conclusion that all ranks draw from all words.
+    """A small fact that every rank reports in each step. All ranks draw the same conclusion from all ranks' facts.
 
-    A synchronized backward calls the methods in this order:
+    A rank encodes its fact as a word of `num_bits` bits. A synchronized backward calls the methods in this order:
 
     1. `begin_step`;
     2. `look_at` for each bucket, before the bucket is sent;
@@ -105,7 +108,7 @@ class Rider:
     If `receive` or `conclude` raises an error, every rank raises it.
 
     Attributes:
-        subject: what the words are about, as the contract and the timeline show it.
+        subject: a description of the fact, which the contract and the timeline show.
         num_bits: the number of bits of a word.
     """
 
@@ -116,11 +119,15 @@ class Rider:
         """Prepare for a backward whose gradients will be reduced.
 
         Args:
-            step: the step that begins.
+            step: the number of the step.
         """
 
     def look_at(self, bucket: Holder) -> None:
-        """Read this rank's gradients before they are sent."""
+        """Read this rank's gradients in a bucket before they are sent.
+
+        Args:
+            bucket: the bucket that will be sent.
+        """
 
     def word(self, backward: Backward) -> int:
         """Return this rank's word, from 0 (nothing to report) to `2**num_bits - 1`.
@@ -131,24 +138,24 @@ class Rider:
         return 0
 
     def receive(self, words: Words) -> None:
-        """Read the words of all ranks, and decide before the result is written to `.grad`."""
+        """Read the words of all ranks, before the reduced gradients are written to `.grad`."""
 
     def receive_nothing(self, step: int) -> None:
         """Handle a step in which no rank reported anything for any rider."""
 
     def conclude(self, reduced: Reduced) -> None:
-        """Act on the result in `.grad`. Called after `receive` in each reduced step."""
+        """Act on the reduced gradients in `.grad`. Each synchronized backward calls this method after `receive`."""
 
     def record(self) -> Mapping[str, Any]:
-        """Return the fields of the record of a backward (`BackwardRecord`) that this rider fills."""
+        """Return the fields of `BackwardRecord` that this rider sets, by name."""
         return {}
 
     def forget(self) -> None:
-        """Reset the state of one backward. Called at its end, even after an error."""
+        """Drop the state of one backward. This method is called at the end of the backward, even after an error."""
 
 
 class Riders:
-    """All riders of a reducer, in the order in which they conclude; the same on all ranks."""
+    """All riders of a reducer, in the order in which they conclude. The order is the same on all ranks."""
 
     def __init__(self, riders: Sequence[Rider], transport: Transport) -> None:
         def overriding(method: str) -> list[Rider]:
@@ -166,12 +173,12 @@ class Riders:
 
     @property
     def widths(self) -> tuple[int, ...]:
-        """The number of bits of each word."""
+        """The number of bits of each rider's word."""
         return tuple(rider.num_bits for rider in self.riders)
 
     @property
     def subjects(self) -> tuple[str, ...]:
-        """What the words are about, for each rider that reports something."""
+        """The subject of each rider whose words have at least one bit."""
         return tuple(rider.subject for rider in self.riders if rider.num_bits)
 
     def begin_step(self, step: int) -> None:
@@ -180,7 +187,7 @@ class Riders:
             rider.begin_step(step)
 
     def look_at(self, bucket: Holder) -> None:
-        """Let the riders read a bucket before it is sent."""
+        """Let the riders read this rank's gradients in a bucket before it is sent."""
         for rider in self._looking:
             rider.look_at(bucket)
 
@@ -192,7 +199,8 @@ class Riders:
         """Pass each rider the words that all ranks reported for it.
 
         Args:
-            rows: the words of each rank, or None for a rank without inputs; empty if no rank reported anything.
+            rows: the words of each rank, in the order of the riders. The row of a rank without inputs is None. Pass no
+                rows if no rank reported anything.
             step: the step that was reduced.
         """
         if not rows:
@@ -204,18 +212,18 @@ class Riders:
             rider.receive(Words(of_rank, step, self._transport))
 
     def conclude(self, reduced: Reduced) -> None:
-        """Let the riders act on the result in `.grad`."""
+        """Let the riders act on the reduced gradients in `.grad`."""
         for rider in self._concluding:
             rider.conclude(reduced)
 
     def record(self) -> dict[str, Any]:
-        """Return the fields of the record of a backward that the riders fill."""
+        """Return the fields of `BackwardRecord` that the riders set, by name."""
         fields: dict[str, Any] = {}
         for rider in self._recording:
             fields.update(rider.record())
         return fields
 
     def forget(self) -> None:
-        """Reset all riders after a backward, even after an error."""
+        """Let all riders drop the state of one backward. This method is called even after an error."""
         for rider in self._forgetting:
             rider.forget()

@@ -1,7 +1,7 @@
-"""The schedule by which the leaves (the tensors and integers) of a replica are compared.
+"""The schedule by which ranks compare their replicas.
 
-The leaves are divided into slices. Each step compares one slice, so that a fixed number of steps compares the whole
-replica.
+The leaves of a replica are its tensors and integers. The leaves are divided into slices. Each step compares one slice,
+so that a fixed number of steps compares the whole replica.
 """
 
 from __future__ import annotations
@@ -16,23 +16,24 @@ from syncline.equality.fingerprint import SliceHash, mixed
 from syncline.equality.leaves import Leaf, optimizer_leaves_of
 
 _OVERHEAD_BYTES = 1 << 14
-"""Fixed cost of hashing a tensor of any size, given as the number of bytes that take as long to hash."""
+"""The fixed time of hashing a tensor of any size, as the number of bytes that could be hashed in this time."""
 
 _LEAST_BYTES = 1 << 18
-"""Least cost of a slice. A small replica is divided into fewer slices."""
+"""The least cost of a slice, in bytes. A small replica is divided into fewer slices, and some steps compare nothing."""
 
 _LISTED_ANEW = 8
-"""The tensors are listed again at least once in this many rotations of `every` steps."""
+"""The number of rotations after which the tensors are listed again at the latest. A rotation is `every` steps."""
 
 _ALIGNMENT_NUMEL = 64
-"""Tensors are cut at multiples of this number of elements, so that each piece but the last consists of whole words."""
+"""The number of elements at whose multiples tensors are cut. Each piece but the last thus consists of whole 64-bit
+words."""
 
 
 class Piece(NamedTuple):
     """A range of elements of one tensor, in memory order."""
 
     leaf: int
-    """Index of the tensor."""
+    """Index of the tensor in the list of leaves."""
     start: int
     """Index of the first element."""
     stop: int
@@ -40,10 +41,12 @@ class Piece(NamedTuple):
 
 
 def rotation(sizes: Sequence[tuple[int, int]], num_slices: int) -> list[tuple[Piece, ...]]:
-    """Divide tensors among slices of about the same cost, in order. Large tensors are cut.
+    """Divide tensors among slices of about the same cost, in order. Return the pieces of each slice.
+
+    A large tensor is cut into several pieces.
 
     Args:
-        sizes: (numel, itemsize) of each tensor. A tensor without elements is one piece.
+        sizes: (numel, itemsize) of each tensor. A tensor without elements becomes one piece.
         num_slices: the number of slices; some may be empty.
 
     Example:
@@ -75,9 +78,14 @@ def rotation(sizes: Sequence[tuple[int, int]], num_slices: int) -> list[tuple[Pi
 
 
 def spread(sizes: Sequence[tuple[int, int]], num_turns: int) -> list[tuple[Piece, ...]]:
-    """Divide tensors among turns, as `rotation` does among slices. With little data, some turns are empty.
+    """Divide tensors among `num_turns` turns of about the same cost. Return the pieces of each turn.
 
-    The turns that are not empty are evenly spread.
+    The tensors are cut as by `rotation`. If they are small, there are fewer slices than turns. The slices are then
+    spread evenly over the turns, and the other turns are empty.
+
+    Args:
+        sizes: (numel, itemsize) of each tensor.
+        num_turns: the number of turns.
 
     Example:
         >>> [len(pieces) for pieces in spread([(50_000, 4), (50_000, 4)], 5)]
@@ -92,28 +100,29 @@ def spread(sizes: Sequence[tuple[int, int]], num_turns: int) -> list[tuple[Piece
 
 
 class Coverage:
-    """Leaves divided into slices, the hashes of the slices that are compared next, and when all ranks last agreed.
+    """The leaves of a replica, divided into slices. For each slice it records when all ranks last agreed.
 
-    The step number alone determines which slice has its turn. Ranks may list their leaves at different times. So the
-    slices depend on the names and sizes of the leaves only, and not on the number of steps since the leaves were
-    listed.
+    It also holds the hashes of the slices that are compared next.
+
+    The step number alone determines which slice is compared. Ranks may list their leaves at different steps.
+    So the slices depend only on the names and sizes of the leaves, and not on the step at which they were listed.
 
     Args:
-        every: the number of slices. This is also the number of steps that compare all leaves.
-        agreed_at: the step at which all ranks last agreed on the leaves; None if unknown.
+        every: the number of slices, which is also the number of steps that compare all leaves.
+        agreed_at: the step at which all ranks last agreed on the leaves. Pass None if it is unknown.
     """
 
     def __init__(self, every: int, agreed_at: int | None) -> None:
         self.leaves: Sequence[Leaf] = ()
         self.hashes: list[SliceHash] = []
-        """The hashes since the last comparison."""
+        """The hashes that were computed since the last comparison."""
         self._steps = range(0)
         """The steps whose slices were hashed last."""
         self._forms: list[tuple[str, int, int]] | None = None
-        """Name, numel and itemsize of each leaf; None before the leaves are listed."""
+        """The name, numel and itemsize of each leaf. It is None until the leaves are listed."""
         self._slices: list[tuple[Piece, ...]] = [()] * every
         self._agreed_at = [agreed_at] * every
-        """The step at which all ranks last agreed on each slice; None if unknown."""
+        """The step at which all ranks last agreed on each slice. It is None if unknown."""
 
     @property
     def is_listed(self) -> bool:
@@ -121,7 +130,7 @@ class Coverage:
         return self._forms is not None
 
     def list_again(self, leaves: Sequence[Leaf]) -> None:
-        """Replace the leaves by the present leaves of the replica, and divide them again if names or sizes differ."""
+        """Replace the leaves by the replica's present leaves. Divide them again if names or sizes have changed."""
         forms = _forms(leaves)
         if forms != self._forms:
             agreed_by_leaf, agreed_on_all = self._agreed_by_leaf(), self.all_agreed_at
@@ -141,7 +150,7 @@ class Coverage:
         return [_earliest(agreed) for agreed in found]
 
     def hash(self, steps: range) -> None:
-        """Hash the pieces whose turn it is in these steps."""
+        """Hash the slices that belong to these steps."""
         self._steps = steps
         pieces = [piece for index in self._indices(steps) for piece in self._slices[index]]
         if not pieces:
@@ -153,7 +162,10 @@ class Coverage:
         self.hashes.append(one)
 
     def hashes_by_leaf(self) -> dict[int, int]:
-        """Return one hash per leaf, of all pieces that were hashed, by the leaf's index."""
+        """Return one hash for each leaf, by the leaf's index. It covers all hashed pieces of the leaf.
+
+        Leaves without hashed pieces are left out.
+        """
         found: dict[int, int] = {}
         for one in self.hashes:
             for leaf, number in one.by_leaf().items():
@@ -161,25 +173,25 @@ class Coverage:
         return found
 
     def agreed(self, at: int) -> None:
-        """Record that the hashes were equal on all ranks at step `at`."""
+        """Record that all ranks' hashes were equal at step `at`."""
         if self.hashes:
             for index in self._indices(self._steps):
                 self._agreed_at[index] = at
 
     def all_agreed(self, at: int | None) -> None:
-        """Record that all leaves were equal on all ranks at step `at`; None if that is no longer known."""
+        """Record that all leaves were equal on all ranks at step `at`. Pass None if this is no longer known."""
         self._agreed_at = [at] * len(self._slices)
 
     def _indices(self, steps: range) -> list[int]:
         return sorted({step % len(self._slices) for step in steps[: len(self._slices)]})
 
     def agreed_at(self, leaf: int) -> int | None:
-        """Return the last step at which all ranks agreed on every piece of a leaf; None if unknown."""
+        """Return the last step at which all ranks agreed on every piece of a leaf. Return None if it is unknown."""
         return self._agreed_by_leaf()[leaf]
 
     @property
     def all_agreed_at(self) -> int | None:
-        """The last step at which all ranks agreed on every leaf; None if unknown."""
+        """The last step at which all ranks agreed on every leaf. It is None if unknown."""
         slices = zip(self._agreed_at, self._slices, strict=True)
         return _earliest(agreed for agreed, pieces in slices if pieces or not self.is_listed)
 
@@ -199,16 +211,16 @@ def _forms(leaves: Sequence[Leaf]) -> list[tuple[str, int, int]]:
 
 
 class Listing:
-    """The leaves of parameters and of the optimizers' state, listed again when the state may have changed.
+    """The list of the leaves of parameters and optimizer state, which is made again when the state may have changed.
 
-    The state of an optimizer appears with its first step, and loading replaces it. Listing takes microseconds per
-    tensor. So the leaves are listed again only if something was added, and once in a number of rotations.
+    An optimizer creates its state in its first step, and loading replaces the state. Listing takes microseconds per
+    tensor. So the leaves are listed again only if entries were added, and otherwise once in several rotations.
 
     Args:
         parameters: the leaves of the parameters.
-        optimizers: returns the optimizers whose state has to be equal at present.
-        own: ids of the parameters.
-        every: the number of steps of a rotation, which compares all leaves.
+        optimizers: a function that returns the optimizers whose state must be equal on all ranks at present.
+        own: the ids of the parameters.
+        every: the number of steps in one rotation. A rotation compares all leaves.
     """
 
     def __init__(
@@ -223,11 +235,15 @@ class Listing:
         self._own = own
         self._every = every
         self._states: list[tuple[int, int]] | None = None
-        """Identities and sizes of the optimizers' state, by which changes of it are detected."""
+        """Identities and sizes of the optimizers' state. A change of the state is detected by them."""
         self._num_entries = 0
 
     def changed(self, steps: range) -> list[Leaf] | None:
-        """Return all leaves if they may have changed since the last call, else None."""
+        """Return all leaves if they may have changed since the last call. Return None otherwise.
+
+        Args:
+            steps: the steps since the last comparison, up to the present step.
+        """
         optimizers, every = self._optimizers(), self._every
         states = [(id(optimizer.state), len(optimizer.state)) for optimizer in optimizers]
         if any(step % every == 0 for step in steps[:every]):

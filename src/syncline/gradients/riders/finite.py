@@ -1,9 +1,11 @@
 """Search for NaN and infinity in tensors, and in the gradients that this rank is about to send.
 
-On the CPU the first check of a bucket is its sum, which reads the bucket once. The sum is not finite if an element is
-not. Only then does a second check read the extremes, because a sum of finite numbers may overflow and extremes do not.
-On an accelerator nothing may wait for a bucket. There, kernels compute the largest magnitude of each parameter's
-gradient, and one wait for all of them follows just before the last bucket is sent.
+On the CPU the first check of a bucket computes the sum of its elements. If an element is not finite, the sum is not
+finite either. But the sum of finite numbers may overflow. So if the sum is not finite, a second check reads the least
+and the greatest element, which cannot overflow.
+
+On an accelerator the program must not wait for each bucket. So kernels compute the largest magnitude of each
+parameter's gradient. The program waits once for all of these results, just before the last bucket is sent.
 """
 
 from __future__ import annotations
@@ -18,10 +20,10 @@ from syncline._torch.tensors import foreach_norm
 from syncline.gradients.riders.base import Holder
 
 Parts = Sequence[tuple[int, Tensor]]
-"""Gradients with their parameter indices; several tensors of one index are parts of one gradient."""
+"""Pairs of a parameter's index and its gradient. Several tensors with the same index are parts of one gradient."""
 
 Found = Mapping[int, str]
-"""A description of the elements that are not finite, by parameter index."""
+"""A description of the elements that are not finite, by parameter index. Finite gradients have no entry."""
 
 
 class OwnGradients:
@@ -29,12 +31,15 @@ class OwnGradients:
 
     def __init__(self) -> None:
         self.found: dict[int, str] = {}
-        """A description of the elements that are not finite, by parameter index."""
+        """A description of each gradient's elements that are not finite, by parameter index."""
         self._sizes: list[tuple[int, Tensor]] = []
-        """On accelerators: the index and the largest magnitude of each checked gradient, not yet waited for."""
+        """The parameter index and the largest magnitude of each gradient that an accelerator is checking."""
 
     def check(self, bucket: Holder) -> bool:
-        """Check a bucket that is about to be sent; return whether all its elements are known to be finite."""
+        """Check a bucket that is about to be sent. Return whether all its elements are known to be finite.
+
+        On an accelerator the result is False, because `wait` finds it later.
+        """
         values = bucket.own()
         if values.device.type != "cpu":
             self.check_later(bucket.own_parts())
@@ -45,14 +50,14 @@ class OwnGradients:
         return False
 
     def check_later(self, parts: Parts) -> None:
-        """Start to compute the largest magnitude of each gradient, without waiting."""
+        """Start to compute the largest magnitude of each gradient without waiting for the device."""
         parts = [(index, values) for index, values in parts if values.numel()]
         if parts:
             sizes = foreach_norm([_as_real(values) for _, values in parts], math.inf)
             self._sizes += zip((index for index, _ in parts), sizes, strict=True)
 
     def check_gradients(self, parts: Parts) -> None:
-        """Check gradients that are in no bucket."""
+        """Check gradients that are in no bucket. `wait` returns the result."""
         on_cpu = [(index, values) for index, values in parts if values.is_cpu]
         self.found.update(describe([part for part in on_cpu if not is_finite(part[1])]))
         elsewhere: dict[tuple[torch.device, torch.dtype], list[tuple[int, Tensor]]] = {}
@@ -63,7 +68,7 @@ class OwnGradients:
             self.check_later(group)
 
     def wait(self) -> Found:
-        """Wait for the device, once for all buckets, and return the description of elements that are not finite."""
+        """Wait once for the checks of all buckets. Return the description of all elements that are not finite."""
         for device in {size.device for _, size in self._sizes}:
             here = [(index, size) for index, size in self._sizes if size.device == device]
             for (index, _), size in zip(here, torch.stack([size for _, size in here]).tolist(), strict=True):
@@ -74,11 +79,12 @@ class OwnGradients:
 
 
 def is_finite(values: Tensor, dtype: torch.dtype | None = None) -> bool:
-    """Wait for the device, and return whether all elements are finite, in their dtype or in another dtype.
+    """Wait for the device, and return whether all elements of a tensor are finite.
 
     Args:
         values: a tensor of any shape.
-        dtype: the dtype to which the values will be converted; None if the values will not be converted.
+        dtype: the dtype to which the values will be converted later. They must be finite in this dtype. Pass None if
+            they will not be converted.
 
     Example:
         >>> big = torch.full((2,), 3e38)
@@ -97,7 +103,7 @@ def is_finite(values: Tensor, dtype: torch.dtype | None = None) -> bool:
 
 
 def describe(parts: Parts) -> dict[int, str]:
-    """Wait for the device, and describe the elements that are not finite, by parameter index.
+    """Wait for the device, and describe each gradient's elements that are not finite, by parameter index.
 
     Example:
         >>> describe([(7, torch.ones(2)), (8, torch.tensor([1.0, float("nan"), float("-inf")]))])
@@ -113,12 +119,12 @@ def describe(parts: Parts) -> dict[int, str]:
 
 
 def zero_nonfinite_(values: Tensor) -> None:
-    """Replace NaN and infinity by zeros, in place."""
+    """Replace each NaN and each infinity in `values` by zero, in place."""
     _as_real(values).nan_to_num_(0.0, 0.0, 0.0)
 
 
 def _as_real(values: Tensor) -> Tensor:
-    """Return a view of the same memory as real numbers; a complex number becomes its real and imaginary parts."""
+    """Return a view of the tensor's memory as real numbers. A complex number becomes its real and imaginary parts."""
     if not values.is_complex():
         return values
     return torch.view_as_real(values.conj() if values.is_conj() else values)

@@ -1,12 +1,11 @@
 """Rider: forwards in training mode that had no backward.
 
-The gradients do not show that one rank alone skipped a batch. Its forward ran and its backward did not, so this rank's
-next batch is averaged with the current batch of the other ranks. Each rank therefore reports how many forwards wait for
-a backward.
+If one rank alone skips a batch after its forward, the gradients do not show it. The next batch of this rank is then
+averaged with the current batches of the other ranks. So each rank reports how many of its forwards wait for a backward.
 
-A forward without a backward need not be wrong: rank 0 may compute an accuracy, and drop or keep the output. So a
-difference between ranks gives one warning, and no error. If a batch was skipped, that rank runs out of batches before
-the others do, which is an error (`UnevenInputs`).
+A forward without a backward is not always a mistake: rank 0 may compute an accuracy from its output. So a difference
+between ranks causes one warning, and no error. If a rank has skipped a batch, it runs out of batches before the other
+ranks do, which is an error (`UnevenInputs`).
 """
 
 from __future__ import annotations
@@ -23,11 +22,11 @@ from syncline.user_code import warn_user
 from syncline.words import describe_ranks
 
 _MAX_WATCHED_TENSORS = 8
-"""An output of more tensors is not watched, because each tensor costs a microsecond."""
+"""The largest number of tensors in an output that is watched. To watch a tensor costs a microsecond."""
 
 
 class Forwards(Rider):
-    """A count of the forwards that wait for a backward; 255, the largest word, stands for 255 or more.
+    """A count of the forwards that wait for a backward. The word 255 stands for 255 or more forwards.
 
     Example:
         >>> import torch
@@ -42,13 +41,13 @@ class Forwards(Rider):
 
     def __init__(self) -> None:
         self.num_waiting = 0
-        """Number of forwards since the last reduction that no backward has reached."""
+        """The number of forwards that ran after the last reduction and that no backward has reached."""
         self.era = 0
-        """Number of reductions after which forwards still waited. Forwards of an earlier era no longer count."""
+        """The number of reductions so far that left waiting forwards. Forwards of an earlier era no longer count."""
         self._has_warned = False
 
     def forward_ended(self, output: object) -> None:
-        """Count a forward whose backward is expected to be reduced."""
+        """Count a forward whose backward is expected to be synchronized, and watch its output for that backward."""
         if isinstance(output, Tensor):
             tensors = [output] if output.requires_grad else []
         else:
@@ -66,7 +65,7 @@ class Forwards(Rider):
         return min(self.num_waiting, 255)
 
     def receive(self, words: Words) -> None:
-        """Warn on rank 0, once, if the number of waiting forwards differs between ranks."""
+        """Warn on rank 0 if the number of waiting forwards differs between ranks. The warning comes only once."""
         waiting = words.active
         if self._has_warned or len(set(waiting.values())) < 2:
             return
@@ -85,14 +84,14 @@ class Forwards(Rider):
         )
 
     def forget(self) -> None:
-        """Reset the count after a reduction, so that the next reduction counts only later forwards."""
+        """Reset the count after a reduction, so that the next word counts only later forwards."""
         if self.num_waiting:
             self.num_waiting = 0
             self.era += 1
 
 
 class _Watch:
-    """The hook on the tensors of one output. The first tensor that gets a gradient ends the wait for a backward."""
+    """The hook on the tensors of one output. When a backward reaches one of them, the forward no longer waits."""
 
     __torch_unserializable__ = True  # pickling an output leaves the hook out
 

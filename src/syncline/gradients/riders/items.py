@@ -1,15 +1,16 @@
-"""Division of summed gradients by the global number of items behind them (`normalize_by`), and a count of the items.
+"""Division of summed gradients by the number of items on all ranks (`normalize_by`), and a count of these items.
 
-A loss that is the *sum* over items (tokens, samples) gives gradients that can be added over ranks and micro-batches.
-One division by the global number of items is then exact, even if batches have unequal sizes. A mean of the ranks'
-means is not (see huggingface/transformers issue 34242).
+An item is a token or a sample. If the loss is the *sum* over items, its gradients can be added over ranks and
+micro-batches. One division by the number of items on all ranks is then exact, even if batches have unequal sizes. A
+mean of the ranks' means is not exact (see huggingface/transformers issue 34242).
 
-Three numbers are kept:
+Three counts are kept:
 
 - the items of the open `normalize_by` block;
-- the items of micro-batches that have not been reduced yet;
-- the global total behind gradients that were reduced and are still in `.grad`. `.grad` holds their mean
-  (`reduced_total`) or, once more gradients are to be added, this rank's part of their sum (`carried_total`).
+- this rank's items whose gradients have not been reduced yet;
+- the items of all ranks whose gradients were reduced and are still in `.grad`. `.grad` holds their mean
+  (`reduced_total`). Before more gradients are added, the mean is turned into this rank's part of the sum
+  (`carried_total`).
 """
 
 from __future__ import annotations
@@ -30,11 +31,11 @@ from syncline.gradients.riders.base import Rider, Words
 from syncline.words import describe_ranks, format_count
 
 MAX_ITEMS: int = 2**48 - 1
-"""The largest item count that one rank may report for one synchronized backward (about 2.8e14)."""
+"""The largest number of items that one rank can report for one synchronized backward (about 2.8e14)."""
 
 
 def checked_num_items(num_items: Any) -> int:
-    """Return `num_items` as an int. Integers of any kind are accepted, also in tensors of one element.
+    """Return `num_items` as an int. It may be an integer of any type, or a tensor with one integer.
 
     Raises:
         TypeError: `num_items` is not an integer.
@@ -47,24 +48,24 @@ def checked_num_items(num_items: Any) -> int:
 
 @dataclass(slots=True)
 class ItemCount:
-    """The items behind this rank's unreduced gradients, and the global total behind reduced gradients."""
+    """Counts of the items whose gradients are in `.grad`: this rank's unreduced items, and all ranks' reduced items."""
 
     unreduced: int | None = None
-    """Items behind gradients that were not reduced yet; None if no items were counted."""
+    """The number of this rank's items whose gradients are not reduced yet. It is None if no items were counted."""
     num_uncounted_backwards: int = 0
-    """Number of backwards outside of `normalize_by` since the last reduction."""
+    """The number of backwards outside of `normalize_by` since the last reduction."""
     carried_total: int | None = None
-    """Global items behind a mean that was turned into this rank's part of the sum; None if there is no such mean."""
+    """The number of items of all ranks in the sum, if `.grad` holds this rank's part of a sum. Otherwise it is None."""
     reduced_total: int | None = None
-    """Global items behind the mean that a reduction left in `.grad`; None if there is no such mean."""
+    """The number of items of all ranks in the mean, if `.grad` holds a mean. Otherwise it is None."""
     open_was_used: bool = False
     """Whether a backward ran inside the open `normalize_by` block."""
     _open: int | None = None
-    """The items of the open `normalize_by` block; None if no block is open."""
+    """The number of items of the open `normalize_by` block. It is None if no block is open."""
 
     @property
     def anything_behind_gradients(self) -> bool:
-        """Whether earlier backwards may have left gradients in `.grad`, as far as they were counted here."""
+        """Whether counted or uncounted backwards may have left gradients in `.grad`."""
         totals = (self.unreduced, self.carried_total, self.reduced_total)
         return totals != (None, None, None) or self.num_uncounted_backwards > 0
 
@@ -86,7 +87,7 @@ class ItemCount:
         self.open_was_used = False
 
     def backward_begins(self) -> None:
-        """Count the open block's items once, at its first backward."""
+        """Count a backward. The first backward in a block counts the items of the block."""
         if self._open is None:
             self.num_uncounted_backwards += 1
         elif not self.open_was_used:
@@ -94,39 +95,43 @@ class ItemCount:
             self.unreduced = (self.unreduced or 0) + self._open
 
     def take_for_reduction(self) -> int | None:
-        """Return the items to report with a synchronized backward; None if no items were counted.
+        """Return the number of unreduced items, and reset the counts. Return None if no items were counted.
 
         Raises:
-            ValueError: some micro-batches were counted and others were not. Their gradients are already added up, and
-                no divisor is right for the sum.
+            ValueError: some backwards ran inside of `normalize_by` and others outside. Their gradients are already
+                added up, and no divisor is right for the sum.
         """
         counted, uncounted = self.unreduced, self.num_uncounted_backwards
         self.unreduced, self.num_uncounted_backwards = None, 0
         if counted is not None and uncounted:
             raise ValueError(
-                f"the gradients of {format_count(uncounted, 'backward')} outside of normalize_by were added to "
-                "gradients of backwards inside of normalize_by, so no divisor is right for the sum: put every "
-                "micro-batch of a synchronized step inside of normalize_by, or none"
+                "expected all backwards of a synchronized step to run inside of normalize_by, or none, but "
+                f"{format_count(uncounted, 'backward')} ran outside and others ran inside. Their gradients are added "
+                "up, so no divisor is right for the sum: put every micro-batch of the step inside of normalize_by, or "
+                "none"
             )
         return counted
 
     def reduced(self, num_items: int) -> int:
-        """Record a reduction of `num_items` items over all ranks; return the items behind the result.
+        """Record a reduction, and return the number of items by which its sum must be divided.
 
-        The result also contains the gradients whose items were carried.
+        If gradients were carried, the sum contains them, so the result includes their items.
+
+        Args:
+            num_items: the number of items that all ranks reported for the reduction.
         """
         self.reduced_total = num_items + (self.carried_total or 0)
         self.carried_total = None
         return self.reduced_total
 
     def carry(self, num_ranks: int) -> float:
-        """Mark the mean as carried; return the factor that turns the mean into each rank's part of the sum."""
+        """Mark the mean as carried. Return the factor that turns the mean into each rank's part of the sum."""
         assert self.reduced_total is not None
         self.carried_total, self.reduced_total = self.reduced_total, None
         return self.carried_total / num_ranks
 
     def uncarry(self, num_ranks: int) -> float:
-        """Undo `carry`, because no gradients were added; return the factor that `carry` returned."""
+        """Undo `carry`, because no gradients were added. Return the factor that `carry` returned."""
         assert self.carried_total is not None
         total = self.carried_total
         self.carried_total, self.reduced_total = None, total
@@ -141,22 +146,24 @@ class ItemCount:
 
 
 class Standing(NamedTuple):
-    """The numbers of items whose gradients are in `.grad`, for a reduction outside of a backward."""
+    """The state of the item counts before a reduction outside of a backward. The ranks exchange it."""
 
     num_items: int | None
-    """Items behind gradients that were not reduced yet; None if no items were counted."""
+    """The number of this rank's items whose gradients are not reduced yet. It is None if no items were counted."""
     is_uncounted: bool
-    """Whether there were backwards outside of `normalize_by` that are not reduced yet."""
+    """Whether backwards ran outside of `normalize_by` since the last reduction."""
     total: int | None
-    """Global items behind reduced gradients that are still in `.grad`; None if there are no such gradients."""
+    """The number of items of all ranks whose reduced gradients are still in `.grad`. It is None without such items."""
     is_mean: bool
-    """Whether the reduced gradients in `.grad` are a mean, and not this rank's part of a sum."""
+    """Whether `.grad` holds a mean of reduced gradients. Otherwise it holds this rank's part of a sum."""
     is_changed: bool
-    """Whether the mean in `.grad` was changed after the reduction."""
+    """Whether the mean in `.grad` was changed (by clipping, for example) after the reduction."""
 
 
 class ItemNormalizer:
-    """The item count of some parameters. It stays right when the gradients in `.grad` are added to, cleared or changed.
+    """The item count for the gradients of some parameters.
+
+    The object detects whether `.grad` was cleared or changed since the last reduction, so that the count stays right.
 
     Args:
         parameters: the parameters whose gradients are counted.
@@ -180,7 +187,7 @@ class ItemNormalizer:
 
     @contextmanager
     def block(self, num_items: int) -> Iterator[None]:
-        """See `DistributedDataParallel.normalize_by`."""
+        """Return the context of `DistributedDataParallel.normalize_by`."""
         self.count.open(num_items)
         try:
             carried = self._carry_reduced_gradients()
@@ -193,12 +200,12 @@ class ItemNormalizer:
             self.count.close()
 
     def backward_is_done(self) -> None:
-        """Inside a block, remember the version counters of `.grad`, to detect changes before the next block."""
+        """Store the version counters of `.grad` inside a block, so that a later change of `.grad` can be detected."""
         if self.count.is_open:
             self._versions = self._current_versions()
 
     def standing(self) -> Standing:
-        """Return the counts behind the present `.grad`. The counts are empty if `.grad` was cleared.
+        """Return the state of the item counts. If `.grad` was cleared, reset the counts first.
 
         Raises:
             ValueError: a block is open, so its gradients may be incomplete.
@@ -206,7 +213,8 @@ class ItemNormalizer:
         count = self.count
         if count.is_open:
             raise ValueError(
-                "gradients cannot be synchronized inside of a normalize_by block: leave the block first"
+                "gradients cannot be synchronized inside of a normalize_by block, where they may be incomplete: leave "
+                "the block first"
             )
         unchanged = self._versions == self._current_versions()
         if count.anything_behind_gradients and self._were_cleared(unchanged=unchanged):
@@ -220,7 +228,7 @@ class ItemNormalizer:
         )
 
     def carry(self) -> None:
-        """Turn a mean in `.grad` into this rank's part of the sum, so that it can be summed with new gradients."""
+        """Turn a mean in `.grad` into this rank's part of the sum, so that new gradients can be added to it."""
         if self.count.reduced_total is not None:
             self._scale(self.count.carry(self._num_ranks))
 
@@ -228,33 +236,38 @@ class ItemNormalizer:
         """Record that all of `.grad` is now a mean.
 
         Args:
-            is_known: whether the mean is over the number of items that `total` returned, in this reduction or before.
+            is_known: whether the mean is exactly the sum divided by the number of items that `total` returned, in this
+                reduction or in an earlier one.
         """
         self.count.take_for_reduction()
         if is_known:
             self._versions = self._current_versions()
 
     def total(self, num_items: Sequence[int], *, step: int) -> int:
-        """Return the divisor: the sum of all ranks' items and of the items behind carried gradients.
+        """Return the number of items by which the summed gradients must be divided. It includes the carried items.
+
+        Args:
+            num_items: the number of items of each rank.
+            step: the present step, for messages.
 
         Raises:
-            ValueError: the sum is 0.
+            ValueError: the number is 0.
         """
         self._num_ranks = len(num_items)  # one if gradients stay local
         total = self.count.reduced(sum(num_items))
         if not total:
             raise ValueError(
                 f"step {step}: expected normalize_by with at least 1 item on some rank, got 0 items on each of "
-                f"{format_count(len(num_items), 'rank')}, so the mean is undefined: skip a step in which no rank has "
-                "items"
+                f"{format_count(len(num_items), 'rank')}. The mean over 0 items is undefined: skip a step in which no "
+                "rank has items"
             )
         return total
 
     def _carry_reduced_gradients(self) -> bool:
-        """Prepare `.grad` so that new gradients can be added; return whether `.grad` was scaled.
+        """Prepare `.grad` so that new gradients can be added to it. Return whether `.grad` was scaled.
 
-        Reduced gradients are a mean, the same on every rank. They are turned back into this rank's part of the sum. So
-        they can be summed again together with the new gradients, and be divided by the number of items of both.
+        Reduced gradients are a mean, which is the same on every rank. It is turned back into this rank's part of the
+        sum. New gradients can be added to this part. The sum over ranks is then divided by the number of all items.
         """
         if not self.count.anything_behind_gradients:
             return False
@@ -266,14 +279,15 @@ class ItemNormalizer:
             return False
         if not unchanged:
             raise ValueError(
-                "the gradients of an earlier backward under normalize_by were changed afterwards (clipped, perhaps), "
-                "so further gradients cannot be added to them exactly: call optimizer.zero_grad() before normalize_by"
+                "expected gradients of an earlier backward under normalize_by to be cleared or unchanged, but they "
+                "were changed (clipped, perhaps), so further gradients cannot be added to them exactly: call "
+                "optimizer.zero_grad() before normalize_by"
             )
         self._scale(self.count.carry(self._num_ranks))
         return True
 
     def _were_cleared(self, *, unchanged: bool) -> bool:
-        """Return whether the gradients were cleared: none is left, or all were changed to zeros."""
+        """Return whether the gradients were cleared: every `.grad` is None, or all of them were changed to zeros."""
         present = [p.grad for p in self._parameters if p.grad is not None]
         return not present or (not unchanged and not any(bool(_values(g).any()) for g in present))
 
@@ -290,23 +304,23 @@ def _values(gradient: Tensor) -> Tensor:
 
 
 class Items(Rider):
-    """A report of the number of items behind this rank's gradients, under `normalize_by`."""
+    """A report of the number of this rank's items whose gradients are being reduced, under `normalize_by`."""
 
     subject = "numbers of items"
     num_bits = 49
 
     def __init__(self) -> None:
         self.of_ranks: tuple[int, ...] = ()
-        """The items of each rank in the last step; 0 for a rank without inputs."""
+        """The number of items of each rank in the last step. It is 0 for a rank without inputs."""
         self.any_counted = False
-        """Whether the gradients of the last step are sums over items."""
+        """Whether items were counted in the last step. If so, its gradients are sums over items."""
 
     def word(self, backward: Backward) -> int:
-        """Return the number of items plus 1; 0 if items are not counted."""
+        """Return the number of this rank's items plus 1. Return 0 if items are not counted."""
         return 0 if backward.num_items is None else backward.num_items + 1
 
     def receive(self, words: Words) -> None:
-        """Store the counts of all ranks.
+        """Store the number of items of each rank.
 
         Raises:
             SynclineError: some ranks ran under `normalize_by` and others did not.
@@ -316,8 +330,8 @@ class Items(Rider):
             others = sorted(set(words.active) - set(counted))
             raise SynclineError(
                 f"step {words.step}: {describe_ranks(counted)} ran this backward under normalize_by, but "
-                f"{describe_ranks(others)} did not, so the gradients have no common divisor. Clear the gradients, and "
-                "use normalize_by on all ranks (0 items are allowed) or on none"
+                f"{describe_ranks(others)} did not, so no divisor is right for the sum of their gradients: clear the "
+                "gradients, and use normalize_by on all ranks (with 0 items on a rank without items) or on none"
             )
         self.any_counted = bool(counted)
         self.of_ranks = tuple(word - 1 if word else 0 for word in words.of_rank)

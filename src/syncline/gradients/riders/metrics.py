@@ -1,7 +1,8 @@
 """Rider: metrics that are averaged over ranks (see `DistributedDataParallel.report`).
 
-Each rank's word holds its own means since the last synchronized backward, and their weights, as float32. Every rank
-receives all words and computes the means in float64, in rank order. So the means have the same bits on every rank.
+A rank's word holds its own mean of each metric since the last synchronized backward, and the weight of this mean, as
+float32. Every rank receives all words and computes the means over ranks in float64, in rank order. So the means have
+the same bits on every rank.
 """
 
 from __future__ import annotations
@@ -20,11 +21,11 @@ from syncline.gradients.backward import Backward
 from syncline.gradients.riders.base import Rider, Words
 
 _BITS = 64
-"""Bits of a metric: its mean and its weight."""
+"""The number of bits of one metric in a word: 32 for its mean, and 32 for its weight."""
 
 
 class Metrics(Rider):
-    """Means over ranks of the metrics that each rank reported.
+    """The metrics that this rank reported, and their means over ranks.
 
     Example:
         >>> from syncline.transport.threads import ThreadGroup
@@ -45,29 +46,37 @@ class Metrics(Rider):
     def __init__(self) -> None:
         self.num_bits = 0
         self._means: Mapping[str, float] = {}
-        """The means of the last backward; empty if no rank reported a metric for it."""
+        """The means over ranks of the last backward, by name. It is empty if no rank reported a metric."""
         self._names: tuple[str, ...] = ()
         self._reports: list[tuple[Mapping[str, Any], float]] = []
 
     def add(self, values: Mapping[str, Any], weight: float) -> None:
-        """Keep values for the next synchronized backward. Tensors are not read from their device before then."""
+        """Keep values for the next synchronized backward. Until then the program does not wait for their devices.
+
+        Args:
+            values: a number or a tensor of one element for each metric, by name.
+            weight: the weight of these values in the means.
+        """
         self._reports.append((values, weight))
 
     def has_names(self, names: Iterable[str]) -> bool:
-        """Return whether the ranks have agreed on all these names."""
+        """Return whether the ranks have agreed to report metrics of all these names."""
         return set(names) <= set(self._names)
 
     def wanted_names(self) -> list[str]:
-        """Return all names: first the names that ranks have agreed on, then new names in the order of the reports."""
+        """Return the names of all metrics: first the agreed names, then new names in the order of the reports."""
         return list(dict.fromkeys([*self._names, *(name for values, _ in self._reports for name in values)]))
 
     def use_names(self, names: Sequence[str]) -> None:
-        """Report these metrics from now on. All ranks pass the same names. The caller must lay out the tail again."""
+        """Report the metrics of these names from now on. All ranks must pass the same names.
+
+        The number of bits changes, so the caller must lay out the tail of the last bucket again.
+        """
         self._names = tuple(names)
         self.num_bits = _BITS * len(names)
 
     def word(self, backward: Backward) -> int:
-        """Return this rank's mean and weight of each metric. A metric that was not reported has weight 0."""
+        """Return a word with this rank's mean and weight of each metric. A metric without a report has weight 0."""
         return self._own_word() if self._reports else 0
 
     def _own_word(self) -> int:
@@ -77,7 +86,7 @@ class Metrics(Rider):
         return int.from_bytes(struct.pack(f">{len(rounded)}f", *rounded), "big")
 
     def receive(self, words: Words) -> None:
-        """Compute the means over ranks."""
+        """Compute the means over ranks from all ranks' words."""
         self._average(list(words.active.values()))
 
     def receive_nothing(self, step: int) -> None:
@@ -85,17 +94,17 @@ class Metrics(Rider):
         self._means = {}
 
     def conclude_alone(self) -> None:
-        """Use this rank's own means, because there is one rank or this backward is not reduced."""
+        """Use this rank's own means as the result, because there is one rank or this backward is not reduced."""
         self._average([self._own_word()] if self._reports else [])
         self._reports.clear()
 
     def record(self) -> Mapping[str, Any]:
-        """Return the means. They belong to one backward: the next call returns none, unless there are new ones."""
+        """Return the means of the last backward, and drop them, so that no later record contains them."""
         means, self._means = self._means, {}
         return {"metrics": means}
 
     def forget(self) -> None:
-        """Drop this rank's values at the end of a backward, because they have been averaged."""
+        """Drop this rank's values at the end of a backward. They have been averaged by then."""
         self._reports.clear()
 
     def _own(self, name: str) -> tuple[float, float]:
@@ -114,7 +123,7 @@ class Metrics(Rider):
 
 
 def check_metric(name: str, value: Any) -> Any:
-    """Return a metric in the form in which it is kept: a number, or a detached tensor of one element.
+    """Return a metric's value as a float, or as a detached tensor of one element.
 
     Raises:
         TypeError: `value` is neither a real number nor a tensor of one element.
@@ -134,7 +143,10 @@ def check_metric(name: str, value: Any) -> Any:
 
 
 def _weighted_mean(parts: Sequence[Sequence[float]]) -> tuple[float, float]:
-    """Return the mean and the sum of the weights. A value of weight 0 does not count, even if the value is NaN."""
+    """Return the weighted mean of (value, weight) pairs, and the sum of the weights.
+
+    A value of weight 0 does not count, even if the value is NaN.
+    """
     counted = [(value, weight) for value, weight in parts if weight]
     total = math.fsum(weight for _, weight in counted)
     if not total:

@@ -1,4 +1,4 @@
-"""Riders: parameters without a gradient, and graphs that changed under `static_graph=True`."""
+"""Riders: reports of parameters without a gradient, and of graphs that changed under `static_graph=True`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,10 @@ from syncline.gradients.usage import StaticUsage
 
 
 class _Fault(Rider):
-    """A fault of one rank's backward, described in lines of text. If any rank reports a fault, every rank raises it."""
+    """A report of a fault in this rank's backward. If any rank reports a fault, every rank raises the same error.
+
+    A fault is described by lines of text.
+    """
 
     num_bits = 1
 
@@ -21,34 +24,45 @@ class _Fault(Rider):
 
     @abstractmethod
     def _lines(self, backward: Backward) -> list[str]:
-        """Return a description of this rank's fault; empty if there is none."""
+        """Return the lines that describe this rank's fault. Return no lines if there is no fault."""
 
     @abstractmethod
     def _error(self, rows: Sequence[Sequence[str]], step: int) -> SynclineError:
-        """Return the error, given the description of each rank's fault."""
+        """Return the error.
+
+        Args:
+            rows: the lines that describe each rank's fault, in rank order.
+            step: the step of the backward.
+        """
 
     def word(self, backward: Backward) -> int:
-        """Return 1 if this rank's backward has the fault."""
+        """Return 1 if this rank's backward has the fault, else 0."""
         self._reported = self._lines(backward)
         return int(bool(self._reported))
 
     def receive(self, words: Words) -> None:
-        """Raise the error if any rank has reported the fault. Every rank raises it, with the same text."""
+        """Raise the error if any rank has reported the fault. Every rank raises the error with the same text."""
         if words.any_set:
             raise self._error(words.exchange(self._reported), words.step)
 
     def check_alone(self, backward: Backward, *, rank: int, num_ranks: int) -> None:
-        """Raise the error if this rank's backward has the fault. No other rank takes part."""
+        """Raise the error if this rank's backward has the fault. Nothing is exchanged with other ranks.
+
+        Args:
+            backward: this rank's backward.
+            rank: this rank.
+            num_ranks: the number of ranks.
+        """
         if lines := self._lines(backward):
             raise self._error([lines if r == rank else [] for r in range(num_ranks)], backward.step)
 
 
 class MissingGradients(_Fault):
-    """A report of parameters that should get a gradient and got none, which raises `UnreducedGradients`.
+    """A report of parameters that should have got a gradient and got none. The error is `UnreducedGradients`.
 
     Args:
         names: names of all parameters, by index.
-        are_allowed: whether a missing gradient counts as zero instead of being an error.
+        are_allowed: whether a missing gradient counts as zero. Otherwise it is an error.
     """
 
     subject = "missing gradients"
@@ -71,13 +85,13 @@ class MissingGradients(_Fault):
 
 
 class StaticGraph(_Fault):
-    """A report, under `static_graph=True`, of parameters whose number of gradients differs from the first backward.
+    """A report of parameters that got more or fewer gradients than in the first backward, under `static_graph=True`.
 
-    It raises `ContractMismatch`.
+    The error is `ContractMismatch`.
 
     Args:
         names: names of all parameters, by index.
-        static: the counts of each parameter's gradients.
+        static: the number of gradients of each parameter, in the first backward and in the present one.
     """
 
     subject = "changes of a static graph"
@@ -100,8 +114,7 @@ class StaticGraph(_Fault):
             if row
         ]
         return ContractMismatch(
-            f"step {step}, backward: with static_graph=True expected as many gradients of each parameter as in the "
-            "first "
-            "backward, but some parameters got another number:\n" + "\n".join(lines) + "\n"
+            f"step {step}, backward: with static_graph=True, expected each parameter to get as many gradients as in "
+            "the first backward, but some parameters got more or fewer:\n" + "\n".join(lines) + "\n"
             "No optimizer may step with these gradients. Omit static_graph, or run the same graph in every step"
         )

@@ -1,9 +1,9 @@
-"""Rider: gradients that hold NaN or infinity, detected on the rank that has them and handled by all ranks alike.
+"""Rider: gradients that are NaN or infinite. The rank that has them detects them, and all ranks act alike.
 
-A mean that is not finite does not show which rank caused it. So each rank checks its own gradients, bucket by bucket,
-after a bucket is filled and before it is sent (`finite.py`). The result is one bit behind the last bucket (`tail.py`).
-Only if a bit is set do the ranks exchange the names of the parameters. All ranks decide by the same facts, before any
-optimizer steps.
+If a mean is not finite, it does not show which rank caused this. So each rank checks its own gradients, bucket by
+bucket, after a bucket is filled and before it is sent (`finite.py`). The result is one bit behind the last bucket
+(`tail.py`). Only if some rank has set its bit do the ranks exchange the indices of the parameters. All ranks decide by
+the same facts, before any optimizer steps.
 """
 
 from __future__ import annotations
@@ -31,36 +31,36 @@ from syncline.transport.base import Transport
 _OUTCOMES = {"raise": "raised", "skip": "discarded", "zero": "zeroed"}
 
 _MARK = "_syncline_discarded"
-"""The attribute that marks a discarded gradient."""
+"""The attribute of a gradient that marks it as discarded. Its value is the number of the mark."""
 
 _numbers = itertools.count(1)
 
 
 class NonFinite(Rider):
-    """The policy `on_nonfinite="ignore"`: no gradients are checked, and nothing is reported."""
+    """The rider of the policy `on_nonfinite="ignore"`, which checks no gradients and reports nothing."""
 
     subject = "gradients that are not finite"
     num_bits = 1
 
     last: NonFiniteRecord | None = None
-    """The record of the last reduction; None if gradients are not checked."""
+    """The record of the last reduction. It is None if gradients are not checked."""
     was_reported = False
-    """Whether some rank reported in the last step that its own gradients are not finite."""
+    """Whether some rank reported in the last step that its own gradients were not finite."""
 
     def continues(self, former: NonFinite) -> None:
         """Take over the state of a former object, because the module has changed."""
 
     def backward_begins(self, *, has_hook: bool) -> None:
-        """Prepare for a backward, whether or not it will be reduced."""
+        """Prepare for a backward, whether it will be reduced or not."""
 
     def conclude_alone(self, gradients: Iterable[tuple[int, Tensor | None]], *, step: int) -> None:
-        """Check all of `.grad`, because there is only one rank."""
+        """Check all gradients in `.grad` in place of `look_at`, because there is only one rank."""
 
     def conclude_outside(self, gradients: Iterable[tuple[int, Tensor | None]], *, step: int) -> None:
-        """Check gradients that were reduced after a backward."""
+        """Check gradients that were reduced outside of a backward."""
 
     def act(self) -> None:
-        """Raise or warn if gradients were not finite."""
+        """Raise an error or warn if gradients were not finite."""
 
     def failed(self) -> None:
         """Handle a backward that ended with an error."""
@@ -70,21 +70,21 @@ class NonFinite(Rider):
         return {"nonfinite": self.last}
 
     def discards_step(self) -> bool:
-        """Return whether an optimizer must skip its step."""
+        """Return whether an optimizer must skip its step, because the gradients are not finite."""
         return False
 
 
 class NonFiniteWatch(NonFinite):
-    """A check of one module's gradients, with a policy for gradients that are not finite.
+    """A check of one module's gradients, which applies a policy if they are not finite.
 
-    The calls of one backward are `backward_begins`, `look_at` for each bucket, `word` when the last bucket is sent,
-    `conclude` when `.grad` holds the mean, and `act`, which raises or warns when everything else is done. If the
-    backward ends with an error, the last call is `failed`.
+    A backward makes these calls: `backward_begins`; `look_at` for each bucket; `word` when the last bucket is sent;
+    `conclude` when `.grad` holds the mean; and `act`, which raises an error or warns when everything else is done. If
+    the backward ends with an error, the last call is `failed`.
 
     Args:
         policy: "raise", "skip" or "zero".
         names: names of all parameters, by index.
-        gradients: returns the tensors in `.grad`, or their stand-ins.
+        gradients: a function that returns the `.grad` of each parameter. With `sharded=True` these are stand-ins.
         transport: the transport between the ranks.
     """
 
@@ -103,10 +103,10 @@ class NonFiniteWatch(NonFinite):
         self._transport = transport
         self._discarded = DiscardedGradients()
         self._is_bad: bool | None = None
-        """Whether the result of the present backward must not be applied; None before the decision."""
+        """Whether the result of the present backward is discarded. It is None before the decision."""
         self._own = OwnGradients()
         self._replaces = False
-        """Whether elements that are not finite are sent as zeros."""
+        """Whether this rank sends zeros in place of elements that are not finite."""
         self._report = NonFiniteReport(policy, names, rank=transport.rank)
 
     def continues(self, former: NonFinite) -> None:
@@ -118,11 +118,11 @@ class NonFiniteWatch(NonFinite):
     # ------------------------------------------------------------------ this rank's own gradients
 
     def backward_begins(self, *, has_hook: bool) -> None:
-        """Prepare for a backward, whether or not it will be reduced.
+        """Prepare for a backward, whether it will be reduced or not.
 
         Args:
-            has_hook: whether a communication hook or a compression gets the gradients. It may store values that it
-                could not send, so it must never get values that are not finite.
+            has_hook: whether a communication hook or a compression gets the gradients. It may keep values that
+                it could not send, so it must never get values that are not finite.
         """
         self._replaces = self._policy == "zero" or has_hook
         self._own = OwnGradients()
@@ -131,26 +131,29 @@ class NonFiniteWatch(NonFinite):
         self.last = _not_reduced(num_steps=self.last.num_steps)
 
     def look_at(self, bucket: Holder) -> None:
-        """Check a bucket that this rank is about to send, and replace values that must not be sent by zeros."""
+        """Check a bucket that this rank is about to send. Set its elements that are not finite to zero if necessary."""
         if not self._own.check(bucket) and self._replaces:
             zero_nonfinite_(bucket.own())
 
     def word(self, backward: Backward) -> int:
-        """Return 1 if this rank's own gradients are not finite."""
+        """Wait for the checks. Return 1 if this rank's own gradients are not finite, else 0."""
         return int(bool(self._own.wait()))
 
     def receive(self, words: Words) -> None:
-        """Store whether any rank's own gradients are not finite."""
+        """Store whether any rank reported that its own gradients are not finite."""
         self.was_reported = words.any_set
 
     def receive_nothing(self, step: int) -> None:
-        """Store that all ranks' own gradients are finite."""
+        """Store that no rank reported gradients that are not finite."""
         self.was_reported = False
 
     # ------------------------------------------------------------------ the decision of all ranks
 
     def conclude(self, reduced: Reduced) -> None:
-        """Decide about this step. A collective call if some rank set its bit, or if the result may have overflowed."""
+        """Decide by the policy what to do about this step. The decision is the same on all ranks.
+
+        This is a collective call if some rank reported gradients that are not finite, or if the result may overflow.
+        """
         findings = self._exchange(self._own.found) if self.was_reported else Findings()
         # A step that is already discarded needs no second check.
         if reduced.can_overflow and not findings.has_scaler and (not findings.own or self._policy == "zero"):
@@ -159,7 +162,7 @@ class NonFiniteWatch(NonFinite):
         self._decide(findings, parts, step=reduced.step)
 
     def conclude_alone(self, gradients: Iterable[tuple[int, Tensor | None]], *, step: int) -> None:
-        """Check the gradients and decide, where there is one rank, whose gradients are in no bucket."""
+        """Check the gradients and decide by the policy. There is only one rank, and its gradients are in no bucket."""
         parts = _present(gradients)
         self._own.check_gradients(parts)
         findings = Findings()
@@ -171,10 +174,10 @@ class NonFiniteWatch(NonFinite):
         self._decide(findings, parts, step=step)
 
     def conclude_outside(self, gradients: Iterable[tuple[int, Tensor | None]], *, step: int) -> None:
-        """Check the mean and decide, for gradients that were reduced after a backward.
+        """Check the mean of gradients that were reduced outside of a backward, and decide by the policy.
 
-        No rank has checked its own gradients before. This is a collective call if the mean, which is the same on every
-        rank, is not finite.
+        No rank has checked its own gradients before. The mean is the same on every rank. If it is not finite, this is a
+        collective call.
         """
         self.backward_begins(has_hook=False)
         parts = _present(gradients)
@@ -185,7 +188,7 @@ class NonFiniteWatch(NonFinite):
         self._decide(findings, parts, step=step)
 
     def _with_mean(self, findings: Findings, buckets: Sequence[Holder]) -> Findings:
-        """Add the parameters whose mean is not finite to the findings. This is a collective call."""
+        """Return the findings together with the parameters whose mean is not finite. This is a collective call."""
         mine: dict[int, str] = {}
         for bucket in buckets:
             values, parts = bucket.handed_out()
@@ -196,12 +199,16 @@ class NonFiniteWatch(NonFinite):
         if not is_any.item():
             return findings
         reported = self._exchange(mine)
-        # The lowest rank's description counts.
+        # If ranks describe the same parameter, the description of the lowest rank is used.
         in_mean = {index: text for row in reversed(reported.own) for index, text in row.items()}
         return replace(findings, in_mean=in_mean, has_scaler=reported.has_scaler)
 
     def _exchange(self, mine: Found) -> Findings:
-        """Return the findings of each rank, and whether any rank uses a GradScaler. This is a collective call."""
+        """Gather the findings of all ranks, and whether any rank uses a GradScaler. This is a collective call.
+
+        Args:
+            mine: this rank's findings.
+        """
         has_scaler = is_scaler_in_use()
         if self._transport.size == 1:
             return Findings(own=[mine], has_scaler=has_scaler)
@@ -210,11 +217,11 @@ class NonFiniteWatch(NonFinite):
         return Findings(own=[dict(row) for _, row in rows], has_scaler=any(scaler for scaler, _ in rows))
 
     def _decide(self, findings: Findings, parts: Iterable[tuple[int, Tensor]], *, step: int) -> None:
-        """Decide about a step, by findings that are the same on every rank.
+        """Decide what to do about a step. The findings are the same on every rank, and so is the decision.
 
         Args:
-            findings: the elements that are not finite.
-            parts: parts of `.grad` on this rank.
+            findings: the findings of the checks.
+            parts: pairs of a parameter's index and its `.grad`, or a part of it, on this rank.
             step: the step that was reduced.
         """
         num_steps, outcome = self.last.num_steps, "finite"
@@ -246,38 +253,44 @@ class NonFiniteWatch(NonFinite):
     # ------------------------------------------------------------------ the end of the backward
 
     def act(self) -> None:
-        """Mark a discarded step's gradients. Then raise, or warn on rank 0, if gradients were not finite.
+        """Mark the gradients if the step is discarded. Then raise an error, or warn on rank 0, if they are not finite.
 
         Raises:
-            NonFiniteGradient: gradients are not finite, under "raise".
+            NonFiniteGradient: gradients are not finite, and the policy is "raise".
         """
         if self._is_bad is not None:
             self._settle(is_bad=self._is_bad)
         self._report.give(num_steps=self.last.num_steps)
 
     def failed(self) -> None:
-        """Handle a backward that ended with an error: mark gradients that were not checked as discarded."""
+        """Handle a backward that ended with an error.
+
+        Under "skip", the gradients are marked as discarded unless all ranks have found that they are finite.
+        """
         if self._policy == "skip":
             self._settle(is_bad=self._is_bad is not False)
 
     def _settle(self, *, is_bad: bool) -> None:
-        """Mark the gradients as discarded, or clear the marks. Called once `.grad` holds its final tensors."""
+        """Mark the gradients as discarded if `is_bad`. Otherwise clear all marks.
+
+        Call this method when `.grad` holds its final tensors.
+        """
         self._is_bad = None
         self._discarded.mark(self._gradients() if is_bad else ())
 
     def discards_step(self) -> bool:
-        """Return whether an optimizer must skip its step, because `.grad` holds gradients marked as discarded."""
+        """Return whether an optimizer must skip its step, because gradients in `.grad` are marked as discarded."""
         return self._discarded.has_any_of(self._gradients())
 
 
 class DiscardedGradients:
-    """Marks on the gradients of a discarded step, by which they are recognized as long as they are in `.grad`.
+    """Marks on the gradients of a discarded step. As long as these gradients are in `.grad`, the marks identify them.
 
-    A marked tensor stays marked when it is changed in place (by clipping, for example). Once `zero_grad()` has dropped
-    it, a new tensor in `.grad` is not marked.
+    A marked tensor stays marked when it is changed in place (by clipping, for example). When `zero_grad()` has dropped
+    it, the next tensor in `.grad` has no mark.
 
-    The mark is an attribute of the tensor. So it moves with the tensor and keeps nothing alive. A weak reference would
-    not do, because `torch.utils.swap_tensors` refuses tensors that have one.
+    The mark is an attribute of the tensor. So it moves with the tensor and keeps nothing alive. A weak reference to the
+    tensor is not possible, because `torch.utils.swap_tensors` refuses tensors with weak references.
 
     Example:
         >>> import torch
@@ -294,7 +307,7 @@ class DiscardedGradients:
 
     def __init__(self) -> None:
         self._number = 0
-        """The number that is stored as the mark; 0 if no gradient is marked."""
+        """The number that is stored as the mark. It is 0 if no gradient is marked."""
 
     def mark(self, gradients: Iterable[Tensor | None]) -> None:
         """Mark these gradients as discarded. Marks that were set before no longer count."""
@@ -310,7 +323,7 @@ class DiscardedGradients:
 
 
 def _present(gradients: Iterable[tuple[int, Tensor | None]]) -> Parts:
-    """Return the gradients that are not None; for a sparse gradient, its stored rows."""
+    """Return the gradients that are not None, with their indices. A sparse gradient is replaced by its stored rows."""
     return [(i, stored_values(g) if g.is_sparse else g) for i, g in gradients if g is not None]
 
 

@@ -1,4 +1,4 @@
-"""The error or warning about gradients that are not finite."""
+"""The error or warning that reports gradients that are not finite."""
 
 from __future__ import annotations
 
@@ -12,32 +12,32 @@ from syncline.records import NonFiniteRecord
 from syncline.user_code import warn_user
 
 _MAX_SHOWN = 4
-"""Number of parameters that are named per rank."""
+"""The largest number of parameters that a message names per rank."""
 
 OVERFLOWED = (
-    "Each rank's own gradients are finite, but their sum, or the result of a compression or of a communication hook, "
-    "does not fit in its dtype. The largest float16 is 65,504: use bfloat16, reduce_dtype=torch.float32 or a smaller "
-    "loss"
+    "Each rank's own gradients are finite, but the reduced gradients (a sum, or the result of a compression or of a "
+    "communication hook) do not fit in their dtype. The largest float16 is 65,504: use bfloat16, "
+    "reduce_dtype=torch.float32 or a smaller loss"
 )
 
 REDUCED_OUTSIDE = (
-    "The gradients were reduced by sl.sync_gradients_, which does not check each rank's own gradients. To learn which "
-    "rank has such gradients, run the last backward outside of no_sync"
+    "The gradients were reduced by sl.sync_gradients_, which does not check each rank's own gradients. To find out "
+    "which rank has gradients that are not finite, run the last backward outside of no_sync"
 )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Findings:
-    """The elements of one step's gradients that are not finite; the same on every rank."""
+    """The findings of all checks of one step's gradients: the elements that are not finite. All ranks have the same."""
 
     own: Sequence[Found] = ()
-    """Findings in each rank's own gradients, by rank; empty if all ranks' own gradients are finite."""
+    """The findings in each rank's own gradients, in rank order. It is empty if no rank reported any."""
     in_mean: Found = field(default_factory=dict)
-    """Findings in the mean, where each rank's own gradients are finite or were not checked."""
+    """The findings in the mean, which no rank's own gradients explain: they are finite, zeroed or not checked."""
     has_scaler: bool = False
-    """Whether a GradScaler of any rank will handle the step."""
+    """Whether any rank uses a GradScaler, which then handles the step."""
     cause_in_mean: str = OVERFLOWED
-    """The sentences that explain findings in the mean to the user."""
+    """The sentences of the message that explain the findings in the mean."""
 
     @property
     def is_any(self) -> bool:
@@ -45,15 +45,15 @@ class Findings:
 
 
 class NonFiniteReport:
-    """The error or warning about gradients that are not finite, from the decision until the end of the backward.
+    """The error or warning about gradients that are not finite. It is prepared first, and shown when a backward ends.
 
-    A warning comes if it names a rank or parameter that no warning has named before, or if the number of affected
+    A warning is shown if it names a rank or parameter that no warning has named before, or if the number of affected
     steps has doubled since the last warning.
 
     Args:
         policy: "raise", "skip" or "zero".
         names: names of all parameters, by index.
-        rank: the number of this rank. Only rank 0 warns.
+        rank: this rank. Only rank 0 warns.
     """
 
     def __init__(self, policy: OnNonFinite, names: Sequence[str], *, rank: int) -> None:
@@ -61,25 +61,28 @@ class NonFiniteReport:
         self._names = names
         self._rank = rank
         self._error: NonFiniteGradient | None = None
-        """The error to raise. Under other policies its text is the warning. None if there is nothing to report."""
+        """The prepared error. Under "skip" and "zero" its text is the warning.
+
+        It is None if there is nothing to report.
+        """
         self._warned: set[tuple[int, str]] = set()
-        """The ranks (-1 for the mean) and parameters that a warning has already named."""
+        """Pairs of a rank (-1 for the mean) and a parameter that a warning has already named."""
         self._warns_from = 1
-        """Number of affected steps at which the next warning comes, even if it names no new parameter."""
+        """The number of affected steps at which the next warning is shown, even if it names no new parameter."""
 
     def continues(self, former: NonFiniteReport) -> None:
-        """Take over the memory of past warnings."""
+        """Take over the record of past warnings from a former report, because the module has changed."""
         self._warned, self._warns_from = former._warned, former._warns_from
 
     def clear(self) -> None:
-        """Forget an error that was prepared."""
+        """Drop a prepared error."""
         self._error = None
 
     def prepare(self, findings: Findings, record: NonFiniteRecord, *, step: int) -> None:
-        """Write the text about a step.
+        """Compose the message about the findings of a step, and keep it until `give` is called.
 
         Args:
-            findings: the elements that are not finite.
+            findings: the findings of the checks.
             record: the record of the step.
             step: the number of the step.
         """
@@ -87,13 +90,13 @@ class NonFiniteReport:
         self._error = NonFiniteGradient(text, step=step, found=record.found, in_mean=record.in_mean)
 
     def give(self, *, num_steps: int) -> None:
-        """Raise the prepared error, or warn on rank 0.
+        """Raise the prepared error, or warn on rank 0. Without a prepared error, do nothing.
 
         Args:
             num_steps: the number of affected steps so far.
 
         Raises:
-            NonFiniteGradient: gradients are not finite, under "raise".
+            NonFiniteGradient: gradients are not finite, and the policy is "raise".
         """
         error, self._error = self._error, None
         if error is None:

@@ -1,4 +1,7 @@
-"""The search for the values in which replicas differ, and the errors that name these values."""
+"""The search for the values that differ between replicas, and the errors that name these values.
+
+A value is a tensor or an integer of a replica.
+"""
 
 from __future__ import annotations
 
@@ -17,31 +20,31 @@ from syncline.words import describe_ranks
 
 @dataclass(frozen=True, slots=True)
 class Located:
-    """The differences that a search has located; the same on every rank."""
+    """The result of a search for differences between replicas. Every rank has the same result."""
 
     differences: Sequence[Difference]
-    """The values that differ; empty if all values are equal."""
+    """The values that differ between ranks. It is empty if all values are equal."""
     leaves: Sequence[Leaf]
-    """The values that were compared."""
+    """The leaves whose values were compared."""
     agreed_at: int | None
-    """The step at which all ranks last agreed on the first difference; None if unknown."""
+    """The step at which all ranks last had the same bits in the first of these values. It is None if unknown."""
     are_buffers: bool = False
-    """Whether the values are buffers, which differed before forward changed them."""
+    """Whether the values are buffers. Their hashes were computed before the forward changed them."""
 
     @property
     def has_majority(self) -> bool:
-        """Whether more than half of the ranks agree on each value that differs."""
+        """Whether more than half of the ranks agree on each of the values in `differences`."""
         return all(one.has_majority for one in self.differences)
 
 
 @dataclass(frozen=True, slots=True)
 class Peers:
-    """The ranks whose replicas have to be equal.
+    """The ranks whose replicas must be equal.
 
     Attributes:
         title: the name of the module, for messages.
         transport: the transport between the ranks.
-        ranks: the numbers by which users know the ranks of `transport`.
+        ranks: for each rank of `transport`, the number of this rank in the user's world, for messages.
     """
 
     title: str
@@ -49,15 +52,17 @@ class Peers:
     ranks: Sequence[int]
 
     def search(self, state: Coverage, buffers: Coverage, step: int) -> Located:
-        """Search the whole replica for differences, then the buffers that were hashed. A collective call.
+        """Search all parameters and optimizer state for differences between ranks. This is a collective call.
+
+        If no difference is found there, compare the hashes of buffers.
 
         Args:
             state: the parameters and the state of optimizers.
-            buffers: the buffers.
+            buffers: the buffers, some of which were hashed before forwards.
             step: the number of the present step, for messages.
 
         Raises:
-            ReplicaDivergence: the state of optimizers has different names or shapes; on every rank.
+            ReplicaDivergence: the names or shapes of the optimizers' state differ. Every rank raises the error.
         """
         leaves = state.leaves
         self._check_structure(leaves, step)
@@ -70,7 +75,7 @@ class Peers:
         return Located(found, buffers.leaves, buffers.all_agreed_at, are_buffers=True)
 
     def _check_structure(self, leaves: Sequence[Leaf], step: int) -> None:
-        """Raise unless all ranks have state for the same parameters, of the same shapes. A collective call."""
+        """Raise an error if names, dtypes or shapes of the leaves differ between ranks. This is a collective call."""
         lines = []
         for leaf in leaves:
             value = leaf.value()
@@ -88,7 +93,8 @@ class Peers:
         )
         raise ReplicaDivergence(
             f"{self._check_in(step)}: expected optimizers with state of the same names and shapes on all ranks, but "
-            f"they differ: {shown}. Step attached optimizers equally often, with the same parameters, on every rank",
+            f"the state differs: {shown}. On every rank, attach optimizers of the same parameters, and step them "
+            "equally often",
             tensor=min(apart).split("  ")[0],
             num_differing=len(apart),
             minority_ranks=(),
@@ -99,10 +105,10 @@ class Peers:
         return f"{self.title}, step {step}, replica check"
 
     def divergence(self, located: Located, step: int, *, with_advice: bool) -> ReplicaDivergence:
-        """Return the error that names the differences.
+        """Return the error that names the values that differ.
 
         Args:
-            located: at least one difference.
+            located: the result of a search that found at least one difference.
             step: the number of the present step.
             with_advice: whether the error says how to make the replicas equal.
         """
@@ -118,11 +124,11 @@ class Peers:
         )
 
     def equal_again(self, step: int) -> ReplicaDivergence:
-        """Return the error for fingerprints that differed although a search finds all values equal."""
+        """Return the error for the case that fingerprints differed, but a later search found all values equal."""
         return ReplicaDivergence(
-            f"{self._check_in(step)}: the fingerprints of the ranks differed when the backward began, but all values "
-            "are equal now that it has ended. So some ranks write parameters or optimizer state while a backward runs. "
-            "Write them between the steps, on all ranks",
+            f"{self._check_in(step)}: the fingerprints of the replicas differed when the backward began, but all "
+            "values were equal when the backward had ended. So some rank writes parameters or optimizer state while a "
+            "backward runs. Write them between the steps, on all ranks",
             tensor="",
             num_differing=0,
             minority_ranks=(),
@@ -131,10 +137,10 @@ class Peers:
 
 
 def _remedy(located: Located, *, with_advice: bool) -> str:
-    """Return sentences on the possible causes of differences, and on how to make the replicas equal."""
+    """Return sentences that name possible causes of the differences and say how to make the replicas equal."""
     cause = (
-        "Buffers differ though they have just been synchronized. Possible causes are a bit that flipped in memory, and "
-        "a buffer that is replaced on some ranks only."
+        "Buffers differ although they were synchronized just before. Possible causes are a bit that flipped in memory, "
+        "and a buffer that is replaced on some ranks only."
         if located.are_buffers
         else "Possible causes are a bit that flipped in memory, a write on some ranks only, and an operation whose "
         "result differs between ranks (`syncline doctor` searches for such operations)."

@@ -1,11 +1,11 @@
-"""Rider: the fingerprint of a slice of the replica, by which each step compares this slice with the other ranks.
+"""Rider: the fingerprint of one slice of the replica. In each step the ranks compare their fingerprints of one slice.
 
-The step number determines the slice. It is hashed when the step's backward begins, because nothing writes to it then:
-the last write to parameters and optimizer state was the optimizer's step, which all ranks have made. Buffers change in
-forward, so buffers are hashed before the forward, if they have just been synchronized.
+The step number determines the slice. The slice is hashed when the backward begins. Parameters and optimizer state do
+not change at that time: all ranks have made the last optimizer step and have not begun the next one. Buffers change in
+the forward, so they are hashed before the forward, after they were synchronized.
 
-The fingerprint travels with the gradients, so equal replicas send nothing else. Only if fingerprints
-differ do the ranks search for the differing elements (`replica_search.py`).
+The fingerprint travels with the gradients. As long as the replicas are equal, nothing else is sent. Only if
+fingerprints differ do the ranks search for the elements that differ (`replica_search.py`).
 """
 
 from __future__ import annotations
@@ -35,29 +35,31 @@ from syncline.words import describe_ranks
 OnDivergence = Literal["raise", "repair", "warn"]
 
 _NUM_FINGERPRINT_BITS = 48
-"""Number of bits of a slice's fingerprint."""
+"""The number of bits of a fingerprint."""
 
 _NUM_SAMPLES = 64
-"""Number of elements of each bucket that are checked for finiteness."""
+"""The number of elements of each bucket in the sample that is checked for NaN and infinity."""
 
 _MAX_FINGERPRINT: int = 2**_NUM_FINGERPRINT_BITS - 1
 
 
 @dataclass(frozen=True, slots=True)
 class ReplicaCheck:
-    """The settings of the comparison of replicas during training, for `DistributedDataParallel(replica_check=...)`.
+    """The settings of `DistributedDataParallel(replica_check=...)`, which compares replicas during training.
 
-    Each step compares one slice of the replica, so that `every` steps compare the whole replica. Fingerprints travel
-    with the gradients. They cover parameters, the state of attached optimizers (tensors and integers), and buffers
-    right after they were synchronized. Values that the contract allows to differ are not compared (each rank's own
-    buffers, and parameters between two parameter syncs of a strategy).
+    Each step compares one slice of the replica, so that `every` steps compare the whole replica. A slice is compared by
+    its fingerprint, which travels with the gradients. Fingerprints cover the parameters, the tensors and integers in
+    the state of attached optimizers, and buffers right after they were synchronized. Values that the
+    contract allows to differ are not compared: buffers that each rank keeps for itself, and parameters between two
+    parameter syncs of a strategy.
 
     Args:
-        every: the number of steps that compare the whole replica. A difference is detected within this number of steps.
+        every: the number of steps in which the whole replica is compared once. A difference is detected within this
+            number of steps.
         on_divergence: the reaction to a difference. "raise" raises `ReplicaDivergence` on every rank, before the
-            optimizer steps. "repair" broadcasts the values of the majority, and warns. It raises if no more than half
-            of the ranks agree (as always with two ranks), because a repair would be a guess. "warn" warns on rank 0,
-            and training continues.
+            optimizer steps. "repair" broadcasts the values of the majority, and warns. If no more than half of the
+            ranks agree (as always with two ranks), a repair would be a guess, so "repair" raises the error, too. "warn"
+            warns on rank 0, and training continues.
 
     Raises:
         TypeError, ValueError: an argument has a wrong type or value.
@@ -77,16 +79,16 @@ class ReplicaCheck:
 
 
 class ReplicaWatch:
-    """Comparison of one module's replica on this rank with the replicas of other ranks.
+    """The object that compares this rank's replica of one module with the replicas of other ranks.
 
     Args:
-        check: how often to compare, and what to do about a difference.
-        peers: the ranks whose replicas have to be equal.
-        parameters: the parameters that have to be equal; the same on all ranks.
-        buffers: the buffers that are compared, as name, dictionary of the module that owns it, and key in that
-            dictionary.
-        optimizers: returns the optimizers whose state has to be equal at present.
-        agreed_at: the last step at which all replicas were known to be equal; None if unknown.
+        check: the settings: how often to compare, and what to do about a difference.
+        peers: the ranks whose replicas must be equal.
+        parameters: the names and tensors of the parameters that must be equal. All ranks pass the same parameters.
+        buffers: the buffers to compare. Each is given by its name, the dictionary that contains it in its module, and
+            its key in this dictionary.
+        optimizers: a function that returns the optimizers whose state must be equal at present.
+        agreed_at: the last step at which all replicas were known to be equal. Pass None if there is none.
     """
 
     def __init__(
@@ -101,10 +103,10 @@ class ReplicaWatch:
     ) -> None:
         self.check = check
         self.last_compared: tuple[int, bool] | None = None
-        """The step of the last comparison, and whether all replicas were equal."""
+        """The step of the last comparison, and whether the replicas were equal. It is None before any comparison."""
         self.num_repairs = 0
         self.steps_before = 0
-        """Number of steps before the run was resumed, which messages add to the step."""
+        """The number of steps before the run was resumed. Messages add it to the step."""
         self._peers = peers
         named = distinct_tensors(parameters, for_writing=False)
         own = {id(tensor) for _, tensor in parameters}
@@ -113,13 +115,13 @@ class ReplicaWatch:
             Leaf(name, owner, (key,), has_agreed_strides=True) for name, owner, key in buffers
         ]
         self._coverage = Coverage(check.every, agreed_at)
-        """The slices of parameters and of the optimizers' state."""
+        """The slices of the parameters and of the optimizers' state, and their hashes."""
         self._buffer_coverage = Coverage(check.every, agreed_at)
-        """The slices of buffers, with one hash per forward since the last backward."""
+        """The slices of the buffers, and one hash for each forward since the last backward."""
         self._warned: set[str] = set()
-        """Names of the values that a warning has named before."""
+        """The names of the values that a warning has named before."""
         self._was_finite = True
-        """Whether the mean was finite in the last step."""
+        """Whether the sample of the mean was finite in the last step."""
 
     def continues(self, former: ReplicaWatch) -> None:
         """Take over the state of a former object, because the module has changed."""
@@ -131,20 +133,23 @@ class ReplicaWatch:
             self._buffer_coverage.all_agreed(former._buffer_coverage.all_agreed_at)
 
     def agreed_at(self, step: int | None) -> None:
-        """Record that parameters and optimizer state were equal after a step; None if they were replaced."""
+        """Record that parameters and optimizer state were equal after `step`. Pass None if they were replaced."""
         self._coverage.all_agreed(step)
         self._buffer_coverage.all_agreed(None)
 
     # ------------------------------------------------------------------ each step
 
     def buffers_are_equal(self, step: int) -> None:
-        """Hash the slice of buffers whose turn it is. Called after they were synchronized, before forward."""
+        """Hash the slice of buffers that belongs to this step.
+
+        Call this method before a forward, after the buffers were synchronized.
+        """
         if not self._buffer_coverage.is_listed or step % self.check.every == 0:
             self._buffer_coverage.list_again(self._buffer_leaves)
         self._buffer_coverage.hash(range(step, step + 1))
 
     def begin(self, steps: range) -> None:
-        """Hash the slices whose turn it is. Called when a backward begins that will be reduced.
+        """Hash the slices that belong to these steps. Call this method when a backward begins that will be reduced.
 
         Args:
             steps: the steps since the last comparison, up to the present step; the same on all ranks.
@@ -156,7 +161,7 @@ class ReplicaWatch:
         self._coverage.hash(steps)
 
     def fingerprint(self) -> int:
-        """Return the fingerprint of the hashed slices; 0 if no part of the replica has its turn."""
+        """Return the fingerprint of the hashed slices. Return 0 if nothing was hashed."""
         hashes = (*self._coverage.hashes, *self._buffer_coverage.hashes)
         if not hashes:
             return 0
@@ -173,8 +178,8 @@ class ReplicaWatch:
             step: the present step.
 
         Raises:
-            ReplicaDivergence: values differ, and the policy is "raise", or "repair" without a majority; or the state of
-                optimizers has different names or shapes. Raised on every rank.
+            ReplicaDivergence: values differ, and the policy is "raise", or it is "repair" and there is no majority.
+                Also raised if the names or shapes of the optimizers' state differ. Every rank raises the error.
         """
         if not any(reported):
             return
@@ -187,13 +192,13 @@ class ReplicaWatch:
             self._differ(step)
 
     def mean_is(self, finite: bool, step: int) -> None:
-        """Compare the whole replica at once if the mean has just stopped being finite.
+        """Compare the whole replica at once if the mean is not finite and was finite in the step before.
 
-        A bit that flips in an exponent can make gradients infinite. The next step would then write NaN into all
-        replicas alike, and no difference would be left to detect.
+        A bit that flips in the exponent of one parameter can make gradients infinite. The optimizer's next step would
+        then write NaN into all replicas alike, and no difference would be left to detect.
 
         Args:
-            finite: whether a sample of the mean is finite; the same on all ranks.
+            finite: whether a sample of the mean is finite. All ranks pass the same value.
             step: the present step.
 
         Raises:
@@ -211,11 +216,11 @@ class ReplicaWatch:
     # ------------------------------------------------------------------ error, repair or warning
 
     def _differ(self, step: int, *, is_certain: bool = True) -> None:
-        """Search the whole replica for differences, and act on them. This is a collective call.
+        """Search the whole replica for differences, and act on them by the policy. This is a collective call.
 
         Args:
             step: the present step.
-            is_certain: whether fingerprints have shown a difference.
+            is_certain: whether fingerprints differed. If so, it is an error that the search finds no difference.
         """
         in_run = self.steps_before + step
         located = self._peers.search(self._coverage, self._buffer_coverage, in_run)
@@ -236,12 +241,12 @@ class ReplicaWatch:
             self._act(error, names, repair=partial(self._repaired, located, step) if can_repair else None)
 
     def _act(self, error: ReplicaDivergence, names: set[str], repair: Callable[[], str] | None) -> None:
-        """Raise, repair or warn, by the policy. A collective call under "repair".
+        """Raise an error, repair the values or warn, by the policy. Under "repair" this is a collective call.
 
         Args:
             error: the error that names the differences.
             names: the names of the values that differ.
-            repair: a function that makes the values equal, and returns a sentence on what it did; None if the values
+            repair: a function that makes the values equal and returns a sentence that says how. Pass None if the values
                 cannot be repaired.
         """
         policy = self.check.on_divergence
@@ -258,7 +263,7 @@ class ReplicaWatch:
             warn_user(text)
 
     def _repaired(self, located: Located, step: int) -> str:
-        """Broadcast the values of the majority, and return a sentence that says so. A collective call."""
+        """Broadcast the values of the majority, and return a sentence that says so. This is a collective call."""
         transport = self._peers.transport
         sources = set()
         for one in located.differences:
@@ -283,42 +288,42 @@ class ReplicaWatch:
 
 
 class Replicas(Rider):
-    """A report of the fingerprint of the slice of the replica that this step compares."""
+    """A report of the fingerprint of the slices that this step compares."""
 
     subject = "fingerprints of replicas"
     num_bits = _NUM_FINGERPRINT_BITS
 
     def __init__(self) -> None:
         self.watch: ReplicaWatch | None = None
-        """The object that compares replicas; None without `replica_check`."""
+        """The object that compares replicas. It is None without `replica_check`."""
         self._reported: list[int] | None = None
 
     def use(self, watch: ReplicaWatch | None) -> None:
-        """Compare replicas by `watch` from now on. `watch` takes over the state of its predecessor."""
+        """Compare replicas with `watch` from now on. It takes over the state of the present watch."""
         if watch is not None and self.watch is not None:
             watch.continues(self.watch)
         self.watch = watch
 
     def begin_step(self, step: int) -> None:
-        """Hash the slice of this step, before parameters or optimizer state change."""
+        """Hash the slice of this step before parameters or optimizer state change."""
         if self.watch is not None:
             at = step - self.watch.steps_before
             self.watch.begin(range(at, at + 1))
 
     def word(self, backward: Backward) -> int:
-        """Return the fingerprint; 0 if no part of the replica is compared in this step."""
+        """Return the fingerprint. Return 0 if no part of the replica is compared in this step."""
         return 0 if self.watch is None else self.watch.fingerprint()
 
     def receive(self, words: Words) -> None:
-        """Keep the fingerprints for `conclude`."""
+        """Keep the fingerprints of all ranks for `conclude`."""
         # Replicas are compared last, because under "repair" and "warn" the optimizer steps all the same.
         self._reported = None if words.any_joined else list(words.active.values())
 
     def conclude(self, reduced: Reduced) -> None:
-        """Compare the replicas.
+        """Compare the fingerprints of all ranks. Do nothing if a rank without inputs takes part.
 
         Raises:
-            ReplicaDivergence: replicas differ (see `ReplicaWatch.compare`). Raised on every rank.
+            ReplicaDivergence: replicas differ (see `ReplicaWatch.compare`). Every rank raises the error.
         """
         if self.watch is None or self._reported is None:
             return
@@ -337,7 +342,7 @@ class Replicas(Rider):
 
 
 def _looks_finite(bucket: Holder) -> bool:
-    """Return whether a sample of the reduced elements, evenly spread, is finite."""
+    """Return whether an evenly spread sample of a bucket's reduced elements is finite."""
     values = (
         bucket.own()
     )  # this memory holds the result by now; `handed_out` would list all members of the bucket

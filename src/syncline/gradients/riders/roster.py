@@ -1,4 +1,4 @@
-"""The riders of one reducer, by name and in the order in which they conclude. Add a new rider here."""
+"""All riders of one reducer, by name and in the order in which they conclude. Add a new rider to this file."""
 
 from __future__ import annotations
 
@@ -22,15 +22,16 @@ from syncline.transport.base import Transport
 
 
 class Roster(Riders):
-    """All riders of a reducer; every rank has the same riders.
+    """All riders of a reducer, as attributes and in their order. Every rank has the same riders.
 
     Args:
         names: names of all parameters, by index.
         transport: the transport between the ranks.
         options: the options of gradient synchronization.
-        static: the counts of a static graph; None without `static_graph`.
-        gradients: returns the tensors in `.grad`, or their stand-ins.
-        former: the riders whose state is taken over, because the module or its group has changed; None at first.
+        static: the number of gradients of each parameter under `static_graph`. Pass None without `static_graph`.
+        gradients: a function that returns the `.grad` of each parameter. With `sharded=True` these are stand-ins.
+        former: the former riders. The new riders take over their state, because the module or its group has changed.
+            Pass None at first.
     """
 
     def __init__(

@@ -1,9 +1,9 @@
-"""Rider: a hash of gradients, to detect that all ranks train on the same data.
+"""Rider: a hash of this rank's gradients, by which ranks detect that all of them train on the same data.
 
-A plain DataLoader without a sampler gives all ranks the same data, and no error shows it. So in the first synchronized
-backwards each rank reports a hash of some elements of its own gradients, read before they are reduced. If the data
-differ, the hashes nearly always differ in the first step, and nothing more is reported. If the hashes are equal on all
-ranks in `_NUM_STEPS` steps, rank 0 warns.
+A plain DataLoader without a sampler gives all ranks the same data, and no error shows this. So in the first
+synchronized backwards each rank reports a hash of some elements of its own gradients before they are reduced. If the
+data differ between ranks, the hashes nearly always differ in the first step, and nothing more is reported. If the
+hashes are equal on all ranks in `_NUM_STEPS` steps, rank 0 warns.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ from syncline.gradients.riders.base import Holder, Rider, Words
 from syncline.user_code import warn_user
 
 _NUM_STEPS = 10
-"""Number of steps with equal hashes after which the equality cannot be an accident."""
+"""The number of steps with equal hashes after which rank 0 warns. So many equal hashes are no accident."""
 
 _MAX_STEPS = 30
-"""Number of steps after which the comparison ends in any case. Steps whose gradients are all zero decide nothing."""
+"""The number of steps after which the comparison ends in any case. All-zero gradients are no evidence."""
 
 _NUM_SAMPLES = 64
-"""Number of elements of each bucket that are hashed."""
+"""The number of elements of each bucket that are hashed."""
 
 
 class SameData(Rider):
-    """A comparison of the gradients of all ranks, until it is known whether they differ.
+    """A comparison of all ranks' gradients, which ends when it is known whether the gradients differ.
 
     Example:
         >>> SameData().is_open
@@ -39,11 +39,11 @@ class SameData(Rider):
 
     def __init__(self) -> None:
         self.is_open = True
-        """Whether the comparison continues."""
+        """Whether ranks still compare their gradients."""
         self._seen = 0
         """The hash of the elements sampled so far in this step."""
         self._is_zero = True
-        """Whether all of these elements are zero."""
+        """Whether all elements sampled so far in this step are zero."""
         self._equal_steps: list[int] = []
         self._num_steps = 0
 
@@ -57,11 +57,14 @@ class SameData(Rider):
         self._seen = zlib.crc32(repr(sample).encode(), self._seen)
 
     def word(self, backward: Backward) -> int:
-        """Return the hash of the sampled elements, 1 to 255; 0 if all of them are zero, or the comparison is over."""
+        """Return the hash of the sampled elements, from 1 to 255.
+
+        Return 0 if all sampled elements are zero, or if the comparison has ended.
+        """
         return 0 if self._is_zero or not self.is_open else 1 + self._seen % 255
 
     def receive(self, words: Words) -> None:
-        """Decide whether the data differ, with the same result on all ranks. Warn on rank 0 if the data are equal."""
+        """Compare the hashes of all ranks. Rank 0 warns if they have been equal in enough steps."""
         self._compare({0 if word is None else word for word in words.of_rank}, words.step)
         if len(self._equal_steps) == _NUM_STEPS and self.is_open:
             self.is_open = False
@@ -69,7 +72,7 @@ class SameData(Rider):
                 warn_user(_text(self._equal_steps, len(words.of_rank)), SameDataWarning)
 
     def receive_nothing(self, step: int) -> None:
-        """Count a step in which all sampled gradients are zero."""
+        """Count a step in which no rank reported a hash. All ranks' sampled elements are zero then."""
         self._compare(set(), step)
 
     def _compare(self, found: set[int], step: int) -> None:
@@ -87,7 +90,7 @@ def _text(steps: Sequence[int], num_ranks: int) -> str:
     return (
         f"every rank computed the same gradients in steps {steps[0]} to {steps[-1]}, so the {num_ranks} ranks train "
         "on the same data. Pass sampler=sl.DistributedSampler(dataset) to the DataLoader, or seed the generator that "
-        "draws batches differently on each rank. If the ranks are meant to train on the same data, silence the "
+        "draws batches differently on each rank. If the ranks are meant to train on the same data, silence this "
         "warning by "
         'warnings.filterwarnings("ignore", category=sl.SameDataWarning). This warning comes only once'
     )

@@ -1,8 +1,8 @@
-"""Rider: the settings of attached optimizers.
+"""Rider: a hash of the settings of attached optimizers.
 
-The gradients do not show that an optimizer on one rank applies the same mean differently (with another learning rate,
-or a step more or less). So each rank reports a hash of the settings of its optimizers. The settings themselves are
-exchanged only if the hashes differ.
+If one rank's optimizer has another learning rate, or has made a step more or less, the gradients do not show it. So
+each rank reports a hash of the settings of its optimizers. The settings themselves are exchanged only if the hashes
+differ.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Settings(Rider):
         self.optimizers: list[AttachedOptimizer] = []
 
     def word(self, backward: Backward) -> int:
-        """Return a hash of the settings of all attached optimizers; 0 if none is attached."""
+        """Return a hash of the settings of all attached optimizers. Return 0 if no optimizer is attached."""
         if not self.optimizers:
             return 0
         for optimizer in self.optimizers:
@@ -45,7 +45,7 @@ class Settings(Rider):
         """Compare the hashes of all ranks.
 
         Raises:
-            ContractMismatch: attached optimizers differ; raised with the same text on every rank.
+            ContractMismatch: the settings differ between ranks. Every rank raises the error with the same text.
         """
         if len(set(words.active.values())) < 2:
             return
@@ -57,8 +57,8 @@ class Settings(Rider):
             describe_difference(
                 f"step {words.step}, backward: the attached optimizers",
                 shown,
-                remedy="Give the optimizers the same settings on all ranks (perhaps a scheduler was stepped on one "
-                "rank only), and step them equally often. sl.broadcast_(optimizer) copies the settings of rank 0 to "
-                "all ranks.",
+                remedy="Give the optimizers the same settings on all ranks, and step them equally often. A possible "
+                "cause is a scheduler that was stepped on one rank only. sl.broadcast_(optimizer) copies the settings "
+                "of rank 0 to all ranks.",
             )
         )

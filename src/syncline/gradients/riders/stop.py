@@ -1,7 +1,8 @@
 """Rider: this rank's vote on stopping, by which all ranks stop after the same step.
 
-A single rank may get the signal, and must not stop before all other ranks have been informed. So each rank votes. The
-votes travel with the gradients of a synchronized backward, at no extra cost, or else in a collective of their own.
+If only one rank gets the signal to stop, it must not stop before all other ranks know of the signal. So each rank
+votes. The votes travel with the gradients of a synchronized backward, at no extra cost, or otherwise in a collective of
+their own.
 """
 
 from __future__ import annotations
@@ -18,21 +19,21 @@ from syncline.transport.base import Transport
 
 
 class VoteRoute(Enum):
-    """The way in which the votes travel; the same on all ranks."""
+    """The way in which the votes travel. All ranks use the same way."""
 
     GRADIENTS = "with gradients"
     """Each synchronized backward carries the votes."""
     COLLECTIVE = "in a collective of their own"
     GRADIENTS_ONLY = "with gradients only"
-    """Synchronized backwards carry the votes, and nothing else does: ranks without inputs (inside of `join`) would not
-    enter a collective."""
+    """Synchronized backwards carry the votes. A collective of their own is not possible, because ranks without inputs
+    (inside of `join`) would not enter it."""
 
 
 class StopVote:
-    """This rank's vote on stopping, and the outcome of all votes.
+    """This rank's vote on stopping, and the result of the vote of all ranks.
 
     Args:
-        request: the record of whether this process was asked to stop.
+        request: the object that knows whether this process was asked to stop.
 
     Example:
         >>> vote = StopVote(StopRequest())
@@ -45,18 +46,22 @@ class StopVote:
     def __init__(self, request: StopRequest) -> None:
         self.request = request
         self.asked_ranks: tuple[int, ...] = ()
-        """The ranks that had been asked to stop when all ranks agreed to stop; empty before that."""
+        """The ranks that had been asked to stop when all ranks agreed to stop. It is empty until then."""
         self.num_received = 0
-        """Number of backwards that carried the votes."""
+        """The number of backwards that have carried the votes."""
 
     def receive(self, words: Words) -> None:
-        """Read the votes that a reduced backward carried."""
+        """Store which ranks voted for stopping, if any rank did.
+
+        Args:
+            words: the votes that a synchronized backward carried.
+        """
         # A rank without inputs cannot stop inside of `join`. The ranks vote again when it has left `join`.
         if words.any_set and not words.any_joined and not self.asked_ranks:
             self.asked_ranks = tuple(rank for rank, word in words.active.items() if word)
 
     def gather(self, transport: Transport) -> None:
-        """Gather the votes in a collective of their own, and wait for the result."""
+        """Gather the votes of all ranks in a collective of their own, and wait for the result."""
         mine = torch.tensor([int(self.request.is_asked)], dtype=torch.int32)
         rows = gather_rows(transport, mine)
         if not self.asked_ranks:
@@ -64,7 +69,7 @@ class StopVote:
 
 
 class Stop(Rider):
-    """A report of whether this process was asked to stop; the word is 0 until `carry` is called."""
+    """A report of whether this process was asked to stop. Until `carry` is called, the word is 0."""
 
     subject = "requests to stop"
     num_bits = 1
@@ -73,15 +78,19 @@ class Stop(Rider):
         self._vote: StopVote | None = None
 
     def carry(self, vote: StopVote) -> None:
-        """Report `vote` in each synchronized backward from now on."""
+        """Report this rank's vote in each synchronized backward from now on.
+
+        Args:
+            vote: the object that holds the vote.
+        """
         self._vote = vote
 
     def word(self, backward: Backward) -> int:
-        """Return 1 if this process was asked to stop."""
+        """Return 1 if this process was asked to stop, else 0."""
         return int(self._vote is not None and self._vote.request.is_asked)
 
     def receive(self, words: Words) -> None:
-        """Pass the words to the vote."""
+        """Pass the words of all ranks to the vote."""
         if self._vote is not None:
             self._vote.num_received += 1
             self._vote.receive(words)
