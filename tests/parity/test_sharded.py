@@ -1035,5 +1035,7 @@ def _saved(module: nn.Module) -> io.BytesIO:
 
 @pytest.mark.ranks(2)
 def test_sharing_over_gloo_says_what_it_needs() -> None:
-    with pytest.raises(ValueError, match="expected ranks with shared memory and a module on the CPU, got transport gloo"):
+    with pytest.raises(
+        ValueError, match="expected ranks with shared memory and a module on the CPU, got transport gloo"
+    ):
         sl.share_(net(), group=C10dTransport())

@@ -248,7 +248,7 @@ def test_a_picture_is_drawn(tmp_path: Path) -> None:
         (["--rounds", "1"], "--rounds 1: expected at least 2"),
         (["--jsn", "file"], "did you mean --json?"),
         (["extra"], "unknown argument extra"),
-        (["--json", "no/such/folder/file.json"], "expected a file in an existing folder"),
+        (["--json", "no/such/folder/file.json"], "expected the path of a file in a folder that exists"),
         (["--plot", "figure.pdf"], "ends in .png or .svg"),
     ],
 )

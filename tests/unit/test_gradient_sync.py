@@ -516,7 +516,7 @@ def test_a_backward_that_raised_after_buckets_were_sent_breaks_the_module_by_nam
         for _ in range(2):
             with pytest.raises(
                 SynclineError,
-                match=r"step 1, backward: a backward began .* 2 bucket\(s\) of the previous one had already",
+                match=r"step 1, backward: a backward began .* already sent data of the previous one \(2 bucket\(s\)\)",
             ):
                 backward(ddp, inputs(t))
 

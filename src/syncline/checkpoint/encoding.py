@@ -158,7 +158,7 @@ class _Encoder:
 
 
 def _free(name: str, taken: Mapping[str, Any]) -> str:
-    """Return `name`; if it is taken, append a number. Keys with dots can give two places in a state the same name."""
+    """Return `name`, with a number if the name is taken: if keys contain dots, two places can have the same name."""
     number, free = 1, name
     while free in taken:
         number += 1

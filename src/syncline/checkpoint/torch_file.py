@@ -40,8 +40,9 @@ def read_torch_file(path: str) -> Any:
             if isinstance(error, pickle.UnpicklingError):
                 reason = str(error).partition("WeightsUnpickler error: ")[2].partition("\n")[0] or reason
             raise ValueError(
-                f"{path} cannot be read as a file that torch.save wrote. The file may be incomplete or of another "
-                "kind, and only tensors and plain values are read (weights_only=True). torch.load raised "
+                f"{path} cannot be read as a file that torch.save wrote. The file may be incomplete, be of "
+                "another kind, or contain objects that are not read (only tensors and plain values are, because "
+                "weights_only=True). torch.load raised "
                 f"{type(error).__name__}: {reason}"
             ) from error
         places = [f"  {place}" for place in refused[:_MAX_SHOWN]]

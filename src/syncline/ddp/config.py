@@ -279,7 +279,9 @@ def _checked_compression(compression: Any, chosen: Selection, *, sharded: bool) 
     if compression is None:
         return None
     if not isinstance(compression, Compression):
-        raise TypeError(f"expected compression to be None or one of sl.compression; got {compression!r}")
+        raise TypeError(
+            f"expected compression to be None or a compression of sl.compression; got {compression!r}"
+        )
     if sharded:
         raise ValueError(
             "sharded=True cannot be combined with compression=, because with sharded=True each rank receives only its "

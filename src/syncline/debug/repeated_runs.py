@@ -393,7 +393,7 @@ class _Examination:
 
 
 def _distinct(named: Iterable[tuple[str, Iterable[tuple[str, Tensor]]]]) -> list[tuple[str, Tensor]]:
-    """Return each tensor once, with its first name. The name begins with the prefix of the root."""
+    """Return each tensor once, with the first name that it has: the prefix of its root, then its name there."""
     seen: dict[int, tuple[str, Tensor]] = {}
     for prefix, tensors in named:
         for name, tensor in tensors:

@@ -33,7 +33,7 @@ class Leaf(NamedTuple):
         return found if isinstance(found, Tensor | int) else None
 
     def write(self, value: int) -> None:
-        """Replace the value of a leaf that is an integer. Tuples on the path are created again."""
+        """Set this leaf, which is an integer, to `value`. Tuples that contain the leaf are created again."""
         holders = [self.root]
         for key in self.keys[:-1]:
             holders.append(_child(holders[-1], key))

@@ -333,7 +333,7 @@ class GradientSync:
         self.controls.backward_ends()
 
     def _finish(self, backward: Backward) -> None:
-        """Reduce the gradients of the backward, unless it runs under `no_sync`, and record the backward."""
+        """Record the backward. Before that, reduce its gradients, unless it runs under `no_sync`."""
         reduction = self.reduction
         is_local = backward.state is BackwardState.LOCAL
         divisor = 1
@@ -372,7 +372,7 @@ class GradientSync:
         self._leave(BackwardState.ENDED)
 
     def _leave(self, state: BackwardState) -> None:
-        """Move the present backward to `state`, which ends it, and reset everything that belongs to this backward."""
+        """End the present backward in the state `state`, and reset everything that belongs to this backward."""
         reduction = self.reduction
         if reduction.backward.state is not BackwardState.LOCAL:
             reduction.riders.forget()

@@ -214,7 +214,7 @@ class Reduction:
         backward.sent.append(bucket)
 
     def _tail(self) -> list[int]:
-        """Return the tail that this rank sends. The list is usually empty, because this rank has nothing to report."""
+        """Return the tail that this rank sends. The tail is empty if this rank has nothing to report, as usual."""
         used: list[int] = []
         if self.options.allow_unused:
             used = self.usage.uses(NO_INDICES, self.unreduced | set(self.backward.ready))

@@ -101,8 +101,8 @@ class StandIn(Tensor):
             f".grad of parameter {name} cannot be read or changed, but {operation} was called on it. With "
             "sharded=True each rank has only its shard of the reduced gradient. To clip gradients, call "
             "ddp.clip_grad_norm_(max_norm). To step, use the optimizer that was given to ddp.attach(optimizer). Before "
-            "the next backward, call optimizer.zero_grad(). To accumulate gradients, run all backwards but the last "
-            "under ddp.no_sync()"
+            "the next backward, call optimizer.zero_grad(). To accumulate gradients, run every backward except the "
+            "last under ddp.no_sync()"
         )
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]

@@ -151,7 +151,7 @@ class Notices:
 
     @property
     def is_learning(self) -> bool:
-        """Whether the process of some rank is still unknown, so that the processes should be read again soon."""
+        """Whether some rank has not yet published its process, so that the store should be read again soon."""
         is_complete = self._process is None or len(self._processes) == self._size
         return not is_complete and self._num_reads < _MAX_READS
 

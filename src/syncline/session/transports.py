@@ -6,7 +6,6 @@ hosts, or through torch.distributed alone.
 
 from __future__ import annotations
 
-import os
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -16,6 +15,7 @@ import torch.distributed as dist
 
 from syncline._torch.process_groups import is_living
 from syncline.errors import SynclineError
+from syncline.liveness.processes import refuse_in_forks
 from syncline.session.ranks import default_group
 from syncline.transport.base import Transport
 from syncline.transport.c10d import C10dTransport
@@ -50,11 +50,13 @@ class Transports:
         self._check_alone = check_alone
         self._lock = threading.RLock()
         self._entries: dict[int, _Entry] = {}
-        self._pid = os.getpid()
+        self._inherited: list[_Entry] = []
+        """The groups of the parent process, if this process is a fork."""
         self._alone: Transport | None = None
         self._has_lost_default = False
         """Whether the program, and not `shutdown`, has destroyed a default group of several ranks."""
         self._has_warned = False
+        refuse_in_forks(self)
 
     def of(self, group: dist.ProcessGroup | Transport | None, asked: str) -> Transport:
         """Return the transport of a group. `world.transport_of` documents this method.
@@ -176,14 +178,16 @@ class Transports:
         """Return the transports that the ranks have selected so far, at most one for each process group."""
         return [known.transport for known in list(self._entries.values()) if known.transport is not None]
 
-    def forget_destroyed(self) -> None:
-        """Close and forget the transports of process groups that were destroyed.
+    def refuse_a_fork(self) -> None:
+        """Keep the groups of the parent process in a fork, and forget those that the parent has destroyed.
 
-        A fork of the process keeps these groups, because the destructor of a Gloo group waits for threads, and a fork
-        does not have the threads of its parent.
+        The destructor of a Gloo group waits for threads, and a fork does not have the threads of its parent.
         """
-        if os.getpid() != self._pid:
-            return
+        self._inherited += self._entries.values()
+        self._entries = {key: known for key, known in self._entries.items() if is_living(known.group)}
+
+    def forget_destroyed(self) -> None:
+        """Close and forget the transports of process groups that were destroyed."""
         for key in [key for key, known in self._entries.items() if not is_living(known.group)]:
             known = self._entries.pop(key)
             if known.transport is not None:

@@ -239,7 +239,10 @@ class DiLoCo(LocalSteps[_State]):
         return state, (AverageBuffers(), RestartOuter()) if step == self.warmup else (AverageBuffers(),)
 
     def _due(self, since: int) -> list[int]:
-        """Return the fragments to send `since` steps after the warm-up. The fragments' turns are evenly spread."""
+        """Return the fragments to send when `since` steps have passed after the warm-up.
+
+        The turns of the fragments are evenly spread.
+        """
         return [
             fragment
             for fragment in range(self.fragments)

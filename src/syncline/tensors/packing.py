@@ -30,7 +30,7 @@ def plan_pieces(
         places: the place (such as the device) of each tensor. A piece contains only tensors of one place. Pass None if
             all tensors are in the same place.
         cap_bytes: the maximum size of a piece of several tensors.
-        alone_bytes: the least size of a tensor that is a piece of its own.
+        alone_bytes: a tensor of at least this size is always a piece by itself.
 
     Returns:
         The indices of the tensors of each piece. The pieces are in the order of their first tensors.

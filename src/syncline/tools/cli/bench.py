@@ -116,7 +116,7 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
         if path is not None and path.is_dir():
             raise UsageError(f"{option} {path}: expected a file, got a folder")
         if path is not None and not path.absolute().parent.is_dir():
-            raise UsageError(f"{option} {path}: expected a file in an existing folder")
+            raise UsageError(f"{option} {path}: expected the path of a file in a folder that exists")
         if path is not None and not os.access(path if path.exists() else path.absolute().parent, os.W_OK):
             raise UsageError(f"{option} {path}: expected a file that this user may write")
     if args.plot is not None and args.plot.suffix.lower() not in SUFFIXES:

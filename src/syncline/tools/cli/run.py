@@ -148,7 +148,9 @@ def _num_devices(text: str) -> int:
             raise UsageError(
                 f"-n {text}: torch finds no device of this kind on this host: use -n auto, or a number of processes"
             ) from None
-        raise UsageError(f"-n {text}: expected a number of processes, from 1, or auto, cpu or gpu") from None
+        raise UsageError(
+            f"-n {text}: expected a number of processes of at least 1, or one of the words auto, cpu and gpu"
+        ) from None
     return count
 
 
