@@ -54,7 +54,7 @@ def clean_environment() -> dict[str, str]:
         (["-n", "2", "."], "is a directory"),
         (["-n", "0", "program.py"], "-n 0: expected at least 1 process"),
         (["-n", "-3", "program.py"], "-n -3: expected at least 1 process"),
-        (["-n", "many", "program.py"], "-n many: expected a number of processes, from 1"),
+        (["-n", "many", "program.py"], "-n many: expected a number of processes of at least 1"),
         (["-n", "2"], "expected a script: syncline run"),
         (["--nod-rank", "1", "program.py"], "did you mean --node-rank"),
         (["--nnodes", "0", "program.py"], "--nnodes 0"),

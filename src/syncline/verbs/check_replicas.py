@@ -144,8 +144,8 @@ def check_replicas(target: Any, *, group: Group = None) -> ReplicaReport:
                 num_compared=len(compared),
                 num_ranks=transport.size,
                 remedy=f"Call sl.broadcast_(target, {source}) to make the replicas equal again. Then look for the "
-                "cause, such as a buffer that is not synchronized, seeds that differ, or an optimizer step that only some "
-                "ranks made.",
+                "cause, such as a buffer that is not synchronized, seeds that differ, or an optimizer step that only "
+                "some ranks made.",
             )
         noted = [] if len(set(rows)) == 1 else differing(read.names, mine, transport)
         equal = _without({one.index for one in noted}, read.values)
