@@ -105,8 +105,8 @@ class Transports:
         if id(group) not in self._entries:
             if not is_living(group):
                 raise ValueError(
-                    "expected group to be an existing process group, but this process group was destroyed: pass another group, "
-                    "or None for the default group"
+                    "expected group to be an existing process group, but this process group was destroyed: pass "
+                    "another group, or None for the default group"
                 )
             self._entries[id(group)] = _Entry(group, is_default)
             self._before_first()
