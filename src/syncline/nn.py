@@ -177,8 +177,8 @@ class SyncBatchNorm(nn.SyncBatchNorm):
             )
         if input.size(1) != self.num_features or not self.num_features:
             raise ValueError(
-                f"expected an input with {self.num_features} channels (at least 1) in dimension 1, got shape "
-                f"{tuple(input.shape)}"
+                f"expected an input (N, C, ...) with C = num_features = {self.num_features} channels, and at least one "
+                f"channel, got shape {tuple(input.shape)}"
             )
         if not input.is_floating_point():
             raise TypeError(f"expected a floating-point input, got {input.dtype}")

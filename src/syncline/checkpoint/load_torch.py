@@ -180,7 +180,7 @@ def match(
     unknown = sorted(names.keys() - {"step", *named})
     if unknown:
         raise ValueError(
-            f"expected the keys of names= to be names of this state ({', '.join(['step', *named])}), got "
+            f"expected each key of names= to be one of the names of this state ({', '.join(['step', *named])}), got "
             + ", ".join(unknown)
             + did_you_mean(unknown[0], ["step", *named])
         )

@@ -183,8 +183,8 @@ class SaveStore:
         if blind:
             raise SynclineError(
                 f"{_TITLE}: expected saves to load in {self.path}, found none on "
-                f"{_by_ranks(blind, '{text} ({ranks})')}. Check that all ranks give the same path, and that it is "
-                "mounted on their hosts"
+                f"{_by_ranks(blind, '{text} ({ranks})')}. Check that all ranks give the same path, and that this "
+                "path is mounted on their hosts"
             )
 
     def _known_saves(self) -> list[tuple[Save, Save]]:

@@ -100,9 +100,9 @@ class Averager:
         )
         if own != given:
             raise ValueError(
-                f"expected a compression state of tensor {index} (of shape {self.layout.shapes[index]}) that contains "
-                f"tensors of the shapes {own}, got {given}. The state was saved with another compression or of another "
-                "tensor. Load a state that was saved with this compression and for this tensor"
+                f"the compression state of tensor {index}, which has shape {self.layout.shapes[index]}: expected a "
+                f"state with tensors of the shapes {own}, got {given}. This state was saved with another compression, or for "
+                "another tensor. Load a state that was saved with this compression and for this tensor"
             )
 
 

@@ -210,7 +210,7 @@ class TorchNames:
     def _set_ddp_runtime_logging_sample_rate(self, sample_rate: int) -> None:
         if sample_rate < 1:
             raise ValueError(
-                f"expected sample_rate to be at least 1; got {sample_rate}. Give 1: Syncline records every step"
+                f"expected sample_rate to be at least 1; got {sample_rate}. Pass 1, because Syncline records every step"
             )
 
     # ------------------------------------------------------------------ switches

@@ -185,9 +185,9 @@ def trained_parameters(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
     copies = [one_copy_of(part) for part in module.modules()]
     if any(copy is not None and copy.is_common for copy in copies):
         raise ValueError(
-            "EvolutionStrategy: expected a module of which every rank has its own parameters, got a module whose "
-            "parameters are one copy for all ranks (sl.share_). A rank has to change the parameters alone to evaluate "
-            "a member. Pass a module without sl.share_"
+            "EvolutionStrategy: expected a module whose parameters are a separate copy on every rank, got a module "
+            "whose parameters are one copy for all ranks (sl.share_). To evaluate a member, a rank changes its "
+            "parameters, and the other ranks must not see the change. Pass a module without sl.share_"
         )
     trained = [
         (name, t) for name, t in named_tensors(module) if isinstance(t, nn.Parameter) and t.requires_grad

@@ -279,9 +279,9 @@ class ItemNormalizer:
             return False
         if not unchanged:
             raise ValueError(
-                "expected gradients of an earlier backward under normalize_by to be cleared or unchanged, but they "
-                "were changed (clipped, perhaps), so further gradients cannot be added to them exactly: call "
-                "optimizer.zero_grad() before normalize_by"
+                "the gradients of an earlier backward under normalize_by were changed afterwards (clipped, perhaps), "
+                "so the gradients of this backward cannot be added to them exactly: call optimizer.zero_grad() before "
+                "normalize_by"
             )
         self._scale(self.count.carry(self._num_ranks))
         return True
