@@ -532,7 +532,7 @@ def test_state_of_another_compression_is_refused_and_changes_nothing() -> None:
     (other,) = averagers(PowerSGD(3), [(20, 20), (3,)], 1)
     wrong = other.state_dict()
     wrong["1.residual"] += 1
-    with pytest.raises(ValueError, match="saved with another compression or of another tensor"):
+    with pytest.raises(ValueError, match="saved with another compression, or for another tensor"):
         rank.load_state_dict(wrong)
     with pytest.raises(ValueError, match="got a state of tensor 7"):
         rank.load_state_dict({**before, "7.residual": torch.zeros(1)})

@@ -407,7 +407,7 @@ def test_layers_that_conversion_would_spoil_are_refused_and_nothing_is_changed()
     for layer, message in (
         (Activated(2), "got a Activated at 1.1, whose own forward would be lost"),
         (patched, "got a BatchNorm1d at 1.1, whose own forward"),
-        (nn.LazyBatchNorm1d(), "got a lazy LazyBatchNorm1d at 1.1: run one forward"),
+        (nn.LazyBatchNorm1d(), "got a lazy LazyBatchNorm1d at 1.1: before the conversion, run one forward"),
     ):
         model = nn.Sequential(nn.BatchNorm1d(2), nn.Sequential(nn.ReLU(), layer))
         with pytest.raises(TypeError, match=message):
@@ -424,7 +424,11 @@ def test_layers_that_conversion_would_spoil_are_refused_and_nothing_is_changed()
     ("x", "error", "message"),
     [
         (torch.zeros(3), ValueError, r"at least 2 dimensions, got shape \(3,\)"),
-        (torch.zeros(2, 4), ValueError, r"expected 3 channels .*, got shape \(2, 4\)"),
+        (
+            torch.zeros(2, 4),
+            ValueError,
+            r"expected an input .* num_features = 3 channels.*, got shape \(2, 4\)",
+        ),
         (torch.zeros(2, 3, dtype=torch.int64), TypeError, r"floating-point input, got torch\.int64"),
     ],
 )
