@@ -101,8 +101,8 @@ class Averager:
         if own != given:
             raise ValueError(
                 f"the compression state of tensor {index}, which has shape {self.layout.shapes[index]}: expected a "
-                f"state with tensors of the shapes {own}, got {given}. This state was saved with another compression, or "
-                "for another tensor. Load a state that was saved with this compression and for this tensor"
+                f"state with tensors of the shapes {own}, got {given}. This state was saved with another compression, "
+                "or for another tensor. Load a state that was saved with this compression and for this tensor"
             )
 
 

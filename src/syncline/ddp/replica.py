@@ -272,8 +272,8 @@ class Replica:
                 f"rank {self.transport.rank}, step {self.gradients.step + 1}, backward: {self._title} has changed "
                 "since it was wrapped. This backward did not begin at an output of the wrapper, so the ranks could not "
                 "compare the change. Call the wrapper instead of the module, and return tensors from forward, or "
-                "lists, tuples, dictionaries or dataclasses of tensors. If that is not possible, wrap the changed module "
-                "again"
+                "lists, tuples, dictionaries or dataclasses of tensors. If that is not possible, wrap the changed "
+                "module again"
             )
         self.registered.agree()
 
