@@ -38,11 +38,11 @@ from syncline.gradients.bucket import Bucket
 from syncline.gradients.usage import num_reached, when_backward_reaches_any
 
 _NO_TASK = -1
-"""The number that stands for no graph task. Every graph task has another number."""
+"""A number that no graph task has. It is used where there is no graph task."""
 
 
 class Entry(enum.Enum):
-    """The backward to which a gradient from a new graph task belongs: a new one, the present one, or an ended one."""
+    """The results of `GraphTasks.enter`. Each value states what a gradient from another graph task means."""
 
     BEGINS = "a backward begins"
     CONTINUES = "the present backward continues in another graph task"
@@ -68,7 +68,7 @@ class GraphTasks:
 
     def __init__(self, is_inside: Callable[[], bool] = is_inside_another_backward) -> None:
         self.current = _NO_TASK
-        """The task that the last gradient came from. The hook of each parameter compares the running task with it."""
+        """The graph task of the latest gradient. Each parameter's hook compares the running task with this task."""
         self.outermost: int | None = None
         """The outermost task, which does not run inside another task; None if the outermost task is unknown."""
         self._is_inside = is_inside
@@ -83,7 +83,7 @@ class GraphTasks:
     def enter(self, task: int) -> Entry:
         """Decide whether a gradient from `task` begins a backward, continues the present one, or is an error.
 
-        Call this method when a gradient comes from another task than the last gradient.
+        Call this method when a gradient comes from a different task than the gradient before it.
         """
         if self._tasks:
             if task in self._tasks:
@@ -153,7 +153,7 @@ class Ownership:
 
     def __init__(self, parameters: Sequence[Tensor]) -> None:
         self.rivals: list[weakref.ref[Ownership]] = []
-        """Weak references to the ownerships of the rivals. The list object never changes, because hooks refer to it."""
+        """Weak references to the rivals' ownerships. The list stays the same object, because hooks refer to it."""
         self.birth = next(_births)
         """A number that orders wrappers by creation: a later wrapper has a higher number."""
         self._parameters = parameters
@@ -162,7 +162,7 @@ class Ownership:
         self._successor: Ownership | None = None
 
     def replace(self, former: Ownership) -> None:
-        """Replace `former`, the ownership of the same wrapper before its module or group changed.
+        """Take the place of `former`, the ownership that this wrapper had before its module or process group changed.
 
         Hooks on outputs of earlier forwards still call `former`, which passes each call on to this object.
         """
@@ -170,7 +170,7 @@ class Ownership:
         self._reached_in = former._reached_in
 
     def add_rivals(self, others: Iterable[Ownership]) -> None:
-        """Register rivals, in both directions.
+        """Register other wrappers as rivals of this wrapper, and this wrapper as a rival of each of them.
 
         Args:
             others: the ownerships of other wrappers that have some of the same parameters.
@@ -189,7 +189,7 @@ class Ownership:
         return [rival for reference in self.rivals if (rival := reference()) is not None]
 
     def watch(self, output: object) -> None:
-        """Register hooks on an output of the wrapper's forward, to detect each backward that passes through it."""
+        """Register hooks on an output of the wrapper's forward. They detect each backward that reaches this output."""
         when_backward_reaches_any(output, self._record_reached)
 
     def _record_reached(self, gradient: object) -> None:
@@ -202,8 +202,8 @@ class Ownership:
         """Return whether `task`, the graph task that runs now, belongs to this wrapper.
 
         A task that passed through no output of any wrapper (because the modules were called directly) belongs to the
-        wrapper with the most parameters in the graph. If several wrappers have equally many, it belongs to the one that
-        was created last.
+        wrapper with the most parameters in the graph. If several wrappers have the same number of parameters in the
+        graph, the task belongs to the wrapper that was created last.
         """
         if task == self._refused_task:
             return False
@@ -276,7 +276,8 @@ class Backward:
     """Indices of the parameters that get no gradient. Until the end of the backward, these are only the parameters that
     the backward does not reach, according to the autograd engine."""
     num_launched: int = 0
-    """Number of buckets so far, in index order, that were sent, or left out because no rank uses their parameters."""
+    """Number of buckets that were launched so far, in index order. A bucket whose parameters no rank uses is not sent,
+    but it is counted, too."""
     began_at: float = field(default_factory=time.perf_counter)
     ready: list[int] = field(default_factory=list)
     """Indices of the parameters in the order in which their gradients were ready."""

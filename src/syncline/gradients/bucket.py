@@ -24,7 +24,7 @@ class BucketState(enum.Enum):
     FILLING = "filling"
     """The bucket waits for gradients of this backward. Only this rank uses its memory."""
     IN_FLIGHT = "in flight"
-    """The bucket is being reduced. Nothing else may use its memory."""
+    """The bucket is being reduced. Only the reduction may use its memory."""
     REDUCED = "reduced"
     """The bucket holds the result of the reduction, until the next backward begins."""
 
@@ -37,10 +37,10 @@ _ALLOWED_MOVES: dict[BucketState, frozenset[BucketState]] = {
 
 
 class Bucket(ABC):
-    """A group of gradients that are copied in, reduced and handed out together in each backward.
+    """A group of gradients. In each backward they are copied into the bucket, reduced, and handed out together.
 
     Args:
-        plan: the parameters of the bucket, and the places of their gradients in it.
+        plan: the parameters of the bucket, and the place of each gradient in the bucket.
         parameters: all parameters of the module, by index.
     """
 
@@ -56,7 +56,7 @@ class Bucket(ABC):
         self.num_pending = len(self.members)
         """Number of members whose gradients are not ready yet."""
         self.trigger: int | None = None
-        """Index of the parameter whose gradient caused the bucket to be sent; None if the end of backward caused it."""
+        """Index of the parameter whose gradient caused the bucket to be sent; None if no gradient caused this."""
         self.launched_at = 0.0
         self.waited_seconds = 0.0
         self._work: Work | None = None
@@ -85,7 +85,7 @@ class Bucket(ABC):
         """Start to reduce the bucket over all ranks.
 
         Args:
-            tail: the control data to send behind the gradients; None if this bucket carries none.
+            tail: the control data to send behind the gradients; None if this bucket carries no control data.
             trigger: index of the parameter whose gradient caused this call; None at the end of backward.
         """
         self.trigger = trigger
@@ -118,8 +118,8 @@ class Bucket(ABC):
     def fill(self, scale: float, missing: frozenset[int]) -> None:
         """Copy the gradients that are not in the bucket yet, so that it holds all of this rank's gradients.
 
-        If a parameter got no gradient in this backward, its `.grad` from earlier backwards without synchronization is
-        copied. If there is none, the gradient counts as zero.
+        A parameter that got no gradient in this backward may have a `.grad` from earlier backwards without
+        synchronization. Then this `.grad` is copied. If `.grad` is None, zeros are copied.
 
         Args:
             scale: the factor by which gradients are multiplied.
@@ -160,10 +160,10 @@ class Bucket(ABC):
 
     @abstractmethod
     def handed_out(self) -> tuple[Tensor, list[tuple[int, Tensor]]]:
-        """Return the reduced values as one tensor, and as a list of pairs (parameter index, values in `.grad`).
+        """Return the reduced values in two forms: one tensor, and a list of pairs (parameter index, values in `.grad`).
 
-        Call this method after `hand_out`. The one tensor may have a wider dtype than the `.grad` tensors. For a sharded
-        bucket, both results contain only the values of this rank's span.
+        Call this method after `hand_out`. The tensor of the first form may have a wider dtype than the `.grad` tensors.
+        For a sharded bucket, each form contains only the values of this rank's span.
         """
 
 
@@ -175,7 +175,7 @@ class DenseBucket(Bucket):
         parameters: all parameters of the module, by index.
         transport: the transport that reduces the flat tensor.
         flat: the flat tensor, which includes the padding and the tail of the plan.
-        as_view: whether `.grad` becomes a view of the flat tensor. If not, the reduced values are copied into `.grad`.
+        as_view: whether `.grad` becomes a view of the flat tensor. If False, reduced values are copied into `.grad`.
     """
 
     def __init__(
@@ -259,7 +259,7 @@ class DenseBucket(Bucket):
         return list(zip(self.plan.parameters, self.views, strict=True))
 
     def read_tail(self) -> list[float]:
-        """Return the control data behind the gradients, which have been summed over all ranks."""
+        """Return the control data that follow the gradients in the bucket. They are already summed over all ranks."""
         tail: list[float] = self._tail.tolist()
         return tail
 
@@ -303,8 +303,8 @@ class ShardedBucket(DenseBucket):
         names: names of all parameters, by index.
         outlives_memory: whether another bucket uses the same memory before the optimizer steps. If so, the reduced
             shard is copied to memory of its own.
-        predecessor: the bucket that uses the same memory before this one, or None. `fill` waits until the predecessor
-            is reduced.
+        predecessor: the bucket that uses the same memory before this bucket; None if no bucket does. `fill` waits until
+            the predecessor is reduced.
     """
 
     def __init__(

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 MIB = 1024 * 1024
 
 LARGE_GRADIENT_NUMEL = 16 * 1024
-"""The smallest number of elements of a large gradient, which is copied as soon as it is ready (64 KiB in fp32)."""
+"""A gradient with at least this number of elements (64 KiB in fp32) is large: it is copied as soon as it is ready."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -36,20 +36,20 @@ class ParameterSpec:
     """The dtype in which the parameter's gradient is reduced."""
     device: str
     sparse: bool = False
-    """Whether the gradient is sparse. Then its rows are gathered instead of being added up in a flat tensor."""
+    """Whether the gradient is sparse. The ranks gather the rows of a sparse gradient, without a flat tensor."""
     delayed: bool = False
     """Whether the gradient is sent in one of the last buckets, after all gradients that are not delayed."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BucketCaps:
-    """The size limits of buckets, in bytes. A gradient above the limit gets its own bucket."""
+    """The size limits of buckets, in bytes. A gradient that is larger than the limit gets its own bucket."""
 
     cap_bytes: int
     first_cap_bytes: int
     """The cap of the first bucket of each dtype and device. With a small first bucket, sending begins earlier."""
     listed_bytes: tuple[int, ...] = ()
-    """Separate caps for the first buckets of each dtype and device, one per bucket. Later buckets have `cap_bytes`."""
+    """Caps for the first buckets of each dtype and device, one per bucket. Later buckets have the cap `cap_bytes`."""
     is_default: bool = False
     """Whether the caps were chosen automatically, because the user gave none."""
 
@@ -75,9 +75,9 @@ class BucketPlan:
     parameters: tuple[int, ...]
     """Indices of the parameters, in the order of their gradients in the flat tensor. Large gradients come first."""
     offsets: tuple[int, ...]
-    """The position of each gradient's first element in the flat tensor, counted in elements."""
+    """The offset of each gradient's first element from the start of the flat tensor, in elements."""
     num_large: int
-    """The number of large gradients at the front. These are copied one by one, as soon as they are ready."""
+    """The number of large gradients, which come first. Each is copied as soon as it is ready."""
     numel: int
     """Number of elements of all gradients and of the gaps between them, without the padding and the tail."""
     tail_numel: int
@@ -88,7 +88,7 @@ class BucketPlan:
     numels: tuple[int, ...] = ()
     """Number of elements of each gradient, in the order of `parameters`."""
     padding_numel: int = 0
-    """Number of padding elements behind the gradients. With them, the bucket can be cut into shards of equal size."""
+    """Number of padding elements behind the gradients. The padding lets the bucket be cut into shards of equal size."""
 
     @property
     def num_gradient_elements(self) -> int:
@@ -168,12 +168,13 @@ def plan_buckets(
         order: the indices of all parameters, in the order in which their gradients are expected to become ready.
         caps: the size limits of buckets.
         tail_numel: the number of elements of control data to add to the last bucket.
-        align_numel: a number of elements. The offset of each gradient in a bucket is a multiple of it.
-        multiple_of: a number of elements. Each bucket is padded to a multiple of it.
+        align_numel: a number of elements. The offset of each gradient in a bucket is a multiple of this number.
+        multiple_of: a number of elements. The size of each bucket is padded to a multiple of this number.
 
     Returns:
-        The buckets in launch order: a bucket that is complete earlier in `order` comes first, and delayed parameters
-        come last. A bucket holds one dtype on one device. A sparse gradient has its own bucket.
+        The buckets in launch order. A bucket whose last parameter is earlier in `order` is launched earlier. Buckets
+        of delayed parameters are launched last. All dense gradients of a bucket have the same dtype and device.
+        A sparse gradient has its own bucket.
 
     Example:
         >>> spec = ParameterSpec(name="w", numel=4, itemsize_bytes=4, dtype="float32", device="cpu")

@@ -28,7 +28,8 @@ class GradBucket:
         buffer: a flat tensor of shape (numel,) with all gradients of the bucket, or one sparse gradient. The gradients
             are not divided by the number of ranks.
         parameters: the parameters of the bucket.
-        gradients: one view of `buffer` per parameter, in its shape. As in torch, there are none for a sparse gradient.
+        gradients: one view of `buffer` per parameter, in the parameter's shape. As in torch, the list is empty for a
+            sparse gradient.
         is_last: whether this is the last bucket of the backward.
     """
 
@@ -68,7 +69,7 @@ class GradBucket:
         return self._is_last
 
     def set_buffer(self, buffer: Tensor) -> None:
-        """Replace the tensor that `buffer` returns, for example by a compressed one.
+        """Replace the tensor that the method `buffer` returns, for example by a compressed tensor.
 
         This does not set the result of the reduction, which is the value of the hook's future.
         """
@@ -84,7 +85,7 @@ class CommHook:
     hook: Callable[[Any, Any], Any]
     label: str = ""
     averages: bool = False
-    """Whether the hook is known to return the mean over all ranks, which can be turned into a mean over items."""
+    """Whether the hook is known to return the mean over all ranks. Only such a hook can be used with `normalize_by`."""
 
     @property
     def name(self) -> str:
@@ -92,7 +93,9 @@ class CommHook:
         return self.label or qualified_name(self.hook)
 
     def refuse_own_division(self, remedy: str) -> None:
-        """Check that the hook returns a mean over all ranks, which can be turned into a mean over items.
+        """Raise an error if the hook is not known to return the mean over all ranks.
+
+        `normalize_by` can turn such a mean into a mean over items.
 
         Args:
             remedy: the last sentences of the error message, which state what to do.
@@ -111,7 +114,7 @@ class CommHook:
 
         Args:
             bucket: the bucket that the hook reduces.
-            take_result: a function that `wait` of the work calls with the reduced tensor.
+            take_result: a function that takes the reduced tensor. `wait` of the returned `Work` calls it.
 
         Raises:
             TypeError: the hook returned no future.
@@ -180,7 +183,7 @@ def checked_comm_hook(state: object, hook: object, *, label: str = "") -> CommHo
 
     Raises:
         TypeError: the hook is not callable.
-        ValueError: its annotations contradict the signature of a communication hook.
+        ValueError: the hook's annotations contradict the signature of a communication hook.
     """
     if not callable(hook):
         raise TypeError(

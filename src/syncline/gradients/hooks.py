@@ -1,4 +1,4 @@
-"""The hooks on parameters, which report each gradient as soon as it is ready.
+"""The hooks on parameters. A hook reports the gradient of its parameter as soon as the gradient is ready.
 
 The hook of a parameter runs once per gradient, so its cost grows with the number of parameters. To create hooks anew in
 each backward would be slow. So hooks refer to objects that stay the same: the reduction (which holds the present
@@ -165,7 +165,7 @@ class AutogradContexts:
         ]
 
     def forward_begins(self) -> None:
-        """Store the id of this thread's context, because the threads of a backward cannot look it up."""
+        """Store the id of this thread's distributed autograd context. The threads of a backward cannot look it up."""
         if not self.handles:
             return
         self._ids = {context_id for context_id in self._ids if gradients_in_context(context_id) is not None}

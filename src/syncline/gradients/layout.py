@@ -1,7 +1,7 @@
 """The layout of gradients in buckets.
 
 Buckets are laid out at the start, in reverse order of the parameters. After the first synchronized backward they are
-laid out once more, in the order in which its gradients were ready, unless the buckets are sharded.
+laid out once more, in the order in which gradients were ready in that backward. Sharded buckets are laid out only once.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from syncline.gradients.tail import TailForm, TailMessage
 from syncline.transport.base import Transport
 
 POOL_BYTES = 96 * 1024 * 1024
-"""Approximate size of the memory pool of sharded buckets. If all buckets need more, they use the pool in turn."""
+"""Approximate size of the memory pool of sharded buckets. If they need more in total, they use the pool in turn."""
 
 _MIN_TURNS = 3
-"""The smallest number of buckets that the pool has memory for at the same time."""
+"""The pool always has memory for at least this number of buckets at the same time."""
 
 
 def parameter_specs(
@@ -92,7 +92,7 @@ class BucketLayout:
         self._kinds: list[tuple[Tensor, torch.dtype, torch.device]] = []
 
     def reserve_tail(self, widths: Sequence[int]) -> None:
-        """Reserve space in the tail for the words of all riders, from each rank.
+        """Reserve space in the tail for the words that the riders of each rank send.
 
         Buckets that are already laid out for a tail of another form are laid out again, in the same order. Call this
         method between two backwards. It is a collective call if the transport allocates the memory of the buckets.
@@ -152,7 +152,8 @@ class BucketLayout:
     def _uses_transport_memory(self) -> bool:
         """Whether the transport allocates the memory of the buckets, so that it can reduce them faster.
 
-        It allocates sharded buckets from the start, because they are laid out only once, and others in `learn_order`.
+        Sharded buckets are laid out only once, so the transport allocates their memory from the start. The memory of
+        other buckets is allocated by the transport only in `learn_order`.
         """
         can_use = self._transport.reduces_in_place and self.comm_hook is None
         return can_use and (self.order_is_learnt or self._options.sharded)
@@ -236,8 +237,8 @@ class BucketLayout:
     def _make_sharded_buckets(self, plans: Sequence[BucketPlan]) -> list[Bucket]:
         """Make the sharded buckets. If they need much memory in total, they use a pool of memory in turn.
 
-        They can do so because a rank keeps only its own shard of a reduced bucket. A bucket in a pool is filled only
-        when it is launched. Only then does this rank wait for the bucket that used the same memory before.
+        Buckets can share memory because a rank keeps only its own shard of a reduced bucket. A bucket in a pool is
+        filled only when it is launched. Just before that, this rank waits for the bucket that used the memory last.
         """
         names = [spec.name for spec in self._specs]
         num_kinds = len({(plan.dtype, plan.device) for plan in plans})

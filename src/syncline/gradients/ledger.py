@@ -1,7 +1,7 @@
 """The ledger, which stores the facts about the last backward and builds a record of them on request.
 
-Facts are stored in each backward, which must cost next to nothing. So the ledger stores only references and numbers.
-`Ledger.last` looks up names and builds the record.
+Facts are stored in each backward, and to store them must cost next to nothing. So the ledger stores only references to
+objects and plain values. `Ledger.last` looks up the names of parameters and builds the record.
 """
 
 from __future__ import annotations

@@ -24,13 +24,13 @@ class GradientOptions:
     as_bucket_view: bool
     """Whether `.grad` is a view of a bucket after a synchronized backward, instead of a separate tensor."""
     allow_unused: bool
-    """Whether a missing gradient counts as zero. Otherwise a missing gradient is an error."""
+    """Whether a missing gradient counts as zero. If False, a missing gradient is an error."""
     skip_unused: bool = False
     """Whether a bucket is left out if no rank uses its parameters. Ranks exchange which parameters they use."""
     static_graph: bool = False
     """Whether each parameter gets the same number of gradients in every backward."""
     reduce_dtype: torch.dtype | None = None
-    """The dtype in which floating-point gradients are summed; None to sum each in the dtype of its parameter."""
+    """The dtype in which floating-point gradients are summed; None to sum each gradient in its parameter's dtype."""
     sparse: frozenset[str] = frozenset()
     """Names of the parameters whose gradients are sparse."""
     delayed: frozenset[str] = frozenset()
@@ -54,7 +54,8 @@ def _nothing() -> None:
 class Controls:
     """The requests of one wrapper for its next backwards.
 
-    The reducer reads them when a backward begins or ends. If the module changes, they remain valid for the new reducer.
+    The reducer reads these requests when a backward begins or ends. If the module changes, the wrapper gets a new
+    reducer, for which the requests remain valid.
     """
 
     def __init__(self) -> None:
@@ -90,7 +91,7 @@ class Controls:
         self.decide = _always if decide is None else decide
 
     def count_ranks(self, num_contributing: int) -> None:
-        """Divide the gradients of the next backward by this number of ranks, instead of by the number of all ranks."""
+        """Divide the gradients of the next backward by `num_contributing`, instead of by the number of all ranks."""
         self._num_contributing = num_contributing
 
     def do_after_reduction(self, action: Callable[[], None] | None) -> None:
@@ -103,12 +104,12 @@ class Controls:
     def do_before_reduction(self, action: Callable[[], None] | None) -> None:
         """Call `action` once, when the next backward outside of `no_sync` begins. Pass None to call nothing.
 
-        If `action` raises an error, it is called again in the following backward.
+        If `action` raises an error, `action` is called again when the following backward begins.
         """
         self._before_reduction = action
 
     def wait_for(self, futures: Iterable[torch.futures.Future[Any]]) -> None:
-        """Wait for these futures (for example those of a buffer hook) at the end of the next backward."""
+        """Let the next backward wait for `futures` at its end, for example for the futures of a buffer hook."""
         self._futures.extend(futures)
 
     # ------------------------------------------------------------------ for the reducer
@@ -128,6 +129,9 @@ class Controls:
             self.on_reduced()
 
     def take_num_contributing(self) -> int | None:
-        """Return the number that was given to `count_ranks`, and forget it, because it is valid for one backward."""
+        """Return the number of ranks that was given to `count_ranks`; None if no number was given for this backward.
+
+        The number is then forgotten, because it is valid for one backward only.
+        """
         num_ranks, self._num_contributing = self._num_contributing, None
         return num_ranks

@@ -16,7 +16,7 @@ _CHECKPOINTING = (
 
 
 class OutOfStep:
-    """A store for the error after which this rank is out of step with the others. It also composes such errors.
+    """A store for the error after which this rank is out of step with the other ranks. It also composes such errors.
 
     Args:
         rank: the number of this rank.

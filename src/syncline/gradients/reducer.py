@@ -44,10 +44,10 @@ class GradientSync:
         named_parameters: the parameters that require grad, each once, the same on all ranks.
         transport: the transport that reduces the buckets.
         options: the options of gradient synchronization.
-        main_lane: the transport for reductions outside of a backward (`sl.sync_gradients_`). If it is another object
-            than `transport`, nothing else uses the connections of `transport`.
-        former: the reducer that this one replaces, because the module or its group has changed. This reducer takes over
-            its state and removes its hooks. Pass None if there is no former reducer.
+        main_lane: the transport for reductions outside of a backward (`sl.sync_gradients_`). If it is not the same
+            object as `transport`, only this reducer uses the connections of `transport`.
+        former: the reducer that the new reducer replaces, because the module or its group has changed; None if there is
+            no such reducer. The new reducer takes over the state of `former` and removes the hooks of `former`.
     """
 
     def __init__(
@@ -83,7 +83,7 @@ class GradientSync:
         self.layout: BucketLayout = self.reduction.layout
         self.ledger = Ledger(self.names)
         self.ownership = Ownership(self.parameters)
-        """The record by which a backward is assigned to this wrapper or to another one with the same parameters."""
+        """The record that decides whether a backward belongs to this wrapper or to a wrapper that shares parameters."""
         if former is not None:
             self.ownership.replace(former.ownership)
         self._hooks = ParameterHooks(self.reduction, self.tasks, self.ownership, self.begin)
@@ -138,7 +138,7 @@ class GradientSync:
         self.layout.reserve_tail(self.riders.widths)
 
     def use_comm_hook(self, hook: CommHook) -> None:
-        """Let `hook` reduce the buckets from now on. It receives undivided gradients, and must divide them itself.
+        """Let `hook` reduce the buckets from now on. The hook receives undivided gradients and must divide them.
 
         Raises:
             RuntimeError: a hook is already registered, or a backward is running.
@@ -161,7 +161,10 @@ class GradientSync:
         self.layout.build(hook)
 
     def compare_replicas_by(self, watch: ReplicaWatch | None) -> None:
-        """Let `watch` compare replicas in each synchronized backward from now on. Pass None to compare none."""
+        """Let `watch` compare the replicas in each synchronized backward from now on.
+
+        If `watch` is None, replicas are no longer compared.
+        """
         self.riders.replicas.use(watch)
 
     def resume_from_step(self, step: int) -> None:
@@ -261,7 +264,10 @@ class GradientSync:
         queue_callback(partial(self._end_of_task, task))
 
     def _new_backward(self, context_id: int | None) -> Backward:
-        """Decide whether the backward that begins now is reduced and when its buckets are filled. Return its state."""
+        """Return a `Backward` for the backward that begins now.
+
+        Its state says whether this backward is reduced, and when the buckets are filled.
+        """
         controls, reduction = self.controls, self.reduction
         state, has_graph = BackwardState.LOCAL, False
         if controls.enabled and reduction.sends and controls.decide():
@@ -333,7 +339,7 @@ class GradientSync:
         self.controls.backward_ends()
 
     def _finish(self, backward: Backward) -> None:
-        """Record the backward. Before that, reduce its gradients, unless it runs under `no_sync`."""
+        """Reduce the gradients of a backward, unless it runs under `no_sync`. Then record the backward."""
         reduction = self.reduction
         is_local = backward.state is BackwardState.LOCAL
         divisor = 1

@@ -32,10 +32,10 @@ class Reduction:
         named_parameters: the parameters that require grad, each once, the same on all ranks.
         transport: the transport that reduces the buckets.
         options: the options of gradient synchronization.
-        has_own_connection: whether nothing else uses the connections of `transport`, not even a collective that a
-            communication hook starts.
-        former: the reduction that this one replaces, because the module or its group has changed. Its state is taken
-            over. Pass None if there is none.
+        has_own_connection: whether only this reduction uses the connections of `transport`. If so, collectives that a
+            communication hook starts use other connections.
+        former: the reduction that the new reduction replaces, because the module or its group has changed; None if
+            there is no such reduction. The new reduction takes over the state of `former`.
     """
 
     def __init__(
@@ -81,7 +81,7 @@ class Reduction:
             self.layout.build(comm_hook)
 
     def _unreduced_among(self, parameters: Sequence[Tensor]) -> set[int]:
-        """Return the indices, in the sequence `parameters`, of parameters whose gradients were not reduced."""
+        """Return the indices of those items of `parameters` whose gradients were not reduced."""
         unreduced = {id(self.parameters[index]) for index in self.unreduced}
         return {index for index, parameter in enumerate(parameters) if id(parameter) in unreduced}
 
@@ -93,7 +93,7 @@ class Reduction:
     # ------------------------------------------------------------------ during backward
 
     def check_graph(self, step: int) -> None:
-        """Warn that second derivatives are not averaged in a backward with create_graph=True.
+        """Warn the user that second derivatives are not averaged. Call this if a backward has create_graph=True.
 
         Args:
             step: the number of the step to which the backward belongs.
@@ -183,7 +183,7 @@ class Reduction:
         return frozenset(range(len(self.parameters))) - seen
 
     def _fill(self, index: int) -> None:
-        """Copy a ready gradient into its bucket at the end of a backward, because its hook was not allowed to do so."""
+        """Copy a ready gradient into its bucket, at the end of a backward in which hooks must not copy gradients."""
         bucket, view = self.layout.places[index]
         if view is not None:
             copy_scaled(view, self.parameters[index].grad, self.backward.scale)
@@ -214,7 +214,7 @@ class Reduction:
         backward.sent.append(bucket)
 
     def _tail(self) -> list[int]:
-        """Return the tail that this rank sends. The tail is empty if this rank has nothing to report, as usual."""
+        """Return the tail that this rank sends. The tail is empty if this rank has nothing to report."""
         used: list[int] = []
         if self.options.allow_unused:
             used = self.usage.uses(NO_INDICES, self.unreduced | set(self.backward.ready))
@@ -226,7 +226,7 @@ class Reduction:
     # ------------------------------------------------------------------ at the end of backward
 
     def collect(self) -> int:
-        """Wait for all buckets, set `.grad` to the result, and let the riders conclude.
+        """Wait for all buckets, set `.grad` to the result, and let the riders act on the result.
 
         Returns:
             The number of ranks or items by which the sums of the gradients are divided.
@@ -254,8 +254,8 @@ class Reduction:
 
         Args:
             divisor: the number of ranks or items over which gradients are averaged.
-            in_turn: whether to wait for each bucket just before it is handed out, while later ones are being reduced.
-                If not, all buckets must already be reduced.
+            in_turn: whether to wait for each bucket just before it is handed out, while later buckets are reduced. If
+                False, all buckets must already be reduced.
         """
         backward, comm_hook = self.backward, self.layout.comm_hook
         # Without items, gradients were scaled by 1/N before they were sent, or a user's hook divides them. A hook that
@@ -278,7 +278,7 @@ class Reduction:
 
         If the message uses the same connection as a communication hook, it is sent only after all buckets were waited
         for. The hook may start collectives whenever one of its futures completes. The collective of the message must
-        not start between those, because ranks must start all collectives in the same order.
+        not start between collectives of the hook, because ranks must start all collectives in the same order.
         """
         if self.layout.message is not None:
             shares_connection = self.layout.comm_hook is not None and not self._has_own_connection
@@ -324,7 +324,7 @@ class Reduction:
     # ------------------------------------------------------------------ without gradients to send
 
     def collect_alone(self) -> int:
-        """Finish a backward without sending anything, with the checks and the division of `collect`.
+        """Finish a backward without sending anything. Check and divide the gradients of this rank as in `collect`.
 
         Returns:
             The divisor of the gradients.

@@ -2,13 +2,13 @@
 
 `BucketShard` holds the part of a bucket that this rank reduces, cut into the pieces that an optimizer steps. The bucket
 has a flat tensor of gradients and a flat tensor of parameters with the same layout. The module's parameters are views
-of the tensor of parameters. All ranks of a host use one such tensor if the transport can share memory. Otherwise each
-rank has its own.
+of the tensor of parameters. If the transport can share memory, all ranks of a host use the same tensor of parameters.
+If it cannot, each rank has its own tensor of parameters.
 
 Each rank has only its shard of the reduced gradients. Code that uses `.grad` of a parameter would see this rank's local
-values, or nothing. Both are silently wrong. `StandIn` therefore replaces `.grad` by a tensor of the right shape without
-memory. Every use of a stand-in, except to zero it, raises an error that names the call to use instead. `ShardGradient`
-is the gradient of one piece.
+values, or None, and would compute wrong results without an error. `StandIn` therefore replaces `.grad` by a tensor of
+the right shape without memory. Every use of a stand-in, except to zero it, raises an error that names the call to use
+instead. `ShardGradient` is the gradient of one piece.
 """
 
 from __future__ import annotations
@@ -129,7 +129,7 @@ def _flat(args: tuple[Any, ...]) -> list[Any]:
 
 
 class ShardGradient(Tensor):
-    """The `.grad` of one piece that this rank steps, from the end of backward until the optimizer steps.
+    """The gradient of one piece that this rank steps. It is in `.grad` from the end of backward until the step.
 
     It differs from a plain tensor in two ways. To compute its norm is an error, because the result would be only a part
     of the norm of all gradients. When a GradScaler looks for infinities in it, all ranks combine their results, so that
@@ -137,7 +137,7 @@ class ShardGradient(Tensor):
     """
 
     plain: Tensor
-    """A plain tensor over the same memory."""
+    """A plain tensor that has the same memory as this gradient."""
     _find_together: Callable[[Tensor], None]
 
     @staticmethod
@@ -146,8 +146,8 @@ class ShardGradient(Tensor):
 
         Args:
             plain: the gradient as a plain tensor.
-            find_together: a function that sets the number in a tensor to its maximum over all ranks. It is a collective
-                call.
+            find_together: a function whose argument is a tensor with one value. The function sets the value to the
+                maximum over all ranks, by a collective call.
         """
         check_that_infinities_are_seen()
         made = plain.as_subclass(ShardGradient)
@@ -229,7 +229,7 @@ class BucketShard:
         """The ranks that together hold all shards of this bucket, and the position of this rank among them."""
         common = transport.allocate_shared(gradients.numel(), self.dtype, device)
         self.is_common = common is not None
-        """Whether all ranks of a host use one copy of the parameters."""
+        """Whether all ranks of a host use the same flat tensor of parameters, in shared memory."""
         self.values = (
             torch.zeros(gradients.numel(), dtype=self.dtype, device=device) if common is None else common
         )
@@ -282,7 +282,7 @@ class BucketShard:
     # ------------------------------------------------------------------ during backward
 
     def take_over(self) -> None:
-        """Replace each gradient by its stand-in, because the bucket has a copy. This frees the gradient's memory."""
+        """Replace each `.grad` by its stand-in, to free memory. The bucket already holds a copy of the gradient."""
         if self._gaps is not None:  # clipping by a non-finite norm may have made the gaps NaN
             self._gradients.index_fill_(0, self._gaps, 0)
         for member, stand_in in zip(self.members, self.stand_ins, strict=True):
@@ -302,7 +302,7 @@ class BucketShard:
         """Set `.grad` of the parameter of each shard to the reduced gradient.
 
         Args:
-            skip: indices of the parameters that no rank used. Pieces of these parameters get None.
+            skip: indices of the parameters that no rank used. For pieces of these parameters, `.grad` is set to None.
             any_missing: whether some parameters got no gradient on this rank, and may therefore have no stand-in yet.
         """
         if any_missing:

@@ -17,11 +17,11 @@ from dataclasses import dataclass
 from syncline.gradients.bucket_plan import BucketPlan
 
 ALIGNMENT_NUMEL = 32
-"""Spans and parameters begin at multiples of this many elements. In bfloat16, these are 64 bytes, a cache line.
+"""Spans and parameters begin at multiples of this number of elements. 32 elements of bfloat16 fill a cache line.
 
-With the same alignment as torch's own memory, matrix products of sharded parameters are as fast as those of other
-parameters and give the same bits. Elements between two parameters belong to neither of them. Their gradient is zero,
-and their value is never read.
+Memory that torch allocates has the same alignment of 64 bytes. So matrix products have the same speed, and give the
+same bits, whether parameters are sharded or not. Elements between two parameters belong to neither of them. The
+gradient of such elements is zero, and their value is never read.
 """
 
 
@@ -32,9 +32,9 @@ class Piece:
     bucket: int
     """Index of the bucket."""
     start: int
-    """The offset of the first element in the bucket's flat tensor."""
+    """The offset, in the bucket's flat tensor, of the first element of the piece."""
     stop: int
-    """The offset behind the last element in the bucket's flat tensor."""
+    """The offset, in the bucket's flat tensor, behind the last element of the piece."""
     group: int
     """Index of the optimizer's parameter group that contains the piece."""
     parameter: int | None = None
@@ -105,10 +105,10 @@ def _balanced_cuts(plan: BucketPlan, loads: Sequence[int]) -> list[int]:
 
 
 def _fill(sizes: Sequence[int], loads: Sequence[int], limit: int) -> list[int] | None:
-    """Give each rank a run of parameters, as many as fit without a load above `limit`.
+    """Give each rank in turn a run of parameters, until the next parameter would bring its load above `limit`.
 
     Returns:
-        The position of the first parameter of each rank's run, or None if parameters are left over.
+        For each rank, the index in `sizes` where its run begins. None if parameters are left over.
     """
     first_of = []
     at = 0

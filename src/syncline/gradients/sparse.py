@@ -1,4 +1,4 @@
-"""A bucket of one sparse gradient, as of an embedding with `sparse=True`: rows are gathered and then added up."""
+"""A bucket of one sparse gradient, for example of an embedding. The rows are gathered and then added up."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from syncline.transport.work import CombinedWork, Work
 
 
 class SparseBucket(Bucket):
-    """A bucket that sums one sparse gradient over the ranks, which have different rows of the gradient.
+    """A bucket that sums one sparse gradient over the ranks. Ranks may have different rows of the gradient.
 
     Each rank contributes the rows that it used. Every rank receives the rows of all ranks, in rank order, and adds up
     the rows with the same index in that order. So every rank gets the same bits. Traffic grows with the number of used
@@ -97,7 +97,7 @@ class SparseBucket(Bucket):
         stored_values(self._sum).div_(divisor)
 
     def hand_out(self, skip: frozenset[int], *, any_missing: bool, keeps_tensor: bool = False) -> None:
-        """Set `.grad` to the sum, unless the parameter is in `skip`. The sum has no autograd graph."""
+        """Set `.grad` to the sum over all ranks, unless the parameter is in `skip`. The sum has no autograd graph."""
         if self.plan.parameters[0] not in skip:
             self._parameter.grad = self._sum
         self._own, self._sum = _no_rows(self._parameter), None

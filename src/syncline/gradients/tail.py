@@ -61,7 +61,7 @@ class TailForm:
         Args:
             words: one word per rider; None if this rank has no inputs left.
             rank: the number of this rank.
-            used: one flag per tracked parameter, which is 1 if this rank used the parameter, and else 0.
+            used: one flag per tracked parameter: 1 if this rank used the parameter, 0 if not.
 
         Raises:
             OverflowError: a word does not fit into its bits.
@@ -82,8 +82,8 @@ class TailForm:
     def decode(self, tail: Sequence[float]) -> tuple[tuple[tuple[int, ...] | None, ...], tuple[int, ...]]:
         """Return the words of each rank, and the number of ranks that used each parameter.
 
-        A rank that has no inputs left has None instead of words. In bfloat16, the number 256 can also stand for more
-        than 256 ranks.
+        For a rank that has no inputs left, the result contains None instead of words. In bfloat16, the number 256 can
+        also stand for more than 256 ranks.
         """
         ranks = []
         for at in range(0, self.num_ranks * self.num_digits, self.num_digits):

@@ -120,11 +120,11 @@ class StaticUsage:
         self.counts[:] = [0] * len(self.counts)
 
     def has_changed(self) -> bool:
-        """Return whether any parameter got more or fewer gradients than expected. It is no change if it got none."""
+        """Return whether any parameter got more or fewer gradients than expected, apart from those that got none."""
         return self.is_learnt and self.counts != self.expected and bool(self.changed())
 
     def changed(self) -> list[tuple[int, int, int]]:
-        """Return (index, expected count, actual count) of each parameter whose count of gradients has changed."""
+        """Return (index, expected count, actual count) of each parameter whose count is neither 0 nor as expected."""
         return [
             (index, expected, count)
             for index, (expected, count) in enumerate(zip(self.expected, self.counts, strict=True))
@@ -132,7 +132,10 @@ class StaticUsage:
         ]
 
     def learn(self) -> None:
-        """Store the counts of the first backward as those expected of all later backwards. Later calls do nothing."""
+        """Store the counts of the first backward. All later backwards are expected to have the same counts.
+
+        Only the first call has an effect.
+        """
         if not self.is_learnt:
             self.is_learnt = True
             self.expected[:] = [max(1, count) for count in self.counts]
@@ -169,7 +172,7 @@ class Usage:
     def absent(self) -> frozenset[int]:
         """Return the indices of the parameters that will get no gradient in the backward that begins now.
 
-        If this backward runs inside another one, the engine cannot find them, and the result is empty.
+        If this backward runs inside another backward, the engine cannot find these parameters, and the result is empty.
         """
         if is_inside_another_backward():
             return frozenset()
@@ -180,14 +183,14 @@ class Usage:
 
         Args:
             now: indices of the parameters that this rank uses in the present backward.
-            unreduced: indices of the parameters that it used in earlier backwards that were not reduced.
+            unreduced: indices of the parameters that this rank used in earlier backwards without reduction.
         """
         if self.is_exchanged:
             self._own, self._exchanged = self.uses(now, unreduced), None
             self._message.launch(self._own)
 
     def uses(self, now: Set[int], unreduced: Set[int]) -> list[int]:
-        """Return one flag per parameter: 1 if this rank has a gradient for the parameter, and else 0.
+        """Return one flag per parameter: 1 if this rank has a gradient of the parameter, 0 if not.
 
         The arguments are those of `exchange`.
         """
@@ -207,7 +210,10 @@ class Usage:
         return not any(used[index] for index in parameters)
 
     def wait(self) -> Sequence[float]:
-        """Wait for the exchange, and return the number of ranks that use each parameter. Return () if there is none."""
+        """Wait for the exchange, and return the number of ranks that use each parameter.
+
+        Returns () if `is_exchanged` is False.
+        """
         if self.is_exchanged and self._exchanged is None:
             self._exchanged = self._message.read()
         return self._exchanged or ()
