@@ -41,7 +41,7 @@ _ONE_THREAD = (
 _TERMS = 1
 """The `terms` (see `Transport.all_reduce`) of the collective that gathers the records.
 
-They are constant, because `exchange` itself compares the records.
+The value is the same for every call, because `exchange` itself compares the records.
 """
 
 
@@ -123,7 +123,7 @@ def _raise_difference(
     remedy: str,
     refusal: str | None,
 ) -> NoReturn:
-    """Exchange the full descriptions of the calls, and raise the same error about them on every rank."""
+    """Exchange the full descriptions of the calls, and raise an error about them, with the same text on every rank."""
     reason = None if fault is None else [type(fault).__name__, str(fault), called_in(fault)]
     place = Place.of(transport.board, code=user_code(sys._getframe()))
     mine = json.dumps([title, list(lines), reason, remedy, refusal, str(place)]).encode()

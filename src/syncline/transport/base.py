@@ -39,7 +39,7 @@ _REDUCIBLE: dict[torch.dtype, tuple[str, ...]] = {
     **dict.fromkeys((torch.complex64, torch.complex128), ("sum", "mean")),
     torch.bool: ("max", "min"),
 }
-"""The dtypes that every engine can reduce, each with its operations. Engines only copy tensors of other dtypes."""
+"""The reduce operations for each dtype that every engine can reduce. Engines only copy tensors of other dtypes."""
 
 
 def reductions_of(dtype: torch.dtype) -> tuple[str, ...]:
@@ -64,10 +64,13 @@ def unknown_op(op: object) -> ValueError:
 
 
 class Team(NamedTuple):
-    """A set of ranks that together hold every shard once. If there are several teams, each team has all shards."""
+    """A set of ranks that together hold each shard of the sharded state exactly once.
+
+    If there are several teams, each of them holds the whole sharded state.
+    """
 
     members: tuple[int, ...]
-    """The ranks of the first team. The value is equal on all ranks, so that all ranks fetch shards from one team."""
+    """The ranks of the first team. The value is equal on all ranks, so that all ranks fetch shards from this team."""
     position: int
     """The index of this rank in its own team."""
 
@@ -141,12 +144,12 @@ class Transport(ABC):
         """Reduce `tensor` over all ranks, so that each rank has the result in its own span of the tensor.
 
         Usually all ranks are one team (see `team`). Member p of each team gets the reduced elements from `bounds[p]`
-        up to `bounds[p + 1]`. All other elements of the tensor are undefined afterwards.
+        up to `bounds[p + 1]`. Afterwards, all other elements of its `tensor` are undefined.
 
         Args:
             tensor: a flat tensor with the same number of elements on all ranks. It is reduced in place.
             bounds: the offsets at which the spans begin and end, in ascending order from 0 to the number of elements.
-                They are the same on all ranks. There is one offset more than a team has members.
+                They are the same on all ranks. A team with n members needs n + 1 bounds.
             op: the reduce operation.
         """
         self._check_reduction(op, tensor)
@@ -179,7 +182,10 @@ class Transport(ABC):
         return self._started("send", tensor, self._start_send(tensor, dst))
 
     def recv(self, tensor: Tensor, src: int) -> Work:
-        """Receive a tensor from rank `src` into `tensor`. Both tensors need the same dtype and number of elements."""
+        """Receive a tensor from rank `src` into `tensor`.
+
+        `tensor` must have the same dtype and number of elements as the tensor that `src` sends.
+        """
         self._check_peer("src", src)
         self._check_flat(tensor)
         return self._started("recv", tensor, self._start_recv(tensor, src))
@@ -231,13 +237,16 @@ class Transport(ABC):
 
     @property
     def sees_calls(self) -> bool:
-        """Whether the engine raises an error if ranks make different calls. Other engines may mix up their data."""
+        """Whether the engine raises an error if ranks make different calls.
+
+        If this is False, the engine may mix up the data of these calls instead.
+        """
         return False
 
     def rounds_once(self, device: torch.device) -> bool:
         """Return whether fp16 and bf16 tensors on `device` are summed in fp32 and rounded once.
 
-        The result is the same on all ranks.
+        This method returns the same value on all ranks.
         """
         return False
 
@@ -270,7 +279,7 @@ class Transport(ABC):
         return None
 
     def team(self, device: torch.device) -> Team:
-        """Return the team of this rank, whose members hold one shard each of the sharded state.
+        """Return the team to which this rank belongs. Each member of a team holds one shard of the sharded state.
 
         All ranks are one team, unless each host holds a full copy. Then the ranks of each host are a team.
         """

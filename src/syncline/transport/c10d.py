@@ -257,7 +257,7 @@ class C10dTransport(WatchedTransport):
         """Create a Gloo lane between some of the ranks, for CPU tensors. Only these ranks call this method.
 
         On the lane, the ranks are numbered from 0. But errors name each rank by its number in this transport. No rank
-        is allowed to close the lane before all of its ranks have created it.
+        is allowed to close the lane before all ranks in `ranks` have created it.
 
         Args:
             ranks: the ranks of this transport that are on the lane, including this rank.

@@ -67,7 +67,7 @@ def reducible(tensor: Tensor, op: ReduceOp) -> tuple[Tensor, Back | None]:
 
 
 def _alias(tensor: Tensor) -> Tensor:
-    """Return a tensor in the same memory that is not an inference tensor.
+    """Return a tensor that shares the memory of `tensor`, but is not an inference tensor.
 
     Gloo divides a mean in place, which torch forbids for inference tensors.
     """
@@ -91,7 +91,7 @@ def put_back(target: Tensor, result: Tensor, back: Back | None) -> Callable[[], 
 
 @torch.inference_mode()
 def fill(target: Tensor, values: Tensor) -> None:
-    """Copy the elements of `values` to `target`, both in the order of memory. The shapes can differ."""
+    """Copy the elements of `values` to `target` in the order in which they lie in memory. The shapes can differ."""
     target.detach().view(-1).copy_(values.view(-1))
 
 

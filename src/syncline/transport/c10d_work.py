@@ -134,7 +134,7 @@ class CallOfTorch(C10dWork):
 
 
 def _at_least_a_millisecond(seconds: float) -> timedelta:
-    """Return the duration, but at least 1 ms.
+    """Return a duration of `seconds`, but of at least 1 ms.
 
     Torch rounds a timeout down to whole milliseconds, and treats a timeout of 0 as no limit.
     """

@@ -62,9 +62,9 @@ class Turn:
         return self._names[thread]
 
     def _name_all_like(self, thread: threading.Thread) -> None:
-        """Give a name to `thread`, and to every unnamed thread whose Python name differs only in its digits.
+        """Give a name to `thread`, and to every unnamed thread that has the same Python name except for digits.
 
-        The names contain numbers, in the order in which the threads started.
+        Each name contains a number. The numbers follow the order in which the threads started.
         """
         stem = _NUMBERS.sub("", thread.name)
         for other in threading.enumerate():

@@ -48,7 +48,8 @@ class Fault:
     call: int = 0
     """The number of the failing call among the calls of this operation, from 0.
 
-    If `step` is None, all calls of the rank count, else only the calls in that step.
+    If `step` is None, all calls of the operation on this rank are counted. Otherwise only the calls in the step
+    `step` are counted.
     """
     step: int | None = None
     """The step in which the operation fails (see `Board.step`); None if the step does not matter."""
@@ -78,7 +79,7 @@ class Fault:
 
 
 class _Plan:
-    """The faults of one rank that have not happened yet, and the counts of its calls over all lanes."""
+    """The faults of one rank that have not happened yet, and the counts of this rank's calls on all lanes."""
 
     def __init__(self, faults: list[Fault]) -> None:
         self._faults = faults

@@ -226,7 +226,7 @@ class HierarchicalTransport(WatchedTransport):
         *,
         after_across: Callable[[], None] | None = None,
     ) -> list[Phase]:
-        """Return the phases of an operation in which this rank takes part.
+        """Return this rank's phases of an operation.
 
         Args:
             up: the function that starts the phase in which the leader of the host gets data. Pass None for no such
@@ -286,8 +286,9 @@ class HierarchicalTransport(WatchedTransport):
     def _has_teams(self, device: torch.device) -> bool:
         """Return whether sharded state on `device` is divided within each host, so that each host holds a full copy.
 
-        This requires that all hosts have the same number of ranks. Otherwise they would cut the state at different
-        places. Some optimizer kernels round the last elements of a tensor differently, so the copies would drift apart.
+        This requires that all hosts have the same number of ranks. If the numbers differed, the hosts would cut the
+        state at different offsets. Some optimizer kernels round the last elements of a tensor in another way than the
+        elements before them, so the copies of the hosts would drift apart.
         """
         return device.type == "cpu" and self._hosts.are_alike
 

@@ -159,7 +159,10 @@ class PhaseQueue:
             under_way.remove(self)
 
     def sleep(self, work: PhasedWork, seconds: float) -> None:
-        """Sleep until a phase under way is complete (of `work`, if possible), but for at most `seconds`."""
+        """Sleep until a phase under way is complete, but for at most `seconds`.
+
+        The method prefers a phase that does not advance by itself, and after that a phase of `work`.
+        """
         currents = [work.current, *(other.current for other in self._works)]
         phases = [phase for phase in currents if isinstance(phase, WatchedWork)]
         if not phases:

@@ -11,7 +11,7 @@ class Statistics:
     """The number of operations, the bytes and the waiting time of a transport on this rank, since its creation."""
 
     num_calls: dict[str, int] = field(default_factory=dict)
-    """The number of calls of each operation, by name. A call of `all_gather_bytes` counts as two of "all_gather"."""
+    """The number of calls of each operation, by name. One `all_gather_bytes` counts as two calls of "all_gather"."""
     payload_bytes: dict[str, int] = field(default_factory=dict)
     """The total size of the tensors that were passed to each operation, by its name.
 
@@ -29,7 +29,7 @@ class Statistics:
         return sum(self.payload_bytes.values())
 
     def sent_bytes(self, num_ranks: int) -> float:
-        """Return the number of bytes that this rank has sent, if every operation used a ring algorithm.
+        """Return the number of bytes that this rank would have sent if every operation had used a ring algorithm.
 
         For the formula, see the function `sent_bytes`.
         """
@@ -37,7 +37,7 @@ class Statistics:
         return sum(sent_bytes(operation, num_bytes, num_ranks) for operation, num_bytes in sizes)
 
     def __sub__(self, earlier: Statistics) -> Statistics:
-        """Return the difference between these statistics and `earlier` statistics of the same transport."""
+        """Subtract the statistics `earlier` from these statistics of the same transport, and return the difference."""
         return Statistics(
             num_calls=dict(Counter(self.num_calls) - Counter(earlier.num_calls)),
             payload_bytes=dict(Counter(self.payload_bytes) - Counter(earlier.payload_bytes)),
@@ -47,7 +47,7 @@ class Statistics:
 
 @dataclass(slots=True)
 class Counts:
-    """The counters of a transport, of which `Statistics` is a copy. All lanes of one transport use the same object."""
+    """The counters of a transport. All lanes of the transport use this object. A `Statistics` is a copy of it."""
 
     num_calls: dict[str, int] = field(default_factory=dict)
     payload_bytes: dict[str, int] = field(default_factory=dict)

@@ -88,21 +88,21 @@ class _Common:
     lock: threading.Lock = field(default_factory=threading.Lock)
     failure: Failure | None = None
     gone: dict[int, str] = field(default_factory=dict)
-    """The reason for each rank that makes no more calls, by rank."""
+    """A map from each rank that makes no more calls to the reason why."""
     boards: dict[int, Board] = field(default_factory=dict)
     waiting: dict[tuple[int, int], tuple[CallMatcher, Rendezvous]] = field(default_factory=dict)
-    """The rendezvous for which each thread of each rank waits now, by rank and thread identifier.
+    """A map from (rank, thread identifier) to the rendezvous for which this thread waits now, and its matcher.
 
     Several threads of a rank can wait, for instance one for a checkpoint and one for gradients.
     """
     threads: defaultdict[int, set[int]] = field(default_factory=lambda: defaultdict(set))
-    """The identifiers of all threads of each rank that have waited at least once."""
+    """A map from rank to the identifiers of its threads that have waited at least once."""
     lanes: weakref.WeakSet[CallMatcher] = field(default_factory=weakref.WeakSet)
     children: weakref.WeakSet[CallMatcher] = field(default_factory=weakref.WeakSet)
     is_forked: bool = False
 
     def refuse_a_fork(self) -> None:
-        """Make every later call raise. This is called in a forked child, which lacks the threads of the ranks."""
+        """Make every later call raise an error. Forked child processes call this, as they lack the ranks' threads."""
         self.is_forked = True
 
 
@@ -144,7 +144,7 @@ class CallMatcher:
             return CallMatcher(self.size, name, self._common)
 
     def register_board(self, rank: int, board: Board) -> None:
-        """Register the board of `rank`, from which errors read the position of this rank."""
+        """Register the board of `rank`, which tells errors where in the program this rank is."""
         self._common.boards[rank] = board
 
     @property
@@ -275,8 +275,8 @@ class CallMatcher:
     def _check_for_deadlock(self) -> None:
         """Break the group if ranks wait for each other in different rendezvous.
 
-        A rank is considered only if exactly one of its threads has ever waited, because other threads could make the
-        missing calls. The caller must hold the lock.
+        Ranks of which several threads have ever waited are left out, because a second thread could make the missing
+        calls. The caller must hold the lock.
         """
         waits_for = {
             rank: rendezvous.absent()

@@ -37,7 +37,7 @@ class WatchedTransport(Transport):
         self._is_closed = False
 
     def _check_usable(self) -> None:
-        """Raise an error if the group has failed or the transport is closed. Otherwise record the calling thread."""
+        """Raise an error if the group has failed or the transport is closed. If neither, record the calling thread."""
         health = self.health
         if health.failure is not None:
             raise health.error()

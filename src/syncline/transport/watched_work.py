@@ -135,7 +135,7 @@ class WatchedWork(Work):
         return time.monotonic() - self._started
 
     def describe_as(self, whole: WatchedWork) -> None:
-        """Let messages describe this operation by the call of `whole`, an operation of which it is a part."""
+        """Let messages describe this operation by the call of `whole`, the larger operation that contains it."""
         self._operation, self._detail, self._tensor = whole._operation, whole._detail, whole._tensor
         self._lane, self._number, self._started = whole._lane, whole._number, whole._started
 
@@ -203,7 +203,7 @@ _LOOK_SECONDS = 0.5
 """The period in which a waiting rank reads where the other ranks are."""
 
 _MANY_RANKS = 16
-"""The number of ranks above which a waiting rank doubles this period, to reduce the load of the store."""
+"""The number of ranks above which a waiting rank doubles `_LOOK_SECONDS`, to reduce the load of the store."""
 
 _SILENCE_SECONDS = 2 * SIGN_OF_LIFE_SECONDS
 """How long a rank must have published nothing before its peers warn about it."""
@@ -230,9 +230,9 @@ class LongWait:
         self._next_look = time.monotonic() + self._period_seconds / 2  # half of the period has passed already
         self._seen: dict[int, Place] = {}
         self._signs_of_life: dict[int, tuple[float, float]] = {}
-        """Two times for each rank: when it last published its place, and when this rank first read that place.
+        """A map from another rank to two times: when it last published its place, and when this rank first read that.
 
-        The first time is by the clock of the other rank, the second by the clock of this rank.
+        The first time is by the clock of the other rank. The second time is by the clock of this rank.
         """
         self._warned_of: set[int] = set()
 

@@ -20,8 +20,8 @@ class Disagreement(CollectiveMismatch):
 class Work(ABC):
     """One operation under way. Keep a reference to this object until `wait` has returned.
 
-    After `wait` has raised an error, every later operation on the transport raises as well. The only exception is
-    `Disagreement`, after which the transport can still be used.
+    After `wait` has raised a `Disagreement`, the transport can still be used. After `wait` has raised any other error,
+    every later operation on the transport raises an error, too.
     """
 
     @abstractmethod

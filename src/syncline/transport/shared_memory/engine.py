@@ -3,8 +3,8 @@
 A call is encoded as an integer of 64 bits. The native core executes the code, and `call_of` converts the code to words
 for messages. From the lowest bits up, a code contains: the kind of the operation (8 bits), the dtype in which the core
 reduces (8 bits), the reduce operation (8 bits), the other rank of a broadcast or message (16 bits), the bytes per
-element (8 bits), and the tensor's own dtype (8 bits). The last one differs from the dtype in which the core reduces,
-because the core reduces bools as bytes and complex numbers as pairs of floats.
+element (8 bits), and the tensor's own dtype (8 bits). The tensor's own dtype can differ from the dtype in which the
+core reduces, because the core reduces bools as bytes and complex numbers as pairs of floats.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ _REDUCED_AS = {
     torch.complex64: 0,
     torch.complex128: 1,
 }
-"""A map from each dtype of tensors to the core's number of the dtype in which it reduces them.
+"""A map from a tensor's dtype to the dtype in which the core reduces the tensor, given as a number of the core.
 
 The core reduces a complex number as a pair of floats, and a bool as a byte.
 """
@@ -116,7 +116,8 @@ def call_of(code: int, numel: int, *, size: int, peer: int | None = None) -> Cal
     """Return a description of a call, for error messages.
 
     Args:
-        code: the 64-bit code of the call, as the core returns it. For messages, the core removes the other rank.
+        code: the 64-bit code of the call, as the core returns it. If the call is a message, the core has
+            removed the other rank from the code.
         numel: the number of elements as the core counts them: a complex number counts as two elements in a reduction,
             and a reduce_scatter (unless in place) counts only the part of one rank.
         size: number of ranks.
@@ -154,7 +155,7 @@ _NUM_YIELDS = 30
 """How many times a wait yields the processor to other processes before it sleeps."""
 
 _MAX_UNDER_WAY = 256
-"""How many operations a lane records before it looks for complete ones to remove. (Usually a wait removes them.)"""
+"""How many operations a lane records before it removes the complete ones. (Usually the wait for an operation does.)"""
 
 
 class LaneSizes:
@@ -283,7 +284,8 @@ class EngineLane:
 def _close(close: Callable[[int], None], handle: int, memories: object) -> None:
     """Close a handle of the core by the function `close`.
 
-    `memories` is not used. But a finalizer that holds these arguments keeps the memory alive until it has run.
+    This function does not use `memories`. But the finalizer that calls this function holds `memories` as an argument.
+    So the memory stays alive until the handle is closed.
     """
     close(handle)
 
@@ -298,7 +300,7 @@ _MIN_STRIDE_BYTES = 4096
 
 
 class Region(NamedTuple):
-    """A region of shared memory that contains one tensor per rank, which the core reduces in place.
+    """A region of shared memory that contains one tensor per rank. The core reduces these tensors in place.
 
     The fields are arguments of the core's function `start_in_place`.
     """
@@ -321,7 +323,7 @@ class Regions:
     def __init__(self, hub: Hub) -> None:
         self._hub = hub
         self.of: dict[int, Region] = {}
-        """A map from the `id` of each tensor that the core reduces in place to the tensor's region."""
+        """The regions of the tensors that the core reduces in place, by the `id` of the tensor."""
 
     def allocate(self, numel: int, dtype: torch.dtype, token: bytes) -> Tensor:
         """Return a new flat tensor of zeros for this rank; a collective call.
@@ -343,7 +345,10 @@ class Regions:
         return tensor
 
     def narrow(self, tensor: Tensor, numel: int) -> Tensor:
-        """Return a view of the first `numel` elements. It is reduced in place if the whole tensor is."""
+        """Return a view of the first `numel` elements of `tensor`.
+
+        If the core reduces `tensor` in place, it reduces the view in place, too.
+        """
         part = tensor[:numel]
         region = self.of.get(id(tensor))
         if region is not None:
@@ -358,6 +363,6 @@ class Regions:
         return torch.frombuffer(memory.map, dtype=dtype, count=max(1, numel))[:numel]
 
     def _add(self, tensor: Tensor, region: Region) -> None:
-        """Record the region of `tensor` as long as the tensor exists, so that the core reduces it in place."""
+        """Record the region of `tensor` for as long as the tensor exists. So the core reduces the tensor in place."""
         self.of[id(tensor)] = region
         weakref.finalize(tensor, self.of.pop, id(tensor), None).atexit = False

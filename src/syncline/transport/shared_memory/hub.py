@@ -59,12 +59,12 @@ _PAGE_BYTES = 4096
 
 @dataclass(frozen=True, kw_only=True)
 class _Presence:
-    """A description of one rank, which it sends to all ranks before they connect."""
+    """A rank's description of itself. Each rank sends one to all ranks before the ranks connect."""
 
     pid: int
     uid: int
     host: str
-    """A key of the host, which contains the boot ID of the kernel and the namespaces of process numbers and sockets."""
+    """A text about the host: the boot ID of the kernel, and the namespaces of process numbers and sockets."""
     unable: str = ""
     """The reason why the rank cannot share memory with any rank; "" if there is no such reason."""
     build: str = ""
@@ -75,12 +75,16 @@ class _Presence:
     """The token that every rank must send when it connects. Only rank 0 sets this field."""
 
     def process(self, rank: int) -> RankOnSocket:
-        """Return the process that this object describes, as the expected other end of a connection to `rank`."""
+        """Return `rank` and the described process as one object, which states whom a connection must reach.
+
+        Args:
+            rank: the rank that sent this description.
+        """
         return RankOnSocket(rank, self.pid, self.uid)
 
 
 def _parsed(row: bytes, rank: int) -> _Presence:
-    """Parse the description that `rank` sent, and check the values that later code relies on."""
+    """Parse the description that `rank` sent, and raise an error if its process number or token is not valid."""
     where = f"the description that rank {rank} sent to set up shared memory"
     found = decode(_Presence, row, where)
     if found.pid < 1 or not re.fullmatch(r"([0-9a-f]{64})?", found.token):

@@ -73,7 +73,7 @@ def _free_bytes_of_machine() -> int | None:
 def _control_groups() -> Iterator[tuple[Path, _Files]]:
     """Yield the directory and file names of every control group that could limit the memory of this process.
 
-    These are its own group and all groups above it, in both versions of control groups.
+    These are the process's own group and all groups above that group, in both versions of Linux control groups.
     """
     try:
         lines = _PROCESS.read_text().splitlines()

@@ -204,7 +204,7 @@ def _receive_message(connection: socket.socket) -> bytes:
 
 
 def send_rows(connection: socket.socket, rows: list[bytes]) -> None:
-    """Send a list of bytes objects."""
+    """Send a list of bytes objects to the process at the other end."""
     _send(connection, str(len(rows)).encode())
     for row in rows:
         _send(connection, row)

@@ -17,7 +17,7 @@ _CHECK_SECONDS = 0.05
 """How long a wait sleeps before it checks whether the processes of the peers still exist."""
 
 _POLLS_PER_CHECK = 1000
-"""After how many calls of `is_completed` a work checks whether the processes of the peers still exist."""
+"""The number of calls of `is_completed` after which a work checks whether the processes of the peers still exist."""
 
 
 class SharedMemoryWork(WatchedWork):
