@@ -48,7 +48,8 @@ class Checkpointer:
         stop_signals: the signals (names or numbers) that ask this process to stop; see `stop_if_asked`. They must be
             the same on all ranks. The first call of `stop_if_asked` installs handlers for them. Pass () to install
             none.
-        stop_every: if `stop_if_asked` needs a separate collective, only one in `stop_every` calls runs it.
+        stop_every: the number of calls of `stop_if_asked` for each separate collective that they run. Calls that need
+            no separate collective do not count.
         read_only: whether saving is refused. If so, the directory need not be writable, and another run can save into
             it.
 
@@ -104,9 +105,9 @@ class Checkpointer:
         self._writer = ThreadPoolExecutor(1, "syncline checkpoints")
         self._under_way: Future[str | None] | None = None
         self._newest: tuple[int, str] | None = None
-        """The step and the directory of the save that was made or loaded last; None if there was none."""
+        """The step and the directory of the save that was made or loaded last; None before the first one."""
         self._copies: dict[str, Tensor] = {}
-        """Copies of tensors, by name, from which non-blocking saves are written. The next save reuses their memory."""
+        """Copies of tensors, by name. Non-blocking saves are written from them. The next save reuses their memory."""
         own_lane = None if self._lane is self._transport else self._lane
         self._end = weakref.finalize(self, _end, self._writer, own_lane)
         # At exit, `before_shutdown` waits for pending saves first; all lanes are closed after that.
@@ -116,7 +117,11 @@ class Checkpointer:
         before_shutdown(self.wait)
 
     def _called(self, method: str = "") -> contextlib.AbstractContextManager[object]:
-        """Show on the board, during the `with` block, that this rank is in `method`; "" stands for the constructor."""
+        """Record in the status of this rank, during the `with` block, the call that it is in.
+
+        Args:
+            method: the name of the called method, with a dot before it; "" for the constructor.
+        """
         return self._transport.board.called(f"sl.Checkpointer{method}")
 
     # ------------------------------------------------------------------ closing
@@ -143,7 +148,12 @@ class Checkpointer:
             self.close()
 
     def _check(self, state: object, *, saves: bool = False) -> None:
-        """Raise an error if this object is closed (or read-only, with `saves`), or if `state` is not a TrainState."""
+        """Raise an error if this Checkpointer is closed, or if `state` is not a TrainState.
+
+        Args:
+            state: the argument to check.
+            saves: whether the caller will save. If so, a read-only Checkpointer is an error, too.
+        """
         if not self._end.alive:
             raise ValueError("this sl.Checkpointer is closed: create another one to save or load")
         if saves and self._store.is_read_only:
@@ -316,8 +326,8 @@ class Checkpointer:
         Args:
             state: a state with the same names as the saved state.
             strict: whether `state` and the save must have the same names. If False, only the objects whose names are in
-                both are loaded, for example to evaluate a model alone. Objects that were not saved stay unchanged, and
-                a warning names them.
+                both are loaded, for example only the model, to evaluate it. Objects in `state` that were not saved
+                stay unchanged, and a warning names them.
 
         Returns:
             The step of the save, or None if there are no saves yet.

@@ -1,7 +1,7 @@
 """The content of a save: the state that a rank writes, and the state that a rank reads back.
 
 The state is split into tensors and JSON values. This module also composes the warnings about a loaded save: some
-objects were not saved, the state of other ranks was not loaded, or the class of an object is another one now.
+objects were not saved, the state of other ranks was not loaded, or an object has another class than when it was saved.
 """
 
 from __future__ import annotations
@@ -45,9 +45,9 @@ class Parts:
 
     Args:
         state: the state to save.
-        copies: the copies of the previous save, by tensor name, whose memory is used again. The dict is updated: it
-            then has the copies of this state. Pass None to copy no tensor; the caller must then leave the tensors
-            unchanged until they are written.
+        copies: a dict with the tensor copies of the previous save, by tensor name. The memory of these copies is used
+            again. The dict is updated: afterwards it has the copies of this state. Pass None to copy no tensor; the
+            caller must then leave the tensors unchanged until they are written.
 
     Raises:
         TypeError, ValueError: a value cannot be stored, or two tensors would have the same name. The message names
@@ -62,7 +62,7 @@ class Parts:
         }
         """The class name of each object. Modules are left out, because the loading run may wrap them differently."""
         self.forms_of_modules: list[str] = []
-        """A line of text with the dtype and shape of each module tensor. The lines must be equal on all ranks."""
+        """Lines of text, one with the dtype and shape of each module tensor. They must be equal on all ranks."""
         self.sharded = [name for name, one in state.named.items() if has_sharded_state(one)]
         """The names of the objects of which each rank saves only its shard."""
         self.tensors: dict[str, Tensor] = {}
@@ -95,7 +95,7 @@ class Parts:
 
     @cached_property
     def digests(self) -> dict[str, str]:
-        """The digest of each tensor by name, and of each JSON value by `entry_of`. Equal digests mean equal content."""
+        """The digests of tensors, by name, and of JSON values, by `entry_of`. Equal digests mean equal content."""
         found = {
             name: f"{tensor.dtype} {tuple(tensor.shape)} {self.checksums[name]}"
             for name, tensor in self.tensors.items()
@@ -126,8 +126,8 @@ class SaveContent:
         files: the file system.
         path: the directory of the save.
         manifest: the manifest of the save.
-        rank: the number of this rank. It loads the state that the rank with this number saved. If fewer ranks made the
-            save, it loads the state that rank 0 saved.
+        rank: the number of this rank. This rank loads the state that the rank with the same number saved. If no rank
+            with this number took part in the save, it loads the state that rank 0 saved.
         num_ranks: the number of ranks that load.
 
     Raises:
@@ -157,7 +157,11 @@ class SaveContent:
             self._tensors.append(tensors)
 
     def _needed_of_others(self, trees: Mapping[str, Any]) -> Iterator[str]:
-        """Yield the names of the tensors that this rank needs from another rank, whose JSON values are `trees`."""
+        """Yield the names of the tensors that this rank needs from the state of another rank.
+
+        Args:
+            trees: the JSON values of the other rank, by name of the object.
+        """
         for name, tree in trees.items():
             if name in self.manifest.sharded:
                 yield from tensors_in(tree)
@@ -170,11 +174,11 @@ class SaveContent:
         return list(self._trees[self._place])
 
     def own_names(self, named: Collection[str]) -> list[str]:
-        """Return a text for each object in `named` of which each rank saved a value of its own.
+        """Return a text for each object in `named` that was saved separately by each rank.
 
-        The text is the name of the object. If only some of its tensors differed between ranks, the text also has their
-        number and the first of them. Shards and the positions of samplers are left out, because any number of ranks can
-        load them.
+        The text is the name of the object. If only some tensors of the object differed between ranks, the text also
+        says how many, and names the first. Shards and the positions of samplers are left out, because any number of
+        ranks can load them.
         """
         names = []
         for name, tree in self._trees[0].items():
@@ -213,7 +217,12 @@ class SaveContent:
         return states
 
     def decoded(self, name: str, one: Any) -> Any:
-        """Return the saved state of the object `name` in a form that `one` can load. Shards are joined."""
+        """Return the saved state of an object, with its shards joined, in a form that the object can load.
+
+        Args:
+            name: the name of the object.
+            one: the object.
+        """
         if name in self.manifest.sharded:
             # An object that loads shards copies them. One that needs whole tensors gets them joined in new memory.
             return join_parts(
@@ -286,7 +295,7 @@ class SaveContent:
     def _own_entries(self, name: str) -> set[str] | None:
         """Return the keys of those entries in an object's state that differed between the ranks when they were saved.
 
-        Returns None if any entry may have differed.
+        Returns None if the save does not show which entries differed.
         """
         tree = without_synchronization(self.manifest.shared.get(name))
         if not isinstance(tree, dict):

@@ -14,14 +14,14 @@ from syncline.trees import leaves
 from syncline.words import format_count
 
 _ENOUGH_STEPS = 3
-"""The number of steps without a new position after which a warning is given.
+"""The number of steps in which a stream must stay at one position before a warning is given.
 
 It is more than 1, because a stream can read a block of several batches at once.
 """
 
 
 def sampler_of(one: Any) -> DistributedSampler | None:
-    """Return the DistributedSampler that `one` is, or that the loader `one` contains; None if there is none."""
+    """Return the DistributedSampler of an object: the object itself, or the sampler in a loader; None if absent."""
     inner = getattr(getattr(one, "batch_sampler", None), "sampler", None)
     samplers = (one, getattr(one, "sampler", None), inner)
     return next((sampler for sampler in samplers if isinstance(sampler, DistributedSampler)), None)
@@ -106,7 +106,7 @@ class ResumeRemarks:
 
 
 def _remarks_on_loaders(named: Mapping[str, Any]) -> Iterator[str]:
-    """Yield a warning about each DataLoader of this process that makes a resumed run draw other random numbers."""
+    """Yield a warning about each DataLoader because of which a resumed run draws an extra random number."""
     names = {id(one): name for name, one in named.items()}
     for loader in _all_loaders():
         if getattr(loader, "generator", None) is not None:

@@ -216,7 +216,7 @@ class Save(NamedTuple):
 
 
 def parse_name(name: str) -> Save | None:
-    """Return the save whose directory has this name; None if no save has such a name.
+    """Return the save whose directory has this name; None if it is not the name of a save.
 
     Example:
         >>> parse_name(Save(7, 1200).name), parse_name("notes")
@@ -296,7 +296,10 @@ class SaveDirectory:
         self._files.sync_directory(self._path)
 
     def probe_path(self, token: str) -> str:
-        """Return the path of a file by which the ranks check that all see the directory. `begin` removes such files."""
+        """Return the path of a file with which the ranks check that all of them see the same directory.
+
+        `begin` removes such files.
+        """
         return f"{self._path}/{_UNFINISHED}probe-{token}"
 
     def abandon(self, save: Save) -> None:

@@ -34,7 +34,10 @@ _KEPT = (str, bool, int, type(None))
 _FLOATS = ("nan", "inf", "-inf")
 
 _MAX_INT_BITS = 8192
-"""The maximum size of an integer. Python refuses to convert integers of more than 4300 digits to text, or back."""
+"""The maximum size of an integer, in bits.
+
+Python refuses to convert integers of more than 4300 digits to text, or back.
+"""
 
 
 def encode(state: Any, name: str) -> tuple[Any, dict[str, Tensor]]:
@@ -158,7 +161,10 @@ class _Encoder:
 
 
 def _free(name: str, taken: Mapping[str, Any]) -> str:
-    """Return `name`, with a number if the name is taken: if keys contain dots, two places can have the same name."""
+    """Return `name`, with a number appended if the name is taken.
+
+    Two places in a state can have the same name if keys contain dots.
+    """
     number, free = 1, name
     while free in taken:
         number += 1

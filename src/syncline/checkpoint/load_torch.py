@@ -44,7 +44,10 @@ def load_torch_file(
     strict: bool,
     transport: Transport,
 ) -> dict[str, Any]:
-    """Load a file of `torch.save` into `state`, and return the other entries. This is `TrainState.load_torch`."""
+    """Load a file of `torch.save` into `state`, and return the entries that were not loaded.
+
+    See `TrainState.load_torch` for the arguments.
+    """
     remedy = (
         "Give every rank the same file: give a path that all hosts see, or put equal copies on all hosts."
     )
@@ -101,9 +104,9 @@ class Matched:
     rest: dict[str, Any] = field(default_factory=dict)
     """The entries of the file that match no name, by key."""
     missing: list[str] = field(default_factory=list)
-    """The names (also within the state of a module) and the requested keys for which the file has no entry."""
+    """The names and the requested keys for which the file has no entry; also names within the state of a module."""
     unused: list[str] = field(default_factory=list)
-    """The keys in the file (also within the state of a module) that were neither loaded nor requested."""
+    """The keys of entries that were neither loaded nor requested; also keys within the state of a module."""
 
     def left(self) -> list[str]:
         """Return lines of text that list `missing` and `unused`."""
@@ -160,8 +163,8 @@ def match(
     Args:
         content: the content of the file.
         named: the objects of the state, by name.
-        names: the keys in the file that differ from the names, by name. A key of None means that the object is not in
-            the file.
+        names: a dict from names of the state to keys of the file, for objects whose key is not their name. A key of
+            None means that the object is not in the file.
         besides: further keys of the file, whose entries the caller wants.
 
     Raises:

@@ -93,7 +93,7 @@ def lay_out_like_parameters(optimizer: Optimizer) -> None:
 
 
 def copies(one: Any) -> bool:
-    """Return whether `one` copies the tensors that it loads, so that it keeps no references to them.
+    """Return whether an object copies the tensors that it loads, so that it keeps no references to them.
 
     A wrapped module copies the tensors of its module, but can keep references to tensors of its synchronization state.
     """
@@ -166,7 +166,10 @@ def _load_optimizer(optimizer: Any, state: Any, types: Mapping[int, torch.dtype]
 
 
 def _settings_of(optimizer: Optimizer) -> set[str]:
-    """Return the names of the optimizer's own settings that all of its groups have, without those of a scheduler."""
+    """Return the names of the settings in the optimizer's `defaults` that all of its parameter groups have.
+
+    Settings that a scheduler has added to the groups are left out.
+    """
     return set.intersection(*({*group} for group in optimizer.param_groups), {*optimizer.defaults})
 
 

@@ -41,7 +41,7 @@ _REMEDY = (
 
 
 class Loadable(Protocol):
-    """The interface of the object that is loaded into: the attributes of `TrainState` that a load changes."""
+    """The interface of an object into which a state can be loaded: the part of `TrainState` that loading needs."""
 
     named: dict[str, Any]
     step: int
@@ -117,7 +117,7 @@ def agree_on_loaded(
 
     Raises:
         ReplicaDivergence: a value differs between the ranks. The message names the value and the groups of ranks with
-            equal values. It is the same on every rank.
+            equal values. Every rank gets the same message.
         TypeError, ValueError, SynclineError: a rank has a `fault`. Raised on every rank.
 
     Example:
@@ -185,7 +185,7 @@ def _form(value: Any) -> str:
 
 
 class Before:
-    """A backup of the state of objects, which is made before a load and can undo the load.
+    """A backup of the state of objects. It is made before a load, and can undo the load.
 
     The tensors of a module are copied, and the copies take as much memory as the module. For torch's own optimizers the
     backup keeps references, because a load gives these optimizers new tensors. An optimizer class with its own
@@ -297,7 +297,7 @@ def restore_all(restorers: Iterable[Restorer]) -> None:
 
 
 def restorer_of_registrations(modules: Iterable[nn.Module]) -> Restorer:
-    """Return a function that gives the modules exactly the parameters and buffers again that they have now."""
+    """Return a function that registers again exactly the parameters and buffers that the modules have now."""
     tables: list[tuple[dict[str, Any], dict[str, Any]]] = [
         (table, dict(table)) for module in modules for table in (module._parameters, module._buffers)
     ]

@@ -1,8 +1,8 @@
 """Stop all ranks after the same step when one of them was asked to stop.
 
-Each rank votes on whether to stop. The control data of the backwards carry the votes, or else a separate collective
-does (see `gradients/riders/stop.py`). The choice between the two depends only on calls that all ranks have made, never
-on the state of one rank.
+Each rank votes on whether to stop. The votes travel with the control data of a backward, or in a separate collective
+(see `gradients/riders/stop.py`). The choice between these two ways depends only on calls that all ranks have made,
+never on the state of one rank.
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ class JointStop:
     Args:
         transport: the transport between the ranks.
         signals: the signals that ask this process to stop. The first call of `is_agreed` installs their handlers.
-        every: if `is_agreed` needs a separate collective, only one in `every` calls runs it.
+        every: the number of calls of `is_agreed` for each separate collective that they run. Calls that need no
+            separate collective do not count.
 
     Raises:
         TypeError, ValueError: `signals` or `every` is invalid.
@@ -79,7 +80,7 @@ class JointStop:
         return bool(self._vote.asked_ranks)
 
     def _route(self, state: TrainState) -> VoteRoute:
-        """Send this rank's vote with the backwards of the wrapped modules if possible; return the route of the vote."""
+        """Hand this rank's vote to the wrapped modules, and return the route by which the votes travel."""
         routes: set[VoteRoute] = set()
         for one in state.named.values():
             replica = replica_of(one)
@@ -102,7 +103,10 @@ class JointStop:
             )
 
     def close(self) -> None:
-        """Remove the signal handlers. If the ranks have agreed to stop, keep them until the process ends."""
+        """Remove the signal handlers, unless the ranks have agreed to stop.
+
+        After such an agreement, the handlers stay until the process ends.
+        """
         if self._vote.asked_ranks:
             return
         self.request.forget()

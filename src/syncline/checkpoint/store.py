@@ -56,8 +56,8 @@ def everywhere(lane: Transport, fn: Callable[[], T]) -> list[T]:
 
     Raises:
         Refused: a file operation failed on any rank. Raised on every rank.
-        SynclineError: `fn` raised another kind of error on another rank. If `fn` raised such an error on this rank, the
-            call raises that error itself.
+        SynclineError: on a rank other than this one, `fn` raised an error that is not from a file operation.
+        Exception: on this rank, `fn` raised an error that is not from a file operation. It is raised unchanged.
 
     Example:
         >>> from syncline.transport.threads import run_ranks
@@ -86,7 +86,12 @@ def everywhere(lane: Transport, fn: Callable[[], T]) -> list[T]:
 
 
 def _by_ranks(texts: Mapping[int, str], form: str) -> str:
-    """Join the distinct texts. `form` is the format of each: {text} stands for it, and {ranks} for its ranks."""
+    """Join the texts of the ranks into one text, with each distinct text once.
+
+    Args:
+        texts: the text of each rank, by rank.
+        form: the format of each distinct text, with the fields {text} and {ranks} (the ranks that have this text).
+    """
     return "; ".join(
         form.format(ranks=describe_ranks(ranks), text=text) for text, ranks in ranks_with(texts).items()
     )
@@ -282,7 +287,7 @@ class SaveStore:
 
         Args:
             state: the state into which the save will be loaded.
-            strict: whether all saved objects are needed, not only those that `state` names.
+            strict: whether all saved objects are needed, not only those whose names are in `state`.
 
         Raises:
             CheckpointCorrupt: there are saves, but none of them is intact.

@@ -46,8 +46,9 @@ class TrainState(ShardedState):
     Raises:
         TypeError: an object lacks `state_dict` or `load_state_dict`; an object has the name `step` or `rng`; or a
             `DistributedSampler` was not given as `sampler`, so that `commit` would not advance it.
-        ValueError: a sampler was given twice, alone and inside a loader, so that both would set its position; or a
-            module contains a wrapped module that was not given, and whose strategy or compression has a state.
+        ValueError: two of the objects have the same DistributedSampler, for example the sampler itself and a loader
+            that contains it; or a module contains a wrapped module that was not given, although the strategy or the
+            compression of this wrapped module has a state.
 
     Example:
         >>> import torch, syncline as sl
@@ -112,7 +113,7 @@ class TrainState(ShardedState):
         Raises:
             TypeError: `num_samples` is missing although it is required, was given without a sampler, or is not an
                 integer.
-            ValueError: `num_samples` is below 0, or is more than this rank has left in the epoch.
+            ValueError: `num_samples` is below 0, or is more than the samples that this rank has left in the epoch.
         """
         if num_samples is not None:
             checked_count("num_samples", num_samples, at_least=0)
@@ -177,7 +178,10 @@ class TrainState(ShardedState):
             load_all(self, state, strict=strict)
 
     def _resume_from_step(self, step: int) -> None:
-        """Set `step` after a load, also in the wrapped modules, which put the step into messages and records."""
+        """Set the step of this state and of its wrapped modules after a load.
+
+        Wrapped modules use the step in messages and records.
+        """
         self.step = step
         for one in self._gradient_syncs():
             one.resume_from_step(step)
@@ -209,10 +213,11 @@ class TrainState(ShardedState):
 
         Args:
             path: the path of the file.
-            names: the keys in the file that differ from the names of this state, by name. A tuple of keys leads to a
-                nested object. A key of None means that the object is not in the file, and stays unchanged.
+            names: a dict from names of this state to keys of the file, for objects whose key is not their name. A tuple
+                of keys leads to a nested object. A key of None means that the object is not in the file, and stays
+                unchanged.
             besides: further keys of the file, whose entries are returned.
-            strict: whether to raise an error if entries are unused or missing, also within the state of a module. If
+            strict: whether unused or missing entries are an error. Entries within the state of a module count, too. If
                 False, such entries cause a warning.
             group: the group of ranks that load together; see `broadcast_`.
 
@@ -242,7 +247,7 @@ class TrainState(ShardedState):
 
 
 def load_all(into: TrainState, state: Mapping[str, Any], *, strict: bool) -> None:
-    """Load a state like `TrainState.load_state_dict`, but do not restore the earlier state if the load fails."""
+    """Load a state as `TrainState.load_state_dict` does, but restore nothing if the load fails."""
     missing = sorted({"step", *into.named} - state.keys())
     unknown = sorted(state.keys() - {"step", "rng", *into.named})
     if "step" not in state or (strict and (missing or unknown)):

@@ -28,11 +28,14 @@ class FirstDifference(NamedTuple):
 
     stage: Stage
     call: int = -1
-    """The index of the call that differs. For "calls", it is the call that made the differing calls. -1 if unknown."""
+    """The index of the call that differs; -1 if it is unknown.
+
+    At the stage "calls", it is the index of the call from inside which the recordings call different modules.
+    """
     event: int = -1
     """The index of the event that differs; -1 if the difference is not in an event."""
     place: int = 0
-    """The position of the differing value among the compared values."""
+    """The index of the differing value among the compared values."""
     name: str = ""
     """The name of the differing tensor, or its position in the inputs or outputs."""
     groups: tuple[tuple[int, ...], ...] = ()
@@ -130,7 +133,7 @@ def _groups_of_own_gradients(
 ) -> dict[str, tuple[str, tuple[tuple[int, ...], ...]]]:
     """Return the first differing gradient among each module's own parameters, by the name of the module.
 
-    A value is the name of the parameter, and the indices of the recordings grouped by equal gradients.
+    Each value of the dict has the name of the parameter, and the indices of the recordings, grouped by equal gradients.
     """
     found: dict[str, tuple[str, tuple[tuple[int, ...], ...]]] = {}
     rows = [{value.name: value for value in recording.gradients} for recording in recordings]

@@ -41,27 +41,28 @@ def assert_replicas_agree(
     parameters, buffers, gradients, random number generators and the state of the wrapper are restored, so that training
     can continue. A collective call.
 
-    - On each rank, `repeats` runs with the rank's own data and random numbers must be the same. If they differ, the
+    - On each rank, `repeats` runs with the rank's own data and random numbers must have the same results. If not, the
       report names the first module that returns another output for equal inputs (or another gradient for equal
       gradients), the size of the difference, and the causes for which there is evidence.
     - Between ranks, parameters must be equal, and so must gradients that a DistributedDataParallel (torch's or
-      Syncline's) reduces. One more run, with rank 0's random numbers, buffers and `inputs` on every rank, must also be
-      the same. Without `inputs`, ranks may have different data, and values that depend on these data are not compared.
+      Syncline's) reduces. In one more run, all ranks use rank 0's random numbers, buffers and `inputs`; the results
+      must be the same on all ranks. Without `inputs`, ranks may have different data, and values that depend on these
+      data are not compared.
 
     Args:
         fn: the function that computes the step. It must take its data from `inputs`, or hold a fixed batch: an iterator
             would return other data in each run. `fn` may step an optimizer only if `module` is a `TrainState` with that
-            optimizer. It is run `repeats` + 2 times, once more if the module is wrapped, and once more if runs on one
+            optimizer. `fn` is run `repeats` + 2 times, once more if the module is wrapped, and once more if runs on one
             rank differ.
         module: the module that `fn` computes with, wrapped or not; or a `TrainState`, whose optimizer and other objects
             are then restored as well. Pass None to find the modules in one more run.
         inputs: the arguments of `fn`: nested dicts, lists and tuples of tensors and plain values. Ranks are compared
             only if they have the same plain values, and tensors of the same dtypes. `fn` gets copies of the tensors.
-        repeats: the number of runs on each rank that must be the same, at least 2.
+        repeats: the number of runs on each rank that must have the same results, at least 2.
         same_inputs: whether all ranks already have the same data. If True, different data are a disagreement. None
             means False.
-        align_rng: whether all ranks use rank 0's random numbers when they are compared. If False, it is a disagreement
-            if ranks draw different numbers, for example in a dropout under different seeds.
+        align_rng: whether all ranks use rank 0's random numbers when they are compared. If False, each rank uses its
+            own, and different random numbers (of a dropout, for example) count as a disagreement.
         group: the group of ranks that are compared; see `broadcast_`.
 
     Returns:
@@ -204,7 +205,10 @@ def _parts(target: nn.Module | TrainState | None) -> tuple[list[nn.Module], list
 def _found_by_a_run(
     title: str, fn: Callable[[], Any], transport: Transport, before: Subject
 ) -> list[nn.Module]:
-    """Return the modules that `fn` calls directly, or `fn` itself if it is a module. The state is restored."""
+    """Run `fn` once to find the modules that it calls directly. If `fn` is a module, return only `fn`.
+
+    The state before the run is restored.
+    """
     found: dict[nn.Module, Subject] = {}
 
     def on_root(module: nn.Module) -> None:

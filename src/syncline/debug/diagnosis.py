@@ -46,7 +46,7 @@ def put_together(of_ranks: Sequence[Sequence[OwnFinding]]) -> list[Finding]:
 
 
 def _how_much(by_rank: dict[int, str]) -> str:
-    """Describe the size of a difference. If ranks have different sizes, give the first known size and its ranks."""
+    """Describe the size of a difference. If the size differs between ranks, give the first known size and its ranks."""
     known = ranks_with({rank: difference for rank, difference in by_rank.items() if difference})
     if not known:
         return ""
@@ -253,7 +253,10 @@ def _is_generator(text: str) -> bool:
 def never_written(call: Call | None) -> OwnFinding:
     """Return the finding that an output of a call depends on memory that was never written.
 
-    It is a finding even if two runs happen to agree. `call` is None if the output is that of the function itself.
+    Such a dependence is a finding even if two runs happen to agree.
+
+    Args:
+        call: the call; None if the output belongs to the function itself.
     """
     named = _named(call) if call is not None else "the function itself"
     what = f"in any run: an output of {named} depends on memory that was never written"
@@ -287,7 +290,8 @@ def between_ranks(
         recordings: the recordings of all ranks.
         difference: the size of the difference, in words; "" if unknown.
         facts: versions, hardware and settings of each rank.
-        positions: the positions of each rank's random number generators. Pass None if all ranks used rank 0's.
+        positions: the positions of each rank's random number generators. Pass None if all ranks used rank 0's
+            random numbers.
     """
     calls = recordings[0].calls
     blamed = _around(found, calls)
@@ -331,16 +335,16 @@ def _causes_between(
 
 
 def _differing(what: str, values: Sequence[str]) -> list[str]:
-    """Return a list with one cause, the values of all ranks. Return an empty list if the values are equal."""
+    """Return a list with one cause: the values of `what` on all ranks. The list is empty if the values are equal."""
     return [f"{what}: {by_value(values)}"] if len(set(values)) > 1 else []
 
 
 def _seed_causes(
     generators: Sequence[str], positions: Sequence[Mapping[str, str]] | None, drawing: str
 ) -> list[str]:
-    """Return a list with one cause if any of these generators is at another position on another rank.
+    """Return a list with one cause if the position of any of these generators differs between ranks.
 
-    Otherwise, return an empty list.
+    Returns an empty list if all positions are equal or unknown.
     """
     apart = [name for name in generators if len({row.get(name) for row in positions or ()}) > 1]
     if not apart:
@@ -369,7 +373,7 @@ def of_gradients(names: Sequence[str], groups: Sequence[tuple[int, ...]], num_gr
 
 
 def notes_on_generators(reports: Sequence[OwnReport]) -> list[str]:
-    """Return a list with a note on the modules that draw random numbers, and on whether all ranks draw the same ones.
+    """Return a list with one note: which modules draw random numbers, and whether all ranks draw the same numbers.
 
     Returns an empty list if no module draws random numbers.
     """

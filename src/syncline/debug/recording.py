@@ -279,7 +279,11 @@ class Recorder:
                 self._handles.append(leaf.register_hook(_noting(name, found)))
 
     def _compare(self, tree: Any) -> None:
-        """Copy the tensors of the last event, which are in `tree`. Describe the first difference from `against`."""
+        """Copy the tensors of the last event, and describe the first difference from the run in `against`.
+
+        Args:
+            tree: the inputs or outputs of the last event.
+        """
         events = self.recording.events
         event = len(events) - 1
         if self._kept is not None:
@@ -316,7 +320,10 @@ _MAX_TEXT = 80
 
 
 def _settings(module: nn.Module) -> dict[str, str]:
-    """Describe each attribute that is a plain value, an unregistered tensor, or a random number generator, by name."""
+    """Return a description of each compared attribute of a module, by name of the attribute.
+
+    These attributes are plain values, unregistered tensors and random number generators.
+    """
     texts = {name: _text_of(one) for name, one in vars(module).items() if name not in _ATTRIBUTES_OF_A_MODULE}
     return {name: text for name, text in texts.items() if text is not None}
 

@@ -64,7 +64,7 @@ class Step:
     transport: Transport
     """The transport between the ranks."""
     repeats: int = 2
-    """The number of runs on each rank that must be the same."""
+    """The number of runs on each rank that must have the same results."""
     aligns_inputs: bool = False
     """Whether all ranks use rank 0's inputs when ranks are compared with one another."""
     same_inputs: bool = False
@@ -72,7 +72,7 @@ class Step:
     align_rng: bool = True
     """Whether all ranks use rank 0's random numbers when ranks are compared with one another."""
     needs_warm_up: bool = False
-    """Whether the first run is not compared, because wrappers change the layout of their buckets in it."""
+    """Whether to leave the first run out of the comparison. Wrappers change their buckets in that run."""
 
 
 def examine(step: Step) -> Report:
@@ -153,7 +153,7 @@ class _Examination:
     # ------------------------------------------------------------------ runs
 
     def _run(self, inputs: Any, *, prepare: Callable[[], None] | None = None, **options: Any) -> Recorder:
-        """Run the computation once, and restore the state. A collective call: all ranks raise if the run fails on one.
+        """Run the computation once, and restore the state. A collective call: if any rank fails, all ranks raise.
 
         Args:
             inputs: the inputs of the run.
@@ -250,7 +250,7 @@ class _Examination:
     # ------------------------------------------------------------------ comparison between ranks
 
     def _between(self, reports: list[OwnReport], *, is_deterministic: bool) -> list[Finding]:
-        """Return the differences between the ranks, which are the same list on every rank. A collective call."""
+        """Return the differences between the ranks. Every rank returns the same list. A collective call."""
         step = self._step
         self._note_batches(reports)
         self._notes += notes_on_generators(reports)
@@ -297,7 +297,7 @@ class _Examination:
         has_same: bool,
         is_deterministic: bool,
     ) -> bool:
-        """Return whether ranks are allowed to differ in this way. If so, note the reason.
+        """Return whether ranks are allowed to differ in this way. If so, add the reason to the notes.
 
         Args:
             found: the first difference between ranks.
@@ -325,13 +325,22 @@ class _Examination:
         return False
 
     def _align(self) -> None:
-        """Set buffers to rank 0's and, with `align_rng`, the random number generators, too. A collective call."""
+        """Give all ranks the buffers of rank 0. With `align_rng`, also give them rank 0's random number generators.
+
+        A collective call.
+        """
         TensorBroadcaster([buffer for _, buffer in self._buffers], self._transport).start(0).wait()
         if self._step.align_rng:
             align_generators(self._transport)
 
     def _first_between(self, mine: Recording) -> tuple[FirstDifference | None, list[Recording]]:
-        """Return the first difference between the ranks' recordings, and all recordings; (None, []) if all agree."""
+        """Return the first difference between the recordings of the ranks, and the recordings of all ranks.
+
+        Returns None and an empty list if all recordings agree. A collective call.
+
+        Args:
+            mine: the recording of this rank.
+        """
         digest = digest_of([fingerprint_of(mine.compared())])
         if len(set(self._exchange(payload=digest))) == 1:
             return None, []
@@ -393,7 +402,11 @@ class _Examination:
 
 
 def _distinct(named: Iterable[tuple[str, Iterable[tuple[str, Tensor]]]]) -> list[tuple[str, Tensor]]:
-    """Return each tensor once, with the first name that it has: the prefix of its root, then its name there."""
+    """Return each tensor once, with its qualified name. A tensor with several names gets the first of them.
+
+    Args:
+        named: pairs of a prefix and named tensors. The qualified name begins with the prefix.
+    """
     seen: dict[int, tuple[str, Tensor]] = {}
     for prefix, tensors in named:
         for name, tensor in tensors:

@@ -60,7 +60,7 @@ class Finding:
     module: str
     """The qualified name of the module that causes the disagreement; "" for the outermost module or for no module."""
     kind: str
-    """The class name of that module; "" if there is no such module, or if its class is unknown."""
+    """The class name of the module that causes the disagreement; "" if no module does, or if the class is unknown."""
     what: str
     """A description of the difference, with its size."""
     causes: tuple[str, ...] = ()
@@ -91,7 +91,7 @@ class Report:
 
     @property
     def agrees(self) -> bool:
-        """Whether there is no finding."""
+        """Whether the report has no findings."""
         return not self.findings
 
     @property
@@ -166,7 +166,7 @@ class OwnReport:
     drew: list[str]
     """The names of the modules that drew random numbers."""
     generators: list[str]
-    """The names of the random number generators from which these modules drew."""
+    """The names of the random number generators from which modules drew."""
     state: list[int]
     """The fingerprints of parameters and buffers before the runs."""
     gradients: list[int]

@@ -101,7 +101,7 @@ class Subject:
     Args:
         modules: the modules, wrapped or not.
         optimizers: the optimizers whose state is restored, too. Inside `guarded`, no other optimizer may step.
-        others: other objects with `state_dict` and `load_state_dict`, whose state is restored, too.
+        others: other objects whose state is restored, too. They have `state_dict` and `load_state_dict`.
         with_gradients: whether `.grad` of the parameters is restored, too.
 
     Raises:

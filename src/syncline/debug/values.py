@@ -14,7 +14,7 @@ from syncline.gradients.usage import tensors_in
 from syncline.trees import leaves
 
 KEPT_BYTES = 1 << 28
-"""The size limit for the copies of the inputs and outputs in one run. They show how much another run differs."""
+"""The size limit for the copies of the inputs and outputs in one run. The copies show how much a later run differs."""
 
 
 class Value(NamedTuple):
@@ -54,7 +54,7 @@ def values_of_named(named: Sequence[tuple[str, Any]]) -> tuple[Value, ...]:
 def named_leaves(tree: Any) -> list[tuple[str, Any]]:
     """Return the tensors and plain values of a nested container, with their positions.
 
-    Tensors in other kinds of mappings and dataclasses (such as a tokenizer's batch) are included.
+    Tensors inside dataclasses and inside mappings that are not dicts (such as a tokenizer's batch) are included.
     """
     found: list[tuple[str, Any]] = []
     for name, leaf in leaves(tree):
@@ -100,7 +100,7 @@ def _has_nan(value: Any) -> bool:
 
 
 class Kept:
-    """A store of copies of the inputs and outputs in one run, by event and position in the event.
+    """A store of copies of the inputs and outputs in one run. The key is an event and a position in this event.
 
     Args:
         limit_bytes: the maximum size of all copies together.
