@@ -1,7 +1,7 @@
 """Two simulated hosts on one machine. They are network namespaces, joined by a virtual cable that can be slowed or cut.
 
-Ranks in different namespaces have different addresses and host names, and Syncline shares no memory between them. Such
-namespaces can only be created on Linux by root. Otherwise, `two_hosts` raises `HostsUnavailable`.
+Ranks in different namespaces have different addresses and host names, and Syncline shares no memory between them. Only
+root can create such namespaces, and only on Linux. If `two_hosts` cannot create them, it raises `HostsUnavailable`.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class HostsUnavailable(RuntimeError):
 
 @contextmanager
 def two_hosts(*, megabits_per_second: float | None = None) -> Iterator[TwoHosts]:
-    """Create two simulated hosts, "a" and "b". When the context ends, it kills all ranks on them and removes the hosts.
+    """Create two simulated hosts, "a" and "b". At the end of the context, kill the ranks on them, and remove the hosts.
 
     Args:
         megabits_per_second: the bandwidth of the cable in each direction. None means no limit.
@@ -146,7 +146,7 @@ class TwoHosts:
                 )
 
     def outputs(self, timeout_seconds: float) -> list[tuple[int, str, str]]:
-        """Wait until all ranks that were started since the last call have ended.
+        """Wait until all ranks that were started since the previous call of this method have ended.
 
         Args:
             timeout_seconds: the time limit for all ranks together.

@@ -15,9 +15,10 @@ tests are isolated, and a test starts within milliseconds. `RANK`, `WORLD_SIZE`,
 there.
 
 Fixtures and parameters are evaluated in pytest's own process and then sent to the ranks, so they must be picklable. The
-test passes if it passes on every rank. Otherwise, the report names the ranks that failed and shows their tracebacks. If
-a rank has not ended after `timeout` seconds (`ranks(2, timeout=10)`, default 60), or a few seconds after another rank
-failed, it is killed and its stacks are shown. The processes of a failed test are replaced by new ones.
+test passes if it passes on every rank. Otherwise, the report names the ranks that failed and shows their tracebacks. A
+rank is killed if it has not ended after `timeout` seconds (`ranks(2, timeout=10)`, default 60), or a few seconds after
+another rank failed. The report then shows the stacks of this rank's threads. The processes of a failed test are
+replaced by new processes.
 
 `ranks(3, killed=[2])` is for a test that kills rank 2 with SIGKILL to see how the other ranks react. The test fails if
 rank 2 is not killed.

@@ -82,9 +82,9 @@ class Template:
         """Send a request to the template process, and return the reply.
 
         Args:
-            request: a path or a process number. A path requests a new worker that prints to this file. The reply is its
-                process number. A process number of a worker requests the exit code of this worker. The reply is None if
-                the worker has not ended.
+            request: a path or a process number. A path requests a new worker that prints to this file. The reply is the
+                process number of the new worker. The process number of a worker requests the exit code of this worker.
+                The reply is the exit code, or None if the worker has not ended.
             handle: the channel of the new worker. Pass None if `request` is a process number.
         """
         try:
@@ -122,7 +122,7 @@ class ForkedProcess:
         return code
 
     def send_signal(self, number: int) -> None:
-        """Send a signal to the process, unless the process has ended."""
+        """Send the signal `number` to the process, unless the process has ended."""
         if self.poll() is None:
             os.kill(
                 self.pid, number
@@ -292,7 +292,11 @@ class RankPool:
             self._idle[kind].sort(key=lambda worker: worker.number)
 
     def _take(self, kind: int) -> _Worker:
-        """Take the oldest idle worker of a kind from the pool, or start a new worker."""
+        """Take the oldest idle worker of one kind from the pool. If no such worker is idle, start a new worker.
+
+        Args:
+            kind: 0 for the workers of even ranks, 1 for the workers of odd ranks.
+        """
         with self._lock:
             if self._idle[kind]:
                 return self._idle[kind].pop(0)
@@ -333,7 +337,8 @@ def _outcome(worker: _Worker, *, must_be_killed: bool) -> Outcome:
 
     Args:
         worker: the worker.
-        must_be_killed: whether the worker must have been killed by SIGKILL. If so, another end is "failed".
+        must_be_killed: whether the worker must have been killed by SIGKILL. If True, the outcome of a worker whose
+            test passed is "failed".
     """
     try:
         outcome = pickle.loads(worker.channel.recv_bytes())

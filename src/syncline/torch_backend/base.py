@@ -49,7 +49,7 @@ class Group:
         """Return the process group for tensors on `device`, which is not the CPU.
 
         Raises:
-            ValueError: no backend serves this device. This base class always raises it.
+            ValueError: no backend serves this device. This base class always raises this error.
         """
         raise ValueError(
             f"this process group is for CPU tensors only, got a tensor on {device.type}: create the group with a "
@@ -195,7 +195,7 @@ class _Started(Work):
 
 
 def flat(tensor: Tensor) -> Tensor:
-    """Return `tensor` itself if a transport can read it directly; otherwise return a contiguous copy."""
+    """Return a tensor that a transport can read: `tensor` itself if possible, or else a contiguous copy of it."""
     if tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg():
         return tensor
     return tensor.detach().resolve_conj().resolve_neg().contiguous()
@@ -251,7 +251,7 @@ def with_option(options: Any, given: Any, attribute: str) -> Any:
 
 
 def asynchronous(opts: Any) -> Any:
-    """Return a copy of `opts` with `asyncOp=True`. The parts of one operation are started with it, without a wait."""
+    """Return a copy of `opts` with `asyncOp=True`. A call with the copy starts its operation without a wait."""
     made = type(opts)()
     for attribute in ("reduceOp", "rootRank", "rootTensor"):
         if hasattr(opts, attribute):

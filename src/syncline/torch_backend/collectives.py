@@ -47,7 +47,7 @@ _BITWISE: dict[Any, Callable[[Tensor, Tensor], Tensor]] = {
 class Reductions(Group):
     """A process group that implements torch's reductions, under torch's method names.
 
-    The transport reduces CPU tensors. For a tensor on another device, a method calls the group from `group_for`.
+    The transport reduces CPU tensors. For tensors on another device, the methods use the group of `group_for`.
     """
 
     def allreduce(self, tensors: Any, opts: Any = None, timeout: Any = None) -> dist.Work:
@@ -159,7 +159,7 @@ class Reductions(Group):
     def _all_reduce_sparse(self, tensor: Tensor, opts: Any) -> dist.Work:
         """Start an all_reduce of a sparse tensor: broadcast the entries of every rank, and add them in rank order.
 
-        This method blocks until the ranks have exchanged the numbers of their entries.
+        This method blocks until every rank knows how many entries each rank has.
         """
         if _reduction(opts.reduceOp) not in ("sum", "mean"):
             raise ValueError(

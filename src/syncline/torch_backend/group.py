@@ -37,7 +37,7 @@ _CAN_SUBCLASS_BACKEND = is_there(C10dBackend) and hasattr(C10dBackend, "split") 
 
 
 class _Backend(Collectives, C10dBackend):
-    """A backend that has the same collectives as its group. It serves code that calls the group's backend directly."""
+    """A backend with the collectives of its process group. It serves code that calls the group's backend directly."""
 
     def __init__(self, transport: Transport, name: str, global_ranks: list[int]) -> None:
         C10dBackend.__init__(self, transport.rank, transport.size)

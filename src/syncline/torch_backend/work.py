@@ -24,7 +24,7 @@ from syncline.errors import CollectiveTimeout
 from syncline.transport.work import Work
 
 _POLL_SECONDS = 0.0005
-"""How long a wait with a timeout sleeps between two checks of whether the operation is done."""
+"""The time between two checks of a running operation, during a wait with a timeout."""
 
 
 class Finisher:
@@ -99,7 +99,7 @@ class BackendWork(dist.Work):
 
         Args:
             timeout: how long to wait. None or zero means the timeout of the group. If the timeout of the group expires,
-                the group cannot be used any more. If a timeout given here expires, the operation still continues.
+                the group cannot be used any more. If a timeout that was passed here expires, the operation continues.
 
         Raises:
             SynclineError: the operation failed or a timeout expired.

@@ -98,11 +98,13 @@ def find_mpi(python: str) -> MPI:
 
 
 class MPIPeer:
-    """The running ranks of one MPI, which one of Syncline's ranks has started. Use it as a context manager.
+    """The running ranks of one MPI. One of Syncline's ranks starts these ranks when it creates this object.
+
+    The object is a context manager, which ends the ranks.
 
     Args:
         mpi: the MPI.
-        num_ranks: the number of its ranks.
+        num_ranks: the number of ranks of the MPI.
 
     Raises:
         RuntimeError: the ranks of the MPI did not start, or ended early. The text includes their last output.
@@ -167,7 +169,7 @@ class MPIPeer:
         return float(max(self._ask(op, num_calls)))
 
     def timer(self, op: Literal["sum", "mean"], transport: Transport) -> Timer:
-        """Return a timer of this MPI's reductions, for use on the one of Syncline's ranks that started the MPI."""
+        """Return a timer of this MPI's reductions. It is for Syncline's rank 0, which started the MPI."""
 
         def seconds_for(num_calls: int) -> float:
             transport.barrier().wait()

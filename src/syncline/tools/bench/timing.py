@@ -77,7 +77,7 @@ def alternate(
 def calls_for(
     timers: Mapping[str, Timer], *, seconds: float, most: int, transport: Transport
 ) -> dict[str, int]:
-    """Return the number of calls for one turn of each competitor. The numbers are equal on all ranks.
+    """Return the number of calls for one turn of each competitor. The result is the same on all ranks.
 
     Args:
         timers: the timer of each competitor, by name.
@@ -131,8 +131,8 @@ _COPY, _GLOO, _LOCAL, _OURS = "copy", "gloo", "not synchronized", "syncline"
 def summarize(raw: Mapping[str, Any]) -> dict[str, Any]:
     """Add medians, bandwidths and ratios to a raw measurement. The result still has the times of all rounds.
 
-    Each median and ratio comes with its bootstrapped 95 % confidence interval. A ratio is the median over all rounds of
-    the ratio of two times in the same round.
+    Each median and ratio comes with its bootstrapped 95 % confidence interval. For a ratio, the times of two
+    competitors in the same round are divided. The ratio is the median of these quotients over all rounds.
 
     Args:
         raw: the result of `ranks.measure`.

@@ -1,6 +1,7 @@
 """The workloads of the benchmarks: an all_reduce with each engine, and training steps of small GPTs with each wrapper.
 
-For comparison, there is a copy of the tensor that all_reduce reduces, and a training step without synchronization.
+Two more workloads serve as comparisons: a copy of the tensor that all_reduce reduces, and a training step without
+synchronization.
 """
 
 from __future__ import annotations
@@ -59,8 +60,8 @@ def engines(
 
     Args:
         numel: the number of fp32 elements to reduce.
-        transport: Syncline's transport between the ranks of torch's default group, which uses Gloo.
-        backend: a group with the backend "syncline". None omits this engine.
+        transport: Syncline's transport between the ranks of torch's default group. The default group uses Gloo.
+        backend: a group with the backend "syncline". None omits the engine that uses this group.
         with_sum: whether to add an engine that makes Syncline's all_reduce with a plain sum, without a division.
 
     Returns:
@@ -207,8 +208,8 @@ def wrappers(backend: dist.ProcessGroup | None) -> dict[str, Wrap]:
     """Return the competitors in training, by name. Each is a function that wraps a module for data-parallel training.
 
     Args:
-        backend: a group with the backend "syncline", which torch's own class uses in one competitor. None omits this
-            competitor.
+        backend: a group with the backend "syncline". One competitor is torch's own class with this group. None omits
+            this competitor.
     """
     theirs: Any = nn.parallel.DistributedDataParallel
     ours: Any = DistributedDataParallel
@@ -229,13 +230,13 @@ def wrappers(backend: dist.ProcessGroup | None) -> dict[str, Wrap]:
 def steps_of(
     model: str, *, rank: int, backend: dist.ProcessGroup | None, notes: list[str]
 ) -> dict[str, Callable[[], None]]:
-    """Return a function for each competitor, by name, that makes one training step.
+    """Return the training steps of all competitors, by name. Each is a function that makes one step.
 
-    Each competitor has its own replica of the model, and uses fused AdamW. All steps use the same batch.
+    Each competitor has its own replica of the model, and uses fused AdamW. All competitors use the same batch.
 
     Args:
         model: a name in `SIZES`.
-        rank: this rank, which is also the seed of its batch.
+        rank: this rank. Its number is also the seed of the batch.
         backend: a group with the backend "syncline", or None to omit the competitor that needs the group.
         notes: a list of texts. If a competitor is not available, the reason is added to this list.
     """

@@ -67,8 +67,8 @@ def main(argv: Sequence[str]) -> int:
     """Run `syncline bench` with these arguments.
 
     Returns:
-        The exit code. 0 means that the measurement is complete. After a failure, it is the exit code of the rank that
-        failed first. If a signal ended the measurement, it is 128 + the number of the signal.
+        The exit code. 0 means that the measurement is complete. After a failure, the result is the exit code of the
+        rank that failed first. If a signal ended the measurement, the result is 128 + the number of the signal.
 
     Raises:
         UsageError: the arguments are invalid. No rank was started.

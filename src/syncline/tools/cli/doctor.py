@@ -55,8 +55,8 @@ def main(argv: Sequence[str]) -> int:
 
     Returns:
         The exit code. 0 means that all results are equal, or that the host is fit for training. 1 means that results
-        differ, or that the host is not fit. 2 means that the script had no step to examine. If the script failed, it is
-        the exit code of the rank that failed first.
+        differ, or that the host is not fit. 2 means that the script had no step to examine. If the script failed, the
+        result is the exit code of the rank that failed first.
 
     Raises:
         UsageError: the arguments are invalid. No rank was started.

@@ -121,7 +121,10 @@ _SHORT = {"--module": ["-m"], "--redirects": ["-r"], "--tee": ["-t"]}
 _CHOICES = {"--start-method": ("spawn", "fork", "forkserver")}
 
 _WITHOUT_VARIABLE = ("--logs-specs", "--numa-binding")
-"""The options whose defaults torchrun never takes from environment variables. It does so for all other options."""
+"""The options that cannot be set by environment variables.
+
+For each other option, torchrun has an environment variable with which the user can change the default.
+"""
 
 
 class UsageError(Exception):

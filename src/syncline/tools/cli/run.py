@@ -39,8 +39,8 @@ def main(argv: Sequence[str]) -> int:
 
     Returns:
         The exit code. 0 means that all ranks succeeded. 75 (`EXIT_STOPPED`) means that all ranks stopped as requested.
-        After a failure, it is the exit code of the rank that failed first. If a signal ended the launcher, it is 128 +
-        the number of the signal.
+        After a failure, the result is the exit code of the rank that failed first. If a signal ended the launcher, the
+        result is 128 + the number of the signal.
 
     Raises:
         UsageError: the arguments are invalid. No rank was started.
@@ -79,7 +79,7 @@ def check_program(program: str, *, is_module: bool, is_python: bool) -> None:
     Args:
         program: the path of a script, or the name of a module or command.
         is_module: whether the program is a module.
-        is_python: whether the program is a script or a module. Otherwise, it is a command.
+        is_python: whether the program is a script or a module. False means that it is a command.
 
     Raises:
         UsageError: the program does not exist. For a script, the text suggests similar names if there are any.
@@ -209,7 +209,8 @@ def _endpoint(args: argparse.Namespace) -> tuple[str, str, int]:
     """Return the endpoint of the rendezvous.
 
     Returns:
-        The option that sets the endpoint, its host, and its port. Port 0 means any free port.
+        The name of the option that sets the endpoint, and the host and the port of the endpoint. Port 0 means any free
+        port.
     """
     if not args.rdzv_endpoint:
         return "--master-port", args.master_addr, args.master_port or 29500

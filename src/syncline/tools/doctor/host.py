@@ -1,4 +1,4 @@
-"""Checks of whether this host is fit for parallel training, and a small program that tests the connection of ranks."""
+"""Functions that check whether this host is fit for parallel training, and a program that tests an all_reduce."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Finding(NamedTuple):
     name: str
     text: str
     kind: Literal["fine", "note", "problem"] = "fine"
-    """A "problem" prevents parallel training. A "note" can become a problem. For both, `text` includes a remedy."""
+    """A "problem" prevents parallel training. A "note" can become a problem. In these cases, `text` has a remedy."""
 
 
 def findings() -> list[Finding]:

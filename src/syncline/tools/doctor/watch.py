@@ -2,8 +2,8 @@
 
 `main` is called before the script starts (`tools/launch/worker.py --before`). It replaces the `forward` of torch's
 DistributedDataParallel and of Syncline's. When a wrapper is called for the requested forward, the module inside it is
-run several times with the batch of this call, forward and backward. The wrapper does not communicate in these runs.
-Their results are compared. Then the script ends, or continues unchanged.
+run several times with the batch of this call, forward and backward. In these runs, the wrapper does not communicate.
+The results of the runs are compared. Then the script ends, or continues unchanged.
 
 When the script starts, torch is already imported. Environment variables that torch reads at import must therefore be
 set outside of the script.
@@ -35,9 +35,9 @@ from syncline.transport.base import Transport
 from syncline.user_code import calling
 
 _CHECKPOINT_ERROR = "Checkpointing is not compatible with .grad()"
-"""The text of torch's error if a module uses re-entrant checkpoints, which do not work with `torch.autograd.grad`.
+"""The text of torch's error if `torch.autograd.grad` is called for a module that uses re-entrant checkpoints.
 
-They need a backward that writes `.grad`. Such a backward would start a reduction.
+Re-entrant checkpoints need a backward that writes `.grad`. Such a backward would start a reduction.
 """
 
 
@@ -184,7 +184,7 @@ def _forward_and_backward(
 def _weighted_sum(output: Tensor) -> Tensor:
     """Return a weighted sum of the elements, as a loss. Each element has its own weight.
 
-    A plain sum would not do, because its gradient vanishes in a softmax.
+    A plain sum is not a suitable loss, because its gradient vanishes in a softmax.
     """
     real = torch.view_as_real(output) if output.is_complex() else output
     wide = real.to(torch.float32) if real.dtype in (torch.float16, torch.bfloat16) else real

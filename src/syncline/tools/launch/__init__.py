@@ -4,7 +4,7 @@ failures.py   finds the rank that failed first, and describes its failure
 guardian.py   a process that cleans up if the launcher is killed
 output.py     prints the ranks' output, with the rank before each line, and the launcher's messages
 stopping.py   handles signals to the launcher, and ends the ranks
-supervise.py  runs one job from start to exit code, with a store of its own
+supervise.py  runs one job from start to exit code, with a store for this job only
 worker.py     the wrapper that runs the user's program in a rank (a script, which is never imported)
 """
 

@@ -52,7 +52,7 @@ class Failure:
     rank: int
     pid: int
     return_code: int
-    """The return code as in Python's subprocess module. A negative number is the number of a signal, negated."""
+    """The return code as in Python's subprocess module. -N means that the signal with the number N ended the rank."""
     record: ErrorRecord | None
     """The rank's own record of its exception. It is None if the rank has recorded no exception."""
     stderr_tail: Sequence[str] = ()
@@ -105,7 +105,8 @@ def first_failure(failures: Sequence[Failure]) -> Failure:
       peers may record lost connections before the launcher detects the death. A death without an exception therefore
       counts as earlier than an error about a lost connection, but as later than an exception with another cause.
     - A rank may close its connections before its exception is recorded (`finally: destroy_process_group()`). Its peers
-      then record lost connections earlier. An exception with another cause therefore counts as earlier than these.
+      then record lost connections earlier. An exception with another cause therefore counts as earlier than such
+      errors.
     - The launcher ends the remaining ranks by SIGTERM. Ranks that SIGTERM ended after the first failure do not count.
     - A rank that stopped as requested has not failed, even if it ended first.
 
@@ -188,7 +189,7 @@ def _named(failures: Sequence[Failure]) -> str:
 
 
 def _details(failure: Failure) -> list[str]:
-    """Return the lines that explain a failure: the recorded traceback, or otherwise the last lines of the stderr."""
+    """Return the lines that explain a failure: the recorded traceback, or if it is missing, the end of stderr."""
     if failure.record is not None and failure.record.traceback:
         return failure.record.traceback.rstrip().split("\n")
     lines = _end_of(failure.stderr_tail)

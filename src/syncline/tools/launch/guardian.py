@@ -44,8 +44,8 @@ _DONE = b"done\n"
 class Guardian:
     """A context manager that creates a private folder and starts a guardian process.
 
-    When the context ends, the folder is removed. If this process is killed before that, the guardian process removes
-    the folder and kills what is left of the ranks.
+    When the context ends, the folder is removed. If this process is killed inside the context, the guardian process
+    removes the folder, and kills the processes that are left of the ranks.
 
     Args:
         variables: the environment variables of the guardian process. They must not contain the mark of a job.
@@ -176,7 +176,7 @@ class RunningProcess(NamedTuple):
 
 
 def running_processes() -> Iterator[RunningProcess]:
-    """Yield all running processes of this host. On systems without /proc, yield none."""
+    """Yield all running processes of this host. On systems without /proc, yield nothing."""
     for folder in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):  # the process has ended
             # The format is "pid (name) state ppid pgrp session ...". The name may contain spaces and brackets.

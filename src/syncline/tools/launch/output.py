@@ -1,4 +1,4 @@
-"""The output of the launcher: the lines that the ranks print, each with its rank in front, and messages of its own.
+"""The output of the launcher: the lines of the ranks, each with its rank in front, and the launcher's own messages.
 
 Torch's elastic launcher can copy the ranks' output by means of log files. These files grow as long as the job runs, the
 launcher polls them ten times a second, and it may read an incomplete line. Here, each rank has a named pipe for stdout
@@ -82,13 +82,13 @@ class Lines:
         return lines
 
     def finish(self) -> list[bytes]:
-        """End the stream. If it did not end with a newline, return a list of its last line; otherwise an empty list."""
+        """End the stream. Return a list of its last line if this line lacks a newline, or else an empty list."""
         rest, self._rest = _as_drawn(self._rest), b""
         return [rest] if rest.strip() else []
 
 
 def _as_drawn(line: bytes) -> bytes:
-    """Return the text after the last carriage return of a line that is followed by text.
+    """Split a line at its carriage returns, and return the last part that is not empty.
 
     This is roughly the text that a terminal shows.
     """
@@ -201,8 +201,8 @@ class Forwarder:
 class RankLogs(LogsSpecs):
     """A specification for torch's launcher that sends the ranks' output through pipes to a `Forwarder`.
 
-    If stdout or stderr is a terminal and no logs are kept, rank 0 writes to it directly. Progress bars and colours of
-    rank 0 then work as without a launcher.
+    If stdout or stderr is a terminal and no logs are kept, rank 0 writes to this terminal directly. Progress bars
+    and colours of rank 0 then work as without a launcher.
 
     Args:
         scratch: a private folder for pipes and error files. The caller removes it.
@@ -289,7 +289,7 @@ class RankLogs(LogsSpecs):
     def note_ended(self, ended: Ended) -> None:
         """Record the ranks that had ended before the launcher ended the others.
 
-        Only the first call in an attempt that passes any rank has an effect.
+        In each attempt, only the first call with a non-empty `ended` has an effect.
         """
         self._ended = self._ended or ended
 
@@ -334,7 +334,7 @@ class RankLogs(LogsSpecs):
 
 
 class TorchLogs(LogsSpecs):
-    """A specification that leaves the ranks' output to torch's launcher, which options such as --tee require.
+    """A specification that lets torch's launcher handle the ranks' output. Options such as --tee require it.
 
     Args:
         inner: torch's own specification of the ranks' output.

@@ -130,7 +130,7 @@ class Workers:
         return bool(running)
 
     def kill(self) -> None:
-        """Kill the process groups of all ranks, including ranks that the launcher is only just starting."""
+        """Kill the process groups of all ranks, including ranks that are still being started."""
         for pid, parent, group, _ in self._marked():
             if parent == os.getpid() and group == pid:
                 with contextlib.suppress(ProcessLookupError):
@@ -201,9 +201,10 @@ def _processes(ranks: SubprocessContext) -> list[Popen[bytes]]:
 class Interruption:
     """A context manager that installs the signal handlers of the launcher.
 
-    At the first signal in `signals`, the handler raises torch's SignalException, with which torch's launcher ends the
-    ranks. But if the first signal is SIGTERM and ranks are running, the handler passes SIGTERM to the ranks instead. At
-    the second signal, the handler kills the ranks. SIGUSR1 is always passed to the ranks, and has no other effect.
+    At the first signal in `signals`, the handler raises torch's SignalException, and torch's launcher then ends the
+    ranks. But if the first signal is SIGTERM and ranks are running, the handler passes SIGTERM to the ranks, and raises
+    no exception. At the second signal, the handler kills the ranks. SIGUSR1 is always passed to the ranks, and has
+    no other effect.
 
     Enter the context in the main thread. A signal that is ignored at that time, as under nohup, stays ignored.
 
@@ -222,7 +223,7 @@ class Interruption:
         self._is_over = False
         self._num_received = 0
         self.received: signal.Signals | None = None
-        """The first of the handled signals that this process has received, or None if there was none yet."""
+        """The first signal, except SIGUSR1, that this handler has received. It is None if there was no signal yet."""
 
     def __enter__(self) -> Interruption:
         handlers = dict.fromkeys(self._signals, self._handle) | {signal.SIGUSR1: self._pass_on}
@@ -238,7 +239,10 @@ class Interruption:
             signal.signal(number, handler)
 
     def end(self) -> None:
-        """Ignore further signals. Call this when the ranks have ended. The third signal still ends this process."""
+        """Ignore further signals. Call this when the ranks have ended.
+
+        The third signal inside the context still ends this process. Earlier signals count, too.
+        """
         self._is_over = True
 
     def _pass_on(self, number: int, frame: FrameType | None) -> None:

@@ -121,7 +121,7 @@ class Job:
     keep_logs_in: Path | None = None
     """The folder in which to keep the ranks' output. None means that no logs are kept."""
     is_python: bool = True
-    """Whether the process of each rank is itself a Python program. Otherwise, it is a command that can start one."""
+    """Whether the process of each rank is itself a Python program. False means a command that can start Python."""
     shutdown_seconds: float | None = None
     """The time that ranks have to end after a signal. None means the defaults of `Interruption`."""
     verbose: bool = False
@@ -140,7 +140,7 @@ def worker_command(
     Args:
         program: a script, a module or a command, followed by its arguments.
         is_module: whether the program is a module, as in python -m.
-        is_python: whether the program is a script or a module. Otherwise, it is a command.
+        is_python: whether the program is a script or a module. False means that it is a command.
         before: the name of a module and a text. The module's `main` is called with the text in the same process, before
             the program runs. None means no call.
     """
@@ -168,7 +168,7 @@ def run_on_this_host(
         prefix: the template of the text before each line of output. None means the default.
 
     Returns:
-        The exit code, as of `supervise`.
+        The exit code, as `supervise` returns it.
     """
     config = LaunchConfig(
         min_nodes=1,
@@ -193,8 +193,8 @@ def supervise(job: Job) -> int:
 
     Returns:
         The exit code. 0 means success. `EXIT_STOPPED` means that all ranks stopped as requested. If a signal ended the
-        job in another way, the code is 128 + the number of the signal. If a rank failed, it is the exit code of the
-        rank that failed first. If the ranks could not be started, it is 1.
+        job in another way, the result is 128 + the number of the signal. If a rank failed, the result is the exit code
+        of the rank that failed first. If the ranks could not be started, the result is 1.
     """
     mark = f"{os.getpid()}-{uuid.uuid4().hex}"
     config = job.config
