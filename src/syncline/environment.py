@@ -61,7 +61,7 @@ class Environment:
     """Whether the launcher has opened the store. If not, rank 0 opens it."""
 
     def variables(self) -> dict[str, str]:
-        """Return the variables that torchrun would set for this process, for libraries that read nothing else."""
+        """Return the variables that torchrun would set for this process. Some libraries read only these variables."""
         found = {
             "RANK": self.rank,
             "WORLD_SIZE": self.size,
@@ -130,7 +130,7 @@ def export(variables: Mapping[str, str], *, replace: bool = False) -> dict[str, 
 def for_child(variables: Mapping[str, str]) -> dict[str, str]:
     """Return the environment variables for a child process.
 
-    They are the variables of this process without Syncline's own variables, and in addition `variables`.
+    The result holds the variables of this process, except Syncline's own variables, and the entries of `variables`.
     """
     inherited = {name: value for name, value in os.environ.items() if not name.startswith("SYNCLINE")}
     return inherited | dict(variables)
@@ -165,9 +165,10 @@ class _Variables(dict[str, str]):
         Args:
             name: the name of the variable.
             at_least: the smallest allowed value.
-            at_most: the largest allowed value. None allows any.
+            at_most: the largest allowed value. None allows any larger value.
             limit: a text for the error, which says where `at_most` comes from.
-            default: the value to return if the variable is empty or not set. Without a default, that is an error.
+            default: the value to return if the variable is empty or not set. If `default` is None, such a variable is
+                an error.
 
         Raises:
             ValueError: the variable is not such an integer.
@@ -183,7 +184,12 @@ class _Variables(dict[str, str]):
         return int(text)
 
     def missing(self, name: str, *, because: str) -> ValueError:
-        """Return the error for a variable that is not set, although the variable `because` is set."""
+        """Return the error for a variable that is not set.
+
+        Args:
+            name: the name of this variable.
+            because: the name of another variable, which is set. Therefore the first variable must be set, too.
+        """
         return ValueError(f"{name} is not set, although {because}={self[because]!r} is set. {_REMEDY}")
 
     def master_port(self) -> int | None:

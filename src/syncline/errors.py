@@ -85,7 +85,7 @@ class NonFiniteGradient(SynclineError):
 
     Attributes:
         step: the number of the synchronized backward. The first is step 1.
-        found: for each rank whose gradients were not finite, the names of their parameters. Ranks are those of the
+        found: the names of the parameters whose gradients were not finite on a rank, by rank. Ranks are those of the
             module's group.
         in_mean: the names of parameters whose mean gradient is not finite, although the gradients of each rank were
             finite.

@@ -40,10 +40,11 @@ class BucketRecord:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class NonFiniteRecord:
-    """A record of which gradients of one backward are not finite. It is the same on every rank."""
+    """A record of the gradients of one backward that are not finite. It is the same on every rank."""
 
     found: Mapping[int, tuple[str, ...]]
-    """For each rank whose own gradients held NaN or infinity, the names of their parameters; empty if there is none."""
+    """The names of the parameters whose gradients held NaN or infinity on a rank, by rank. Empty if all ranks had
+    finite gradients."""
     in_mean: tuple[str, ...]
     """Names of the parameters whose mean gradient is not finite, although the gradients of each rank were finite."""
     outcome: str
@@ -100,7 +101,8 @@ class BackwardRecord:
     unused: tuple[str, ...]
     """Names of the parameters that received no gradient on this rank."""
     divisor: int
-    """The number by which the sum over ranks was divided: the number of ranks, or under `normalize_by` of items."""
+    """The number by which the sum over ranks was divided: the number of ranks, or under `normalize_by` the number of
+    items."""
     counted_items: bool
     """Whether `divisor` is a number of items (`normalize_by`)."""
     reduced_afterwards: bool

@@ -17,7 +17,7 @@ def leaves(tree: Any, path: str = "") -> Iterator[tuple[str, Any]]:
 
     Args:
         tree: a container or a leaf.
-        path: the path of `tree` itself, with which all paths begin.
+        path: the path of `tree` itself. All paths begin with it.
 
     Example:
         >>> list(leaves({"b": [1, 2], "a": 3}))

@@ -187,7 +187,7 @@ def user_code_of_main_thread() -> str | None:
 
 
 def user_code_in_dump(text: str, thread: int) -> str | None:
-    """Return the position of one thread in the user's code, which is read from a dump; None if there is none.
+    """Read a dump, and return the position of one thread in the user's code; None if the dump has none.
 
     Args:
         text: the dump, in the format of `faulthandler`.
@@ -205,7 +205,7 @@ def user_code_in_dump(text: str, thread: int) -> str | None:
 
 
 def innermost_in_dump(text: str, thread: int) -> tuple[str, str]:
-    """Return the file and the function of the innermost frame of one thread, which are read from a dump.
+    """Read a dump, and return the file and the function of the innermost frame of one thread.
 
     Returns two empty strings if the dump has no frame of the thread. See `user_code_in_dump` for the arguments.
 

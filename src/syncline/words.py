@@ -35,7 +35,7 @@ def format_count(number: int, noun: str) -> str:
 
 
 def format_names(names: Sequence[str], num_shown: int = 4, *, noun: str = "parameters") -> str:
-    """Join names by commas. If there are more than `num_shown`, show only the first names and the last, and the count.
+    """Join names by commas. If there are more than `num_shown`, show only the first names, the last name and the count.
 
     Example:
         >>> format_names(["a", "b"]), format_names(["a", "b", "c", "d", "e"])
@@ -65,7 +65,7 @@ def describe_difference(
     Args:
         title: the name of the object or call that must be the same on all ranks.
         descriptions: the lines of each rank, in rank order. A line holds a name, a separator (two spaces, or a colon
-            and a space), and properties. Lines of two ranks with the same name are compared with each other.
+            and a space), and properties. A line is compared with the line of another rank that has the same name.
         remedy: the last line of the text, which says what to do.
 
     Returns:
@@ -148,7 +148,9 @@ def ranks_with(values: Mapping[int, K]) -> dict[K, list[int]]:
 
 
 def groups_of(values: Sequence[Hashable]) -> tuple[tuple[int, ...], ...]:
-    """Group the indices of equal values. Larger groups come first, and groups of equal size are in index order.
+    """Group the indices of equal values. Larger groups come first.
+
+    Groups of equal size are in the order of their lowest indices.
 
     Example:
         >>> groups_of(["a", "b", "b"])

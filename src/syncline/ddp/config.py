@@ -35,9 +35,10 @@ class Config:
     init_sync: bool
     """Whether rank 0 broadcasts its parameters when the wrapper is constructed."""
     init_buffers: bool
-    """Whether rank 0 broadcasts its buffers, too, when the wrapper is constructed."""
+    """Whether rank 0 broadcasts its buffers when the wrapper is constructed."""
     ignore: tuple[str, ...]
-    """Names or shell patterns of the tensors that are not synchronized, including tensors that are added later."""
+    """Names of the tensors that are not synchronized, or shell patterns for these names. A pattern also applies to
+    tensors that are added later."""
     strategy: Strategy[Any]
     compression: Compression | None
     replica_check: ReplicaCheck | None
@@ -48,7 +49,7 @@ class Config:
         return None if self.compression is None else self.compression.in_words()
 
     def compared(self) -> dict[str, object]:
-        """Return the values that must be equal on all ranks. The keys are arguments, or descriptions of values.
+        """Return the values that must be equal on all ranks. The keys of the result name arguments, or describe values.
 
         `Plan.compared` adds the buffer policy and the strategy. The patterns in `ignore` are not compared here, because
         the ranks compare the names that the patterns match.
@@ -71,7 +72,7 @@ class Config:
         }
 
     def with_gradients(self, **changed: Any) -> Config:
-        """Return a copy of the configuration in which these options of gradient synchronization are changed."""
+        """Return a copy of the configuration with the new values in `changed`, which are options of gradient sync."""
         return replace(self, gradients=replace(self.gradients, **changed))
 
 

@@ -37,8 +37,8 @@ class SyncState:
         drift: the control of drift, which holds the state of the strategy.
         compression: the compression with its state. Pass None if gradients are sent unchanged, or if there is only one
             rank.
-        idle: the state of the compression as it was loaded, for a world of one rank. Nothing is encoded there, so this
-            state is kept unchanged, and saved again.
+        idle: the loaded state of the compression, in a world of one rank. Nothing is encoded there, so this state is
+            kept unchanged, and is saved again later.
     """
 
     def __init__(
@@ -50,7 +50,9 @@ class SyncState:
         self._config = config
 
     def compress(self, gradients: GradientSync, lane: Transport, module: nn.Module) -> None:
-        """Let the compression encode the buckets of these gradients from now on, if there is one.
+        """Let the compression encode the buckets of these gradients from now on.
+
+        This does nothing if no compression is configured.
 
         Args:
             gradients: the synchronization of the gradients.
@@ -127,8 +129,8 @@ class ReplicaChecks:
             step: the number of optimizer steps so far.
 
         Raises:
-            ReplicaDivergence: the parameters differ, and `on_divergence` is "raise", or "repair" without a majority.
-                Every rank raises the error.
+            ReplicaDivergence: the parameters differ, and `on_divergence` is "raise"; or it is "repair", but there is no
+                majority. Every rank raises the error.
         """
         watch = self.after_syncs
         if watch is None:
@@ -162,8 +164,8 @@ class Drift:
         named: the trained parameters of the module, with their names.
         config: the configuration of the wrapper.
         transport: the transport between the ranks.
-        spec: the ranks, hosts and parameter sizes, which the strategy depends on. Pass None if replicas do not drift
-            under the strategy.
+        spec: the facts on which the strategy depends: ranks, hosts and sizes of parameters. Pass None if replicas do
+            not drift under the strategy.
         checks: the comparisons of this replica with the replicas of other ranks.
     """
 
@@ -205,7 +207,7 @@ class Drift:
         """Let `sl.diverge` act on the ranks of this transport from now on."""
         self._transport = transport
         self.divergence = Divergence(self._module, transport, weakly(self._switch), weakly(self._was_written))
-        """The record of whether `sl.diverge` lets the replicas drift apart now, or has done so."""
+        """The record that says whether `sl.diverge` lets the replicas drift apart now, or has let them drift before."""
 
     def use(
         self, gradients: GradientSync, buffers: BufferSync, registered: Registrations, rules: Rules | None
@@ -261,9 +263,10 @@ class Drift:
         return not (self.divergence.is_open or self.divergence.has_diverged) and self.is_last_sync_valid()
 
     def is_last_sync_valid(self) -> bool:
-        """Return whether all parameters are still equal since the last parameter sync made them equal.
+        """Return whether all parameters were made equal, and no backward has run since then.
 
-        After the next backward this is unknown, because an optimizer that is not attached can change the parameters.
+        After a backward it is unknown whether they are equal, because an optimizer that is not attached can change
+        them.
         Under `EveryStep` the answer is always True.
         """
         rounds, num_backwards = self.rounds, self._gradients.num_backwards

@@ -1,4 +1,4 @@
-"""Uneven inputs: a rank that has run out of inputs takes part in the collectives of the other ranks with zeros.
+"""Uneven inputs: a rank that has run out of inputs sends zeros in the collectives of the other ranks.
 
 This uses torch's `Join`. Before each forward, the ranks agree in one small collective whether the backward of this
 iteration reduces gradients, and which ranks still have inputs. Under the buffer policy "broadcast", the buffers come
@@ -48,7 +48,7 @@ class _Iteration:
 
 
 class _JoinBlock(Join):
-    """torch's `Join` context, which also resets its joinables when it ends. Without that, later forwards would join.
+    """torch's `Join` context. When it ends, it also resets its joinables, so that later forwards do not join.
 
     Args:
         transport: the transport between the ranks that enter the context.
@@ -81,7 +81,7 @@ class _JoinBlock(Join):
 def _agree_on_iteration(transport: Transport, *, has_inputs: bool, synchronizes: bool) -> _Iteration:
     """Agree on the facts about the next iteration. A collective call, also for ranks without inputs.
 
-    It is one all_reduce of a tensor of shape (number of ranks + 1,).
+    The call runs one all_reduce of a tensor of shape (number of ranks + 1,).
     """
     mine = torch.zeros(transport.size + 1, dtype=torch.int32, device=transport.control_device)
     mine[transport.rank], mine[-1] = has_inputs, synchronizes
@@ -119,7 +119,7 @@ class _ShadowHook(JoinHook):
         self._sync_module = sync_module
 
     def main_hook(self) -> None:
-        """Take part in the collectives of one iteration of the other ranks."""
+        """Take part in the collectives that the other ranks run in one iteration."""
         iteration = _agree_on_iteration(self._replica.transport, has_inputs=False, synchronizes=False)
         _sync_buffers(self._replica.buffers, iteration)
         if iteration.synchronizes:
@@ -145,8 +145,8 @@ class JoinMethods(TorchNames, Joinable):
     ) -> AbstractContextManager[Any]:
         """Return a context in which ranks may run out of inputs at different times, as in torch.
 
-        A rank that leaves its loop early takes part in the collectives of the other ranks with zeros, until all ranks
-        are done. Then the rank that finished last broadcasts its model to all ranks.
+        A rank that leaves its loop early sends zeros in the collectives of the other ranks, until all ranks are done.
+        Then the rank that finished last broadcasts its model to all ranks.
 
         Args:
             divide_by_initial_world_size: divide the sum of the gradients by the number of all ranks. With False, divide

@@ -59,7 +59,7 @@ class Buffers(Enum):
     ALONE = auto()
     """There is only one rank, so nothing is done."""
     OFF = auto()
-    """Buffers are not synchronized any more after construction."""
+    """Buffers are not synchronized after construction."""
     WITH_PARAMETERS = auto()
     """Buffers are synchronized in the parameter syncs of the strategy."""
     BEFORE_FORWARD = auto()
@@ -87,7 +87,10 @@ class Sizes(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Plan:
-    """The facts about a wrapped module on one rank, from which its properties derive how the module is synchronized."""
+    """The facts about a wrapped module on one rank.
+
+    The properties of a plan derive from these facts how the module is synchronized.
+    """
 
     config: Config
     module: str
@@ -211,7 +214,8 @@ class Evidence:
     synced_at: Mapping[str, int] = field(default_factory=dict)
     """The step after which a group of tensors was last synchronized. The keys are the names of rows of the contract."""
     replicas_compared: tuple[int, bool] | None = None
-    """The step of the last comparison of replicas, and whether the replicas were equal; None before the first."""
+    """The step of the last comparison of replicas, and whether the replicas were equal; None before the first
+    comparison."""
     num_repairs: int = 0
     """Number of comparisons that found different replicas and made them equal."""
 

@@ -60,7 +60,7 @@ class Registrations:
         self._sharding: Sharding | None = None
 
     def use(self, gradients: GradientSync, transport: Transport, sharding: Sharding | None) -> None:
-        """Register with these parts from now on, and let the next synchronized backward compare the registrations.
+        """Let later registrations use these parts. The next synchronized backward compares all registrations.
 
         Args:
             gradients: the synchronization of gradients.
@@ -192,8 +192,8 @@ class Registrations:
     def agree(self) -> None:
         """Check that all ranks have registered the same hooks, optimizers and metrics.
 
-        If this rank has registered nothing since the last check, the call does nothing. Otherwise it is a collective
-        call.
+        If this rank has registered something since the last check, this is a collective call. If not, the call does
+        nothing.
 
         Raises:
             ContractMismatch: the ranks have registered different hooks, optimizers or metrics.
@@ -229,7 +229,7 @@ class Registrations:
         gradients.controls.do_after_reduction(step)
 
     def _check_attached(self) -> None:
-        """If the strategy needs an attached optimizer, check that all ranks have one. That is a collective call."""
+        """If the strategy needs an attached optimizer, check in a collective call that all ranks have one."""
         strategy = self._config.strategy
         if self._rounds is None or not strategy.needs_attach:
             return

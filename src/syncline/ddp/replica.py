@@ -114,7 +114,10 @@ class Replica:
         return gradients, self._open_lane("buffers") if chosen.buffers else self.transport
 
     def _open_lane(self, purpose: str, *, of: object = None) -> Transport:
-        """Open a lane for a purpose. The lane is closed when the object `of` is freed, or without `of` this replica."""
+        """Open a lane for a purpose. The lane is closed when its owner is freed.
+
+        The owner is the argument `of`. If `of` is None, the owner is this replica.
+        """
         lane = self.transport.lane(f"{purpose} of {self._title}")
         if lane is not self.transport:
             weakref.finalize(self if of is None else of, lane.close)
@@ -127,8 +130,8 @@ class Replica:
 
         Args:
             chosen: the tensors to synchronize.
-            former: the former synchronization of gradients, whose state the new one takes over. Pass None if there is
-                none.
+            former: the former synchronization of gradients. The new one takes over its state. Pass None if there is no
+                former one.
         """
         self.selection = chosen
         # Not part of the configuration, because a group of one rank may be replaced by a larger one.
@@ -182,7 +185,7 @@ class Replica:
         self.buffers.continues(former_buffers)
 
     def _chosen_again(self) -> Selection:
-        """Select the tensors to synchronize again, from the module as it is now, by the configuration."""
+        """Repeat the selection of the tensors to synchronize, in the module as it is now."""
         delayed = [(n, p) for n, p in self.module.named_parameters() if n in self.config.gradients.delayed]
         return select(self.module, ignore=self.config.ignore, delayed=delayed, must_match=False)
 
@@ -303,7 +306,10 @@ class Replica:
         self._wire_again(chosen)
 
     def agree_before_join(self) -> None:
-        """Make the comparisons of a backward now, because a rank without inputs runs no backward. A collective call."""
+        """Run the comparisons of a backward before `join`. A collective call.
+
+        A rank without inputs runs no backward, so it could not compare later.
+        """
         self._follow_changes()
         self.registered.agree()
 

@@ -1,7 +1,7 @@
 """Texts about a wrapped module: the contract, with a row for each group of tensors, and the timeline of one step.
 
-Before the first step, both describe the plan. After it, the contract also shows what was last synchronized, and the
-timeline describes the last recorded step.
+Before the first step, the contract and the timeline describe the plan. After the first step, the contract also shows
+the last synchronizations, and the timeline describes the last recorded step.
 """
 
 from __future__ import annotations
@@ -254,7 +254,7 @@ def explain(plan: Plan, evidence: Evidence, buckets: Sequence[BucketPlan], names
         plan: the plan of the module.
         evidence: the last records of this rank.
         buckets: the plans of the buckets.
-        names: the names of the parameters, to which the indices in `buckets` refer.
+        names: the names of the parameters. The indices in `buckets` refer to this list.
     """
     recorded = evidence.backward
     if recorded is None:

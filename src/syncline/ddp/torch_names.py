@@ -3,8 +3,8 @@
 They are supported as far as possible, because other code uses them: Lightning (`reducer`, `_set_static_graph`,
 `_register_builtin_comm_hook`), Accelerate and Megatron (`bucket_bytes_cap`,
 `_set_params_and_buffers_to_ignore_for_model`), torch.compile (`_inside_ddp_forward`), torchrec, and torch's own tests.
-Methods that drive torch's reducer raise an error that names the alternative (see `REFUSED`). All other methods and
-attributes are inherited from torch, and work unchanged. A test covers every name.
+Methods that drive torch's reducer raise an error that names the alternative (see `REFUSED`). Methods and attributes
+that Syncline does not define are inherited from torch, and work unchanged. A test covers every name.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class _NoReducer:
     """A replacement for torch's reducer, for code that calls the reducer itself. Most methods do nothing.
 
     Args:
-        gradients: the synchronization of gradients, from which the use of the parameters is read.
+        gradients: the synchronization of gradients. It knows which parameters were used.
     """
 
     def __init__(self, gradients: GradientSync) -> None:
@@ -226,7 +226,7 @@ class TorchNames:
 
     @property
     def require_forward_param_sync(self) -> bool:
-        """True if the next forward synchronizes buffers, unless that is turned off.
+        """True if buffers are due in the next forward. `forward_sync_buffers` can turn their synchronization off.
 
         It is False if the last forward ran under `no_sync` or `no_grad`.
         """
@@ -296,7 +296,8 @@ class TorchNames:
 
     @property
     def require_manual_backward_finalization(self) -> bool:
-        """True if a user must call `finalize_backward` of torch 2.15. Always False, because backward itself waits."""
+        """Whether a user must call `finalize_backward`. Always False, because backward itself waits for all
+        gradients."""
         return False
 
     @require_manual_backward_finalization.setter

@@ -36,8 +36,8 @@ class TrainingMethods(TorchNames, Joinable):
 
         Under `on_nonfinite="skip"`, an attached optimizer discards a step whose gradients are not finite.
 
-        With `sharded=True` you must attach every optimizer. Its parameters are then replaced by this rank's shards of
-        them, and its state is cut in the same way. Its `state_dict()` becomes a collective call.
+        With `sharded=True` you must attach every optimizer. The parameters of the optimizer are then replaced by this
+        rank's shards, and its state is cut in the same way. `optimizer.state_dict()` becomes a collective call.
 
         You may attach several optimizers. A new optimizer is added if it has no parameter of this module in common with
         an attached optimizer. It replaces an attached optimizer if it has all parameters of that optimizer, for example
@@ -49,13 +49,13 @@ class TrainingMethods(TorchNames, Joinable):
             optimizer: an optimizer of parameters of this module. It may also have other parameters. You may create
                 schedulers and GradScalers before or after this call.
             elementwise: whether the optimizer updates each element independently of all other elements. It matters only
-                with `sharded=True`: a shard is then a flat span over several parameters. With False, a shard consists
-                of whole parameters, which is correct if the update of each parameter depends on that parameter alone.
-                None lets Syncline decide: True for AdamW, SGD and other optimizers of torch that update each element
+                with `sharded=True`. If True, a shard is a flat span over several parameters. If False, a shard consists
+                of whole parameters, which is correct if the update of a parameter depends on no other parameter. None
+                lets Syncline decide: True for AdamW, SGD and other optimizers of torch that update each element
                 independently, False for all other optimizers.
             replace: True replaces all attached optimizers that have any parameter of the new one. False keeps them, so
-                that several optimizers step the same parameter. `sharded=True` does not allow that. None applies the
-                rule above.
+                that several optimizers can step the same parameter. With `sharded=True`, only one optimizer can step a
+                parameter. None applies the rule in the text above.
 
         Returns:
             The same optimizer, whose `step` now checks the gradients and settings first. If the optimizer was attached
@@ -130,12 +130,12 @@ class TrainingMethods(TorchNames, Joinable):
         )
 
     def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:
-        """Register a communication hook, as in torch: `hook(state, bucket)` reduces each bucket instead of all_reduce.
+        """Register a communication hook, as in torch: a function `hook(state, bucket)` that reduces each bucket.
 
         The hook receives the gradients undivided, in a `GradBucket` with torch's methods. It must divide them
-        itself, and return a `torch.futures.Future` of the reduced flat tensor. Register one hook, on all ranks, between
-        the same two backwards. The hooks that torch provides call torch.distributed directly, over the process group
-        that you pass as their state.
+        itself, and return a `torch.futures.Future` of the reduced flat tensor. Register one hook on all ranks, at the
+        same point between two backwards. The hooks that torch provides call torch.distributed directly, over the
+        process group that you pass as `state`.
 
         Args:
             state: the first argument of each call of the hook.
@@ -218,7 +218,7 @@ class TrainingMethods(TorchNames, Joinable):
         """Average metrics over all ranks. The values travel with the next gradients, without a separate collective.
 
         Call this method on all ranks, with the same names, between forward and backward. After a synchronized backward
-        `ddp.last_step.metrics` holds the means, with the same bits on every rank. Values that you report for
+        `ddp.last_step.metrics` holds the means, which are equal bit for bit on every rank. Values that you report for
         micro-batches under `no_sync` are averaged together with the values of the next synchronized backward. To
         average values at any other time, use `sl.mean`.
 

@@ -84,8 +84,8 @@ class DistributedDataParallel(  # type: ignore[misc, override]
         process_group: the group to synchronize over: a `torch.distributed` process group or a Syncline transport. None
             means the default group, or a world of one rank if torch.distributed is not initialized.
         bucket_cap_mb: the largest size of a bucket in MiB (2**20 bytes). None lets Syncline choose. In shared memory
-            the size is 8 MiB. Over Gloo, if the ranks keep all cores of one host busy, it uses few large buckets.
-            Otherwise the first bucket has up to 1 MiB and the others up to 25 MiB, as in torch.
+            the size is 8 MiB. Over Gloo, if the ranks keep all cores of one host busy, Syncline uses few large buckets.
+            In all other cases the first bucket has up to 1 MiB, and each further bucket up to 25 MiB, as in torch.
         find_unused_parameters: count a missing gradient as zero instead of raising an error. The `.grad` of a parameter
             that no rank used does not change.
         check_reduction: deprecated in torch. It has no effect.
@@ -96,7 +96,8 @@ class DistributedDataParallel(  # type: ignore[misc, override]
             implies `find_unused_parameters`.
         delay_all_reduce_named_params: the parameters whose gradients are reduced last, in separate buckets, as pairs
             (name, parameter).
-        param_to_hook_all_reduce: the parameter that triggers this reduction in torch. Give both arguments or neither.
+        param_to_hook_all_reduce: the parameter that triggers the reduction of the delayed gradients in torch. Give it
+            if and only if you give `delay_all_reduce_named_params`.
         mixed_precision: torch's `_MixedPrecision`. Forward then runs on low-precision copies of the parameters.
         device_mesh: a mesh of one dimension, whose group is used. Give it instead of `process_group`.
         skip_all_reduce_unused_params: with `find_unused_parameters`, do not send a bucket if no rank used any of its
@@ -126,10 +127,10 @@ class DistributedDataParallel(  # type: ignore[misc, override]
         replica_check: `sl.ReplicaCheck(every=100)` compares the replicas during training, one slice per step. See
             `docs/replica-check.md`.
         on_nonfinite: what all ranks do if a gradient of any rank is NaN or infinite. "ignore" does nothing, so the mean
-            is not finite either. "raise" raises `NonFiniteGradient` at the end of this backward. "skip" discards the
-            step of every optimizer; you must `attach` each of them. "zero" counts such elements as zero. Except for
-            "ignore", each policy names the rank and the parameter. While a `torch.amp.GradScaler` is in use, it handles
-            such gradients, and these policies do not apply. See `docs/nothing-silent.md`.
+            is not finite either. "raise" raises `NonFiniteGradient` at the end of the backward. "skip" discards the
+            step of every optimizer; you must `attach` each optimizer. "zero" counts such elements as zero. All policies
+            but "ignore" name the rank and the parameter. While a `torch.amp.GradScaler` is in use, it handles such
+            gradients, and these policies do not apply. See `docs/nothing-silent.md`.
 
     Raises:
         TypeError: `module` is not a `torch.nn.Module`, or another argument has a wrong type.
@@ -274,7 +275,7 @@ class DistributedDataParallel(  # type: ignore[misc, override]
         """Make the buffers equal on all ranks now, by the buffer policy. A collective call.
 
         Under the policy "none", the buffers of rank 0 are broadcast. Call this method before a checkpoint or an
-        evaluation, because after a step the running statistics of each rank include a batch of this rank alone.
+        evaluation, because after a step the running statistics of a rank include a batch that no other rank has seen.
 
         Example:
             >>> import torch, syncline as sl
@@ -311,7 +312,7 @@ class DistributedDataParallel(  # type: ignore[misc, override]
 
     @property
     def last_round(self) -> RoundRecord | None:
-        """The record of the last parameter sync on this rank; None before the first, and under `EveryStep`."""
+        """The record of the last parameter sync on this rank; None before the first sync, and under `EveryStep`."""
         return None if self._replica.drift.rounds is None else self._replica.drift.rounds.last
 
     @property
@@ -363,7 +364,7 @@ class DistributedDataParallel(  # type: ignore[misc, override]
 
     @property
     def last_step(self) -> BackwardRecord | None:
-        """The record of the last backward on this rank; None before the first.
+        """The record of the last backward on this rank; None before the first backward.
 
         `print(ddp.last_step)` prints a summary, and `pprint.pprint(ddp.last_step)` prints every field.
         """

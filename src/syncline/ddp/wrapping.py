@@ -285,9 +285,9 @@ def describe_new_values(chosen: Selection, before: Selection) -> list[str]:
 def are_of_the_bare_module(keys: Sequence[str], module: nn.Module) -> bool:
     """Return whether the keys of a state_dict belong to the bare module, and so lack the wrapper's prefix `module.`.
 
-    If the bare module has a submodule named `module`, its own keys can have that prefix, too. Then the keys are
-    compared with those of the bare module twice, unchanged and without the prefix. They belong to the bare module if
-    more of them match unchanged.
+    If the bare module has a submodule named `module`, its own keys can have that prefix, too. Then the function counts
+    the keys that the bare module has, first unchanged, then without the prefix. The keys belong to the bare module if
+    the first count is larger.
 
     Example:
         >>> net = nn.Sequential()
