@@ -14,7 +14,7 @@ from syncline.trees import leaves, map_leaves
 
 
 class Averager:
-    """An averager, which repeatedly averages one flat tensor by a compression.
+    """An object that averages one flat tensor over all ranks, again and again, by a compression.
 
     The residual is the part of the values that an averaging loses. If the compression uses error feedback, the averager
     adds the residual to the values of the next averaging. Then nothing is lost for good: the sum of all results, plus
@@ -34,7 +34,11 @@ class Averager:
             self._residual = torch.zeros(layout.numel, dtype=layout.dtype, device=layout.device)
 
     def mean(self, values: Tensor) -> Averaging:
-        """Average the tensor `values`, which is overwritten. Its shape is (numel,), and its dtype is the layout's."""
+        """Return a generator that averages the tensor `values` over all ranks.
+
+        Args:
+            values: this rank's values, of shape (numel,) and of the layout's dtype. They may be overwritten.
+        """
         if self._residual is None:
             return (yield from self._encoder.mean(values, wants_lost=False))
         averaged = yield from self._encoder.mean(self._residual.add_(values), wants_lost=True)
@@ -46,7 +50,7 @@ class Averager:
     def memory(self) -> list[dict[str, Tensor]]:
         """Return the state of each tensor of the layout, as a dict of tensors. Do not modify these tensors.
 
-        The dict is empty if a tensor has no state.
+        If a tensor of the layout has no state, its dict is empty.
         """
         kept = [dict(tensors) for tensors in self._encoder.memory()]
         if self._residual is not None:

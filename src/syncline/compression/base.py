@@ -63,7 +63,9 @@ class Averaged(NamedTuple):
     mean: Tensor
     """The mean. It has the same bits on all ranks."""
     lost: Tensor | None = None
-    """This rank's part of the error: `mean` is the mean over ranks of (values - lost). None if there is no error."""
+    """This rank's part of the error: `mean` is the mean over ranks of (values - lost).
+
+    None if there is no error, or if the caller does not want this tensor."""
 
 
 class Gathered(NamedTuple):
@@ -72,13 +74,15 @@ class Gathered(NamedTuple):
     values: Tensor
     """The values of the ranks, in rank order, of shape (num_ranks, numel of `Gather.values`)."""
     beside: Tensor | None
-    """The second tensors of the ranks, of shape (num_ranks, numel of `Gather.beside`); None if there are none."""
+    """The second tensors of the ranks, of shape (num_ranks, numel of `Gather.beside`).
+
+    None if the request had no second tensor."""
 
 
 Averaging = Generator[Request, Any, Averaged]
 """A generator that runs one averaging: it yields requests, receives the replies, and returns the result.
 
-The generator must not use a tensor again after it has yielded it in a request."""
+After the generator has yielded a tensor in a request, the generator must not use this tensor again."""
 
 
 # ---------------------------------------------------------------------- the layout of an encoder
@@ -179,7 +183,7 @@ class Compression(ABC):
 
     If so, an all_reduce sends them, and the bytes per rank do not grow with the number of ranks."""
     is_order_dependent: ClassVar[bool] = False
-    """Whether the result depends on the positions of the values, so that the compression must be first in a chain."""
+    """Whether the result depends on the order of the values, so that the compression must be first in a chain."""
     gives: ClassVar[str]
     """The form of the encoded output, which determines the compressions that can follow in a chain.
 
@@ -208,7 +212,9 @@ class Compression(ABC):
         return f"{type(self).__name__}({inside})"
 
     def in_words(self) -> str:
-        """Return the compression as a text. Ranks compare these texts to check that all use the same compression.
+        """Return the compression as a text.
+
+        Ranks compare their texts to check that all ranks use the same compression.
 
         Example:
             >>> from syncline.compression import PowerSGD
@@ -245,11 +251,11 @@ class Codec(Compression):
 
     @abstractmethod
     def encode(self, values: Tensor) -> Tensor:
-        """Encode values of shape (numel,) as a flat tensor of codes. Its length depends only on numel."""
+        """Encode values of shape (numel,) as a flat tensor of codes. The number of codes depends only on numel."""
 
     @abstractmethod
     def decode(self, codes: Tensor, numel: int, dtype: torch.dtype) -> Tensor:
-        """Decode each row of codes that `encode` returned. Return values of shape (num_rows, numel).
+        """Decode rows of codes, each of which `encode` returned. Return values of shape (num_rows, numel).
 
         Args:
             codes: codes of shape (num_rows, length of the codes of one row).

@@ -37,7 +37,7 @@ _GIVES = {
 
 @dataclass(frozen=True, init=False, repr=False)
 class Chain(Composed):
-    """A sequence of compressions, each of which encodes the output of the one before.
+    """A sequence of compressions. Each compression encodes the output of the compression before it.
 
     Two examples are `Chain(PowerSGD(2), Cast())` and `Chain(TopK(0.01), Quantize(8))`. If any stage uses error
     feedback, the error of all stages together is added to the next values before the first stage. This takes memory for
@@ -117,7 +117,10 @@ def _check_order(stage: Compression, after: Compression) -> None:
 
 
 class _ChainEncoder(Encoder):
-    """The encoder of a chain. It runs the encoder of the first stage, and encodes its requests by the later stages."""
+    """The encoder of a chain.
+
+    It runs the encoder of the first stage. The later stages encode the values in the requests of that encoder.
+    """
 
     def __init__(self, stages: tuple[Compression, ...], layout: Layout) -> None:
         super().__init__(layout)
@@ -151,21 +154,21 @@ class _ChainEncoder(Encoder):
 
 @dataclass(frozen=True)
 class After(Composed):
-    """A compression that uses one compression for the first averagings, and another one for all later averagings.
+    """A compression that runs one compression for the first averagings, and a second one for all later averagings.
 
     `sl.compression.After(400, PowerSGD(4), before=Quantize(4))` averages 400 times by Quantize(4), and then by
     PowerSGD(4).
 
     Early gradients are large, change fast, and matter more than later ones, so a coarse approximation of them does more
     harm than good. Therefore training with `PowerSGD` usually starts with exact averages. torch's hook has the argument
-    `start_powerSGD_iter` for the same purpose. With error feedback, the error of the last averaging by `before` is
-    added to the values of the first averaging by `then`.
+    `start_powerSGD_iter` for the same purpose. With error feedback, the error of the last averaging by the first
+    compression is added to the values of the first averaging by the second compression.
 
     Args:
-        num_averagings: the number of averagings by `before`. It is a number of optimizer steps if gradients are
-            averaged once per step.
-        then: the compression of all later averagings.
-        before: the compression of the first averagings; None for no compression.
+        num_averagings: the number of averagings by the first compression. If gradients are averaged once per optimizer
+            step, this is a number of steps.
+        then: the second compression, for all later averagings.
+        before: the first compression; None to send the first averagings without compression.
 
     Raises:
         ValueError: `num_averagings` is below 1.
@@ -209,7 +212,7 @@ class After(Composed):
 
 
 class _AfterEncoder(Encoder):
-    """The encoder of `sl.compression.After`. It counts averagings, and then changes from one encoder to another."""
+    """The encoder of `sl.compression.After`. After `num_averagings` averagings, it changes to the second encoder."""
 
     def __init__(self, after: After, layout: Layout) -> None:
         super().__init__(layout)

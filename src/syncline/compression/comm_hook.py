@@ -64,8 +64,8 @@ class HookState:
         compression: the compression of the gradients.
         group: the ranks whose gradients are averaged: a `torch.distributed` process group, a Syncline transport, or
             None for the default group. The constructor is a collective call if the group has not been used yet.
-        module: the module with the parameters, whose names are used as keys in `state_dict`. Without it, the state
-            cannot be saved.
+        module: the module that contains the parameters. The names of the parameters become keys in `state_dict`. If it
+            is None, the state cannot be saved.
 
     Example:
         >>> import torch, syncline as sl
@@ -91,7 +91,7 @@ class HookState:
             checked_kind("module", module, nn.Module, "a torch.nn.Module")
         self.compression = compression
         self._kept: dict[str, Mapping[str, Tensor]] = {}
-        """The loaded state, by parameter name, of parameters whose buckets do not exist yet."""
+        """The loaded state of each parameter that has no bucket yet. The keys are parameter names."""
         self._drop_buckets()
         self._names: dict[int, str] | None = None
         self._transport: Transport | None = None
@@ -110,7 +110,7 @@ class HookState:
 
         Args:
             transport: connects the ranks.
-            module: the module whose parameter names become the keys of saved states. Pass None to keep the names.
+            module: the module whose parameter names become the keys of saved states. None keeps the former names.
         """
         if module is not None:
             self._names = {id(parameter): name for name, parameter in module.named_parameters()}
@@ -175,7 +175,7 @@ class HookState:
     def _carry(self) -> None:
         """Drop buckets that are not in flight, and keep the state of their parameters for the parameters' new buckets.
 
-        Buckets in flight are already new ones.
+        A bucket in flight is already a new bucket, so it stays.
         """
         for index, known in list(self._buckets.items()):
             if not known.exchange.is_under_way:
@@ -260,7 +260,7 @@ class _Bucket:
 
 
 class _Future(torch.futures.Future[Tensor]):
-    """A future whose `wait` completes all averages in flight, even if the call for the last bucket does not follow."""
+    """A future whose `wait` completes all averages in flight, even if the hook was not called for the last bucket."""
 
     def __init__(self, state: HookState, device: torch.device) -> None:
         super().__init__(devices=None if device.type == "cpu" else [device])
@@ -279,6 +279,9 @@ def _layout_of(bucket: AnyGradBucket) -> tuple[object, ...]:
 
 
 def _shape_in_memory(tensor: Tensor) -> tuple[int, ...]:
-    """Return the shape of a tensor with its dimensions in memory order. channels_last weights have channels last."""
+    """Return the shape of a tensor with its dimensions in memory order.
+
+    For a channels_last weight, the number of channels is last in the result.
+    """
     strides = tensor.stride()
     return tuple(tensor.shape[dim] for dim in sorted(range(tensor.dim()), key=lambda dim: -strides[dim]))

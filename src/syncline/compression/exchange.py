@@ -31,13 +31,13 @@ from syncline.transport.work import Work
 
 
 class MeanExchange:
-    """An exchange, which repeatedly averages one flat tensor over all ranks, with or without compression.
+    """An object that averages one flat tensor over all ranks, again and again, with or without compression.
 
     One averaging is a call of `start`, any number of calls of `advance` (between other work), and a call of `wait`.
     An averaging has one or more phases of communication. A call of `start` or `advance` starts at most one phase, and
     `wait` starts all remaining phases. So ranks that call these methods in the same order start the same collectives in
-    the same order. The constructor is not a collective call. In a group of one rank, nothing is sent, and the mean is
-    the values themselves.
+    the same order. The constructor is not a collective call. In a group of one rank, nothing is sent, and the mean
+    equals the values.
 
     Args:
         compression: the compression of the values; None to average by one all_reduce without compression.
@@ -95,7 +95,9 @@ class MeanExchange:
         self._transport = transport
         self._averager = Averager(compression, self.layout)
         self._phases: Generator[list[Work], None, Tensor] | None = None
-        """A generator that runs the averaging in progress, and yields the collectives of each phase; None at rest."""
+        """A generator that runs the averaging in progress, and yields the collectives of each phase.
+
+        None if no averaging is in progress."""
         self._works: list[Work] = []
         """The collectives of the current phase, which may still be in flight."""
         self._result: Tensor | None = None
@@ -255,7 +257,7 @@ class MeanExchange:
                 return (yield from self._exchanged(rows))
 
     def _gathered(self, request: Gather) -> Generator[list[Work], None, Gathered]:
-        """Gather the tensors of a request from all ranks. Both tensors of a rank are sent in one message."""
+        """Gather the tensors of a request from all ranks. A rank sends `values` and `beside` in one message."""
         values, beside = request.values, request.beside
         message = as_bytes(values.contiguous())
         if beside is not None:

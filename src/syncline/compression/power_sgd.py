@@ -19,11 +19,13 @@ from syncline.checks import checked_count, checked_flag, store
 from syncline.compression.base import Averaged, Averaging, Compression, Encoder, Layout, Mean
 
 _ZERO = 1e-24
-"""The squared length up to which a row counts as a combination of earlier rows. Rows are first scaled to maximum 1."""
+"""The squared length up to which the remainder of a row counts as zero, after earlier rows were projected out.
+
+Before that, each row is scaled so that its largest magnitude is 1."""
 
 
 def orthonormal_rows(matrices: Sequence[Tensor]) -> list[Tensor]:
-    """Return orthonormal rows for each matrix, which span the same space as the rows of the matrix.
+    """Return, for each matrix, orthonormal rows that span the same space as the rows of the matrix.
 
     The method is Gram-Schmidt, applied twice, in float64. If a row is zero or a combination of earlier rows, it becomes
     zero. Rows with values that are not finite stay not finite. Matrices of similar width are computed together.
@@ -95,7 +97,7 @@ def _sums(terms: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class PowerSGD(Compression):
-    """A compression that approximates each matrix by the product of two thin factors, which are sent instead of it.
+    """A compression that approximates each matrix by the product of two thin factors, and sends the factors instead.
 
     Each averaging computes the factors by one power iteration, which starts from the result of the previous averaging.
     A tensor of shape (n, ...) counts as a matrix of shape (n, m). It is compressed if (n + m) * rank is less than
@@ -105,8 +107,8 @@ class PowerSGD(Compression):
     Optimization", 2019, arXiv 1905.13727, algorithms 1 and 2.
 
     Args:
-        rank: the matrix rank of the approximation, which is the number of rows of each factor. The number of bytes
-            grows with it.
+        rank: the number of rows of each factor. The product of the factors is a matrix of this rank. A higher number
+            gives a better approximation, and more bytes.
         error_feedback: True to keep the error of the approximation, and add it to the next values. Without error
             feedback, most of a gradient is lost for good.
         seed: the seed of the random matrices from which the first iteration starts.
@@ -223,7 +225,7 @@ class _PowerSGDEncoder(Encoder):
         """Store a scaled copy of the right factor, from which the next iteration of a tensor starts.
 
         Only the directions of the rows matter, so the largest element of each row is scaled to 1. If a row of the
-        factor is zero or not finite, the old row of the start stays.
+        factor is zero or not finite, the next iteration starts from the old row.
         """
         largest = right.abs().amax(1, keepdim=True)
         is_usable = (largest > 0) & (largest < float("inf"))

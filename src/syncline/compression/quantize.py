@@ -188,7 +188,7 @@ class Quantize(Codec):
                 packed.add_(code, alpha=4**place)
 
     def _unpack(self, packed: Tensor, levels: Tensor) -> None:
-        """Convert the bytes that `_pack` wrote back to levels, and write these into `levels`."""
+        """Read the bytes that `_pack` has written, and write the levels that they stand for into `levels`."""
         if self.bits == 8:
             levels.copy_(packed.view(torch.int8))
         elif self.bits == 4:
@@ -202,7 +202,7 @@ class Quantize(Codec):
                 part.copy_(table[((packed >> (2 * place)) & 3).int()])
 
     def _slabs(self, blocks: Tensor) -> Iterator[slice]:
-        """Yield slices of the dimension num_blocks, each of which is processed at a time.
+        """Yield slices of the dimension num_blocks. The caller processes one slice at a time.
 
         On a CPU, the blocks of one slice fit into the cache. On other devices there is only one slice.
 
@@ -272,7 +272,10 @@ def _padded(values: Tensor, multiple_of: int) -> Tensor:
 
 
 def _mean_of_rows(rows: Tensor) -> Tensor:
-    """Return the mean of the rows of a tensor of shape (num_ranks, numel). They are added in rank order, in place."""
+    """Return the mean of the rows of a tensor of shape (num_ranks, numel).
+
+    The rows are added in rank order. The tensor `rows` is overwritten.
+    """
     total = rows[0]
     for row in rows[1:]:
         total = total.add_(row)

@@ -12,7 +12,7 @@ from syncline.checks import checked_flag, checked_number, store
 from syncline.compression.base import Averaged, Averaging, Compression, Encoder, Gather, Layout
 
 _MANY = 1 << 16
-"""The number of values from which on a CPU finds the largest values faster if it first selects candidates."""
+"""A CPU that searches this many values or more is faster if it first selects candidates."""
 
 _NUM_SAMPLES = 1 << 14
 

@@ -129,7 +129,7 @@ def pair_weights(losses: Sequence[float], sigma: float) -> list[float]:
     """Return the weight of each pair in the estimated gradient, which is the sum of weight * noise over all pairs.
 
     Args:
-        losses: the losses of all members, two per pair: first that with plus sigma * noise, then that with minus.
+        losses: the losses of all members, two per pair: first the loss for plus sigma * noise, then that for minus.
         sigma: the factor of the noise.
 
     Example:
@@ -207,7 +207,7 @@ def trained_parameters(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
 
 
 class Members:
-    """An evaluator of the members of a population for one module, which also estimates the gradient from their losses.
+    """An object that evaluates the members of a population for one module, and estimates the gradient.
 
     `evaluate` needs memory for a copy of the parameters and buffers, and for one float32 vector with as many elements
     as all parameters. `gradients` needs memory for two such vectors.
@@ -241,7 +241,7 @@ class Members:
             step: the number of the step.
 
         Returns:
-            Two losses per pair, in the order of `pairs`: first that with plus sigma * noise, then that with minus.
+            Two losses per pair, in the order of `pairs`: first the loss for plus sigma * noise, then that for minus.
         """
         before = [p.detach().clone() for p in self._parameters]
         buffers = _Buffers(self._module)
@@ -273,7 +273,7 @@ class Members:
             step: the number of the step.
 
         Returns:
-            An iterator over float32 tensors on the CPU, one per parameter, of its shape.
+            An iterator over float32 tensors on the CPU, one per parameter. Each has the shape of its parameter.
         """
         flat, total = self._vector(), self._vector().zero_()
         for pair, weight in enumerate(weights):

@@ -1,4 +1,4 @@
-"""EvolutionStrategy: training without a backward pass. Ranks send only losses, and all compute the same update.
+"""EvolutionStrategy: training without a backward pass. Ranks send only losses, and compute the same update.
 
 No parameter is sent after construction. All ranks receive all losses, and regenerate all noise from its seeds. So all
 ranks take the same step, by the same operations on the same values in the same order. Syncline checks that this is
@@ -72,8 +72,8 @@ _PROBE_NUMEL = 4096
 class EvolutionStrategy:
     """An evolution strategy, which trains a module by random changes of its parameters, without a backward pass.
 
-    In each step, `population` members are evaluated, which are divided among the ranks. The two members of a pair have
-    the module's parameters plus and minus sigma times the same noise. Only the losses are sent, 8 bytes per member, so
+    In each step, the ranks together evaluate `population` members. The two members of a pair have the module's
+    parameters plus and minus sigma times the same noise. Only the losses are sent, 8 bytes per member, so
     the number of bytes does not depend on the size of the module. Every rank regenerates the noise of all members from
     (seed, step, pair), estimates the same gradient of the expected loss, and takes the same step.
 
@@ -269,14 +269,14 @@ class EvolutionStrategy:
     # ------------------------------------------------------------------ exchange of losses
 
     def _losses_of_all(self, mine: Sequence[float], fault: Exception | None) -> list[float]:
-        """Exchange the losses of all ranks, and return those of all members in the order of the pairs.
+        """Exchange the losses of all ranks, and return them in the order of the pairs.
 
         Args:
             mine: the losses of this rank's members.
             fault: the exception that loss_fn raised on this rank, or None.
 
         Raises:
-            PeerFailed: loss_fn raised an exception on another rank. On the rank itself, `fault` is raised.
+            PeerFailed: loss_fn raised an exception on another rank. If `fault` is not None, it is raised instead.
             ContractMismatch: parameters or optimizer settings differ between ranks.
         """
         inline = [*mine[:_NUM_INLINE], *([0.0] * (_NUM_INLINE - len(mine)))]
@@ -324,7 +324,7 @@ class EvolutionStrategy:
 
         Args:
             failed: the ranks on which loss_fn has raised an exception.
-            fault: the exception that loss_fn raised on this rank, which is raised again; None if it raised none. Then a
+            fault: the exception that loss_fn raised on this rank, or None. An exception is raised again. With None, a
                 PeerFailed with the traceback of the first failed rank is raised.
         """
         text = "" if fault is None else "".join(traceback.format_exception(fault)).rstrip()

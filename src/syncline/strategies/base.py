@@ -28,7 +28,7 @@ class Message(NamedTuple):
     rank: int
     """The rank that sent the message."""
     clock: int
-    """The step to which the message belongs: the step of the "update", or the last step that the "values" contain."""
+    """For an "update", the step of the update. For "values", the last step whose updates the values contain."""
 
 
 class Action:
@@ -41,7 +41,8 @@ class Action:
 class ReduceGradients(Action):
     """An action that averages the gradients of a backward.
 
-    They are averaged over all ranks ("all"), or over the ranks of this rank's group ("worker"; see `Strategy.workers`).
+    If `among` is "all", they are averaged over all ranks. If it is "worker", they are averaged over the ranks of this
+    rank's group (see `Strategy.workers`).
     """
 
     among: Literal["all", "worker"] = "all"
@@ -118,7 +119,7 @@ class Push(Action):
 
 @dataclass(frozen=True, slots=True)
 class Update(Action):
-    """An action that sends the server of each shard this rank's update: how step `clock` changed the shard."""
+    """An action that sends each shard's server an update: the change of the shard by step `clock` of this rank."""
 
     clock: int
 
@@ -135,7 +136,7 @@ class Close(Action):
 
 @dataclass(frozen=True, slots=True)
 class Adopt(Action):
-    """An action that uses newly received values of a shard from now on. They contain all updates up to step `clock`."""
+    """An action that replaces this rank's values of a shard. The new values contain all updates up to step `clock`."""
 
     shard: int
     clock: int
@@ -154,7 +155,7 @@ def sends(action: Action, *, has_buffers: bool) -> bool:
 
     Args:
         action: the action.
-        has_buffers: whether the module has buffers that are synchronized. `AverageBuffers` sends nothing without them.
+        has_buffers: whether the module has buffers that are synchronized. If not, `AverageBuffers` sends nothing.
     """
     return has_buffers if isinstance(action, AverageBuffers) else not isinstance(action, RestartOuter)
 
@@ -272,7 +273,9 @@ class OuterCopies(Mechanism):
     compression: Any
     """The compression of outer gradients; None if they are sent without compression."""
     keeps_sent: bool
-    """Whether the changes that a rank makes while a fragment is in flight are added to the fragment's new values."""
+    """Whether a rank keeps the changes that its steps make during the averaging of a fragment.
+
+    If so, these changes are added to the fragment's new values."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -97,7 +97,7 @@ _NESTEROV = partial(torch.optim.SGD, lr=0.7, momentum=0.9, nesterov=True)
 class _State(NamedTuple):
     num_ranks: int
     under_way: tuple[tuple[int, int], ...]
-    """The fragments whose average is in flight, as pairs (fragment, step after which it was sent), in sending order."""
+    """The fragments whose average is in flight, in sending order: pairs (fragment, step of the send)."""
     equal_at: int
     """The last step after which the parameters were equal on all ranks, because all fragments were synced."""
 
@@ -239,9 +239,12 @@ class DiLoCo(LocalSteps[_State]):
         return state, (AverageBuffers(), RestartOuter()) if step == self.warmup else (AverageBuffers(),)
 
     def _due(self, since: int) -> list[int]:
-        """Return the fragments to send when `since` steps have passed after the warm-up.
+        """Return the fragments that have to be sent after a step.
 
-        The turns of the fragments are evenly spread.
+        Each fragment is sent once in `every` steps. The sends of all fragments are evenly spread over these steps.
+
+        Args:
+            since: the number of steps since the end of the warm-up.
         """
         return [
             fragment

@@ -1,6 +1,7 @@
-"""Gossip: in each round, a rank averages with a few others, so that its changes reach all ranks after some rounds.
+"""Gossip: in each round, a rank averages its values with those of a few other ranks.
 
-The topology determines the ranks to which each rank sends in a round. The function `neighbours` computes them.
+After some rounds, the changes of a rank have reached all ranks. The topology determines the ranks to which each rank
+sends in a round. The function `neighbours` computes these ranks.
 """
 
 from __future__ import annotations
@@ -86,7 +87,7 @@ class _State(NamedTuple):
 
 @dataclass(frozen=True)
 class Gossip(Strategy[_State]):
-    """A strategy under which ranks step alone, and every `every` steps send parts of their values to a few others.
+    """A strategy under which ranks step alone, and every `every` steps send parts of their values to a few ranks.
 
     There is no collective, so a rank waits only for the ranks that send to it. The method is stochastic gradient push
     (Assran et al. 2019, arXiv 1811.10792): push-sum weights are sent with the values. Therefore the values of all ranks

@@ -41,8 +41,8 @@ class LocalSGD(LocalSteps[_State]):
         every_step_within: "host" to average gradients in every step among the ranks of each host; a number n to do so
             in groups of n consecutive ranks; None for no such groups. Parameters still sync over all ranks every
             `every` steps.
-        optimizer_state: True to also average floating-point optimizer state, such as momenta, at each sync. Otherwise
-            each rank keeps its own state.
+        optimizer_state: True to also average floating-point optimizer state, such as momenta, at each sync. If
+            False, each rank keeps its own state.
 
     Raises:
         TypeError: an argument has the wrong type.

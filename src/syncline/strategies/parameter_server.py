@@ -30,11 +30,11 @@ from syncline.words import format_count
 class _State(NamedTuple):
     rank: int
     clock: int
-    """The last step of this rank whose update was sent."""
+    """The last step for which this rank has sent its updates."""
     num_updates: tuple[int, ...]
-    """For each rank, the number of its updates for this rank's shard that have arrived here."""
+    """For each sender, how many of its updates for this rank's shard have arrived."""
     closed: tuple[int, ...]
-    """For each shard, the last step whose updates are contained in the values that this rank has of the shard."""
+    """For each shard, the last step whose updates this rank's values of the shard contain."""
     until: int
     """The step that each element of `closed` must reach before this rank continues."""
 
@@ -43,12 +43,12 @@ class _State(NamedTuple):
 class ParameterServer(Strategy[_State]):
     """A strategy under which each rank steps at its own pace, and waits only if its values are too old.
 
-    The parameters are cut into as many shards as there are ranks, and each rank is the server of one shard. After a
-    step, a rank sends the server of each shard its update: the change of the shard's parameters in the step. As soon as
-    a server has the updates of all ranks for a step, it adds their mean to the shard, and sends the shard's values to
-    all ranks. A rank that has taken later steps adds its own updates of these steps to the values that it receives. A
-    rank waits only if its values of a shard are more than `staleness` steps old. This is stale-synchronous parallel
-    training (Ho et al. 2013, "More effective distributed ML via a stale synchronous parallel parameter server").
+    The parameters are cut into one shard per rank, and each rank is the server of one shard. After a step, a rank sends
+    one update to the server of each shard: the change of the shard's parameters in the step. When a server has the
+    updates of all ranks for a step, it adds their mean to the shard, and sends the shard's values to all ranks. A rank
+    that has taken later steps adds its own updates of these steps to the values that it receives. A rank waits only if
+    its values of a shard are more than `staleness` steps old. This is stale-synchronous parallel training (Ho et al.
+    2013, "More effective distributed ML via a stale synchronous parallel parameter server").
 
     With staleness 0, the parameters are equal on all ranks after every step. With a higher staleness, the values with
     which a rank computes depend on timing, so two runs give different results. `ddp.sync_parameters_()` waits for all

@@ -22,7 +22,7 @@ from syncline.strategies.base import (
 class EveryStep(Strategy[NoState]):
     """The default strategy: gradients are averaged in each backward outside of `no_sync`, so replicas stay equal.
 
-    `strategy=None` selects it. torch's DistributedDataParallel behaves in the same way.
+    The argument `strategy=None` selects this strategy. torch's DistributedDataParallel behaves in the same way.
 
     Example:
         >>> strategy = EveryStep()

@@ -45,9 +45,9 @@ class Rounds:
     Args:
         strategy: the strategy to run.
         title: the title of the module in messages.
-        named: the module's trained parameters with their names, which are the same on all ranks.
+        named: the module's trained parameters with their names. The names are the same on all ranks.
         transport: connects the ranks.
-        spec: the ranks and the parameters, which are passed to the strategy.
+        spec: describes the ranks and the parameters to the strategy.
         are_equal: whether the parameters are known to be equal on all ranks.
         when_equal: a function that is called on all ranks after each sync that has made all parameters equal. Its
             argument is the number of the step.
@@ -80,11 +80,11 @@ class Rounds:
         self.are_equal = are_equal
         """Whether the parameters are known to be equal on all ranks.
 
-        They are if something has made them equal, and no rank has stepped since."""
+        True if a call has made them equal, and no rank has stepped after that call."""
         self.synced_at: dict[str, int] = {}
-        """The step after which data was last synced, by the kind of data: "parameters", "buffers" or "optimizer"."""
+        """For each kind of data ("parameters", "buffers" or "optimizer"), the step after which it was last synced."""
         self._settled_at: int | None = None
-        """The last step after which no data can have been in flight: the start, or a sync that the user requested.
+        """The step of the start, or of the last sync that the user requested. No data was in flight then.
 
         It is None until the first step begins, because values may be loaded into the module before that."""
         self._when_equal = when_equal
@@ -141,7 +141,10 @@ class Rounds:
         return any(isinstance(action, ReduceGradients) for action in actions)
 
     def watch(self, attached: AttachedOptimizer, replaced: Collection[AttachedOptimizer] = ()) -> None:
-        """Count the steps of an attached optimizer from now on. Stop counting those of the optimizers in `replaced`."""
+        """Count the steps of an attached optimizer from now on.
+
+        The steps of the optimizers in `replaced` are no longer counted.
+        """
         self.optimizers.watch(attached, replaced)
 
     @property
@@ -152,7 +155,7 @@ class Rounds:
     def step_begins(self) -> None:
         """Check before the first optimizer step that the parameters are equal, if the strategy copies the parameters.
 
-        In this case, the first call is a collective call. Later calls do nothing.
+        The check is a collective call. Only the first call of this method checks. Later calls do nothing.
 
         Raises:
             ReplicaDivergence: the parameters differ between ranks.
@@ -179,7 +182,7 @@ class Rounds:
         self._executor.kept.start()
 
     def restart(self) -> None:
-        """Continue from the current parameters, after a verb such as `sl.broadcast_` has made them equal."""
+        """Continue from the current parameters, after a call such as `sl.broadcast_` has made them equal."""
         self.are_equal = True
         self._executor.kept.restart()
 
@@ -238,7 +241,10 @@ class Rounds:
             )
 
     def next_step(self, limit: int = 10_000) -> int | None:
-        """Return the next step after which the strategy sends data. Return None if it sends none in `limit` steps."""
+        """Return the next step after which the strategy sends data.
+
+        Return None if the strategy sends no data in the next `limit` steps.
+        """
         if self._executor.kept.serves:
             return self.step + 1
         plan, has_buffers = self._plan, self._executor.has_buffers

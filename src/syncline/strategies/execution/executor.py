@@ -27,7 +27,7 @@ from syncline.transport.base import Transport
 
 
 class Optimizers:
-    """The attached optimizers of one module, whose steps are counted.
+    """The attached optimizers of one module, and a count of the steps of each optimizer.
 
     A step of the module is complete as soon as each attached optimizer has taken it.
     """
@@ -43,7 +43,10 @@ class Optimizers:
         return list(self._taken)
 
     def watch(self, attached: AttachedOptimizer, replaced: Collection[AttachedOptimizer]) -> None:
-        """Count the steps of an attached optimizer from now on. Stop counting those of the optimizers in `replaced`."""
+        """Count the steps of an attached optimizer from now on.
+
+        The steps of the optimizers in `replaced` are no longer counted.
+        """
         self._taken = {known: taken for known, taken in self._taken.items() if known not in replaced}
         self._taken[attached] = self.num_steps
 
@@ -74,9 +77,9 @@ class Executor:
 
     Args:
         mechanism: a description of the data that the strategy's actions need beside the module.
-        named: the module's trained parameters with their names, which are the same on all ranks.
-        lane: the lane that carries the parameters and the tensors that are averaged with them, and nothing else.
-        optimizers: the attached optimizers, because a strategy can also average their state.
+        named: the module's trained parameters with their names. The names are the same on all ranks.
+        lane: the lane for the parameters and the tensors averaged with them. It carries no other data.
+        optimizers: the attached optimizers. A strategy can also average their state.
         equalize_buffers: a function that makes the buffers equal on all ranks; a collective call.
         present_buffers: a function that returns the buffers that are synchronized.
 

@@ -61,7 +61,10 @@ class FlatGroup:
 
 
 def flat_groups(tensors: Sequence[Tensor]) -> list[FlatGroup]:
-    """Divide tensors into one group per combination of dtype and device, in the order of the first tensors."""
+    """Divide tensors into one group per combination of dtype and device.
+
+    The groups are in the order of their first tensors.
+    """
     kinds: dict[tuple[torch.dtype, torch.device], list[int]] = {}
     for index, tensor in enumerate(tensors):
         kinds.setdefault((tensor.dtype, tensor.device), []).append(index)

@@ -20,11 +20,13 @@ class Kept:
     name: ClassVar[str] = ""
     """The key under which the data is saved; empty if there is no data to save."""
     has_copies: ClassVar[bool] = False
-    """Whether the data contains a copy of the parameters, which must be equal on all ranks when it is made."""
+    """Whether the data contains a copy of the parameters.
+
+    If so, the parameters must be equal on all ranks when the copy is made."""
     serves: ClassVar[bool] = False
     """Whether each rank is the server of a shard of the parameters, so that messages can arrive at any time."""
     num_fragments: int = 0
-    """The number of fragments into which the parameters are divided for an outer optimizer; 0 without an optimizer."""
+    """The number of fragments into which the parameters are divided for an outer optimizer; 0 if there is none."""
     optimizer: Optimizer | None = None
     """The outer optimizer, or None if there is none."""
     lanes: Sequence[Transport] = ()
@@ -39,7 +41,7 @@ class Kept:
         """Copy the current parameters as the start of the next step. They must be equal on all ranks."""
 
     def restart(self) -> None:
-        """Start again from the current parameters, after a verb such as `sl.broadcast_` has made them equal."""
+        """Start again from the current parameters, after a call such as `sl.broadcast_` has made them equal."""
 
     def run(self, action: Action) -> None:
         """Carry out one action of the strategy on the kept data."""

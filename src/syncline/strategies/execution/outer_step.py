@@ -27,9 +27,9 @@ class OuterLoop(Kept):
     """The outer loop of DiLoCo: a copy of the parameters, equal on all ranks, and the optimizer that steps the copy.
 
     Args:
-        named: the module's parameters with their names, which are the same on all ranks.
+        named: the module's parameters with their names. The names are the same on all ranks.
         copies: the fragments, the function that makes the optimizer, and the compression of outer gradients.
-        transport: the lane that carries the outer gradients, and nothing else.
+        transport: the lane for the outer gradients. It carries no other data.
 
     Raises:
         TypeError: `copies.outer` does not return an optimizer.
@@ -126,7 +126,7 @@ class OuterLoop(Kept):
 
 
 class _Fragment:
-    """A fragment of the module, whose parameters all sync after the same step.
+    """A fragment: a part of the module's parameters. All parameters of a fragment sync after the same step.
 
     Args:
         local: the module's parameters that belong to the fragment.

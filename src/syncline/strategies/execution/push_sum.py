@@ -1,4 +1,4 @@
-"""Push-sum, the method of gossip: a rank sends parts of its values to a few others, and adds the parts it receives."""
+"""Push-sum, the method of gossip: a rank sends parts of its values to a few ranks, and adds the parts it receives."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class PushSum(Kept):
 
     Args:
         weights: the initial weights of all ranks, in rank order, above 0.
-        transport: the lane that carries the parts, and nothing else.
+        transport: the lane for the parts. It carries no other data.
         tensors: a function that returns the tensors to average.
     """
 
@@ -58,7 +58,7 @@ class PushSum(Kept):
         """Send a part of this rank's values to each rank of `push.to`, and add the parts that arrive.
 
         Args:
-            values: the flat values of each group of tensors, which are overwritten.
+            values: one flat tensor with the values of each group of tensors. These flat tensors are overwritten.
             wire_dtypes: the dtype in which the values of each group are sent.
             push: the ranks to send to, and the ranks to receive from.
 
@@ -97,7 +97,10 @@ class PushSum(Kept):
         return [sum_.div_(total) for sum_ in sums]
 
     def _averaged(self, values: Sequence[Tensor]) -> list[Tensor]:
-        """Return the weighted mean of all ranks' values, and reset the weight to its start. A collective call."""
+        """Return the weighted mean of all ranks' values. A collective call.
+
+        The weight of this rank gets its initial value again.
+        """
         transport = self._transport
         total = torch.tensor([self.weight], dtype=torch.float64, device=transport.control_device)
         transport.all_reduce(total).wait()

@@ -175,9 +175,9 @@ class ShardedServer(Kept):
 class _Mail:
     """The messages of one kind, updates or values, between this rank and all other ranks.
 
-    Messages from one rank arrive in the order of their steps. They use two lanes: one from lower to higher ranks, and
-    one from higher to lower ranks. Some transports (NCCL) run the messages of a pair of ranks on one lane in order, so
-    on a single lane a pending receive could block a send.
+    Messages from one rank arrive in the order of their steps. One lane carries the messages from lower to higher ranks,
+    and a second lane those from higher to lower ranks. Some transports (NCCL) run the messages of a pair of ranks on
+    one lane in order, so on a single lane a pending receive could block a send.
     """
 
     def __init__(self, kind: Literal["update", "values"], transport: Transport) -> None:
@@ -191,7 +191,7 @@ class _Mail:
         self._expected: dict[int, deque[tuple[int, Tensor, Work]]] = {}
         """For each rank, the messages that have not arrived yet, as (step, tensor for the values, pending receive)."""
         self._arrived: dict[tuple[int, int], Tensor] = {}
-        """The messages that have arrived and were not taken yet, by the rank that sent them and the step."""
+        """The messages that have arrived and were not taken yet. A key is (rank that sent the message, step)."""
 
     def send(self, values: Tensor, rank: int) -> None:
         wire = values.to(self._sending_device(values.device), copy=True)
