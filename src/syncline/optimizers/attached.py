@@ -118,7 +118,7 @@ class AttachedOptimizer:
         self.optimizer = optimizer
         self.num_steps = 0
         self.counts = True
-        """Whether steps are counted and the functions are called. It is False while replicas drift on purpose."""
+        """Whether to count steps and call the given functions. It is False while replicas drift on purpose."""
         self.compared_settings: object = None
         """The settings of this optimizer that ranks compared in the last synchronized backward."""
         self._before_step = before_step
