@@ -18,7 +18,7 @@ class DistributedSampler(torch_data.DistributedSampler[int]):
     In each epoch it yields the same indices as torch's class of this name. It differs from that class in three points.
 
     The epoch advances automatically: the first iteration is epoch 0, the second is epoch 1, and so on. So every epoch
-    has a new order. `set_epoch(e)` sets the epoch of the next iteration to `e`, and that of the iteration after it to
+    has a new order. `set_epoch(e)` sets the epoch of the next iteration to `e`. The iteration after it is epoch
     `e + 1`. Each rank counts its own iterations. So iterate equally often on all ranks, or call `set_epoch`.
 
     With `pad=False` no sample is repeated or omitted: together the ranks see each sample exactly once, and their
@@ -196,7 +196,9 @@ class DistributedSampler(torch_data.DistributedSampler[int]):
         return {"epoch": epoch, "used": used, **self._order()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load a saved position, at which the next iteration resumes. Another number of ranks may have saved it.
+        """Load a saved position, at which the next iteration resumes.
+
+        The number of ranks may have changed since the position was saved.
 
         Raises:
             TypeError, ValueError: `state` is not the state of a sampler. Or it was saved with another length of the

@@ -247,9 +247,9 @@ def pool_moments(counts: Tensor, means: Tensor, m2s: Tensor) -> tuple[Tensor, Te
 
 
 def _moments(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the mean and the sum of squared deviations from it, both (C,), of this rank's x (N, C, ...).
+    """Return the mean (C,) and M2 (C,) of this rank's batch x (N, C, ...).
 
-    Both are zeros if the batch is empty.
+    M2 is the sum of squared deviations from the mean. If the batch is empty, the mean and M2 are zeros.
     """
     dims = _all_but_channels(x)
     mean = x.sum(dims) / max(1, x.numel() // x.size(1))

@@ -26,7 +26,7 @@ class BufferHook:
     Args:
         state: the first argument of `hook`.
         hook: a function that is called with `state` and the buffers by name. It may return futures, or None.
-        after_forward: whether the hook runs after each forward. Otherwise it runs before.
+        after_forward: whether the hook runs after each forward. Otherwise it runs before each forward.
     """
 
     def __init__(

@@ -77,7 +77,7 @@ class _Scratch:
         self._shifted = torch.empty_like(self._places)
 
     def sum_of(self, tensor: Tensor) -> Tensor:
-        """Return the sum of the mixed words of a tensor, as an int64 tensor ()."""
+        """Return the sum of the mixed words of a tensor, as an int64 tensor of shape ()."""
         total = torch.zeros((), dtype=torch.int64, device=tensor.device)
         num_words = 0
         for part in parts_of(tensor.detach(), self._chunk_bytes) if tensor.numel() else ():
@@ -99,7 +99,7 @@ class _Scratch:
         return padded.view(torch.int64)
 
     def _mixed_sum(self, words: Tensor, *, first: int) -> Tensor:
-        """Return the sum of the mixed words, as an int64 tensor ().
+        """Return the sum of the mixed words, as an int64 tensor of shape ().
 
         Args:
             words: the words of a chunk, (num_words,).
@@ -129,7 +129,10 @@ def _signed(number: int) -> int:
 
 
 def fingerprint_of(value: object) -> int:
-    """Return the 64-bit fingerprint of a value's `repr`. 1 and 1.0 have different ones, and so have 0.0 and -0.0."""
+    """Return the 64-bit fingerprint of a value's `repr`.
+
+    The values 1 and 1.0 have different fingerprints, and so have 0.0 and -0.0.
+    """
     return int.from_bytes(hashlib.blake2b(repr(value).encode(), digest_size=8).digest(), "little")
 
 
@@ -166,7 +169,7 @@ class SliceHash:
 
         Args:
             leaf: the index of the tensor or number.
-            value: the tensor or number; None for a value that does not exist.
+            value: the tensor or number. Pass None for a value that does not exist.
             start: the index of the first element, a multiple of 64.
             stop: the index after the last element, a multiple of 64 or the number of elements.
             in_memory_order: whether elements are counted in memory order, which needs no copy. Otherwise they are
@@ -196,7 +199,7 @@ class SliceHash:
         return self._parts  # type: ignore[return-value]
 
     def value(self) -> int:
-        """Return the hash of all added slices and numbers. Their order matters."""
+        """Return the hash of all added slices and numbers. It depends on the order in which they were added."""
         total = 0
         for leaf, number in self._resolved():
             total = mixed(total ^ leaf, number)
@@ -229,7 +232,8 @@ def _flat(tensor: Tensor, *, in_memory_order: bool) -> Tensor:
 
     Args:
         tensor: the tensor.
-        in_memory_order: whether the order may be that of the memory, instead of that of the flattened tensor.
+        in_memory_order: whether the elements may be in memory order. Otherwise they are in the order of
+            the flattened tensor.
     """
     if is_plain(tensor):
         return as_flat(tensor)

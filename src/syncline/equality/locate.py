@@ -16,7 +16,7 @@ from syncline.transport.base import Transport
 from syncline.words import describe_groups, describe_ranks, format_count, groups_of, outside_of_largest
 
 _MAX_LOCATED = 5
-"""The maximum number of differences that a message shows. Elements are located only in these tensors."""
+"""The maximum number of differences that a message shows. Elements are located only for these differences."""
 
 _NUM_BLOCKS = 64
 
@@ -27,7 +27,7 @@ class Difference:
 
     Attributes:
         name: the name of the value.
-        index: the position of the value among the compared values.
+        index: the index of the value in the sequence of compared values.
         groups: the ranks, grouped by equal values. The largest group is first. Of equally large groups, the group with
             the lowest rank is first.
         elements: the indices of the first and the last element that differ, in the flattened tensor. It is None if the
@@ -138,8 +138,8 @@ def _elements(tensor: Tensor, transport: Transport) -> tuple[int, int] | None:
     """Return the indices of the first and the last element that differ between ranks.
 
     Return None if no element differs any more. The ranks compare blocks of the tensor. They divide the first and the
-    last block that differ into smaller blocks and compare these, until each of the two has one element. This is a
-    collective call.
+    last block that differ into smaller blocks and compare these, until each of these two blocks has one element.
+    This is a collective call.
     """
     flat = tensor.detach().reshape(-1)
     first, last = (0, flat.numel()), (0, flat.numel())

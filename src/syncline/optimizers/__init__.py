@@ -1,4 +1,6 @@
-"""Attached optimizers, whose steps and settings ranks compare, and the contents of optimizers.
+"""Attached optimizers, and functions that read the contents of an optimizer.
+
+Ranks compare the steps and the settings of attached optimizers.
 
 Imports: errors, words, checks, trees, user_code, _torch.
 

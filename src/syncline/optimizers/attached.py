@@ -21,7 +21,7 @@ from syncline.words import format_count
 def unbound(owner: object, method: Callable[..., Any]) -> Callable[..., Any]:
     """Return a bound method as a function whose first argument is the owner.
 
-    The function of an ordinary method holds no reference to the owner.
+    If the method is an ordinary method, the function holds no reference to the owner.
     """
     if getattr(method, "__self__", None) is owner:
         own: Callable[..., Any] = method.__func__  # type: ignore[attr-defined]
@@ -118,7 +118,7 @@ class AttachedOptimizer:
         self.optimizer = optimizer
         self.num_steps = 0
         self.counts = True
-        """Whether steps are counted and the functions are called. It is False while replicas drift on purpose."""
+        """Whether to count steps and call the given functions. It is False while replicas drift on purpose."""
         self.compared_settings: object = None
         """The settings of this optimizer that ranks compared in the last synchronized backward."""
         self._before_step = before_step
@@ -232,7 +232,10 @@ def _bound(optimizer: Optimizer, link: _Link, inner: Callable[..., Any]) -> Call
 
 
 class _Evaluated:
-    """A closure that the constructor has called once. The first call returns this result; later calls run it again."""
+    """A wrapper of a closure. The constructor of the wrapper calls the closure once.
+
+    The first call of the wrapper returns the result of that call. Each later call runs the closure again.
+    """
 
     def __init__(self, closure: Callable[[], Any], discards: Callable[[], bool]) -> None:
         self._closure = closure
@@ -334,7 +337,8 @@ def settings_of(optimizer: Optimizer) -> list[tuple[tuple[str, Any], ...]]:
 def _plain(value: object) -> _Setting | tuple[_Setting, ...]:
     """Return a setting as a value that ranks can compare.
 
-    Return None if the setting has another type, or is a tensor on an accelerator, which is slow to read.
+    Return None if ranks cannot compare values of the setting's type, or if the setting is a tensor on an accelerator,
+    which is slow to read.
     """
     if isinstance(value, Tensor):
         # Reading a tensor on an accelerator would wait for all work there.

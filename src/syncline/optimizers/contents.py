@@ -1,6 +1,6 @@
 """Functions that read the contents of an optimizer: its parameters, state and settings.
 
-`OptimizerNumbers` converts the Python numbers among them to tensors, which can be sent.
+`OptimizerNumbers` converts the Python numbers of the state and settings to tensors, which can be sent.
 """
 
 from __future__ import annotations
@@ -131,9 +131,10 @@ def _described(leaf: Any) -> str:
 
 
 def _valued(leaf: Any) -> str:
-    """Return a setting as text. The texts of two ranks are equal if and only if the values are.
+    """Return a setting as text. Ranks compare the texts in place of the values.
 
-    Values of other types than tensors, numbers, strings, bools and None are only described by their type.
+    If a value is a tensor, number, string, bool or None, its text shows the value. The text of any other value is only
+    the name of its type.
     """
     if isinstance(leaf, Tensor):
         return f"{leaf.dtype} {leaf.tolist()}"
@@ -176,7 +177,7 @@ def made_optimizer(
         call: the call of the user's function as text for messages, such as "outer(parameters)".
         make: a function without arguments that calls the user's function.
         parameters: the parameters that the user's function gets.
-        hint: a text at the end of the message that the optimizer has other parameters.
+        hint: a text that is appended to the error message about wrong parameters.
 
     Raises:
         TypeError: the function does not return an optimizer.

@@ -60,7 +60,7 @@ class AttachedShards(ShardedState):
         self._module = module
         self._find_together = find_together
         self.groups: list[list[Tensor]] = [list(group["params"]) for group in optimizer.param_groups]
-        """The original parameters of each parameter group, in place of which the optimizer has shards."""
+        """The original parameters of each parameter group. The optimizer has shards in their place."""
         self._param_names = [group.pop("param_names", None) for group in optimizer.param_groups]
         flat = [(at, parameter) for at, group in enumerate(self.groups) for parameter in group]
         trained = {

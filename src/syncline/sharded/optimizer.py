@@ -90,7 +90,7 @@ class Sharding:
         module: the module.
         named: the trained parameters with their names, in the order of their indices.
         bucket_shards: the `BucketShard` of each bucket.
-        lane: the transport between the ranks. Nothing else uses it.
+        lane: the transport between the ranks. No other code uses it.
         by_parameter: whether each flat span ends where its parameter ends, so that it never covers two parameters.
     """
 

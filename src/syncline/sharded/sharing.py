@@ -59,7 +59,7 @@ class OneCopy:
 
     Args:
         named: the parameters with their names.
-        lane: the transport between the ranks that have the parameters. Nothing else uses it at the same time.
+        lane: the transport between the ranks that have the parameters. No other code uses it at the same time.
         num_copies: the number of copies, one per host. Pass 0 if each rank has its own copy, and the optimizer keeps
             these copies equal.
         check: a function that raises an error if a parameter no longer uses the expected memory.
@@ -170,7 +170,7 @@ def written_elsewhere(where: str) -> SynclineError:
     """Return the error for a write outside of `sl.write_shared`.
 
     Args:
-        where: the ranks and parameters in words that follow "sl.write_shared"; may be empty.
+        where: the ranks and parameters in words that follow "sl.write_shared". Pass "" to name none.
     """
     return SynclineError(
         f"shared parameters were written outside of sl.write_shared{where}. All ranks of a host compute with the same "

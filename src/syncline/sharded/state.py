@@ -37,7 +37,7 @@ class ShardedModule:
     bucket_shards: Sequence[BucketShard]
     """The `BucketShard` of each bucket, by the index of the bucket."""
     lane: Transport
-    """The transport between the ranks. Nothing else uses it."""
+    """The transport between the ranks. No other code uses it."""
     by_parameter: bool
     """Whether each flat span ends where its parameter ends, so that it never covers two parameters."""
 
@@ -57,8 +57,8 @@ def slice_state(
             The function does not change it, and copies what it needs.
 
     Raises:
-        ValueError: a tensor of the state cannot be cut, or parameters in the same span have different numbers (such as
-            step counts) or different entries in their state.
+        ValueError: a tensor of the state cannot be cut, or the states of two parameters in the same span have
+            different entries, or different values of a number (a step count, for example).
     """
     bucket_shard, names = module.bucket_shards[shard.piece.bucket], module.names
     spans = spans_in(bucket_shard.plan, shard.piece.start, shard.piece.stop)
@@ -187,7 +187,7 @@ def shard_state(
 def _is_like_shard(value: Any, shard: Shard, key: str) -> bool:
     """Return whether a value of the state is a tensor with the shard's shape, and is thus cut as the shard is.
 
-    The result for a step count is False, even if the parameter is a scalar, too.
+    The result for a step count is False, even if the parameter itself has no dimensions.
     """
     return (
         isinstance(value, Tensor)
@@ -251,7 +251,7 @@ def gather_state(
 
 
 def _described(shard: Shard, state: ParameterState) -> list[Any]:
-    """Return a shard's bucket, its bounds, and each value of its state as (kind, dtype, content), for JSON."""
+    """Return the bucket and bounds of a shard, and each value of its state as (kind, dtype, content), for JSON."""
     values: dict[str, tuple[str, str | None, Any]] = {}
     for key, value in state.items():
         if not isinstance(value, Tensor):
@@ -292,7 +292,7 @@ def _spread(flat: Tensor, bounds: Sequence[int], members: Sequence[int], lane: T
 def _values(
     described: Mapping[str, Any], state: ParameterState, rank: int, lane: Transport, device: torch.device
 ) -> Iterator[tuple[str, Any]]:
-    """Yield the values of one shard's state that are not cut, by name.
+    """Yield the name and the value of each entry of one shard's state whose value is not cut.
 
     Numbers are part of the description. Tensors of other shapes are broadcast from `rank`, which has the shard.
     """

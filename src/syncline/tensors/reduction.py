@@ -68,7 +68,7 @@ class ReductionPlan:
 
     Args:
         tensors: the tensors. None of them is empty.
-        places: for tensors of each dtype and device, the device from which and the dtype in which they are sent.
+        places: the device and the dtype that are used to send tensors, by the tensors' own dtype and device.
     """
 
     def __init__(self, tensors: Sequence[Tensor], places: Mapping[_Kind, _Place]) -> None:
@@ -99,7 +99,7 @@ class ReductionPlan:
         )
 
     def parts(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Divide the tensors into the parts that `members` of the pieces refer to by index.
+        """Divide the tensors into parts. The indices in `_PiecePlan.members` refer to these parts.
 
         The parts are views of the tensors' memory without their graph and version counter, so it is always allowed to
         write to them.
@@ -238,7 +238,7 @@ class _ReducedPiece:
         self._wire, self._views = None, ()
 
     def _copy(self, targets: _Tensors, sources: _Tensors) -> None:
-        """Copy each tensor of `sources` to the tensor at the same position in `targets`."""
+        """Copy each tensor of `sources` to the tensor with the same index in `targets`."""
         if self._plan.has_pending:
             # One at a time, because the batched call cannot write to a tensor with a pending conjugation.
             for target, source in zip(targets, sources, strict=True):

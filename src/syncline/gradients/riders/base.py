@@ -23,7 +23,7 @@ class Holder(Protocol):
         ...
 
     def own_parts(self) -> list[tuple[int, Tensor]]:
-        """Return the memory of `own` as pairs of a parameter's index and its part."""
+        """Return the parts of the result of `own`, as pairs of a parameter's index and the part of this parameter."""
         ...
 
     def handed_out(self) -> tuple[Tensor, list[tuple[int, Tensor]]]:

@@ -25,7 +25,7 @@ _LISTED_ANEW = 8
 """The number of rotations after which the tensors are listed again at the latest. A rotation is `every` steps."""
 
 _ALIGNMENT_NUMEL = 64
-"""The number of elements at whose multiples tensors are cut. Each piece but the last thus consists of whole 64-bit
+"""Tensors are cut at multiples of this number of elements. So each piece except the last consists of whole 64-bit
 words."""
 
 
@@ -214,7 +214,8 @@ class Listing:
     """The list of the leaves of parameters and optimizer state, which is made again when the state may have changed.
 
     An optimizer creates its state in its first step, and loading replaces the state. Listing takes microseconds per
-    tensor. So the leaves are listed again only if entries were added, and otherwise once in several rotations.
+    tensor. So the leaves are listed again if entries were added to the state. If none were added, they are
+    listed again once in several rotations.
 
     Args:
         parameters: the leaves of the parameters.

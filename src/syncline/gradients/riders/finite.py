@@ -38,7 +38,7 @@ class OwnGradients:
     def check(self, bucket: Holder) -> bool:
         """Check a bucket that is about to be sent. Return whether all its elements are known to be finite.
 
-        On an accelerator the result is False, because `wait` finds it later.
+        On an accelerator this method only starts the check, and returns False. `wait` returns what the check has found.
         """
         values = bucket.own()
         if values.device.type != "cpu":

@@ -22,7 +22,7 @@ from syncline.user_code import warn_user
 from syncline.words import describe_ranks
 
 _MAX_WATCHED_TENSORS = 8
-"""The largest number of tensors in an output that is watched. To watch a tensor costs a microsecond."""
+"""The largest number of tensors that are watched in one output. To watch a tensor costs a microsecond."""
 
 
 class Forwards(Rider):

@@ -62,7 +62,7 @@ class MissingGradients(_Fault):
 
     Args:
         names: names of all parameters, by index.
-        are_allowed: whether a missing gradient counts as zero. Otherwise it is an error.
+        are_allowed: whether a missing gradient counts as zero. If not, a missing gradient is an error.
     """
 
     subject = "missing gradients"

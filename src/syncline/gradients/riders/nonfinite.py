@@ -1,4 +1,4 @@
-"""Rider: gradients that are NaN or infinite. The rank that has them detects them, and all ranks act alike.
+"""Rider: gradients that are NaN or infinite. Each rank checks its own gradients, and all ranks react in the same way.
 
 If a mean is not finite, it does not show which rank caused this. So each rank checks its own gradients, bucket by
 bucket, after a bucket is filled and before it is sent (`finite.py`). The result is one bit behind the last bucket

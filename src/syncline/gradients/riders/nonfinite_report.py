@@ -28,12 +28,12 @@ REDUCED_OUTSIDE = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Findings:
-    """The findings of all checks of one step's gradients: the elements that are not finite. All ranks have the same."""
+    """The elements that the checks of one step's gradients found to be not finite. All ranks have the same findings."""
 
     own: Sequence[Found] = ()
     """The findings in each rank's own gradients, in rank order. It is empty if no rank reported any."""
     in_mean: Found = field(default_factory=dict)
-    """The findings in the mean, which no rank's own gradients explain: they are finite, zeroed or not checked."""
+    """The findings in the mean. There, each rank's own gradients are finite, were set to zero, or were not checked."""
     has_scaler: bool = False
     """Whether any rank uses a GradScaler, which then handles the step."""
     cause_in_mean: str = OVERFLOWED

@@ -149,10 +149,10 @@ class ReplicaWatch:
         self._buffer_coverage.hash(range(step, step + 1))
 
     def begin(self, steps: range) -> None:
-        """Hash the slices that belong to these steps. Call this method when a backward begins that will be reduced.
+        """Hash the slices that belong to these steps. Call this method at the start of a backward that will be reduced.
 
         Args:
-            steps: the steps since the last comparison, up to the present step; the same on all ranks.
+            steps: the steps since the last comparison, up to the present step. All ranks pass the same steps.
         """
         leaves = self._listing.changed(steps)
         if leaves is not None:
@@ -171,7 +171,7 @@ class ReplicaWatch:
         return 1 + total % _MAX_FINGERPRINT
 
     def compare(self, reported: Sequence[int], step: int) -> None:
-        """Compare the fingerprints of all ranks. This is a collective call if they differ.
+        """Compare the fingerprints of all ranks. If the fingerprints differ, this is a collective call.
 
         Args:
             reported: the fingerprint of each rank.
@@ -220,7 +220,7 @@ class ReplicaWatch:
 
         Args:
             step: the present step.
-            is_certain: whether fingerprints differed. If so, it is an error that the search finds no difference.
+            is_certain: whether fingerprints differed. If they did, it is an error if the search finds no difference.
         """
         in_run = self.steps_before + step
         located = self._peers.search(self._coverage, self._buffer_coverage, in_run)

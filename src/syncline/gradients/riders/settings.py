@@ -1,6 +1,6 @@
 """Rider: a hash of the settings of attached optimizers.
 
-If one rank's optimizer has another learning rate, or has made a step more or less, the gradients do not show it. So
+The learning rate or the number of steps of an optimizer may differ between ranks. The gradients do not show this. So
 each rank reports a hash of the settings of its optimizers. The settings themselves are exchanged only if the hashes
 differ.
 """

@@ -1,8 +1,8 @@
 """Rider: this rank's vote on stopping, by which all ranks stop after the same step.
 
 If only one rank gets the signal to stop, it must not stop before all other ranks know of the signal. So each rank
-votes. The votes travel with the gradients of a synchronized backward, at no extra cost, or otherwise in a collective of
-their own.
+votes. The votes travel with the gradients of a synchronized backward, at no extra cost. If no such backward carries
+them, a separate collective sends them.
 """
 
 from __future__ import annotations
