@@ -59,7 +59,7 @@ def is_inside_another_backward() -> bool:
 
     This function searches the Python stack, which is slow, so call it once per backward, not once per gradient. If
     torch lacks the functions that mark a nested backward, the result is False. A re-entrant checkpoint then counts as a
-    whole backward, which raises `UnreducedGradients`.
+    whole backward, so the program gets the error `UnreducedGradients`.
 
     Example:
         >>> is_inside_another_backward()

@@ -58,7 +58,7 @@ START = Method("_start", "run ranks that can be asked to stop")
 """The method that starts all ranks of the host."""
 
 POLL = Method("_poll", "run ranks that can be asked to stop")
-"""The method that checks the ranks. It returns None until all ranks have ended or one has failed, then the results."""
+"""The method that checks the ranks: it returns the results once all ranks have ended or one has failed, else None."""
 
 CLOSE = Method("_close", "let ranks report why a peer has ended")
 """The method that ends the ranks. The replacement first lets them report why a peer has ended."""

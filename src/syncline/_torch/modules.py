@@ -66,7 +66,7 @@ class NotTraced:
 
 
 def _keep_out_of_compilation() -> None:
-    """Exclude the functions of Syncline from compilation if the compiler is loaded. Once this is done, do nothing."""
+    """Exclude the functions of Syncline from compilation if the compiler is loaded, but only once."""
     global _is_kept_out
     if _is_kept_out or not is_compiler_loaded():
         return
@@ -79,9 +79,9 @@ def _keep_out_of_compilation() -> None:
 # ---------------------------------------------------------------------- layers
 
 COPIED_WITH_A_LAYER = ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set")
-"""The attributes of a layer whose dicts and sets are copied when another layer takes them over.
+"""The names of those attributes of a layer that are copied when another layer takes over the attributes.
 
-Names that the installed torch lacks have no effect.
+These attributes are dicts and sets. If the installed torch lacks one of the names, that name has no effect.
 """
 
 # ---------------------------------------------------------------------- the wrapper of torch.compile

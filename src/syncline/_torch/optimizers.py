@@ -29,7 +29,7 @@ _NOTING = ("__init__", "scale", "_lazy_init_scale_growth_tracker")
 """The methods of a GradScaler that `note_scalers` replaces, so that they also record the scaler.
 
 The constructor records new scalers. `scale`, through which every loss goes, records scalers that no search can find.
-A subclass with its own `scale` calls the last method at its first loss, if torch has this method.
+A subclass with its own `scale` calls the last of these methods at its first loss, if torch has that method.
 """
 
 _scale_of = attribute("_scale", "see whether a GradScaler is in use")
@@ -118,7 +118,7 @@ def state_dict_post_hooks(optimizer: Optimizer) -> list[Callable[[Optimizer, dic
 def mark_step_as_made(optimizer: Optimizer) -> None:
     """Mark an optimizer as stepped after Syncline has discarded a step, so that its scheduler does not warn.
 
-    If torch no longer reads the mark, it has no effect.
+    If the installed torch does not read the mark, the mark has no effect.
     """
     optimizer._opt_called = True  # type: ignore[attr-defined]
 
@@ -147,7 +147,7 @@ _STEPS_HERE = "_in_backward_optimizers"
 
 
 def steps_in_backward(parameter: Tensor) -> bool:
-    """Return whether the program has applied an optimizer to this parameter that steps inside backward."""
+    """Return whether the program has given this parameter an optimizer that steps inside backward."""
     return hasattr(parameter, _STEPS_HERE)
 
 

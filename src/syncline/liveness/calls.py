@@ -87,7 +87,7 @@ class Call:
     numel: int | None = None
     dtype: torch.dtype | None = None
     terms: int = 0
-    """A further number that must be equal on all ranks, such as a hash of the shape; 0 if there is none."""
+    """A number, such as a hash of the shape, that must also be equal on all ranks; 0 if there is no such number."""
 
     def agrees_with(self, other: Call) -> bool:
         """Return whether this call and `other`, made by two ranks, fit together in one collective or message."""
@@ -107,14 +107,14 @@ class Failure:
     kind: type[SynclineError]
     text: str
     aborted_by: int | None = None
-    """The rank that aborted the group, which the error names; None if the error is to show the text alone."""
+    """The rank that aborted the group. The error names this rank. If None, the error names no such rank."""
     is_common: bool = False
     """Whether the text describes all ranks, so that every rank raises the same text."""
     stuck_ranks: Sequence[int] = ()
     """The ranks that are proved to wait forever, in calls of Syncline or of torch.distributed."""
 
     def on_rank(self, rank: int | None) -> SynclineError:
-        """Return the error to raise on `rank`. Pass None as `rank` outside of the group."""
+        """Return the error to raise on `rank`. A process that is not in the group passes None."""
         if self.aborted_by is None:
             return self.kind(self.text)
         if rank == self.aborted_by:
@@ -302,7 +302,7 @@ def _may_call(frame: FrameType | None) -> bool:
 
 
 def _close_connections(group: dist.ProcessGroup) -> None:
-    """Close the connections of this process that belong to a Gloo group. This ends the group's waits; `abort` does not.
+    """Close the connections of this process that belong to a Gloo group. This ends waits that `abort` does not end.
 
     Each rank wrote its addresses to the store when the group was created. A connection belongs to the group if one of
     its ends has such an address.

@@ -62,8 +62,8 @@ def stuck_among(waits_for: Mapping[int, Collection[int]]) -> list[int]:
     """Return the largest set of waiting ranks in which each rank waits for a member of the set.
 
     Args:
-        waits_for: for each rank that only waits, the ranks for which it waits. Its wait ends only after all of these
-            ranks have acted.
+        waits_for: for each rank that does nothing but wait, the ranks for which it waits. Its wait ends only after
+            all of these ranks have acted.
 
     Example:
         >>> stuck_among({0: [1], 1: [0, 2], 3: [1], 4: [2]})
@@ -76,7 +76,11 @@ def stuck_among(waits_for: Mapping[int, Collection[int]]) -> list[int]:
 
 
 def steady(earlier: Places, later: Places) -> dict[int, Place]:
-    """Return the places of `later`, each without its wait unless the rank's place in `earlier` shows the same wait."""
+    """Return the places in `later`, by rank, but keep only the waits that were seen twice.
+
+    A wait was seen twice if the places of its rank in `earlier` and in `later` show the same wait. Any other
+    wait is removed from the returned place.
+    """
     return {
         rank: place if rank in earlier and earlier[rank].wait == place.wait else replace(place, wait=None)
         for rank, place in later.items()

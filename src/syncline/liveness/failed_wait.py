@@ -47,7 +47,7 @@ class FailedWait:
         self._work = work
 
     def timed_out(self) -> SynclineError:
-        """Return the error for a wait that has reached its deadline, although no rank is known to have failed."""
+        """Return the error for a wait that has reached its deadline. No rank is known to have failed."""
         places = self._health.places()
         return self._ended(CollectiveTimeout, self._late(places), _LATE, places)
 
@@ -137,8 +137,8 @@ class FailedWait:
     def _places_in(self, wait: Wait, ranks: Collection[int]) -> dict[int, Place]:
         """Return the known places of all ranks, by rank, after `ranks` have published that they wait in this call.
 
-        First publish this rank's place. Then wait until all of `ranks` have published theirs, but only for a second. If
-        a rank does not publish in time, return its last place without the wait.
+        First publish the place of this rank. Then wait, at most for one second, until all of `ranks` have published
+        their places. If a rank publishes too late, its last known place is returned without its wait.
         """
         health = self._health
         here = replace(health.place(code=user_code(sys._getframe())), wait=wait)
@@ -219,7 +219,7 @@ _MAX_PAUSE_SECONDS = 0.1
 _LOCAL_CAUSE_SECONDS = 0.75
 """How long to search for the cause of a closed connection, in seconds, if the end of each peer is detected at once.
 
-That is so if all ranks are on this host, or if there are only two ranks.
+The end of each peer is detected at once if all ranks are on this host, or if there are only two ranks.
 """
 
 _REMOTE_CAUSE_SECONDS = SIGN_OF_LIFE_SECONDS + 1.5

@@ -53,7 +53,7 @@ class Position:
 
     Args:
         board: the step, phase and bucket of this rank.
-        lanes: the open lanes of the group. This object keeps the list itself, to which the transports append lanes.
+        lanes: the open lanes of the group. The object keeps no copy of this list, because the transports change it.
     """
 
     def __init__(self, board: Board, lanes: list[Lane]) -> None:
@@ -76,7 +76,10 @@ class Position:
         self._num_started_by_torch = {}
 
     def count_calls_of_torch(self, lanes: set[str]) -> None:
-        """Record how many calls this rank has started on torch's groups of these names, in which peers wait."""
+        """Record how many calls this rank has started on the process groups of torch with these names.
+
+        Peers wait in calls on these groups.
+        """
         self._num_started_by_torch = num_started(lanes)
 
     def mark_lane_closed(self, lane: Lane) -> None:
@@ -127,7 +130,7 @@ class Health:
     ) -> None:
         self.failure: Failure | None = None
         self.on_failure: list[Callable[[Failure], None]] = []
-        """Functions that are called with each failure that this rank detects. They inform the peers without notices."""
+        """Functions that are called with a failure of the group. They inform the peers by other means than notices."""
         self.lanes = [main]
         self.board = board
         self.position = Position(board, self.lanes)
@@ -165,8 +168,8 @@ class Health:
     def error(self) -> SynclineError:
         """Return the error to raise on this rank after a failure.
 
-        Later errors begin with the statement that the group failed before. Plain errors of class `SynclineError` lack
-        this statement.
+        From the second call on, the text of the error begins with the statement that the group failed before. An error
+        of the class `SynclineError` itself, and not of a subclass, lacks this statement.
         """
         assert self.failure is not None
         error = self.failure.on_rank(self.rank)

@@ -72,7 +72,7 @@ class Notices:
             self._ask(lambda store: store.set(key, process.to_json()))
 
     def publish(self, failure: Failure) -> Failure:
-        """Publish a failure of the group, unless a rank has published one before. Return the published failure."""
+        """Publish a failure of the group, unless a rank has published one before. Return the one that was first."""
         mine = failure.to_json(self._rank)
         try:
             first = self._ask(lambda store: store.set_first(self._key("failure"), mine))
@@ -102,7 +102,7 @@ class Notices:
         """Publish the place of this rank.
 
         Args:
-            place: returns the place to publish, or None if the place is already published. This function is called
+            place: a function that returns the place to publish, or None if it is already published. The function runs
                 while the thread holds the lock. So if two threads publish, the later thread publishes the newer place.
         """
         key = self._key(f"place/{self._rank}")
@@ -188,7 +188,7 @@ _PERIOD_SECONDS = 0.5
 _LEARNING_SECONDS = 0.02
 
 SIGN_OF_LIFE_SECONDS = 5.0
-"""The time in seconds after which a rank publishes an unchanged place again. A rank silent for longer does not run."""
+"""The time in seconds after which a rank publishes an unchanged place again. A rank silent for longer has stopped."""
 
 _JOIN_SECONDS = 5.0
 

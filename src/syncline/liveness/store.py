@@ -3,8 +3,9 @@
 [Note: messages]
 
 A store has no passwords, so any program that can connect to it can write any key. If the job has a token, which only
-the job's processes know, a reader can verify that one of them wrote a message: the message is signed with HMAC-SHA256
-over the key and the text. With or without a token, a reader that finds an invalid message raises a clear error.
+the job's processes know, a reader can verify that such a process wrote a message. The message is then signed with
+HMAC-SHA256 over the key and the text. With or without a token, a reader that finds an invalid message raises a clear
+error.
 
 [Note: connections]
 

@@ -76,7 +76,10 @@ def has_failed() -> bool:
 
 
 def uncaught_exception() -> BaseException | None:
-    """Return the uncaught exception that ends this process. Return None without one, or in an interactive prompt."""
+    """Return the uncaught exception that ends this process. Return None if no exception ends this process.
+
+    The result is also None in an interactive prompt, which an uncaught exception does not end.
+    """
     return None if hasattr(sys, "ps1") else getattr(sys, "last_value", None)
 
 

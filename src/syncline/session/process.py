@@ -87,9 +87,10 @@ def is_agreed_stop(error: BaseException) -> bool:
 
 
 def end_with_parent(launcher_pid: int | None = None) -> None:
-    """Make the kernel kill this process when the parent process ends for any reason. Do nothing except on Linux.
+    """Make the kernel kill this process when its parent process ends for any reason.
 
-    Otherwise ranks would continue to train unnoticed after their launcher was killed with SIGKILL.
+    Without this call, ranks would continue to train unnoticed after their launcher was killed with SIGKILL. On systems
+    other than Linux, this function does nothing.
 
     Args:
         launcher_pid: the pid of the launcher. If there is no process with this pid, the launcher has already ended, and

@@ -76,7 +76,7 @@ class Presence:
 class Stores:
     """The connections of this process to stores.
 
-    They outlive `shutdown`, so that a later `init` never connects to a store that is about to close.
+    The connections outlive `shutdown`, so that a later `init` never connects to a store that is about to close.
     """
 
     def __init__(self) -> None:
@@ -86,7 +86,7 @@ class Stores:
     def of_next_init(self, env: Environment, timeout_seconds: float) -> Store:
         """Return the store for the next `init`. It puts a new prefix before each key.
 
-        Without the prefix, `init` could read messages of an earlier `init` or from before a restart.
+        Without the prefix, `init` could read messages of an earlier `init`, or messages that are older than a restart.
         """
         place = (env.master_addr, env.master_port, env.rank, env.size)
         if place not in self._by_place:

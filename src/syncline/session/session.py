@@ -254,7 +254,7 @@ class Session:
         return group
 
     def _refuse(self, fault: Exception) -> None:
-        """Report to the other ranks that this rank passed invalid arguments to `init`. They may be waiting for it.
+        """Report to the other ranks, which may be waiting, that this rank passed invalid arguments to `init`.
 
         Args:
             fault: the error about the arguments.
@@ -336,7 +336,7 @@ class Session:
         report_to_peers(self.transports.selected(), error, tb)
 
     def _leave_at_exit(self) -> None:
-        """Register `_at_exit`, unless it is registered already. Programs that do not call `init` need it as well."""
+        """Register `_at_exit`, unless it is registered already. Programs that do not call `init` need it, too."""
         if not self._pid_at_exit:
             self._run_at_exit()
 

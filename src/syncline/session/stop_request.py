@@ -11,7 +11,7 @@ the signal on. So a signal that arrives within two seconds of the first belongs 
 arrives later has the effect that it had before this handler was installed. Signals that by convention do not end a
 process (SIGUSR1) can arrive any number of times.
 
-This module needs only the standard library and `checks.py`, which needs only the standard library.
+This module imports only `checks.py` and the standard library. `checks.py` imports only the standard library.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ The C header sysexits.h calls this code EX_TEMPFAIL, which means: try again.
 """
 
 STOP_SIGNALS: tuple[str, ...] = tuple(name for name in ("SIGTERM", "SIGUSR1") if hasattr(signal, name))
-"""The signals by which schedulers announce the end of a job: all schedulers send SIGTERM, and SLURM often SIGUSR1.
+"""The signals by which schedulers announce the end of a job. All send SIGTERM. SLURM often sends SIGUSR1 as well.
 
 On Windows, which has no SIGUSR1, the tuple contains only SIGTERM.
 """
@@ -68,7 +68,7 @@ class _Handler:
         """The previous handler of the signal: a callable or SIG_DFL."""
         self.requests: list[StopRequest] = []
         self.first_at: float | None = None
-        """The value of `time.monotonic` when the signal arrived first; None before that, and after `rearm`."""
+        """The value of `time.monotonic` when the signal first arrived; None before it arrived, and after `rearm`."""
         self._pid = os.getpid()
 
     def __call__(self, number: int, frame: FrameType | None) -> None:

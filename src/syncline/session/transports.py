@@ -149,7 +149,7 @@ class Transports:
         All ranks of the group must call this method.
 
         Args:
-            c10d: a transport between the ranks. Unless it is returned itself, the returned transport closes it.
+            c10d: a transport between the ranks. If another transport is returned, that transport closes `c10d`.
             asked: "auto", "c10d" or "shm", the same on all ranks.
 
         Raises:

@@ -90,7 +90,7 @@ def all_reduce_(target: Any, op: ReduceOp = "sum", *, group: Group = None, async
 
 
 def _is_sent_directly(target: Any, op: str) -> bool:
-    """Return whether this rank can send a target before the ranks compare targets. Ranks may get different results."""
+    """Return whether this rank can send a target before the ranks compare targets. The answer may differ by rank."""
     return (
         type(target) is Tensor
         and target.layout is torch.strided

@@ -225,7 +225,7 @@ class _Averaged:
         return CombinedWork([(others, None), (means, self._finish)])
 
     def run(self, transport: Transport, fraction: float | None) -> None:
-        """Average the tensors, and wait for the result. Unlike `start`, this bounds the memory for packed copies."""
+        """Average the tensors, and wait for the result. Unlike `start`, `run` bounds the memory for packed copies."""
         others = self._start_others(transport, fraction)
         self._reducer(transport, fraction).run()
         others.wait()

@@ -120,7 +120,7 @@ class Replaced:
         return CombinedWork([(work, lambda: self._finish(is_source=transport.rank == src_rank))])
 
     def run(self, transport: Transport, src_rank: int) -> None:
-        """Broadcast the values, and wait for them. Unlike `start`, this bounds the memory for packed copies."""
+        """Broadcast the values, and wait for them. Unlike `start`, `run` bounds the memory for packed copies."""
         TensorBroadcaster(self._tensors, transport).run(src_rank)
         self._finish(is_source=transport.rank == src_rank)
 

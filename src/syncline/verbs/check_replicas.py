@@ -42,8 +42,8 @@ class ReplicaReport:
     Attributes:
         num_ranks: the number of ranks that were compared.
         num_compared: the number of tensors and numbers that were compared.
-        may_differ: the names of the tensors that differ, although this is no error: the contract of the wrapped module
-            allows it. Examples are buffers after a forward, parameters between two parameter syncs, and tensors under
+        may_differ: the names of the tensors that differ, and that the contract of the wrapped module allows to differ.
+            Examples are buffers after a forward, parameters between two parameter syncs, and tensors under
             `ignore=`.
 
     Example:
@@ -281,11 +281,11 @@ def _is_below(name: str, others: Iterable[str]) -> bool:
 
 
 def _state_prefixes(optimizer: Optimizer, own: Set[int]) -> tuple[str, ...]:
-    """Return the beginnings of all paths in the optimizer that lead to the state of some parameters.
+    """Return the prefixes of the names of some parameters' state, such as "state[0]" for the first parameter.
 
     Args:
-        optimizer: the optimizer.
-        own: ids of these parameters.
+        optimizer: the optimizer of the parameters.
+        own: the results of `id` for these parameters. Other parameters of the optimizer are left out.
     """
     places = enumerate(parameters_of(optimizer))
     return tuple(f"state[{place}]" for place, parameter in places if id(parameter) in own)

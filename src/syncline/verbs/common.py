@@ -89,7 +89,7 @@ def global_rank(rank: int, group: Group) -> int:
 
 
 def refuse_one_copy(target: Any) -> None:
-    """Raise an error if `target` is a module, and the ranks use one copy of its parameters or of those of a part.
+    """Raise an error if `target` is a module with parameters of which the ranks use one common copy.
 
     Raises:
         ValueError: the ranks use one copy of the parameters, so the parameters are already equal.

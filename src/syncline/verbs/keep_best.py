@@ -35,8 +35,8 @@ def keep_best_(
         group: see `broadcast_`.
 
     Returns:
-        The rank with the best score. If several ranks have the best score, it is the lowest of them. As in torch, this
-        is a global rank. If `group` is a Syncline transport, it is a rank of that transport.
+        The rank with the best score. If several ranks have the best score, the lowest of these ranks is returned. As in
+        torch, the result is a global rank. If `group` is a Syncline transport, it is a rank of that transport.
 
     Raises:
         ContractMismatch: the ranks passed different targets or modes. The text is the same on every rank.

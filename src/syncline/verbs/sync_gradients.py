@@ -227,8 +227,8 @@ class _Gradients:
             kinds: the kind of each parameter's gradient: the largest of the kinds on all ranks.
             num_items: the number of items of all ranks, by which the gradients of the wrapped module are divided. Pass
                 None if no rank counts items.
-            wait: whether to wait for each reduction before the next one, which bounds memory. Otherwise all reductions
-                are started at once.
+            wait: if True, wait for each reduction before the next one starts, to bound the memory for copies. If False,
+                start the reductions of all dense gradients at once.
         """
         dense: dict[bool, list[Tensor]] = {False: [], True: []}
         for at, (parameter, kind) in enumerate(zip(self._parameters, kinds, strict=True)):
@@ -305,7 +305,10 @@ def _kind(name: str, parameter: Tensor) -> int:
 
 
 def _reduce_sparse(parameter: Tensor, transport: Transport, divisor: float) -> None:
-    """Sum a sparse gradient over the ranks, as a synchronized backward does, divide it, and wait for the result."""
+    """Sum a sparse gradient over the ranks, divide the sum by `divisor`, and wait for the result.
+
+    A synchronized backward reduces sparse gradients in the same way.
+    """
     spec = ParameterSpec(
         name="gradient",
         numel=parameter.numel(),
