@@ -6,6 +6,7 @@ the last synchronizations, and the timeline describes the last recorded step.
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Sequence
 
 from syncline.contract import Contract, Row, Rule, add_evidence, table
@@ -242,6 +243,8 @@ def _last_compared(evidence: Evidence) -> str:
     return f"step {step}: {'equal' if are_equal else 'different'}{repaired}"
 
 
+_MAX_COLUMNS = 100
+
 _NOTHING_SENT = "nothing sent: there is one rank"
 
 _STAY_LOCAL = "nothing sent: gradients stay on their rank"
@@ -339,11 +342,12 @@ def _backward_planned(plan: Plan, buckets: Sequence[BucketPlan], names: Sequence
         kind = ".grad of a parameter cannot be read"
         holds = f"each rank holds its shard of the mean over {plan.num_ranks} ranks ({kind})"
     end = f"at the end of backward each rank waits for all buckets; then {holds}"
-    return [*lines, _reports(plan), end, f"a missing gradient {rule}"]
+    return [*lines, *_reports(plan), end, f"a missing gradient {rule}"]
 
 
-def _reports(plan: Plan) -> str:
-    return f"behind the gradients each rank reports: {', '.join(plan.reports)}"
+def _reports(plan: Plan) -> list[str]:
+    text = f"behind the gradients each rank reports: {', '.join(plan.reports)}"
+    return textwrap.wrap(text, _MAX_COLUMNS, subsequent_indent="  ")
 
 
 def _backward_recorded(plan: Plan, backward: BackwardRecord) -> list[str]:
@@ -376,7 +380,7 @@ def _buckets_recorded(plan: Plan, backward: BackwardRecord) -> list[str]:
         launched = f"{bucket.launched_seconds * 1e3:.1f} ms after the first gradient"
         waited = f"waited {bucket.waited_seconds * 1e3:.1f} ms for the bucket at the end"
         lines.append(f"  {_sent(plan)} {when}, {launched}; {waited}")
-    lines.append(_reports(plan))
+    lines += _reports(plan)
     mean = describe_mean(backward)
     if plan.reduction is Reduction.SHARDS:
         return [*lines, f"each rank now holds its shard of the {mean}; .grad of a parameter cannot be read"]
