@@ -72,8 +72,9 @@ class Parts:
             taken = self.tensors.keys() & tensors.keys()
             if taken:
                 raise ValueError(
-                    f"two tensors of this sl.TrainState would be saved as {min(taken)}, one of them in {name}: give "
-                    "each object a name without a dot"
+                    f"two tensors of this sl.TrainState would be saved as {min(taken)}, one of them in {name}. Their "
+                    "names would be the same, because the name of an object has a dot: give each object a name without "
+                    "a dot"
                 )
             self.tensors |= {
                 key: tensor.cpu().contiguous() if copies is None else _copied(tensor, key, copies)

@@ -257,9 +257,9 @@ def _restorer_of(one: Any) -> Restorer:
 
 
 def _reloader(load: Callable[[Any], object], state: Any) -> Restorer:
-    """Return a function that calls the user's code `load(state)`, and ignores its errors.
+    """Return a function that restores `state` by the user's code, `load(state)`, and ignores errors of this code.
 
-    The error of the failed load is raised in any case.
+    The function is called after another load has failed. The caller raises the error of that load.
     """
 
     def restore() -> None:

@@ -138,7 +138,8 @@ class FailedWait:
         """Return the known places of all ranks, by rank, after `ranks` have published that they wait in this call.
 
         First publish the place of this rank. Then wait, at most for one second, until all of `ranks` have published
-        their places. If a rank publishes too late, its last known place is returned without its wait.
+        their places. If a rank publishes too late, its last known place is
+        returned, which does not contain its wait.
         """
         health = self._health
         here = replace(health.place(code=user_code(sys._getframe())), wait=wait)

@@ -37,7 +37,7 @@ def one_copy_of(module: nn.Module) -> OneCopy | None:
 
 
 def has_one_copy(module: nn.Module) -> bool:
-    """Return whether a module or one of its submodules has shared parameters."""
+    """Return whether several ranks use one copy of the parameters of a module or of one of its submodules."""
     copies = REGISTRY.by_module(OneCopy)
     return bool(copies) and any(inner in copies for inner in module.modules())
 

@@ -220,11 +220,11 @@ class _Gradients:
         return normalizer.total([one.num_items or 0 for one in standings], step=self._gradient_sync.step)
 
     def start(self, transport: Transport, kinds: Sequence[int], num_items: int | None, *, wait: bool) -> Work:
-        """Start to reduce all gradients, and return the handle for which to wait.
+        """Start to reduce all gradients. Return the handle on which the caller waits.
 
         Args:
             transport: the transport between the ranks.
-            kinds: the kind of each parameter's gradient: the largest of the kinds on all ranks.
+            kinds: a number for the kind of each parameter's gradient. It is the maximum over all ranks.
             num_items: the number of items of all ranks, by which the gradients of the wrapped module are divided. Pass
                 None if no rank counts items.
             wait: if True, wait for each reduction before the next one starts, to bound the memory for copies. If False,

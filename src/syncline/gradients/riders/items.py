@@ -228,7 +228,7 @@ class ItemNormalizer:
         )
 
     def carry(self) -> None:
-        """Turn a mean in `.grad` into this rank's part of the sum, so that new gradients can be added to it."""
+        """Turn a mean in `.grad` into this rank's part of the sum, to which new gradients can be added."""
         if self.count.reduced_total is not None:
             self._scale(self.count.carry(self._num_ranks))
 

@@ -86,7 +86,8 @@ def check_program(program: str, *, is_module: bool, is_python: bool) -> None:
     """
     if is_module and not is_python:
         raise UsageError(
-            "-m and --no-python exclude each other, because python runs a module: leave one of them out"
+            "-m and --no-python exclude each other: -m runs a module with python, and --no-python runs a program "
+            "without python. Leave one of them out"
         )
     if not is_python:
         if shutil.which(program) is None:
