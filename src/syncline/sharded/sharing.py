@@ -295,9 +295,9 @@ def _allocate(parameters: list[Tensor], transport: Transport) -> list[Tensor]:
         if flat is None:
             raise ValueError(
                 f"sl.share_: expected ranks with shared memory and a module on the CPU, got transport {transport.name} "
-                f"and a parameter on {members[0].device}. Memory can be shared by the ranks of one host, if all hosts "
-                "have equally many ranks. "
-                'On one host, sl.init(transport="shm") raises an error that says why shared memory is not available'
+                f"and a parameter on {members[0].device}. Only ranks of the same host can share memory, and every host "
+                "must have the same number of ranks. "
+                'To see why shared memory is not available on one host, call sl.init(transport="shm"): its error says why'
             )
         for member, offset in zip(members, offsets, strict=True):
             views[id(member)] = view_like(flat, offset, member)

@@ -197,7 +197,10 @@ class CallMatcher:
         return rendezvous
 
     def _new_rendezvous(self, channel: tuple[int, int] | None, nth: int) -> Rendezvous:
-        """Return a new rendezvous for collective number `nth`, or for message number `nth` on a channel, from 0."""
+        """Return a new rendezvous for collective number `nth`, or for message number `nth` on `channel`.
+
+        Both numbers count from 0.
+        """
         members = tuple(range(self.size)) if channel is None else tuple(sorted(channel))
         what = "collective" if channel is None else f"message from rank {channel[0]} to {channel[1]}"
         where = "" if self.name == MAIN_LANE else f" on the {self.name} lane"

@@ -178,7 +178,7 @@ class Riders:
 
     @property
     def subjects(self) -> tuple[str, ...]:
-        """The subject of each rider whose words have at least one bit."""
+        """The subject of each rider whose word has a width above 0."""
         return tuple(rider.subject for rider in self.riders if rider.num_bits)
 
     def begin_step(self, step: int) -> None:

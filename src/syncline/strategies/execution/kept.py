@@ -46,8 +46,8 @@ class Kept:
     def run(self, action: Action) -> None:
         """Carry out one action of the strategy on the kept data."""
         raise AssertionError(
-            f"expected the strategy's mechanism() to provide the data that its action {action} needs, but it does not. "
-            "Return the mechanism of the action from mechanism(), for example OuterCopies for SendOuter"
+            f"the strategy's action {action} needs data that its mechanism() does not provide. Let mechanism() return "
+            "the mechanism that belongs to this action, for example OuterCopies for SendOuter"
         )
 
     def poll(self) -> Sequence[Message]:
