@@ -297,7 +297,7 @@ def _allocate(parameters: list[Tensor], transport: Transport) -> list[Tensor]:
                 f"sl.share_: expected ranks with shared memory and a module on the CPU, got transport {transport.name} "
                 f"and a parameter on {members[0].device}. Only ranks of the same host can share memory, and every host "
                 "must have the same number of ranks. "
-                'To see why shared memory is not available on one host, call sl.init(transport="shm"): its error says why'
+                'To see why there is no shared memory on one host, call sl.init(transport="shm"): its error says why'
             )
         for member, offset in zip(members, offsets, strict=True):
             views[id(member)] = view_like(flat, offset, member)
