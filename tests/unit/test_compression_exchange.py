@@ -594,5 +594,5 @@ def test_state_of_another_compression_is_refused_when_it_is_needed() -> None:
         ddp._replica.state.compression.load_state_dict({"0.weight.residual": torch.zeros(16 * 24)})
         backward(ddp, transport.rank, 0)
 
-    with pytest.raises(ValueError, match="saved with another compression or of another tensor"):
+    with pytest.raises(ValueError, match="saved with another compression, or for another tensor"):
         run_ranks(2, program)
