@@ -17,7 +17,12 @@ WORKERS ?= 2
 IN_WORKERS := --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder
 PYTEST := $(BIN)/python -m pytest $(IN_WORKERS)
 
-.PHONY: help setup train test test-all test-torch soak fuzz check format bench clean
+# Accelerate, Transformers, Lightning, Ray and others, pinned, in a virtual environment of their own.
+FRAMEWORKS := .venv-frameworks
+FRAMEWORKS_STAMP := $(FRAMEWORKS)/.installed
+TEST_FRAMEWORKS ?= tests/frameworks
+
+.PHONY: help setup train test test-all test-torch test-frameworks soak fuzz check format bench clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -66,6 +71,16 @@ check: $(STAMP) ## lint, format, strict types, import direction
 format: $(STAMP) ## let ruff rewrite what it can
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
+
+$(FRAMEWORKS_STAMP): requirements-frameworks.txt constraints-frameworks.txt pyproject.toml $(NATIVE)
+	test -x $(FRAMEWORKS)/bin/python || $(PYTHON) -m venv $(FRAMEWORKS)
+	PIP_CONSTRAINT=/dev/null $(FRAMEWORKS)/bin/python -m pip install --quiet --disable-pip-version-check \
+		--constraint constraints-frameworks.txt --requirement requirements-frameworks.txt
+	$(FRAMEWORKS)/bin/python -m pip install --quiet --disable-pip-version-check --no-build-isolation --no-deps --editable .
+	@touch $@
+
+test-frameworks: $(FRAMEWORKS_STAMP) ## test the recipes with the real Accelerate, Transformers, Lightning, Ray, ...
+	$(FRAMEWORKS)/bin/python -m pytest -p no:cacheprovider -W default $(TEST_FRAMEWORKS)
 
 MPI_VENVS ?=
 bench: $(STAMP) ## print the benchmark tables (keep the machine quiet)

@@ -3,8 +3,8 @@
     syncline run -n 2 benchmarks/backend.py [--sizes 1K 64K 1M 25M] [--rounds 20] [--json FILE]
     syncline run -n 2 benchmarks/backend.py --quick      # does it run?
 
-Both groups have the same ranks, and take turns round by round, as in `syncline bench` (docs/benchmarks.md). The size of
-a call is that of its larger tensor on one rank. Steps are those of a GPT with fused AdamW: torch's
+Both groups have the same ranks, and take turns round by round, as in `syncline bench` (docs/inside/benchmarks.md). The
+size of a call is that of its larger tensor on one rank. Steps are those of a GPT with fused AdamW: torch's
 DistributedDataParallel with bucket views, and `fully_shard` by block.
 """
 

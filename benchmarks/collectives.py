@@ -13,7 +13,7 @@ FOLDER holds a virtual environment for each MPI, as mpi4py binds to one:
 An MPI's ranks are another tree of processes, started by mpiexec. It sleeps until rank 0 tells it through a socket that
 it is its turn; so all sides see the same machine within a round. Its mean is `Allreduce(IN_PLACE, SUM)` and a
 multiplication; "sum only" leaves that out on both sides. The measurement is that of `syncline bench`
-(docs/benchmarks.md).
+(docs/inside/benchmarks.md).
 
 A goal is judged by the median; "within noise" says that the 95 % interval holds both answers. "plain" reduces a tensor
 that was allocated by torch, "in place" one from `transport.allocate`.

@@ -1,6 +1,6 @@
 """Data-parallel PyTorch whose synchronization you can read, choose and trust.
 
-This file lists the public names. docs/architecture.md shows the packages of the library, in the order of their imports.
+This file lists the public names. docs/inside/architecture.md shows the packages of the library in import order.
 
 `import syncline` imports only `faces.py`. A public name is imported when a program uses it for the first time. So
 programs start faster, and `syncline --help` does not import torch. To add a public name, add one import below.

@@ -26,7 +26,7 @@ RUN_MARK = "SYNCLINE_RUN"
 """The name of the variable that `syncline run` sets for its workers. Its value is different for each job."""
 
 TOKEN = "SYNCLINE_TOKEN"
-"""The name of the variable that holds the secret of a job, which all its processes know; see docs/security.md."""
+"""The variable that holds the secret of a job, which all its processes know; see docs/reference/security.md."""
 
 _MIN_TOKEN_CHARS = 16
 

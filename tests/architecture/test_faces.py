@@ -1,6 +1,6 @@
 """The face of each room: its `__init__` says what the room is for, what it imports, and what is in each file.
 
-The page docs/architecture.md shows the rooms in the order of their imports; it is compared with the tree as well.
+The page docs/inside/architecture.md shows the rooms in the order of their imports; it is compared with the tree.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def test_a_face_names_what_its_room_imports(room: str) -> None:
 
 
 def test_the_page_shows_the_rooms_in_the_order_of_their_imports() -> None:
-    page = (Path(__file__).parents[2] / "docs" / "architecture.md").read_text()
+    page = (Path(__file__).parents[2] / "docs" / "inside" / "architecture.md").read_text()
     tree = page.partition("src/syncline/\n")[2].partition("```")[0]
     shown = [name.rstrip("/").removesuffix(".py") for name in re.findall(r"^  (\S+)", tree, re.MULTILINE)]
     assert shown == ["__init__", *_ORDER]

@@ -43,7 +43,7 @@ _STRICTER: tuple[tuple[str, Callable[[Facts], bool]], ...] = (
     ),
     ("init_sync=False: the ranks compare what they were given, still", lambda facts: facts.wraps_alone),
 )
-"""Where ours may raise though torch's class is right: the reason, as in docs/compatibility.md, and when."""
+"""Where ours may raise though torch's class is right: the reason, as in docs/reference/compatibility.md, and when."""
 
 Report = dict[str, Outcome]
 """Of one program on one rank, by way."""
@@ -152,7 +152,7 @@ class _Run:
             tolerance = None if exactly else _TOLERANCE[self.program.dtype]
             buffers = not self.facts.sends_buffers_after_join
             found = _difference(mine, other, tolerance, without=local, buffers=buffers)
-            # A backward through .module is reduced here (docs/compatibility.md), so that its norm is another one.
+            # A backward through .module is reduced here (docs/reference/compatibility.md): another norm.
             if (
                 not found
                 and exactly
@@ -184,7 +184,7 @@ class _Run:
             if mine == "hangs":
                 return [self.fault("hangs", "a rank waited for one that had ended")]
             if self.facts.decides_otherwise and self.facts.steps_local:
-                return []  # no_sync is read when the backward runs (docs/compatibility.md): asked for
+                return []  # no_sync is read when the backward runs (docs/reference/compatibility.md): asked for
             if self.facts.torch_errs:
                 return self.wrong()
             found = self.difference_from(theirs, exactly=not self.facts.decides_otherwise)

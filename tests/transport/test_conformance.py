@@ -1,6 +1,6 @@
 """What the collectives do with each operation, dtype and layout: right, or which error; the same on every engine.
 
-The table in docs/collectives.md is what `table_over` returns. Each engine is compared with it. To write it anew:
+The table in docs/reference/collectives.md is what `table_over` returns. Each engine is compared with it. To rewrite it:
 
     python tests/transport/test_conformance.py
 """
@@ -25,7 +25,7 @@ pytestmark = pytest.mark.filterwarnings(
     "ignore:Sparse CSR", "ignore:The PyTorch API of nested", "ignore:.*quantize"
 )
 
-PAGE = Path(__file__).parents[2] / "docs" / "collectives.md"
+PAGE = Path(__file__).parents[2] / "docs" / "reference" / "collectives.md"
 BEGIN, END = "<!-- begin: generated -->\n", "<!-- end: generated -->\n"
 
 OPERATIONS: dict[str, Callable[[Tensor, Transport], Any]] = {

@@ -19,7 +19,7 @@ from syncline.gradients.riders.roster import Roster
 from syncline.gradients.usage import StaticUsage
 from syncline.transport import Transport, run_ranks
 
-DOCS = Path(__file__).parents[2] / "docs" / "architecture.md"
+DOCS = Path(__file__).parents[2] / "docs" / "inside" / "architecture.md"
 
 _ROW = re.compile(r"^\| `?([A-Z]+)`?\s+\|.*\|([^|]*)\|$", re.MULTILINE)
 

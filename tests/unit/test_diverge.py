@@ -225,7 +225,7 @@ def test_a_strategy_rests_inside() -> None:
     assert run_ranks(2, program)[0] == [None, 2]
 
 
-# ---------------------------------------------------------------------- the recipe of docs/strategies.md
+# ---------------------------------------------------------------------- the recipe of docs/guides/strategies.md
 
 
 @pytest.mark.parametrize("how", ["plain", "weighted", "best"])

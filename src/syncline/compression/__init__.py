@@ -1,4 +1,4 @@
-"""Compression of values that are averaged over ranks, so that fewer bytes are sent. See docs/compression.md.
+"""Compression of values that are averaged over ranks, so that fewer bytes are sent. See docs/guides/compression.md.
 
 Imports: errors, checks, trees, _torch, transport, session, tensors.
 

@@ -1,7 +1,7 @@
 """The class DistributedDataParallel, which connects a module to the parts that synchronize it.
 
 A `Replica` (`replica.py`) holds those parts. `torch_names.py` has the undocumented methods and attributes of torch's
-class that frameworks use. `docs/architecture.md` shows the flow of one step.
+class that frameworks use. `docs/inside/architecture.md` shows the flow of one step.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class DistributedDataParallel(  # type: ignore[misc, override]
     subclass of that class, so `isinstance` checks in frameworks succeed, but torch's reducer never runs.
 
     `print(ddp.contract)` shows what is synchronized and when. `print(ddp.explain())` shows what happened in the last
-    step. `docs/compatibility.md` describes each argument and method that torch's class has.
+    step. `docs/reference/compatibility.md` describes each argument and method that torch's class has.
 
     Args:
         module: the module of this rank. At least one parameter must require grad. The parameters and buffers must have
@@ -109,28 +109,28 @@ class DistributedDataParallel(  # type: ignore[misc, override]
             `broadcast_buffers` in forwards. With False, buffers are still broadcast at construction.
         lazy_bucket_allocation: accepted for compatibility with torch 2.15. It has no effect.
         buffers: how buffers are synchronized before a forward. "broadcast" sends those of rank 0, as in torch.
-            "average" averages them, and pools running statistics (see `docs/buffers.md`). "none" does not synchronize
-            them. This argument cannot be combined with `broadcast_buffers` or `forward_sync_buffers`.
+            "average" averages them, and pools running statistics (see `docs/answers/buffers.md`). "none" does not
+            synchronize them. This argument cannot be combined with `broadcast_buffers` or `forward_sync_buffers`.
         compression: how gradients are encoded before they are sent: one of `sl.compression`. None sends them unchanged.
-            See `docs/compression.md`.
+            See `docs/guides/compression.md`.
         ignore: the names of parameters and buffers that are neither broadcast nor reduced, or shell patterns for their
             names, such as `"head.*"`. They must match the same names on all ranks.
         reduce_dtype: the dtype in which floating-point gradients are summed, such as torch.float32 for a bfloat16
             module. None sums each gradient in its own dtype.
         sharded: let each rank reduce only its shard of the gradients, and step only its shard of the parameters. You
             must `attach` every optimizer. If possible, the ranks of a host use one copy of the parameters. See
-            `docs/sharded.md`.
+            `docs/guides/sharded.md`.
         strategy: when and how parameters are synchronized: `sl.LocalSGD`, `sl.DiLoCo`, `sl.Gossip`,
             `sl.ParameterServer` or `sl.Manual`. None means `sl.EveryStep()`. Under all other strategies, replicas
             drift apart between two parameter syncs. Buffers are then synchronized together with the parameters, by
-            default with `buffers="average"`. See `docs/strategies.md`.
+            default with `buffers="average"`. See `docs/guides/strategies.md`.
         replica_check: `sl.ReplicaCheck(every=100)` compares the replicas during training, one slice per step. See
-            `docs/replica-check.md`.
+            `docs/guides/replica-check.md`.
         on_nonfinite: what all ranks do if a gradient of any rank is NaN or infinite. "ignore" does nothing, so the mean
             is not finite either. "raise" raises `NonFiniteGradient` at the end of the backward. "skip" discards the
             step of every optimizer; you must `attach` each optimizer. "zero" counts such elements as zero. All policies
             but "ignore" name the rank and the parameter. While a `torch.amp.GradScaler` is in use, it handles such
-            gradients, and these policies do not apply. See `docs/nothing-silent.md`.
+            gradients, and these policies do not apply. See `docs/guides/nothing-silent.md`.
 
     Raises:
         TypeError: `module` is not a `torch.nn.Module`, or another argument has a wrong type.

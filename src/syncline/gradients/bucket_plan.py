@@ -9,8 +9,8 @@ as soon as it is ready, while it is still in the processor's cache. The small gr
 when the bucket is launched, because a call takes longer than reading a small gradient from memory.
 
 Method: gradient bucketing with overlap (Li et al., "PyTorch Distributed: Experiences on Accelerating Data
-Parallel Training", VLDB 2020, section 3.2.3). `docs/decisions/0002-few-large-buckets.md` gives the reasons for the
-default bucket sizes.
+Parallel Training", VLDB 2020, section 3.2.3). `docs/inside/decisions/0002-few-large-buckets.md` gives the reasons for
+the default bucket sizes.
 """
 
 from __future__ import annotations

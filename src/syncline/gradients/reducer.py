@@ -1,7 +1,7 @@
 """The reducer, which averages gradients: hooks fill buckets, and buckets are reduced while backward is running.
 
-`docs/architecture.md` has a picture of one backward, and `backward.py` has the table of its states. The steps of a
-backward are:
+`docs/inside/architecture.md` has a picture of one backward, and `backward.py` has its states. The steps of a backward
+are:
 
 1. The first gradient that is ready begins the backward. At this point the reducer decides whether the backward
    synchronizes, and queues a callback for its end in the autograd engine.

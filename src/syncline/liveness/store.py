@@ -162,8 +162,8 @@ def _text(where: str, value: bytes, beginning: bytes) -> str:
 def _refuse(where: str, expected: str, got: str | bytes) -> NoReturn:
     raise SynclineError(
         f"{where}: expected {expected}, got {got[:_SHOWN_BYTES]!r}. Either another program wrote this message, or the "
-        "ranks run different versions of Syncline, or they have different tokens (SYNCLINE_TOKEN). docs/security.md "
-        "says which programs can connect to the store, and how to close its port to other programs"
+        "ranks run different versions of Syncline, or they have different tokens (SYNCLINE_TOKEN). "
+        "docs/reference/security.md says which programs can connect to the store, and how to close its port to others"
     )
 
 

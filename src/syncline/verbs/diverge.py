@@ -155,7 +155,7 @@ def diverge(module: nn.Module) -> AbstractContextManager[None]:
     weights, train, or evaluate independently. Afterwards, make the replicas equal by `sl.average_`, `sl.keep_best_` or
     `sl.broadcast_`. If the optimizer has stepped, make it equal as well. Until then, a forward whose gradients are to
     be reduced raises an error on every rank. Syncline never makes the replicas equal automatically. The file
-    `docs/strategies.md` contains a recipe.
+    `docs/guides/strategies.md` contains a recipe.
 
     To enter the context is a collective call.
 

@@ -46,7 +46,7 @@ hosts
   --master-port PORT       a free port of that host (default on one host: any)
   --host ADDRESS           the address at which this host listens for the others
                            (default: the loopback on one host; every interface
-                           with several hosts, see docs/security.md)
+                           with several hosts, see docs/reference/security.md)
   --rdzv-backend, --rdzv-endpoint, --rdzv-id, --rdzv-conf, --standalone,
   --local-addr             other kinds of rendezvous, as in torchrun
 
