@@ -123,11 +123,11 @@ def average_(
     the weights and compares the targets. Then tensors of one dtype and device are sent together. At most two packed
     copies of 32 MiB exist at a time.
 
-    Some values have no mean. In a module, integers (BatchNorm's counter) become the maximum, and a bool becomes true if
-    it is true on any rank with a weight above 0. A `running_var` is pooled with its `running_mean`:
-    docs/answers/buffers.md. In an optimizer, step counts and other integers of the state become the maximum. The settings of the parameter
-    groups must be equal on all ranks, and do not change. Tensors of integers outside of modules and optimizers are an
-    error.
+    Some values have no mean. In a module, integers (BatchNorm's counter) become the maximum, and a bool becomes true
+    if it is true on any rank with a weight above 0. A `running_var` is pooled with its `running_mean`:
+    docs/answers/buffers.md. In an optimizer, step counts and other integers of the state become the maximum. The
+    settings of the parameter groups must be equal on all ranks, and do not change. Tensors of integers outside of
+    modules and optimizers are an error.
 
     Args:
         target: a Module (its parameters and buffers), an Optimizer (its state, but not the parameters), a Tensor, or
