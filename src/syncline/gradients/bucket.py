@@ -10,6 +10,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from syncline._torch.profiler import UNPROFILED, is_profiling, profiled
 from syncline._torch.tensors import foreach_copy_
 from syncline.gradients.bucket_plan import BucketPlan
 from syncline.gradients.comm_hook import CommHook, GradBucket
@@ -45,6 +46,8 @@ class Bucket(ABC):
     """
 
     is_sparse = False
+    collective = "all_reduce"
+    """The operation of the transport that reduces the bucket."""
     views: Sequence[Tensor] = ()
     """One view of the bucket's memory per member; empty for a sparse bucket."""
 
@@ -62,6 +65,7 @@ class Bucket(ABC):
         self._work: Work | None = None
         self._comm_hook: CommHook | None = None
         self._is_last = False
+        self._operation = self.collective
 
     def reduce_by(self, comm_hook: CommHook | None, *, is_last: bool) -> None:
         """Choose whether a communication hook or the transport reduces the bucket.
@@ -71,6 +75,7 @@ class Bucket(ABC):
             is_last: whether no bucket follows this one. The hook gets this value from `GradBucket.is_last`.
         """
         self._comm_hook, self._is_last = comm_hook, is_last
+        self._operation = self.collective if comm_hook is None else f"by hook {comm_hook.name}"
 
     def reset(self) -> None:
         """Prepare the bucket for the next backward. The last reduction of the bucket must have ended."""
@@ -91,7 +96,8 @@ class Bucket(ABC):
         self.trigger = trigger
         self._enter(BucketState.IN_FLIGHT)
         self.launched_at = time.perf_counter()
-        self._work = self._start(tail)
+        with profiled("bucket {} {}", self.plan.index, self._operation) if is_profiling() else UNPROFILED:
+            self._work = self._start(tail)
 
     def wait(self) -> None:
         """Block until the bucket holds the result of the reduction."""
@@ -99,7 +105,8 @@ class Bucket(ABC):
             return
         assert self._work is not None
         start = time.perf_counter()
-        self._work.wait()
+        with profiled("wait bucket {}", self.plan.index) if is_profiling() else UNPROFILED:
+            self._work.wait()
         self.waited_seconds = time.perf_counter() - start
         self._work = None
         self._enter(BucketState.REDUCED)
@@ -306,6 +313,8 @@ class ShardedBucket(DenseBucket):
         predecessor: the bucket that uses the same memory before this bucket; None if no bucket does. `fill` waits until
             the predecessor is reduced.
     """
+
+    collective = "reduce_scatter"
 
     def __init__(
         self,

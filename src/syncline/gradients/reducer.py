@@ -79,6 +79,8 @@ class GradientSync:
             has_own_connection=transport is not main_lane,
             former=None if former is None else former.reduction,
         )
+        self.riders: Roster = self.reduction.riders
+        """The roster, which has each rider of this reducer as an attribute."""
         self.parameters: list[Tensor] = self.reduction.parameters
         self.layout: BucketLayout = self.reduction.layout
         self.ledger = Ledger(self.names)
@@ -99,11 +101,6 @@ class GradientSync:
     def options(self) -> GradientOptions:
         """The options of gradient synchronization."""
         return self.reduction.options
-
-    @property
-    def riders(self) -> Roster:
-        """The roster, which has each rider of this reducer as an attribute."""
-        return self.reduction.riders
 
     @property
     def normalizer(self) -> ItemNormalizer:

@@ -7,6 +7,7 @@ from functools import partial
 
 from torch import Tensor
 
+from syncline._torch.profiler import UNPROFILED, is_profiling, profiled
 from syncline._torch.tensors import foreach_div_
 from syncline.errors import SynclineError
 from syncline.gradients.backward import NO_INDICES, Backward, BackwardState
@@ -204,7 +205,8 @@ class Reduction:
             if self.usage.is_exchanged and self.usage.is_unused_by_all(bucket.plan.parameters):
                 return
             missing = backward.missing
-            bucket.fill(backward.scale, missing and missing.intersection(bucket.plan.parameters))
+            with profiled("bucket {} fill", bucket.plan.index) if is_profiling() else UNPROFILED:
+                bucket.fill(backward.scale, missing and missing.intersection(bucket.plan.parameters))
             self.riders.look_at(bucket)
             tail = self._tail() if bucket.plan.tail_numel else None
             bucket.send(tail=tail, trigger=trigger)
@@ -246,7 +248,8 @@ class Reduction:
             if backward.num_items is not None:
                 divisor = self.normalizer.total(self.riders.items.of_ranks, step=backward.step)
             self._hand_out(divisor)
-        self._conclude(backward.sent)
+        with profiled("riders conclude") if is_profiling() else UNPROFILED:
+            self._conclude(backward.sent)
         return divisor
 
     def _hand_out(self, divisor: int, *, in_turn: bool = False) -> None:
@@ -271,7 +274,8 @@ class Reduction:
                 self._wait(bucket)
             if left != 1:
                 bucket.divide(left)
-            bucket.hand_out(skip, any_missing=any_missing, keeps_tensor=backward.keeps_tensors)
+            with profiled("bucket {} to .grad", bucket.plan.index) if is_profiling() else UNPROFILED:
+                bucket.hand_out(skip, any_missing=any_missing, keeps_tensor=backward.keeps_tensors)
 
     def _launch_message(self, tail: Sequence[int]) -> None:
         """Send the tail in a separate message, if no bucket carries the tail.
@@ -303,7 +307,8 @@ class Reduction:
         rows: Sequence[Sequence[int] | None] = ()
         if any(tail) or self.options.allow_unused:
             rows, self.usage.num_ranks_using = self.layout.form.decode(tail)
-        self.riders.receive(rows, self.backward.step)
+        with profiled("riders receive") if is_profiling() else UNPROFILED:
+            self.riders.receive(rows, self.backward.step)
 
     def _conclude(self, buckets: Sequence[Bucket]) -> None:
         """Let the riders act on the result in `.grad`. If a rider raises, it raises on every rank."""

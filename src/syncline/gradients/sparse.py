@@ -28,6 +28,7 @@ class SparseBucket(Bucket):
     """
 
     is_sparse = True
+    collective = "all_gather"
 
     def __init__(self, plan: BucketPlan, parameters: Sequence[Tensor], transport: Transport) -> None:
         super().__init__(plan, parameters)

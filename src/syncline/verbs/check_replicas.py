@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from syncline._torch.profiler import profiled
 from syncline.checkpoint.encoding import encode
 from syncline.checkpoint.train_state import TrainState
 from syncline.equality.fingerprint import digest_of, fingerprints
@@ -119,7 +120,7 @@ def check_replicas(target: Any, *, group: Group = None) -> ReplicaReport:
         ()
     """
     transport = transport_of(group)
-    with transport.turn:
+    with transport.turn, profiled("check_replicas"):
 
         def prepare() -> Prepared[tuple[_Compared, list[int]]]:
             read = _Compared()
