@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from statistics import median_low
+from typing import NamedTuple
 
-from syncline.words import format_bytes, format_count, format_names
+from syncline.words import format_bytes, format_count, format_names, format_time
 
 _MAX_BUCKETS = 6
 """The number of buckets to list in the text of a backward. The text shows totals for all further buckets."""
@@ -34,8 +36,8 @@ class BucketRecord:
     def __str__(self) -> str:
         when = "at the end of backward" if self.trigger is None else f"when {self.trigger} was ready"
         size, names = format_bytes(self.payload_bytes), format_names(self.parameters, 2)
-        sent = f"sent {when}, at {_ms(self.launched_seconds)}"
-        return f"bucket {self.index}, {size}: {names}; {sent}, waited {_ms(self.waited_seconds)}"
+        sent = f"sent {when}, at {format_time(self.launched_seconds)}"
+        return f"bucket {self.index}, {size}: {names}; {sent}, waited {format_time(self.waited_seconds)}"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -78,6 +80,82 @@ def describe_nonfinite(record: NonFiniteRecord, num_shown: int | None = None) ->
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class RankTimes:
+    """The times that one rank has worked in one step. Time in which it waited for other ranks does not count.
+
+    The step begins when the previous synchronized backward ends.
+    """
+
+    update_seconds: float
+    """Time until the attached optimizers had stepped. It is 0 if no optimizer is attached."""
+    data_seconds: float
+    """Time from then until the forward: usually the time to load the data. If no optimizer is attached, the optimizer's
+    step is part of it. Under `no_sync`, it includes the time between the micro-batches."""
+    forward_seconds: float
+    """Time from the beginning of the forward to the first gradient. It includes the computation of the loss."""
+    backward_seconds: float
+    """Time from the first gradient until the last bucket was sent."""
+
+    @property
+    def total_seconds(self) -> float:
+        return self.update_seconds + self.data_seconds + self.forward_seconds + self.backward_seconds
+
+
+class LateRank(NamedTuple):
+    """The rank for which the other ranks waited in a step, and the phase in which it lost the most time."""
+
+    rank: int
+    late_seconds: float
+    """How much longer this rank worked than the other ranks (their median)."""
+    phase: str
+    """The phase: "update", "data", "forward" or "backward", as in `RankTimes`."""
+    phase_seconds: float
+    """Time of the late rank in this phase."""
+    usual_seconds: float
+    """Time of the other ranks in this phase (their median)."""
+
+
+_LATE_SECONDS = 0.0005
+
+_LATE_SHARE = 0.05
+
+_PHASES = ("update", "data", "forward", "backward")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepTiming:
+    """The times of one step, from the end of the previous synchronized backward to the end of this one."""
+
+    step_seconds: float
+    """Duration of the step on this rank."""
+    waited_seconds: float
+    """Time of the step in which this rank waited for other ranks, in all calls of Syncline on this group."""
+    of_ranks: tuple[RankTimes | None, ...]
+    """The times of each rank, the same on every rank. None for a rank that had no inputs left, or no earlier step."""
+
+    @property
+    def late(self) -> LateRank | None:
+        """The rank for which the others waited. None if no rank was late by 0.5 ms and 5 % of the others' time."""
+        known = {rank: times for rank, times in enumerate(self.of_ranks) if times is not None}
+        if len(known) < 2:
+            return None
+        rank = max(known, key=lambda one: known[one].total_seconds)
+        latest = known.pop(rank)
+        usual = median_low(times.total_seconds for times in known.values())
+        late_seconds = latest.total_seconds - usual
+        if late_seconds < max(_LATE_SECONDS, _LATE_SHARE * usual):
+            return None
+
+        def compare(phase: str) -> tuple[float, float]:
+            name = f"{phase}_seconds"
+            return getattr(latest, name), median_low(getattr(times, name) for times in known.values())
+
+        lost = {phase: compare(phase) for phase in _PHASES}
+        phase = max(lost, key=lambda one: lost[one][0] - lost[one][1])
+        return LateRank(rank, late_seconds, phase, *lost[phase])
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class BackwardRecord:
     """A record of one backward on one rank.
 
@@ -117,6 +195,8 @@ class BackwardRecord:
     metrics: Mapping[str, float] = field(default_factory=dict)
     """The means over ranks of the values that were given to `ddp.report`, by name. If the backward was not
     synchronized, these are the values of this rank alone."""
+    timing: StepTiming | None = None
+    """The times of the step on all ranks. None in the first step, and if the backward was not synchronized."""
 
     def __str__(self) -> str:
         lines = [f"step {self.step}: {format_count(self.num_gradients, 'gradient')}, {self._result()}"]
@@ -125,7 +205,7 @@ class BackwardRecord:
         lines += map(str, self.buckets[:num_shown])
         if others:
             num_bytes = format_bytes(sum(bucket.payload_bytes for bucket in others))
-            waited = _ms(sum(bucket.waited_seconds for bucket in others))
+            waited = format_time(sum(bucket.waited_seconds for bucket in others))
             lines.append(f"and {len(others)} more buckets, {num_bytes}, waited {waited} in all")
         if self.metrics:
             lines.append("metrics: " + ", ".join(f"{name} {mean:.6g}" for name, mean in self.metrics.items()))
@@ -142,7 +222,7 @@ class BackwardRecord:
         if not self.synchronized:
             return "not reduced: .grad holds the gradients of this rank"
         buckets = format_count(len(self.buckets), "bucket")
-        return f"{mean}, {self.num_reduced:,} elements in {buckets}, {_ms(self.duration_seconds)}"
+        return f"{mean}, {self.num_reduced:,} elements in {buckets}, {format_time(self.duration_seconds)}"
 
 
 def describe_mean(record: BackwardRecord) -> str:
@@ -191,7 +271,3 @@ class EvolutionRecord:
     """Lowest finite loss."""
     num_nonfinite: int
     """Number of members whose loss is NaN or infinite. Such a loss counts as the worst loss."""
-
-
-def _ms(seconds: float) -> str:
-    return f"{seconds * 1e3:.1f} ms"

@@ -26,8 +26,9 @@ from syncline.contract import Contract
 from syncline.ddp.config import checked_config, checked_truths
 from syncline.ddp.join import JoinMethods
 from syncline.ddp.replica import Replica
-from syncline.ddp.report import contract_of, explain
+from syncline.ddp.report import contract_of
 from syncline.ddp.selection import checked_delayed, select
+from syncline.ddp.timeline import explain
 from syncline.ddp.training import TrainingMethods
 from syncline.ddp.wrapping import (
     MixedPrecision,
@@ -230,7 +231,7 @@ class DistributedDataParallel(  # type: ignore[misc, override]
             self._joined_forward_begins(synchronizes=synchronizes)
         elif buffer_hook is None:
             replica.buffers.before_forward(next_is_due=synchronizes)
-            if synchronizes:
+            if synchronizes and replica.buffers.were_sent:
                 replica.before_forward_of_equal_buffers()
         else:
             self._before_hooked_forward(buffer_hook, next_is_due=synchronizes)
@@ -355,7 +356,10 @@ class DistributedDataParallel(  # type: ignore[misc, override]
         return contract_of(self._replica.plan, self._replica.evidence())
 
     def explain(self) -> str:
-        """Return a timeline of one step, in words: of the last recorded step, or of the plan before the first step."""
+        """Return a timeline of one step, in words: of the last recorded step, or of the plan before the first step.
+
+        The last sentence draws the conclusion: what synchronization cost, and which rank the others waited for.
+        """
         gradients = self._replica.gradients
         return explain(
             self._replica.plan,

@@ -15,6 +15,7 @@ from syncline._torch.tensors import foreach_copy_
 from syncline.gradients.bucket_plan import BucketPlan
 from syncline.gradients.comm_hook import CommHook, GradBucket
 from syncline.gradients.shard import BucketShard, view_like
+from syncline.gradients.tail import Tail
 from syncline.transport.base import Transport
 from syncline.transport.work import Work
 
@@ -86,7 +87,7 @@ class Bucket(ABC):
         assert state in _ALLOWED_MOVES[self.state], f"bucket {self.plan.index}: {self.state} -> {state}"
         self.state = state
 
-    def send(self, *, tail: Sequence[int] | None, trigger: int | None) -> None:
+    def send(self, *, tail: Tail | None, trigger: int | None) -> None:
         """Start to reduce the bucket over all ranks.
 
         Args:
@@ -134,7 +135,7 @@ class Bucket(ABC):
         """
 
     @abstractmethod
-    def _start(self, tail: Sequence[int] | None) -> Work:
+    def _start(self, tail: Tail | None) -> Work:
         """Start to reduce the bucket. The control data `tail` follow the gradients, unless `tail` is None."""
 
     @abstractmethod
@@ -234,12 +235,9 @@ class DenseBucket(Bucket):
         if scale != 1.0:
             self._small.mul_(scale)
 
-    def _start(self, tail: Sequence[int] | None) -> Work:
+    def _start(self, tail: Tail | None) -> Work:
         if tail is not None:
-            if any(tail):
-                self._tail[: len(tail)] = torch.tensor(tail, dtype=self._tail.dtype, device=self._tail.device)
-            else:  # nothing to report, as in almost every step
-                self._tail.zero_()
+            tail.write(self._tail)
         if self._comm_hook is None:
             return self._transport.all_reduce(self.flat, "sum")
         return self._comm_hook.start(self._grad_bucket(self.flat, self.views), self._take_result)
@@ -340,7 +338,7 @@ class ShardedBucket(DenseBucket):
         super().fill(scale, missing)
         self.shard.take_over()
 
-    def _start(self, tail: Sequence[int] | None) -> Work:
+    def _start(self, tail: Tail | None) -> Work:
         return self._transport.reduce_spans(self.flat, self.shard.bounds, "sum")
 
     def wait(self) -> None:

@@ -18,6 +18,8 @@ from syncline.gradients.out_of_step import OutOfStep
 from syncline.gradients.riders.base import Reduced
 from syncline.gradients.riders.items import ItemNormalizer
 from syncline.gradients.riders.roster import Roster
+from syncline.gradients.step_times import StepClock
+from syncline.gradients.tail import Tail
 from syncline.gradients.usage import Usage
 from syncline.transport.base import Transport
 from syncline.user_code import warn_user
@@ -56,6 +58,7 @@ class Reduction:
         """The backward that runs now, or the last backward if none runs."""
         self.unreduced: set[int] = set() if former is None else former._unreduced_among(self.parameters)
         """Indices of the parameters whose `.grad` holds gradients of earlier backwards that were not reduced."""
+        self.clock = StepClock(transport)
         self.layout = BucketLayout(named_parameters, transport, options)
         self.usage = Usage(self.parameters, transport, options)
         self.riders: Roster = Roster(
@@ -215,15 +218,15 @@ class Reduction:
             raise
         backward.sent.append(bucket)
 
-    def _tail(self) -> list[int]:
-        """Return the tail that this rank sends. The tail is empty if this rank has nothing to report."""
+    def _tail(self) -> Tail:
+        """Return the tail that this rank sends. It has no words if this rank has nothing to report."""
         used: list[int] = []
         if self.options.allow_unused:
             used = self.usage.uses(NO_INDICES, self.unreduced | set(self.backward.ready))
         words = self.riders.words(self.backward)
-        if not used and not any(words):
-            return []
-        return self.layout.form.encode(words, rank=self.transport.rank, used=used)
+        form, rank = self.layout.form, self.transport.rank
+        digits = form.encode(words, rank=rank, used=used) if used or any(words) else ()
+        return Tail(digits, self.clock.note(), form.notes_at + rank * form.num_noted)
 
     # ------------------------------------------------------------------ at the end of backward
 
@@ -277,7 +280,7 @@ class Reduction:
             with profiled("bucket {} to .grad", bucket.plan.index) if is_profiling() else UNPROFILED:
                 bucket.hand_out(skip, any_missing=any_missing, keeps_tensor=backward.keeps_tensors)
 
-    def _launch_message(self, tail: Sequence[int]) -> None:
+    def _launch_message(self, tail: Tail) -> None:
         """Send the tail in a separate message, if no bucket carries the tail.
 
         If the message uses the same connection as a communication hook, it is sent only after all buckets were waited
@@ -305,8 +308,10 @@ class Reduction:
             assert isinstance(last, DenseBucket)
             tail = last.read_tail()
         rows: Sequence[Sequence[int] | None] = ()
-        if any(tail) or self.options.allow_unused:
-            rows, self.usage.num_ranks_using = self.layout.form.decode(tail)
+        form = self.layout.form
+        self.clock.heard = tail[form.notes_at : form.numel]
+        if any(tail[: form.notes_at]) or self.options.allow_unused:
+            rows, self.usage.num_ranks_using = form.decode(tail)
         with profiled("riders receive") if is_profiling() else UNPROFILED:
             self.riders.receive(rows, self.backward.step)
 
@@ -360,7 +365,7 @@ class Reduction:
         self.backward = backward
         self._begin_step()
         num_tracked = len(self.parameters) if self.options.allow_unused else 0
-        tail = self.layout.form.encode(None, rank=self.transport.rank, used=[0] * num_tracked)
+        tail = Tail(self.layout.form.encode(None, rank=self.transport.rank, used=[0] * num_tracked))
         self.usage.exchange(NO_INDICES, NO_INDICES)
         for bucket in self.layout.buckets:
             if not self.usage.is_unused_by_all(bucket.plan.parameters):
