@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from itertools import zip_longest
 from typing import NamedTuple
 
-from syncline.words import MAX_COLUMNS, format_count, shortened, wrapped
+from syncline.words import MAX_COLUMNS, format_count, one_line, wrapped
 
 _HEADINGS = ("what", "size", "when", "how", "drift allowed", "last done")
 
@@ -27,6 +27,9 @@ class Row:
     drift_allowed: str
     last_done: str = ""
     """The last synchronization of the group, in words; empty before the first step."""
+
+    def __repr__(self) -> str:
+        return one_line(self, f"{self.what}, {self.when}, {self.how}")
 
 
 class Rule(NamedTuple):
@@ -93,7 +96,7 @@ class Contract:
         return f"Contract: {self.title}\n{body}"
 
     def __repr__(self) -> str:
-        return shortened(f"<Contract of {self.title}: {format_count(len(self.rows), 'row')}>")
+        return one_line(self, f"{format_count(len(self.rows), 'row')}, {self.title}")
 
     @property
     def _has_evidence(self) -> bool:
@@ -162,7 +165,7 @@ def _widths(cells: Sequence[Sequence[Sequence[str]]]) -> list[int]:
 
 def _limit(widths: Sequence[int], total: int) -> int:
     """Return the largest width of a column so that all columns fit into `total`. Narrower columns keep their width."""
-    limit = max(widths)
+    limit = max(1, *widths)
     while limit > 1 and sum(min(width, limit) for width in widths) > total:
         limit -= 1
     return limit

@@ -7,7 +7,15 @@ from dataclasses import dataclass, field
 from statistics import median_low
 from typing import NamedTuple
 
-from syncline.words import format_bytes, format_count, format_names, format_time
+from syncline.words import (
+    describe_ranks,
+    format_bytes,
+    format_count,
+    format_names,
+    format_time,
+    one_line,
+    wrapped,
+)
 
 _MAX_BUCKETS = 6
 """The number of buckets to list in the text of a backward. The text shows totals for all further buckets."""
@@ -33,11 +41,17 @@ class BucketRecord:
     waited_seconds: float
     """Time for which backward waited at its end until this bucket was reduced."""
 
+    def __repr__(self) -> str:
+        size, parameters = format_bytes(self.payload_bytes), format_count(len(self.parameters), "parameter")
+        return one_line(
+            self, f"{self.index}, {size}, {parameters}, waited {format_time(self.waited_seconds)}"
+        )
+
     def __str__(self) -> str:
         when = "at the end of backward" if self.trigger is None else f"when {self.trigger} was ready"
-        size, names = format_bytes(self.payload_bytes), format_names(self.parameters, 2)
+        size, parameters = format_bytes(self.payload_bytes), format_count(len(self.parameters), "parameter")
         sent = f"sent {when}, at {format_time(self.launched_seconds)}"
-        return f"bucket {self.index}, {size}: {names}; {sent}, waited {format_time(self.waited_seconds)}"
+        return f"bucket {self.index}, {size}, {parameters}: {sent}, waited {format_time(self.waited_seconds)}"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -55,6 +69,12 @@ class NonFiniteRecord:
     num_steps: int
     """Number of steps so far, including this step, in which the policy was applied because gradients were not finite.
     Under `on_nonfinite="skip"`, this is the number of discarded steps."""
+
+    def __repr__(self) -> str:
+        ranks = describe_ranks(tuple(self.found)) if self.found else "no rank"
+        return one_line(
+            self, f"not finite on {ranks}, {self.outcome}, {format_count(self.num_steps, 'step')} so far"
+        )
 
     def __str__(self) -> str:
         if self.found or self.in_mean:
@@ -100,6 +120,10 @@ class RankTimes:
     def total_seconds(self) -> float:
         return self.update_seconds + self.data_seconds + self.forward_seconds + self.backward_seconds
 
+    def __repr__(self) -> str:
+        phases = (f"{phase} {format_time(getattr(self, f'{phase}_seconds'))}" for phase in _PHASES)
+        return one_line(self, ", ".join(phases))
+
 
 class LateRank(NamedTuple):
     """The rank for which the other ranks waited in a step, and the phase in which it lost the most time."""
@@ -113,6 +137,10 @@ class LateRank(NamedTuple):
     """Time of the late rank in this phase."""
     usual_seconds: float
     """Time of the other ranks in this phase (their median)."""
+
+    def __repr__(self) -> str:
+        late, took, usual = map(format_time, (self.late_seconds, self.phase_seconds, self.usual_seconds))
+        return one_line(self, f"rank {self.rank} by {late}: {self.phase} took {took}, {usual} on the others")
 
 
 _LATE_SECONDS = 0.0005
@@ -132,6 +160,11 @@ class StepTiming:
     """Time of the step in which this rank waited for other ranks, in all calls of Syncline on this group."""
     of_ranks: tuple[RankTimes | None, ...]
     """The times of each rank, the same on every rank. None for a rank that had no inputs left, or no earlier step."""
+
+    def __repr__(self) -> str:
+        late = "no rank was late" if self.late is None else f"rank {self.late.rank} was late"
+        step, waited = format_time(self.step_seconds), format_time(self.waited_seconds)
+        return one_line(self, f"step {step}, waited {waited}, {late}")
 
     @property
     def late(self) -> LateRank | None:
@@ -159,8 +192,8 @@ class StepTiming:
 class BackwardRecord:
     """A record of one backward on one rank.
 
-    `print(record)` shows a summary of at most about 12 lines, even for a large module. `pprint.pprint(record)` shows
-    every field with all names.
+    `print(record)` shows a summary of about 12 lines, even for a large module; `repr` shows one line.
+    `pprint.pprint(dataclasses.asdict(record))` shows every field with all names.
 
     Example:
         >>> import torch, syncline as sl
@@ -198,8 +231,11 @@ class BackwardRecord:
     timing: StepTiming | None = None
     """The times of the step on all ranks. None in the first step, and if the backward was not synchronized."""
 
+    def __repr__(self) -> str:
+        return one_line(self, self._headline())
+
     def __str__(self) -> str:
-        lines = [f"step {self.step}: {format_count(self.num_gradients, 'gradient')}, {self._result()}"]
+        lines = [self._headline()]
         num_shown = len(self.buckets) if len(self.buckets) <= _MAX_BUCKETS + 1 else _MAX_BUCKETS
         others = self.buckets[num_shown:]
         lines += map(str, self.buckets[:num_shown])
@@ -213,7 +249,11 @@ class BackwardRecord:
             lines.append(f"no gradient on this rank: {format_names(self.unused)}")
         if self.nonfinite is not None and self.synchronized:
             lines.append(str(self.nonfinite))
-        return "\n  ".join(lines)
+        first, *rest = lines
+        return "\n".join([*wrapped(first), *(short for line in rest for short in wrapped(f"  {line}"))])
+
+    def _headline(self) -> str:
+        return f"step {self.step}: {format_count(self.num_gradients, 'gradient')}, {self._result()}"
 
     def _result(self) -> str:
         mean = describe_mean(self)
@@ -240,6 +280,10 @@ class BufferRecord:
     reason: str
     """The reason why no buffers were sent; empty if they were sent."""
 
+    def __repr__(self) -> str:
+        size = f"{format_count(self.num_tensors, 'tensor')}, {format_bytes(self.payload_bytes)}"
+        return one_line(self, f"{size}, {'sent' if self.sent else f'not sent: {self.reason}'}")
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RoundRecord:
@@ -254,6 +298,11 @@ class RoundRecord:
     """Number of bytes of the tensors that were passed to the transport."""
     waited_seconds: float
     duration_seconds: float
+
+    def __repr__(self) -> str:
+        took, waited = format_time(self.duration_seconds), format_time(self.waited_seconds)
+        what = f"{'; '.join(self.what)}: {format_count(self.num_calls, 'call')}, {format_bytes(self.payload_bytes)}"
+        return one_line(self, f"after step {self.step}, {took}, waited {waited}, {what}")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -271,3 +320,8 @@ class EvolutionRecord:
     """Lowest finite loss."""
     num_nonfinite: int
     """Number of members whose loss is NaN or infinite. Such a loss counts as the worst loss."""
+
+    def __repr__(self) -> str:
+        losses = f"mean {self.mean_loss:.6g}, best {self.best_loss:.6g}"
+        members = f"{format_count(len(self.losses), 'member')}, {self.num_nonfinite} not finite"
+        return one_line(self, f"step {self.step}, {losses}, {members}")

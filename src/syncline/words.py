@@ -53,6 +53,17 @@ def shortened(text: str, columns: int = MAX_COLUMNS) -> str:
     return f"{line[:half]}...{line[-half:]}"
 
 
+def one_line(instance: object, text: str) -> str:
+    """Return the `repr` of an object: its class and a text about it, in one line of at most 100 columns.
+
+    Example:
+        >>> one_line(3, "the number of hosts")
+        '<int: the number of hosts>'
+    """
+    kind = type(instance).__name__
+    return f"<{kind}: {shortened(text, MAX_COLUMNS - len(kind) - 4)}>"
+
+
 def format_bytes(num_bytes: int) -> str:
     """Format a size with three digits and a decimal unit, as in `421 kB`.
 

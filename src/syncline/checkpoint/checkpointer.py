@@ -24,6 +24,7 @@ from syncline.session.stop_request import STOP_SIGNALS
 from syncline.session.world import before_shutdown, transport_of
 from syncline.transport.base import Transport
 from syncline.user_code import warn_user, warning_here
+from syncline.words import one_line
 
 _FILE_METHODS = tuple(name for name in vars(Files) if not name.startswith("_"))
 
@@ -116,6 +117,10 @@ class Checkpointer:
         with self._called():
             self._store = SaveStore(self._lane, files, path, keep, read_only=read_only)
         before_shutdown(self.wait)
+
+    def __repr__(self) -> str:
+        newest = "no save" if self._newest is None else f"newest save at step {self._newest[0]}"
+        return one_line(self, f"{newest if self._end.alive else 'closed'}, {self._store.path}")
 
     @contextlib.contextmanager
     def _called(self, method: str = "") -> Iterator[None]:

@@ -372,7 +372,7 @@ class DistributedDataParallel(  # type: ignore[misc, override]
     def last_step(self) -> BackwardRecord | None:
         """The record of the last backward on this rank; None before the first backward.
 
-        `print(ddp.last_step)` prints a summary, and `pprint.pprint(ddp.last_step)` prints every field.
+        `print(ddp.last_step)` prints a summary. `pprint.pprint(dataclasses.asdict(ddp.last_step))` prints every field.
         """
         return self._replica.gradients.ledger.last()
 

@@ -26,6 +26,7 @@ from syncline.liveness.board import Board
 from syncline.transport.caller_lock import Turn
 from syncline.transport.statistics import Counts, Statistics
 from syncline.transport.work import DONE, CombinedWork, MeasuredWork, Work
+from syncline.words import one_line
 
 ReduceOp = Literal["sum", "mean", "max", "min", "product"]
 
@@ -107,6 +108,9 @@ class Transport(ABC):
         """The counters of calls, bytes and waiting time. All lanes use the same object."""
         self._common_lanes: dict[str, Transport] = {}
         self._num_lanes_for: Counter[str] = Counter()
+
+    def __repr__(self) -> str:
+        return one_line(self, f"{self.name}, rank {self.rank} of {self.size}")
 
     def __copy__(self) -> Self:
         """Return a shallow copy of this transport, to be used as a lane. Only `turn` is a new object."""

@@ -25,7 +25,7 @@ from syncline.transport.agreement import describe_tensors
 from syncline.user_code import calling
 from syncline.verbs.common import Group, Prepared, agree_on_call, refuse_sharded
 from syncline.verbs.diverge import divergences_around, record_equal
-from syncline.words import format_names
+from syncline.words import format_names, one_line
 
 _TITLE = "sl.check_replicas"
 
@@ -56,6 +56,9 @@ class ReplicaReport:
     num_ranks: int
     num_compared: int
     may_differ: tuple[str, ...] = ()
+
+    def __repr__(self) -> str:
+        return one_line(self, str(self).partition("\n")[0])
 
     def __str__(self) -> str:
         num_same = self.num_compared - len(self.may_differ)
