@@ -119,7 +119,7 @@ def test_the_parts_of_a_run_have_short_reprs(tmp_path: Path) -> None:
         assert texts[1].startswith("<BackwardRecord: step 1: 2 gradients, not reduced")
         assert texts[2].startswith("<RoundRecord: after step 1, ")
         assert texts[3].startswith("<Statistics: ")
-        assert texts[4].startswith("<Contract: 6 rows, DistributedDataParallel(Linear), 2 ranks")
+        assert texts[4].startswith("<Contract: 6 rows, DistributedDataParallel(Linear), 2")
         assert texts[5].startswith("<Checkpointer: newest save at step 3, ")
 
 
