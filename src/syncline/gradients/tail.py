@@ -126,8 +126,10 @@ class Tail(NamedTuple):
         if any(self.words):
             target[: len(self.words)] = torch.tensor(self.words, dtype=target.dtype, device=target.device)
         if self.note:
-            digits = torch.tensor(list(self.note), dtype=target.dtype, device=target.device)
-            target[self.note_at : self.note_at + len(self.note)] = digits
+            # Much faster than torch.tensor of a list. The bytearray is there because torch warns of memory that it
+            # must not write.
+            digits = torch.frombuffer(bytearray(self.note), dtype=torch.uint8)
+            target[self.note_at : self.note_at + len(self.note)].copy_(digits)
 
 
 class TailMessage:
