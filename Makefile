@@ -30,11 +30,13 @@ help: ## list the targets
 setup: $(STAMP) ## make .venv with everything
 
 $(STAMP): $(TOOLS) pyproject.toml $(NATIVE)
+	@echo "installing syncline, which compiles its native core ..."
 	$(PIP) --no-build-isolation --editable .
 	@touch $@
 
 $(TOOLS): constraints.txt requirements-dev.txt
 	$(PYTHON) -m venv $(VENV)
+	@echo "downloading torch and the tools into $(VENV), once; this can take minutes ..."
 	$(PIP) --requirement requirements-dev.txt
 	@touch $@
 
@@ -84,6 +86,7 @@ format: $(STAMP) ## let ruff rewrite what it can
 
 $(FRAMEWORKS_STAMP): requirements-frameworks.txt constraints-frameworks.txt pyproject.toml $(NATIVE)
 	test -x $(FRAMEWORKS)/bin/python || $(PYTHON) -m venv $(FRAMEWORKS)
+	@echo "downloading the frameworks into $(FRAMEWORKS), once; this can take minutes ..."
 	PIP_CONSTRAINT=/dev/null $(FRAMEWORKS)/bin/python -m pip install --quiet --disable-pip-version-check \
 		--constraint constraints-frameworks.txt --requirement requirements-frameworks.txt
 	$(FRAMEWORKS)/bin/python -m pip install --quiet --disable-pip-version-check --no-build-isolation --no-deps --editable .
@@ -114,6 +117,7 @@ TEST_TORCH ?= tests/architecture/test_private_names.py tests/parity tests/transp
 test-torch: ## run the tests of the class, the transports and checkpoints with another torch (TORCH=2.15.0)
 	test -x $(TEST_VENV)/bin/python || $(PYTHON) -m venv $(TEST_VENV)
 	sed '/^torch==/d' constraints.txt > $(TEST_VENV)/constraints.txt
+	@echo "downloading torch $(TORCH) into $(TEST_VENV), once; this can take minutes ..."
 	PIP_CONSTRAINT=/dev/null $(TEST_VENV)/bin/python -m pip install --quiet --disable-pip-version-check \
 		--constraint $(TEST_VENV)/constraints.txt --requirement requirements-dev.txt torch==$(TORCH)
 	$(TEST_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-build-isolation --no-deps .

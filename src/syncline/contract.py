@@ -1,14 +1,17 @@
 """The contract of a wrapped module: it says what is synchronized, when and how, and how far replicas can drift apart.
 
 A contract is immutable. It is computed from the plan of the module (`ddp/plan.py`). No code reads its words.
-`print(contract)` prints the contract as a table.
+`print(contract)` shows at most 100 columns, and `print(contract.long())` a table with one line for each row.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import zip_longest
 from typing import NamedTuple
+
+from syncline.words import MAX_COLUMNS, format_count, one_line, wrapped
 
 _HEADINGS = ("what", "size", "when", "how", "drift allowed", "last done")
 
@@ -24,6 +27,9 @@ class Row:
     drift_allowed: str
     last_done: str = ""
     """The last synchronization of the group, in words; empty before the first step."""
+
+    def __repr__(self) -> str:
+        return one_line(self, f"{self.what}, {self.when}, {self.how}")
 
 
 class Rule(NamedTuple):
@@ -60,7 +66,7 @@ class Rules:
     """Whether parameters are equal on all ranks after each parameter sync."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True, slots=True, repr=False)
 class Contract:
     """A table of what is synchronized, when and how, with one row for each group of tensors.
 
@@ -76,12 +82,25 @@ class Contract:
     rows: tuple[Row, ...]
 
     def __str__(self) -> str:
-        cells = [
-            (row.what, row.size, row.when, row.how, row.drift_allowed, row.last_done) for row in self.rows
-        ]
-        width = 6 if any(row.last_done for row in self.rows) else 5
-        body = table([_HEADINGS[:width], *(row[:width] for row in cells)])
+        """Return the contract as lines of at most 100 columns. Long cells take several lines; nothing is left out."""
+        title = wrapped(f"Contract: {self.title}")
+        lines = [*title, table([_HEADINGS[:5], *(_cells(row)[:5] for row in self.rows)], MAX_COLUMNS)]
+        if self._has_evidence:
+            lines += ["", _HEADINGS[5], table([(row.what, row.last_done) for row in self.rows], MAX_COLUMNS)]
+        return "\n".join(lines)
+
+    def long(self) -> str:
+        """Return the contract as a table with one line for each row, however wide."""
+        width = 6 if self._has_evidence else 5
+        body = table([_HEADINGS[:width], *(_cells(row)[:width] for row in self.rows)])
         return f"Contract: {self.title}\n{body}"
+
+    def __repr__(self) -> str:
+        return one_line(self, f"{format_count(len(self.rows), 'row')}, {self.title}")
+
+    @property
+    def _has_evidence(self) -> bool:
+        return any(row.last_done for row in self.rows)
 
     def __getitem__(self, what: str) -> Row:
         """Return the row with this name, as in `contract["buffers"]`.
@@ -109,8 +128,44 @@ def add_evidence(contract: Contract, last_done: Mapping[str, str]) -> Contract:
     return replace(contract, rows=rows)
 
 
-def table(rows: Sequence[Sequence[str]]) -> str:
-    """Format rows of cells as a table, whose columns are left-aligned and two spaces apart."""
-    widths = [max(len(cell) for cell in column) for column in zip(*rows, strict=True)]
-    lines = ("  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)) for row in rows)
-    return "\n".join(line.rstrip() for line in lines)
+def _cells(row: Row) -> tuple[str, ...]:
+    return (row.what, row.size, row.when, row.how, row.drift_allowed, row.last_done)
+
+
+def table(rows: Sequence[Sequence[str]], max_columns: int | None = None) -> str:
+    """Format rows of cells as a table, whose columns are left-aligned and two spaces apart.
+
+    Args:
+        rows: the cells of each row.
+        max_columns: the largest length of a line. The cells of wide columns are then divided into several lines. Pass
+            None for one line per row.
+
+    Example:
+        >>> print(table([("what", "when"), ("buffers", "before forward, not after no_sync")], 26))
+        what     when
+        buffers  before forward,
+                 not after no_sync
+    """
+    cells = [[[cell] for cell in row] for row in rows]
+    if max_columns is not None:
+        limit = _limit(_widths(cells), max_columns - 2 * (len(rows[0]) - 1))
+        cells = [[wrapped(cell, limit, indent="") for cell in row] for row in rows]
+    widths = _widths(cells)
+    lines = []
+    for row_of_cells in cells:
+        in_lines = zip_longest(*row_of_cells, fillvalue="")
+        lines += ["  ".join(map(str.ljust, line, widths)).rstrip() for line in in_lines]
+    return "\n".join(lines)
+
+
+def _widths(cells: Sequence[Sequence[Sequence[str]]]) -> list[int]:
+    """Return the width of each column of a table, whose cells consist of lines."""
+    return [max(len(line) for cell in column for line in cell) for column in zip(*cells, strict=True)]
+
+
+def _limit(widths: Sequence[int], total: int) -> int:
+    """Return the largest width of a column so that all columns fit into `total`. Narrower columns keep their width."""
+    limit = max(1, *widths)
+    while limit > 1 and sum(min(width, limit) for width in widths) > total:
+        limit -= 1
+    return limit

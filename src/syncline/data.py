@@ -10,6 +10,7 @@ import torch.utils.data as torch_data
 
 from syncline.checks import checked_count, checked_flag, checked_state, checked_truth, what_it_is
 from syncline.session.world import world
+from syncline.words import one_line
 
 
 class DistributedSampler(torch_data.DistributedSampler[int]):
@@ -93,6 +94,10 @@ class DistributedSampler(torch_data.DistributedSampler[int]):
             # torch pads up to total_size. If total_size is the dataset's length, nothing is padded.
             self.total_size = len(dataset)
             self.num_samples = len(range(rank, self.total_size, num_replicas))
+
+    def __repr__(self) -> str:
+        samples = f"{self.num_samples:,} of {len(self.dataset):,} samples"  # type: ignore[arg-type]
+        return one_line(self, f"{samples}, rank {self.rank} of {self.num_replicas}, epoch {self.epoch}")
 
     def __iter__(self) -> Iterator[int]:
         return _Dealing(self)

@@ -4,8 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from statistics import median_low
+from typing import NamedTuple
 
-from syncline.words import format_bytes, format_count, format_names
+from syncline.words import (
+    describe_ranks,
+    format_bytes,
+    format_count,
+    format_names,
+    format_time,
+    one_line,
+    wrapped,
+)
 
 _MAX_BUCKETS = 6
 """The number of buckets to list in the text of a backward. The text shows totals for all further buckets."""
@@ -31,11 +41,17 @@ class BucketRecord:
     waited_seconds: float
     """Time for which backward waited at its end until this bucket was reduced."""
 
+    def __repr__(self) -> str:
+        size, parameters = format_bytes(self.payload_bytes), format_count(len(self.parameters), "parameter")
+        return one_line(
+            self, f"{self.index}, {size}, {parameters}, waited {format_time(self.waited_seconds)}"
+        )
+
     def __str__(self) -> str:
         when = "at the end of backward" if self.trigger is None else f"when {self.trigger} was ready"
-        size, names = format_bytes(self.payload_bytes), format_names(self.parameters, 2)
-        sent = f"sent {when}, at {_ms(self.launched_seconds)}"
-        return f"bucket {self.index}, {size}: {names}; {sent}, waited {_ms(self.waited_seconds)}"
+        size, parameters = format_bytes(self.payload_bytes), format_count(len(self.parameters), "parameter")
+        sent = f"sent {when}, at {format_time(self.launched_seconds)}"
+        return f"bucket {self.index}, {size}, {parameters}: {sent}, waited {format_time(self.waited_seconds)}"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -53,6 +69,12 @@ class NonFiniteRecord:
     num_steps: int
     """Number of steps so far, including this step, in which the policy was applied because gradients were not finite.
     Under `on_nonfinite="skip"`, this is the number of discarded steps."""
+
+    def __repr__(self) -> str:
+        ranks = describe_ranks(tuple(self.found)) if self.found else "no rank"
+        return one_line(
+            self, f"not finite on {ranks}, {self.outcome}, {format_count(self.num_steps, 'step')} so far"
+        )
 
     def __str__(self) -> str:
         if self.found or self.in_mean:
@@ -78,11 +100,100 @@ def describe_nonfinite(record: NonFiniteRecord, num_shown: int | None = None) ->
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class RankTimes:
+    """The times that one rank has worked in one step. Time in which it waited for other ranks does not count.
+
+    The step begins when the previous synchronized backward ends.
+    """
+
+    update_seconds: float
+    """Time until the attached optimizers had stepped. It is 0 if no optimizer is attached."""
+    data_seconds: float
+    """Time from then until the forward: usually the time to load the data. If no optimizer is attached, the optimizer's
+    step is part of it. Under `no_sync`, it includes the time between the micro-batches."""
+    forward_seconds: float
+    """Time from the beginning of the forward to the first gradient. It includes the computation of the loss."""
+    backward_seconds: float
+    """Time from the first gradient until the last bucket was sent."""
+
+    @property
+    def total_seconds(self) -> float:
+        return self.update_seconds + self.data_seconds + self.forward_seconds + self.backward_seconds
+
+    def __repr__(self) -> str:
+        phases = (f"{phase} {format_time(getattr(self, f'{phase}_seconds'))}" for phase in _PHASES)
+        return one_line(self, ", ".join(phases))
+
+
+class LateRank(NamedTuple):
+    """The rank for which the other ranks waited in a step, and the phase in which it lost the most time."""
+
+    rank: int
+    late_seconds: float
+    """How much longer this rank worked than the other ranks (their median)."""
+    phase: str
+    """The phase: "update", "data", "forward" or "backward", as in `RankTimes`."""
+    phase_seconds: float
+    """Time of the late rank in this phase."""
+    usual_seconds: float
+    """Time of the other ranks in this phase (their median)."""
+
+    def __repr__(self) -> str:
+        late, took, usual = map(format_time, (self.late_seconds, self.phase_seconds, self.usual_seconds))
+        return one_line(self, f"rank {self.rank} by {late}: {self.phase} took {took}, {usual} on the others")
+
+
+_LATE_SECONDS = 0.0005
+
+_LATE_SHARE = 0.05
+
+_PHASES = ("update", "data", "forward", "backward")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepTiming:
+    """The times of one step, from the end of the previous synchronized backward to the end of this one."""
+
+    step_seconds: float
+    """Duration of the step on this rank."""
+    waited_seconds: float
+    """Time of the step in which this rank waited for other ranks, in all calls of Syncline on this group."""
+    of_ranks: tuple[RankTimes | None, ...]
+    """The times of each rank, the same on every rank. None for a rank that had no inputs left, or no earlier step."""
+
+    def __repr__(self) -> str:
+        late = "no rank was late" if self.late is None else f"rank {self.late.rank} was late"
+        step, waited = format_time(self.step_seconds), format_time(self.waited_seconds)
+        return one_line(self, f"step {step}, waited {waited}, {late}")
+
+    @property
+    def late(self) -> LateRank | None:
+        """The rank for which the others waited. None if no rank was late by 0.5 ms and 5 % of the others' time."""
+        known = {rank: times for rank, times in enumerate(self.of_ranks) if times is not None}
+        if len(known) < 2:
+            return None
+        rank = max(known, key=lambda one: known[one].total_seconds)
+        latest = known.pop(rank)
+        usual = median_low(times.total_seconds for times in known.values())
+        late_seconds = latest.total_seconds - usual
+        if late_seconds < max(_LATE_SECONDS, _LATE_SHARE * usual):
+            return None
+
+        def compare(phase: str) -> tuple[float, float]:
+            name = f"{phase}_seconds"
+            return getattr(latest, name), median_low(getattr(times, name) for times in known.values())
+
+        lost = {phase: compare(phase) for phase in _PHASES}
+        phase = max(lost, key=lambda one: lost[one][0] - lost[one][1])
+        return LateRank(rank, late_seconds, phase, *lost[phase])
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class BackwardRecord:
     """A record of one backward on one rank.
 
-    `print(record)` shows a summary of at most about 12 lines, even for a large module. `pprint.pprint(record)` shows
-    every field with all names.
+    `print(record)` shows a summary of about 12 lines, even for a large module; `repr` shows one line.
+    `pprint.pprint(dataclasses.asdict(record))` shows every field with all names.
 
     Example:
         >>> import torch, syncline as sl
@@ -117,15 +228,20 @@ class BackwardRecord:
     metrics: Mapping[str, float] = field(default_factory=dict)
     """The means over ranks of the values that were given to `ddp.report`, by name. If the backward was not
     synchronized, these are the values of this rank alone."""
+    timing: StepTiming | None = None
+    """The times of the step on all ranks. None in the first step, and if the backward was not synchronized."""
+
+    def __repr__(self) -> str:
+        return one_line(self, self._headline())
 
     def __str__(self) -> str:
-        lines = [f"step {self.step}: {format_count(self.num_gradients, 'gradient')}, {self._result()}"]
+        lines = [self._headline()]
         num_shown = len(self.buckets) if len(self.buckets) <= _MAX_BUCKETS + 1 else _MAX_BUCKETS
         others = self.buckets[num_shown:]
         lines += map(str, self.buckets[:num_shown])
         if others:
             num_bytes = format_bytes(sum(bucket.payload_bytes for bucket in others))
-            waited = _ms(sum(bucket.waited_seconds for bucket in others))
+            waited = format_time(sum(bucket.waited_seconds for bucket in others))
             lines.append(f"and {len(others)} more buckets, {num_bytes}, waited {waited} in all")
         if self.metrics:
             lines.append("metrics: " + ", ".join(f"{name} {mean:.6g}" for name, mean in self.metrics.items()))
@@ -133,7 +249,11 @@ class BackwardRecord:
             lines.append(f"no gradient on this rank: {format_names(self.unused)}")
         if self.nonfinite is not None and self.synchronized:
             lines.append(str(self.nonfinite))
-        return "\n  ".join(lines)
+        first, *rest = lines
+        return "\n".join([*wrapped(first), *(short for line in rest for short in wrapped(f"  {line}"))])
+
+    def _headline(self) -> str:
+        return f"step {self.step}: {format_count(self.num_gradients, 'gradient')}, {self._result()}"
 
     def _result(self) -> str:
         mean = describe_mean(self)
@@ -142,7 +262,7 @@ class BackwardRecord:
         if not self.synchronized:
             return "not reduced: .grad holds the gradients of this rank"
         buckets = format_count(len(self.buckets), "bucket")
-        return f"{mean}, {self.num_reduced:,} elements in {buckets}, {_ms(self.duration_seconds)}"
+        return f"{mean}, {self.num_reduced:,} elements in {buckets}, {format_time(self.duration_seconds)}"
 
 
 def describe_mean(record: BackwardRecord) -> str:
@@ -160,6 +280,10 @@ class BufferRecord:
     reason: str
     """The reason why no buffers were sent; empty if they were sent."""
 
+    def __repr__(self) -> str:
+        size = f"{format_count(self.num_tensors, 'tensor')}, {format_bytes(self.payload_bytes)}"
+        return one_line(self, f"{size}, {'sent' if self.sent else f'not sent: {self.reason}'}")
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RoundRecord:
@@ -174,6 +298,11 @@ class RoundRecord:
     """Number of bytes of the tensors that were passed to the transport."""
     waited_seconds: float
     duration_seconds: float
+
+    def __repr__(self) -> str:
+        took, waited = format_time(self.duration_seconds), format_time(self.waited_seconds)
+        what = f"{'; '.join(self.what)}: {format_count(self.num_calls, 'call')}, {format_bytes(self.payload_bytes)}"
+        return one_line(self, f"after step {self.step}, {took}, waited {waited}, {what}")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -192,6 +321,7 @@ class EvolutionRecord:
     num_nonfinite: int
     """Number of members whose loss is NaN or infinite. Such a loss counts as the worst loss."""
 
-
-def _ms(seconds: float) -> str:
-    return f"{seconds * 1e3:.1f} ms"
+    def __repr__(self) -> str:
+        losses = f"mean {self.mean_loss:.6g}, best {self.best_loss:.6g}"
+        members = f"{format_count(len(self.losses), 'member')}, {self.num_nonfinite} not finite"
+        return one_line(self, f"step {self.step}, {losses}, {members}")

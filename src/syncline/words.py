@@ -5,11 +5,63 @@ From the same values, every rank computes the same text.
 
 from __future__ import annotations
 
+import textwrap
 from collections import Counter
 from collections.abc import Hashable, Mapping, Sequence
 from typing import TypeVar
 
 from syncline.errors import SynclineError
+
+MAX_COLUMNS = 100
+"""The largest number of columns of a printed table or report."""
+
+
+def wrapped(text: str, columns: int = MAX_COLUMNS, *, indent: str = "  ") -> list[str]:
+    """Return a line of text as lines of at most `columns` characters. Nothing is left out.
+
+    Args:
+        text: the line. If it begins with spaces, all lines begin with these spaces.
+        columns: the largest length of a line. A word that is longer is divided.
+        indent: the additional indentation of all lines but the first.
+
+    Example:
+        >>> wrapped("  sent by all_reduce when weight was ready", 28)
+        ['  sent by all_reduce when', '    weight was ready']
+    """
+    margin = text[: len(text) - len(text.lstrip())]
+    lines = textwrap.wrap(
+        text.strip(),
+        columns,
+        initial_indent=margin,
+        subsequent_indent=margin + indent,
+        break_on_hyphens=False,
+    )
+    return lines or [""]
+
+
+def shortened(text: str, columns: int = MAX_COLUMNS) -> str:
+    """Return a text as one line of at most `columns` characters. "..." in its middle marks what was left out.
+
+    Example:
+        >>> shortened("<Contract of DistributedDataParallel(Net): 6 rows>", 30)
+        '<Contract of ...Net): 6 rows>'
+    """
+    line = " ".join(text.split())
+    if len(line) <= columns:
+        return line
+    half = (columns - 3) // 2
+    return f"{line[:half]}...{line[-half:]}"
+
+
+def one_line(instance: object, text: str) -> str:
+    """Return the `repr` of an object: its class and a text about it, in one line of at most 100 columns.
+
+    Example:
+        >>> one_line(3, "the number of hosts")
+        '<int: the number of hosts>'
+    """
+    kind = type(instance).__name__
+    return f"<{kind}: {shortened(text, MAX_COLUMNS - len(kind) - 4)}>"
 
 
 def format_bytes(num_bytes: int) -> str:
@@ -32,6 +84,16 @@ def format_bytes(num_bytes: int) -> str:
 def format_count(number: int, noun: str) -> str:
     """Format a count with its noun, as in `1 tensor`, `8 tensors` or `1,234 tensors`."""
     return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
+
+
+def format_time(seconds: float) -> str:
+    """Format a duration in milliseconds, or in seconds from 10 s.
+
+    Example:
+        >>> format_time(0.00042), format_time(0.0412), format_time(41.2)
+        ('0.4 ms', '41.2 ms', '41.2 s')
+    """
+    return f"{seconds * 1e3:.1f} ms" if seconds < 10 else f"{seconds:.1f} s"
 
 
 def format_names(names: Sequence[str], num_shown: int = 4, *, noun: str = "parameters") -> str:

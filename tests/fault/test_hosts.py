@@ -141,7 +141,7 @@ def trained_as_by_one_process() -> None:
     )
     bits = hashlib.sha256(b"".join(p.detach().numpy().tobytes() for p in net.parameters())).digest()
     assert len(set(transport_of().all_gather_bytes(bits))) == 1
-    print(ddp.contract)
+    print(ddp.contract.long())
     sl.shutdown()
 
 
@@ -173,7 +173,7 @@ def drift_between_hosts() -> None:
             raise AssertionError(f"{strategy}: after 8 steps the hosts have drifted apart")
         ddp.sync_parameters_()
         sl.check_replicas(ddp.module)
-    print(ddp.contract)
+    print(ddp.contract.long())
     sl.shutdown()
 
 

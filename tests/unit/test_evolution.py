@@ -210,7 +210,7 @@ def test_bytes_a_step_do_not_depend_on_the_size_of_the_module(population: int) -
 
 def test_the_contract_says_what_travels() -> None:
     def program(transport: Transport) -> str:
-        return str(sl.EvolutionStrategy(network(), 0.1, 0.1, 64, 0, group=transport).contract)
+        return sl.EvolutionStrategy(network(), 0.1, 0.1, 64, 0, group=transport).contract.long()
 
     first, second = run_ranks(2, program)
     assert first == second

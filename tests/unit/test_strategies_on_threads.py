@@ -278,10 +278,10 @@ def test_nothing_of_a_server_is_saved_while_updates_are_under_way() -> None:
 def test_the_contract_says_what_the_strategy_does_and_what_it_did() -> None:
     def program(transport: Transport) -> tuple[str, str, str]:
         run = Run(transport, sl.LocalSGD(2, warmup=1), normalized=True)
-        before = str(run.ddp.contract)
+        before = run.ddp.contract.long()
         for step in range(1, 4):
             run.step(step)
-        return before, str(run.ddp.contract), run.ddp.explain()
+        return before, run.ddp.contract.long(), run.ddp.explain()
 
     before, after, explained = run_ranks(2, program)[0]
     assert "strategy: LocalSGD(every=2, warmup=1)" in before

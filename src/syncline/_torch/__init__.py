@@ -12,6 +12,7 @@ lookup.py          the lookup of a private name, and the error if the name is mi
 modules.py         modules, joinables, torch's own DistributedDataParallel, torch.compile
 optimizers.py      optimizers that step inside backward; hooks of optimizers' state dicts; GradScalers
 process_groups.py  process groups, their backends and stores
+profiler.py        ranges that torch.profiler shows
 tensors.py         operations on lists of tensors; tensor subclasses
 """
 

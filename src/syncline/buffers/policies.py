@@ -12,6 +12,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from syncline._torch.profiler import profiled
 from syncline.buffers.pooling import average_buffers, running_statistics
 from syncline.gradients.comm_hook import qualified_name
 from syncline.records import BufferRecord
@@ -144,7 +145,8 @@ class BufferSync:
         elif not due:
             self._last = (False, "the previous forward ran under no_sync or no_grad")
         else:
-            self._synchronize(src, counts=counts, num_counting=num_counting)
+            with profiled("buffers"):
+                self._synchronize(src, counts=counts, num_counting=num_counting)
             self._last = (True, "")
 
     def sync(self) -> int:
@@ -160,7 +162,8 @@ class BufferSync:
         if not self.places or self._transport.size == 1:
             return 0
         self.due, self.are_equal = False, True
-        return self._synchronize(0)
+        with profiled("buffers"):
+            return self._synchronize(0)
 
     def _synchronize(self, src: int, *, counts: bool = True, num_counting: int | None = None) -> int:
         """Synchronize the buffers now. Return the number of collectives. See `before_forward` for the arguments."""

@@ -5,12 +5,13 @@ from __future__ import annotations
 import contextlib
 import os
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, Literal, overload
 
 from torch import Tensor
 
+from syncline._torch.profiler import profiled
 from syncline.checkpoint.contents import Parts, remarks
 from syncline.checkpoint.dataloaders import ResumeRemarks
 from syncline.checkpoint.files import Files, LocalFiles, checked_path
@@ -23,6 +24,7 @@ from syncline.session.stop_request import STOP_SIGNALS
 from syncline.session.world import before_shutdown, transport_of
 from syncline.transport.base import Transport
 from syncline.user_code import warn_user, warning_here
+from syncline.words import one_line
 
 _FILE_METHODS = tuple(name for name in vars(Files) if not name.startswith("_"))
 
@@ -116,13 +118,19 @@ class Checkpointer:
             self._store = SaveStore(self._lane, files, path, keep, read_only=read_only)
         before_shutdown(self.wait)
 
-    def _called(self, method: str = "") -> contextlib.AbstractContextManager[object]:
+    def __repr__(self) -> str:
+        newest = "no save" if self._newest is None else f"newest save at step {self._newest[0]}"
+        return one_line(self, f"{newest if self._end.alive else 'closed'}, {self._store.path}")
+
+    @contextlib.contextmanager
+    def _called(self, method: str = "") -> Iterator[None]:
         """Record in the status of this rank, during the `with` block, the call that it is in.
 
         Args:
             method: the name of the called method, with a dot before it; "" for the constructor.
         """
-        return self._transport.board.called(f"sl.Checkpointer{method}")
+        with self._transport.board.called(f"sl.Checkpointer{method}"), profiled("Checkpointer{}", method):
+            yield
 
     # ------------------------------------------------------------------ closing
 
@@ -205,7 +213,10 @@ class Checkpointer:
                 on every rank.
         """
         self.wait()
-        with failing_together(self._transport, "sl.Checkpointer.save") as lines:
+        with (
+            profiled("Checkpointer.save"),
+            failing_together(self._transport, "sl.Checkpointer.save") as lines,
+        ):
             self._check(state, saves=True)
             checked_flag("blocking", blocking)
             checked_count(

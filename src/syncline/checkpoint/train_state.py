@@ -22,6 +22,7 @@ from syncline.gradients.wrapper_protocol import replica_of
 from syncline.session.world import transport_of
 from syncline.sharded.part import ShardedState, sharded_state_of
 from syncline.user_code import calling
+from syncline.words import one_line
 
 _RESERVED = ("step", "rng")
 
@@ -101,6 +102,9 @@ class TrainState(ShardedState):
                 )
         if sampler is None:
             _check_none_is_misnamed(self.named)
+
+    def __repr__(self) -> str:
+        return one_line(self, f"step {self.step}, {', '.join(self.named)}")
 
     def commit(self, num_samples: int | None = None) -> None:
         """Count one more step, and advance the sampler.

@@ -16,6 +16,8 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
+from syncline.words import shortened
+
 # ---------------------------------------------------------------------- requests of an encoder to its peers
 
 
@@ -199,6 +201,9 @@ class Compression(ABC):
     def feeds_back(self) -> bool:
         """Whether error feedback is used: the error of one averaging is added to the values of the next averaging."""
         return bool(getattr(self, "error_feedback", False))
+
+    def __repr__(self) -> str:
+        return shortened(str(self))
 
     def __str__(self) -> str:
         """Return the compression as an expression, without arguments that have their default values.

@@ -10,7 +10,7 @@ from torch import Tensor
 from syncline.compression.base import Averaged, Averaging, Codec, Encoder, Layout, Sum
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Cast(Codec):
     """A compression that sends values in a narrower floating-point type, in half the bytes of float32.
 

@@ -95,9 +95,6 @@ class Chain(Composed):
     def encoder(self, layout: Layout) -> Encoder:
         return _ChainEncoder(self.stages, layout)
 
-    def __repr__(self) -> str:
-        return f"Chain({', '.join(map(repr, self.stages))})"
-
     def __str__(self) -> str:
         return f"Chain({', '.join(map(str, self.stages))})"
 
@@ -152,7 +149,7 @@ class _ChainEncoder(Encoder):
                 reply = yield request
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class After(Composed):
     """A compression that runs one compression for the first averagings, and a second one for all later averagings.
 

@@ -95,7 +95,7 @@ def _sums(terms: Tensor) -> Tensor:
     return terms
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class PowerSGD(Compression):
     """A compression that approximates each matrix by the product of two thin factors, and sends the factors instead.
 

@@ -31,7 +31,7 @@ _SLAB_NUMEL = 1 << 17
 """The number of values that a CPU encodes at a time, so that temporary values stay in its cache."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Quantize(Codec):
     """A compression that sends each value as a code of 8, 4 or 2 bits, with one bfloat16 scale per block of values.
 

@@ -20,7 +20,7 @@ _MARGIN = 1.25
 """The intended number of candidates, divided by the number of values to find."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class TopK(Compression):
     """A compression that sends only the values of largest magnitude, each with an int32 index.
 

@@ -299,9 +299,13 @@ class Registrations:
             )
 
     def _discards_step(self) -> bool:
-        return self._gradients.discards_step()
+        discards = self._gradients.discards_step()
+        if discards:
+            self._gradients.reduction.clock.optimizer_stepped()
+        return discards
 
     def _after_optimizer_step(self, attached: AttachedOptimizer) -> None:
+        self._gradients.reduction.clock.optimizer_stepped()
         if self._rounds is not None:
             self._rounds.step_ended(attached)
 

@@ -32,6 +32,7 @@ from syncline.gradients.reducer import GradientSync
 from syncline.gradients.riders.replica_search import Peers
 from syncline.gradients.riders.replica_watch import ReplicaWatch
 from syncline.gradients.riders.stop import StopVote, VoteRoute
+from syncline.gradients.step_times import NUM_DIGITS
 from syncline.gradients.usage import when_backward_reaches_any
 from syncline.optimizers.attached import weakly
 from syncline.session.world import transport_of
@@ -212,9 +213,9 @@ class Replica:
         self.gradients.compare_replicas_by(self.checks.in_backwards)
 
     def before_forward_of_equal_buffers(self) -> None:
-        """Record that the buffers are equal on all ranks now, if they were synchronized for the forward that begins."""
+        """Record that the buffers are equal on all ranks now, because the forward that begins has synchronized them."""
         watch = self.gradients.riders.replicas.watch
-        if watch is not None and self.drift.rounds is None and self.buffers.were_sent:
+        if watch is not None and self.drift.rounds is None:
             watch.buffers_are_equal(self.gradients.num_backwards + 1)
 
     def equal_tensors(self) -> list[tuple[str, Tensor]]:
@@ -396,8 +397,8 @@ class Replica:
             has_buffer_hook=self.registered.buffer_hook is not None,
             optimizers=self.registered.in_words(),
             metrics=self.registered.metric_names(),
-            reports=self.gradients.riders.subjects,
-            num_report_bits=sum(self.gradients.riders.widths),
+            reports=(*self.gradients.riders.subjects, "times of the step"),
+            num_report_bits=sum(self.gradients.riders.widths) + 8 * NUM_DIGITS,
         )
 
     def evidence(self, *, looks_ahead: bool = False) -> Evidence:

@@ -17,6 +17,7 @@ from torch.distributed.algorithms.join import Joinable
 from torch.optim import Optimizer
 
 from syncline._torch.modules import NotTraced, is_in_join, while_in_forward_of_ddp, with_join_disabled
+from syncline._torch.profiler import UNPROFILED, is_profiling, profiled
 from syncline._torch.tensors import tree_map_only
 from syncline.buffers.policies import BufferHook, BufferPolicy
 from syncline.checks import checked_truth
@@ -25,8 +26,9 @@ from syncline.contract import Contract
 from syncline.ddp.config import checked_config, checked_truths
 from syncline.ddp.join import JoinMethods
 from syncline.ddp.replica import Replica
-from syncline.ddp.report import contract_of, explain
+from syncline.ddp.report import contract_of
 from syncline.ddp.selection import checked_delayed, select
+from syncline.ddp.timeline import explain
 from syncline.ddp.training import TrainingMethods
 from syncline.ddp.wrapping import (
     MixedPrecision,
@@ -215,7 +217,7 @@ class DistributedDataParallel(  # type: ignore[misc, override]
     @NotTraced
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Run the module's forward. Before that, synchronize the buffers if this forward has to."""
-        replica = self._replica
+        replica, inside_join = self._replica, is_in_join(self)
         buffer_hook = replica.registered.buffer_hook
         synchronizes = torch.is_grad_enabled() and replica.gradients.controls.enabled
         board = replica.transport.board
@@ -223,13 +225,13 @@ class DistributedDataParallel(  # type: ignore[misc, override]
         if synchronizes:
             board.step = replica.gradients.step + 1
         if torch.is_grad_enabled():
-            replica.before_forward(synchronizes=synchronizes, inside_join=is_in_join(self))
+            replica.before_forward(synchronizes=synchronizes, inside_join=inside_join)
         replica.gradients.forward_begins()
-        if is_in_join(self):
+        if inside_join:
             self._joined_forward_begins(synchronizes=synchronizes)
         elif buffer_hook is None:
             replica.buffers.before_forward(next_is_due=synchronizes)
-            if synchronizes:
+            if synchronizes and replica.buffers.were_sent:
                 replica.before_forward_of_equal_buffers()
         else:
             self._before_hooked_forward(buffer_hook, next_is_due=synchronizes)
@@ -238,11 +240,12 @@ class DistributedDataParallel(  # type: ignore[misc, override]
             inputs, kwargs = tree_map_only(
                 Tensor, lambda t: t.to(device, non_blocking=True), (inputs, kwargs)
             )
-        if self._lowered is None:
-            output = self._run_ddp_forward(*inputs, **kwargs)  # torch's method, which subclasses override
-        else:
-            with while_in_forward_of_ddp(self):
-                output = self._lowered(inputs, kwargs)
+        with profiled("forward") if is_profiling() else UNPROFILED:
+            if self._lowered is None:
+                output = self._run_ddp_forward(*inputs, **kwargs)  # torch's method, which subclasses override
+            else:
+                with while_in_forward_of_ddp(self):
+                    output = self._lowered(inputs, kwargs)
         if torch.is_grad_enabled() and replica.was_changed:
             replica.follow_in_backward(output)
         if replica.gradients.ownership.rivals and torch.is_grad_enabled():
@@ -353,7 +356,10 @@ class DistributedDataParallel(  # type: ignore[misc, override]
         return contract_of(self._replica.plan, self._replica.evidence())
 
     def explain(self) -> str:
-        """Return a timeline of one step, in words: of the last recorded step, or of the plan before the first step."""
+        """Return a timeline of one step, in words: of the last recorded step, or of the plan before the first step.
+
+        The last sentence draws the conclusion: what synchronization cost, and which rank the others waited for.
+        """
         gradients = self._replica.gradients
         return explain(
             self._replica.plan,
@@ -366,7 +372,7 @@ class DistributedDataParallel(  # type: ignore[misc, override]
     def last_step(self) -> BackwardRecord | None:
         """The record of the last backward on this rank; None before the first backward.
 
-        `print(ddp.last_step)` prints a summary, and `pprint.pprint(ddp.last_step)` prints every field.
+        `print(ddp.last_step)` prints a summary. `pprint.pprint(dataclasses.asdict(ddp.last_step))` prints every field.
         """
         return self._replica.gradients.ledger.last()
 

@@ -16,7 +16,8 @@ reduction.py          the path of gradients: buckets are filled, sent, waited fo
 shard.py              this rank's shard of a bucket
 shard_plan.py         which rank owns which part of which bucket (pure functions)
 sparse.py             a bucket of one sparse gradient
-tail.py               the tail of the last bucket, which carries the words of all riders
+step_times.py         the times of a step on each rank, which show which rank was late
+tail.py               the tail of the last bucket, which carries the words of all riders and the times
 usage.py              which parameters a backward reaches, and how often
 wrapper_protocol.py   the interface by which lower layers recognize a wrapper and call its methods
 """

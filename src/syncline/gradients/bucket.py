@@ -10,10 +10,12 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from syncline._torch.profiler import UNPROFILED, is_profiling, profiled
 from syncline._torch.tensors import foreach_copy_
 from syncline.gradients.bucket_plan import BucketPlan
 from syncline.gradients.comm_hook import CommHook, GradBucket
 from syncline.gradients.shard import BucketShard, view_like
+from syncline.gradients.tail import Tail
 from syncline.transport.base import Transport
 from syncline.transport.work import Work
 
@@ -45,6 +47,8 @@ class Bucket(ABC):
     """
 
     is_sparse = False
+    collective = "all_reduce"
+    """The operation of the transport that reduces the bucket."""
     views: Sequence[Tensor] = ()
     """One view of the bucket's memory per member; empty for a sparse bucket."""
 
@@ -62,6 +66,7 @@ class Bucket(ABC):
         self._work: Work | None = None
         self._comm_hook: CommHook | None = None
         self._is_last = False
+        self._operation = self.collective
 
     def reduce_by(self, comm_hook: CommHook | None, *, is_last: bool) -> None:
         """Choose whether a communication hook or the transport reduces the bucket.
@@ -71,6 +76,7 @@ class Bucket(ABC):
             is_last: whether no bucket follows this one. The hook gets this value from `GradBucket.is_last`.
         """
         self._comm_hook, self._is_last = comm_hook, is_last
+        self._operation = self.collective if comm_hook is None else f"by hook {comm_hook.name}"
 
     def reset(self) -> None:
         """Prepare the bucket for the next backward. The last reduction of the bucket must have ended."""
@@ -81,7 +87,7 @@ class Bucket(ABC):
         assert state in _ALLOWED_MOVES[self.state], f"bucket {self.plan.index}: {self.state} -> {state}"
         self.state = state
 
-    def send(self, *, tail: Sequence[int] | None, trigger: int | None) -> None:
+    def send(self, *, tail: Tail | None, trigger: int | None) -> None:
         """Start to reduce the bucket over all ranks.
 
         Args:
@@ -91,7 +97,8 @@ class Bucket(ABC):
         self.trigger = trigger
         self._enter(BucketState.IN_FLIGHT)
         self.launched_at = time.perf_counter()
-        self._work = self._start(tail)
+        with profiled("bucket {} {}", self.plan.index, self._operation) if is_profiling() else UNPROFILED:
+            self._work = self._start(tail)
 
     def wait(self) -> None:
         """Block until the bucket holds the result of the reduction."""
@@ -99,7 +106,8 @@ class Bucket(ABC):
             return
         assert self._work is not None
         start = time.perf_counter()
-        self._work.wait()
+        with profiled("wait bucket {}", self.plan.index) if is_profiling() else UNPROFILED:
+            self._work.wait()
         self.waited_seconds = time.perf_counter() - start
         self._work = None
         self._enter(BucketState.REDUCED)
@@ -127,7 +135,7 @@ class Bucket(ABC):
         """
 
     @abstractmethod
-    def _start(self, tail: Sequence[int] | None) -> Work:
+    def _start(self, tail: Tail | None) -> Work:
         """Start to reduce the bucket. The control data `tail` follow the gradients, unless `tail` is None."""
 
     @abstractmethod
@@ -227,12 +235,9 @@ class DenseBucket(Bucket):
         if scale != 1.0:
             self._small.mul_(scale)
 
-    def _start(self, tail: Sequence[int] | None) -> Work:
+    def _start(self, tail: Tail | None) -> Work:
         if tail is not None:
-            if any(tail):
-                self._tail[: len(tail)] = torch.tensor(tail, dtype=self._tail.dtype, device=self._tail.device)
-            else:  # nothing to report, as in almost every step
-                self._tail.zero_()
+            tail.write(self._tail)
         if self._comm_hook is None:
             return self._transport.all_reduce(self.flat, "sum")
         return self._comm_hook.start(self._grad_bucket(self.flat, self.views), self._take_result)
@@ -307,6 +312,8 @@ class ShardedBucket(DenseBucket):
             the predecessor is reduced.
     """
 
+    collective = "reduce_scatter"
+
     def __init__(
         self,
         plan: BucketPlan,
@@ -331,7 +338,7 @@ class ShardedBucket(DenseBucket):
         super().fill(scale, missing)
         self.shard.take_over()
 
-    def _start(self, tail: Sequence[int] | None) -> Work:
+    def _start(self, tail: Tail | None) -> Work:
         return self._transport.reduce_spans(self.flat, self.shard.bounds, "sum")
 
     def wait(self) -> None:

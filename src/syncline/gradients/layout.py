@@ -19,6 +19,7 @@ from syncline.gradients.options import GradientOptions
 from syncline.gradients.shard import BucketShard
 from syncline.gradients.shard_plan import ALIGNMENT_NUMEL
 from syncline.gradients.sparse import SparseBucket
+from syncline.gradients.step_times import NUM_DIGITS
 from syncline.gradients.tail import TailForm, TailMessage
 from syncline.transport.base import Transport
 
@@ -79,6 +80,7 @@ class BucketLayout:
             num_ranks=transport.size,
             widths=(),
             num_tracked=len(named_parameters) if options.allow_unused else 0,
+            num_noted=NUM_DIGITS,
         )
         """The layout of the tail, which carries control data of all ranks."""
         self.order_is_learnt = False

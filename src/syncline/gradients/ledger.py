@@ -12,6 +12,7 @@ from typing import Any
 
 from syncline.gradients.backward import Backward
 from syncline.gradients.bucket import Bucket
+from syncline.gradients.step_times import Measured
 from syncline.records import BackwardRecord, BucketRecord, NonFiniteRecord
 
 
@@ -26,10 +27,19 @@ class Ledger:
         self._names = names
         self._backward: Backward | None = None
         self._ended_at = 0.0
+        self._timing: Measured | None = None
         self._facts: dict[str, Any] = {}
         """The fields of the record that are stored when the backward ends. The other fields are computed on request."""
 
-    def note(self, backward: Backward, *, step: int, divisor: int, facts: Mapping[str, Any]) -> None:
+    def note(
+        self,
+        backward: Backward,
+        *,
+        step: int,
+        divisor: int,
+        facts: Mapping[str, Any],
+        timing: Measured | None,
+    ) -> None:
         """Store the facts about a backward that has ended.
 
         Args:
@@ -37,8 +47,9 @@ class Ledger:
             step: number of steps of the run so far.
             divisor: the number by which the sums of the gradients were divided.
             facts: the fields of the record that the riders provide, by name.
+            timing: the times of the step; None if the backward was not reduced.
         """
-        self._backward, self._ended_at = backward, time.perf_counter()
+        self._backward, self._ended_at, self._timing = backward, time.perf_counter(), timing
         self._facts = {
             "step": step,
             "divisor": divisor,
@@ -75,6 +86,7 @@ class Ledger:
             num_reduced=sum(bucket.plan.num_gradient_elements for bucket in buckets),
             buckets=tuple(self._bucket(bucket, position, backward.began_at) for bucket in buckets),
             duration_seconds=self._ended_at - backward.began_at,
+            timing=None if self._timing is None else self._timing.record(),
             **self._facts,
         )
 

@@ -31,6 +31,7 @@ from syncline.gradients.reduction import Reduction
 from syncline.gradients.riders.items import ItemNormalizer
 from syncline.gradients.riders.replica_watch import ReplicaWatch
 from syncline.gradients.riders.roster import Roster
+from syncline.gradients.step_times import BACKWARD, DATA, FORWARD
 from syncline.session.registry import REGISTRY
 from syncline.transport.base import Transport
 
@@ -79,6 +80,8 @@ class GradientSync:
             has_own_connection=transport is not main_lane,
             former=None if former is None else former.reduction,
         )
+        self.riders: Roster = self.reduction.riders
+        """The roster, which has each rider of this reducer as an attribute."""
         self.parameters: list[Tensor] = self.reduction.parameters
         self.layout: BucketLayout = self.reduction.layout
         self.ledger = Ledger(self.names)
@@ -99,11 +102,6 @@ class GradientSync:
     def options(self) -> GradientOptions:
         """The options of gradient synchronization."""
         return self.reduction.options
-
-    @property
-    def riders(self) -> Roster:
-        """The roster, which has each rider of this reducer as an attribute."""
-        return self.reduction.riders
 
     @property
     def normalizer(self) -> ItemNormalizer:
@@ -221,6 +219,8 @@ class GradientSync:
     def forward_begins(self) -> None:
         """Record that a forward begins, so that later gradients are not attributed to a backward that has ended."""
         self.tasks.forward_begins()
+        if torch.is_grad_enabled():
+            self.reduction.clock.enter(FORWARD)
         self._hooks.contexts.forward_begins()
 
     def outermost_hook(self) -> Callable[[object], None]:
@@ -252,6 +252,7 @@ class GradientSync:
             self._abandon()
         elif entry is Entry.TOO_LATE:
             raise reduction.out_of_step.too_late(self.step)
+        reduction.clock.enter(BACKWARD)
         self.controls.backward_begins()
         reduction.riders.nonfinite.backward_begins(has_hook=reduction.layout.comm_hook is not None)
         reduction.normalizer.count.backward_begins()
@@ -355,7 +356,13 @@ class GradientSync:
                 with self._hooks.contexts.as_grad(backward.context_id):
                     divisor = self._reduce(backward)
             reduction.unreduced.clear()
-        self.ledger.note(backward, step=self.step, divisor=divisor, facts=reduction.riders.record())
+        timing = None
+        if is_local:
+            reduction.clock.enter(DATA)
+        else:
+            timing = reduction.clock.end_step()
+        facts = reduction.riders.record()
+        self.ledger.note(backward, step=self.step, divisor=divisor, facts=facts, timing=timing)
         if not is_local and not reduction.layout.order_is_learnt:
             reduction.layout.learn_order(backward.ready)
 
@@ -371,6 +378,7 @@ class GradientSync:
         nonfinite.backward_begins(has_hook=self.layout.comm_hook is not None)
         try:
             self.reduction.take_part_with_zeros(Backward(step=self.step, state=BackwardState.FILLING))
+            self.reduction.clock.end_step()
             nonfinite.act()
         except BaseException:
             self._leave(BackwardState.FAILED)

@@ -7,6 +7,7 @@ from functools import partial
 
 from torch import Tensor
 
+from syncline._torch.profiler import UNPROFILED, is_profiling, profiled
 from syncline._torch.tensors import foreach_div_
 from syncline.errors import SynclineError
 from syncline.gradients.backward import NO_INDICES, Backward, BackwardState
@@ -17,6 +18,8 @@ from syncline.gradients.out_of_step import OutOfStep
 from syncline.gradients.riders.base import Reduced
 from syncline.gradients.riders.items import ItemNormalizer
 from syncline.gradients.riders.roster import Roster
+from syncline.gradients.step_times import StepClock
+from syncline.gradients.tail import Tail
 from syncline.gradients.usage import Usage
 from syncline.transport.base import Transport
 from syncline.user_code import warn_user
@@ -55,6 +58,7 @@ class Reduction:
         """The backward that runs now, or the last backward if none runs."""
         self.unreduced: set[int] = set() if former is None else former._unreduced_among(self.parameters)
         """Indices of the parameters whose `.grad` holds gradients of earlier backwards that were not reduced."""
+        self.clock = StepClock(transport)
         self.layout = BucketLayout(named_parameters, transport, options)
         self.usage = Usage(self.parameters, transport, options)
         self.riders: Roster = Roster(
@@ -204,7 +208,8 @@ class Reduction:
             if self.usage.is_exchanged and self.usage.is_unused_by_all(bucket.plan.parameters):
                 return
             missing = backward.missing
-            bucket.fill(backward.scale, missing and missing.intersection(bucket.plan.parameters))
+            with profiled("bucket {} fill", bucket.plan.index) if is_profiling() else UNPROFILED:
+                bucket.fill(backward.scale, missing and missing.intersection(bucket.plan.parameters))
             self.riders.look_at(bucket)
             tail = self._tail() if bucket.plan.tail_numel else None
             bucket.send(tail=tail, trigger=trigger)
@@ -213,15 +218,15 @@ class Reduction:
             raise
         backward.sent.append(bucket)
 
-    def _tail(self) -> list[int]:
-        """Return the tail that this rank sends. The tail is empty if this rank has nothing to report."""
+    def _tail(self) -> Tail:
+        """Return the tail that this rank sends. It has no words if this rank has nothing to report."""
         used: list[int] = []
         if self.options.allow_unused:
             used = self.usage.uses(NO_INDICES, self.unreduced | set(self.backward.ready))
         words = self.riders.words(self.backward)
-        if not used and not any(words):
-            return []
-        return self.layout.form.encode(words, rank=self.transport.rank, used=used)
+        form, rank = self.layout.form, self.transport.rank
+        digits = form.encode(words, rank=rank, used=used) if used or any(words) else ()
+        return Tail(digits, self.clock.note(), form.notes_at + rank * form.num_noted)
 
     # ------------------------------------------------------------------ at the end of backward
 
@@ -246,7 +251,8 @@ class Reduction:
             if backward.num_items is not None:
                 divisor = self.normalizer.total(self.riders.items.of_ranks, step=backward.step)
             self._hand_out(divisor)
-        self._conclude(backward.sent)
+        with profiled("riders conclude") if is_profiling() else UNPROFILED:
+            self._conclude(backward.sent)
         return divisor
 
     def _hand_out(self, divisor: int, *, in_turn: bool = False) -> None:
@@ -271,9 +277,10 @@ class Reduction:
                 self._wait(bucket)
             if left != 1:
                 bucket.divide(left)
-            bucket.hand_out(skip, any_missing=any_missing, keeps_tensor=backward.keeps_tensors)
+            with profiled("bucket {} to .grad", bucket.plan.index) if is_profiling() else UNPROFILED:
+                bucket.hand_out(skip, any_missing=any_missing, keeps_tensor=backward.keeps_tensors)
 
-    def _launch_message(self, tail: Sequence[int]) -> None:
+    def _launch_message(self, tail: Tail) -> None:
         """Send the tail in a separate message, if no bucket carries the tail.
 
         If the message uses the same connection as a communication hook, it is sent only after all buckets were waited
@@ -301,9 +308,12 @@ class Reduction:
             assert isinstance(last, DenseBucket)
             tail = last.read_tail()
         rows: Sequence[Sequence[int] | None] = ()
-        if any(tail) or self.options.allow_unused:
-            rows, self.usage.num_ranks_using = self.layout.form.decode(tail)
-        self.riders.receive(rows, self.backward.step)
+        form = self.layout.form
+        self.clock.heard = tail[form.notes_at : form.numel]
+        if any(tail[: form.notes_at]) or self.options.allow_unused:
+            rows, self.usage.num_ranks_using = form.decode(tail)
+        with profiled("riders receive") if is_profiling() else UNPROFILED:
+            self.riders.receive(rows, self.backward.step)
 
     def _conclude(self, buckets: Sequence[Bucket]) -> None:
         """Let the riders act on the result in `.grad`. If a rider raises, it raises on every rank."""
@@ -355,7 +365,7 @@ class Reduction:
         self.backward = backward
         self._begin_step()
         num_tracked = len(self.parameters) if self.options.allow_unused else 0
-        tail = self.layout.form.encode(None, rank=self.transport.rank, used=[0] * num_tracked)
+        tail = Tail(self.layout.form.encode(None, rank=self.transport.rank, used=[0] * num_tracked))
         self.usage.exchange(NO_INDICES, NO_INDICES)
         for bucket in self.layout.buckets:
             if not self.usage.is_unused_by_all(bucket.plan.parameters):

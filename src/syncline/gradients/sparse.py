@@ -10,6 +10,7 @@ from torch import Tensor
 from syncline._torch.tensors import num_entries, sparse_tensor, stored_indices, stored_values
 from syncline.gradients.bucket import Bucket
 from syncline.gradients.bucket_plan import BucketPlan
+from syncline.gradients.tail import Tail
 from syncline.transport.base import Transport
 from syncline.transport.work import CombinedWork, Work
 
@@ -28,6 +29,7 @@ class SparseBucket(Bucket):
     """
 
     is_sparse = True
+    collective = "all_gather"
 
     def __init__(self, plan: BucketPlan, parameters: Sequence[Tensor], transport: Transport) -> None:
         super().__init__(plan, parameters)
@@ -49,7 +51,7 @@ class SparseBucket(Bucket):
     def fill_zeros(self) -> None:
         self._own = _no_rows(self._parameter)
 
-    def _start(self, tail: Sequence[int] | None) -> Work:
+    def _start(self, tail: Tail | None) -> Work:
         assert tail is None
         if self._comm_hook is not None:  # as in torch, the hook receives a sparse tensor
             return self._comm_hook.start(self._grad_bucket(self._own, ()), self._take_sum)

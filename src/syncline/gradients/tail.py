@@ -10,6 +10,9 @@ element per parameter follows, into which each rank that used the parameter writ
 number, with the most significant digit first. The bit fields of this number are the words of the riders, in their
 order, and one last bit, which is 1 if the rank has no inputs left.
 
+The last elements are the digits of a note from each rank. No rank acts on a note in the step, so notes are decoded only
+when someone reads the record of the step. In almost every step all words are 0, and only notes are sent.
+
 In bfloat16 the sum of the ones may stop growing at 256. This does no harm, because the sum is compared only with zero.
 """
 
@@ -17,14 +20,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from syncline.transport.base import Transport
 from syncline.transport.work import Work
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class TailForm:
     """The layout of the tail, which is the same on all ranks.
 
@@ -32,6 +38,7 @@ class TailForm:
         num_ranks: the number of ranks that report.
         widths: the number of bits of each rider's word.
         num_tracked: the number of parameters whose use each rank reports; 0 if unused parameters are not detected.
+        num_noted: the number of digits of a rank's note.
 
     Example:
         >>> form = TailForm(num_ranks=2, widths=(1, 14))
@@ -44,19 +51,25 @@ class TailForm:
     num_ranks: int
     widths: tuple[int, ...]
     num_tracked: int = 0
+    num_noted: int = 0
 
-    @property
+    @cached_property
     def num_digits(self) -> int:
         """Number of base-256 digits that each rank sends."""
         return -(-(sum(self.widths) + 1) // 8)
 
-    @property
+    @cached_property
     def numel(self) -> int:
         """Number of elements of the tail."""
+        return self.notes_at + self.num_ranks * self.num_noted
+
+    @cached_property
+    def notes_at(self) -> int:
+        """The index of the first element of the notes."""
         return self.num_ranks * self.num_digits + self.num_tracked
 
     def encode(self, words: Sequence[int] | None, *, rank: int, used: Sequence[int] = ()) -> list[int]:
-        """Return the tail that this rank sends: its digits, zeros in the slots of other ranks, and the flags `used`.
+        """Return the tail that this rank sends, without notes: its digits, zeros for other ranks, and the flags `used`.
 
         Args:
             words: one word per rider; None if this rank has no inputs left.
@@ -94,7 +107,29 @@ class TailForm:
                 words.append(number & ((1 << width) - 1))
                 number >>= width
             ranks.append(None if has_joined else tuple(reversed(words)))
-        return tuple(ranks), tuple(int(x) for x in tail[self.num_ranks * self.num_digits :])
+        return tuple(ranks), tuple(int(x) for x in tail[self.num_ranks * self.num_digits : self.notes_at])
+
+
+class Tail(NamedTuple):
+    """The elements that this rank writes into the tail. All other elements are 0."""
+
+    words: Sequence[int]
+    """The first elements; see `TailForm.encode`. They are empty if this rank has nothing to report."""
+    note: bytes = b""
+    """The digits of this rank's note."""
+    note_at: int = 0
+    """The index of the first of these digits."""
+
+    def write(self, target: Tensor) -> None:
+        """Write the tail into a tensor of shape (numel,)."""
+        target.zero_()
+        if any(self.words):
+            target[: len(self.words)] = torch.tensor(self.words, dtype=target.dtype, device=target.device)
+        if self.note:
+            # Much faster than torch.tensor of a list. The bytearray is there because torch warns of memory that it
+            # must not write.
+            digits = torch.frombuffer(bytearray(self.note), dtype=torch.uint8)
+            target[self.note_at : self.note_at + len(self.note)].copy_(digits)
 
 
 class TailMessage:
@@ -113,17 +148,14 @@ class TailMessage:
         self._tensor = torch.zeros(numel, dtype=torch.int32, device=transport.control_device)
         self._work: Work | None = None
 
-    def launch(self, tail: Sequence[int], *, in_read: bool = False) -> None:
+    def launch(self, tail: Tail, *, in_read: bool = False) -> None:
         """Start to send this rank's tail.
 
         Args:
-            tail: the elements to send. An empty tail stands for zeros.
+            tail: the elements to send.
             in_read: whether `read` sends the tail, instead of this method.
         """
-        if any(tail):
-            self._tensor.copy_(torch.tensor(tail, dtype=torch.int32))
-        else:
-            self._tensor.zero_()
+        tail.write(self._tensor)
         self._work = None if in_read else self._transport.all_reduce(self._tensor, "sum")
 
     def read(self) -> list[float]:

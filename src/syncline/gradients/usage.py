@@ -17,7 +17,7 @@ from torch.autograd import graph
 from syncline._torch.autograd import is_inside_another_backward, reaches_all_leaves, will_execute_node
 from syncline.errors import SynclineError
 from syncline.gradients.options import GradientOptions
-from syncline.gradients.tail import TailMessage
+from syncline.gradients.tail import Tail, TailMessage
 from syncline.transport.base import Transport
 
 
@@ -187,7 +187,7 @@ class Usage:
         """
         if self.is_exchanged:
             self._own, self._exchanged = self.uses(now, unreduced), None
-            self._message.launch(self._own)
+            self._message.launch(Tail(self._own))
 
     def uses(self, now: Set[int], unreduced: Set[int]) -> list[int]:
         """Return one flag per parameter: 1 if this rank has a gradient of the parameter, 0 if not.

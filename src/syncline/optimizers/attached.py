@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from syncline._torch.optimizers import mark_step_as_made
+from syncline._torch.profiler import profiled
 from syncline.errors import SynclineError
 from syncline.optimizers.contents import parameters_of
 from syncline.words import format_count
@@ -137,6 +138,10 @@ class AttachedOptimizer:
         """
         if not self.counts:
             return inner(*args, **kwargs)
+        with profiled("optimizer.step"):
+            return self._counted_step(inner, args, kwargs)
+
+    def _counted_step(self, inner: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self._before_step(self)
         if self._discards is not None:
             evaluated, args, kwargs = _evaluated(self._discards, args, kwargs)

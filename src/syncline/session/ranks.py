@@ -14,6 +14,7 @@ import torch.distributed as dist
 from syncline import environment
 from syncline.environment import Environment
 from syncline.errors import SynclineError
+from syncline.words import one_line
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,6 +35,10 @@ class World:
     """How often the launcher has restarted the ranks; 0 at the first start."""
     device: torch.device
     """The device on which this rank should compute."""
+
+    def __repr__(self) -> str:
+        local = f"local rank {self.local_rank} of {self.local_size}"
+        return one_line(self, f"rank {self.rank} of {self.size}, {local} on {self.host}, {self.device}")
 
 
 def world_from(env: Environment, device: torch.device | None) -> World:

@@ -17,6 +17,7 @@ from dataclasses import dataclass, fields
 from typing import Any, ClassVar, Generic, Literal, NamedTuple, TypeVar
 
 from syncline.contract import Rules
+from syncline.words import shortened
 
 # ---------------------------------------------------------------------- actions
 
@@ -440,6 +441,9 @@ class Strategy(ABC, Generic[State]):
 
     def __str__(self) -> str:
         return in_words(self)
+
+    def __repr__(self) -> str:
+        return shortened(str(self))
 
 
 def _as_tuples(value: Any) -> Any:

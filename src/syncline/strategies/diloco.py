@@ -102,7 +102,7 @@ class _State(NamedTuple):
     """The last step after which the parameters were equal on all ranks, because all fragments were synced."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class DiLoCo(LocalSteps[_State]):
     """A strategy under which ranks step alone, and every `every` steps an outer optimizer combines the ranks' changes.
 

@@ -85,7 +85,7 @@ class _State(NamedTuple):
     round: int
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Gossip(Strategy[_State]):
     """A strategy under which ranks step alone, and every `every` steps send parts of their values to a few ranks.
 

@@ -26,7 +26,7 @@ class _State(NamedTuple):
     """Whether there is only one rank, so that nothing has to be averaged."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class LocalSGD(LocalSteps[_State]):
     """A strategy under which ranks step alone, and average their parameters over all ranks every `every` steps.
 

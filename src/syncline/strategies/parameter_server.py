@@ -39,7 +39,7 @@ class _State(NamedTuple):
     """The step that each element of `closed` must reach before this rank continues."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class ParameterServer(Strategy[_State]):
     """A strategy under which each rank steps at its own pace, and waits only if its values are too old.
 

@@ -18,7 +18,7 @@ from syncline.strategies.base import (
 )
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class EveryStep(Strategy[NoState]):
     """The default strategy: gradients are averaged in each backward outside of `no_sync`, so replicas stay equal.
 
@@ -56,7 +56,7 @@ class EveryStep(Strategy[NoState]):
         )
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Manual(Strategy[NoState]):
     """A strategy that never synchronizes gradients, parameters or buffers by itself.
 

@@ -26,6 +26,7 @@ from syncline.liveness.board import Board
 from syncline.transport.caller_lock import Turn
 from syncline.transport.statistics import Counts, Statistics
 from syncline.transport.work import DONE, CombinedWork, MeasuredWork, Work
+from syncline.words import one_line
 
 ReduceOp = Literal["sum", "mean", "max", "min", "product"]
 
@@ -103,9 +104,13 @@ class Transport(ABC):
         """The record of where in the program this rank is, updated by users of the transport. All lanes use it."""
         self.turn = Turn()
         """The lock that a thread holds during a call that consists of several operations."""
-        self._counts = Counts()
+        self.counts = Counts()
+        """The counters of calls, bytes and waiting time. All lanes use the same object."""
         self._common_lanes: dict[str, Transport] = {}
         self._num_lanes_for: Counter[str] = Counter()
+
+    def __repr__(self) -> str:
+        return one_line(self, f"{self.name}, rank {self.rank} of {self.size}")
 
     def __copy__(self) -> Self:
         """Return a shallow copy of this transport, to be used as a lane. Only `turn` is a new object."""
@@ -211,7 +216,7 @@ class Transport(ABC):
 
     def statistics(self) -> Statistics:
         """Return this rank's counts of calls, bytes and waiting time on all lanes, since the transport was created."""
-        return Statistics(**dataclasses.asdict(self._counts))
+        return Statistics(**dataclasses.asdict(self.counts))
 
     def lane(self, purpose: str) -> Transport:
         """Return a lane: a transport between the same ranks, for one purpose. A collective call.
@@ -375,7 +380,7 @@ class Transport(ABC):
         return purpose if nth == 1 else f"{purpose} {nth}"
 
     def _started(self, operation: str, tensor: Tensor | None, work: Work) -> Work:
-        counts = self._counts
+        counts = self.counts
         calls = counts.num_calls
         calls[operation] = calls.get(operation, 0) + 1
         if tensor is not None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass, field
 
+from syncline.words import format_bytes, format_count, format_time, one_line
+
 
 @dataclass(frozen=True, kw_only=True)
 class Statistics:
@@ -19,6 +21,18 @@ class Statistics:
     """
     waited_seconds: float = 0.0
     """The total time that this rank spent in `Work.wait`."""
+
+    def __repr__(self) -> str:
+        calls, size = format_count(self.total_calls, "call"), format_bytes(self.total_bytes)
+        return one_line(self, f"{calls}, {size}, waited {format_time(self.waited_seconds)}")
+
+    def __str__(self) -> str:
+        calls, size = format_count(self.total_calls, "call"), format_bytes(self.total_bytes)
+        lines = [f"{calls}, {size}, waited {format_time(self.waited_seconds)}"]
+        for operation, number in self.num_calls.items():
+            num_bytes = format_bytes(self.payload_bytes.get(operation, 0))
+            lines.append(f"  {operation}: {format_count(number, 'call')}, {num_bytes}")
+        return "\n".join(lines)
 
     @property
     def total_calls(self) -> int:

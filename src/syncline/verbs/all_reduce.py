@@ -10,6 +10,7 @@ from typing import Any, Literal, TypeVar, overload
 import torch
 from torch import Tensor
 
+from syncline._torch.profiler import profiled
 from syncline.checks import checked_flag
 from syncline.session.world import transport_of
 from syncline.tensors.packing import CAP_BYTES
@@ -70,7 +71,7 @@ def all_reduce_(target: Any, op: ReduceOp = "sum", *, group: Group = None, async
         {'a': tensor([1., 1.]), 'b': tensor([0.])}
     """
     transport = transport_of(group)
-    with transport.turn:
+    with transport.turn, profiled("all_reduce_"):
         if isinstance(async_op, bool) and transport.sees_calls and _is_sent_directly(target, op):
             # By `terms` the transfer compares shapes and callers. It compares operation, dtype and size in any case.
             work = transport.all_reduce(target, op, terms=_terms(target.shape, transport.turn.caller))

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from syncline._torch.profiler import profiled
 from syncline.buffers.pooling import BufferAverage, running_statistics
 from syncline.checks import checked_flag, checked_number
 from syncline.optimizers.contents import OptimizerNumbers, is_setting
@@ -158,7 +159,7 @@ def average_(
         >>> optimizer = sl.average_(optimizer, weight=num_samples)
     """
     transport = transport_of(group)
-    with transport.turn:
+    with transport.turn, profiled("average_"):
 
         def prepare() -> Prepared[_Averaged]:
             checked_flag("async_op", async_op)

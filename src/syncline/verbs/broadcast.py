@@ -7,6 +7,7 @@ from typing import Any, Literal, TypeVar, overload
 from torch import Tensor
 from torch.optim import Optimizer
 
+from syncline._torch.profiler import profiled
 from syncline.checks import checked_flag
 from syncline.optimizers.contents import OptimizerNumbers
 from syncline.session.world import transport_of
@@ -73,7 +74,7 @@ def broadcast_(target: Any, src: int = 0, *, group: Group = None, async_op: bool
         >>> work.wait()
     """
     transport = transport_of(group)
-    with transport.turn:
+    with transport.turn, profiled("broadcast_"):
 
         def prepare() -> Prepared[tuple[Replaced, int]]:
             checked_flag("async_op", async_op)

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from syncline._torch.profiler import profiled
 from syncline.checkpoint.encoding import encode
 from syncline.checkpoint.train_state import TrainState
 from syncline.equality.fingerprint import digest_of, fingerprints
@@ -24,7 +25,7 @@ from syncline.transport.agreement import describe_tensors
 from syncline.user_code import calling
 from syncline.verbs.common import Group, Prepared, agree_on_call, refuse_sharded
 from syncline.verbs.diverge import divergences_around, record_equal
-from syncline.words import format_names
+from syncline.words import format_names, one_line
 
 _TITLE = "sl.check_replicas"
 
@@ -55,6 +56,9 @@ class ReplicaReport:
     num_ranks: int
     num_compared: int
     may_differ: tuple[str, ...] = ()
+
+    def __repr__(self) -> str:
+        return one_line(self, str(self).partition("\n")[0])
 
     def __str__(self) -> str:
         num_same = self.num_compared - len(self.may_differ)
@@ -119,7 +123,7 @@ def check_replicas(target: Any, *, group: Group = None) -> ReplicaReport:
         ()
     """
     transport = transport_of(group)
-    with transport.turn:
+    with transport.turn, profiled("check_replicas"):
 
         def prepare() -> Prepared[tuple[_Compared, list[int]]]:
             read = _Compared()

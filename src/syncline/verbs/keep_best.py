@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 from torch import Tensor
 
+from syncline._torch.profiler import profiled
 from syncline.checks import checked_choice, checked_number, number_in
 from syncline.session.world import transport_of
 from syncline.verbs.broadcast import Replaced
@@ -52,7 +53,7 @@ def keep_best_(
         0
     """
     transport = transport_of(group)
-    with transport.turn:
+    with transport.turn, profiled("keep_best_"):
 
         def prepare() -> Prepared[Replaced]:
             checked_choice("mode", mode, ("max", "min"))

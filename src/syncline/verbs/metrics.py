@@ -16,6 +16,7 @@ from typing import Any, TypeVar, overload
 import torch
 from torch import Tensor
 
+from syncline._torch.profiler import profiled
 from syncline.checks import checked_number, what_it_is
 from syncline.session.world import transport_of
 from syncline.tensors.targets import check_dense
@@ -153,7 +154,7 @@ def barrier(group: Group = None) -> None:
         CollectiveMismatch: some ranks called another function of Syncline instead.
     """
     transport = transport_of(group)
-    with transport.turn:
+    with transport.turn, profiled("barrier"):
         exchange(transport, "sl.barrier", [])
 
 
@@ -196,7 +197,7 @@ def mean(values: Any, weight: float | Tensor = 1.0, *, group: Group = None) -> A
         {'loss': 0.25, 'accuracy': 0.9375}
     """
     transport = transport_of(group)
-    with transport.turn:
+    with transport.turn, profiled("mean"):
 
         def prepare() -> Prepared[tuple[list[Any], Tensor]]:
             scale = checked_number("weight", weight, at_least=0)

@@ -9,6 +9,7 @@ from typing import Any, Literal, TypeVar, overload
 import torch
 from torch import Tensor, nn
 
+from syncline._torch.profiler import profiled
 from syncline.checks import checked_flag, checked_kind
 from syncline.errors import SynclineError
 from syncline.gradients.bucket_plan import BucketCaps, ParameterSpec, plan_buckets
@@ -91,7 +92,7 @@ def sync_gradients_(module: Any, *, group: Group = None, async_op: bool = False)
         >>> ddp = sl.sync_gradients_(ddp)
     """
     transport, group_fault = _transport(module, group)
-    with transport.turn:
+    with transport.turn, profiled("sync_gradients_"):
 
         def prepare() -> Prepared[_Gradients]:
             checked_flag("async_op", async_op)

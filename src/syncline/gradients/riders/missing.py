@@ -72,6 +72,13 @@ class MissingGradients(_Fault):
         self._names = names
         self._are_allowed = are_allowed
 
+    def word(self, backward: Backward) -> int:
+        """Return 1 if a gradient is missing and none may be, else 0."""
+        if not backward.missing:  # as in almost every step
+            self._reported = []
+            return 0
+        return super().word(backward)
+
     def _lines(self, backward: Backward) -> list[str]:
         return [] if self._are_allowed else [self._names[index] for index in sorted(backward.missing)]
 

@@ -11,6 +11,7 @@ from typing import Any
 from torch import Tensor
 from torch.optim import Optimizer
 
+from syncline._torch.profiler import profiled
 from syncline.equality.fingerprint import digest_of, fingerprints
 from syncline.errors import ReplicaDivergence, SynclineError
 from syncline.optimizers.attached import AttachedOptimizer
@@ -266,12 +267,15 @@ class Rounds:
         former_phase, board.phase = board.phase, f"the parameter sync after step {self.step}"
         done = list(actions)
         try:
-            executor.run(actions)
-            while any(isinstance(action, Await) for action in actions):
-                plan, actions = self.strategy.at_step(plan, Progress(step=self.step), executor.kept.wait())
+            with profiled("round {}", type(self.strategy).__name__):
                 executor.run(actions)
-                done += actions
-            executor.kept.write()
+                while any(isinstance(action, Await) for action in actions):
+                    plan, actions = self.strategy.at_step(
+                        plan, Progress(step=self.step), executor.kept.wait()
+                    )
+                    executor.run(actions)
+                    done += actions
+                executor.kept.write()
         finally:
             board.phase = former_phase
         self._plan = plan

@@ -8,7 +8,8 @@ from __future__ import annotations
 import contextlib
 import json
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -23,6 +24,8 @@ from syncline.tools.bench.tables import size_text
 from syncline.tools.bench.timing import Timer, alternate, calls_for, timer
 from syncline.tools.bench.workloads import backend_group, checked, engines, num_parameters_of, steps_of
 from syncline.transport.base import Transport
+
+_SILENT_SECONDS = 5
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,7 +102,13 @@ def _all_reduce(
             timers = {name: timer(call, transport) for name, call in calls.items()}
             timers |= _timers_of_peers(peers, numel, plan, transport)
             num_calls = calls_for(timers, seconds=plan.turn_seconds, most=2000, transport=transport)
-            seconds = alternate(timers, num_rounds=plan.num_rounds, num_calls=num_calls, transport=transport)
+            seconds = alternate(
+                timers,
+                num_rounds=plan.num_rounds,
+                num_calls=num_calls,
+                transport=transport,
+                after_round=_rounds_said(plan.num_rounds, transport),
+            )
             rows.append({"payload_bytes": size_bytes, "num_calls": num_calls, "seconds": seconds})
     return rows
 
@@ -149,13 +158,32 @@ def _steps(
     steps = steps_of(model, rank=transport.rank, backend=backend, notes=notes)
     timers = {name: timer(step, transport) for name, step in steps.items()}
     num_calls = dict.fromkeys(timers, plan.num_steps)
-    seconds = alternate(timers, num_rounds=plan.num_step_rounds, num_calls=num_calls, transport=transport)
+    seconds = alternate(
+        timers,
+        num_rounds=plan.num_step_rounds,
+        num_calls=num_calls,
+        transport=transport,
+        after_round=_rounds_said(plan.num_step_rounds, transport),
+    )
     return {
         "model": f"GPT {model}",
         "num_parameters": num_parameters_of(model),
         "num_steps": plan.num_steps,
         "seconds": seconds,
     }
+
+
+def _rounds_said(num_rounds: int, transport: Transport) -> Callable[[int], None]:
+    """Return a function that says how many rounds are over, if it has said nothing for 5 s."""
+    said_at = time.monotonic()
+
+    def after_round(number: int) -> None:
+        nonlocal said_at
+        if time.monotonic() - said_at > _SILENT_SECONDS and 0 < number < num_rounds:
+            said_at = time.monotonic()
+            _say(f"  round {number} of {num_rounds}", transport)
+
+    return after_round
 
 
 def _say(text: str, transport: Transport) -> None:

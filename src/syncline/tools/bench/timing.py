@@ -48,7 +48,12 @@ def timer(call: Callable[[], object], transport: Transport) -> Timer:
 
 
 def alternate(
-    timers: Mapping[str, Timer], *, num_rounds: int, num_calls: Mapping[str, int], transport: Transport
+    timers: Mapping[str, Timer],
+    *,
+    num_rounds: int,
+    num_calls: Mapping[str, int],
+    transport: Transport,
+    after_round: Callable[[int], object] = lambda number: None,
 ) -> dict[str, list[float]]:
     """Time the competitors in rounds. In each round, every competitor has one turn.
 
@@ -58,6 +63,7 @@ def alternate(
         num_rounds: the number of rounds in the result. Two more rounds run first as a warm-up.
         num_calls: the number of calls in one turn of each competitor, by name.
         transport: the transport between the ranks.
+        after_round: a function that is called after each round, with the number of the round from 1.
 
     Returns:
         For each competitor, a list with one time per round: the seconds per call on the slowest rank.
@@ -70,6 +76,7 @@ def alternate(
             seconds = timers[name](num_calls[name])
             if round_index >= 0:
                 mine[name].append(seconds / num_calls[name])
+        after_round(round_index + 1)
     slowest = _slowest([seconds for rounds in mine.values() for seconds in rounds], transport)
     return {name: slowest[i * num_rounds : (i + 1) * num_rounds] for i, name in enumerate(mine)}
 

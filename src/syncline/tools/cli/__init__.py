@@ -4,6 +4,7 @@ __main__.py  `python -m syncline.tools.cli`
 bench.py     `syncline bench`
 doctor.py    `syncline doctor`
 options.py   the parser class of all commands, and the options of `syncline run`
+progress.py  messages about what a command does, while it prints nothing else
 run.py       `syncline run`
 """
 

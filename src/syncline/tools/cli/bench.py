@@ -74,6 +74,7 @@ def main(argv: Sequence[str]) -> int:
         UsageError: the arguments are invalid. No rank was started.
     """
     args = _parse(argv)
+    print(f"syncline bench: starting {args.n} ranks", file=sys.stderr, flush=True)
     plan = _plan(args)
     from syncline.tools.bench.timing import summarize
     from syncline.tools.launch.supervise import run_on_this_host, worker_command

@@ -17,8 +17,10 @@ from dataclasses import asdict
 
 from syncline import environment
 from syncline.tools.cli.options import CommandParser, UsageError
+from syncline.tools.cli.progress import in_progress
 from syncline.tools.cli.run import check_program
 from syncline.tools.launch.guardian import Guardian
+from syncline.words import format_count
 
 _HELP = """\
 usage: syncline doctor
@@ -46,6 +48,8 @@ Exit code: 0 if nothing differs; 1 if something differs, or if this host is not 
 for training; 2 for wrong usage, or if there was no such step; the exit code of the
 script if the script failed.
 """
+
+_NAME = "syncline doctor"
 
 _WIDTH = 100
 
@@ -104,6 +108,12 @@ def _examine_script(args: argparse.Namespace, guardian: Guardian) -> int:
         is_module=args.module,
         before=("syncline.tools.doctor.watch", json.dumps(asdict(options))),
     )
+    print(
+        f"{_NAME}: starting {format_count(args.n, 'rank')}, which run {args.training_script} to training forward "
+        f"{args.step}",
+        file=sys.stderr,
+        flush=True,
+    )
     code = run_on_this_host(args.n, command, guardian)
     found = [json.loads(line) for line in report.read_text().splitlines()] if report.exists() else []
     for one in found:
@@ -126,17 +136,20 @@ def _examine_script(args: argparse.Namespace, guardian: Guardian) -> int:
 
 
 def _examine_host(guardian: Guardian) -> int:
-    from syncline.tools.doctor.host import findings
-    from syncline.tools.launch.supervise import run_on_this_host, worker_command
+    with in_progress(_NAME, "examining this host"):  # the imports take seconds
+        from syncline.tools.doctor.host import findings
+        from syncline.tools.launch.supervise import run_on_this_host, worker_command
 
-    found = findings()
+        found = findings()
     for finding in found:
         _show(finding.name, finding.text, finding.kind)
     if any(finding.kind == "problem" for finding in found):
         return 1
     output = guardian.folder / "transport"
     command = worker_command(["syncline.tools.doctor.host", str(output)], is_module=True)
-    if run_on_this_host(2, command, guardian):
+    with in_progress(_NAME, "connecting two ranks"):
+        code = run_on_this_host(2, command, guardian)
+    if code:
         _show(
             "two ranks",
             "could not connect on this host, or their sum was wrong: see the error above",

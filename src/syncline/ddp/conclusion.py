@@ -1,0 +1,83 @@
+"""The last sentence of the timeline, which says what synchronization cost in a step, and which rank was late."""
+
+from __future__ import annotations
+
+from syncline.ddp.plan import Evidence, Plan, Reduction
+from syncline.records import BackwardRecord, LateRank, RoundRecord, StepTiming
+from syncline.words import format_bytes, format_time
+
+_SMALL_SHARE = 0.05
+"""The share of a step up to which waiting is not worth an effort."""
+
+_MAIN_SHARE = 0.5
+"""The share of the waiting time from which a cause explains it."""
+
+
+def concluded(plan: Plan, evidence: Evidence) -> str:
+    """Return one sentence, or two, that draw the conclusion from the last records."""
+    backward = evidence.backward
+    if plan.num_ranks == 1:
+        return "There is one rank, so synchronization costs nothing."
+    if backward is None:
+        return "No step has run yet. After two steps, this line says what synchronization costs."
+    if not backward.synchronized:
+        if plan.rules is None:
+            return "This backward sent nothing, so no rank waited for its gradients."
+        return _of_round(evidence.round)
+    if backward.timing is None:
+        return "This was the first step. From the next step on, this line says what synchronization costs."
+    timing, late = backward.timing, backward.timing.late
+    if late is not None and (
+        late.rank == plan.rank or late.late_seconds >= _MAIN_SHARE * timing.waited_seconds
+    ):
+        return _of_late(late, timing, has_updates=bool(plan.optimizers))
+    return _of_waits(plan, backward, timing)
+
+
+def _of_round(last: RoundRecord | None) -> str:
+    if last is None:
+        return "No parameter sync has run yet, and this backward sent nothing."
+    took, waited = format_time(last.duration_seconds), format_time(last.waited_seconds)
+    return f"The last parameter sync took {took}, of which this rank waited {waited} for other ranks."
+
+
+def _of_late(late: LateRank, timing: StepTiming, *, has_updates: bool) -> str:
+    before = "its optimizer step" if has_updates else "its backward"
+    phase = {
+        "update": "its gradients and its optimizer step took",
+        "data": f"from {before} to its forward, where data is loaded, it took",
+        "forward": "its forward and loss took",
+        "backward": "its backward took",
+    }[late.phase]
+    num_others = sum(times is not None for times in timing.of_ranks) - 1
+    others = "the other rank" if num_others == 1 else f"the median of the other {num_others} ranks"
+    return (
+        f"Rank {late.rank} was late by {format_time(late.late_seconds)}: {phase} {format_time(late.phase_seconds)}, "
+        f"against {format_time(late.usual_seconds)} on {others}. {_waited(timing)}."
+    )
+
+
+def _waited(timing: StepTiming) -> str:
+    share = timing.waited_seconds / timing.step_seconds
+    waited, step = format_time(timing.waited_seconds), format_time(timing.step_seconds)
+    return f"This rank waited {waited} in a step of {step} ({share:.0%})"
+
+
+def _of_waits(plan: Plan, backward: BackwardRecord, timing: StepTiming) -> str:
+    if timing.waited_seconds <= _SMALL_SHARE * timing.step_seconds:
+        return f"{_waited(timing)}, so there is nothing to gain."
+    for_buckets = sum(bucket.waited_seconds for bucket in backward.buckets)
+    if for_buckets < _MAIN_SHARE * timing.waited_seconds:
+        return (
+            f"{_waited(timing)}, but only {format_time(for_buckets)} of it for gradients: look at the buffers, and at "
+            "calls of syncline between the steps."
+        )
+    longest = max(backward.buckets, key=lambda bucket: bucket.waited_seconds)
+    size = format_bytes(sum(bucket.payload_bytes for bucket in backward.buckets))
+    advice = "smaller buckets (bucket_cap_mb), which are sent earlier"
+    if plan.reduction is Reduction.ALL_REDUCE:
+        advice = f"a compression, or {advice}"
+    return (
+        f"{_waited(timing)}, {format_time(longest.waited_seconds)} of it for bucket {longest.index}. No rank was late "
+        f"enough to explain this, so the limit was to send {size} over this link, or a busy host: try {advice}."
+    )
