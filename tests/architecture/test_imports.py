@@ -438,7 +438,7 @@ def test_importing_syncline_imports_no_more_than_is_asked_for() -> None:
 
 _NAMES_PROBE = """
 import random, threading
-from syncline.environment import parse  # a program may import a module first
+from syncline.launchers import parse  # a program may import a module first
 import syncline
 
 def ask_for_all() -> None:
