@@ -10,6 +10,7 @@ import ast
 import functools
 import importlib
 import json
+import pickle
 import shutil
 import subprocess
 import sys
@@ -455,6 +456,13 @@ assert world is syncline.world and {*syncline.__all__} <= {*globals()}
 assert syncline.debug.__name__ == "syncline.debug"
 assert all(name in vars(syncline) for name in syncline.__all__)
 """
+
+
+def test_the_package_can_be_pickled_as_functions_of_a_notebook_are() -> None:
+    for module in (syncline, syncline.debug):
+        assert (
+            pickle.loads(pickle.dumps(module)) is module
+        )  # Ray and submitit use a pickler of their own, as strict
 
 
 def test_imports_have_no_side_effects_and_threads_find_all_names_of_the_package() -> None:

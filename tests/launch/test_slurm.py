@@ -234,7 +234,7 @@ def test_a_job_that_is_asked_to_stop_saves_goes_back_to_the_queue_and_resumes(
     while "Restarts=1" not in slurm.run("scontrol", "show", "job", job):
         assert time.monotonic() < deadline, (slurm.folder / f"slurm-{job}.out").read_text()
         time.sleep(0.1)
-    slurm.run("scontrol", "update", f"JobId={job}", "StartTime=now")  # SLURM would wait for two minutes
+    slurm.run("scontrol", "update", f"JobId={job}", "StartTime=now+4")  # SLURM would wait for two minutes
     slurm.wait_for(runs / "done", job)
     first, last = map(int, (runs / "done").read_text().split())
     assert first >= 5
