@@ -458,11 +458,11 @@ assert all(name in vars(syncline) for name in syncline.__all__)
 """
 
 
-def test_the_package_can_be_pickled_as_functions_of_a_notebook_are() -> None:
-    for module in (syncline, syncline.debug):
-        assert (
-            pickle.loads(pickle.dumps(module)) is module
-        )  # Ray and submitit use a pickler of their own, as strict
+@pytest.mark.parametrize("name", ["syncline", "syncline.debug"])
+def test_the_package_can_be_pickled(name: str) -> None:
+    """Ray and submitit pickle functions of a script together with the modules that they use."""
+    module = importlib.import_module(name)
+    assert pickle.loads(pickle.dumps(module)) is module
 
 
 def test_imports_have_no_side_effects_and_threads_find_all_names_of_the_package() -> None:

