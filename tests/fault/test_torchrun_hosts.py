@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import re
+import shutil
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
-from syncline.testing import HostsUnavailable, two_hosts
+from syncline.testing import HostsUnavailable, TwoHosts, two_hosts
 
 pytestmark = pytest.mark.slow
 
@@ -34,6 +37,21 @@ def commands() -> str:
     return "\n".join(line.removeprefix("$ ") for line in block.splitlines())
 
 
+@contextmanager
+def names_resolved(hosts: TwoHosts) -> Iterator[None]:
+    """Give both hosts an /etc/hosts with their names, as hosts of a cluster have. `ip netns exec` mounts the file."""
+    lines = [f"{hosts.address_of(letter)} {name}\n" for letter, name in hosts.names.items()]
+    folders = [Path("/etc/netns", name) for name in hosts.names.values()]
+    try:
+        for folder in folders:
+            folder.mkdir(parents=True)
+            (folder / "hosts").write_text("127.0.0.1 localhost\n" + "".join(lines))
+        yield
+    finally:
+        for folder in folders:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
 def test_the_commands_of_the_page_train_on_two_hosts(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(PROGRAM)
     torchrun = tmp_path / "torchrun"  # where it is not beside this Python
@@ -43,7 +61,7 @@ def test_the_commands_of_the_page_train_on_two_hosts(tmp_path: Path) -> None:
     clean = "unset RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE MASTER_ADDR MASTER_PORT GLOO_SOCKET_IFNAME"
     script = f'{clean}; export PATH="{tmp_path}:$PATH"; cd {tmp_path}\n{commands()}'
     try:
-        with two_hosts() as hosts:
+        with two_hosts() as hosts, names_resolved(hosts):
             hosts.start(["bash", "-c", script], "ab")
             outputs = hosts.outputs(240)
     except HostsUnavailable as error:
