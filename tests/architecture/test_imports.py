@@ -10,6 +10,7 @@ import ast
 import functools
 import importlib
 import json
+import pickle
 import shutil
 import subprocess
 import sys
@@ -438,7 +439,7 @@ def test_importing_syncline_imports_no_more_than_is_asked_for() -> None:
 
 _NAMES_PROBE = """
 import random, threading
-from syncline.environment import parse  # a program may import a module first
+from syncline.launchers import parse  # a program may import a module first
 import syncline
 
 def ask_for_all() -> None:
@@ -455,6 +456,13 @@ assert world is syncline.world and {*syncline.__all__} <= {*globals()}
 assert syncline.debug.__name__ == "syncline.debug"
 assert all(name in vars(syncline) for name in syncline.__all__)
 """
+
+
+@pytest.mark.parametrize("name", ["syncline", "syncline.debug"])
+def test_the_package_can_be_pickled(name: str) -> None:
+    """Ray and submitit pickle functions of a script together with the modules that they use."""
+    module = importlib.import_module(name)
+    assert pickle.loads(pickle.dumps(module)) is module
 
 
 def test_imports_have_no_side_effects_and_threads_find_all_names_of_the_package() -> None:

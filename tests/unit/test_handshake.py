@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from syncline import CollectiveTimeout, ContractMismatch, PeerLost, SynclineError
-from syncline.environment import Environment
+from syncline.launchers import Environment
 from syncline.session import Presence, wait_for_all
 from syncline.session.rendezvous import backend_for, connect
 

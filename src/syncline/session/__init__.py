@@ -3,7 +3,7 @@
 `init` checks its arguments in session.py. Then it joins the ranks in rendezvous.py and selects the transport in
 transports.py. One object of the class `Session` holds the state of the process. world.py creates this object.
 
-Imports: errors, faces, words, checks, environment, user_code, _torch, liveness, transport.
+Imports: errors, faces, words, checks, environment, user_code, launchers, _torch, liveness, transport.
 
 ending.py        the end of the process: reports of an exception to the launcher and the peers; an end without a hang
 listening.py     sockets for stores, which listen at one address only; this module needs no torch

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from syncline import environment
-from syncline.environment import Environment
+from syncline import launchers
 from syncline.errors import SynclineError
+from syncline.launchers import Environment
 from syncline.words import one_line
 
 
@@ -69,7 +69,7 @@ def world_of_default_group(device: torch.device | None) -> World:
     """Return the world of torch's default process group, which must exist."""
     rank, size = dist.get_rank(), dist.get_world_size()
     try:
-        env = environment.current()
+        env = launchers.current()
     except ValueError:  # torch.distributed was initialised without these variables
         env = Environment(launcher="alone")
     if (env.rank, env.size) != (rank, size):
@@ -101,7 +101,7 @@ def check_that_ranks_were_joined(*, has_left: bool) -> None:
         SynclineError: a launcher started several ranks.
     """
     try:
-        env = environment.current()
+        env = launchers.current()
     except ValueError:
         return  # only `init` reports invalid variables
     if env.size > 1:

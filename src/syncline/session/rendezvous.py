@@ -23,8 +23,8 @@ import torch
 import torch.distributed as dist
 
 from syncline._torch.process_groups import PrefixStore, Store, TCPStore
-from syncline.environment import Environment
 from syncline.errors import CollectiveTimeout, ContractMismatch, PeerLost, SynclineError
+from syncline.launchers import Environment
 from syncline.liveness.store import SignedStore, decode
 from syncline.session.listening import bound_socket, is_loopback
 from syncline.user_code import warn_user
@@ -128,10 +128,25 @@ def connect(env: Environment, timeout_seconds: float) -> Store:
                 "`syncline run`, which finds a free port"
             ) from error
         raise CollectiveTimeout(
-            f"rank {env.rank} of {env.size} could not connect to {where} within {timeout_seconds:g} s. Check that "
-            "rank 0 is running, and that this host can reach this port of rank 0's host. torch reported: "
-            f"{str(error).splitlines()[0]}"
+            f"rank {env.rank} of {env.size} could not connect to {where} within {timeout_seconds:g} s. "
+            f"{_remedy_of_connect(env)}. torch reported: {str(error).splitlines()[0]}"
         ) from error
+
+
+def _remedy_of_connect(env: Environment) -> str:
+    """Return what to do if this process could not connect to the store."""
+    assert env.master_addr is not None
+    host = socket.gethostname()
+    try:
+        socket.getaddrinfo(env.master_addr, None, type=socket.SOCK_STREAM)
+    except OSError:
+        return f"{host} cannot resolve this name. Set MASTER_ADDR to an address of rank 0's host on all ranks"
+    if env.rank == 0 and not env.launcher_has_store:
+        return (
+            f"This rank listens there for the other ranks, on {host}. Set MASTER_ADDR to an address of {host} on all "
+            "ranks, or start rank 0 on the host that has this address"
+        )
+    return "Check that rank 0 is running, and that this host can reach this port of rank 0's host"
 
 
 def wait_for_all(store: Store, mine: Presence, timeout_seconds: float) -> list[Presence]:

@@ -16,10 +16,10 @@ from types import TracebackType
 import torch
 import torch.distributed as dist
 
-from syncline import environment
+from syncline import environment, launchers
 from syncline.checks import checked_choice, checked_seconds
-from syncline.environment import Environment
 from syncline.errors import CollectiveTimeout, PeerLost, SynclineError
+from syncline.launchers import Environment
 from syncline.session import process
 from syncline.session.ending import (
     Destroyer,
@@ -42,6 +42,7 @@ from syncline.session.transports import Transports
 from syncline.transport.agreement import exchange
 from syncline.transport.base import Transport
 from syncline.transport.c10d import C10dTransport
+from syncline.user_code import warn_user
 
 TRANSPORTS = ("auto", "c10d", "shm")
 
@@ -184,8 +185,10 @@ class Session:
         group = default_group()
         if group is not None:
             return self._adopt(group, asked)
-        env = environment.current()
+        env = launchers.current()
         if env.master_addr is None or env.master_port is None:
+            if env.warning is not None:
+                warn_user(env.warning, UserWarning)
             return _Joined(asked, world_alone(asked.device))
         if env.launcher in ("syncline run", "torchrun"):
             process.end_with_parent()  # these launchers live as long as their ranks, but a thread of Ray may not
@@ -269,7 +272,7 @@ class Session:
                 exchange(c10d, TITLE, [], fault=fault)
             finally:
                 c10d.close()
-        env = environment.current()
+        env = launchers.current()
         if env.master_addr is not None and env.master_port is not None:
             # The error about the arguments is more useful than an error about missing ranks or a missing store.
             with contextlib.suppress(CollectiveTimeout, PeerLost):

@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from syncline import environment
-from syncline.environment import Environment
+from syncline.launchers import Environment
 
 _LETTERS = ("a", "b")
 

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from syncline.environment import Environment
+from syncline.launchers import Environment
 
 
 @contextmanager

@@ -29,7 +29,7 @@ from _pytest.assertion import install_importhook
 from _pytest.assertion import util as assertion_util
 from _pytest.config import Config, get_config, parse_warning_filter
 
-from syncline import environment
+from syncline import environment, launchers
 from syncline._torch.modules import import_compiler
 from syncline.session.process import end_with_parent
 from syncline.session.world import shutdown
@@ -154,7 +154,7 @@ def _find(task: Task) -> Any:
 
 
 def _init_process_group(store_path: str, timeout_seconds: float) -> None:
-    ours = environment.current()
+    ours = launchers.current()
     store = dist.FileStore(store_path, ours.size)  # type: ignore[attr-defined]
     timeout = timedelta(seconds=timeout_seconds)
     dist.init_process_group("gloo", store=store, rank=ours.rank, world_size=ours.size, timeout=timeout)

@@ -1,0 +1,247 @@
+"""The scripts of examples/slurm on a real SLURM: a controller and two nodes, which are all this machine.
+
+Needs root, and slurmctld, slurmd and the client commands (Debian: slurmctld slurmd slurm-client); skipped otherwise.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+TOOLS = ("slurmctld", "slurmd", "srun", "sbatch", "scontrol")
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(
+        os.geteuid() != 0 or any(shutil.which(tool) is None for tool in TOOLS),
+        reason=f"needs root and {', '.join(TOOLS)}",
+    ),
+]
+
+CONFIGURATION = """
+ClusterName=test
+SlurmctldHost={host}(127.0.0.1)
+SlurmctldPort={ports[0]}
+SlurmUser=root
+SlurmdUser=root
+AuthType=auth/none
+CredType=cred/none
+StateSaveLocation={folder}/state
+SlurmdSpoolDir={folder}/%n
+SlurmctldPidFile={folder}/slurmctld.pid
+SlurmdPidFile={folder}/%n.pid
+ProctrackType=proctrack/linuxproc
+TaskPlugin=task/none
+MpiDefault=none
+SlurmdParameters=config_overrides
+SelectType=select/cons_tres
+SelectTypeParameters=CR_CPU
+SchedulerParameters=sched_interval=1
+NodeName=n1 NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[1]} CPUs=8
+NodeName=n2 NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[2]} CPUs=8
+PartitionName=all Nodes=n[1-2] Default=YES MaxTime=INFINITE State=UP
+"""
+
+IDENTITY = """
+import os, syncline as sl
+from syncline import launchers
+found = launchers.current()  # sl.init sets the variables of torchrun
+world = sl.init(timeout=60)
+total = sl.mean(float(world.rank))
+nodes = os.environ["SLURM_STEP_NODELIST"]
+print(world.rank, world.size, world.local_rank, world.local_size, found.launcher, nodes, total)
+sl.shutdown()
+"""
+
+# In its first life it trains until it is asked to stop, in its second life for three more steps.
+TRAINING = """
+import os, pathlib, sys, torch, syncline as sl
+world = sl.init(timeout=60)
+ddp = sl.DistributedDataParallel(torch.nn.Linear(2, 1))
+optimizer = ddp.attach(torch.optim.SGD(ddp.parameters(), lr=0.1))
+state = sl.TrainState(model=ddp, optimizer=optimizer)
+checkpointer = sl.Checkpointer(sys.argv[1])
+checkpointer.load(state)
+first = state.step
+checkpointer.stop_if_asked(state)
+while first == 0 or state.step < first + 3:
+    ddp(torch.ones(1, 2)).square().mean().backward()
+    optimizer.step()
+    state.commit()
+    checkpointer.stop_if_asked(state)
+    if world.rank == 0 and state.step == 5:
+        pathlib.Path(sys.argv[1], "training").touch()
+if world.rank == 0:
+    pathlib.Path(sys.argv[1], "done").write_text(f"{first} {state.step}")
+sl.shutdown()
+"""
+
+
+@dataclass(frozen=True)
+class Slurm:
+    """A cluster whose daemons have started."""
+
+    folder: Path
+    variables: dict[str, str]
+
+    def run(self, *command: str, timeout_seconds: float = 90.0, **variables: str) -> str:
+        done = subprocess.run(
+            command,
+            env=self.variables | variables,
+            cwd=ROOT,
+            capture_output=True,
+            text=True,
+            timeout=timeout_seconds,
+            check=False,
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout
+
+    def wait_for(self, path: Path, job: str, *, within_seconds: float = 90.0) -> None:
+        deadline = time.monotonic() + within_seconds
+        while not path.exists():
+            if time.monotonic() > deadline:
+                log = self.folder / f"slurm-{job}.out"
+                raise AssertionError(self.run("scontrol", "show", "job", job) + log.read_text())
+            time.sleep(0.05)
+
+    def submit(self, *arguments: str, **variables: str) -> str:
+        output = f"--output={self.folder}/slurm-%j.out"
+        return self.run("sbatch", "--parsable", output, *arguments, **variables).strip()
+
+
+def free_ports(number: int) -> list[int]:
+    with contextlib.ExitStack() as stack:
+        sockets = [stack.enter_context(socket.socket()) for _ in range(number)]
+        for each in sockets:
+            each.bind(("127.0.0.1", 0))
+        return [each.getsockname()[1] for each in sockets]
+
+
+@pytest.fixture(scope="module")
+def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Slurm]:
+    folder = tmp_path_factory.mktemp("slurm")
+    (folder / "state").mkdir()
+    path = folder / "slurm.conf"
+    host = socket.gethostname().partition(".")[0]
+    path.write_text(CONFIGURATION.format(host=host, folder=folder, ports=free_ports(3)))
+    torchrun = folder / "torchrun"  # where it may be missing beside this Python
+    torchrun.write_text(f'#!/bin/sh\nexec {sys.executable} -m torch.distributed.run "$@"\n')
+    torchrun.chmod(0o755)
+    own = f"{folder}:{Path(sys.executable).parent}"
+    variables = {name: value for name, value in os.environ.items() if not name.startswith("SLURM")}
+    variables |= {"SLURM_CONF": str(path), "PATH": f"{own}:{os.environ['PATH']}", "OMP_NUM_THREADS": "1"}
+    cluster = Slurm(folder, variables)
+    commands = [["slurmctld"], ["slurmd", "-N", "n1"], ["slurmd", "-N", "n2"]]
+    daemons = []
+    with contextlib.ExitStack() as stack:
+        for command in commands:
+            log = stack.enter_context(open(folder / f"{'-'.join(command)}.log", "w"))
+            daemons.append(
+                subprocess.Popen(
+                    [*command, "-D", "-f", str(path)],
+                    env=variables,
+                    stdout=log,
+                    stderr=log,
+                    start_new_session=True,
+                )
+            )
+        try:
+            cluster.run("srun", "--nodes=2", "true")  # waits until both nodes are up
+            yield cluster
+        finally:
+            subprocess.run(["scancel", "--user=root"], env=variables, check=False, capture_output=True)
+            for daemon in reversed(daemons):
+                daemon.send_signal(signal.SIGTERM)
+            for daemon in daemons:
+                try:
+                    daemon.wait(20)
+                except subprocess.TimeoutExpired:
+                    os.killpg(daemon.pid, signal.SIGKILL)
+                    daemon.wait()
+
+
+@pytest.fixture
+def program(tmp_path: Path) -> Path:
+    path = tmp_path / "train.py"
+    path.write_text(TRAINING)
+    return path
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        (
+            ["--nodes=1", "--ntasks=2"],
+            ["0 2 0 2 slurm n1 0.5", "1 2 1 2 slurm n1 0.5"],
+        ),
+        (
+            ["--nodes=2", "--ntasks=3", "--distribution=block", "--ntasks-per-node=2"],
+            ["0 3 0 2 slurm n[1-2] 1.0", "1 3 1 2 slurm n[1-2] 1.0", "2 3 0 1 slurm n[1-2] 1.0"],
+        ),
+        (
+            ["--nodes=2", "--ntasks-per-node=2", "--distribution=cyclic"],
+            [f"{rank} 4 {rank // 2} 2 slurm n[1-2] 1.5" for rank in range(4)],
+        ),
+    ],
+)
+def test_each_task_of_srun_is_a_rank(slurm: Slurm, options: list[str], expected: list[str]) -> None:
+    # The nodes' names are not in DNS here. On one node no name is needed.
+    given = {} if "--nodes=1" in options else {"MASTER_ADDR": "127.0.0.1"}
+    out = slurm.run("srun", *options, sys.executable, "-c", IDENTITY, **given)
+    assert sorted(out.splitlines()) == expected
+
+
+def test_a_batch_script_without_srun_does_not_hang_and_is_warned(slurm: Slurm, tmp_path: Path) -> None:
+    script = tmp_path / "alone.sh"
+    script.write_text(
+        '#!/bin/bash\npython -c "import syncline as sl; print(sl.init(timeout=20).size)"\ntouch "$1"\n'
+    )
+    job = slurm.submit("--ntasks=4", str(script), str(tmp_path / "ended"))
+    slurm.wait_for(tmp_path / "ended", job)
+    out = (slurm.folder / f"slurm-{job}.out").read_text()
+    assert "SLURM_NTASKS=4, but srun did not start this process" in out
+    assert out.splitlines()[-1] == "1"
+
+
+@pytest.mark.parametrize(
+    ("script", "options"),
+    [
+        ("ranks.sbatch", ["--nodes=2", "--ntasks-per-node=1"]),
+        ("torchrun.sbatch", ["--nodes=2"]),
+    ],
+)
+def test_a_job_that_is_asked_to_stop_saves_goes_back_to_the_queue_and_resumes(
+    slurm: Slurm, program: Path, tmp_path: Path, script: str, options: list[str]
+) -> None:
+    runs = tmp_path / "runs"
+    runs.mkdir()
+    variables = {"MASTER_ADDR": "127.0.0.1", "RANKS_PER_NODE": "1", "MASTER_PORT": str(free_ports(1)[0])}
+    job = slurm.submit(*options, f"examples/slurm/{script}", str(program), str(runs), **variables)
+    slurm.wait_for(runs / "training", job)
+    # The signal that SLURM sends before the time limit, sent now: to the script (B:), or to the tasks.
+    to = ["--batch"] if script == "torchrun.sbatch" else []
+    slurm.run("scancel", "--signal=USR1", *to, job)
+    deadline = time.monotonic() + 60
+    while "Restarts=1" not in slurm.run("scontrol", "show", "job", job):
+        assert time.monotonic() < deadline, (slurm.folder / f"slurm-{job}.out").read_text()
+        time.sleep(0.1)
+    slurm.run("scontrol", "update", f"JobId={job}", "StartTime=now+4")  # SLURM would wait for two minutes
+    slurm.wait_for(runs / "done", job)
+    first, last = map(int, (runs / "done").read_text().split())
+    assert first >= 5
+    assert last == first + 3
+    out = (slurm.folder / f"slurm-{job}.out").read_text()
+    assert f"got SIGUSR1: stopped after step {first}, saved in" in out, out
