@@ -62,6 +62,7 @@ if TYPE_CHECKING:
     from syncline.verbs import average_ as average_
     from syncline.verbs import barrier as barrier
     from syncline.verbs import broadcast_ as broadcast_
+    from syncline.verbs import gather as gather
     from syncline.verbs import keep_best_ as keep_best_
     from syncline.verbs import mean as mean
     from syncline.verbs import sync_gradients_ as sync_gradients_
