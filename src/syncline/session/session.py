@@ -332,6 +332,13 @@ class Session:
                 joined.hook.remove()
             environment.restore(joined.variables_before)
 
+    def begin_in_fork(self) -> None:
+        """Forget what the parent process has joined. `world.begin_in_fork` documents this method."""
+        self._lock = threading.RLock()  # a thread of the parent may hold the lock
+        self._joined, self._has_left, self._pid_at_exit = None, False, 0
+        self._waits, self._stores = [], Stores()
+        self.transports.continue_alone()
+
     def _report(self, error: BaseException, tb: TracebackType | None) -> None:
         report_to_peers(self.transports.selected(), error, tb)
 
