@@ -125,9 +125,10 @@ def launch(
     with Guardian(environment.for_child({})) as guardian:
         ranks_of_call = _Ranks(size, chosen, guardian)
         path = ranks_of_call.run(_pickled(*call) if chosen == "spawn" else call, seconds)
-        with path.open("rb") as file:
-            result: T = pickle.load(file)
-    return result
+        # Rank 0 writes no result if it ends by sys.exit(0).
+        result: Any = pickle.loads(path.read_bytes()) if path.exists() else None
+    returned: T = result
+    return returned
 
 
 # ---------------------------------------------------------------------- before the start
@@ -328,8 +329,8 @@ class _Ranks:
                     self._signal(rank, signal.SIGQUIT)  # prints the stacks; see `run_rank`
                 self._wait_some(_STACKS_SECONDS)
                 raise TimeoutError(
-                    f"sl.launch: {describe_ranks(running)} of {self._size} have not ended within "
-                    f"{timeout_seconds:g} s. The ranks have printed the stacks of their threads"
+                    f"sl.launch: expected all ranks to end within {timeout_seconds:g} s, but {describe_ranks(running)} of "
+                    f"{self._size} did not. The stacks of their threads are printed above"
                 )
             connection.wait([self._processes[rank].sentinel for rank in running], left)
             self._note_ended()
@@ -406,8 +407,9 @@ def _variables(size: int) -> Iterator[bool]:
 def _print(fd: int, data: bytes) -> None:
     """Print lines of ranks. In a notebook, `sys.stdout` is the output of the cell."""
     stream = sys.stdout if fd == 1 else sys.stderr
-    stream.write(data.decode(errors="replace"))
-    stream.flush()
+    with contextlib.suppress(OSError, ValueError):  # nothing reads it any more
+        stream.write(data.decode(errors="replace"))
+        stream.flush()
 
 
 def _error(failures: Sequence[Failure]) -> SynclineError:

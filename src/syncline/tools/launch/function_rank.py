@@ -49,7 +49,7 @@ class RankTask:
 
 
 def run_rank(task: RankTask) -> None:
-    """Run the function of a task, and end this process."""
+    """Run the function of a task in this process, which `multiprocessing` has started, and end the process if it fails."""
     os.setsid()  # Ctrl-C reaches the launcher only, which then ends the ranks
     end_with_parent(task.launcher_pid)
     _use_pipes(task.folder)
@@ -73,9 +73,8 @@ def run_rank(task: RankTask) -> None:
         code = exit_code_of(error)
         _report(error, task.error_file)
     atexit._run_exitfuncs()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)
+    if code:
+        sys.exit(code)
 
 
 def _use_pipes(folder: str) -> None:
