@@ -35,7 +35,13 @@ class Block(NamedTuple):
 
 def blocks_of(text: str, name: str) -> list[Block]:
     found = re.findall(r"^```python\n(.*?)^```\n(?:\n```(?:text)?\n(.*?)^```\n)?", text, re.M | re.S)
-    return [Block(f"{name}:{number}", code, output or None) for number, (code, output) in enumerate(found)]
+    return [
+        Block(f"{name}:{number}", code, output or None)
+        for number, (code, output) in enumerate(found)
+        if not code.startswith(
+            "--8<--"
+        )  # a file of examples/, which the site puts here; its own test runs it
+    ]
 
 
 BLOCKS = {

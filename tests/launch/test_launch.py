@@ -203,7 +203,7 @@ def test_a_local_function_cannot_be_spawned_without_cloudpickle(monkeypatch: pyt
 
 @pytest.mark.ranks(2)
 def test_inside_of_a_rank_it_is_refused() -> None:
-    with pytest.raises(SynclineError, match="this process is already rank [01] of 2"):
+    with pytest.raises(SynclineError, match=r"this process is already rank [01] of 2"):
         sl.launch(total, args=(1.0,))
 
 
@@ -255,9 +255,7 @@ def running(pid: int) -> bool:
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
-def test_nothing_is_left_when_the_parent_ends(
-    number: signal.Signals, forks: Forks, tmp_path: Path
-) -> None:
+def test_nothing_is_left_when_the_parent_ends(number: signal.Signals, forks: Forks, tmp_path: Path) -> None:
     script = tmp_path / "program.py"
     script.write_text(PROGRAM)
     parent = forks.start(tmp_path, script, variables={"TMPDIR": str(tmp_path)})

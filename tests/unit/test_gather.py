@@ -107,7 +107,13 @@ def test_views_conjugates_and_strides_do_not_matter() -> None:
     def program(t: Transport) -> None:
         x = torch.arange(12.0).view(3, 4) + t.rank
         z = torch.complex(x, x + 1)
-        values = [x.t().contiguous().t() if t.rank else x, x[:, ::2], x[:1].expand(3, 4), z.conj(), z.conj().imag]
+        values = [
+            x.t().contiguous().t() if t.rank else x,
+            x[:, ::2],
+            x[:1].expand(3, 4),
+            z.conj(),
+            z.conj().imag,
+        ]
         plain = [value.clone().resolve_conj().resolve_neg() for value in values]
         for found, wanted in zip(gather(values, group=t), gather(plain, group=t), strict=True):
             assert same_bits(found, wanted)
@@ -224,7 +230,7 @@ def test_objects_above_the_limit_are_refused_before_memory_is_allocated(
     monkeypatch.setitem(gather.__globals__, "_MAX_OBJECT_BYTES", 1000)
 
     def program(t: Transport) -> str:
-        with pytest.raises(ValueError) as caught:
+        with pytest.raises(ValueError, match="expected objects of up to") as caught:
             gather("x" * (10 + 1000 * t.rank), objects=True, group=t)
         assert gather("y", objects=True, group=t) == ["y", "y"]
         return str(caught.value)
@@ -296,7 +302,11 @@ def errors(error_class: type[Exception], values: list[Any], dims: list[Any] | No
         ({"a": torch.ones(2)}, {"b": torch.ones(2)}, ["also has  values.b", "lacks  values.a"]),
         ([torch.ones(2)] * 2, [torch.ones(2)], ["lacks  values[1]", "torch.cat"]),
         (torch.ones(2), torch.tensor(2.0), ["got      torch.float32 () on cpu"]),
-        ({"loss": 1.0}, {"loss": 1}, ["values.loss", "expected a float (rank 0)", "got      an integer (rank 1)"]),
+        (
+            {"loss": 1.0},
+            {"loss": 1},
+            ["values.loss", "expected a float (rank 0)", "got      an integer (rank 1)"],
+        ),
     ],
 )
 def test_structures_that_differ_are_an_error_with_rank_and_place(
@@ -324,7 +334,7 @@ def test_objects_on_some_ranks_only_are_an_error() -> None:
 
 def test_another_verb_is_an_error() -> None:
     def program(t: Transport) -> None:
-        with pytest.raises(CollectiveMismatch, match="rank 0: sl.gather"):
+        with pytest.raises(CollectiveMismatch, match=r"rank 0: sl\.gather"):
             gather(1.0, group=t) if t.rank == 0 else mean(1.0, group=t)
 
     run_ranks(2, program)
@@ -332,7 +342,11 @@ def test_another_verb_is_an_error() -> None:
 
 @pytest.mark.parametrize(
     ("leaf", "text"),
-    [("x", "got a str at values.a"), (None, "got a NoneType at values.a"), (torch.nn.Linear(1, 1), "got a Linear")],
+    [
+        ("x", "got a str at values.a"),
+        (None, "got a NoneType at values.a"),
+        (torch.nn.Linear(1, 1), "got a Linear"),
+    ],
 )
 def test_a_leaf_that_is_no_tensor_is_a_type_error_on_every_rank(leaf: Any, text: str) -> None:
     found = errors(TypeError, [{"a": 1.0}, {"a": leaf}])

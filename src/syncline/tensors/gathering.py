@@ -1,8 +1,8 @@
 """A gather of bytes of unequal lengths from all ranks, in few collectives and with a bound on the memory for copies.
 
-The bytes of each rank form a row. The rows are gathered in rounds. In each round, every rank sends the next bytes of its
-row, padded to the longest of these parts, in one all_gather. If most of a large round would be padding, each rank that
-has bytes left broadcasts them instead.
+The bytes of each rank form a row. The rows are gathered in rounds. In each round, every rank sends the next bytes of
+its row, padded to the longest of these parts, in one all_gather. If most of a large round would be padding, each rank
+that has bytes left broadcasts them instead.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The verb `gather`, which returns the values of all ranks, such as the predictions of an evaluation.
 
-The opening collective compares the structure of the values, and sends how many rows each rank has. Then the bytes of all
-tensors of a device are gathered together. Objects that are not tensors are sent as JSON, never as a pickle: the reader of
-a pickle would run code that its writer has chosen.
+The opening collective compares the structure of the values, and sends how many rows each rank has. Then the bytes of
+all tensors of a device are gathered together. Objects that are not tensors are sent as JSON, never as a pickle: the
+reader of a pickle would run code that its writer has chosen.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ _MAX_OBJECT_BYTES = 1 << 30
 """The maximum size of the objects of all ranks together, as JSON."""
 
 _REMEDY = (
-    "Pass the same structure, dtypes and sizes on every rank; only the sizes along `dim` may differ. A rank without rows "
-    "passes a tensor of 0 rows with the same other sizes, such as torch.empty(0, 10). If the ranks have lists of "
+    "Pass the same structure, dtypes and sizes on every rank; only the sizes along `dim` may differ. A rank without "
+    "rows passes a tensor of 0 rows with the same other sizes, such as torch.empty(0, 10). If the ranks have lists of "
     "different lengths, join the tensors of each list by torch.cat first."
 )
 
@@ -182,8 +182,8 @@ def _as_tensor(path: str, leaf: Any) -> tuple[Tensor, str]:
     if isinstance(leaf, Integral):
         if not -(2**63) <= int(leaf) < 2**63:
             raise ValueError(
-                f"expected {path} to be an integer of at most 64 bits, got an integer of {int(leaf).bit_length()} bits: "
-                "pass objects=True"
+                f"expected {path} to be an integer of at most 64 bits, got an integer of "
+                f"{int(leaf).bit_length()} bits: pass objects=True"
             )
         return torch.tensor([int(leaf)]), "an integer"
     if isinstance(leaf, Real):
@@ -213,7 +213,9 @@ def _counts(found: Sequence[_Leaf], payloads: Sequence[bytes], transport: Transp
     return [[1] * transport.size if leaf.is_single else list(next(columns)) for leaf in found]
 
 
-def _gathered(found: Sequence[_Leaf], counts: Sequence[Sequence[int]], transport: Transport) -> Iterator[Tensor]:
+def _gathered(
+    found: Sequence[_Leaf], counts: Sequence[Sequence[int]], transport: Transport
+) -> Iterator[Tensor]:
     """Gather all leaves, and yield their results in order."""
     wholes = [
         torch.empty((sum(rows), *leaf.rows.shape[1:]), dtype=leaf.rows.dtype, device=leaf.rows.device)

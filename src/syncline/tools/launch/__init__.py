@@ -5,6 +5,7 @@
 failures.py       finds the rank that failed first, and describes its failure
 function.py       runs a function on several ranks, from a notebook or a plain script
 function_rank.py  the process of a rank that runs a function
+function_ranks.py the processes of all ranks of such a call, from start to end
 guardian.py       a process that cleans up if the launcher is killed
 output.py         prints the ranks' output, with the rank before each line, and the launcher's messages
 stopping.py       handles signals to the launcher, and ends the ranks

@@ -49,7 +49,7 @@ class RankTask:
 
 
 def run_rank(task: RankTask) -> None:
-    """Run the function of a task in this process, which `multiprocessing` has started, and end the process if it fails."""
+    """Run the function of a task in this process, which `multiprocessing` has started."""
     os.setsid()  # Ctrl-C reaches the launcher only, which then ends the ranks
     end_with_parent(task.launcher_pid)
     _use_pipes(task.folder)
