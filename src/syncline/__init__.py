@@ -63,12 +63,12 @@ if TYPE_CHECKING:
     from syncline.verbs import average_ as average_
     from syncline.verbs import barrier as barrier
     from syncline.verbs import broadcast_ as broadcast_
-    from syncline.verbs import gather as gather
     from syncline.verbs import keep_best_ as keep_best_
     from syncline.verbs import mean as mean
     from syncline.verbs import sync_gradients_ as sync_gradients_
     from syncline.verbs.check_replicas import check_replicas as check_replicas
     from syncline.verbs.diverge import diverge as diverge
+    from syncline.verbs.gather import gather as gather
 
 __version__ = "0.1.0"
 

@@ -352,6 +352,10 @@ class Session:
         atexit.register(self._at_exit)
         self._pid_at_exit = os.getpid()
 
+    def leave_at_end(self) -> None:
+        """Do what `_at_exit` does. `world.leave_at_end` documents this method."""
+        self._at_exit()
+
     def _at_exit(self) -> None:
         """Leave the other ranks. Each rank that waits for this rank, now or later, raises an error with the reason."""
         failed = has_failed()

@@ -126,3 +126,8 @@ def begin_in_fork() -> None:
     Call this function in a fork that becomes a rank itself. The parent must be no rank of several.
     """
     _SESSION.begin_in_fork()
+
+
+def leave_at_end() -> None:
+    """Leave the other ranks, as the end of an interpreter does. Call this in a process that ends without `atexit`."""
+    _SESSION.leave_at_end()

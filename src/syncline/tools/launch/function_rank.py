@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import faulthandler
 import gc
@@ -18,7 +17,7 @@ import torch
 
 from syncline import environment
 from syncline.session.process import end_with_parent, exit_code_of, record_failure
-from syncline.session.world import begin_in_fork
+from syncline.session.world import begin_in_fork, leave_at_end
 
 _SIGNALS = (signal.SIGTERM, signal.SIGHUP, signal.SIGCHLD, signal.SIGUSR1, signal.SIGALRM)
 
@@ -54,7 +53,6 @@ def run_rank(task: RankTask) -> None:
     end_with_parent(task.launcher_pid)
     _use_pipes(task.folder)
     _reset_signals()
-    atexit._clear()  # what the parent does at its end
     gc.freeze()  # the objects of the parent belong to the parent
     # The launcher shows the exception. Hooks that are installed from here on still report it to the peers.
     sys.excepthook = _print_nothing
@@ -72,7 +70,7 @@ def run_rank(task: RankTask) -> None:
     except BaseException as error:
         code = exit_code_of(error)
         _report(error, task.error_file)
-    atexit._run_exitfuncs()
+    leave_at_end()
     if code:
         sys.exit(code)
 
