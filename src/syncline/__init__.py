@@ -56,6 +56,7 @@ if TYPE_CHECKING:
     from syncline.strategies import LocalSGD as LocalSGD
     from syncline.strategies import Manual as Manual
     from syncline.strategies import ParameterServer as ParameterServer
+    from syncline.tools.launch.function import launch as launch
     from syncline.torch_backend import register_backend as register_backend
     from syncline.transport.statistics import Statistics as Statistics
     from syncline.verbs import all_reduce_ as all_reduce_
@@ -67,6 +68,7 @@ if TYPE_CHECKING:
     from syncline.verbs import sync_gradients_ as sync_gradients_
     from syncline.verbs.check_replicas import check_replicas as check_replicas
     from syncline.verbs.diverge import diverge as diverge
+    from syncline.verbs.gather import gather as gather
 
 __version__ = "0.1.0"
 

@@ -49,6 +49,14 @@ def test_an_example_runs_on_two_ranks(
     assert done.stdout.count(last) == 1
 
 
+def test_the_plain_script_starts_its_own_ranks(forks: Forks, tmp_path: Path) -> None:
+    done = forks.start(tmp_path, EXAMPLES / "launch.py").wait()
+    assert done.returncode == 0, done.stderr
+    *of_ranks, last = done.stdout.splitlines()
+    assert sorted(of_ranks) == [f"[rank {n}] rank {n} has trained on its own data" for n in range(2)]
+    assert re.fullmatch(r"loss \d\.\d\de-\d\d, weight \[\[(1\.0|0\.99)\d*, (1\.0|0\.99)\d*\]\]", last)
+
+
 def make_train(*variables: str) -> list[str]:
     """What `make train` gives to `syncline run`."""
     make = shutil.which("make")
@@ -63,5 +71,6 @@ def make_train(*variables: str) -> list[str]:
 
 def test_no_example_is_left_out_and_none_chooses_the_device() -> None:
     texts = {path.name: path.read_text() for path in EXAMPLES.glob("*.py")}
-    assert {name for name, text in texts.items() if "sl.init(" in text} == BRIEFLY.keys()
+    by_another_test = {"launch.py"}
+    assert {name for name, text in texts.items() if "sl.init(" in text} == BRIEFLY.keys() | by_another_test
     assert [name for name, text in texts.items() if re.search(r"""["'](cpu|cuda)""", text)] == []

@@ -37,6 +37,7 @@ OPERATIONS: dict[str, Callable[[Tensor, Transport], Any]] = {
     "`broadcast_`": lambda x, t: sl.broadcast_(x, t.size - 1, group=t),
     "`average_`": lambda x, t: sl.average_(x, 1 + t.rank, group=t),
     "`sl.mean`": lambda x, t: sl.mean(x, 1 + t.rank, group=t),
+    "`sl.gather`": lambda x, t: sl.gather(x, group=t),
 }
 DTYPES = (
     *(torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.complex64, torch.complex128),
@@ -88,6 +89,7 @@ def expected(operation: str, size: int, dtype: torch.dtype) -> Tensor:
         "min": lambda: all_values.amin(0),
         "product": lambda: all_values.prod(0),
         "`broadcast_`": lambda: all_values[-1],
+        "`sl.gather`": lambda: all_values.flatten(0, 1),
     }
     return results.get(operation, lambda: (all_values * weights).sum(0) / weights.sum())()
 

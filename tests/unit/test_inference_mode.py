@@ -73,7 +73,11 @@ def test_other_layouts_are_refused_by_name_before_anything_is_sent() -> None:
         "a nested tensor: pass its parts": torch.nested.nested_tensor(rows, layout=torch.jagged),
         "a quantized tensor": torch.quantize_per_tensor(x, 0.1, 0, torch.qint8),
     }
-    verbs = {**VERBS, "mean": lambda x, t: sl.mean(x, group=t)}
+    verbs = {
+        **VERBS,
+        "mean": lambda x, t: sl.mean(x, group=t),
+        "gather": lambda x, t: sl.gather(x, group=t),
+    }
 
     def program(t: Transport) -> None:
         for name, verb in verbs.items():

@@ -150,6 +150,10 @@ TABLE: dict[str, Row] = {
     "sl.average_": Row({"target": module}, nonsense={"target": TREE}),
     "sl.all_reduce_": Row({"target": module, "op": "sum"}, nonsense={"target": TREE}),
     "sl.mean": Row({"values": 1.0}, nonsense={"values": ["text", None, {"a": "text"}, object()]}),
+    "sl.gather": Row(
+        {"values": 1.0},
+        nonsense={"values": ["text", None, {"a": "text"}, object()], "dim": COUNT_OF_ANY_SIGN},
+    ),
     "sl.keep_best_": Row(
         {"target": module, "score": 1.0},
         nonsense={"target": TREE, "score": ["text", None, True, [1.0], 1j, torch.zeros(2)]},

@@ -335,6 +335,13 @@ class Session:
                 joined.hook.remove()
             environment.restore(joined.variables_before)
 
+    def begin_in_fork(self) -> None:
+        """Forget what the parent process has joined. `world.begin_in_fork` documents this method."""
+        self._lock = threading.RLock()  # a thread of the parent may hold the lock
+        self._joined, self._has_left, self._pid_at_exit = None, False, 0
+        self._waits, self._stores = [], Stores()
+        self.transports.continue_alone()
+
     def _report(self, error: BaseException, tb: TracebackType | None) -> None:
         report_to_peers(self.transports.selected(), error, tb)
 
@@ -347,6 +354,10 @@ class Session:
         atexit.unregister(self._at_exit)
         atexit.register(self._at_exit)
         self._pid_at_exit = os.getpid()
+
+    def leave_at_end(self) -> None:
+        """Do what `_at_exit` does. `world.leave_at_end` documents this method."""
+        self._at_exit()
 
     def _at_exit(self) -> None:
         """Leave the other ranks. Each rank that waits for this rank, now or later, raises an error with the reason."""

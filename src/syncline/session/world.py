@@ -118,3 +118,16 @@ def before_shutdown(wait: Callable[[], object]) -> None:
         wait: a bound method that waits for pending work. If its object is freed, `shutdown` does not call it.
     """
     _SESSION.before_shutdown(wait)
+
+
+def begin_in_fork() -> None:
+    """Forget what the parent process has joined.
+
+    Call this function in a fork that becomes a rank itself. The parent must be no rank of several.
+    """
+    _SESSION.begin_in_fork()
+
+
+def leave_at_end() -> None:
+    """Leave the other ranks, as the end of an interpreter does. Call this in a process that ends without `atexit`."""
+    _SESSION.leave_at_end()

@@ -3,6 +3,7 @@
 Imports: checks, trees, _torch, transport, optimizers.
 
 broadcasting.py  broadcast many tensors in few collectives
+gathering.py     gather bytes of unequal lengths
 in_flight.py     send pieces one after the other, with a bound on the memory for packed copies
 packing.py       decide which tensors are sent alone and which are packed
 reduction.py     reduce many tensors in few collectives

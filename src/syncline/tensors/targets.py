@@ -246,8 +246,9 @@ def parts_of(tensor: Tensor, cap_bytes: int) -> list[Tensor]:
 
 def as_flat(tensor: Tensor) -> Tensor:
     """Return a view of a tensor's memory with one dimension, (numel,). The tensor must be plain (`is_plain`)."""
-    # For a single element `view(-1)` would keep the stride, which may have any value.
-    return tensor.as_strided((1,), (1,)) if tensor.numel() == 1 else tensor.view(-1)
+    # For a single element or none, `view(-1)` would keep the stride, which may have any value.
+    numel = tensor.numel()
+    return tensor.as_strided((numel,), (1,)) if numel < 2 else tensor.view(-1)
 
 
 def as_real(tensor: Tensor) -> Tensor:

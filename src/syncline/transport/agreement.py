@@ -193,7 +193,7 @@ def describe_tensors(
         >>> describe_tensors([("weight", torch.zeros(2, 3))], kind="buffer")
         ['buffer weight  torch.float32 (2, 3) on cpu strides (3, 1) requires_grad=False']
     """
-    labels = _DeviceLabels()
+    labels = DeviceLabels()
     lines = []
     for name, tensor in named:
         line = f"{kind} {name}  {tensor.dtype} {tuple(tensor.shape)} on {labels[tensor.device]}"
@@ -204,7 +204,7 @@ def describe_tensors(
     return lines
 
 
-class _DeviceLabels(dict[torch.device, str]):
+class DeviceLabels(dict[torch.device, str]):
     """A map from devices to labels that ranks can compare, although each rank uses a different device.
 
     The first device of each type that is looked up gets the type as its label. So the label is "cuda" both for cuda:0

@@ -11,6 +11,7 @@ broadcast.py       broadcast_
 check_replicas.py  check_replicas
 common.py          functions that several verbs use: the comparison of calls, checks of targets, ranks of groups
 diverge.py         diverge, which lets replicas drift apart on purpose
+gather.py          gather
 keep_best.py       keep_best_
 metrics.py         mean, barrier
 sync_gradients.py  sync_gradients_
@@ -23,6 +24,7 @@ from syncline.verbs.average import average_
 from syncline.verbs.broadcast import broadcast_
 from syncline.verbs.check_replicas import check_replicas
 from syncline.verbs.diverge import diverge
+from syncline.verbs.gather import gather
 from syncline.verbs.keep_best import keep_best_
 from syncline.verbs.metrics import barrier, mean
 from syncline.verbs.sync_gradients import sync_gradients_
@@ -34,6 +36,7 @@ __all__ = [
     "broadcast_",
     "check_replicas",
     "diverge",
+    "gather",
     "keep_best_",
     "mean",
     "sync_gradients_",

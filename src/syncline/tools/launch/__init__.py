@@ -1,11 +1,16 @@
-"""The launcher behind `syncline run`, which runs each rank as a process. It is based on torch's elastic agent.
+"""The launchers behind `syncline run` and `sl.launch`, which run each rank as a process.
 
-failures.py   finds the rank that failed first, and describes its failure
-guardian.py   a process that cleans up if the launcher is killed
-output.py     prints the ranks' output, with the rank before each line, and the launcher's messages
-stopping.py   handles signals to the launcher, and ends the ranks
-supervise.py  runs one job from start to exit code, with a store for this job only
-worker.py     the wrapper that runs the user's program in a rank (a script, which is never imported)
+`syncline run` is based on torch's elastic agent.
+
+failures.py       finds the rank that failed first, and describes its failure
+function.py       runs a function on several ranks, from a notebook or a plain script
+function_rank.py  the process of a rank that runs a function
+function_ranks.py the processes of all ranks of such a call, from start to end
+guardian.py       a process that cleans up if the launcher is killed
+output.py         prints the ranks' output, with the rank before each line, and the launcher's messages
+stopping.py       handles signals to the launcher, and ends the ranks
+supervise.py      runs one job from start to exit code, with a store for this job only
+worker.py         the wrapper that runs the user's program in a rank (a script, which is never imported)
 """
 
 from __future__ import annotations

@@ -18,6 +18,7 @@ import tempfile
 import threading
 import time
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from string import Template
@@ -108,9 +109,15 @@ class _Stream:
 
 
 class Forwarder:
-    """A thread that copies the contents of the ranks' pipes to the stdout and stderr of this process."""
+    """A thread that copies the contents of the ranks' pipes to the stdout and stderr of this process.
 
-    def __init__(self) -> None:
+    Args:
+        show: a function that prints complete lines, which is called with the file descriptor (1 or 2) and the bytes.
+            None means to write to the file descriptor.
+    """
+
+    def __init__(self, show: Callable[[int, bytes], None] | None = None) -> None:
+        self._print = show or self._write
         self._streams: list[_Stream] = []
         self._selector = selectors.DefaultSelector()
         self._stop_read_fd, self._stop_write_fd = os.pipe()
@@ -181,7 +188,8 @@ class Forwarder:
 
     def _show(self, stream: _Stream, lines: list[bytes]) -> None:
         stream.tail.extend(lines)
-        self._write(stream.to_fd, b"".join(stream.prefix + line + b"\n" for line in lines))
+        if lines:
+            self._print(stream.to_fd, b"".join(stream.prefix + line + b"\n" for line in lines))
 
     def _write(self, fd: int, data: bytes) -> None:
         """Write all of `data` to `fd`. If the reader of `fd` has closed it (as `| head` does), drop the data.
