@@ -74,7 +74,7 @@ check: $(STAMP) ## lint, format, strict types, import direction
 docs docs-serve: export NO_MKDOCS_2_WARNING = 1
 
 docs: $(STAMP) ## build the documentation site into site/
-	$(BIN)/mkdocs build --quiet --strict
+	$(BIN)/mkdocs build --strict
 	@echo "site/index.html, $$(find site -name '*.html' | wc -l) pages; make docs-serve shows them"
 
 docs-serve: $(STAMP) ## show the site on http://127.0.0.1:8000, and follow what you write

@@ -176,7 +176,9 @@ def test_the_reference_has_the_help_of_every_command(
 
 
 def test_the_reference_has_every_variable_that_is_read() -> None:
-    source = (ROOT / "src" / "syncline" / "environment.py").read_text()
+    source = "".join(
+        (ROOT / "src" / "syncline" / name).read_text() for name in ("environment.py", "launchers.py")
+    )
     page = (ROOT / "docs" / "reference" / "environment.md").read_text()
     for name in set(re.findall(r'"((?:[A-Z]+_)+[A-Z]+|RANK)"', source)):
         assert f"`{name}`" in page, f"no line about {name}"

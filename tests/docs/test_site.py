@@ -31,7 +31,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The built site."""
     folder = tmp_path_factory.mktemp("site")
     built = subprocess.run(
-        [sys.executable, "-m", "mkdocs", "build", "--quiet", "--strict", "--site-dir", str(folder)],
+        [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(folder)],
         cwd=ROOT,
         env={**os.environ, "NO_MKDOCS_2_WARNING": "1"},
         capture_output=True,
@@ -152,8 +152,9 @@ def hits_of(page: Any, address: str, question: str) -> list[str]:
     """The addresses of the search's results, the best first."""
     page.goto(address)
     page.fill("input.md-search__input", question)
-    page.wait_for_function("document.querySelector('.md-search-result__meta').textContent.match(/matching/)")
-    links = page.query_selector_all(".md-search-result__item > a.md-search-result__link")
+    found = ".md-search-result__item > a.md-search-result__link"
+    page.wait_for_selector(found, state="attached", timeout=10_000)
+    links = page.query_selector_all(found)
     return [urlsplit(link.get_attribute("href")).path.lstrip("/") for link in links]
 
 
