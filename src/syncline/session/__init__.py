@@ -14,7 +14,7 @@ rendezvous.py    the ranks wait for each other at the store, compare their argum
 session.py       the session of this process, and the arguments of `init`
 stop_request.py  requests to stop this process, which a signal or the program makes
 transports.py    the transport of each process group, selected by all of its ranks together
-world.py         the functions init, shutdown, world and transport_of
+world.py         the functions init, shutdown, is_joined, world and transport_of
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from syncline.session.registry import REGISTRY as REGISTRY
     from syncline.session.rendezvous import Presence as Presence
     from syncline.session.rendezvous import wait_for_all as wait_for_all
+    from syncline.session.world import is_joined as is_joined
     from syncline.session.world import transport_of as transport_of
 
 hand_out(__name__)
