@@ -38,7 +38,7 @@ class SynclineFabricStrategy(FabricMethods, FabricDDPStrategy):  # type: ignore[
         transport, kwargs: see `SynclineStrategy`.
 
     Example:
-        fabric = lightning.Fabric(strategy=SynclineFabricStrategy(compression=sl.compression.FP16()), devices=2)
+        fabric = lightning.Fabric(strategy=SynclineFabricStrategy(compression=sl.compression.Cast(torch.bfloat16)), devices=2)
     """
 
 

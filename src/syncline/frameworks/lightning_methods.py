@@ -59,12 +59,6 @@ class SharedMethods(_DDPStrategy):  # type: ignore[misc]
         if dist.is_initialized():
             barrier()
 
-    def leave(self) -> None:
-        """Leave the other ranks. If an exception is being handled, they raise `PeerFailed` with its traceback."""
-        if self._has_joined:
-            self._has_joined = False
-            shutdown()
-
     def wrapped(self, module: nn.Module, device_ids: list[int] | None) -> DistributedDataParallel:
         """Return the module in a wrapper with the arguments that the user gave the strategy."""
         return DistributedDataParallel(module, device_ids=device_ids, **self._ddp_kwargs)
@@ -137,14 +131,11 @@ class TrainerMethods(SharedMethods):
             self.model.sync_parameters_()
 
     def on_exception(self, exception: BaseException) -> None:
-        """Send the exception to the other ranks, which may be waiting for this rank."""
+        """Leave the other ranks. Those that wait for this rank raise `PeerFailed`, with the traceback of `exception`."""
         super().on_exception(exception)
-        self.leave()
-
-    def teardown(self) -> None:
-        """Take the module out of its wrapper, and leave the other ranks."""
-        super().teardown()
-        self.leave()
+        if self._has_joined:
+            self._has_joined = False
+            shutdown()  # because the exception is being handled, it is sent to the other ranks
 
 
 class FabricMethods(SharedMethods):
