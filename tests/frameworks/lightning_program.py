@@ -40,7 +40,7 @@ class Net(L.LightningModule):
     def training_step(self, batch: Any, index: int) -> Tensor:
         loss = nn.functional.mse_loss(self.net(batch[0]), batch[1])
         self.losses.append(loss.item())
-        self.wrappers.add(f"{type(self.trainer.strategy.model).__module__}")
+        self.wrappers.add(type(self.trainer.strategy.model).__module__)
         self.log("loss", loss, sync_dist=True)
         return loss
 
@@ -72,10 +72,15 @@ class Gan(L.LightningModule):
     def __init__(self) -> None:
         super().__init__()
         self.automatic_optimization = False
-        self.generator, self.critic = nn.Linear(8, 8), nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 1))
+        self.generator, self.critic = (
+            nn.Linear(8, 8),
+            nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 1)),
+        )
         self.losses: list[float] = []
+        self.wrappers: set[str] = set()
 
     def training_step(self, batch: Any, index: int) -> None:
+        self.wrappers.add(type(self.trainer.strategy.model).__module__)
         steps_of_generator, steps_of_critic = self.optimizers()
         self.toggle_optimizer(steps_of_critic)
         loss = self.critic(self.generator(batch[0]).detach()).mean() - self.critic(batch[0]).mean()
@@ -101,10 +106,9 @@ def data(num: int = 64) -> DataLoader[Any]:
 
 
 def trainer(strategy: Any, **how: Any) -> L.Trainer:
-    quiet = {
-        name: False
-        for name in ("logger", "enable_progress_bar", "enable_model_summary", "enable_checkpointing")
-    }
+    quiet = dict.fromkeys(
+        ("logger", "enable_progress_bar", "enable_model_summary", "enable_checkpointing"), False
+    )
     return L.Trainer(strategy=strategy, accelerator="cpu", devices=2, **{"max_epochs": 2} | quiet | how)
 
 
@@ -127,7 +131,7 @@ def fit(
     L.seed_everything(1, verbose=False)
     module = model()
     trainer(make(**options or {}), **how).fit(module, data(num))
-    return {"losses": module.losses, "values": values(module), "wrappers": sorted(getattr(module, "wrappers", ()))}
+    return {"losses": module.losses, "values": values(module), "wrappers": sorted(module.wrappers)}
 
 
 def evaluate(make: Callable[..., Any]) -> dict[str, Any]:
@@ -174,8 +178,9 @@ def sync_batch_norm(make: Callable[..., Any]) -> dict[str, Any]:
     module = Net(with_batch_norm=True)
     (optimizer,), (schedule,) = module.configure_optimizers()
     x, y = data().dataset.tensors
-    order = list(torch.utils.data.DistributedSampler(x, 2, 0, shuffle=False)), list(
-        torch.utils.data.DistributedSampler(x, 2, 1, shuffle=False)
+    order = (
+        list(torch.utils.data.DistributedSampler(x, 2, 0, shuffle=False)),
+        list(torch.utils.data.DistributedSampler(x, 2, 1, shuffle=False)),
     )
     for start in range(0, 32, 8):
         chosen = [i for one in order for i in one[start : start + 8]]
@@ -200,9 +205,7 @@ RUNS: dict[str, Callable[..., Any]] = {
 }
 OWN_RUNS: dict[str, Callable[..., Any]] = {
     "sync batch norm": sync_batch_norm,
-    "sharded": partial(
-        fit, options={"sharded": True}, accumulate_grad_batches=3, gradient_clip_val=0.1
-    ),
+    "sharded": partial(fit, options={"sharded": True}, accumulate_grad_batches=3, gradient_clip_val=0.1),
     "sharded, resume": partial(resume, options={"sharded": True}),
     "LocalSGD": partial(fit, options={"strategy": sl.LocalSGD(3)}),
     "DiLoCo, resume": partial(resume, model=SgdNet, options={"strategy": sl.DiLoCo(2)}),

@@ -1,9 +1,10 @@
-"""Lightning's Trainer on two ranks under our strategy: it trains as under Lightning's own, and what only we can, too."""
+"""Lightning's Trainer on two ranks under our strategy: the same bits as under Lightning's own, and our options."""
 
 from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 import time
@@ -44,7 +45,16 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return results
 
 
-SAME = ("plain", "batch norm", "accumulate and clip", "clip by value", "bf16", "gan", "gan, static graph", "uneven")
+SAME = (
+    "plain",
+    "batch norm",
+    "accumulate and clip",
+    "clip by value",
+    "bf16",
+    "gan",
+    "gan, static graph",
+    "uneven",
+)
 
 
 @pytest.mark.parametrize("name", [*SAME, "evaluate", "resume"])
@@ -53,7 +63,7 @@ def test_it_computes_the_same_bits_as_lightnings_own_strategy(found: dict[str, A
     assert theirs.pop("wrappers", ["torch.nn.parallel.distributed"]) == ["torch.nn.parallel.distributed"]
     assert ours.pop("wrappers", ["syncline.ddp.wrapper"]) == ["syncline.ddp.wrapper"]
     assert ours == theirs
-    if "values" in ours:
+    if "values" in ours and name != "batch norm":  # the statistics of the last batch are those of the rank
         assert ours["values"][0] == ours["values"][1]
 
 
@@ -92,13 +102,14 @@ def test_it_runs_under_torchrun(tmp_path: Path) -> None:
 
 
 FAILING = """
-import os, sys, lightning as L, torch
+import os, sys, time, lightning as L, torch
 from lightning_program import Net, data, trainer
 import syncline.frameworks.lightning
 
 class Fails(Net):
     def training_step(self, batch, index):
         if self.global_rank == int(sys.argv[1]) and index == 2:
+            print("raised at", time.time(), flush=True)
             raise RuntimeError(f"no more on rank {self.global_rank}")
         return super().training_step(batch, index)
 
@@ -112,10 +123,11 @@ if __name__ == "__main__":
 def test_an_exception_on_one_rank_ends_all_ranks(tmp_path: Path, rank: int, strategy: str) -> None:
     program = tmp_path / "program.py"
     program.write_text(f"import sys; sys.path.insert(0, {str(HERE)!r})\n{FAILING}")
-    began = time.monotonic()
     done = run(program, str(rank), strategy)
-    assert time.monotonic() - began < 100
+    ended = time.time()
+    raised = float(re.search(r"raised at ([0-9.]+)", done.stdout)[1])  # type: ignore[index]
+    assert ended - raised < 30  # on a busy machine; Lightning looks after its processes every five seconds
     assert done.returncode != 0
     assert f"RuntimeError: no more on rank {rank}" in done.stderr
-    if strategy == "syncline":
-        assert f"rank {rank} of 2" in done.stderr or "PeerFailed" in done.stderr
+    if strategy == "syncline":  # the other launchers show one rank's error, and end the others
+        assert "PeerFailed" in done.stderr

@@ -207,7 +207,9 @@ def test_the_step_of_an_optimizer_outlives_its_wrapper() -> None:
 # ---------------------------------------------------------------------- a closure, which runs backward inside the step
 
 
-@pytest.mark.parametrize("how", [*HOW, {"on_nonfinite": "skip"}], ids=["every step", "LocalSGD", "sharded", "skip"])
+@pytest.mark.parametrize(
+    "how", [*HOW, {"on_nonfinite": "skip"}], ids=["every step", "LocalSGD", "sharded", "skip"]
+)
 def test_gradients_are_checked_when_the_closure_has_computed_them(how: dict[str, Any]) -> None:
     def program(t: Transport, *, with_closure: bool) -> list[torch.Tensor]:
         run = Run(t, **how)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from lightning_fabric.strategies import DDPStrategy, STRATEGY_REGISTRY
+from lightning_fabric.strategies import STRATEGY_REGISTRY, DDPStrategy
 
 from syncline.frameworks.lightning_methods import FabricMethods
 

@@ -17,8 +17,9 @@ from syncline.ddp.wrapper import DistributedDataParallel
 from syncline.nn import SyncBatchNorm
 from syncline.session.world import init, is_joined, shutdown
 from syncline.strategies import EveryStep
+from syncline.transport import ReduceOp
 from syncline.user_code import warn_user
-from syncline.verbs import barrier
+from syncline.verbs import all_reduce_, barrier
 
 if TYPE_CHECKING:
     _DDPStrategy = Any
@@ -27,6 +28,16 @@ else:
 
 _STATE = "syncline"
 """The key of a checkpoint under which the states of the synchronization are saved, one per rank."""
+
+_OPERATIONS: dict[str, ReduceOp] = {
+    "mean": "sum",
+    "avg": "sum",
+    "sum": "sum",
+    "max": "max",
+    "min": "min",
+    "product": "product",
+}
+"""The operation that runs for each of Lightning's operations. A mean is divided afterwards, as Lightning does."""
 
 
 class SharedMethods(_DDPStrategy):  # type: ignore[misc]
@@ -59,6 +70,22 @@ class SharedMethods(_DDPStrategy):  # type: ignore[misc]
         if dist.is_initialized():
             barrier()
 
+    def reduced(self, tensor: Any, group: Any, reduce_op: Any) -> bool:
+        """Reduce a tensor in place, as Lightning does for logged values. If a rank is lost, the error names it.
+
+        Returns:
+            False if Lightning has to reduce the tensor: over another group, or by another operation.
+        """
+        name = str(reduce_op).rpartition(".")[2].lower()  # "mean", or a ReduceOp of torch
+        is_default = group in (None, dist.group.WORLD) and dist.is_initialized()
+        if not (is_default and isinstance(tensor, Tensor) and name in _OPERATIONS):
+            return False
+        values = tensor.detach()
+        all_reduce_(values, _OPERATIONS[name])
+        if name in ("mean", "avg"):
+            values.copy_(values / dist.get_world_size())
+        return True
+
     def wrapped(self, module: nn.Module, device_ids: list[int] | None) -> DistributedDataParallel:
         """Return the module in a wrapper with the arguments that the user gave the strategy."""
         return DistributedDataParallel(module, device_ids=device_ids, **self._ddp_kwargs)
@@ -72,6 +99,8 @@ class SharedMethods(_DDPStrategy):  # type: ignore[misc]
 class TrainerMethods(SharedMethods):
     """The methods of the strategy for the Trainer."""
 
+    optimizers: Any
+
     def setup(self, trainer: Any) -> None:
         """Wrap the module and create the optimizers. With `sync_batchnorm=True`, also on the CPU."""
         if type(self._layer_sync).__name__ == "TorchSyncBatchNorm":
@@ -81,12 +110,18 @@ class TrainerMethods(SharedMethods):
     def _setup_model(self, model: nn.Module) -> DistributedDataParallel:
         return self.wrapped(model, self.determine_ddp_device_ids())
 
+    def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
+        """Reduce a tensor over all ranks in place, and return it."""
+        return tensor if self.reduced(tensor, group, reduce_op) else super().reduce(tensor, group, reduce_op)
+
     def setup_optimizers(self, trainer: Any) -> None:
         """Create the optimizers of the LightningModule, and attach them."""
         super().setup_optimizers(trainer)
         for optimizer in self.optimizers:
             attach(self.model, optimizer)
-        self.optimizers = self.optimizers  # Lightning wraps the attached optimizers again, with their new methods
+        self.optimizers = (
+            self.optimizers
+        )  # Lightning wraps the attached optimizers again, with their new methods
 
     def setup_precision_plugin(self) -> None:
         """Let all ranks compute the norm for clipping together if each has only its shard of the gradients."""
@@ -142,6 +177,11 @@ class FabricMethods(SharedMethods):
     """The methods of the strategy for Fabric."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
+        if kwargs.get("sharded"):
+            raise ValueError(
+                "expected no sharded=True under Fabric, because its optimizers do not pass zero_grad() on to the "
+                "optimizer that has the shards. Use Lightning's Trainer, or sl.DistributedDataParallel without Fabric"
+            )
         super().__init__(*args, **kwargs)
         self._wrappers: list[DistributedDataParallel] = []
 
@@ -157,17 +197,11 @@ class FabricMethods(SharedMethods):
         own: Optimizer = super().setup_optimizer(optimizer)
         return own
 
-    def clip_gradients_norm(
-        self, module: nn.Module, optimizer: Optimizer, max_norm: float, *args: Any, **kwargs: Any
-    ) -> Tensor:
-        """Clip the norm of all gradients. All ranks compute it together if each has only its shard of them."""
-        if not self._ddp_kwargs.get("sharded"):
-            norm: Tensor = super().clip_gradients_norm(module, optimizer, max_norm, *args, **kwargs)
-            return norm
-        self.precision.unscale_gradients(optimizer)
-        wrapper: Any = module
-        norm = wrapper.clip_grad_norm_(max_norm, *args, **kwargs)
-        return norm
+    def all_reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
+        """Reduce a tensor over all ranks in place, and return it."""
+        return (
+            tensor if self.reduced(tensor, group, reduce_op) else super().all_reduce(tensor, group, reduce_op)
+        )
 
     def save_checkpoint(self, path: Any, state: dict[str, Any], *args: Any, **kwargs: Any) -> None:
         """Save a checkpoint, after a parameter sync if replicas have drifted apart."""

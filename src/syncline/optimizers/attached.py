@@ -138,7 +138,9 @@ class AttachedOptimizer:
         """
         if not self.counts:
             return inner(*args, **kwargs)
-        closure, args, kwargs = _with_closure(functools.partial(_Closure, self._begin, self._discards), args, kwargs)
+        closure, args, kwargs = _with_closure(
+            functools.partial(_Closure, self._begin, self._discards), args, kwargs
+        )
         if closure is None:
             self._begin()
         if self._discards is not None:

@@ -163,7 +163,9 @@ class AttachedShards(ShardedState):
         @functools.wraps(inner_step)
         def step(self_: Optimizer, closure: Callable[[], float] | None = None, **kwargs: Any) -> Any:
             loss = None
-            if closure is not None:  # the backwards of all ranks must have ended before any rank writes parameters
+            if (
+                closure is not None
+            ):  # the backwards of all ranks must have ended before any rank writes parameters
                 with torch.enable_grad():
                     loss = closure()
             result = around_step(self, functools.partial(inner_step, self_, **kwargs))
