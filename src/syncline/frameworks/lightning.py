@@ -1,4 +1,4 @@
-"""The strategies for the package `lightning`: `SynclineStrategy` for its Trainer, `SynclineFabricStrategy` for its Fabric.
+"""Strategies for the package `lightning`: `SynclineStrategy` for the Trainer, `SynclineFabricStrategy` for Fabric.
 
 The import of this module registers both under the name "syncline". Lightning does not look for strategies of other
 packages by itself.
@@ -38,7 +38,7 @@ class SynclineFabricStrategy(FabricMethods, FabricDDPStrategy):  # type: ignore[
         transport, kwargs: see `SynclineStrategy`.
 
     Example:
-        fabric = lightning.Fabric(strategy=SynclineFabricStrategy(compression=sl.compression.Cast(torch.bfloat16)), devices=2)
+        fabric = lightning.Fabric(strategy=SynclineFabricStrategy(compression=sl.compression.Cast()), devices=2)
     """
 
 

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from syncline.ddp.wrapper import DistributedDataParallel
+from syncline.errors import UnreducedGradients
 from syncline.nn import SyncBatchNorm
 from syncline.session.world import init, is_joined, shutdown
 from syncline.strategies import EveryStep
@@ -119,9 +120,8 @@ class TrainerMethods(SharedMethods):
         super().setup_optimizers(trainer)
         for optimizer in self.optimizers:
             attach(self.model, optimizer)
-        self.optimizers = (
-            self.optimizers
-        )  # Lightning wraps the attached optimizers again, with their new methods
+        # Lightning wraps the attached optimizers again, with their new methods.
+        self.optimizers = self.optimizers
 
     def setup_precision_plugin(self) -> None:
         """Let all ranks compute the norm for clipping together if each has only its shard of the gradients."""
@@ -166,8 +166,13 @@ class TrainerMethods(SharedMethods):
             self.model.sync_parameters_()
 
     def on_exception(self, exception: BaseException) -> None:
-        """Leave the other ranks. Those that wait for this rank raise `PeerFailed`, with the traceback of `exception`."""
+        """Leave the other ranks. Those that wait for this rank raise `PeerFailed`, with the traceback."""
         super().on_exception(exception)
+        if isinstance(exception, UnreducedGradients):
+            exception.add_note(
+                "Under Lightning, give strategy='syncline_find_unused_parameters_true' to the Trainer, or "
+                "SynclineStrategy(find_unused_parameters=True)"
+            )
         if self._has_joined:
             self._has_joined = False
             shutdown()  # because the exception is being handled, it is sent to the other ranks

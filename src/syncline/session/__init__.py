@@ -29,7 +29,6 @@ if TYPE_CHECKING:
     from syncline.session.registry import REGISTRY as REGISTRY
     from syncline.session.rendezvous import Presence as Presence
     from syncline.session.rendezvous import wait_for_all as wait_for_all
-    from syncline.session.world import is_joined as is_joined
     from syncline.session.world import transport_of as transport_of
 
 hand_out(__name__)
