@@ -173,10 +173,10 @@ def resume(
 
 def sync_batch_norm(make: Callable[..., Any]) -> dict[str, Any]:
     """Train on two ranks, and then in this process alone with the batches of both ranks."""
-    found = fit(make, model=partial(Net, with_batch_norm=True), sync_batchnorm=True, max_epochs=1)
+    found = fit(make, model=partial(SgdNet, with_batch_norm=True), sync_batchnorm=True, max_epochs=1)
     L.seed_everything(1, verbose=False)
-    module = Net(with_batch_norm=True)
-    (optimizer,), (schedule,) = module.configure_optimizers()
+    module = SgdNet(with_batch_norm=True)
+    optimizer = module.configure_optimizers()
     x, y = data().dataset.tensors
     order = (
         list(torch.utils.data.DistributedSampler(x, 2, 0, shuffle=False)),
@@ -187,7 +187,6 @@ def sync_batch_norm(make: Callable[..., Any]) -> dict[str, Any]:
         optimizer.zero_grad()
         nn.functional.mse_loss(module.net(x[chosen]), y[chosen]).backward()
         optimizer.step()
-        schedule["scheduler"].step()
     return found | {"alone": values(module)}
 
 
