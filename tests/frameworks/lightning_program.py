@@ -171,25 +171,6 @@ def resume(
     }
 
 
-def sync_batch_norm(make: Callable[..., Any]) -> dict[str, Any]:
-    """Train on two ranks, and then in this process alone with the batches of both ranks."""
-    found = fit(make, model=partial(SgdNet, with_batch_norm=True), sync_batchnorm=True, max_epochs=1)
-    L.seed_everything(1, verbose=False)
-    module = SgdNet(with_batch_norm=True)
-    optimizer = module.configure_optimizers()
-    x, y = data().dataset.tensors
-    order = (
-        list(torch.utils.data.DistributedSampler(x, 2, 0, shuffle=False)),
-        list(torch.utils.data.DistributedSampler(x, 2, 1, shuffle=False)),
-    )
-    for start in range(0, 32, 8):
-        chosen = [i for one in order for i in one[start : start + 8]]
-        optimizer.zero_grad()
-        nn.functional.mse_loss(module.net(x[chosen]), y[chosen]).backward()
-        optimizer.step()
-    return found | {"alone": values(module)}
-
-
 RUNS: dict[str, Callable[..., Any]] = {
     "plain": fit,
     "batch norm": partial(fit, model=partial(Net, with_batch_norm=True)),
@@ -203,7 +184,7 @@ RUNS: dict[str, Callable[..., Any]] = {
     "resume": resume,
 }
 OWN_RUNS: dict[str, Callable[..., Any]] = {
-    "sync batch norm": sync_batch_norm,
+    "sync batch norm": partial(fit, model=partial(Net, with_batch_norm=True), sync_batchnorm=True),
     "sharded": partial(fit, options={"sharded": True}, accumulate_grad_batches=3, gradient_clip_val=0.1),
     "sharded, resume": partial(resume, options={"sharded": True}),
     "LocalSGD": partial(fit, options={"strategy": sl.LocalSGD(3)}),

@@ -83,7 +83,10 @@ def test_shards_are_clipped_by_the_norm_of_all_gradients(found: dict[str, Any]) 
 def test_batch_norm_is_synchronized_on_the_cpu(found: dict[str, Any]) -> None:
     ours = found["sync batch norm"]["syncline"]
     assert ours["values"][0] == ours["values"][1]
-    assert ours["values"][1] == pytest.approx(ours["alone"][1], rel=1e-4, abs=1e-5)
+    local = found["batch norm"]["syncline"]
+    assert (
+        local["values"][0] != local["values"][1]
+    )  # without it, each rank has the statistics of its own last batch
 
 
 @pytest.mark.parametrize("name", ["LocalSGD", "compression", "replica check"])
