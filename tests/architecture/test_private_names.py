@@ -57,6 +57,9 @@ TORCHS = frozenset(name for kind in _CLASSES for name in dir(kind)) | {"_scale",
 """Attributes of torch's objects. One of these on anything but `self` counts even if Syncline has such a name, too."""
 
 OURS = {
+    ("frameworks.lightning_methods", "_ddp_kwargs"): "an attribute of Lightning's DDPStrategy",
+    ("frameworks.lightning_methods", "_determine_ddp_device_ids"): "an attribute of Lightning's DDPStrategy",
+    ("frameworks.lightning_methods", "_layer_sync"): "an attribute of Lightning's DDPStrategy",
     ("testing.hosts", "_close"): "a method of Hosts",
 }
 """Uses of such a name on an object that is Syncline's, and why."""

@@ -847,5 +847,6 @@ def test_it_is_what_frameworks_look_for() -> None:
     assert isinstance(ddp.module, Net)
     assert ddp.reducer._rebuild_buckets() is False
     ddp.reducer.prepare_for_backward([])
+    ddp.reducer._delay_all_reduce()  # Lightning calls it for static graphs under manual optimization
     with pytest.raises(AttributeError, match="does not use torch's reducer"):
         ddp.reducer._get_zeros_like_grad_buckets()

@@ -680,7 +680,6 @@ def test_what_cannot_go_on_with_shards_is_a_value_error() -> None:
             (lambda: run.ddp.join(), "join"),
             (lambda: run.ddp.register_comm_hook(None, lambda state, bucket: None), "communication hook"),
             (lambda: copy.deepcopy(run.ddp), "a wrapper cannot be copied or pickled"),
-            (lambda: run.optimizer.step(lambda: 0.0), "closure"),
             (lambda: run.optimizer.add_param_group({"params": []}), "before ddp.attach"),
             (lambda: run.ddp.attach(SGD(own, lr=0.1)), "has 7 of the 8 parameters of the SGD"),
             (
@@ -698,6 +697,28 @@ def test_what_cannot_go_on_with_shards_is_a_value_error() -> None:
                 action()
 
     run_ranks(2, rank)
+
+
+def test_a_closure_runs_before_any_rank_writes_parameters() -> None:
+    def rank(transport: Transport, *, with_closure: bool) -> list[Tensor]:
+        run = Run(transport, OPTIMIZERS["AdamW, single"], sharded=True)
+        for step in range(3):
+
+            def closure(step: int = step) -> Tensor:
+                run.optimizer.zero_grad()
+                loss = run.ddp(batch(transport.rank, step)).square().mean()
+                loss.backward()
+                return loss
+
+            if with_closure:
+                assert run.optimizer.step(closure).requires_grad
+            else:
+                closure()
+                run.optimizer.step()
+        return [p.detach().clone() for p in run.module.parameters()]
+
+    plain, closed = (run_ranks(2, lambda t, w=w: rank(t, with_closure=w)) for w in (False, True))
+    assert all(torch.equal(a, b) for a, b in zip(plain[1], closed[1], strict=True))
 
 
 def test_whole_parameters_have_to_be_known_before_the_first_backward() -> None:

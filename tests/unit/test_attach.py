@@ -202,3 +202,63 @@ def test_the_step_of_an_optimizer_outlives_its_wrapper() -> None:
     module(torch.ones(1, 2)).sum().backward()
     optimizer.step()
     assert torch.equal(module.weight, before - 1)
+
+
+# ---------------------------------------------------------------------- a closure, which runs backward inside the step
+
+
+@pytest.mark.parametrize(
+    "how", [*HOW, {"on_nonfinite": "skip"}], ids=["every step", "LocalSGD", "sharded", "skip"]
+)
+def test_gradients_are_checked_when_the_closure_has_computed_them(how: dict[str, Any]) -> None:
+    def program(t: Transport, *, with_closure: bool) -> list[torch.Tensor]:
+        run = Run(t, **how)
+        optimizer = run.ddp.attach(SGD(run.ddp.parameters(), lr=0.1))
+        schedule = StepLR(optimizer, 1)
+        for _ in range(3):
+            with run.ddp.no_sync():
+                run.backward()
+            if with_closure:
+                optimizer.step(closure=run.backward)  # the last backward before this call ran under no_sync
+            else:
+                run.step(optimizer)
+            schedule.step()
+            optimizer.zero_grad()
+        return [p.detach().clone() for p in run.ddp.parameters()]
+
+    plain, closed = (run_ranks(2, lambda t, w=w: program(t, with_closure=w)) for w in (False, True))
+    assert all(torch.equal(a, b) for a, b in zip(plain[1], closed[1], strict=True))
+
+
+def test_a_closure_under_no_sync_leaves_gradients_unreduced() -> None:
+    def program(t: Transport) -> None:
+        run = Run(t)
+        optimizer = run.ddp.attach(SGD(run.ddp.parameters(), lr=0.1))
+
+        def closure() -> None:
+            with run.ddp.no_sync():
+                run.backward()
+
+        with pytest.raises(sl.SynclineError, match="the last backward ran under no_sync"):
+            optimizer.step(closure)
+
+    run_ranks(2, program)
+
+
+def test_a_closure_that_is_called_again_computes_gradients_again() -> None:
+    def program(t: Transport) -> int:
+        run = Run(t)
+        optimizer = run.ddp.attach(torch.optim.LBFGS(run.ddp.parameters(), max_iter=3))
+        losses = []
+
+        def closure() -> torch.Tensor:
+            optimizer.zero_grad()
+            loss = run.ddp(torch.full((2, 3), 1.0 + run.rank)).square().mean()
+            loss.backward()
+            losses.append(loss.item())
+            return loss
+
+        assert optimizer.step(closure).item() == losses[0]
+        return len(losses)
+
+    assert min(run_ranks(2, program)) > 1

@@ -87,6 +87,9 @@ class _NoReducer:
     def prepare_for_backward(self, tensors: Iterable[Tensor]) -> None:
         pass
 
+    def _delay_all_reduce(self) -> None:
+        pass
+
     def __getattr__(self, name: str) -> Any:
         raise AttributeError(
             f"reducer.{name} is not supported, because Syncline does not use torch's reducer. Print ddp.contract to "

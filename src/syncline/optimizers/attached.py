@@ -94,11 +94,12 @@ class AttachedOptimizer:
     Args:
         optimizer: the optimizer.
         before_step: a function that is called with this object before each step. If it raises an error, the step raises
-            this error.
+            this error. It is called when the gradients of the step exist. If the step has a closure, which computes
+            gradients inside of the step, this is after the first call of the closure.
         after_step: a function that is called with this object after each step.
-        discards: a function that returns whether to skip a step. It is called when the gradients of the step exist: a
-            closure, which computes gradients inside of the step, is called first. A skipped step is not counted. Pass
-            None if no step is ever skipped.
+        discards: a function that returns whether to skip a step. It is called after `before_step`. If the step has a
+            closure, the closure is called before the step begins, so that the step can be skipped. A skipped step is
+            not counted. Pass None if no step is ever skipped.
 
     Example:
         >>> import torch
@@ -142,17 +143,25 @@ class AttachedOptimizer:
             return self._counted_step(inner, args, kwargs)
 
     def _counted_step(self, inner: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        self._before_step(self)
+        closure, args, kwargs = _with_closure(
+            functools.partial(_Closure, self._begin, self._discards), args, kwargs
+        )
+        if closure is None:
+            self._begin()
         if self._discards is not None:
-            evaluated, args, kwargs = _evaluated(self._discards, args, kwargs)
+            if closure is not None:
+                closure.run_early()
             if self._discards():
                 mark_step_as_made(self.optimizer)
-                return None if evaluated is None else evaluated.loss
+                return None if closure is None else closure()
         result = inner(*args, **kwargs)
         self.num_steps += 1
         if self._after_step is not None:
             self._after_step(self)
         return result
+
+    def _begin(self) -> None:
+        self._before_step(self)
 
     def replace_by(self, successor: str) -> None:
         """Detach from the optimizer. Its `step` raises an error from now on, unless the optimizer is attached again.
@@ -236,25 +245,38 @@ def _bound(optimizer: Optimizer, link: _Link, inner: Callable[..., Any]) -> Call
     return own
 
 
-class _Evaluated:
-    """A wrapper of a closure. The constructor of the wrapper calls the closure once.
+class _Closure:
+    """A wrapper of the closure of one step, which calls a function after the first call of the closure.
 
-    The first call of the wrapper returns the result of that call. Each later call runs the closure again.
+    Args:
+        begin: the function to call as soon as the closure has computed the gradients of the step.
+        discards: see `AttachedOptimizer`.
+        closure: the closure.
     """
 
-    def __init__(self, closure: Callable[[], Any], discards: Callable[[], bool]) -> None:
-        self._closure = closure
+    def __init__(
+        self, begin: Callable[[], None], discards: Callable[[], bool] | None, closure: Callable[[], Any]
+    ) -> None:
+        self._begin = begin
         self._discards = discards
+        self._closure = closure
+        self._has_run = False
+        self._early: list[Any] = []
+        """The result of `run_early` until the step asks for it."""
+
+    def run_early(self) -> None:
+        """Call the closure before the step begins. The first call inside of the step then returns the same result."""
         with torch.enable_grad():
-            self.loss = closure()
-        self._was_returned = False
+            self._early = [self()]
 
     def __call__(self) -> Any:
-        if not self._was_returned:
-            self._was_returned = True
-            return self.loss
+        if self._early:
+            return self._early.pop()
         loss = self._closure()
-        if self._discards():
+        if not self._has_run:
+            self._has_run = True
+            self._begin()
+        elif self._discards is not None and self._discards():
             raise SynclineError(
                 "optimizer.step() called its closure more than once, and a later call computed gradients that are not "
                 "finite. The step had begun by then, so it can no longer be skipped. Attach an optimizer that calls "
@@ -263,24 +285,20 @@ class _Evaluated:
         return loss
 
 
-def _evaluated(
-    discards: Callable[[], bool], args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[_Evaluated | None, tuple[Any, ...], dict[str, Any]]:
-    """Call the closure if the arguments of a step contain one, and wrap it so that its result is used.
-
-    Args:
-        discards: see `AttachedOptimizer`.
-        args, kwargs: the arguments of the step.
+def _with_closure(
+    wrap: Callable[[Callable[[], Any]], _Closure], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[_Closure | None, tuple[Any, ...], dict[str, Any]]:
+    """Wrap the closure if the arguments of a step contain one.
 
     Returns:
         The wrapped closure (None if there is no closure), and the arguments of the step with the wrapped closure.
     """
     if args and callable(args[0]):
-        evaluated = _Evaluated(args[0], discards)
-        return evaluated, (evaluated, *args[1:]), kwargs
+        closure = wrap(args[0])
+        return closure, (closure, *args[1:]), kwargs
     if callable(kwargs.get("closure")):
-        evaluated = _Evaluated(kwargs["closure"], discards)
-        return evaluated, args, {**kwargs, "closure": evaluated}
+        closure = wrap(kwargs["closure"])
+        return closure, args, {**kwargs, "closure": closure}
     return None, args, kwargs
 
 

@@ -14,7 +14,7 @@ rendezvous.py    the ranks wait for each other at the store, compare their argum
 session.py       the session of this process, and the arguments of `init`
 stop_request.py  requests to stop this process, which a signal or the program makes
 transports.py    the transport of each process group, selected by all of its ranks together
-world.py         the functions init, shutdown, world and transport_of
+world.py         the functions init, shutdown, is_joined, world and transport_of
 """
 
 from __future__ import annotations

@@ -282,6 +282,10 @@ class Session:
 
     # ------------------------------------------------------------------ while the ranks are joined
 
+    def is_joined(self) -> bool:
+        """Return whether the effects of `init` last. `world.is_joined` documents this method."""
+        return self._joined is not None and self._joined.is_current()
+
     def world(self) -> World:
         """Return the world of this process. `world.world` documents this method."""
         with self._lock:

@@ -73,6 +73,11 @@ def shutdown() -> None:
     _SESSION.shutdown()
 
 
+def is_joined() -> bool:
+    """Return whether the process has called `init`, and has not left the other ranks since."""
+    return _SESSION.is_joined()
+
+
 def world() -> World:
     """Return the world of this process.
 

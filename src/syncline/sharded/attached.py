@@ -162,12 +162,14 @@ class AttachedShards(ShardedState):
 
         @functools.wraps(inner_step)
         def step(self_: Optimizer, closure: Callable[[], float] | None = None, **kwargs: Any) -> Any:
-            if closure is not None:
-                raise ValueError(
-                    "with sharded=True, expected optimizer.step() without a closure, because the backwards of all "
-                    "ranks must have ended before any rank writes the parameters: run the backward, then call step()"
-                )
-            return around_step(self, functools.partial(inner_step, self_, **kwargs))
+            loss = None
+            if (
+                closure is not None
+            ):  # the backwards of all ranks must have ended before any rank writes parameters
+                with torch.enable_grad():
+                    loss = closure()
+            result = around_step(self, functools.partial(inner_step, self_, **kwargs))
+            return result if closure is None else loss
 
         @functools.wraps(inner_zero)
         def zero_grad(self_: Optimizer, set_to_none: bool = True) -> None:
