@@ -54,7 +54,11 @@ ARGUMENTS: dict[str, dict[str, Any]] = {
     "mean of micro-batches": {"average_tokens_across_devices": False, "gradient_accumulation_steps": 3},
     "bfloat16": {"bf16": True, "gradient_accumulation_steps": 1},
     "activation checkpoints": {"gradient_checkpointing": True, "ddp_broadcast_buffers": False},
-    "static graph": {"ddp_static_graph": True, "ddp_find_unused_parameters": False},
+    "static graph": {
+        "ddp_static_graph": True,
+        "ddp_find_unused_parameters": False,
+        "gradient_accumulation_steps": 1,
+    },
 }
 
 
@@ -77,6 +81,22 @@ def test_losses_and_weights_are_those_of_torchs_class(
     (expected, expected_weights), (found, found_weights) = runs
     assert found == expected
     assert all(torch.equal(*pair) for pair in zip(found_weights, expected_weights, strict=True))
+
+
+@pytest.mark.ranks(2, timeout=120)
+def test_a_static_graph_with_accumulation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch's class raises an internal assertion in the first step."""
+    arguments = {
+        "ddp_find_unused_parameters": False,
+        "max_steps": 3,
+        "logging_steps": 1,
+        "save_strategy": "no",
+    }
+    runs = []
+    for static in (False, True):
+        with monkeypatch.context() as patch:
+            runs.append(run_trainer(patch, tmp_path, ours=True, ddp_static_graph=static, **arguments))
+    assert runs[0][0] == runs[1][0]
 
 
 @pytest.mark.ranks(2, timeout=120)
