@@ -1,4 +1,4 @@
-"""torchdata's StatefulDataLoader, saved in the middle of an epoch by sl.Checkpointer: the same steps as without a break."""
+"""StatefulDataLoader of torchdata, saved in mid-epoch by sl.Checkpointer: the same steps as without a break."""
 
 from __future__ import annotations
 
