@@ -41,7 +41,7 @@ $(TOOLS): constraints.txt requirements-dev.txt
 	@touch $@
 
 train: $(STAMP) ## fetch the digits and train on them with 2 processes
-	$(BIN)/python examples/datasets.py
+	$(BIN)/python examples/example_data.py
 	$(BIN)/syncline run -n $(RANKS) examples/mnist_cnn.py --epochs $(EPOCHS)
 
 test: $(STAMP) ## the test suite, without what is marked slow

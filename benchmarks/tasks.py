@@ -18,7 +18,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
 
 import mnist_cnn
 import shakespeare_gpt
-from datasets import shakespeare_text
+from example_data import shakespeare_text
 
 __all__ = [
     "TASKS",

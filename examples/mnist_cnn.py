@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import syncline as sl
-from datasets import mnist_digits
+from example_data import mnist_digits
 from progress import Progress, synchronized
 
 NUM_TRAINING_SAMPLES = 4000  # of 5,000; the others are held out

@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import syncline as sl
-from datasets import shakespeare_text
+from example_data import shakespeare_text
 from progress import Progress, synchronized
 
 CONTEXT = 128  # characters that the model sees

@@ -26,7 +26,7 @@ BRIEFLY = {
 @pytest.fixture
 def datasets(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     monkeypatch.syspath_prepend(EXAMPLES)
-    import datasets
+    import example_data as datasets
 
     return datasets
 

@@ -667,3 +667,28 @@ def test_a_weight_changed_on_one_rank_after_construction_is_noticed() -> None:
     text = raised_on_each_rank(ReplicaDivergence, fn)
     assert "rank 0 | rank 1" in text
     assert "With two ranks there is no majority" in text
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("outer_class", [torch.nn.parallel.DistributedDataParallel, DDP])
+def test_a_module_that_is_wrapped_twice_is_a_warning(outer_class: type[nn.Module]) -> None:
+    """A framework that wraps a wrapped module reduces its gradients twice."""
+    outer = outer_class(DDP(copy.deepcopy(NET)))
+    x = torch.randn(5, 3, generator=torch.Generator().manual_seed(torch.distributed.get_rank()))
+    with pytest.warns(RuntimeWarning, match="this Sequential is wrapped twice"):
+        loss_of(outer, x).backward()
+
+
+def test_a_wrapper_beside_another_one_is_no_warning() -> None:
+    """The forward of a wrapped module calls another wrapper, which is not a part of it. Warnings are errors here."""
+    other = DDP(copy.deepcopy(NET))
+
+    class Caller(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Linear(2, 1)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.inner(other(x))
+
+    loss_of(DDP(Caller()), torch.ones(5, 3)).backward()

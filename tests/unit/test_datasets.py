@@ -27,11 +27,11 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 @pytest.fixture
 def datasets(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
     monkeypatch.syspath_prepend(EXAMPLES)
-    import datasets
+    import example_data as datasets
 
     assert Path(datasets.__file__).parent == EXAMPLES
     yield datasets
-    del sys.modules["datasets"]
+    del sys.modules["example_data"]
 
 
 @pytest.fixture
@@ -145,7 +145,11 @@ def test_a_folder_that_cannot_be_written_to_is_named(
 @pytest.mark.slow
 def test_without_network_the_program_says_what_to_do_and_ends_with_1(cache: Path, shelf: Path) -> None:
     program = subprocess.run(
-        [sys.executable, EXAMPLES / "datasets.py"], capture_output=True, text=True, timeout=120, check=False
+        [sys.executable, EXAMPLES / "example_data.py"],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
     )
     assert program.returncode == 1
     assert program.stdout == ""

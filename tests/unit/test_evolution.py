@@ -158,14 +158,14 @@ def test_the_global_generator_is_not_touched() -> None:
 
 def test_learns_real_digits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(EXAMPLES)
-    import datasets
+    import example_data as datasets
 
     try:
         if not (datasets.data_folder() / datasets.MNIST.file_name).exists():
-            pytest.skip("the digits are not on this machine: python examples/datasets.py fetches them")
+            pytest.skip("the digits are not on this machine: python examples/example_data.py fetches them")
         images, labels = datasets.mnist_digits()
     finally:
-        del sys.modules["datasets"]
+        del sys.modules["example_data"]
     images = F.avg_pool2d(images, 4).flatten(1)  # (5000, 49)
     held_out = torch.arange(len(labels)) % 5 == 0
     x, y = images[~held_out], labels[~held_out]

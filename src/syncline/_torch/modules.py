@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 from torch.distributed.algorithms.join import Join, Joinable
 from torch.distributed.device_mesh import DeviceMesh
+from torch.nn.parallel.distributed import DistributedDataParallel
 
 from syncline._torch.lookup import attribute, lookup
 
@@ -130,6 +131,12 @@ def while_in_forward_of_ddp(wrapper: nn.Module) -> AbstractContextManager[Any]:
     make = getattr(wrapper, "_inside_ddp_forward", nullcontext)
     context: AbstractContextManager[Any] = make()
     return context
+
+
+def wrapper_in_forward() -> nn.Module | None:
+    """Return the innermost DistributedDataParallel whose forward runs now, torch's or ours; None if there is none."""
+    wrapper: nn.Module | None = getattr(DistributedDataParallel, "_active_ddp_module", None)
+    return wrapper
 
 
 # ---------------------------------------------------------------------- Join

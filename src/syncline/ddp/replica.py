@@ -26,6 +26,7 @@ from syncline.ddp.wrapping import (
     check_one_copy,
     describe_new_values,
     spec_of,
+    warn_if_wrapped_twice,
 )
 from syncline.errors import SynclineError
 from syncline.gradients.reducer import GradientSync
@@ -242,6 +243,7 @@ class Replica:
         Raises:
             SynclineError: the replicas have drifted apart, or the module has changed inside of `join`.
         """
+        warn_if_wrapped_twice(self.module)
         divergence = self.drift.divergence
         if divergence.is_open:
             return

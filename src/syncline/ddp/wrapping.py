@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from syncline._torch.modules import is_slice, prepare_for_tensor_parallel
+from syncline._torch.modules import is_slice, prepare_for_tensor_parallel, wrapper_in_forward
 from syncline._torch.tensors import tree_map_only
 from syncline.checks import checked_kind
 from syncline.ddp.plan import Plan
@@ -31,6 +31,7 @@ from syncline.strategies import Spec
 from syncline.tensors.broadcasting import TensorBroadcaster
 from syncline.transport.agreement import agree, describe_tensors, exchange
 from syncline.transport.base import Transport
+from syncline.user_code import warn_user
 
 _TITLE = "sl.DistributedDataParallel"
 """The title of the comparison between ranks. It lacks the name of the module, which is one of the compared facts."""
@@ -280,6 +281,24 @@ def describe_new_values(chosen: Selection, before: Selection) -> list[str]:
     new = [(name, t.detach()) for name, t in (*chosen.parameters, *chosen.buffers) if id(t) not in known]
     numbers = fingerprints([tensor for _, tensor in new])
     return [f"values of {name}: {number:016x}" for (name, _), number in zip(new, numbers, strict=True)]
+
+
+def warn_if_wrapped_twice(module: nn.Module) -> None:
+    """Warn if the forward of `module` runs inside the forward of another wrapper that contains this wrapper, too.
+
+    Frameworks such as Accelerate wrap what they are given, also a module that is wrapped already.
+    """
+    outer = wrapper_in_forward()
+    if outer is None or outer.module is module or not any(inner is module for inner in outer.modules()):
+        return
+    kind = type(outer)
+    warn_user(
+        f"this {type(module).__name__} is wrapped twice: its sl.DistributedDataParallel is inside of another wrapper "
+        f"({kind.__module__.partition('.')[0]}'s {kind.__name__}). The gradients are reduced twice, and strategies "
+        "have no effect. Remove one of the wrappers. If a framework added the outer one, do not hand the wrapped "
+        "module to it: with Accelerate, pass accelerator.prepare_model(model, evaluation_mode=True) to "
+        "sl.DistributedDataParallel, and prepare only optimizers and data loaders"
+    )
 
 
 def are_of_the_bare_module(keys: Sequence[str], module: nn.Module) -> bool:

