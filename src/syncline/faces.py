@@ -45,6 +45,10 @@ class _Face(ModuleType):
     def __dir__(self) -> list[str]:
         return sorted({*super().__dir__(), *self._module_of})
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        # cloudpickle sends only plain modules by name. Ray and submitit send functions with it, which use packages.
+        return importlib.import_module, (self.__name__,)
+
 
 def hand_out(package: str) -> None:
     """Let a package import its public names when they are used, and set its `__all__`.
