@@ -24,7 +24,8 @@ STORE_BYTES = 80 * 1024 * 1024  # of Ray's object store on each node
 HEAD = {
     "num_cpus": 2,
     "object_store_memory": STORE_BYTES,
-    "_system_config": {"health_check_period_ms": 1000, "health_check_failure_threshold": 3},
+    "include_dashboard": False,
+    "_system_config": {"health_check_period_ms": 1000, "prestart_worker_first_driver": False},
 }
 
 
