@@ -198,9 +198,9 @@ def prepare_for_tensor_parallel(module: nn.Module) -> None:
     def show_wholes(module: nn.Module, _: Any) -> None:
         for (path, name), (mesh, placements, shape, stride) in layouts.items():
             part = module.get_submodule(path)
-            whole = DTensor.from_local(
-                part._parameters[name], mesh, placements, run_check=False, shape=shape, stride=stride
-            )
+            mine = part._parameters[name]
+            assert mine is not None
+            whole = DTensor.from_local(mine, mesh, placements, run_check=False, shape=shape, stride=stride)
             # An attribute in `__dict__` comes before a parameter of the same name, and leaves that parameter in place.
             part.__dict__[name] = whole
 
