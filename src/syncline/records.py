@@ -234,6 +234,28 @@ class BackwardRecord:
     def __repr__(self) -> str:
         return one_line(self, self._headline())
 
+    def scalars(self) -> dict[str, float]:
+        """Return the numbers of this backward by name, for loggers such as TensorBoard and Weights & Biases.
+
+        These are the `metrics`, and three numbers of this rank: "backward/duration_seconds", "backward/waited_seconds"
+        and "backward/payload_bytes". The last two are sums over the buckets, and 0 if nothing was reduced.
+
+        Example:
+            >>> import torch, syncline as sl
+            >>> ddp = sl.DistributedDataParallel(torch.nn.Linear(2, 1))
+            >>> loss = ddp(torch.ones(1, 2)).sum()
+            >>> ddp.report(loss=loss)
+            >>> loss.backward()
+            >>> list(ddp.last_step.scalars())
+            ['loss', 'backward/duration_seconds', 'backward/waited_seconds', 'backward/payload_bytes']
+        """
+        return {
+            **self.metrics,
+            "backward/duration_seconds": self.duration_seconds,
+            "backward/waited_seconds": sum(bucket.waited_seconds for bucket in self.buckets),
+            "backward/payload_bytes": sum(bucket.payload_bytes for bucket in self.buckets),
+        }
+
     def __str__(self) -> str:
         lines = [self._headline()]
         num_shown = len(self.buckets) if len(self.buckets) <= _MAX_BUCKETS + 1 else _MAX_BUCKETS

@@ -6,6 +6,7 @@ The page docs/inside/architecture.md shows the rooms in the order of their impor
 from __future__ import annotations
 
 import ast
+import pickle
 import re
 from pathlib import Path
 
@@ -20,6 +21,8 @@ from tests.architecture.test_imports import (
     parsed,
     part_of,
 )
+
+import syncline
 
 ROOMS = sorted(module for module in SOURCES if module != "syncline" and is_package(module, SOURCES))
 _FILE = re.compile(r"^(\w+)\.py  *(\S.*)$", re.MULTILINE)
@@ -108,3 +111,8 @@ def test_an_import_of_an_inside_is_seen() -> None:
         "from syncline.gradients.riders.base import Rider\nfrom syncline.errors import SynclineError\n"
     )
     assert insides_imported_by(source) == {"transport", "gradients"}
+
+
+def test_the_package_is_pickled_by_its_name() -> None:
+    # Ray and others send functions by cloudpickle, with the packages that they use. It knows plain modules only.
+    assert pickle.loads(pickle.dumps(syncline)) is syncline

@@ -12,6 +12,7 @@ from types import ModuleType
 import pytest
 
 from forks import Forks
+from syncline.transport.shared_memory import find_library
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples"
@@ -69,8 +70,50 @@ def make_train(*variables: str) -> list[str]:
     return shlex.split(line)
 
 
-def test_no_example_is_left_out_and_none_chooses_the_device() -> None:
+@pytest.mark.parametrize(("way", "num_ranks"), [("fsdp2", 2), ("zero", 2), ("tensor", 4)])
+def test_torch_s_own_parallelism_trains_on_the_backend(
+    way: str, num_ranks: int, forks: Forks, tmp_path: Path
+) -> None:
+    if find_library() is None:
+        pytest.skip("the native core is not here")
+    line = ["-n", num_ranks, EXAMPLES / "torch_parallelism.py", "--", way]
+    done = forks.launch(tmp_path, *line, warm_ranks=True).wait(200.0)
+    assert done.returncode == 0, done.stderr
+    (loss,) = re.findall(rf"Loss with {way} on {num_ranks} ranks: (\S+)", done.stdout)
+    assert float(loss) < 0.6  # 0.69 if it has learned nothing
+
+
+# ---------------------------------------------------------------------- none is left out
+
+
+def programs(folder: Path) -> dict[str, str]:
+    """The text of each example, by its file name, without the modules that other examples import."""
+    texts = {path.name: path.read_text() for path in folder.glob("*.py")}
+    imported = {
+        f"{module}.py" for text in texts.values() for module in re.findall(r"^from (\w+) import", text, re.M)
+    }
+    return {name: text for name, text in texts.items() if name not in imported}
+
+
+def untested(folder: Path) -> list[str]:
+    """The examples that no test runs: neither a test of this file, nor one in the environment of the frameworks."""
+    tests = "".join(path.read_text() for path in (ROOT / "tests" / "frameworks").glob("*.py"))
+    here = {*BRIEFLY, "launch.py", "torch_parallelism.py"}
+    return [
+        name
+        for name in programs(folder)
+        if name not in here and not re.search(rf"\b{re.escape(name)}\b|\bimport {name[:-3]}\b", tests)
+    ]
+
+
+def test_each_example_is_run_by_a_test(tmp_path: Path) -> None:
+    assert untested(EXAMPLES) == []
+    (tmp_path / "new.py").write_text("from helper import x\n")
+    (tmp_path / "helper.py").touch()
+    assert untested(tmp_path) == ["new.py"]
+
+
+def test_no_example_chooses_the_device() -> None:
     texts = {path.name: path.read_text() for path in EXAMPLES.glob("*.py")}
-    by_another_test = {"launch.py"}
-    assert {name for name, text in texts.items() if "sl.init(" in text} == BRIEFLY.keys() | by_another_test
-    assert [name for name, text in texts.items() if re.search(r"""["'](cpu|cuda)""", text)] == []
+    del texts["torch_parallelism.py"]  # the backend serves the CPU alone
+    assert [name for name, text in texts.items() if re.search(r"""["'](cpu|cuda)["']""", text)] == []

@@ -16,6 +16,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import syncline as sl
 from syncline.transport.shared_memory import SharedMemoryUnavailable
@@ -188,6 +189,43 @@ def test_hybrid_sharding() -> None:
         return whole(trained(module))
 
     on_both(program)
+
+
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize("backend", ["gloo", "syncline"])
+def test_tensor_parallel_inside_of_data_parallel(backend: str) -> None:
+    if backend == "syncline":
+        use_syncline()
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
+    replica = mesh["data"].get_local_rank()
+
+    def losses(wrapped: nn.Module) -> list[float]:
+        optimizer = torch.optim.SGD(wrapped.parameters(), lr=0.1, momentum=0.9)
+        found = []
+        for step in range(4):
+            inputs = torch.randn(8, 6, generator=torch.Generator().manual_seed(100 * step + replica))
+            loss = wrapped(inputs).square().mean()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            found.append(loss.item())
+        return found
+
+    def network() -> nn.Sequential:
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(6, 10), nn.Tanh(), nn.Linear(10, 3))
+
+    expected = losses(nn.parallel.DistributedDataParallel(network(), process_group=mesh.get_group("data")))
+    split = network()
+    parallelize_module(split, mesh["tensor"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
+    ddp = sl.DistributedDataParallel(split, device_mesh=mesh["data"])
+    assert losses(ddp) == pytest.approx(expected)
+    # torch's class loses the parameters in the first forward: named_parameters() is empty from then on.
+    shapes = {name: tuple(parameter.shape) for name, parameter in split.named_parameters()}
+    assert shapes == {"0.weight": (5, 6), "0.bias": (5,), "2.weight": (3, 5), "2.bias": (3,)}
+    with pytest.raises(RuntimeError):
+        split(torch.ones(1, 7))
+    assert type(split[0].weight) is nn.Parameter  # the layers see parts again, also after an error
 
 
 # ---------------------------------------------------------------------- functional and object collectives

@@ -180,10 +180,41 @@ def is_slice(mesh: DeviceMesh) -> bool:
 
 
 def prepare_for_tensor_parallel(module: nn.Module) -> None:
-    """Prepare a module with DTensor parameters, so that the parameters can be reduced as plain tensors."""
-    # The name is looked up here, because the lookup imports DTensor.
-    transform = lookup(
-        "torch.distributed.tensor.parallel.ddp:_pre_dp_module_transform",
-        "combine tensor and data parallelism",
-    )
-    transform(module)
+    """Replace the DTensor parameters of a module by this rank's parts, so that they are reduced as plain tensors.
+
+    During a forward of `module`, its layers see DTensors that are made from these parts. torch's own transform
+    (`_pre_dp_module_transform`) does the same, but the module loses its parameters in the first forward.
+    """
+    from torch.distributed.tensor import DTensor  # here, because the import takes long
+
+    wholes: dict[tuple[str, str], DTensor] = {}
+    local: dict[DTensor, nn.Parameter] = {}  # a tied parameter stays tied
+    for path, part in module.named_modules():
+        for name, parameter in part._parameters.items():
+            if isinstance(parameter, DTensor):
+                if parameter not in local:
+                    local[parameter] = nn.Parameter(parameter.to_local().detach(), parameter.requires_grad)
+                wholes[path, name] = parameter
+                part._parameters[name] = local[parameter]
+    # Keep the layouts, not the tensors.
+    layouts = {
+        place: (whole.device_mesh, whole.placements, whole.shape, whole.stride())
+        for place, whole in wholes.items()
+    }
+
+    def show_wholes(module: nn.Module, _: Any) -> None:
+        for (path, name), (mesh, placements, shape, stride) in layouts.items():
+            part = module.get_submodule(path)
+            mine = part._parameters[name]
+            assert mine is not None
+            whole = DTensor.from_local(mine, mesh, placements, run_check=False, shape=shape, stride=stride)
+            # An attribute in `__dict__` comes before a parameter of the same name, and leaves that parameter in place.
+            part.__dict__[name] = whole
+
+    def show_parts(module: nn.Module, *_: Any) -> None:
+        for path, name in layouts:
+            module.get_submodule(path).__dict__.pop(name, None)
+
+    if layouts:
+        module.register_forward_pre_hook(show_wholes)
+        module.register_forward_hook(show_parts, always_call=True)
