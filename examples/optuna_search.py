@@ -64,7 +64,7 @@ def step(
     loss = (ddp(points)[:, 0] - inside).square().mean()
     loss.backward()
     optimizer.step()
-    return loss.item()
+    return float(loss)
 
 
 def main() -> None:
