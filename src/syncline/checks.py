@@ -25,7 +25,7 @@ def checked_count(name: str, value: Any, *, at_least: int | None = None, at_most
         TypeError: the value is not an integer. True and False do not count as integers.
         ValueError: the value is out of bounds.
 
-    Example:
+    Examples:
         >>> checked_count("every", 8, at_least=1)
         8
         >>> checked_count("every", True, at_least=1)
@@ -62,7 +62,7 @@ def checked_number(
         TypeError: the value is not a real number. True and False do not count as numbers.
         ValueError: the value is NaN or out of bounds, or it is infinite and `finite` is True.
 
-    Example:
+    Examples:
         >>> checked_number("mixing", 0.5, at_least=0, below=1)
         0.5
         >>> checked_number("mixing", float("nan"), at_least=0, below=1)
@@ -105,7 +105,7 @@ def checked_seconds(name: str, value: Any) -> float:
         TypeError: the value is neither a timedelta nor a number.
         ValueError: the time is NaN, infinite, or not above 0.
 
-    Example:
+    Examples:
         >>> checked_seconds("timeout", timedelta(minutes=1))
         60.0
     """
@@ -140,7 +140,7 @@ def checked_truth(name: str, value: Any) -> bool:
         TypeError: the value has another type. (Python would convert "False" or NaN to True, for example.)
         ValueError: the value is an integer other than 0 and 1.
 
-    Example:
+    Examples:
         >>> checked_truth("static_graph", 1), checked_truth("static_graph", None)
         (True, False)
     """
@@ -166,7 +166,7 @@ def checked_kind(name: str, value: Any, kind: Any, what: str, *, hint: str = "")
     Raises:
         TypeError: the value is not an instance of the class.
 
-    Example:
+    Examples:
         >>> checked_kind("rows", "a, b", list, "a list of names")
         Traceback (most recent call last):
         TypeError: expected rows to be a list of names, got a str
@@ -210,7 +210,7 @@ def checked_choice(name: str, value: object, known: Iterable[str]) -> str:
         TypeError: the value is not a string.
         ValueError: the value is not one of the known words.
 
-    Example:
+    Examples:
         >>> checked_choice("on_divergence", "repiar", ("raise", "repair", "warn"))
         Traceback (most recent call last):
         ValueError: expected on_divergence to be one of 'raise', 'repair', 'warn', got 'repiar': did you mean 'repair'?
@@ -227,7 +227,7 @@ def checked_choice(name: str, value: object, known: Iterable[str]) -> str:
 def what_it_is(value: object) -> str:
     """Return a text that names the type of `value`, for an error about a wrong type.
 
-    Example:
+    Examples:
         >>> what_it_is("text"), what_it_is(str)
         ('a str', 'the class str')
     """
@@ -239,7 +239,7 @@ def did_you_mean(value: object, known: Iterable[str]) -> str:
 
     Returns "" if no known word is similar.
 
-    Example:
+    Examples:
         >>> did_you_mean("Skip", ["ignore", "skip"]), did_you_mean("red", ["ignore", "skip"]), did_you_mean(3, ["skip"])
         (": did you mean 'skip'?", '', '')
     """

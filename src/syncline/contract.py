@@ -70,7 +70,7 @@ class Rules:
 class Contract:
     """A table of what is synchronized, when and how, with one row for each group of tensors.
 
-    Example:
+    Examples:
         >>> row = Row(what="buffers", size="none", when="never", how="-", drift_allowed="-")
         >>> print(Contract(title="DistributedDataParallel(Net), 1 rank", rows=(row,)))
         Contract: DistributedDataParallel(Net), 1 rank
@@ -140,7 +140,7 @@ def table(rows: Sequence[Sequence[str]], max_columns: int | None = None) -> str:
         max_columns: the largest length of a line. The cells of wide columns are then divided into several lines. Pass
             None for one line per row.
 
-    Example:
+    Examples:
         >>> print(table([("what", "when"), ("buffers", "before forward, not after no_sync")], 26))
         what     when
         buffers  before forward,

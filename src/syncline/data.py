@@ -45,7 +45,7 @@ class DistributedSampler(torch_data.DistributedSampler[int]):
         TypeError: the dataset has no length.
         ValueError: `rank` or `num_replicas` is invalid, or `drop_last` is combined with `pad=False`.
 
-    Example:
+    Examples:
         >>> ranks = [DistributedSampler(range(5), 2, rank, shuffle=False, pad=False) for rank in (0, 1)]
         >>> [list(sampler) for sampler in ranks]
         [[0, 2, 4], [1, 3]]
@@ -301,7 +301,7 @@ def place_to_resume(
         rank: the rank that saved `own`.
         num_ranks: the number of ranks that saved.
 
-    Example:
+    Examples:
         >>> ranks = [DistributedSampler(range(5), 2, rank, pad=False) for rank in (0, 1)]
         >>> for sampler in ranks:
         ...     sampler.advance(len(list(sampler)))

@@ -189,7 +189,7 @@ def parse(variables: Mapping[str, str]) -> Environment:
         ValueError: a variable is missing, is not a number, or contradicts another variable. The text names the
             variable and its value, and says what to do.
 
-    Example:
+    Examples:
         >>> parse({"SHELL": "/bin/sh"}).size
         1
         >>> env = parse({"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "29500"})
@@ -366,7 +366,7 @@ def _slurm_local_size(given: _Variables, *, rank: int, size: int) -> int:
 def tasks_per_node(text: str, name: str = "SLURM_TASKS_PER_NODE") -> list[int]:
     """Return the number of tasks on each node, parsed from SLURM's short form, such as "2(x3),1".
 
-    Example:
+    Examples:
         >>> tasks_per_node("2(x3),1")
         [2, 2, 2, 1]
     """
@@ -384,7 +384,7 @@ def tasks_per_node(text: str, name: str = "SLURM_TASKS_PER_NODE") -> list[int]:
 def first_host(nodes: str) -> str:
     """Return the first host in a node list of SLURM.
 
-    Example:
+    Examples:
         >>> first_host("node[007-010,12],login1")
         'node007'
     """

@@ -55,7 +55,8 @@ class SyncBatchNorm(nn.SyncBatchNorm):
         process_group: the ranks whose batches are normalized together: a torch.distributed process group, a Syncline
             transport, or None for the default group. If torch.distributed is not initialised, the default group is this
             process alone.
-        device, dtype: the device and dtype of parameters and buffers.
+        device: the device of parameters and buffers.
+        dtype: the dtype of parameters and floating-point buffers.
         bias: whether the layer has a bias. False is possible only if the BatchNorm of the installed torch has this
             argument.
 
@@ -64,7 +65,7 @@ class SyncBatchNorm(nn.SyncBatchNorm):
             channels, or if all ranks together have less than two values per channel in training.
         TypeError: an argument has a wrong type. Forward raises it if the input is not floating-point.
 
-    Example:
+    Examples:
         >>> from syncline.transport.threads import run_ranks
         >>> def program(transport):
         ...     layer = SyncBatchNorm(1, process_group=transport)
@@ -133,7 +134,7 @@ class SyncBatchNorm(nn.SyncBatchNorm):
             TypeError: an argument has a wrong type. Also raised if a BatchNorm layer is lazy, or belongs to a subclass
                 whose own forward would be lost. `module` is not changed then.
 
-        Example:
+        Examples:
             >>> model = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3))
             >>> [type(layer).__name__ for layer in SyncBatchNorm.convert_sync_batchnorm(model)]
             ['Linear', 'SyncBatchNorm']
@@ -234,7 +235,7 @@ def pool_moments(counts: Tensor, means: Tensor, m2s: Tensor) -> tuple[Tensor, Te
     Returns:
         The number of values per channel (), their mean (C,), and their biased variance (C,).
 
-    Example:
+    Examples:
         >>> counts, means, m2s = torch.tensor([[2.0], [2.0]]), torch.tensor([[1.0], [4.0]]), torch.zeros(2, 1)
         >>> [x.tolist() for x in pool_moments(counts, means, m2s)]
         [4.0, [2.5], [2.25]]

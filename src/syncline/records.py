@@ -195,7 +195,7 @@ class BackwardRecord:
     `print(record)` shows a summary of about 12 lines, even for a large module; `repr` shows one line.
     `pprint.pprint(dataclasses.asdict(record))` shows every field with all names.
 
-    Example:
+    Examples:
         >>> import torch, syncline as sl
         >>> ddp = sl.DistributedDataParallel(torch.nn.Linear(2, 1))
         >>> ddp(torch.ones(1, 2)).sum().backward()
@@ -240,7 +240,7 @@ class BackwardRecord:
         These are the `metrics`, and three numbers of this rank: "backward/duration_seconds", "backward/waited_seconds"
         and "backward/payload_bytes". The last two are sums over the buckets, and 0 if nothing was reduced.
 
-        Example:
+        Examples:
             >>> import torch, syncline as sl
             >>> ddp = sl.DistributedDataParallel(torch.nn.Linear(2, 1))
             >>> loss = ddp(torch.ones(1, 2)).sum()

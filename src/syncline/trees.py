@@ -19,7 +19,7 @@ def leaves(tree: Any, path: str = "") -> Iterator[tuple[str, Any]]:
         tree: a container or a leaf.
         path: the path of `tree` itself. All paths begin with it.
 
-    Example:
+    Examples:
         >>> list(leaves({"b": [1, 2], "a": 3}))
         [('a', 3), ('b[0]', 1), ('b[1]', 2)]
     """
@@ -36,7 +36,7 @@ def map_leaves(tree: Any, fn: Callable[[str, Any], Any], path: str = "") -> Any:
 
     `fn` is called in the order in which `leaves` yields the leaves.
 
-    Example:
+    Examples:
         >>> map_leaves({"b": (1, 2), "a": 3}, lambda path, leaf: leaf * 10)
         {'b': (10, 20), 'a': 30}
     """

@@ -37,7 +37,7 @@ def dump_of_main_thread() -> str:
 
     The text can also contain the stacks of other threads. It is empty if the stack cannot be read.
 
-    Example:
+    Examples:
         >>> "dump_of_main_thread" in dump_of_main_thread()
         True
     """
@@ -119,7 +119,7 @@ def warning_here(category: type[Warning] = RuntimeWarning) -> Callable[[str], No
 def user_code(frame: FrameType | None) -> str | None:
     """Return the position in the user's code that led to `frame`; None if no frame belongs to the user's code.
 
-    Example:
+    Examples:
         >>> import sys
         >>> exec(compile("def main(): return user_code(sys._getframe())", "train.py", "exec"))
         >>> main()
@@ -140,7 +140,7 @@ def calling(what: str) -> Iterator[None]:
     Args:
         what: a text that names the user's function, which is called inside this context.
 
-    Example:
+    Examples:
         >>> try:
         ...     with calling("state_dict() of sampler (Mine)"):
         ...         raise KeyError("place")
@@ -193,7 +193,7 @@ def user_code_in_dump(text: str, thread: int) -> str | None:
         text: the dump, in the format of `faulthandler`.
         thread: the identifier of the thread.
 
-    Example:
+    Examples:
         >>> dump = 'Thread 0x2a (most recent call first):\\n  File "/home/train.py", line 7 in main'
         >>> user_code_in_dump(dump, 42)
         'train.py:7 in main'
@@ -209,7 +209,7 @@ def innermost_in_dump(text: str, thread: int) -> tuple[str, str]:
 
     Returns two empty strings if the dump has no frame of the thread. See `user_code_in_dump` for the arguments.
 
-    Example:
+    Examples:
         >>> innermost_in_dump('Thread 0x2a (most recent call first):\\n  File "/home/train.py", line 7 in main', 42)
         ('/home/train.py', 'main')
     """

@@ -24,7 +24,7 @@ def wrapped(text: str, columns: int = MAX_COLUMNS, *, indent: str = "  ") -> lis
         columns: the largest length of a line. A word that is longer is divided.
         indent: the additional indentation of all lines but the first.
 
-    Example:
+    Examples:
         >>> wrapped("  sent by all_reduce when weight was ready", 28)
         ['  sent by all_reduce when', '    weight was ready']
     """
@@ -42,7 +42,7 @@ def wrapped(text: str, columns: int = MAX_COLUMNS, *, indent: str = "  ") -> lis
 def shortened(text: str, columns: int = MAX_COLUMNS) -> str:
     """Return a text as one line of at most `columns` characters. "..." in its middle marks what was left out.
 
-    Example:
+    Examples:
         >>> shortened("<Contract of DistributedDataParallel(Net): 6 rows>", 30)
         '<Contract of ...Net): 6 rows>'
     """
@@ -56,7 +56,7 @@ def shortened(text: str, columns: int = MAX_COLUMNS) -> str:
 def one_line(instance: object, text: str) -> str:
     """Return the `repr` of an object: its class and a text about it, in one line of at most 100 columns.
 
-    Example:
+    Examples:
         >>> one_line(3, "the number of hosts")
         '<int: the number of hosts>'
     """
@@ -67,7 +67,7 @@ def one_line(instance: object, text: str) -> str:
 def format_bytes(num_bytes: int) -> str:
     """Format a size with three digits and a decimal unit, as in `421 kB`.
 
-    Example:
+    Examples:
         >>> format_bytes(0), format_bytes(1234), format_bytes(421_000), format_bytes(76_800_000)
         ('0 B', '1.23 kB', '421 kB', '76.8 MB')
     """
@@ -89,7 +89,7 @@ def format_count(number: int, noun: str) -> str:
 def format_time(seconds: float) -> str:
     """Format a duration in milliseconds, or in seconds from 10 s.
 
-    Example:
+    Examples:
         >>> format_time(0.00042), format_time(0.0412), format_time(41.2)
         ('0.4 ms', '41.2 ms', '41.2 s')
     """
@@ -99,7 +99,7 @@ def format_time(seconds: float) -> str:
 def format_names(names: Sequence[str], num_shown: int = 4, *, noun: str = "parameters") -> str:
     """Join names by commas. If there are more than `num_shown`, show only the first names, the last name and the count.
 
-    Example:
+    Examples:
         >>> format_names(["a", "b"]), format_names(["a", "b", "c", "d", "e"])
         ('a, b', 'a, b, c, ..., e (5 parameters)')
     """
@@ -133,7 +133,7 @@ def describe_difference(
     Returns:
         A text without a trailing newline, or None if the descriptions are equal.
 
-    Example:
+    Examples:
         >>> print(describe_difference("Net", [["weight  (2, 3)"], ["weight  (2, 4)"], ["weight  (2, 3)"]]))
         Net: the ranks do not agree. The expected values are those of most ranks.
         rank 1 against ranks 0, 2:
@@ -175,7 +175,7 @@ def refusal_of(
         A TypeError if all errors are TypeErrors, a ValueError if all errors are TypeErrors or ValueErrors, else a
         SynclineError.
 
-    Example:
+    Examples:
         >>> refusal_of("sl.mean", {1: ("ValueError", "expected a weight of at least 0, got -1", None)})
         ValueError('sl.mean: refused, nothing was sent\\nrank 1: expected a weight of at least 0, got -1')
     """
@@ -199,7 +199,7 @@ def refusal_of(
 def ranks_with(values: Mapping[int, K]) -> dict[K, list[int]]:
     """Return for each value the ranks that have it. Values and ranks stay in the given order.
 
-    Example:
+    Examples:
         >>> ranks_with({0: "a", 1: "b", 3: "a"})
         {'a': [0, 3], 'b': [1]}
     """
@@ -214,7 +214,7 @@ def groups_of(values: Sequence[Hashable]) -> tuple[tuple[int, ...], ...]:
 
     Groups of equal size are in the order of their lowest indices.
 
-    Example:
+    Examples:
         >>> groups_of(["a", "b", "b"])
         ((1, 2), (0,))
     """
@@ -225,7 +225,7 @@ def groups_of(values: Sequence[Hashable]) -> tuple[tuple[int, ...], ...]:
 def describe_ranks(ranks: Sequence[int]) -> str:
     """Return a text that names the ranks. It writes three or more consecutive ranks as a range.
 
-    Example:
+    Examples:
         >>> describe_ranks([0, 2, 3, 4, 7]), describe_ranks([1])
         ('ranks 0, 2-4, 7', 'rank 1')
     """
@@ -244,7 +244,7 @@ def describe_ranks(ranks: Sequence[int]) -> str:
 def describe_groups(groups: Sequence[Sequence[int]]) -> str:
     """Return a text that names groups of ranks.
 
-    Example:
+    Examples:
         >>> describe_groups([(0, 2), (1,)])
         'ranks 0, 2 | rank 1'
     """
@@ -254,7 +254,7 @@ def describe_groups(groups: Sequence[Sequence[int]]) -> str:
 def outside_of_largest(groups: Sequence[Sequence[int]]) -> tuple[int, ...]:
     """Return the ranks outside of the first group, in rank order. `groups_of` puts the largest group first.
 
-    Example:
+    Examples:
         >>> outside_of_largest([(1, 3, 4), (2,), (0,)])
         (0, 2)
     """

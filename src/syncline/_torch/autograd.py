@@ -61,7 +61,7 @@ def is_inside_another_backward() -> bool:
     torch lacks the functions that mark a nested backward, the result is False. A re-entrant checkpoint then counts as a
     whole backward, so the program gets the error `UnreducedGradients`.
 
-    Example:
+    Examples:
         >>> is_inside_another_backward()
         False
     """

@@ -22,7 +22,7 @@ def lookup(path: str, used_for: str) -> Any:
         path: the name of a module, a colon, and names inside the module, as in "torch._C:_current_graph_task_id".
         used_for: the feature that needs the object, in words that complete the sentence "Syncline needs it to ...".
 
-    Example:
+    Examples:
         >>> lookup("torch:add", "add")(torch.ones(1), 1)
         tensor([2.])
         >>> lookup("torch:_no_such_name", "show this")()  # doctest: +ELLIPSIS
@@ -39,7 +39,7 @@ def lookup(path: str, used_for: str) -> Any:
 def is_there(found: object) -> bool:
     """Return whether `found`, a result of `lookup`, is an object of torch and not a stand-in.
 
-    Example:
+    Examples:
         >>> is_there(lookup("torch:_no_such_name", "show this"))
         False
     """
@@ -55,7 +55,7 @@ def attribute(path: str, used_for: str) -> Callable[[Any], Any]:
         path: the name of the attribute, or several names with dots between them.
         used_for: the feature that needs the attribute; see `lookup`.
 
-    Example:
+    Examples:
         >>> attribute("_version", "see changes")(torch.zeros(1).add_(1))
         1
     """

@@ -58,7 +58,7 @@ def is_scaler_in_use() -> bool:
 
     Call `note_scalers` before, because this function knows only the recorded scalers.
 
-    Example:
+    Examples:
         >>> import torch
         >>> note_scalers()
         >>> scaler = torch.amp.GradScaler("cpu")

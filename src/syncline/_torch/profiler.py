@@ -30,7 +30,7 @@ def profiled(name: str, *values: object) -> AbstractContextManager[Any]:
         name: the name of the range, without the prefix "syncline::".
         values: the values for the fields `{}` in the name. They are formatted only if a profiler runs.
 
-    Example:
+    Examples:
         >>> from torch.profiler import profile
         >>> with profile() as run, profiled("wait bucket {}", 0):
         ...     pass

@@ -53,7 +53,7 @@ def from_raw_moments_(means: Tensor, squares: Tensor) -> None:
     Args:
         means, squares: float64 tensors of the same shape.
 
-    Example:
+    Examples:
         >>> means, variances = torch.tensor([[-1.0], [3.0]]), torch.tensor([[0.0], [2.0]])  # (num_ranks, 1)
         >>> to_raw_moments_(means, variances)
         >>> mean, variance = means.mean(0), variances.mean(0)
@@ -77,7 +77,7 @@ def split_halves(x: Tensor) -> Tensor:
 def join_halves(halves: Tensor) -> Tensor:
     """Add the two halves of each number that `split_halves` returned. The halves may have been averaged in between.
 
-    Example:
+    Examples:
         >>> x = torch.tensor([1 / 3, -1e300, float("-inf")], dtype=torch.float64)
         >>> torch.equal(join_halves(split_halves(x) * 7 / 7), x)
         True

@@ -62,7 +62,7 @@ class Checkpointer:
         SynclineError: the directory cannot be written, or the ranks see different directories. With `read_only`: the
             directory cannot be read, or it has no saves.
 
-    Example:
+    Examples:
         >>> import tempfile, torch, syncline as sl
         >>> model = torch.nn.Linear(2, 1)
         >>> state = sl.TrainState(model=model)
@@ -285,7 +285,7 @@ class Checkpointer:
             SynclineError: all ranks stop here, but `state` could not be saved; or the strategy does not let the ranks
                 wait for each other here (`ParameterServer`, between two parameter syncs).
 
-        Example:
+        Examples:
             >>> import tempfile, torch, syncline as sl
             >>> state = sl.TrainState(model=torch.nn.Linear(2, 1))
             >>> with tempfile.TemporaryDirectory() as directory:

@@ -35,7 +35,7 @@ class Places:
     Args:
         named: the saved objects, by name.
 
-    Example:
+    Examples:
         >>> class Stream(IterableDataset[int]):
         ...     def __iter__(self):
         ...         return iter(range(8))

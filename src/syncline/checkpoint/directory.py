@@ -218,7 +218,7 @@ class Save(NamedTuple):
 def parse_name(name: str) -> Save | None:
     """Return the save whose directory has this name; None if it is not the name of a save.
 
-    Example:
+    Examples:
         >>> parse_name(Save(7, 1200).name), parse_name("notes")
         (Save(number=7, step=1200), None)
     """

@@ -55,7 +55,7 @@ def encode(state: Any, name: str) -> tuple[Any, dict[str, Tensor]]:
         ValueError: a tensor cannot be stored, because it is sparse, on the meta device, or of a subclass that wraps
             other tensors; or an integer has thousands of digits.
 
-    Example:
+    Examples:
         >>> encode({"lr": 0.1, "betas": (0.9, 0.99), "state": {0: torch.zeros(2)}}, "optimizer")[0]
         {'lr': 0.1, 'betas': {'$tuple': [0.9, 0.99]}, 'state': {'$dict': [[0, {'$tensor': 'optimizer.state.0'}]]}}
     """
@@ -184,7 +184,7 @@ def decode(encoded: Any, tensors: Mapping[str, Tensor], *, parts: Mapping[str, T
         KeyError: a tensor is missing.
         ValueError, TypeError: `encode` cannot have returned this value.
 
-    Example:
+    Examples:
         >>> encoded, tensors = encode({"betas": (0.9, float("inf")), 3: torch.ones(1)}, "x")
         >>> decode(encoded, tensors)
         {'betas': (0.9, inf), 3: tensor([1.])}
@@ -261,7 +261,7 @@ def _part(value: Any, tensors: Mapping[str, Tensor]) -> TensorPart:
 def tensors_in(encoded: Any) -> Iterator[str]:
     """Yield the names of the tensors in a value that `encode` returned. A name can occur more than once.
 
-    Example:
+    Examples:
         >>> list(tensors_in(encode({"a": torch.zeros(1), "b": (torch.ones(1), 2)}, "x")[0]))
         ['x.a', 'x.b.0']
     """

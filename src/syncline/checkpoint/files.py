@@ -172,7 +172,7 @@ def malformed_is_corrupt(path: str) -> Iterator[None]:
 
     Use this only around code that interprets the content of the file. A MemoryError is raised unchanged.
 
-    Example:
+    Examples:
         >>> with malformed_is_corrupt("manifest.json"):
         ...     {}["step"]
         Traceback (most recent call last):
@@ -193,7 +193,7 @@ def json_object(text: bytes) -> dict[str, Any]:
         ValueError: the text is not such an object.
         RecursionError: the object is nested too deep.
 
-    Example:
+    Examples:
         >>> json_object(b'{"a": [1, 2.5]}')
         {'a': [1, 2.5]}
         >>> json_object(b'{"a": NaN}')
@@ -235,7 +235,7 @@ def check(holds: bool, expected: str, found: object) -> None:
 def is_count(value: object) -> bool:
     """Return whether `value` is an integer from 0 to 2**63 - 1. True and False do not count as integers.
 
-    Example:
+    Examples:
         >>> [is_count(value) for value in (3, -1, True, 1.0, 2**63)]
         [True, False, False, False, False]
     """

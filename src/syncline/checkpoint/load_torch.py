@@ -140,7 +140,7 @@ class Matched:
 def _alike(missing: Sequence[str], unused: Sequence[str]) -> tuple[str, str]:
     """Return a missing name and the unused key that most likely belongs to it; "..." if no key is similar to a name.
 
-    Example:
+    Examples:
         >>> _alike(["step", "model", "optimizer"], ["model_state", "opt", "global_step"])
         ('step', 'global_step')
         >>> _alike(["step", "model"], ["model_state"])
@@ -170,7 +170,7 @@ def match(
     Raises:
         ValueError: `content` is not a dict, or `names` has a name that the state does not have.
 
-    Example:
+    Examples:
         >>> import torch
         >>> named = {"model": torch.nn.Linear(1, 1, bias=False), "optimizer": ...}
         >>> content = {"net": {"weight": torch.ones(1, 1)}, "epoch": 3}
@@ -301,7 +301,7 @@ def _some(keys: Collection[Any]) -> str:
 def renamed_like(found: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
     """Return the module state `found`, with the wrapper prefixes of its keys replaced by those of the keys of `own`.
 
-    Example:
+    Examples:
         >>> dict(renamed_like({"module.fc.weight": 1, "module.fc.bias": 2}, {"fc.weight": 0, "fc.bias": 0}))
         {'fc.weight': 1, 'fc.bias': 2}
         >>> dict(renamed_like({"fc.weight": 1}, {"_orig_mod.fc.weight": 0}))

@@ -41,7 +41,7 @@ def keep_types(optimizer: Optimizer, saved: Mapping[str, Any], types: Mapping[in
         types: the dtypes in which parameters were saved, by `id(parameter)`. The state of a parameter that is not in
             `types` is not changed.
 
-    Example:
+    Examples:
         >>> weight = torch.nn.Parameter(torch.ones(2, dtype=torch.bfloat16))
         >>> optimizer = torch.optim.SGD([weight], momentum=0.9)
         >>> optimizer.state[weight]["momentum_buffer"] = torch.tensor([0.1, 0.2])
@@ -72,7 +72,7 @@ def lay_out_like_parameters(optimizer: Optimizer) -> None:
     Args:
         optimizer: an unsharded optimizer that has just loaded its state.
 
-    Example:
+    Examples:
         >>> conv = torch.nn.Conv2d(3, 4, 2).to(memory_format=torch.channels_last)
         >>> optimizer = torch.optim.SGD(conv.parameters(), momentum=0.9)
         >>> optimizer.state[conv.weight]["momentum_buffer"] = torch.ones(4, 3, 2, 2)
@@ -261,7 +261,7 @@ def positions() -> dict[str, str]:
 
     A position is a text of 16 hexadecimal digits, which changes when a number is drawn.
 
-    Example:
+    Examples:
         >>> before = positions()
         >>> _ = torch.rand(1)
         >>> [name for name, position in positions().items() if position != before[name]]

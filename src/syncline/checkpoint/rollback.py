@@ -120,7 +120,7 @@ def agree_on_loaded(
             equal values. Every rank gets the same message.
         TypeError, ValueError, SynclineError: a rank has a `fault`. Raised on every rank.
 
-    Example:
+    Examples:
         >>> from syncline.errors import ReplicaDivergence
         >>> from syncline.transport.threads import run_ranks
         >>> def program(transport):

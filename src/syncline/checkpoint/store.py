@@ -59,7 +59,7 @@ def everywhere(lane: Transport, fn: Callable[[], T]) -> list[T]:
         SynclineError: on a rank other than this one, `fn` raised an error that is not from a file operation.
         Exception: on this rank, `fn` raised an error that is not from a file operation. It is raised unchanged.
 
-    Example:
+    Examples:
         >>> from syncline.transport.threads import run_ranks
         >>> run_ranks(2, lambda transport: everywhere(transport, lambda: transport.rank * 10))
         [[0, 10], [0, 10]]

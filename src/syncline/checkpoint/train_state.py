@@ -51,7 +51,7 @@ class TrainState(ShardedState):
             that contains it; or a module contains a wrapped module that was not given, although the strategy or the
             compression of this wrapped module has a state.
 
-    Example:
+    Examples:
         >>> import torch, syncline as sl
         >>> model = torch.nn.Linear(2, 1)
         >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -235,7 +235,7 @@ class TrainState(ShardedState):
             ContractMismatch: the ranks have different files, or give different names or other arguments.
             ReplicaDivergence: modules or optimizers differ between ranks after loading.
 
-        Example:
+        Examples:
             >>> import tempfile, torch, syncline as sl
             >>> model = torch.nn.Linear(2, 1)
             >>> state = sl.TrainState(model=model)

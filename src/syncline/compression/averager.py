@@ -113,7 +113,7 @@ class Averager:
 def joined_state(kept: Mapping[str, Mapping[str, Tensor]]) -> dict[str, Tensor]:
     """Join the states of several tensors to one dict of copies, with keys `<name of the tensor>.<name of the state>`.
 
-    Example:
+    Examples:
         >>> joined_state({"fc.weight": {"residual": torch.zeros(1)}})
         {'fc.weight.residual': tensor([0.])}
     """
@@ -125,7 +125,7 @@ def joined_state(kept: Mapping[str, Mapping[str, Tensor]]) -> dict[str, Tensor]:
 def parted_state(state: Mapping[str, Tensor]) -> dict[str, dict[str, Tensor]]:
     """Divide a dict that `joined_state` returned into one dict per tensor, by the name of the tensor.
 
-    Example:
+    Examples:
         >>> parted_state({"fc.weight.residual": torch.zeros(1)})
         {'fc.weight': {'residual': tensor([0.])}}
     """
@@ -147,7 +147,7 @@ def with_mean_residuals(own: Any, of_all: Sequence[Any]) -> Any:
             residual if its key ends with `.residual`, as `joined_state` makes it.
         of_all: the states of all ranks, in rank order.
 
-    Example:
+    Examples:
         >>> states = [{"0.residual": torch.tensor([4.0])}, {"0.residual": torch.tensor([2.0])}]
         >>> with_mean_residuals({"step": 3, "of": [states[1]]}, [{"step": 3, "of": [state]} for state in states])
         {'step': 3, 'of': [{'0.residual': tensor([3.])}]}

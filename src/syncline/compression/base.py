@@ -221,7 +221,7 @@ class Compression(ABC):
 
         Ranks compare their texts to check that all ranks use the same compression.
 
-        Example:
+        Examples:
             >>> from syncline.compression import PowerSGD
             >>> PowerSGD(rank=2).in_words()
             'PowerSGD(rank=2) with error feedback'

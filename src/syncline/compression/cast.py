@@ -24,7 +24,7 @@ class Cast(Codec):
         TypeError: `dtype` is not a torch.dtype.
         ValueError: `dtype` is neither torch.bfloat16 nor torch.float16.
 
-    Example:
+    Examples:
         >>> print(Cast(), Cast(torch.float16))
         Cast(dtype=bfloat16) Cast(dtype=float16)
     """

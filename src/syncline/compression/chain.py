@@ -51,7 +51,7 @@ class Chain(Composed):
         TypeError: a stage is not a compression.
         ValueError: there are fewer than two stages, or a stage cannot follow the stage before it.
 
-    Example:
+    Examples:
         >>> from syncline.compression import Cast, PowerSGD, Quantize
         >>> Chain(PowerSGD(2), Cast()).in_words()
         'Chain(PowerSGD(rank=2), Cast(dtype=bfloat16)) with error feedback'
@@ -172,7 +172,7 @@ class After(Composed):
         TypeError: `num_averagings` is not an integer, or `then` or `before` is not a compression, or is itself an
             instance of `sl.compression.After`.
 
-    Example:
+    Examples:
         >>> from syncline.compression import PowerSGD, Quantize
         >>> print(After(400, PowerSGD(4), before=Quantize(4)))
         After(400, PowerSGD(rank=4), before=Quantize(bits=4))

@@ -67,7 +67,7 @@ class HookState:
         module: the module that contains the parameters. The names of the parameters become keys in `state_dict`. If it
             is None, the state cannot be saved.
 
-    Example:
+    Examples:
         >>> import torch, syncline as sl
         >>> ddp = sl.DistributedDataParallel(torch.nn.Linear(8, 8))
         >>> ddp.register_comm_hook(sl.compression.HookState(sl.compression.Cast()), sl.compression.hook)

@@ -51,7 +51,7 @@ class MeanExchange:
         ValueError: a shape has a negative size, or `dtype` is not a floating-point type. Without compression, complex
             types are permitted as well.
 
-    Example:
+    Examples:
         >>> from syncline.compression import Quantize
         >>> from syncline.transport.threads import run_ranks
         >>> def program(transport):

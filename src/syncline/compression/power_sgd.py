@@ -36,7 +36,7 @@ def orthonormal_rows(matrices: Sequence[Tensor]) -> list[Tensor]:
     Returns:
         One matrix for each given matrix, of the same shape and dtype.
 
-    Example:
+    Examples:
         >>> orthonormal_rows([torch.tensor([[3.0, 4.0], [6.0, 8.0]])])
         [tensor([[0.6000, 0.8000],
                 [0.0000, 0.0000]])]
@@ -117,7 +117,7 @@ class PowerSGD(Compression):
         TypeError: an argument has the wrong type.
         ValueError: `rank` is below 1.
 
-    Example:
+    Examples:
         >>> print(PowerSGD())
         PowerSGD(rank=2)
     """

@@ -58,7 +58,7 @@ class Quantize(Codec):
         TypeError: an argument has the wrong type.
         ValueError: `bits` is not 8, 4 or 2, or `block_numel` is not a valid multiple.
 
-    Example:
+    Examples:
         >>> codes = Quantize(bits=4, block_numel=4).encode(torch.tensor([7.0, -3.0, 0.4, 1.0]))
         >>> codes.numel()  # a scale and two bytes
         4

@@ -40,7 +40,7 @@ class TopK(Compression):
         TypeError: an argument has the wrong type.
         ValueError: `ratio` is out of bounds.
 
-    Example:
+    Examples:
         >>> print(TopK(ratio=0.05))
         TopK(ratio=0.05)
     """
@@ -90,7 +90,7 @@ def largest_places(values: Tensor, number: int) -> Tensor:
         values: a flat tensor.
         number: the number of indices to return.
 
-    Example:
+    Examples:
         >>> sorted(largest_places(torch.tensor([1.0, -5.0, 0.0, 3.0]), 2).tolist())
         [1, 3]
     """

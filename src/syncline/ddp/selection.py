@@ -67,7 +67,7 @@ def select(
             own SyncBatchNorm on CPU.
         RuntimeError: no parameter requires grad, or a tensor has no shape or no values yet.
 
-    Example:
+    Examples:
         >>> net = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
         >>> chosen = select(net, ignore=["1.*"])
         >>> [name for name, _ in chosen.trained], len(chosen.ignored)
@@ -215,7 +215,7 @@ class Inventory:
     Args:
         module: the module to record.
 
-    Example:
+    Examples:
         >>> net = nn.Sequential(nn.Linear(2, 2))
         >>> inventory = Inventory(net)
         >>> inventory.has_changed()

@@ -67,7 +67,7 @@ class TrainingMethods(TorchNames, Joinable):
                 optimizer, and `replace` is None; or it cannot be sharded.
             RuntimeError: optimizers of this module step inside backward.
 
-        Example:
+        Examples:
             >>> import torch, syncline as sl
             >>> ddp = sl.DistributedDataParallel(torch.nn.Linear(2, 1))
             >>> optimizer = ddp.attach(torch.optim.AdamW(ddp.parameters()))
@@ -104,7 +104,7 @@ class TrainingMethods(TorchNames, Joinable):
             SynclineError: the gradients were not reduced, because the last backward ran under `no_sync`.
             RuntimeError: the norm is not finite, and `error_if_nonfinite` is True.
 
-        Example:
+        Examples:
             >>> import torch, syncline as sl
             >>> ddp = sl.DistributedDataParallel(torch.nn.Linear(1, 1))
             >>> (100 * ddp(torch.ones(1, 1))).sum().backward()
@@ -146,7 +146,7 @@ class TrainingMethods(TorchNames, Joinable):
             ValueError: the annotations of the hook are wrong, the module is sharded, or it has a compression.
             RuntimeError: a hook is already registered, or a backward is running.
 
-        Example:
+        Examples:
             >>> import torch, syncline as sl
             >>> def as_they_are(state, bucket):
             ...     future = torch.futures.Future()
@@ -166,7 +166,7 @@ class TrainingMethods(TorchNames, Joinable):
         `no_sync` applies to the backward passes that *run* inside the block. In torch's class, the place
         of the forward decides instead. The next backward outside the block reduces all accumulated gradients.
 
-        Example:
+        Examples:
             >>> import torch, syncline as sl
             >>> ddp = sl.DistributedDataParallel(torch.nn.Linear(2, 1))
             >>> with ddp.no_sync():
@@ -198,7 +198,7 @@ class TrainingMethods(TorchNames, Joinable):
                 of a block are mixed; or the registered communication hook divides the gradients.
             SynclineError: only some ranks use `normalize_by`.
 
-        Example:
+        Examples:
             >>> import torch, syncline as sl
             >>> ddp = sl.DistributedDataParallel(torch.nn.Linear(1, 1))
             >>> for batch in (torch.ones(3, 1), torch.ones(1, 1)):
@@ -233,7 +233,7 @@ class TrainingMethods(TorchNames, Joinable):
             ContractMismatch: the ranks report different names. The next backward raises this error, on every rank.
             SynclineError: a name is new inside `join`, where the ranks without inputs cannot report it.
 
-        Example:
+        Examples:
             >>> import torch, syncline as sl
             >>> ddp = sl.DistributedDataParallel(torch.nn.Linear(2, 1))
             >>> loss = ddp(torch.ones(4, 2)).square().mean()

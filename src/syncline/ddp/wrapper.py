@@ -141,7 +141,7 @@ class DistributedDataParallel(  # type: ignore[misc, override]
         RuntimeError: no parameter requires grad, or the module has tensors without a shape or without values.
         ContractMismatch: the ranks were given different modules or arguments. The text is the same on every rank.
 
-    Example:
+    Examples:
         >>> import torch, syncline as sl
         >>> ddp = sl.DistributedDataParallel(torch.nn.Linear(2, 1))
         >>> ddp(torch.ones(3, 2)).sum().backward()
@@ -280,7 +280,7 @@ class DistributedDataParallel(  # type: ignore[misc, override]
         Under the policy "none", the buffers of rank 0 are broadcast. Call this method before a checkpoint or an
         evaluation, because after a step the running statistics of a rank include a batch that no other rank has seen.
 
-        Example:
+        Examples:
             >>> import torch, syncline as sl
             >>> ddp = sl.DistributedDataParallel(torch.nn.BatchNorm1d(2))
             >>> ddp(torch.ones(3, 2)).sum().backward()
@@ -302,7 +302,7 @@ class DistributedDataParallel(  # type: ignore[misc, override]
         Raises:
             ContractMismatch: the ranks have run different numbers of steps, or their attached optimizers differ.
 
-        Example:
+        Examples:
             >>> import torch, syncline as sl
             >>> ddp = sl.DistributedDataParallel(torch.nn.Linear(2, 1), strategy=sl.LocalSGD(8))
             >>> ddp.sync_parameters_()
@@ -332,7 +332,7 @@ class DistributedDataParallel(  # type: ignore[misc, override]
         parameters on which the ranks last agreed, and the state of the outer optimizer. With a compression, it contains
         the residuals, which differ between ranks.
 
-        Example:
+        Examples:
             >>> import torch, syncline as sl
             >>> ddp = sl.DistributedDataParallel(torch.nn.Linear(2, 1), strategy=sl.DiLoCo(8))
             >>> ddp.load_sync_state_dict(ddp.sync_state_dict())

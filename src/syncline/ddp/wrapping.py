@@ -308,7 +308,7 @@ def are_of_the_bare_module(keys: Sequence[str], module: nn.Module) -> bool:
     the keys that the bare module has, first unchanged, then without the prefix. The keys belong to the bare module if
     the first count is larger.
 
-    Example:
+    Examples:
         >>> net = nn.Sequential()
         >>> net.module = nn.Linear(1, 1)  # the keys of this bare module look like a wrapper's
         >>> are_of_the_bare_module(["module.weight"], net), are_of_the_bare_module(["module.module.weight"], net)

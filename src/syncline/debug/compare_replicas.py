@@ -74,7 +74,7 @@ def assert_replicas_agree(
         TypeError, ValueError, SynclineError: an argument is invalid; or, on some rank, `fn` failed or stepped an
             optimizer that is not in `module`. Raised on every rank.
 
-    Example:
+    Examples:
         >>> import torch, syncline as sl
         >>> net = torch.nn.Sequential(torch.nn.Linear(2, 4), torch.nn.Dropout(), torch.nn.Linear(4, 1))
         >>> x = torch.ones(3, 2)
@@ -104,7 +104,7 @@ def compare_replicas(
 
     See `report.agrees` and `print(report)`.
 
-    Example:
+    Examples:
         >>> import itertools, torch, syncline as sl
         >>> class Counting(torch.nn.Module):
         ...     numbers = itertools.count()

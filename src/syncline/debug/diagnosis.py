@@ -23,7 +23,7 @@ def put_together(of_ranks: Sequence[Sequence[OwnFinding]]) -> list[Finding]:
     Args:
         of_ranks: the findings of each rank, in rank order. The result keeps this order.
 
-    Example:
+    Examples:
         >>> noise = OwnFinding(module="mix", kind="Mix", what="two runs: mix differs", difference="1 of 4 elements")
         >>> print(*put_together([[noise], [], [noise]]))
         ranks 0, 2, two runs: mix differs: 1 of 4 elements

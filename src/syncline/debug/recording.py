@@ -117,7 +117,7 @@ def named_modules(roots: Mapping[str, nn.Module]) -> dict[nn.Module, str]:
 def named_roots(modules: Sequence[nn.Module]) -> dict[str, nn.Module]:
     """Return the modules by the prefix for the names of their parts. If there is only one, its prefix is empty.
 
-    Example:
+    Examples:
         >>> [*named_roots([nn.ReLU()])], [*named_roots([nn.ReLU(), nn.GELU(), nn.ReLU()])]
         ([''], ['ReLU#1', 'GELU', 'ReLU#2'])
     """
@@ -173,7 +173,7 @@ class Recorder:
         against: the recording of an earlier run of this rank, and the copies of its inputs and outputs. `difference`
             then describes the first input or output that differs.
 
-    Example:
+    Examples:
         >>> net = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
         >>> with Recorder(named_modules({"": net})) as recorder:
         ...     y = net(torch.ones(1, 2))
@@ -334,7 +334,7 @@ _FINGERPRINT = re.compile(r" \([0-9a-f]{16}\)$")
 def _how_it_changed(key: str, before: str, after: str) -> str:
     """Describe how an attribute changed. Leave out fingerprints, so that equal findings of several ranks can be merged.
 
-    Example:
+    Examples:
         >>> _how_it_changed("n", "1", "2"), _how_it_changed("h", "None", "a tensor (2,) torch.int64 (0123456789abcdef)")
         ('n went from 1 to 2', 'h went from None to a tensor (2,) torch.int64')
     """

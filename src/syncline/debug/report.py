@@ -19,7 +19,7 @@ from syncline.words import describe_ranks, ranks_with
 def facts() -> dict[str, str]:
     """Return the versions, hardware and settings of this process that can explain a difference, by name.
 
-    Example:
+    Examples:
         >>> facts()["torch"] == torch.__version__
         True
     """
@@ -98,7 +98,7 @@ class Report:
     def verdict(self) -> str:
         """The result of all checks in one line: the number of findings, and the doubts.
 
-        Example:
+        Examples:
             >>> report = Report(title="", num_ranks=2, checked=(), doubts=("all ranks were given the same batch",))
             >>> report.verdict
             'no disagreement, but all ranks were given the same batch (see notes)'
@@ -190,7 +190,7 @@ class Disagreement(SynclineError):
 def by_value(values: Sequence[str]) -> str:
     """Describe the values of all ranks in one line. Each value is written once, with the ranks that have it.
 
-    Example:
+    Examples:
         >>> by_value(["1", "1"]), by_value(["1", "2"])
         ('1', '1 (rank 0), 2 (rank 1)')
     """

@@ -107,7 +107,7 @@ class Subject:
     Raises:
         ValueError: a module is lazy, so its parameters have no values yet.
 
-    Example:
+    Examples:
         >>> net = nn.Linear(1, 1)
         >>> before = net.weight.item()
         >>> subject = Subject([net])
@@ -228,7 +228,7 @@ def align_inputs(inputs: Any, transport: Transport) -> Aligned:
             ranks.
         transport: the transport between the ranks.
 
-    Example:
+    Examples:
         >>> from syncline.transport.threads import run_ranks
         >>> def program(transport):
         ...     x = torch.full((2 + transport.rank,), 1.0 + transport.rank)

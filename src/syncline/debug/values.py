@@ -33,7 +33,7 @@ class Value(NamedTuple):
 def values_of(tree: Any) -> tuple[Value, ...]:
     """Return the fingerprints of the tensors and plain values in a nested container. Other objects are ignored.
 
-    Example:
+    Examples:
         >>> x, n = values_of((torch.zeros(2), {"n": 3}))
         >>> x.name, x.about, n.name, n.about
         ('[0]', '(2,) torch.float32', '[1].n', 'int')
@@ -125,7 +125,7 @@ class Kept:
 def how_they_differ(expected: Tensor, got: Tensor) -> str:
     """Describe how many elements differ between two tensors on the CPU, and by how much.
 
-    Example:
+    Examples:
         >>> how_they_differ(torch.tensor([1.0, 2.0, 3.0]), torch.tensor([1.0, 2.5, 2.0]))
         '2 of 3 elements differ, by up to 1; the first at [1]: 2 and 2.5'
     """

@@ -42,7 +42,7 @@ def fingerprints(values: Sequence[Any]) -> list[int]:
     payloads. The function needs less than 1 MiB of memory for copies on the CPU, and less than 130 MiB on other
     devices.
 
-    Example:
+    Examples:
         >>> x = torch.arange(6.0).view(2, 3)
         >>> same, other = x.t().contiguous().t(), x.flip(0)
         >>> one, two, three = fingerprints([x, same, other])
@@ -152,7 +152,7 @@ class SliceHash:
     the value. The hashes of two ranks are comparable if their tensors have the same strides and are on devices of the
     same type.
 
-    Example:
+    Examples:
         >>> one, same, other = SliceHash(), SliceHash(), SliceHash()
         >>> x = torch.arange(6.0)
         >>> one.add(0, x, 2, 4), same.add(0, x.clone(), 2, 4), other.add(0, x, 3, 5)

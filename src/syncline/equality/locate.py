@@ -83,7 +83,7 @@ def differences(names: Sequence[str], rows: Sequence[Sequence[int]]) -> list[Dif
         names: the names of the values. A name may occur more than once.
         rows: the fingerprints of the values on each rank, in rank order.
 
-    Example:
+    Examples:
         >>> found = differences(["a", "b"], [[1, 5], [1, 6], [1, 5]])
         >>> str(found[0]), found[0].minority
         ('b  ranks 0, 2 | rank 1', (1,))

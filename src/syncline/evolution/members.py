@@ -37,7 +37,7 @@ def pairs_of(rank: int, num_ranks: int, num_pairs: int) -> range:
 
     Pairs are assigned to the ranks in turn, so the numbers of pairs of two ranks differ by one at most.
 
-    Example:
+    Examples:
         >>> [list(pairs_of(rank, 3, num_pairs=4)) for rank in range(3)]
         [[0, 3], [1], [2]]
     """
@@ -52,7 +52,7 @@ def in_order(rows: Sequence[Sequence[float]], num_pairs: int) -> list[float]:
             then padding.
         num_pairs: the number of pairs over all ranks.
 
-    Example:
+    Examples:
         >>> in_order([[1.0, 2.0, 5.0, 6.0], [3.0, 4.0, 0.0, 0.0]], num_pairs=3)
         [1.0, 2.0, 3.0, 4.0, 5.0, 6.0]
     """
@@ -72,7 +72,7 @@ def noise_seed(seed: int, step: int, pair: int) -> int:
     Two pairs of one step never have the same seed. Two pairs of different steps have the same seed with a probability
     of 1 in 4 billion, which does no harm.
 
-    Example:
+    Examples:
         >>> noise_seed(0, 1, 0), noise_seed(0, 1, 1)
         (3445662366, 1805130831)
     """
@@ -107,7 +107,7 @@ def centered_ranks(losses: Sequence[float]) -> list[float]:
     Only the order of the losses matters. Equal losses get the mean of their scaled places, so that a pair with equal
     losses does not move the parameters. All losses that are not finite, also minus infinity, count as the worst.
 
-    Example:
+    Examples:
         >>> centered_ranks([0.3, 1e9, float("nan"), 0.1, 0.3])
         [-0.125, 0.25, 0.5, -0.5, -0.125]
     """
@@ -132,7 +132,7 @@ def pair_weights(losses: Sequence[float], sigma: float) -> list[float]:
         losses: the losses of all members, two per pair: first the loss for plus sigma * noise, then that for minus.
         sigma: the factor of the noise.
 
-    Example:
+    Examples:
         >>> pair_weights([1.0, 4.0, 3.0, 3.0], sigma=0.5)  # the losses of pair 1 are equal, so its weight is 0
         [-0.5, 0.0]
     """

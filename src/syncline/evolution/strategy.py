@@ -105,7 +105,7 @@ class EvolutionStrategy:
     Source: Salimans et al., "Evolution Strategies as a Scalable Alternative to Reinforcement Learning", 2017,
     https://arxiv.org/abs/1703.03864.
 
-    Example:
+    Examples:
         >>> import torch, syncline as sl
         >>> model = torch.nn.Linear(2, 1)
         >>> strategy = sl.EvolutionStrategy(model, sigma=0.1, lr=0.05, population=20, seed=0)
@@ -169,9 +169,8 @@ class EvolutionStrategy:
         Raises:
             ValueError: no member has a finite loss. Every rank raises this error.
             PeerFailed: `loss_fn` raised an exception on another rank. That rank raises the exception itself.
-            ContractMismatch: parameters or optimizer settings are no longer the same on all ranks.
-
-            After each of these errors, parameters and buffers have the values from before the step.
+            ContractMismatch: parameters or optimizer settings are no longer the same on all ranks. As after the other
+                two errors, parameters and buffers have the values from before the step.
         """
         board = self._transport.board
         board.step, board.phase = self.num_steps + 1, "EvolutionStrategy.step, evaluating members"

@@ -26,7 +26,7 @@ class SynclineStrategy(TrainerMethods, DDPStrategy):  # type: ignore[misc]
         kwargs: the other arguments of Lightning's `DDPStrategy`, and all arguments of `sl.DistributedDataParallel`,
             such as `strategy=sl.DiLoCo(...)`, `compression=`, `replica_check=` and `find_unused_parameters=`.
 
-    Example:
+    Examples:
         trainer = lightning.Trainer(strategy=SynclineStrategy(strategy=sl.LocalSGD(every=8)), devices=2)
     """
 
@@ -37,7 +37,7 @@ class SynclineFabricStrategy(FabricMethods, FabricDDPStrategy):  # type: ignore[
     Args:
         transport, kwargs: see `SynclineStrategy`.
 
-    Example:
+    Examples:
         fabric = lightning.Fabric(strategy=SynclineFabricStrategy(compression=sl.compression.Cast()), devices=2)
     """
 

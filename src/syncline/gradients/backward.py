@@ -57,7 +57,7 @@ class GraphTasks:
         is_inside: a function that returns whether the running task was started inside another task. It is called a few
             times per backward.
 
-    Example:
+    Examples:
         >>> tasks = GraphTasks(is_inside=lambda: False)
         >>> tasks.enter(7).name
         'BEGINS'
@@ -250,7 +250,7 @@ ALLOWED_MOVES: dict[BackwardState, frozenset[BackwardState]] = {
 class Backward:
     """The state of one backward, from its first gradient to its end.
 
-    Example:
+    Examples:
         >>> backward = Backward(step=1, state=BackwardState.LOCAL)
         >>> backward.move(BackwardState.ENDED)
         >>> backward.move(BackwardState.SENT)

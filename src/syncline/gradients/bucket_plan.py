@@ -134,7 +134,7 @@ def automatic_caps(
         device_type: the device type of the gradients.
         reduces_in_place: whether ranks read each other's gradients from memory.
 
-    Example:
+    Examples:
         >>> crowded = HostLoad(num_ranks=2, num_cores=2, num_threads_per_rank=1)
         >>> automatic_caps([crowded], device_type="cpu").cap_bytes // MIB
         32
@@ -176,7 +176,7 @@ def plan_buckets(
         of delayed parameters are launched last. All dense gradients of a bucket have the same dtype and device.
         A sparse gradient has its own bucket.
 
-    Example:
+    Examples:
         >>> spec = ParameterSpec(name="w", numel=4, itemsize_bytes=4, dtype="float32", device="cpu")
         >>> caps = BucketCaps(cap_bytes=32, first_cap_bytes=16)
         >>> [b.parameters for b in plan_buckets([spec] * 3, [2, 1, 0], caps=caps, tail_numel=7)]

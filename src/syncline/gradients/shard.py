@@ -43,7 +43,7 @@ class StandIn(Tensor):
     If a stand-in is zeroed, as by `zero_grad`, `.grad` of its parameter becomes None. Every other operation raises an
     error.
 
-    Example:
+    Examples:
         >>> weight = torch.nn.Parameter(torch.zeros(2, 3))
         >>> weight.grad = StandIn.of(weight, "weight")
         >>> weight.grad.shape, weight.grad
@@ -375,7 +375,7 @@ def view_like(flat: Tensor, offset: int, parameter: Tensor) -> Tensor:
 def order_of(parameter: Tensor) -> tuple[int, ...]:
     """Return the dimensions of a parameter in the memory order of `view_like`, the largest stride first.
 
-    Example:
+    Examples:
         >>> weight = torch.zeros(2, 3, 4, 5)
         >>> order_of(weight), order_of(weight.contiguous(memory_format=torch.channels_last))
         ((0, 1, 2, 3), (0, 2, 3, 1))

@@ -57,7 +57,7 @@ def bounds_of(
         num_ranks: the number of ranks.
         whole: indices of the parameters that must not be cut.
 
-    Example:
+    Examples:
         >>> from syncline.gradients.bucket_plan import BucketCaps, ParameterSpec, plan_buckets
         >>> spec = ParameterSpec(name="w", numel=5, itemsize_bytes=4, dtype="float32", device="cpu")
         >>> caps = BucketCaps(cap_bytes=100, first_cap_bytes=100)
@@ -140,7 +140,7 @@ def pieces_of(
         whole: whether each piece is a whole parameter.
         by_parameter: whether a piece contains elements of one parameter only.
 
-    Example:
+    Examples:
         >>> from syncline.gradients.bucket_plan import BucketCaps, ParameterSpec, plan_buckets
         >>> spec = ParameterSpec(name="w", numel=5, itemsize_bytes=4, dtype="float32", device="cpu")
         >>> caps = BucketCaps(cap_bytes=100, first_cap_bytes=100)
@@ -177,7 +177,7 @@ def pieces_of(
 def gaps_in(plan: BucketPlan) -> list[int]:
     """Return the offsets of the elements that lie between parameters and belong to none of them.
 
-    Example:
+    Examples:
         >>> plan = BucketPlan(index=0, dtype="float32", device="cpu", parameters=(4, 2), offsets=(0, 8), num_large=0,
         ...     numel=11, tail_numel=0, itemsize_bytes=4, numels=(6, 3))
         >>> gaps_in(plan)
@@ -197,7 +197,7 @@ def spans_in(plan: BucketPlan, start: int, stop: int) -> list[tuple[int, int, in
     Each part is a tuple (position, first, stop). `position` is the parameter's position in the bucket. `first` is the
     offset of the part's first element in the parameter, and `stop` is the offset behind its last element.
 
-    Example:
+    Examples:
         >>> plan = BucketPlan(index=0, dtype="float32", device="cpu", parameters=(4, 2), offsets=(0, 6), num_large=0,
         ...     numel=9, tail_numel=0, itemsize_bytes=4, numels=(6, 3))
         >>> spans_in(plan, 2, 8)

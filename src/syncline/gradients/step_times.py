@@ -32,7 +32,7 @@ class StepClock:
         transport: the transport whose waits do not count.
         now: the clock, in seconds.
 
-    Example:
+    Examples:
         >>> from syncline.transport.threads import ThreadGroup
         >>> times = iter([0.0, 3.0, 5.0, 9.0])  # seconds
         >>> clock = StepClock(ThreadGroup(1).transport(0), now=times.__next__)

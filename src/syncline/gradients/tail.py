@@ -40,7 +40,7 @@ class TailForm:
         num_tracked: the number of parameters whose use each rank reports; 0 if unused parameters are not detected.
         num_noted: the number of digits of a rank's note.
 
-    Example:
+    Examples:
         >>> form = TailForm(num_ranks=2, widths=(1, 14))
         >>> form.encode((1, 4097), rank=1)
         [0, 0, 160, 2]

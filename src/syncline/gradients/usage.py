@@ -26,7 +26,7 @@ def tensors_in(output: object) -> Iterator[Tensor]:
 
     Objects of other types are not searched.
 
-    Example:
+    Examples:
         >>> import torch
         >>> [t.item() for t in tensors_in({"a": torch.tensor(1), "b": [torch.tensor(2), None]})]
         [1, 2]
@@ -47,7 +47,7 @@ def tensors_in(output: object) -> Iterator[Tensor]:
 def when_backward_reaches(tensor: Tensor, call: Callable[[Any], None]) -> None:
     """Register the function `call`, which is called when a backward reaches a tensor that requires grad.
 
-    Example:
+    Examples:
         >>> import torch
         >>> y = torch.ones(1, requires_grad=True) * 2
         >>> when_backward_reaches(y, lambda _: print("here"))

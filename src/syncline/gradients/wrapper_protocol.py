@@ -91,7 +91,7 @@ def replica_of(module: object) -> ReplicaProtocol | None:
 
     Returns None for any other object, such as torch's own wrapper.
 
-    Example:
+    Examples:
         >>> import torch
         >>> replica_of(torch.nn.Linear(2, 1)) is None
         True

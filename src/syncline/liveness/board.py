@@ -81,7 +81,7 @@ class Wait:
 class Place:
     """A snapshot of the position of one rank. The attributes `step` to `opening` are those of `Board`.
 
-    Example:
+    Examples:
         >>> print(Place(step=12, phase="backward", bucket=0, code="train.py:34 in main"))
         step 12, backward, bucket 0, at train.py:34 in main
         >>> Place.from_json(Place(step=1).to_json()) == Place(step=1)
@@ -182,7 +182,7 @@ def describe_places(
         now: the current time in seconds since the epoch, from which the ages of the places follow. Pass None to show no
             ages.
 
-    Example:
+    Examples:
         >>> seen = {1: Place(step=2, phase="forward", seen=10.0), 2: Place(step=3, phase="backward", seen=12.5)}
         >>> print(describe_places(seen, size=3, here=2, now=12.5))
           rank 0: it has reported nothing

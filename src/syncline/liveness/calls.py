@@ -166,7 +166,7 @@ def remedy_for_left(here: Place, left: Iterable[Place]) -> str:
         here: the place of this rank.
         left: the last places of the ranks that have shut down.
 
-    Example:
+    Examples:
         >>> remedy_for_left(Place(step=4, phase="backward"), [Place(step=3)])[:40]
         'the rank that shut down made fewer steps'
         >>> remedy_for_left(Place(step=3, opening="sl.Checkpointer.save"), [Place(step=3)])[:40]

@@ -29,7 +29,7 @@ def different_calls(places: Places) -> list[int]:
 
     The list is empty if all calls agree.
 
-    Example:
+    Examples:
         >>> different_calls({rank: Place(wait=Wait(lane="main", call=1, words=f"{rank}")) for rank in range(2)})
         [0, 1]
     """
@@ -65,7 +65,7 @@ def stuck_among(waits_for: Mapping[int, Collection[int]]) -> list[int]:
         waits_for: for each rank that does nothing but wait, the ranks for which it waits. Its wait ends only after
             all of these ranks have acted.
 
-    Example:
+    Examples:
         >>> stuck_among({0: [1], 1: [0, 2], 3: [1], 4: [2]})
         [0, 1, 3]
     """

@@ -28,7 +28,7 @@ _STAT_BYTES = 4096
 class RankProcess:
     """The process of a rank, identified by host, pid and start time.
 
-    Example:
+    Examples:
         >>> own = RankProcess.own()
         >>> own is None or (own.has_ended(), own.is_stopped())
         (False, False)

@@ -57,7 +57,7 @@ class SignedStore:
         token: the secret that only the job's processes know. Pass None to use no signatures. The default is the value
             of SYNCLINE_TOKEN.
 
-    Example:
+    Examples:
         >>> from torch.distributed import HashStore
         >>> store = SignedStore(HashStore(), token="a secret of the job")
         >>> store.set("rank 1", "here")

@@ -40,7 +40,7 @@ def weakly_bound(owner: object, function: Callable[..., Any]) -> Any:
 
     The result has a `__func__` and the signature of a method, but no `__self__`.
 
-    Example:
+    Examples:
         >>> import torch
         >>> layer = torch.nn.Linear(1, 1)
         >>> layer.double_of = weakly_bound(layer, lambda self, x: 2 * x)
@@ -101,7 +101,7 @@ class AttachedOptimizer:
             closure, the closure is called before the step begins, so that the step can be skipped. A skipped step is
             not counted. Pass None if no step is ever skipped.
 
-    Example:
+    Examples:
         >>> import torch
         >>> optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.1)
         >>> attached = AttachedOptimizer(optimizer, before_step=lambda attached: None)
@@ -321,7 +321,7 @@ def to_replace(
         ValueError: `replace` is None, and some but not all parameters of an attached optimizer belong to the new
             optimizer.
 
-    Example:
+    Examples:
         >>> weight, bias = (torch.zeros(1, requires_grad=True) for _ in range(2))
         >>> one, both = torch.optim.SGD([weight]), torch.optim.SGD([weight, bias])
         >>> own = {id(weight), id(bias)}

@@ -69,7 +69,7 @@ class OptimizerNumbers:
         settings: whether the tensors contain the numbers of the parameter groups, too. Otherwise these numbers do not
             change, and their values are part of the description.
 
-    Example:
+    Examples:
         >>> optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.1)
         >>> numbers = OptimizerNumbers(optimizer)
         >>> _ = numbers.tensors[1].fill_(0.5)
@@ -148,7 +148,7 @@ def floating_state(optimizer: Optimizer) -> list[tuple[str, Tensor]]:
 
     Step counts and other tensors without dimensions are left out.
 
-    Example:
+    Examples:
         >>> import torch
         >>> parameter = torch.ones(2, requires_grad=True)
         >>> optimizer = torch.optim.AdamW([parameter])

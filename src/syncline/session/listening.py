@@ -18,7 +18,7 @@ def is_loopback(address: str) -> bool:
 
     For a host name other than "localhost", the result is False, because another host may resolve the name differently.
 
-    Example:
+    Examples:
         >>> is_loopback("127.0.0.1"), is_loopback("localhost"), is_loopback("10.0.0.7"), is_loopback("node1")
         (True, True, False, False)
     """
@@ -56,7 +56,7 @@ def bound_socket(address: str, port: int) -> socket.socket:
 def interface_of(address: str) -> str | None:
     """Return the name of the network interface of this host that has the address `address`; None if none is found.
 
-    Example:
+    Examples:
         >>> interface_of("127.0.0.1")
         'lo'
     """

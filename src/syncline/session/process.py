@@ -65,7 +65,7 @@ def record_failure(error: BaseException, path: str, tb: TracebackType | None = N
 def exit_code_of(error: BaseException) -> int:
     """Return the exit code of a Python process that ends with the uncaught exception `error`.
 
-    Example:
+    Examples:
         >>> exit_code_of(ValueError()), exit_code_of(SystemExit(3)), exit_code_of(SystemExit("no data"))
         (1, 3, 1)
     """

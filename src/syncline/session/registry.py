@@ -25,7 +25,7 @@ T = TypeVar("T")
 class Registry:
     """A registry that finds objects by their class. An object is registered on its own, or as the object of one module.
 
-    Example:
+    Examples:
         >>> from torch import nn
         >>> registry, module = Registry(), nn.Linear(2, 1)
         >>> registry.by_module(str)[module] = "a note"

@@ -101,7 +101,7 @@ class _Handler:
 class StopRequest:
     """A record of whether this process is asked to stop, and why. Signal handlers and any thread can call `ask`.
 
-    Example:
+    Examples:
         >>> request = StopRequest()
         >>> request.ask("got SIGTERM")
         >>> request.ask("got SIGUSR1")
@@ -171,7 +171,7 @@ def checked_signals(names: Iterable[str | int]) -> tuple[signal.Signals, ...]:
         TypeError: `names` is a single string, or contains something that is not a name or a number.
         ValueError: this system has no such signal, or no process can handle the signal.
 
-    Example:
+    Examples:
         >>> [one.name for one in checked_signals(["SIGTERM", "usr1"])]
         ['SIGTERM', 'SIGUSR1']
     """

@@ -55,7 +55,7 @@ def init(
             processes claim the same rank, or "shm" was requested and is not available.
         CollectiveTimeout: some ranks did not arrive in time. The text names these ranks.
 
-    Example:
+    Examples:
         >>> import syncline as sl
         >>> sl.init().size
         1
@@ -86,7 +86,7 @@ def world() -> World:
     Raises:
         SynclineError: a launcher started several ranks, and this process has not joined them yet.
 
-    Example:
+    Examples:
         >>> world().rank
         0
     """
@@ -109,7 +109,7 @@ def transport_of(group: dist.ProcessGroup | Transport | None = None) -> Transpor
             destroyed a default group of several ranks, or a launcher started several ranks and this process has not
             joined them.
 
-    Example:
+    Examples:
         >>> transport_of(None).size
         1
     """

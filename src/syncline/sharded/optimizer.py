@@ -66,7 +66,7 @@ def is_elementwise(optimizer: Optimizer, given: bool | None) -> bool:
     Raises:
         ValueError: an optimizer of this class can step no shard (LBFGS, SparseAdam).
 
-    Example:
+    Examples:
         >>> import torch
         >>> weight = torch.nn.Parameter(torch.zeros(2, 2))
         >>> is_elementwise(optim.AdamW([weight]), None), is_elementwise(optim.Adafactor([weight]), None)

@@ -48,7 +48,7 @@ class PartedTensor:
     Raises:
         ValueError: the parts do not belong to one tensor, or elements are missing.
 
-    Example:
+    Examples:
         >>> def part(start, *values):
         ...     return TensorPart(values=torch.tensor(values), start=start, shape=(2, 2), order=(1, 0))
         >>> PartedTensor([part(3, 4), part(0, 1, 2, 3)]).whole()
@@ -121,7 +121,7 @@ def attach_sharded_state(optimizer: Optimizer, state: ShardedState) -> None:
 def sharded_state_of(one: object) -> ShardedState | None:
     """Return the sharded state of an object. Return None if every rank has the object's whole state.
 
-    Example:
+    Examples:
         >>> sharded_state_of(torch.optim.SGD([torch.zeros(1)])) is None
         True
     """
@@ -147,7 +147,7 @@ def join_parts(states: Sequence[Any]) -> Any:
         ValueError: elements of a tensor are in no part, or the parts do not belong to one tensor. The message contains
             the path of the tensor in the state.
 
-    Example:
+    Examples:
         >>> halves = [TensorPart(values=torch.ones(1), start=i, shape=(2,), order=(0,)) for i in range(2)]
         >>> joined = join_parts([{"step": 3, 0: {"momentum": halves[0]}}, {0: {"momentum": halves[1]}, 1: {}}])
         >>> whole_of(joined)

@@ -217,7 +217,7 @@ def share_(module: AnyModule, *, group: dist.ProcessGroup | Transport | None = N
             transport `c10d` was selected), or a parameter is not on the CPU. All ranks raise the error.
         ContractMismatch: the modules differ between ranks. All ranks raise the error with the same text.
 
-    Example:
+    Examples:
         >>> import torch, syncline as sl
         >>> model = sl.share_(torch.nn.Linear(2, 1))
         >>> with sl.write_shared(model), torch.no_grad():

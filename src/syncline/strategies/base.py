@@ -168,7 +168,7 @@ def synchronized_by(actions: Sequence[Action], *, has_buffers: bool) -> set[str]
         actions: the actions.
         has_buffers: whether the module has buffers that are synchronized.
 
-    Example:
+    Examples:
         >>> sorted(synchronized_by([Average(optimizer_state=True)], has_buffers=False))
         ['optimizer', 'parameters']
     """
@@ -191,7 +191,7 @@ def make_equal(actions: Sequence[Action], *, num_fragments: int) -> bool:
         num_fragments: the number of fragments into which the parameters are divided for an outer optimizer. Pass 0 if
             there is no outer optimizer.
 
-    Example:
+    Examples:
         >>> make_equal([ReceiveOuter(0, mixing=0)], num_fragments=2)
         False
     """
@@ -220,7 +220,7 @@ def descriptions(actions: Sequence[Action], *, has_buffers: bool) -> Iterator[st
         actions: the actions.
         has_buffers: whether the module has buffers that are synchronized.
 
-    Example:
+    Examples:
         >>> list(descriptions([Push(to=(1,), sources=(2, 3))], has_buffers=False))
         ['sent to rank 1, received from ranks 2, 3']
     """
@@ -299,7 +299,7 @@ def in_words(description: object) -> str:
 
     The text leaves out arguments that have their default values, and shows functions by their qualified names.
 
-    Example:
+    Examples:
         >>> from syncline.strategies import LocalSGD
         >>> in_words(LocalSGD(8, warmup=100))
         'LocalSGD(every=8, warmup=100)'

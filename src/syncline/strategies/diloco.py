@@ -50,7 +50,7 @@ def plan_fragments(sizes_numel: Sequence[int], num_fragments: int) -> tuple[tupl
     Raises:
         ValueError: there are fewer parameters than fragments.
 
-    Example:
+    Examples:
         >>> plan_fragments([100, 1, 1, 50, 60], 2)
         ((0, 1, 2), (3, 4))
     """
@@ -133,7 +133,7 @@ class DiLoCo(LocalSteps[_State]):
         TypeError: an argument has the wrong type.
         ValueError: an argument is out of bounds.
 
-    Example:
+    Examples:
         >>> strategy = DiLoCo(every=4, fragments=2, delay=1)
         >>> state = strategy.init(Spec(rank=0, num_ranks=2, hosts=(0, 0), sizes_numel=(10, 10)))
         >>> for step in (1, 2, 3, 4, 5):

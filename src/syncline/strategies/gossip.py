@@ -45,7 +45,7 @@ def neighbours(topology: Topology, num_ranks: int, round: int, seed: int = 0) ->
     Raises:
         ValueError: the topology is unknown.
 
-    Example:
+    Examples:
         >>> neighbours("ring", 4, 0), neighbours("exponential", 4, 1)
         (((3, 1), (0, 2), (1, 3), (2, 0)), ((2,), (3,), (0,), (1,)))
         >>> edges = neighbours("pairs", 4, 7, seed=1)
@@ -105,7 +105,7 @@ class Gossip(Strategy[_State]):
         TypeError: an argument has the wrong type.
         ValueError: the topology is unknown, or a number is out of bounds.
 
-    Example:
+    Examples:
         >>> strategy = Gossip("exponential")
         >>> state = strategy.init(Spec(rank=0, num_ranks=4, hosts=(0, 0, 0, 0), sizes_numel=(10,)))
         >>> state, actions = strategy.at_step(state, Progress(step=1))

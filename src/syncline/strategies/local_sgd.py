@@ -48,7 +48,7 @@ class LocalSGD(LocalSteps[_State]):
         TypeError: an argument has the wrong type.
         ValueError: an argument is out of bounds.
 
-    Example:
+    Examples:
         >>> strategy = LocalSGD(every=2)
         >>> spec = Spec(rank=0, num_ranks=4, hosts=(0, 0, 0, 0), sizes_numel=(10,))
         >>> state = strategy.init(spec)

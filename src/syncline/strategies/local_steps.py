@@ -35,7 +35,7 @@ def workers_of(within: EverythingWithin, spec: Spec) -> tuple[int, ...] | None:
     Raises:
         ValueError: `within` does not divide the number of ranks.
 
-    Example:
+    Examples:
         >>> spec = Spec(rank=0, num_ranks=4, hosts=(0, 0, 1, 1), sizes_numel=())
         >>> workers_of("host", spec), workers_of(2, spec), workers_of(None, spec)
         ((0, 0, 1, 1), (0, 0, 1, 1), None)

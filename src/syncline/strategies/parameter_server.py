@@ -61,7 +61,7 @@ class ParameterServer(Strategy[_State]):
         TypeError: `staleness` is not an integer.
         ValueError: `staleness` is negative.
 
-    Example:
+    Examples:
         >>> strategy = ParameterServer(staleness=1)
         >>> state = strategy.init(Spec(rank=0, num_ranks=2, hosts=(0, 0), sizes_numel=(10,)))
         >>> state, actions = strategy.at_step(state, Progress(step=1))

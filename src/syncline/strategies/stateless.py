@@ -24,7 +24,7 @@ class EveryStep(Strategy[NoState]):
 
     The argument `strategy=None` selects this strategy. torch's DistributedDataParallel behaves in the same way.
 
-    Example:
+    Examples:
         >>> strategy = EveryStep()
         >>> state = strategy.init(Spec(rank=0, num_ranks=2, hosts=(0, 0), sizes_numel=(10,)))
         >>> strategy.at_backward(state, Progress(step=0))
@@ -64,7 +64,7 @@ class Manual(Strategy[NoState]):
     `sl.keep_best_` synchronize the replicas on request. `ddp.sync_parameters_()` averages the parameters, and
     synchronizes the buffers by their policy. The optimizer need not be attached.
 
-    Example:
+    Examples:
         >>> strategy = Manual()
         >>> state = strategy.init(Spec(rank=0, num_ranks=2, hosts=(0, 0), sizes_numel=(10,)))
         >>> strategy.at_backward(state, Progress(step=0))

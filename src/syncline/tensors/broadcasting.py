@@ -30,7 +30,7 @@ class TensorBroadcaster:
         preserve_version: whether to hide the writes from autograd. Otherwise autograd detects them: a backward raises
             torch's usual error if its graph saved one of the tensors before the tensor was overwritten.
 
-    Example:
+    Examples:
         >>> from syncline.transport.threads import run_ranks
         >>> def program(transport):
         ...     x, n = torch.full((2,), float(transport.rank)), torch.tensor(transport.rank)

@@ -53,7 +53,7 @@ def plan_rounds(
         round_bytes: see `ROUND_BYTES`.
         small_bytes: see `SMALL_BYTES`.
 
-    Example:
+    Examples:
         >>> plan_rounds([3, 0])
         [Round(start=0, sizes=(3, 0), src=None)]
         >>> plan_rounds([40, 0], round_bytes=64, small_bytes=16)

@@ -35,7 +35,7 @@ def plan_pieces(
     Returns:
         The indices of the tensors of each piece. The pieces are in the order of their first tensors.
 
-    Example:
+    Examples:
         >>> plan_pieces([100, 5_000_000, 0, 200, 300], cap_bytes=400)
         [(0, 3), (1,), (4,)]
     """

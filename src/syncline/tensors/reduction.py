@@ -129,7 +129,7 @@ class TensorReducer:
             nothing is scaled and the transport adds them in fp32 anyway.
         plan: the plan of an earlier reducer of tensors of the same form. If its places do not fit, a new plan is made.
 
-    Example:
+    Examples:
         >>> from syncline.transport.threads import run_ranks
         >>> def program(transport):
         ...     x, y = torch.full((2,), float(transport.rank)), torch.ones(1)

@@ -40,7 +40,7 @@ def named_tensors(target: Any, *, for_writing: bool = True) -> list[tuple[str, T
         TypeError: the target has another type, or contains a leaf that is not a tensor. The message contains the path.
         ValueError: `check_dense` rejects a tensor; or a tensor is expanded, so it cannot be written in place.
 
-    Example:
+    Examples:
         >>> [name for name, _ in named_tensors(nn.BatchNorm1d(4))]
         ['weight', 'bias', 'running_mean', 'running_var', 'num_batches_tracked']
     """
@@ -139,7 +139,7 @@ def check_dense(name: str, tensor: Tensor) -> None:
         ValueError: the tensor is lazy, nested, sparse, quantized, on the meta device, or of a subclass that wraps other
             tensors (DTensor).
 
-    Example:
+    Examples:
         >>> check_dense("x", torch.eye(2).to_sparse())
         Traceback (most recent call last):
         ValueError: expected x to be a dense tensor, got torch.sparse_coo: pass x.values() or x.to_dense()
@@ -232,7 +232,7 @@ def parts_of(tensor: Tensor, cap_bytes: int) -> list[Tensor]:
 
     The division depends only on the shape and the dtype.
 
-    Example:
+    Examples:
         >>> [part.shape[0] for part in parts_of(torch.zeros(5, 2), 17)]
         [2, 2, 1]
     """

@@ -46,7 +46,7 @@ def two_hosts(*, megabits_per_second: float | None = None) -> Iterator[TwoHosts]
     Raises:
         HostsUnavailable: the system is not Linux, the user is not root, or a required tool is missing.
 
-    Example:
+    Examples:
         >>> try:
         ...     with two_hosts(megabits_per_second=100) as hosts:
         ...         hosts.start(["sh", "-c", "echo rank $RANK of $WORLD_SIZE"], "aab")

@@ -19,7 +19,7 @@ def held_port() -> Iterator[int]:
     sockets set SO_REUSEADDR and neither listens yet. The stores of torch and Syncline set this option. On other
     systems, the port is not reserved. It was free when this function looked.
 
-    Example:
+    Examples:
         >>> from torch.distributed import TCPStore
         >>> with held_port() as port:
         ...     store = TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)

@@ -31,7 +31,7 @@ def register_backend() -> None:
     Gloo stays the default backend for CPU tensors. torch 2.15 and later call this function themselves when a program
     creates a group with the backend "syncline".
 
-    Example:
+    Examples:
         >>> register_backend()
         >>> dist.is_backend_available("syncline")
         True

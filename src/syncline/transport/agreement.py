@@ -158,7 +158,7 @@ def agree(transport: Transport, title: str, lines: Sequence[str], *, remedy: str
         ContractMismatch: the lines differ. The error has the same text on every rank.
         CollectiveMismatch: the titles differ, so the ranks are at different places of the program.
 
-    Example:
+    Examples:
         >>> from syncline.transport.threads import run_ranks
         >>> run_ranks(2, lambda transport: agree(transport, "Net", ["weight  (2, 3)"]))
         [None, None]
@@ -189,7 +189,7 @@ def describe_tensors(
         layout: whether the lines contain strides and requires_grad. Pass False for calls that only send values, because
             these properties can then differ between ranks.
 
-    Example:
+    Examples:
         >>> describe_tensors([("weight", torch.zeros(2, 3))], kind="buffer")
         ['buffer weight  torch.float32 (2, 3) on cpu strides (3, 1) requires_grad=False']
     """

@@ -53,7 +53,7 @@ def unknown_op(op: object) -> ValueError:
 
     If `op` is a `torch.distributed.ReduceOp`, the error names the equivalent string.
 
-    Example:
+    Examples:
         >>> unknown_op("median").args[0][:26], unknown_op(torch.distributed.ReduceOp.AVG).args[0][-28:]
         ('expected op to be one of s', ' RedOpType.AVG: write "mean"')
     """

@@ -67,7 +67,7 @@ class C10dTransport(WatchedTransport):
     Raises:
         ValueError: torch.distributed is not initialised, or this process is not a member of the group.
 
-    Example:
+    Examples:
         >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
         >>> transport = C10dTransport()
         >>> transport.name, transport.rank, transport.size

@@ -36,7 +36,7 @@ _ERRORS: dict[str, type[Exception]] = {
 class Fault:
     """A planned failure of one call on one rank.
 
-    Example:
+    Examples:
         >>> Fault(rank=1, operation="all_reduce", call=2, error="timeout")
         Fault(rank=1, operation='all_reduce', call=2, step=None, error='timeout')
     """
@@ -114,7 +114,7 @@ class FaultyTransport(Transport):
         faults: the planned failures, each of which happens at most once. All ranks can get the same list, because a
             rank ignores the faults of other ranks.
 
-    Example:
+    Examples:
         >>> from syncline.transport.threads import ThreadGroup
         >>> transport = FaultyTransport(ThreadGroup(1).transport(0), [Fault(rank=0, operation="barrier")])
         >>> transport.barrier()

@@ -23,7 +23,7 @@ from syncline.words import describe_ranks
 class Hosts:
     """A division of the ranks of a group by their hosts.
 
-    Example:
+    Examples:
         >>> hosts = Hosts.of(["a", "b", "a"])
         >>> hosts.members, hosts.host_of, hosts.leaders
         (((0, 2), (1,)), (0, 1, 0), [0, 1])

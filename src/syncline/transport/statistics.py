@@ -86,7 +86,7 @@ def sent_bytes(operation: str, payload_bytes: float, num_ranks: int) -> float:
     Raises:
         ValueError: the name of the operation is unknown.
 
-    Example:
+    Examples:
         >>> sent_bytes("all_reduce", 1000, 4), sent_bytes("all_gather", 1000, 4), sent_bytes("all_reduce", 1000, 1)
         (1500.0, 750.0, 0.0)
     """

@@ -38,7 +38,7 @@ class ThreadGroup:
         size: number of ranks.
         timeout_seconds: how long a `wait` blocks before it raises `CollectiveTimeout`.
 
-    Example:
+    Examples:
         >>> alone = ThreadGroup(1).transport(0)
         >>> alone.all_reduce(torch.ones(2), "mean").wait()
     """
@@ -308,7 +308,7 @@ def run_ranks(size: int, fn: Callable[[ThreadsTransport], T], *, timeout_seconds
     Returns:
         The values that `fn` returned, in rank order.
 
-    Example:
+    Examples:
         >>> def program(transport):
         ...     x = torch.tensor([float(transport.rank)])
         ...     transport.all_reduce(x, "mean").wait()

@@ -65,7 +65,7 @@ def all_reduce_(target: Any, op: ReduceOp = "sum", *, group: Group = None, async
         ValueError: `op` is unknown, or not defined for one of the tensors; a tensor cannot be written in place; the
             optimizer is sharded; or the ranks use one copy of the parameters. Every rank raises the error.
 
-    Example:
+    Examples:
         >>> import torch, syncline as sl
         >>> sl.all_reduce_({"a": torch.ones(2), "b": torch.zeros(1)})
         {'a': tensor([1., 1.]), 'b': tensor([0.])}

@@ -47,7 +47,7 @@ class Likeness:
     Args:
         walked: the dense tensors with their names, in the order in which `walk` returns them.
 
-    Example:
+    Examples:
         >>> import torch
         >>> weight = torch.zeros(2, 2)
         >>> likeness = Likeness([("weight", weight)])
@@ -150,7 +150,7 @@ def average_(
             module or an optimizer; a tensor cannot be written in place; the optimizer is sharded; or the ranks use one
             copy of the parameters. Every rank raises the error, even if only one rank has the cause.
 
-    Example:
+    Examples:
         >>> import torch, syncline as sl
         >>> model = torch.nn.BatchNorm1d(2)
         >>> optimizer = torch.optim.AdamW(model.parameters())

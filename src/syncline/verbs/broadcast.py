@@ -67,7 +67,7 @@ def broadcast_(target: Any, src: int = 0, *, group: Group = None, async_op: bool
         ValueError: a tensor cannot be written in place, `src` is not a rank of the group, or the optimizer is sharded.
             Every rank raises the error, even if only one rank has the cause.
 
-    Example:
+    Examples:
         >>> import torch, syncline as sl
         >>> model = sl.broadcast_(torch.nn.Linear(2, 1))
         >>> work = sl.broadcast_(model, async_op=True)

@@ -47,7 +47,7 @@ class ReplicaReport:
             Examples are buffers after a forward, parameters between two parameter syncs, and tensors under
             `ignore=`.
 
-    Example:
+    Examples:
         >>> print(ReplicaReport(num_ranks=2, num_compared=7, may_differ=("1.running_mean",)))
         6 of 7 tensors and numbers are the same on all 2 ranks
         note: these tensors differ, which the contract of the wrapped module allows now: 1.running_mean
@@ -113,7 +113,7 @@ def check_replicas(target: Any, *, group: Group = None) -> ReplicaReport:
         TypeError, ValueError: `target` has an unsupported type, contains something other than tensors, or is a sharded
             optimizer. Every rank raises the error.
 
-    Example:
+    Examples:
         >>> import torch, syncline as sl
         >>> model = torch.nn.Linear(2, 1)
         >>> print(sl.check_replicas(model))

@@ -168,7 +168,7 @@ def diverge(module: nn.Module) -> AbstractContextManager[None]:
         ValueError: `module` is only a part of a wrapped module; or it is already inside of such a context; or the ranks
             use one copy of its parameters (`sl.share_`, `sharded=True`).
 
-    Example:
+    Examples:
         >>> import torch, syncline as sl
         >>> ddp = sl.DistributedDataParallel(torch.nn.Linear(2, 1))
         >>> with sl.diverge(ddp), torch.no_grad():

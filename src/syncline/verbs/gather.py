@@ -94,7 +94,7 @@ def gather(values: Any, dim: int = 0, *, objects: bool = False, group: Group = N
         ValueError: a tensor is sparse, nested or quantized, or does not have the dimension `dim`; an integer has more
             than 64 bits; or the objects are too large. Every rank raises the error.
 
-    Example:
+    Examples:
         >>> import torch, syncline as sl
         >>> sl.gather({"predictions": torch.tensor([2, 0, 1]), "loss": 0.5})
         {'predictions': tensor([2, 0, 1]), 'loss': tensor([0.5000], dtype=torch.float64)}

@@ -46,7 +46,7 @@ def keep_best_(
         ValueError: the mode is unknown, all scores are NaN, a tensor cannot be written in place, the optimizer is
             sharded, or the ranks use one copy of the parameters. Every rank raises the error.
 
-    Example:
+    Examples:
         >>> import torch, syncline as sl
         >>> model, validation_loss = torch.nn.Linear(2, 1), 0.25
         >>> sl.keep_best_(model, validation_loss, mode="min")

@@ -190,7 +190,7 @@ def mean(values: Any, weight: float | Tensor = 1.0, *, group: Group = None) -> A
             quantized. Every rank raises the error.
         TypeError: `values` contains something that is neither a number nor a tensor. Every rank raises the error.
 
-    Example:
+    Examples:
         >>> import syncline as sl
         >>> loss, num_correct, num_samples = 0.25, 60, 64
         >>> sl.mean({"loss": loss, "accuracy": num_correct / num_samples}, weight=num_samples)

@@ -84,7 +84,7 @@ def sync_gradients_(module: Any, *, group: Group = None, async_op: bool = False)
             only a part of a module with `normalize_by`. Every rank raises the error.
         SynclineError: this function was called inside of a backward.
 
-    Example:
+    Examples:
         >>> import torch, syncline as sl
         >>> ddp = sl.DistributedDataParallel(torch.nn.Linear(2, 1))
         >>> with ddp.no_sync():
@@ -342,7 +342,7 @@ def _packed_bytes(num_kinds: int) -> int:
 def _packed(kinds: Sequence[int]) -> bytes:
     """Pack the kinds of gradients into bytes, four kinds into each byte.
 
-    Example:
+    Examples:
         >>> list(_unpacked(_packed([0, 1, 2, 0, 1]), 5))
         [0, 1, 2, 0, 1]
     """

@@ -35,7 +35,7 @@ class Holder(Protocol):
 class Words:
     """The words that all ranks reported for one rider in one step. A word is an integer. Every rank gets all words.
 
-    Example:
+    Examples:
         >>> from syncline.transport.threads import ThreadGroup
         >>> words = Words((3, 0, None), step=1, transport=ThreadGroup(3).transport(0))
         >>> words.active, words.any_joined

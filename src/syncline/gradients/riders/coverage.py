@@ -49,7 +49,7 @@ def rotation(sizes: Sequence[tuple[int, int]], num_slices: int) -> list[tuple[Pi
         sizes: (numel, itemsize) of each tensor. A tensor without elements becomes one piece.
         num_slices: the number of slices; some may be empty.
 
-    Example:
+    Examples:
         >>> [[tuple(piece) for piece in pieces] for pieces in rotation([(10_000, 4), (3, 8)], 2)]
         [[(0, 0, 5056)], [(0, 5056, 10000), (1, 0, 3)]]
     """
@@ -87,7 +87,7 @@ def spread(sizes: Sequence[tuple[int, int]], num_turns: int) -> list[tuple[Piece
         sizes: (numel, itemsize) of each tensor.
         num_turns: the number of turns.
 
-    Example:
+    Examples:
         >>> [len(pieces) for pieces in spread([(50_000, 4), (50_000, 4)], 5)]
         [1, 0, 1, 0, 0]
     """

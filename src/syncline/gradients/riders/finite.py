@@ -86,7 +86,7 @@ def is_finite(values: Tensor, dtype: torch.dtype | None = None) -> bool:
         dtype: the dtype to which the values will be converted later. They must be finite in this dtype. Pass None if
             they will not be converted.
 
-    Example:
+    Examples:
         >>> big = torch.full((2,), 3e38)
         >>> is_finite(big), bool(big.sum().isfinite()), is_finite(big, torch.float16)
         (True, False, False)
@@ -105,7 +105,7 @@ def is_finite(values: Tensor, dtype: torch.dtype | None = None) -> bool:
 def describe(parts: Parts) -> dict[int, str]:
     """Wait for the device, and describe each gradient's elements that are not finite, by parameter index.
 
-    Example:
+    Examples:
         >>> describe([(7, torch.ones(2)), (8, torch.tensor([1.0, float("nan"), float("-inf")]))])
         {8: 'NaN in 1 and infinity in 1 of 3 elements'}
     """

@@ -28,7 +28,7 @@ _MAX_WATCHED_TENSORS = 8
 class Forwards(Rider):
     """A count of the forwards that wait for a backward. The word 255 stands for 255 or more forwards.
 
-    Example:
+    Examples:
         >>> import torch
         >>> forwards = Forwards()
         >>> forwards.forward_ended(torch.ones(2, requires_grad=True) * 2)

@@ -27,7 +27,7 @@ _BITS = 64
 class Metrics(Rider):
     """The metrics that this rank reported, and their means over ranks.
 
-    Example:
+    Examples:
         >>> from syncline.transport.threads import ThreadGroup
         >>> one, other = Metrics(), Metrics()
         >>> for metrics, loss, weight in ((one, 2.0, 3), (other, 6.0, 1)):

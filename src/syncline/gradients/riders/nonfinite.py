@@ -292,7 +292,7 @@ class DiscardedGradients:
     The mark is an attribute of the tensor. So it moves with the tensor and keeps nothing alive. A weak reference to the
     tensor is not possible, because `torch.utils.swap_tensors` refuses tensors with weak references.
 
-    Example:
+    Examples:
         >>> import torch
         >>> weight = torch.nn.Parameter(torch.zeros(2))
         >>> weight.grad = torch.full((2,), torch.nan)

@@ -64,7 +64,7 @@ class ReplicaCheck:
     Raises:
         TypeError, ValueError: an argument has a wrong type or value.
 
-    Example:
+    Examples:
         >>> import torch, syncline as sl
         >>> check = sl.ReplicaCheck(every=50)
         >>> ddp = sl.DistributedDataParallel(torch.nn.Linear(2, 1), replica_check=check)

@@ -29,7 +29,7 @@ _NUM_SAMPLES = 64
 class SameData(Rider):
     """A comparison of all ranks' gradients, which ends when it is known whether the gradients differ.
 
-    Example:
+    Examples:
         >>> SameData().is_open
         True
     """

@@ -35,7 +35,7 @@ class StopVote:
     Args:
         request: the object that knows whether this process was asked to stop.
 
-    Example:
+    Examples:
         >>> vote = StopVote(StopRequest())
         >>> from syncline.transport.threads import ThreadGroup
         >>> vote.receive(Words((0, 1), step=1, transport=ThreadGroup(2).transport(0)))

@@ -20,7 +20,7 @@ class FlatGroup:
         tensors: the tensors. Complex tensors count as pairs of real numbers.
         indices: the indices of these tensors in the list that `flat_groups` divides into groups.
 
-    Example:
+    Examples:
         >>> x, y = torch.tensor([[1.0, 2.0]]), torch.tensor(3.0)
         >>> group = FlatGroup([x, y], (0, 1))
         >>> flat = group.read()

@@ -52,7 +52,7 @@ class MPI:
 def short_name(version: str) -> str:
     """Shorten the result of `MPI_Get_library_version` to the name of the MPI and its version.
 
-    Example:
+    Examples:
         >>> short_name("Open MPI v5.0.11, package: Open MPI user@localhost Distribution")
         'Open MPI 5.0.11'
         >>> short_name("MPICH Version:      5.0.2")

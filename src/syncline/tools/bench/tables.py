@@ -21,7 +21,7 @@ def parse_size(text: str) -> int:
     Raises:
         ValueError: the text is not a size, or the size is not a multiple of 4 bytes, the size of an fp32 element.
 
-    Example:
+    Examples:
         >>> parse_size("64K"), parse_size("1MiB"), parse_size("400")
         (65536, 1048576, 400)
     """
@@ -37,7 +37,7 @@ def parse_size(text: str) -> int:
 def size_text(size_bytes: int) -> str:
     """Format a number of bytes as a size in the format of `parse_size`, rounded to 4 digits.
 
-    Example:
+    Examples:
         >>> size_text(65536), size_text(25 * 2**20), size_text(400)
         ('64 KiB', '25 MiB', '400 B')
     """
@@ -50,7 +50,7 @@ def size_text(size_bytes: int) -> str:
 def seconds_text(seconds: float) -> str:
     """Format a time with three significant digits and a unit.
 
-    Example:
+    Examples:
         >>> seconds_text(2.345e-6), seconds_text(0.0139), seconds_text(1.5)
         ('2.35 us', '13.9 ms', '1.50 s')
     """
@@ -65,7 +65,7 @@ def table(rows: Sequence[Sequence[str]]) -> str:
 
     The first column is left-aligned. The other columns are right-aligned.
 
-    Example:
+    Examples:
         >>> print(table([["size", "a"], ["1 KiB", "2 us"]]))
         size      a
         1 KiB  2 us

@@ -110,7 +110,7 @@ def _slowest(seconds: Sequence[float], transport: Transport) -> list[float]:
 def median_interval(values: Sequence[float]) -> tuple[float, float, float]:
     """Return the median of `values`, and the lower and upper bound of its bootstrapped 95 % confidence interval.
 
-    Example:
+    Examples:
         >>> median_interval([1.0] * 5)
         (1.0, 1.0, 1.0)
     """

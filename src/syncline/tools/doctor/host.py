@@ -37,7 +37,7 @@ class Finding(NamedTuple):
 def findings() -> list[Finding]:
     """Check this host, and return the results of all checks. No check communicates with other ranks.
 
-    Example:
+    Examples:
         >>> [finding.name for finding in findings()][:3]
         ['versions', 'processor', 'native core']
     """

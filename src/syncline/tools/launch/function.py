@@ -60,7 +60,7 @@ def launch(
         TypeError, ValueError: an argument is invalid, or cannot be sent to a spawned rank.
         SynclineError: this process is a rank of a job, or "fork" was requested and is not safe.
 
-    Example:
+    Examples:
         >>> import syncline as sl
         >>> def program(value):
         ...     world = sl.init()

@@ -52,7 +52,7 @@ class Lines:
     A progress bar draws its text again and again, after carriage returns. The splitter returns the newest text as a
     line every few seconds, and when the bar ends.
 
-    Example:
+    Examples:
         >>> lines = Lines()
         >>> lines.feed(b"one\ntw", now=0.0), lines.feed(b"o\n", now=0.0), lines.finish()
         ([b'one'], [b'two'], [])

@@ -123,7 +123,7 @@ def call_of(code: int, numel: int, *, size: int, peer: int | None = None) -> Cal
         size: number of ranks.
         peer: the other rank of a message. Pass None for other operations.
 
-    Example:
+    Examples:
         >>> print(call_of(code_of(Kind.ALL_REDUCE, torch.complex64, "sum"), 6, size=2))
         all_reduce(sum) of 3 elements, torch.complex64
         >>> print(call_of(code_of(Kind.BROADCAST, torch.bool, peer=1), 5, size=2))

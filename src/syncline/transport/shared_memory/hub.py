@@ -331,7 +331,7 @@ def store_exchange(store: Any, rank: int, size: int, timeout_seconds: float) -> 
         size: number of ranks.
         timeout_seconds: how long a call of the returned function waits for the other ranks.
 
-    Example:
+    Examples:
         >>> from torch.distributed import HashStore
         >>> store_exchange(HashStore(), 0, 1, 5.0)(b"here")
         [b'here']

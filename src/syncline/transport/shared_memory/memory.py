@@ -53,7 +53,7 @@ def available_bytes() -> int | None:
 
     Returns None if the system does not report this number.
 
-    Example:
+    Examples:
         >>> available_bytes() != 0
         True
     """
