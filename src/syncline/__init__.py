@@ -68,6 +68,6 @@ if TYPE_CHECKING:
     from syncline.verbs.check_replicas import check_replicas as check_replicas
     from syncline.verbs.diverge import diverge as diverge
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 hand_out(__name__)
