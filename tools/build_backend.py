@@ -33,7 +33,7 @@ __all__ = [
 
 Settings = dict[str, Any] | None
 
-_COMPILER_SECONDS = 30
+_COMPILER_SECONDS = 15
 """How long the compiler may take for an empty program, in seconds. A busy machine takes less than 5."""
 
 
