@@ -1,4 +1,4 @@
-"""CPU tensors that say they are on cuda:0. The arithmetic is real; streams, kernels and NCCL are tested in tests/gpu."""
+"""CPU tensors that say they are on cuda:0: the arithmetic is real. Streams, kernels and NCCL need tests/gpu."""
 
 from __future__ import annotations
 
