@@ -22,7 +22,8 @@ FRAMEWORKS := .venv-frameworks
 FRAMEWORKS_STAMP := $(FRAMEWORKS)/.installed
 TEST_FRAMEWORKS ?= tests/frameworks
 
-.PHONY: help setup train test test-all test-torch test-frameworks docs docs-serve soak fuzz check format bench clean
+.PHONY: help setup train test test-all test-gpu test-torch test-frameworks docs docs-serve wheels soak fuzz check \
+	format bench clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -49,6 +50,15 @@ test: $(STAMP) ## the test suite, without what is marked slow
 
 test-all: $(STAMP) ## the whole test suite
 	$(PYTEST) --durations 25
+
+# On a machine whose Python has its own torch for its GPUs: make test-gpu PYTHON=python3.12
+GPU_PYTHON := $(if $(filter command line environment,$(origin PYTHON)),$(PYTHON),$(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON)))
+TEST_GPU ?= tests/gpu
+test-gpu: ## run the tests that need a GPU, or two, with .venv or PYTHON=...; everything is skipped without one
+	PYTHONPATH=src $(GPU_PYTHON) -m pytest -p no:cacheprovider -W default -rs $(TEST_GPU)
+
+wheels: $(STAMP) ## build dist/: the sdist, wheels for Linux on x86-64 and aarch64, a pure wheel
+	$(BIN)/python tools/wheels.py dist
 
 soak: $(STAMP) ## what is drawn by lot, for hours: kills, collectives, flipped bits, stops, programs
 	$(BIN)/python tests/fault/kills.py --kills 200 --seed $(SEED)

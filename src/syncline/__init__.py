@@ -70,6 +70,6 @@ if TYPE_CHECKING:
     from syncline.verbs.diverge import diverge as diverge
     from syncline.verbs.gather import gather as gather
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 hand_out(__name__)

@@ -1,4 +1,4 @@
-"""The access to environment variables. No other module of the package reads or sets them.
+"""The environment of this process: its variables and its cores. No other module reads or sets environment variables.
 
 `launchers` finds the rank of this process in these variables.
 
@@ -8,6 +8,7 @@ This module imports only the standard library, so that `tools/launch/worker.py` 
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Mapping
 
 RUN_MARK = "SYNCLINE_RUN"
@@ -42,6 +43,21 @@ def token() -> str | None:
             "Give all ranks the same secret, for example from `openssl rand -hex 32`"
         )
     return found or None
+
+
+def uses_libuv() -> bool:
+    """Return whether torch's stores use libuv. torch for Windows is built without libuv."""
+    return os.environ.get("USE_LIBUV", "0" if sys.platform == "win32" else "1") == "1"
+
+
+def num_cores() -> int:
+    """Return the number of processor cores on which this process may run.
+
+    Examples:
+        >>> num_cores() >= 1
+        True
+    """
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def torchrun_default(dest: str) -> str | None:

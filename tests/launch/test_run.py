@@ -115,7 +115,7 @@ def without_torch(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     ("line", "exit_code", "words"),
     [
         ("--help", 0, "syncline COMMAND"),
-        ("--version", 0, "syncline 0.1.0 (torch 2."),
+        ("--version", 0, "syncline 0.2.0 (torch 2."),
         ("", 2, "syncline COMMAND"),
         ("rum", 2, "did you mean run?"),
         ("run --help", 0, "--monitor-interval, --start-method, --event-log-handler"),

@@ -6,6 +6,7 @@ A NaN is compared as a NaN: which of two NaNs an addition hands on is the proces
 from __future__ import annotations
 
 import itertools
+from pathlib import Path
 
 import pytest
 import torch
@@ -23,6 +24,7 @@ BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 WIDE = {torch.float16: torch.float32, torch.bfloat16: torch.float32}
 NUMELS = (0, 1, 7, 1023, 1024, 1025, 5000)
 NUM_SOURCES = (1, 2, 3, 4, 5, 17)
+CPUINFO = Path("/proc/cpuinfo")
 INSTRUCTION_SETS = ("baseline", "avx2", "avx512")
 
 
@@ -90,6 +92,14 @@ def test_the_core_knows_an_instruction_set() -> None:
     assert library().isa(-1) is None
     assert library().isa(len(INSTRUCTION_SETS)) is None
     assert library().reduce(len(INSTRUCTION_SETS), None, None, 0, 0, 0, 0) == -1
+
+
+@pytest.mark.skipif(not CPUINFO.is_file(), reason="needs /proc/cpuinfo")
+def test_the_instruction_sets_are_those_that_the_kernel_lists() -> None:
+    flags = set(CPUINFO.read_text().split())
+    needed = {"baseline": set(), "avx2": {"avx2"}, "avx512": {"avx512f", "avx512bw", "avx512vl", "avx512dq"}}
+    expected = {name for name, features in needed.items() if features <= flags}
+    assert set(instruction_sets()) == expected
 
 
 REDUCTIONS = [

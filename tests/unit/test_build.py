@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import importlib
 import os
 import shutil
 import subprocess
@@ -10,9 +11,11 @@ import sys
 import zipfile
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
+import syncline as sl
 from syncline.transport.shared_memory import core as module
 from syncline.transport.shared_memory import find_library
 
@@ -42,11 +45,11 @@ builds = pytest.mark.skipif(
 )
 
 
-def build_wheel(folder: Path, compiler: str) -> tuple[Path, str]:
+def build_wheel(folder: Path, compiler: str, source: Path = ROOT) -> tuple[Path, str]:
     """The wheel of this tree, and everything that was printed while it was built; nothing is downloaded."""
     options = ("--verbose", "--no-index", "--no-deps", "--no-build-isolation", "--disable-pip-version-check")
     result = subprocess.run(
-        [sys.executable, "-m", "pip", "wheel", *options, "--wheel-dir", str(folder), str(ROOT)],
+        [sys.executable, "-m", "pip", "wheel", *options, "--wheel-dir", str(folder), str(source)],
         env={**os.environ, "CC": compiler},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -75,12 +78,60 @@ def test_a_wheel_built_with_a_compiler_holds_the_core(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @builds
-def test_a_wheel_built_with_a_broken_compiler_is_pure_python_and_says_so(tmp_path: Path) -> None:
-    wheel, output = build_wheel(tmp_path, "false")
+@pytest.mark.parametrize("compiler", ["false", "no-such-compiler"])
+def test_a_wheel_built_with_a_broken_compiler_is_pure_python_and_says_so(
+    compiler: str, tmp_path: Path
+) -> None:
+    wheel, output = build_wheel(tmp_path, compiler)
     assert lines_about_pure_python(output) == 1, output
+    assert f"the C compiler {compiler!r} (CC)" in output
+    assert "CMake" not in output, "a compiler that fails is not even shown to CMake"
     assert wheel.name.endswith("-py3-none-any.whl")
     with zipfile.ZipFile(wheel) as archive:
         assert LIBRARY not in archive.namelist()
+
+
+@pytest.fixture
+def backend(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    pytest.importorskip("scikit_build_core")
+    monkeypatch.syspath_prepend(ROOT / "tools")
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
+    return importlib.import_module("build_backend")
+
+
+@pytest.mark.parametrize(
+    ("compiler", "seconds", "expected"),
+    [
+        ("false", 30, "does not compile an empty program: exit code 1"),
+        ("true", 30, "does not compile an empty program: exit code 0"),
+        ("no-such-compiler", 30, "cannot be started: "),
+        ("an 'open quote", 30, "cannot be started: No closing quotation"),
+        ("sh -c 'exec sleep 600'", 0.1, "did not end within 0.1 s"),
+    ],
+)
+def test_a_bad_compiler_is_found_at_once(
+    compiler: str, seconds: float, expected: str, backend: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CC", compiler)
+    monkeypatch.setattr(backend, "_COMPILER_SECONDS", seconds)
+    assert expected in backend._fault_of_compiler()
+    monkeypatch.chdir(ROOT)
+    assert not [need for need in backend.get_requires_for_build_wheel() if "cmake" in need or "ninja" in need]
+
+
+@pytest.mark.skipif(not has_tool("cc"), reason="needs a C compiler")
+def test_a_good_compiler_is_left_to_cmake(backend: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    for compiler in ("cc", ""):
+        monkeypatch.setenv("CC", compiler)
+        assert backend._fault_of_compiler() is None
+
+
+# ---------------------------------------------------------------------- the version and what names it
+
+
+def test_the_version_is_the_same_everywhere() -> None:
+    assert f"\nversion: {sl.__version__}\n" in (ROOT / "CITATION.cff").read_text()
+    assert f"\n## [{sl.__version__}] - " in (ROOT / "CHANGELOG.md").read_text()
 
 
 # ---------------------------------------------------------------------- where the library is found

@@ -16,6 +16,7 @@ import mmap
 import os
 import shutil
 import stat
+import sys
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -90,13 +91,21 @@ def _opened(path: str) -> int:
     _check_is_regular(
         os.stat(path), path
     )  # first, because opening a device may change the state of the device
-    fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
+    fd = os.open(path, os.O_RDONLY | _flags("O_NONBLOCK", "O_NOCTTY", "O_CLOEXEC", "O_BINARY"))
     try:
         _check_is_regular(os.fstat(fd), path)
     except OSError:
         os.close(fd)
         raise
     return fd
+
+
+def _flags(*names: str) -> int:
+    """Return these flags of `os.open`. A flag that this system does not have counts as 0."""
+    found = 0
+    for name in names:
+        found |= getattr(os, name, 0)
+    return found
 
 
 def _check_is_regular(found: os.stat_result, path: str) -> None:
@@ -121,7 +130,8 @@ class LocalFiles:
             self.sync_directory(str(folder.parent))
 
     def write(self, path: str, parts: Iterable[bytes | memoryview]) -> None:
-        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | _flags("O_CLOEXEC", "O_BINARY")
+        fd = os.open(path, flags, 0o666)
         try:
             for part in parts:
                 left = memoryview(part).cast("B")
@@ -145,6 +155,8 @@ class LocalFiles:
         os.rename(source, target)
 
     def sync_directory(self, path: str) -> None:
+        if sys.platform == "win32":  # no program can open a directory there
+            return
         fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
             os.fsync(fd)

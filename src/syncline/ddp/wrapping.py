@@ -7,7 +7,6 @@ values from rank 0.
 from __future__ import annotations
 
 import hashlib
-import os
 import struct
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
@@ -23,6 +22,7 @@ from syncline._torch.tensors import tree_map_only
 from syncline.checks import checked_kind
 from syncline.ddp.plan import Plan
 from syncline.ddp.selection import Selection
+from syncline.environment import num_cores
 from syncline.equality.fingerprint import fingerprints
 from syncline.gradients.bucket_plan import BucketCaps, HostLoad, automatic_caps
 from syncline.session.world import world
@@ -179,7 +179,7 @@ def gather_hosts(transport: Transport) -> Hosts:
         The hosts, the same on every rank.
     """
     host = hashlib.sha256(world().host.encode()).digest()[:16]
-    mine = _HOST.pack(host, len(os.sched_getaffinity(0)), torch.get_num_threads())
+    mine = _HOST.pack(host, num_cores(), torch.get_num_threads())
     rows = [_HOST.unpack_from(row) for row in exchange(transport, _TITLE, [], payload=mine)]
     hosts = []
     for name in sorted({row[0] for row in rows}):

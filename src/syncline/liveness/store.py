@@ -27,6 +27,7 @@ import math
 import os
 import select
 import socket
+import sys
 import threading
 import types
 import typing
@@ -75,7 +76,13 @@ class SignedStore:
 
     def set_first(self, key: str, text: str) -> str:
         """Write a message under a key if the key has no message yet. Return the message that the key has then."""
-        return self._read(key, self._store.compare_set(key, "", self._signed(key, text)))
+        mine = self._signed(key, text)
+        held = self._store.compare_set(key, "", mine)
+        if held == mine and not environment.uses_libuv():
+            self._store.set(
+                key, mine
+            )  # a store without libuv does not wake up waiting clients for compare_set
+        return self._read(key, held)
 
     def get(self, key: str) -> str:
         """Return the message of a key. If the key has no message yet, wait for it, at most for the store's timeout."""
@@ -265,19 +272,21 @@ class StoreLine:
 
     def __init__(self, file_descriptor: int) -> None:
         self._file_descriptor = file_descriptor
-        self._poll = select.poll()
-        self._poll.register(file_descriptor, select.POLLIN)
 
     def is_open(self) -> bool:
         """Return whether the server's end of the connection is open.
 
         An idle connection becomes readable only when the server closes it.
         """
-        return not self._poll.poll(0)
+        if sys.platform == "win32":
+            return not select.select([self._file_descriptor], [], [], 0)[0]
+        poll = select.poll()  # not `select`, which refuses descriptors above 1023
+        poll.register(self._file_descriptor, select.POLLIN)
+        return not poll.poll(0)
 
     def __del__(self) -> None:
         with contextlib.suppress(AttributeError, OSError):
-            os.close(self._file_descriptor)
+            socket.close(self._file_descriptor)  # not os.close, which does not close sockets on Windows
 
 
 def clone_of(store: Any, timeout: timedelta) -> tuple[Any, StoreLine | None]:
@@ -323,6 +332,8 @@ def _leads_to(port: int, file_descriptor: int) -> bool:
 
 def _end_with_the_network(file_descriptor: int) -> None:
     """Configure the kernel to close a connection on which the other side no longer acknowledges anything."""
+    if sys.platform != "linux":  # some of these options have other names there
+        return
     with contextlib.suppress(OSError), socket.socket(fileno=os.dup(file_descriptor)) as connection:
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 1)

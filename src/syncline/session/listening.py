@@ -8,6 +8,7 @@ from __future__ import annotations
 import ipaddress
 import socket
 import struct
+import sys
 
 LOOPBACK = "127.0.0.1"
 _SIOCGIFADDR = 0x8915
@@ -66,7 +67,7 @@ def interface_of(address: str) -> str | None:
     except OSError:
         return None
     if is_loopback(str(wanted)):
-        return "lo" if "lo" in names else None
+        return next((name for name in ("lo", "lo0") if name in names), None)
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
         for name in names:
             if _address_of(name, any_socket) == wanted:
@@ -75,7 +76,9 @@ def interface_of(address: str) -> str | None:
 
 
 def _address_of(interface: str, any_socket: socket.socket) -> str | None:
-    import fcntl  # not on Windows
+    if sys.platform != "linux":  # the request has another number elsewhere, or does not exist
+        return None
+    import fcntl
 
     request = struct.pack("256s", interface.encode()[:15])
     try:

@@ -17,6 +17,7 @@ import ctypes
 import json
 import os
 import signal
+import sys
 import time
 import traceback
 from types import TracebackType
@@ -96,6 +97,8 @@ def end_with_parent(launcher_pid: int | None = None) -> None:
         launcher_pid: the pid of the launcher. If there is no process with this pid, the launcher has already ended, and
             this process exits at once. Pass None to omit this check.
     """
+    if sys.platform != "linux":
+        return
     try:
         prctl = ctypes.CDLL(None, use_errno=True).prctl
     except (AttributeError, OSError):

@@ -23,6 +23,7 @@ import torch
 import torch.distributed as dist
 
 from syncline._torch.process_groups import PrefixStore, Store, TCPStore
+from syncline.environment import uses_libuv
 from syncline.errors import CollectiveTimeout, ContractMismatch, PeerLost, SynclineError
 from syncline.launchers import Environment
 from syncline.liveness.store import SignedStore, decode
@@ -107,7 +108,7 @@ def connect(env: Environment, timeout_seconds: float) -> Store:
     where = f"{env.master_addr}:{env.master_port} (MASTER_ADDR, MASTER_PORT)"
     is_master = env.rank == 0 and not env.launcher_has_store
     bound = None
-    if is_master and is_loopback(env.master_addr):
+    if is_master and is_loopback(env.master_addr) and uses_libuv():
         with contextlib.suppress(OSError):  # TCPStore raises the error, or shares a store of this process
             bound = bound_socket(env.master_addr, env.master_port)
     try:
@@ -120,6 +121,7 @@ def connect(env: Environment, timeout_seconds: float) -> Store:
             wait_for_workers=False,  # `wait_for_all` waits, and its error names the missing ranks
             multi_tenant=True,
             master_listen_fd=None if bound is None else bound.detach(),
+            use_libuv=uses_libuv(),
         )
     except (dist.DistNetworkError, dist.DistStoreError) as error:
         if is_master and "address already in use" in str(error).lower():

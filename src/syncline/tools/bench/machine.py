@@ -10,10 +10,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-
-def num_cores() -> int:
-    """Return the number of processor cores on which this process may run."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+from syncline.environment import num_cores
 
 
 def total_memory_bytes() -> int:

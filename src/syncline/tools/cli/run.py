@@ -22,8 +22,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from syncline import environment
+from syncline.environment import num_cores
 from syncline.session.listening import LOOPBACK, bound_socket
-from syncline.tools.bench.machine import num_cores
 from syncline.tools.cli.options import UsageError, parse_run
 from syncline.tools.launch.guardian import Guardian
 
@@ -46,6 +46,8 @@ def main(argv: Sequence[str]) -> int:
         UsageError: the arguments are invalid. No rank was started.
     """
     args = parse_run(argv)
+    if sys.platform == "win32":
+        raise UsageError("needs Linux or macOS, but this system is Windows: start the ranks with torchrun")
     check_program(args.training_script, is_module=args.module, is_python=not args.no_python)
     num_processes = _num_processes(args.nproc_per_node)
     _choose_rendezvous(args)

@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 
 from syncline.debug.report import facts
+from syncline.environment import num_cores
 from syncline.session.world import init, shutdown, transport_of
-from syncline.tools.bench.machine import num_cores
 from syncline.transport.shared_memory.core import SharedMemoryUnavailable, library
 from syncline.transport.shared_memory.memory import available_bytes
 

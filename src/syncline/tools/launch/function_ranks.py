@@ -41,7 +41,6 @@ from syncline import environment, launchers
 from syncline._torch.process_groups import TCPStore
 from syncline.errors import PeerFailed, PeerLost, SynclineError
 from syncline.session.listening import LOOPBACK, bound_socket
-from syncline.tools.bench.machine import num_cores
 from syncline.tools.launch.failures import Failure, describe, first_failure, read_error_file
 from syncline.tools.launch.function_rank import RankTask, run_rank
 from syncline.tools.launch.guardian import Guardian, running_processes
@@ -132,7 +131,9 @@ class FunctionRanks:
         try:
             with _variables(self._size) as has_own_threads:
                 for task in tasks:
-                    task.num_threads = None if has_own_threads else max(1, num_cores() // self._size)
+                    task.num_threads = (
+                        None if has_own_threads else max(1, environment.num_cores() // self._size)
+                    )
                 _Starter(self._processes, over).start()
             self._guardian.watch(self._mark, [process.pid or 0 for process in self._processes])
             self._wait(timeout_seconds)
@@ -252,7 +253,7 @@ class FunctionRanks:
 @contextlib.contextmanager
 def _variables(size: int) -> Iterator[bool]:
     """Set the variables with which spawned ranks import torch. Yield whether the user has set the number of threads."""
-    before = environment.export({"OMP_NUM_THREADS": str(max(1, num_cores() // size))})
+    before = environment.export({"OMP_NUM_THREADS": str(max(1, environment.num_cores() // size))})
     try:
         yield "OMP_NUM_THREADS" not in before
     finally:

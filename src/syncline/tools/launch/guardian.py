@@ -136,7 +136,9 @@ def _followed(sessions: Sequence[int]) -> dict[int, int]:
 
     A session is left out if its leader has ended or if the system cannot open a pidfd.
     """
-    found = {}
+    found: dict[int, int] = {}
+    if sys.platform != "linux":
+        return found
     for session in sessions:
         with contextlib.suppress(OSError):
             found[os.pidfd_open(session)] = session

@@ -38,9 +38,9 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from syncline import environment
 from syncline._torch.process_groups import PrefixStore, Store, TCPStore
+from syncline.environment import num_cores
 from syncline.session.listening import LOOPBACK, bound_socket, interface_of
 from syncline.session.stop_request import EXIT_STOPPED
-from syncline.tools.bench.machine import num_cores
 from syncline.tools.launch.failures import Failure, describe, first_failure, read_error_file
 from syncline.tools.launch.guardian import Guardian
 from syncline.tools.launch.output import DEFAULT_PREFIX, RankLogs, TorchLogs, say

@@ -10,7 +10,6 @@ core reduces, because the core reduces bools as bytes and complex numbers as pai
 from __future__ import annotations
 
 import ctypes
-import os
 import weakref
 from collections.abc import Callable, Sequence
 from enum import IntEnum
@@ -19,6 +18,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, UntypedStorage
 
+from syncline.environment import num_cores
 from syncline.liveness.calls import Call
 from syncline.transport.base import REDUCE_OPS
 from syncline.transport.shared_memory.core import MAX_ABORT_BYTES, Outcome, library
@@ -195,7 +195,7 @@ class Engine:
         self.rank = rank
         self.size = size
         self.memory = memory
-        spin = _SPIN_NANOSECONDS if size <= len(os.sched_getaffinity(0)) else 0
+        spin = _SPIN_NANOSECONDS if size <= num_cores() else 0
         self.handle = library().group_open(memory.address, rank, size, spin, _NUM_YIELDS)
         if not self.handle:
             raise MemoryError

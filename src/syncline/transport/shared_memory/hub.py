@@ -15,6 +15,7 @@ import os
 import re
 import secrets
 import socket
+import sys
 import weakref
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -109,6 +110,8 @@ class Hub:
     """
 
     def __init__(self, *, rank: int, size: int, exchange: Exchange) -> None:
+        if sys.platform != "linux":
+            library()  # raises the error
         self.rank = rank
         self.size = size
         self._connections: dict[int, socket.socket] = {}

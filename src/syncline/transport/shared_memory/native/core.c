@@ -42,6 +42,10 @@
 #include <time.h>
 #include <unistd.h>
 
+#if defined(__x86_64__)
+#include <cpuid.h>
+#endif
+
 #define EXPORT __attribute__((visibility("default")))
 #define ABI 3
 
@@ -85,7 +89,12 @@ typedef void (*reduce_fn)(void *target, const void *const *sources, int num_sour
 #define ISA_TARGET __attribute__((target("avx2")))
 #include "kernels.h"
 #define ISA avx512
-#define ISA_TARGET __attribute__((target("avx512f,avx512bw,avx512vl,avx512dq,prefer-vector-width=512")))
+#define AVX512 "avx512f,avx512bw,avx512vl,avx512dq"
+#if defined(__clang__) /* clang ignores a whole target attribute of which it does not know a part */
+#define ISA_TARGET __attribute__((target(AVX512), min_vector_width(512)))
+#else
+#define ISA_TARGET __attribute__((target(AVX512 ",prefer-vector-width=512")))
+#endif
 #include "kernels.h"
 #endif
 
@@ -100,25 +109,38 @@ static const struct {
 #endif
 };
 
-static bool is_supported(int isa) {
-    if (isa < 0 || isa >= (int)(sizeof instruction_sets / sizeof *instruction_sets)) return false;
 #if defined(__x86_64__)
-    __builtin_cpu_init();
-    if (isa == 1) return __builtin_cpu_supports("avx2");
-    if (isa == 2)
-        return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-               __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
-#endif
-    return true;
+/* Return whether the processor has all of these features of leaf 7, and the system saves these registers.
+ *
+ * Not __builtin_cpu_supports: it asks the compiler's runtime library, and the one of zig 0.17 finds no feature at all. */
+static bool has_features(unsigned features, uint32_t registers) {
+    unsigned a, b, c, d;
+    uint32_t saved, saved_high;
+    if (!__get_cpuid(1, &a, &b, &c, &d) || !(c & bit_OSXSAVE)) return false;
+    __asm__("xgetbv" : "=a"(saved), "=d"(saved_high) : "c"(0));
+    if ((saved & registers) != registers || !__get_cpuid_count(7, 0, &a, &b, &c, &d)) return false;
+    return (b & features) == features;
 }
 
+enum { YMM = 0x6, ZMM = 0xe6 }; /* bits of the register XCR0 */
+#endif
+
+static int num_supported; /* a processor that has an instruction set has the earlier ones, too */
 static const reduce_fn *best_kernels;
 static pthread_once_t kernels_once = PTHREAD_ONCE_INIT;
 
 static void choose_kernels(void) {
-    int isa = (int)(sizeof instruction_sets / sizeof *instruction_sets) - 1;
-    while (!is_supported(isa)) isa--;
-    best_kernels = instruction_sets[isa].table;
+    num_supported = 1;
+#if defined(__x86_64__)
+    if (has_features(bit_AVX2, YMM)) num_supported++;
+    if (has_features(bit_AVX2 | bit_AVX512F | bit_AVX512BW | bit_AVX512VL | bit_AVX512DQ, ZMM)) num_supported++;
+#endif
+    best_kernels = instruction_sets[num_supported - 1].table;
+}
+
+static bool is_supported(int isa) {
+    pthread_once(&kernels_once, choose_kernels);
+    return isa >= 0 && isa < num_supported;
 }
 
 static const size_t itemsizes[NUM_DTYPES] = {4, 8, 2, 2, 1, 1, 2, 4, 8};

@@ -1,0 +1,63 @@
+"""macOS and Windows, as far as they show without such a machine: what Syncline's own code asks of the system.
+
+`other_system.py` hides what the system lacks; the type checker knows it from the standard library's stubs.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from syncline.testing.ports import held_port
+
+ROOT = Path(__file__).parents[2]
+PROGRAM = Path(__file__).with_name("other_system.py")
+
+NEEDS_LINUX_OR_MACOS = ("tools/", "testing/")
+"""The launcher, the benchmarks and the rank pool."""
+NEEDS_LINUX = ("transport/shared_memory/",)
+
+
+def parameters_of(processes: list[subprocess.Popen[str]]) -> list[str]:
+    """The line with the parameters that each process prints."""
+    outputs = [process.communicate(timeout=120)[0] for process in processes]
+    for process, output in zip(processes, outputs, strict=True):
+        assert process.returncode == 0, output
+    return [line for output in outputs for line in output.splitlines() if line.startswith("trained:")]
+
+
+def start(*arguments: object) -> subprocess.Popen[str]:
+    command = [sys.executable, "-W", "error", str(PROGRAM), *map(str, arguments)]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("system", ["darwin", "win32"])
+def test_every_module_is_imported_and_one_process_trains(system: str, tmp_path: Path) -> None:
+    [found] = parameters_of([start(system, tmp_path / system)])
+    [expected] = parameters_of([start("linux", tmp_path / "linux")])
+    assert found == expected
+
+
+@pytest.mark.parametrize("system", [pytest.param("darwin", marks=pytest.mark.slow), "win32"])
+def test_two_ranks_train_over_gloo(system: str, tmp_path: Path) -> None:
+    with held_port() as port:
+        first, second = parameters_of([start(system, tmp_path, rank, 2, port) for rank in range(2)])
+    assert first == second
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("system", ["darwin", "win32"])
+def test_the_type_checker_finds_every_name_on_the_other_system(system: str, tmp_path: Path) -> None:
+    pytest.importorskip("mypy")
+    switches = ("--no-warn-unreachable", "--no-warn-unused-ignores", "--cache-dir", str(tmp_path))
+    command = [sys.executable, "-m", "mypy", "--platform", system, *switches, "src"]
+    output = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600).stdout
+    files = set(re.findall(r"^src/syncline/(.+?):\d+: error", output, re.MULTILINE))
+    assert any(name.startswith(NEEDS_LINUX) for name in files), output  # else this test cannot fail
+    allowed = NEEDS_LINUX if system == "darwin" else (*NEEDS_LINUX, *NEEDS_LINUX_OR_MACOS)
+    assert not [name for name in files if not name.startswith(allowed)], output
