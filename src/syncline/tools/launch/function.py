@@ -12,7 +12,7 @@ from typing import Any, Literal, TypeVar
 import torch
 import torch.distributed as dist
 
-from syncline import environment
+from syncline import environment, launchers
 from syncline.checks import checked_choice, checked_count, checked_function, checked_kind, checked_seconds
 from syncline.errors import SynclineError
 from syncline.tools.launch.function_ranks import FunctionRanks
@@ -97,7 +97,7 @@ def _refuse_in_a_rank() -> None:
     Raises:
         SynclineError: this process is a rank.
     """
-    env = environment.current()
+    env = launchers.current()
     is_member = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
     if env.launcher != "alone" or is_member:
         rank, size = (dist.get_rank(), dist.get_world_size()) if is_member else (env.rank, env.size)

@@ -37,7 +37,7 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
-from syncline import environment
+from syncline import environment, launchers
 from syncline._torch.process_groups import TCPStore
 from syncline.errors import PeerFailed, PeerLost, SynclineError
 from syncline.session.listening import LOOPBACK, bound_socket
@@ -156,7 +156,7 @@ class FunctionRanks:
             tail = self._forwarder.add(folder / name, to_fd=fd, prefix=f"[rank {rank}] ")
             if fd == 2:
                 self._tails.append(tail)
-        place = environment.Environment(
+        place = launchers.Environment(
             launcher="syncline run", rank=rank, size=self._size, local_rank=rank, local_size=self._size,
             master_addr=LOOPBACK, master_port=port,
         )  # fmt: skip
