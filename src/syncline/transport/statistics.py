@@ -20,7 +20,7 @@ class Statistics:
     The number of bytes that were sent can be different; see `sent_bytes`.
     """
     waited_seconds: float = 0.0
-    """The total time that this rank spent in `Work.wait`. The waits of a thread that writes checkpoints do not count."""
+    """The total time that this rank spent in `Work.wait`, except in the thread that writes checkpoints."""
 
     def __repr__(self) -> str:
         calls, size = format_count(self.total_calls, "call"), format_bytes(self.total_bytes)
