@@ -458,7 +458,7 @@ assert all(name in vars(syncline) for name in syncline.__all__)
 """
 
 
-@pytest.mark.parametrize("name", ["syncline", "syncline.debug"])
+@pytest.mark.parametrize("name", ["syncline", "syncline.session", "syncline.testing"])
 def test_the_package_can_be_pickled(name: str) -> None:
     """Ray and submitit pickle functions of a script together with the modules that they use."""
     module = importlib.import_module(name)

@@ -7,6 +7,7 @@ or stands in the table. A new callable or parameter without either makes `test_n
 from __future__ import annotations
 
 import inspect
+import os
 import re
 import tempfile
 import types
@@ -145,6 +146,16 @@ TABLE: dict[str, Row] = {
     "sl.world": Row(),
     "sl.barrier": Row(),
     "sl.register_backend": Row(),
+    "sl.launch": Row(
+        {"fn": lambda: os.getpid, "ranks": 1},
+        nonsense={
+            "fn": FUNCTION,
+            "args": ["text", 3, None, {"a": 1}],
+            "kwargs": ["text", 3, [1]],
+            "method": ["forkserver", 3, True],
+            "timeout": [*NUMBER[:1], *NUMBER[2:], 0, -1.0],
+        },
+    ),
     # verbs
     "sl.broadcast_": Row({"target": module}, nonsense={"target": TREE, "src": [*COUNT, 1]}),
     "sl.average_": Row({"target": module}, nonsense={"target": TREE}),

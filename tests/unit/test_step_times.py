@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 from torch import nn
 
 import syncline as sl
+from syncline.ddp.conclusion import concluded
 from syncline.records import RankTimes, StepTiming
 from syncline.transport import Transport, run_ranks
 
@@ -178,6 +180,67 @@ def test_before_the_second_step_and_without_sync_nothing_is_claimed() -> None:
     assert local == "This backward sent nothing, so no rank waited for its gradients."
     alone = sl.DistributedDataParallel(nn.Linear(2, 1))
     assert alone.explain().endswith("There is one rank, so synchronization costs nothing.")
+
+
+def test_the_work_between_two_backwards_after_one_forward_belongs_to_the_loss(clock: FakeTime) -> None:
+    def rank(t: Transport) -> tuple[Any, str]:
+        ddp = sl.DistributedDataParallel(nn.Linear(2, 1), process_group=t)
+        ddp._replica.gradients.reduction.clock.now = clock.perf_counter
+        out = ddp(torch.randn(1, 2))
+        out.sum().backward(retain_graph=True)
+        clock.seconds += 0.030 if t.rank else 0.010
+        (out * 2).sum().backward()
+        return ddp.last_step.timing.late, " ".join(ddp.explain().splitlines()[-3:])
+
+    for late, text in run_ranks(2, rank):
+        assert (late.rank, late.phase) == (1, "forward")
+        assert "its forward and loss took 30.0 ms, against 10.0 ms" in text
+
+
+def test_a_step_of_several_micro_batches_has_the_times_of_all(clock: FakeTime) -> None:
+    def rank(t: Transport) -> Any:
+        ddp = sl.DistributedDataParallel(Sluggish(clock, 0.010, 0.0), process_group=t)
+        ddp._replica.gradients.reduction.clock.now = clock.perf_counter
+        for _ in range(2):
+            with ddp.no_sync():
+                clock.seconds += 0.030 if t.rank else 0.010
+                ddp(torch.randn(1, 2)).sum().backward()
+            with torch.no_grad():
+                ddp(torch.randn(1, 2))
+            clock.seconds += 0.002
+            ddp(torch.randn(1, 2)).sum().backward()
+        return ddp.last_step.timing
+
+    for timing in run_ranks(2, rank):
+        assert (timing.late.rank, timing.late.phase) == (1, "data")
+        here = timing.of_ranks[1]
+        # The forward without gradients runs between two micro-batches, as data is loaded there.
+        assert (here.data_seconds, here.forward_seconds) == pytest.approx((0.042, 0.020), abs=1e-5)
+
+
+def test_the_waits_of_another_thread_do_not_break_a_backward(clock: FakeTime) -> None:
+    def rank(t: Transport) -> Any:
+        ddp = sl.DistributedDataParallel(nn.Linear(2, 1), process_group=t)
+        ddp(torch.randn(1, 2)).sum().backward()
+        t.counts.waited_seconds += 5.0
+        t.counts.in_background().waited_seconds += 5.0  # a checkpoint is written on such a lane
+        ddp(torch.randn(1, 2)).sum().backward()
+        return ddp.last_step.timing
+
+    for timing in run_ranks(2, rank):
+        assert timing.waited_seconds == pytest.approx(5.0, abs=1e-3)
+        assert all(0 <= times.total_seconds < 1 for times in timing.of_ranks)
+
+
+def test_on_a_device_nothing_is_claimed() -> None:
+    def rank(t: Transport) -> str:
+        ddp = sl.DistributedDataParallel(nn.Linear(2, 1), process_group=t)
+        for _ in range(2):
+            ddp(torch.randn(1, 2)).sum().backward()
+        replica = ddp._replica
+        return concluded(replica.plan, replace(replica.evidence(), device="cuda"))
+
+    assert all("these times do not show what synchronization costs" in text for text in run_ranks(2, rank))
 
 
 @pytest.mark.parametrize(

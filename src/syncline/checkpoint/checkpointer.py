@@ -111,6 +111,8 @@ class Checkpointer:
         self._copies: dict[str, Tensor] = {}
         """Copies of tensors, by name. Non-blocking saves are written from them. The next save reuses their memory."""
         own_lane = None if self._lane is self._transport else self._lane
+        if own_lane is not None:
+            own_lane.counts = own_lane.counts.in_background()
         self._end = weakref.finalize(self, _end, self._writer, own_lane)
         # At exit, `before_shutdown` waits for pending saves first; all lanes are closed after that.
         self._end.atexit = False

@@ -26,6 +26,11 @@ def concluded(plan: Plan, evidence: Evidence) -> str:
         return _of_round(evidence.round)
     if backward.timing is None:
         return "This was the first step. From the next step on, this line says what synchronization costs."
+    if evidence.device != "cpu":
+        return (
+            f"The gradients are on {evidence.device}, for which this process does not wait, so these times do not show "
+            "what synchronization costs: use torch.profiler."
+        )
     timing, late = backward.timing, backward.timing.late
     if late is not None and (
         late.rank == plan.rank or late.late_seconds >= _MAIN_SHARE * timing.waited_seconds

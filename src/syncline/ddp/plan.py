@@ -218,6 +218,8 @@ class Evidence:
     comparison."""
     num_repairs: int = 0
     """Number of comparisons that found different replicas and made them equal."""
+    device: str = "cpu"
+    """The type of the device on which the gradients are."""
 
 
 def sizes_of(chosen: Selection) -> Sizes:

@@ -419,6 +419,7 @@ class Replica:
             synced_at={} if rounds is None else dict(rounds.synced_at),
             replicas_compared=self.checks.last_compared,
             num_repairs=self.checks.num_repairs,
+            device=self.gradients.parameters[0].device.type,
         )
 
     @property

@@ -62,6 +62,9 @@ class StepClock:
         """End the present phase, and begin another one."""
         working = self.now() - self._counts.waited_seconds
         self._seconds[self._phase] += working - self._since
+        if phase is BACKWARD and not self._seconds[FORWARD]:
+            # The second backward after one forward: the time between the backwards computed another loss.
+            self._seconds[FORWARD], self._seconds[DATA] = self._seconds[DATA], 0.0
         self._since, self._phase = working, phase
 
     def optimizer_stepped(self) -> None:
@@ -77,7 +80,9 @@ class StepClock:
         present = self.now() - self._counts.waited_seconds - self._since
         times = [self._update_seconds, *self._seconds]
         times[1 + self._phase] += present
-        return b"".join(min(_MOST, int(1e6 * seconds) + 1).to_bytes(4, "big") for seconds in times)
+        # A time can be negative if another thread has waited for other ranks while this thread worked.
+        micros = (min(_MOST, 1 + max(0, int(1e6 * seconds))) for seconds in times)
+        return b"".join(each.to_bytes(4, "big") for each in micros)
 
     def end_step(self) -> Measured | None:
         """End the present step and begin the next, because a synchronized backward has ended.

@@ -105,7 +105,7 @@ class Transport(ABC):
         self.turn = Turn()
         """The lock that a thread holds during a call that consists of several operations."""
         self.counts = Counts()
-        """The counters of calls, bytes and waiting time. All lanes use the same object."""
+        """The counters of calls, bytes and waiting time. All lanes use the same object; see `Counts.in_background`."""
         self._common_lanes: dict[str, Transport] = {}
         self._num_lanes_for: Counter[str] = Counter()
 

@@ -20,7 +20,7 @@ class Statistics:
     The number of bytes that were sent can be different; see `sent_bytes`.
     """
     waited_seconds: float = 0.0
-    """The total time that this rank spent in `Work.wait`."""
+    """The total time that this rank spent in `Work.wait`, except in the thread that writes checkpoints."""
 
     def __repr__(self) -> str:
         calls, size = format_count(self.total_calls, "call"), format_bytes(self.total_bytes)
@@ -61,11 +61,18 @@ class Statistics:
 
 @dataclass(slots=True)
 class Counts:
-    """The counters of a transport. All lanes of the transport use this object. A `Statistics` is a copy of it."""
+    """The counters of a transport and its lanes. A `Statistics` is a copy of them."""
 
     num_calls: dict[str, int] = field(default_factory=dict)
     payload_bytes: dict[str, int] = field(default_factory=dict)
     waited_seconds: float = 0.0
+
+    def in_background(self) -> Counts:
+        """Return counters for a lane on which another thread waits: with the same calls and bytes, but without waits.
+
+        While that thread waits, this rank works.
+        """
+        return Counts(self.num_calls, self.payload_bytes)
 
 
 def sent_bytes(operation: str, payload_bytes: float, num_ranks: int) -> float:

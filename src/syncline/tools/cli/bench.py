@@ -74,8 +74,9 @@ def main(argv: Sequence[str]) -> int:
         UsageError: the arguments are invalid. No rank was started.
     """
     args = _parse(argv)
+    sizes = _sizes(args)
     print(f"syncline bench: starting {args.n} ranks", file=sys.stderr, flush=True)
-    plan = _plan(args)
+    plan = _plan(args, sizes)
     from syncline.tools.bench.timing import summarize
     from syncline.tools.launch.supervise import run_on_this_host, worker_command
 
@@ -129,8 +130,8 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     return args
 
 
-def _plan(args: argparse.Namespace) -> Plan:
-    """Return the plan of the measurement that the options request.
+def _sizes(args: argparse.Namespace) -> list[int]:
+    """Return the sizes to measure, in bytes, in increasing order.
 
     Raises:
         UsageError: a size is invalid, or the largest size needs more memory than this host has.
@@ -146,6 +147,11 @@ def _plan(args: argparse.Namespace) -> Plan:
             f"--sizes {size_text(sizes[-1])}: {args.n} ranks would need about {size_text(needed)} of memory, but this "
             f"host has {size_text(there)}: choose smaller sizes"
         )
+    return sizes
+
+
+def _plan(args: argparse.Namespace, sizes: list[int]) -> Plan:
+    """Return the plan of the measurement that the options request."""
     from syncline.tools.bench.ranks import Plan
 
     models = ("0.3M",) if args.quick else ("0.3M", "5M")

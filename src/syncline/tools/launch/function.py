@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pickle
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 from importlib.util import find_spec
 from typing import Any, Literal, TypeVar
@@ -25,7 +25,7 @@ def launch(
     fn: Callable[..., T],
     ranks: int = 2,
     *,
-    args: Sequence[Any] = (),
+    args: list[Any] | tuple[Any, ...] = (),
     kwargs: Mapping[str, Any] | None = None,
     method: Literal["fork", "spawn"] | None = None,
     timeout: timedelta | float | None = None,
@@ -70,8 +70,9 @@ def launch(
     """
     checked_function("fn", fn)
     size = checked_count("ranks", ranks, at_least=1)
-    checked_kind("args", args, Sequence, "a list or tuple of the arguments of fn")
-    checked_kind("kwargs", kwargs or {}, Mapping, "a dict of the arguments of fn by name")
+    checked_kind("args", args, (list, tuple), "a list or tuple of the arguments of fn")
+    if kwargs is not None:
+        checked_kind("kwargs", kwargs, Mapping, "a dict of the arguments of fn by name")
     seconds = None if timeout is None else checked_seconds("timeout", timeout)
     if method is not None:
         checked_choice("method", method, ("fork", "spawn"))

@@ -82,7 +82,11 @@ class _Starter:
             self.over.wait()
 
         threading.Thread(target=run, name="syncline-launch", daemon=True).start()
-        started.wait()
+        try:
+            started.wait()
+        except BaseException:  # Ctrl-C: a process that starts later would be left
+            started.wait()
+            raise
         if errors:
             raise errors[0]
 
