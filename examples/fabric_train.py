@@ -10,9 +10,11 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
+from syncline.frameworks.lightning import SynclineFabricStrategy
+
 
 def main() -> None:
-    fabric = L.Fabric(strategy="syncline", accelerator="cpu", devices=2)
+    fabric = L.Fabric(strategy=SynclineFabricStrategy(), accelerator="cpu", devices=2)
     fabric.launch()
     fabric.seed_everything(0)
     module = nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 1))

@@ -7,9 +7,11 @@ Each run is trained under Lightning's own strategy and under ours, where both ca
 
 from __future__ import annotations
 
+import copy
 import json
+import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,7 +21,7 @@ import torch
 from lightning.pytorch.callbacks import LambdaCallback
 from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, Sampler, TensorDataset
 
 import syncline as sl
 from syncline.frameworks.lightning import SynclineStrategy
@@ -64,6 +66,14 @@ class SgdNet(Net):
 
     def configure_optimizers(self) -> Any:
         return torch.optim.SGD(self.parameters(), lr=1e-2)
+
+
+class UnusedNet(Net):
+    """The same network with a layer that no loss depends on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.unused = nn.Linear(8, 1)
 
 
 class Gan(L.LightningModule):
@@ -134,6 +144,41 @@ def fit(
     return {"losses": module.losses, "values": values(module), "wrappers": sorted(module.wrappers)}
 
 
+class HalfOfEachBatch(Sampler[int]):
+    """The rows of this rank: the first or the second eight of each sixteen rows."""
+
+    def __iter__(self) -> Iterator[int]:
+        return (row for row in range(64) if row // 8 % 2 == torch.distributed.get_rank())
+
+    def __len__(self) -> int:
+        return 32
+
+
+def sync_batch_norm(make: Callable[..., Any]) -> dict[str, Any]:
+    """Train on two ranks, and then on one process with the rows of both ranks in each batch."""
+    L.seed_everything(1, verbose=False)
+    module = SgdNet(with_batch_norm=True)
+    start = copy.deepcopy(module.net)
+    batches = DataLoader(data().dataset, batch_size=8, sampler=HalfOfEachBatch())
+    trainer(make(), sync_batchnorm=True, use_distributed_sampler=False).fit(module, batches)
+    optimizer = torch.optim.SGD(start.parameters(), lr=1e-2)
+    for _ in range(2):
+        for x, y in DataLoader(data().dataset, batch_size=16):
+            optimizer.zero_grad()
+            nn.functional.mse_loss(start(x), y).backward()
+            optimizer.step()
+    return {"values": values(module), "one process": values(start)[0]}
+
+
+def unused(make: Callable[..., Any]) -> dict[str, Any]:
+    """Train with an unused layer, without the argument for it. This ends the session of the ranks."""
+    try:
+        fit(make, model=UnusedNet)
+    except sl.UnreducedGradients as error:
+        return {"error": str(error), "notes": error.__notes__}
+    return {}
+
+
 def evaluate(make: Callable[..., Any]) -> dict[str, Any]:
     L.seed_everything(1, verbose=False)
     module, own = Net(with_batch_norm=True), trainer(make(), max_epochs=1)
@@ -177,6 +222,7 @@ RUNS: dict[str, Callable[..., Any]] = {
     "accumulate and clip": partial(fit, accumulate_grad_batches=3, gradient_clip_val=0.1),
     "clip by value": partial(fit, gradient_clip_val=0.01, gradient_clip_algorithm="value"),
     "bf16": partial(fit, precision="bf16-mixed"),
+    "unused parameters": partial(fit, model=UnusedNet, options={"find_unused_parameters": True}),
     "gan": partial(fit, model=Gan, options={"find_unused_parameters": True}),
     "gan, static graph": partial(fit, model=Gan, num=8, max_epochs=1, options={"static_graph": True}),
     "uneven": partial(fit, num=59),
@@ -184,13 +230,14 @@ RUNS: dict[str, Callable[..., Any]] = {
     "resume": resume,
 }
 OWN_RUNS: dict[str, Callable[..., Any]] = {
-    "sync batch norm": partial(fit, model=partial(Net, with_batch_norm=True), sync_batchnorm=True),
+    "sync batch norm": sync_batch_norm,
     "sharded": partial(fit, options={"sharded": True}, accumulate_grad_batches=3, gradient_clip_val=0.1),
     "sharded, resume": partial(resume, options={"sharded": True}),
     "LocalSGD": partial(fit, options={"strategy": sl.LocalSGD(3)}),
     "DiLoCo, resume": partial(resume, model=SgdNet, options={"strategy": sl.DiLoCo(2)}),
     "compression": partial(fit, options={"compression": sl.compression.Cast(torch.bfloat16)}),
     "replica check": partial(fit, options={"replica_check": sl.ReplicaCheck(every=1)}),
+    "unused parameters, not announced": unused,
 }
 
 
@@ -202,7 +249,7 @@ def main(folder: Path, names: list[str]) -> None:
             run = partial(run, folder=folder)
         for kind in MAKERS if name in RUNS else ("syncline",):
             found.setdefault(name, {})[kind] = run(MAKERS[kind])
-    if torch.distributed.get_rank() == 0:
+    if os.environ["LOCAL_RANK"] == "0":
         (folder / "found.json").write_text(json.dumps(found))
 
 

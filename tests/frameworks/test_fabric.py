@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from launched import ROOT, launch
 
 pytest.importorskip("lightning")
 
@@ -56,11 +57,15 @@ def test_replicas_that_drift_are_equal_after_a_sync(found: dict[str, Any]) -> No
     assert found["DiLoCo"]["losses"][-1] < found["DiLoCo"]["losses"][0]
 
 
-@pytest.mark.parametrize("example", ["lightning_trainer.py", "fabric_train.py"])
-def test_the_examples_train(example: str) -> None:
-    done = run(HERE.parents[1] / "examples" / example)
-    assert done.returncode == 0, done.stderr
-    assert "loss" in done.stdout
+@pytest.mark.parametrize(
+    ("launcher", "example", "printed"),
+    [
+        ("torchrun", "lightning_trainer.py", "validation loss"),
+        ("syncline run", "fabric_train.py", "epoch 2: loss"),
+    ],
+)
+def test_the_examples_train_under_other_launchers(launcher: str, example: str, printed: str) -> None:
+    assert printed in launch(launcher, ROOT / "examples" / example)
 
 
 def test_the_other_family_of_packages_has_the_strategies_too() -> None:

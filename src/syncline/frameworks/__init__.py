@@ -1,6 +1,6 @@
 """Strategies for frameworks that run the training loop. A file is imported only by programs that use its framework.
 
-Imports: errors, user_code, transport, session, nn, strategies, verbs, ddp.
+Imports: errors, trees, user_code, transport, session, nn, strategies, verbs, ddp.
 
 lightning.py          strategies for `lightning`: of its Trainer and of its Fabric
 lightning_fabric.py   the strategy for the package `lightning_fabric`

@@ -6,7 +6,8 @@ strategy of one family is no strategy of the other. So these classes leave the b
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
@@ -19,8 +20,9 @@ from syncline.nn import SyncBatchNorm
 from syncline.session.world import init, is_joined, shutdown
 from syncline.strategies import EveryStep
 from syncline.transport import ReduceOp
+from syncline.trees import leaves, map_leaves
 from syncline.user_code import warn_user
-from syncline.verbs import all_reduce_, barrier
+from syncline.verbs import all_reduce_, barrier, gather
 
 if TYPE_CHECKING:
     _DDPStrategy = Any
@@ -226,14 +228,29 @@ def attach(wrapper: DistributedDataParallel, optimizer: Optimizer) -> None:
 def gathered_state(wrapper: DistributedDataParallel) -> dict[str, Any]:
     """Return the entry for a checkpoint with the states of the strategy and of the compression on all ranks.
 
-    This is a collective call if there is such a state. Only rank 0 needs the result.
+    This is a collective call if there is such a state. Only rank 0 gets the result, with tensors on the CPU.
     """
     own = wrapper.sync_state_dict()
     if not own:
         return {}
-    states = [None] * dist.get_world_size()
-    dist.gather_object(own, states if dist.get_rank() == 0 else None)
-    return {_STATE: states}
+    parts = [leaf for _, leaf in leaves(own)]
+    described = [list(part.shape) if isinstance(part, Tensor) else part for part in parts]
+    by_rank = gather(described, objects=True)
+    for index, part in enumerate(parts):
+        if isinstance(
+            part, Tensor
+        ):  # one call per tensor, so that other ranks hold only one tensor of all ranks
+            shapes = [of_rank[index] for of_rank in by_rank]
+            pieces = gather(part.flatten()).cpu().split([math.prod(shape) for shape in shapes])
+            for of_rank, piece in zip(by_rank, pieces, strict=True):
+                of_rank[index] = piece.view(of_rank[index]).clone() if dist.get_rank() == 0 else None
+    return {_STATE: [_with_leaves(own, of_rank) for of_rank in by_rank]} if dist.get_rank() == 0 else {}
+
+
+def _with_leaves(tree: Any, new: Iterable[Any]) -> Any:
+    """Return a copy of a nested container with other leaves, in order."""
+    following = iter(new)
+    return map_leaves(tree, lambda path, leaf: next(following))
 
 
 class _Renaming:
