@@ -86,5 +86,7 @@ def test_a_loader_of_nodes_resumes_whatever_was_done_with_it_before(
 
 def test_a_loader_of_nodes_with_a_sampler_of_syncline_is_refused() -> None:
     loader = Loader(Batcher(SamplerWrapper(sl.DistributedSampler(range(8))), batch_size=2))
-    with pytest.raises(ValueError, match=r"sampler is a torchdata\.nodes\.Loader with an sl\.DistributedSampler"):
+    with pytest.raises(
+        ValueError, match=r"sampler is a torchdata\.nodes\.Loader with an sl\.DistributedSampler"
+    ):
         sl.TrainState(sampler=loader)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ pytest.importorskip("transformers")
 from launched import ROOT, launch
 
 EXAMPLES = ROOT / "examples"
+PAGE = ROOT / "docs" / "recipes" / "transformers.md"
 
 
 def test_the_example_trains_on_two_ranks(tmp_path: Path) -> None:
@@ -80,6 +82,23 @@ def test_losses_and_weights_are_those_of_torchs_class(
     (expected, expected_weights), (found, found_weights) = runs
     assert found == expected
     assert all(torch.equal(*pair) for pair in zip(found_weights, expected_weights, strict=True))
+
+
+@pytest.mark.ranks(2, timeout=120)
+def test_a_subclass_sets_arguments_that_only_syncline_has(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (block,) = re.findall(r"```text\n(class Wrapper.*?)```", PAGE.read_text(), re.S)
+    monkeypatch.setattr(torch.nn.parallel, "DistributedDataParallel", None)  # what the block sets is undone
+    exec(block, {"sl": sl, "torch": torch})
+    monkeypatch.syspath_prepend(EXAMPLES)
+    from transformers_trainer import make_trainer
+
+    trainer = make_trainer(str(tmp_path), max_steps=3, save_strategy="no")
+    trainer.train()
+    assert type(trainer.model_wrapped).__name__ == "Wrapper"
+    checks = str(trainer.model_wrapped.contract).split("checks")[1]
+    assert "replica" in checks
 
 
 @pytest.mark.ranks(2, timeout=120)
