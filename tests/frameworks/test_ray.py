@@ -19,7 +19,7 @@ os.environ |= {
     "RAY_AUTH_MODE": "disabled",
     "RAY_USAGE_STATS_ENABLED": "0",
     # After a failure, Ray may still count the lost node, and wait this long for a worker on it.
-    "RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S": "30",
+    "RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S": "5",
 }
 
 from ray.cluster_utils import Cluster  # noqa: E402
@@ -75,6 +75,7 @@ def cluster(tmp_path: Path) -> Iterator[Cluster]:
         found.shutdown()
 
 
+@pytest.mark.slow
 def test_a_killed_node_is_survived(
     cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:

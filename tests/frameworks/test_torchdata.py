@@ -8,18 +8,19 @@ import pytest
 
 pytest.importorskip("torchdata.stateful_dataloader")
 
+import torch
 from launched import ROOT, launch
+from torchdata.nodes import Batcher, Loader, SamplerWrapper
+
+import syncline as sl
 
 EXAMPLES = ROOT / "examples"
 
 
-@pytest.mark.parametrize("launcher", ["syncline run", "torchrun"])
-def test_the_example_resumes(launcher: str, tmp_path: Path) -> None:
-    program = EXAMPLES / "torchdata_resume.py"
-    assert "ran 5 steps" in launch(launcher, program, "--directory", str(tmp_path), "--steps", "5")
-    assert "ran 3 steps, until step 8" in launch(
-        launcher, program, "--directory", str(tmp_path), "--steps", "8"
-    )
+def test_the_example_resumes(tmp_path: Path) -> None:
+    program, directory = EXAMPLES / "torchdata_resume.py", ("--directory", str(tmp_path))
+    assert "ran 5 steps" in launch("syncline run", program, *directory, "--steps", "5")
+    assert "ran 3 steps, until step 8" in launch("torchrun", program, *directory, "--steps", "8")
 
 
 @pytest.mark.ranks(2)
@@ -34,3 +35,58 @@ def test_a_resumed_run_has_the_losses_of_the_whole_run(
     assert len(set(whole)) == 18
     first = train(tmp_path / "parts", num_steps=stop)
     assert first + train(tmp_path / "parts", num_steps=18) == whole
+
+
+def node_loader() -> Loader[list[int]]:
+    world = sl.world()
+    sampler = torch.utils.data.DistributedSampler(range(40), world.size, world.rank, seed=1)
+    return Loader(Batcher(SamplerWrapper(sampler), batch_size=4))
+
+
+def read(loader: Loader[list[int]], state: sl.TrainState, until: int) -> list[list[int]]:
+    batches = []
+    while state.step < until:
+        for batch in loader:
+            batches.append(batch)
+            state.commit()
+            if state.step == until:
+                break
+    return batches
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("stop", [2, 5, 7])  # 5 steps are an epoch
+@pytest.mark.parametrize("before", ["new", "asked", "saved", "iterated", "loaded"])
+def test_a_loader_of_nodes_resumes_whatever_was_done_with_it_before(
+    before: str, stop: int, tmp_path: Path
+) -> None:
+    loader = node_loader()
+    whole = read(loader, sl.TrainState(sampler=loader), 12)
+    loader = node_loader()
+    state = sl.TrainState(sampler=loader)
+    first = read(loader, state, stop)
+    with sl.Checkpointer(tmp_path / "run") as checkpointer:
+        checkpointer.save(state)
+        loader = node_loader()
+        state = sl.TrainState(sampler=loader)
+        if before == "asked":
+            loader.state_dict()
+        elif before == "saved":
+            with sl.Checkpointer(tmp_path / "other") as other:
+                other.save(state)
+        elif before == "iterated":
+            next(iter(loader))
+        elif before == "loaded":
+            checkpointer.load(state)
+        assert checkpointer.load(state) == stop
+        checkpointer.save(state, step=stop)  # it saves the position that was loaded
+        checkpointer.load(state)
+    assert first + read(loader, state, 12) == whole
+
+
+def test_a_loader_of_nodes_with_a_sampler_of_syncline_is_refused() -> None:
+    loader = Loader(Batcher(SamplerWrapper(sl.DistributedSampler(range(8))), batch_size=2))
+    with pytest.raises(
+        ValueError, match=r"sampler is a torchdata\.nodes\.Loader with an sl\.DistributedSampler"
+    ):
+        sl.TrainState(sampler=loader)

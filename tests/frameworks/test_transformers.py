@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -12,14 +13,14 @@ import syncline as sl
 
 pytest.importorskip("transformers")
 
-from launched import LAUNCHERS, ROOT, launch
+from launched import ROOT, launch
 
 EXAMPLES = ROOT / "examples"
+PAGE = ROOT / "docs" / "recipes" / "transformers.md"
 
 
-@pytest.mark.parametrize("launcher", LAUNCHERS)
-def test_the_example_trains_on_two_ranks(launcher: str, tmp_path: Path) -> None:
-    printed = launch(launcher, EXAMPLES / "transformers_trainer.py", "--output", str(tmp_path))
+def test_the_example_trains_on_two_ranks(tmp_path: Path) -> None:
+    printed = launch("torchrun", EXAMPLES / "transformers_trainer.py", "--output", str(tmp_path))
     assert "2 ranks on 1 host, transport: shared memory" in printed
     assert float(printed.split("evaluation loss ")[1].split()[0]) < 3  # log(64) = 4.16 before training
 
@@ -81,6 +82,23 @@ def test_losses_and_weights_are_those_of_torchs_class(
     (expected, expected_weights), (found, found_weights) = runs
     assert found == expected
     assert all(torch.equal(*pair) for pair in zip(found_weights, expected_weights, strict=True))
+
+
+@pytest.mark.ranks(2, timeout=120)
+def test_a_subclass_sets_arguments_that_only_syncline_has(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (block,) = re.findall(r"```text\n(class Wrapper.*?)```", PAGE.read_text(), re.S)
+    monkeypatch.setattr(torch.nn.parallel, "DistributedDataParallel", None)  # what the block sets is undone
+    exec(block, {"sl": sl, "torch": torch})
+    monkeypatch.syspath_prepend(EXAMPLES)
+    from transformers_trainer import make_trainer
+
+    trainer = make_trainer(str(tmp_path), max_steps=3, save_strategy="no")
+    trainer.train()
+    assert type(trainer.model_wrapped).__name__ == "Wrapper"
+    checks = str(trainer.model_wrapped.contract).split("checks")[1]
+    assert "replica" in checks
 
 
 @pytest.mark.ranks(2, timeout=120)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -25,6 +26,42 @@ def sampler_of(one: Any) -> DistributedSampler | None:
     inner = getattr(getattr(one, "batch_sampler", None), "sampler", None)
     samplers = (one, getattr(one, "sampler", None), inner)
     return next((sampler for sampler in samplers if isinstance(sampler, DistributedSampler)), None)
+
+
+def is_node_loader(one: Any) -> bool:
+    """Return whether an object is a `torchdata.nodes.Loader`."""
+    nodes = sys.modules.get("torchdata.nodes")  # absent unless the program has imported it
+    return nodes is not None and isinstance(one, nodes.Loader)
+
+
+def check_node_loader(name: str, one: Any) -> None:
+    """Raise an error if `one` is a `torchdata.nodes.Loader` that reads by an `sl.DistributedSampler`.
+
+    Such a loader saves the committed position of the sampler, and nothing commits.
+    """
+    nodes = [one] if is_node_loader(one) else []
+    for node in nodes:  # the list grows during the loop
+        for value in vars(node).values():
+            parts = list(value.values()) if isinstance(value, dict) else [value]
+            if any(isinstance(part, DistributedSampler) for part in parts):
+                raise ValueError(
+                    f"{name} is a torchdata.nodes.Loader with an sl.DistributedSampler, whose position it does not "
+                    "save, so a resumed run would start the epoch again: give SamplerWrapper torch's sampler, "
+                    "torch.utils.data.DistributedSampler(...), or use torchdata's StatefulDataLoader"
+                )
+            nodes += [part for part in parts if isinstance(part, sys.modules["torchdata.nodes"].BaseNode)]
+
+
+def load_again(one: Any, state: Any) -> None:
+    """Make a `torchdata.nodes.Loader` that has just loaded `state` begin its next iteration there.
+
+    torchdata 0.11 ignores `load_state_dict` if `state_dict` was called before, because `state_dict` begins an iteration
+    that the next `iter` returns. Nothing is done for other objects, or for a Loader that has not begun any iteration.
+    """
+    if is_node_loader(one) and getattr(one, "_it", one) is not None:
+        iter(one)  # may be the iteration that state_dict() began
+        iter(one)  # begins at `state`, so state_dict() returns it from now on
+        one.load_state_dict(state)  # for the next `iter`
 
 
 class Places:

@@ -16,6 +16,7 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
+from syncline.checkpoint.dataloaders import is_node_loader
 from syncline.checkpoint.encoding import encode
 from syncline.checkpoint.files import checksum, memory_of
 from syncline.checkpoint.objects import rng_state, set_rng_state, unwrapped
@@ -249,8 +250,8 @@ def _restorer_of(one: Any) -> Restorer:
         return restorer_of_optimizer(one, copies_tensors=loads_in_place)
     if isinstance(one, DistributedSampler):
         return partial(vars(one).update, dict(vars(one)))
-    # A DataLoader that keeps its position would begin to iterate when it is asked for its state.
-    if not isinstance(one, DataLoader):
+    # A loader that keeps its position would begin to iterate when it is asked for its state.
+    if not isinstance(one, DataLoader) and not is_node_loader(one):
         with suppress(Exception):  # state_dict() may not work before the first load
             return _reloader(one.load_state_dict, deepcopy(one.state_dict()))
     return lambda: None

@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from syncline._torch.modules import uncompiled
-from syncline.checkpoint.dataloaders import Places, sampler_of
+from syncline.checkpoint.dataloaders import Places, check_node_loader, load_again, sampler_of
 from syncline.checkpoint.load_torch import Key, load_torch_file
 from syncline.checkpoint.objects import load_into, rng_state, set_rng_state, state_of, types_in
 from syncline.checkpoint.rollback import Before
@@ -49,7 +49,8 @@ class TrainState(ShardedState):
             `DistributedSampler` was not given as `sampler`, so that `commit` would not advance it.
         ValueError: two of the objects have the same DistributedSampler, for example the sampler itself and a loader
             that contains it; or a module contains a wrapped module that was not given, although the strategy or the
-            compression of this wrapped module has a state.
+            compression of this wrapped module has a state; or a torchdata.nodes.Loader reads by an
+            `sl.DistributedSampler`.
 
     Examples:
         >>> import torch, syncline as sl
@@ -100,6 +101,7 @@ class TrainState(ShardedState):
                     f"expected {name} to have state_dict() and load_state_dict(), got {what_it_is(one)}. "
                     + _remedy_of(one)
                 )
+            check_node_loader(name, one)
         if sampler is None:
             _check_none_is_misnamed(self.named)
 
@@ -271,6 +273,7 @@ def load_all(into: TrainState, state: Mapping[str, Any], *, strict: bool) -> Non
     for name, one in both.items():
         with calling(f"load_state_dict() of {name} ({type(one).__name__})"):
             load_into(one, state[name], types)
+            load_again(one, state[name])
     into._resume_from_step(state["step"])
     if "rng" in state:
         rng = state["rng"]
