@@ -58,7 +58,13 @@ def load_again(one: Any, state: Any) -> None:
     torchdata 0.11 ignores `load_state_dict` if `state_dict` was called before, because `state_dict` begins an iteration
     that the next `iter` returns. Nothing is done for other objects, or for a Loader that has not begun any iteration.
     """
-    if is_node_loader(one) and getattr(one, "_it", one) is not None:
+    if not is_node_loader(one):
+        return
+    try:
+        has_begun = one._it is not None
+    except AttributeError:  # another version of torchdata
+        has_begun = True
+    if has_begun:
         iter(one)  # may be the iteration that state_dict() began
         iter(one)  # begins at `state`, so state_dict() returns it from now on
         one.load_state_dict(state)  # for the next `iter`
