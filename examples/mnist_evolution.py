@@ -1,4 +1,4 @@
-"""Train a small network on 5,000 real handwritten digits without a backward pass: only losses travel.
+"""Train a small network on 5,000 real handwritten digits without a backward pass: the ranks send only losses.
 
 syncline run -n 2 examples/mnist_evolution.py
 torchrun --nproc-per-node 2 examples/mnist_evolution.py
@@ -25,7 +25,7 @@ REPORTS = 10
 
 
 class SmallNet(nn.Sequential):
-    """One hidden layer over 14 x 14 pixels: 6,634 parameters. The fewer they are, the more 64 directions tell."""
+    """A network with one hidden layer over 14 x 14 pixels: 6,634 parameters, few enough for 64 directions in a step."""
 
     def __init__(self) -> None:
         super().__init__(nn.Flatten(), nn.Linear(14 * 14, 32), nn.Tanh(), nn.Linear(32, 10))
@@ -39,7 +39,7 @@ def halved(dataset: TensorDataset) -> TensorDataset:
 def train(strategy: sl.EvolutionStrategy, dataset: TensorDataset, args: argparse.Namespace) -> None:
     images, labels = dataset.tensors
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(strategy.optimizer, args.steps)
-    # The same batch for all members of a step, on all ranks: their losses are compared with each other.
+    # All members of a step get the same batch, on all ranks, because their losses are compared with each other.
     batches = torch.Generator().manual_seed(args.seed)
     start = time.perf_counter()
     with Progress(args.steps, shown=sl.world().rank == 0) as progress:
@@ -62,7 +62,7 @@ def train(strategy: sl.EvolutionStrategy, dataset: TensorDataset, args: argparse
 
 @torch.no_grad()
 def held_out_accuracy(model: nn.Module, dataset: TensorDataset) -> float:
-    # Every rank has the same parameters, bit for bit: each may look for itself.
+    # Every rank has the same parameters, bit for bit, so each rank can evaluate alone.
     images, labels = dataset.tensors
     return int((model(images).argmax(dim=1) == labels).sum()) / len(labels)
 
@@ -86,7 +86,7 @@ def parse_arguments() -> argparse.Namespace:
 def main() -> None:
     args = parse_arguments()
     world = sl.init()
-    if "OMP_NUM_THREADS" not in os.environ:  # nobody has chosen: share the cores out
+    if "OMP_NUM_THREADS" not in os.environ:  # not set: divide the cores among the ranks
         torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // world.local_size))
     training, held_out = map(halved, split_digits())
 

@@ -1,4 +1,4 @@
-"""Search hyperparameters with Optuna, each trial on all ranks; bad trials are pruned and fail on all ranks together.
+"""Search hyperparameters with Optuna, each trial on all ranks. Trials are pruned or fail on all ranks together.
 
 syncline run -n 2 examples/optuna_search.py
 """

@@ -1,4 +1,4 @@
-"""What both examples show while they train: a live bar on a terminal, plain lines elsewhere."""
+"""Progress of the examples while they train: a live bar on a terminal, plain lines elsewhere."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ import syncline as sl
 
 
 class Progress:
-    """One bar and the lines above it; says nothing at all on ranks that do not show it.
+    """A progress bar and the lines above it. Ranks that do not show it print nothing.
 
     Args:
         num_steps: how often `advance` will be called.
-        shown: whether this rank is the one that talks.
+        shown: whether this rank prints.
     """
 
     def __init__(self, num_steps: int, *, shown: bool) -> None:
@@ -41,17 +41,17 @@ class Progress:
         self._bar.stop()
 
     def advance(self, status: str, by: int = 1) -> None:
-        """So many steps are done; `status` stands beside the bar."""
+        """Advance the bar by `by` steps, and show `status` beside it."""
         self._bar.update(self._task, advance=by, description=status)
 
     def print(self, line: str) -> None:
-        """A line that stays."""
+        """Print a line above the bar."""
         if self._shown:
             self._bar.console.print(line, soft_wrap=True, markup=False, highlight=False)
 
 
 def synchronized(statistics: sl.Statistics, seconds: float) -> str:
-    """What was sent and waited for, as a small table."""
+    """Return a small table of what was sent, and how long this rank waited for it."""
     share = statistics.waited_seconds / seconds
     lines = ["Synchronized by rank 0:"]
     for operation, num_calls in sorted(statistics.num_calls.items()):

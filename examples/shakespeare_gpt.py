@@ -1,10 +1,10 @@
-"""Train a small GPT to write like Shakespeare, character by character, on as many processes as you like.
+"""Train a small GPT to write like Shakespeare, character by character, on any number of processes.
 
 syncline run -n 2 examples/shakespeare_gpt.py
 torchrun --nproc-per-node 2 examples/shakespeare_gpt.py
 python examples/shakespeare_gpt.py
 
-With --directory it saves as it goes, and goes on from there when it is started again: stop it whenever you like.
+With --directory it saves while it trains, and resumes from the last save when it is started again.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ NUM_LAYERS = 4
 
 
 class Block(nn.Module):
-    """Attention to what came before, then a small network for each character."""
+    """A layer: attention to earlier characters, then a small network for each character."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -52,7 +52,7 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """Four layers, 0.83 million parameters."""
+    """A GPT with four layers and 0.83 million parameters."""
 
     def __init__(self, num_characters: int) -> None:
         super().__init__()
@@ -69,9 +69,9 @@ class GPT(nn.Module):
 
 
 class Windows:
-    """Draws places in a text, each rank its own; has a state, so that a run that goes on draws what it would have.
+    """Random places in a text, different on each rank. The state is saved, so that a resumed run draws the same places.
 
-    A rank that was not there when it was saved gets rank 0's state, which it must not draw from, too.
+    A rank that did not exist at the save gets rank 0's state. It ignores this state, so that it draws other places.
     """
 
     def __init__(self, text: Tensor, seed: int) -> None:
@@ -92,7 +92,7 @@ class Windows:
 
 
 def windows(text: Tensor, starts: Tensor) -> tuple[Tensor, Tensor]:
-    """What the model reads, and at each place the character that comes next; both (len(starts), CONTEXT)."""
+    """Return the inputs, and the next character at each place of the inputs. Both have shape (len(starts), CONTEXT)."""
     pieces = text[starts[:, None] + torch.arange(CONTEXT + 1)].to(sl.world().device)
     return pieces[:, :-1], pieces[:, 1:]
 
@@ -103,7 +103,7 @@ def sum_of_losses(model: nn.Module, inputs: Tensor, targets: Tensor) -> Tensor:
 
 @torch.no_grad()
 def validation_loss(ddp: sl.DistributedDataParallel, text: Tensor) -> float:
-    """Nats per character over 256 windows, spread evenly over `text` and dealt out to the ranks."""
+    """Return nats per character over 256 windows, which are spread evenly over `text` and divided among the ranks."""
     world = sl.world()
     starts = torch.linspace(0, len(text) - CONTEXT - 1, 256).long()[world.rank :: world.size]
     loss_sum, num_tokens = 0.0, 0
@@ -115,7 +115,7 @@ def validation_loss(ddp: sl.DistributedDataParallel, text: Tensor) -> float:
 
 
 def share_of_lr(step: int, num_steps: int) -> float:
-    """Warm-up along a straight line, then down to a tenth along a cosine."""
+    """Return the factor of the learning rate: a linear warm-up, then a cosine down to a tenth."""
     warm_up = (step + 1) / max(1, num_steps // 20)
     return min(warm_up, 0.1 + 0.45 * (1 + math.cos(math.pi * step / num_steps)))
 
@@ -123,11 +123,11 @@ def share_of_lr(step: int, num_steps: int) -> float:
 def train(
     ddp: sl.DistributedDataParallel, training: Tensor, validation: Tensor, args: argparse.Namespace
 ) -> float:
-    """Returns the last validation loss."""
+    """Train until `args.steps`. Return the last validation loss."""
     world = sl.world()
     optimizer = torch.optim.AdamW(ddp.parameters(), lr=args.lr, betas=(0.9, 0.95), weight_decay=0.1)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: share_of_lr(step, args.steps))
-    # Sequences per step may not divide evenly: then some ranks have one more than others.
+    # If the sequences of a step cannot be divided equally, some ranks have one more than others.
     num_sequences = len(range(world.rank, args.batch_size, world.size))
     drawn = Windows(training, seed=1000 * args.seed + world.rank)
     state = sl.TrainState(model=ddp, optimizer=optimizer, scheduler=schedule, windows=drawn)
@@ -136,7 +136,7 @@ def train(
         found = checkpointer.load(state)
         if found and world.rank == 0:
             print(f"Going on from step {found}.", flush=True)
-        checkpointer.stop_if_asked(state)  # from now on SIGTERM and SIGUSR1 are a wish to stop
+        checkpointer.stop_if_asked(state)  # from now on, SIGTERM and SIGUSR1 ask the ranks to save and stop
     report_every = max(1, args.steps // 10)
     loss = math.inf
     start = time.perf_counter()
@@ -151,7 +151,7 @@ def train(
                 loss_sum = sum_of_losses(ddp, inputs, targets)
                 ddp.report(loss=loss_sum / targets.numel(), weight=targets.numel())
                 loss_sum.backward()
-            # Every rank holds the same gradient by now, so every rank clips it the same way.
+            # Every rank has the same gradient now, so every rank clips it in the same way.
             torch.nn.utils.clip_grad_norm_(ddp.parameters(), 1.0)
             optimizer.step()
             schedule.step()
@@ -203,7 +203,7 @@ def main() -> None:
     world = sl.init()
     if args.batch_size < world.size:
         sys.exit(f"--batch-size {args.batch_size} leaves some of the {world.size} ranks without a sequence")
-    if "OMP_NUM_THREADS" not in os.environ:  # nobody has chosen: share the cores out
+    if "OMP_NUM_THREADS" not in os.environ:  # not set: divide the cores among the ranks
         torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // world.local_size))
 
     text = shakespeare_text()

@@ -1,4 +1,4 @@
-"""Train with submitit: ranks on SLURM, or on this host for a trial. A job that is asked to stop is submitted again.
+"""Train with submitit: on SLURM, or on this host for a trial. A job that is asked to stop is submitted again.
 
 pip install submitit
 python examples/slurm/with_submitit.py --cluster local --ranks 2 --directory runs/one
@@ -48,7 +48,7 @@ class Training:
         state = sl.TrainState(model=ddp, optimizer=optimizer)
         checkpointer = sl.Checkpointer(self.directory, stop_signals=("SIGUSR2", "SIGTERM"))
         checkpointer.load(state)
-        checkpointer.stop_if_asked(state)  # listens for the signals from here on
+        checkpointer.stop_if_asked(state)  # handles the signals from here on
         loss = torch.zeros(())
         while state.step < self.num_steps:
             inputs = torch.randn(8, 4, generator=torch.Generator().manual_seed(state.step))
