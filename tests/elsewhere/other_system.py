@@ -120,8 +120,9 @@ def import_everything() -> int:
 
     names = [found.name for found in pkgutil.walk_packages(syncline.__path__, "syncline.")]
     for name in names:
-        if not name.endswith(("__main__", "libsyncline_core")):
-            importlib.import_module(name)
+        if name.endswith(("__main__", "libsyncline_core")) or name.startswith("syncline.frameworks."):
+            continue  # a program; the native core; what needs a framework
+        importlib.import_module(name)
     return len(names)
 
 
