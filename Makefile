@@ -15,7 +15,7 @@ SEED ?= 0
 # Two test processes, each of which takes whole files, in the order of tests/conftest.py: ranks stay warm in it.
 WORKERS ?= 2
 IN_WORKERS := --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder
-PYTEST := $(BIN)/python -m pytest $(IN_WORKERS)
+PYTEST := $(BIN)/python -m pytest $(IN_WORKERS) --ignore tests/frameworks # make test-frameworks has these
 
 # Accelerate, Transformers, Lightning, Ray and others, pinned, in a virtual environment of their own.
 FRAMEWORKS := .venv-frameworks

@@ -19,7 +19,11 @@ from syncline import environment
 from syncline.session.process import end_with_parent, exit_code_of, record_failure
 from syncline.session.world import begin_in_fork, leave_at_end
 
-_SIGNALS = (signal.SIGTERM, signal.SIGHUP, signal.SIGCHLD, signal.SIGUSR1, signal.SIGALRM)
+_SIGNALS = [
+    getattr(signal, name)
+    for name in ("SIGTERM", "SIGHUP", "SIGCHLD", "SIGUSR1", "SIGALRM")
+    if hasattr(signal, name)  # Windows has only the first
+]
 
 
 @dataclass
