@@ -81,8 +81,7 @@ class StepClock:
         times = [self._update_seconds, *self._seconds]
         times[1 + self._phase] += present
         # A time can be negative if another thread has waited for other ranks while this thread worked.
-        micros = (min(_MOST, 1 + max(0, int(1e6 * seconds))) for seconds in times)
-        return b"".join(each.to_bytes(4, "big") for each in micros)
+        return b"".join(min(_MOST, 1 + max(0, int(1e6 * each))).to_bytes(4, "big") for each in times)
 
     def end_step(self) -> Measured | None:
         """End the present step and begin the next, because a synchronized backward has ended.
