@@ -243,7 +243,8 @@ class Replica:
         Raises:
             SynclineError: the replicas have drifted apart, or the module has changed inside of `join`.
         """
-        warn_if_wrapped_twice(self.module)
+        if not self.gradients.step:  # before the first step is enough, and costs later steps nothing
+            warn_if_wrapped_twice(self.module)
         divergence = self.drift.divergence
         if divergence.is_open:
             return
