@@ -27,7 +27,7 @@ ddp(torch.full((1, 1), float(world.rank))).sum().backward()
 assert ddp.module.weight.grad.item() == 1.5
 assert len(os.environ["SYNCLINE_TOKEN"]) == 32
 sl.check_replicas(ddp.module)
-print(found.launcher, world.rank, world.size, world.local_size, str(ddp.contract).splitlines()[0], flush=True)
+print(found.launcher, world.rank, world.size, world.local_size, ddp.contract.title, flush=True)
 sl.shutdown()
 """
 
