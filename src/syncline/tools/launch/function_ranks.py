@@ -133,11 +133,9 @@ class FunctionRanks:
         over = threading.Event()
         self._forwarder.start()
         try:
-            with _variables(self._size) as has_own_threads:
+            with _variables(self._size) as num_threads:
                 for task in tasks:
-                    task.num_threads = (
-                        None if has_own_threads else max(1, environment.num_cores() // self._size)
-                    )
+                    task.num_threads = num_threads
                 _Starter(self._processes, over).start()
             self._guardian.watch(self._mark, [process.pid or 0 for process in self._processes])
             self._wait(timeout_seconds)
@@ -255,11 +253,12 @@ class FunctionRanks:
 
 
 @contextlib.contextmanager
-def _variables(size: int) -> Iterator[bool]:
-    """Set the variables with which spawned ranks import torch. Yield whether the user has set the number of threads."""
-    before = environment.export({"OMP_NUM_THREADS": str(max(1, environment.num_cores() // size))})
+def _variables(size: int) -> Iterator[int | None]:
+    """Set variables for spawned ranks. Yield the number of threads of a rank; None if the user has set it."""
+    num_threads = max(1, environment.num_cores() // size)
+    before = environment.export({"OMP_NUM_THREADS": str(num_threads)})
     try:
-        yield "OMP_NUM_THREADS" not in before
+        yield num_threads if "OMP_NUM_THREADS" in before else None
     finally:
         environment.restore(before)
 
