@@ -60,6 +60,16 @@ def num_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
+def threads_per_rank(num_ranks: int) -> int:
+    """Return with how many threads each of `num_ranks` ranks on this host computes, if the user has set no number.
+
+    Examples:
+        >>> threads_per_rank(10**6)
+        1
+    """
+    return max(1, num_cores() // num_ranks)
+
+
 def torchrun_default(dest: str) -> str | None:
     """Return the default that an environment variable sets for an option of torchrun; None if no variable does.
 

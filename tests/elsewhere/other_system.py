@@ -160,6 +160,17 @@ def train(folder: str) -> list[float]:
     return found
 
 
+def launch() -> str:
+    """What `sl.launch` says where it cannot start ranks."""
+    import syncline as sl
+
+    try:
+        sl.launch(sl.init)
+    except sl.SynclineError as error:
+        return str(error)
+    raise AssertionError("it started ranks")
+
+
 def main(system: str, folder: str, *rank: str) -> None:
     import torch.distributed  # noqa: F401 - first, so that torch sees this system as it is
 
@@ -170,6 +181,8 @@ def main(system: str, folder: str, *rank: str) -> None:
         show(system)
     print("imported", import_everything(), "modules")
     print("trained:", train(folder))
+    if system == "win32":
+        print("sl.launch:", launch())
 
 
 if __name__ == "__main__":

@@ -43,6 +43,14 @@ def test_every_module_is_imported_and_one_process_trains(system: str, tmp_path: 
     assert found == expected
 
 
+@pytest.mark.slow
+def test_a_function_is_not_launched_on_windows(tmp_path: Path) -> None:
+    finished = start("win32", tmp_path)
+    output = finished.communicate(timeout=120)[0]
+    assert finished.returncode == 0, output
+    assert "this system is Windows: start the ranks with torchrun" in output
+
+
 @pytest.mark.parametrize("system", [pytest.param("darwin", marks=pytest.mark.slow), "win32"])
 def test_two_ranks_train_over_gloo(system: str, tmp_path: Path) -> None:
     with held_port() as port:

@@ -1,11 +1,13 @@
-"""Programs that a launcher starts on two ranks."""
+"""Programs that a launcher, or a framework itself, starts on two ranks."""
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).parents[2]
 
@@ -31,3 +33,26 @@ def launch(launcher: str, program: Path, *arguments: str) -> str:
     )
     assert finished.returncode == 0, finished.stdout
     return finished.stdout
+
+
+def python(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
+    """Run Python in the folder of these tests, as on a machine without a scheduler."""
+    schedulers = ("SLURM", "PMI", "OMPI")
+    variables = {name: value for name, value in os.environ.items() if not name.startswith(schedulers)}
+    return subprocess.run(
+        [sys.executable, *map(str, arguments)],
+        env=variables | {"OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+        cwd=Path(__file__).parent,
+    )
+
+
+def found_by(program: str, folder: Path) -> dict[str, Any]:
+    """Run a program of this folder that starts its own ranks, and return what it found."""
+    finished = python(program, folder)
+    assert finished.returncode == 0, finished.stderr
+    results: dict[str, Any] = json.loads((folder / "found.json").read_text())
+    return results

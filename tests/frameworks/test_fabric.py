@@ -2,38 +2,17 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
-from launched import ROOT, launch
+from launched import ROOT, found_by, launch, python
 
 pytest.importorskip("lightning")
-
-HERE = Path(__file__).parent
-
-
-def run(*command: str | Path) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, *map(str, command)],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-        cwd=HERE,
-    )
 
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    folder = tmp_path_factory.mktemp("runs")
-    done = run("fabric_program.py", folder)
-    assert done.returncode == 0, done.stderr
-    results: dict[str, Any] = json.loads((folder / "found.json").read_text())
-    return results
+    return found_by("fabric_program.py", tmp_path_factory.mktemp("runs"))
 
 
 @pytest.mark.parametrize("name", ["plain", "clip", "bf16"])
@@ -77,5 +56,5 @@ def test_the_other_family_of_packages_has_the_strategies_too() -> None:
         "assert type(t.strategy) is a.SynclineStrategy and type(f.strategy) is b.SynclineFabricStrategy;"
         "assert type(pickle.loads(pickle.dumps(a.SynclineStrategy()))) is a.SynclineStrategy"
     )
-    done = run("-c", code)
+    done = python("-c", code)
     assert done.returncode == 0, done.stderr

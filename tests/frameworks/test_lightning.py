@@ -2,46 +2,21 @@
 
 from __future__ import annotations
 
-import json
-import os
 import re
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from launched import found_by, python
 
 pytest.importorskip("lightning")
-
-HERE = Path(__file__).parent
-ENVIRONMENT = {
-    name: value
-    for name, value in os.environ.items()
-    if not name.startswith(("SLURM", "PMI", "OMPI")) and name not in ("RANK", "LOCAL_RANK", "WORLD_SIZE")
-} | {"OMP_NUM_THREADS": "1"}
-
-
-def run(*command: str | Path) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, *map(str, command)],
-        capture_output=True,
-        text=True,
-        timeout=280,
-        check=False,
-        env=ENVIRONMENT,
-        cwd=HERE,
-    )
 
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """All runs of the program, started by Lightning's own launcher."""
-    folder = tmp_path_factory.mktemp("runs")
-    done = run("lightning_program.py", folder)
-    assert done.returncode == 0, done.stderr
-    results: dict[str, Any] = json.loads((folder / "found.json").read_text())
-    return results
+    return found_by("lightning_program.py", tmp_path_factory.mktemp("runs"))
 
 
 SAME = (
@@ -128,8 +103,8 @@ if __name__ == "__main__":
 
 def run_failing(tmp_path: Path, rank: int, *strategies: str) -> subprocess.CompletedProcess[str]:
     program = tmp_path / "program.py"
-    program.write_text(f"import sys; sys.path.insert(0, {str(HERE)!r})\n{FAILING}")
-    return run(program, str(rank), *strategies)
+    program.write_text(f"import sys; sys.path.insert(0, {str(Path(__file__).parent)!r})\n{FAILING}")
+    return python(program, str(rank), *strategies)
 
 
 @pytest.mark.parametrize("rank", [0, 1])

@@ -144,10 +144,12 @@ class AttachedOptimizer:
 
     def _counted_step(self, inner: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         closure, args, kwargs = _with_closure(
-            functools.partial(_Closure, self._begin, self._discards), args, kwargs
+            functools.partial(_Closure, functools.partial(self._before_step, self), self._discards),
+            args,
+            kwargs,
         )
         if closure is None:
-            self._begin()
+            self._before_step(self)
         if self._discards is not None:
             if closure is not None:
                 closure.run_early()
@@ -159,9 +161,6 @@ class AttachedOptimizer:
         if self._after_step is not None:
             self._after_step(self)
         return result
-
-    def _begin(self) -> None:
-        self._before_step(self)
 
     def replace_by(self, successor: str) -> None:
         """Detach from the optimizer. Its `step` raises an error from now on, unless the optimizer is attached again.

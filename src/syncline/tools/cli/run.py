@@ -22,7 +22,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from syncline import environment
-from syncline.environment import num_cores
 from syncline.session.listening import LOOPBACK, bound_socket
 from syncline.tools.cli.options import UsageError, parse_run
 from syncline.tools.launch.guardian import Guardian
@@ -58,7 +57,7 @@ def main(argv: Sequence[str]) -> int:
     from syncline.tools.launch.output import say
     from syncline.tools.launch.supervise import supervise
 
-    variables = {"OMP_NUM_THREADS": str(max(1, num_cores() // num_processes))}
+    variables = {"OMP_NUM_THREADS": str(environment.threads_per_rank(num_processes))}
     if args.max_restarts > 0:
         # Otherwise, restarted workers would find addresses of ended workers in the launcher's store, and hang.
         variables["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"

@@ -58,7 +58,7 @@ def launch(
         PeerLost: a rank was killed. The text names it.
         TimeoutError: the ranks have not ended in time. They have printed where they were.
         TypeError, ValueError: an argument is invalid, or cannot be sent to a spawned rank.
-        SynclineError: this process is a rank of a job, or "fork" was requested and is not safe.
+        SynclineError: this process is a rank of a job, "fork" was requested and is not safe, or the system is Windows.
 
     Examples:
         >>> import syncline as sl
@@ -76,6 +76,10 @@ def launch(
     seconds = None if timeout is None else checked_seconds("timeout", timeout)
     if method is not None:
         checked_choice("method", method, ("fork", "spawn"))
+    if sys.platform == "win32":
+        raise SynclineError(
+            "sl.launch needs Linux or macOS, but this system is Windows: start the ranks with torchrun"
+        )
     _refuse_in_a_rank()
     chosen = _method(method)
     call = (fn, tuple(args), dict(kwargs or {}))

@@ -19,12 +19,6 @@ from syncline import environment
 from syncline.session.process import end_with_parent, exit_code_of, record_failure
 from syncline.session.world import begin_in_fork, leave_at_end
 
-_SIGNALS = [
-    getattr(signal, name)
-    for name in ("SIGTERM", "SIGHUP", "SIGCHLD", "SIGUSR1", "SIGALRM")
-    if hasattr(signal, name)  # Windows has only the first
-]
-
 
 @dataclass
 class RankTask:
@@ -99,7 +93,7 @@ def _use_pipes(folder: str) -> None:
 def _reset_signals() -> None:
     """Undo what the parent does at signals. SIGQUIT prints the stacks of all threads."""
     signal.set_wakeup_fd(-1)
-    for number in _SIGNALS:
+    for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGCHLD, signal.SIGUSR1, signal.SIGALRM):
         signal.signal(number, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     with contextlib.suppress(OSError, ValueError):

@@ -255,7 +255,7 @@ class FunctionRanks:
 @contextlib.contextmanager
 def _variables(size: int) -> Iterator[int | None]:
     """Set variables for spawned ranks. Yield the number of threads of a rank; None if the user has set it."""
-    num_threads = max(1, environment.num_cores() // size)
+    num_threads = environment.threads_per_rank(size)
     before = environment.export({"OMP_NUM_THREADS": str(num_threads)})
     try:
         yield num_threads if "OMP_NUM_THREADS" in before else None

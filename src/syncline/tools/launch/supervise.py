@@ -38,7 +38,6 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from syncline import environment
 from syncline._torch.process_groups import PrefixStore, Store, TCPStore
-from syncline.environment import num_cores
 from syncline.session.listening import LOOPBACK, bound_socket, interface_of
 from syncline.session.stop_request import EXIT_STOPPED
 from syncline.tools.launch.failures import Failure, describe, first_failure, read_error_file
@@ -180,7 +179,7 @@ def run_on_this_host(
         log_line_prefix_template=prefix,
     )
     listen_at(config, LOOPBACK)
-    threads = str(num_threads or max(1, num_cores() // num_ranks))
+    threads = str(num_threads or environment.threads_per_rank(num_ranks))
     before = environment.export({"OMP_NUM_THREADS": threads}, replace=num_threads is not None)
     try:
         return supervise(Job(config=config, arguments=arguments, guardian=guardian))
