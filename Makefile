@@ -21,7 +21,6 @@ PYTEST := $(BIN)/python -m pytest $(IN_WORKERS) --ignore tests/frameworks # make
 FRAMEWORKS := .venv-frameworks
 FRAMEWORKS_STAMP := $(FRAMEWORKS)/.installed
 TEST_FRAMEWORKS ?= tests/frameworks
-FRAMEWORKS_MARKS ?= not slow
 
 .PHONY: help setup train test test-all test-gpu test-torch test-frameworks docs docs-serve wheels soak fuzz check \
 	format bench clean
@@ -104,7 +103,7 @@ $(FRAMEWORKS_STAMP): requirements-frameworks.txt constraints-frameworks.txt pypr
 	@touch $@
 
 test-frameworks: $(FRAMEWORKS_STAMP) ## test the recipes with the real Accelerate, Transformers, Lightning, Ray, ...
-	$(FRAMEWORKS)/bin/python -m pytest -p no:cacheprovider -W default -m "$(FRAMEWORKS_MARKS)" $(TEST_FRAMEWORKS)
+	$(FRAMEWORKS)/bin/python -m pytest -p no:cacheprovider -W default $(IN_WORKERS) $(TEST_FRAMEWORKS)
 
 MPI_VENVS ?=
 bench: $(STAMP) ## print the benchmark tables (keep the machine quiet)

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from syncline.testing import RankPool
 
 LONGEST_FIRST = (
+    "test_ray.py",
     "test_fuzz.py",
     "test_torch_suite.py",
     "test_sanitizers.py",

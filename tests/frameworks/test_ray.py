@@ -75,7 +75,6 @@ def cluster(tmp_path: Path) -> Iterator[Cluster]:
         found.shutdown()
 
 
-@pytest.mark.slow
 def test_a_killed_node_is_survived(
     cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
