@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from itertools import zip_longest
 from typing import NamedTuple
 
@@ -146,21 +147,51 @@ def table(rows: Sequence[Sequence[str]], max_columns: int | None = None) -> str:
         buffers  before forward,
                  not after no_sync
     """
-    cells = [[[cell] for cell in row] for row in rows]
+    columns = [[[cell] for cell in column] for column in zip(*rows, strict=True)]
     if max_columns is not None:
-        limit = _limit(_widths(cells), max_columns - 2 * (len(rows[0]) - 1))
-        cells = [[wrapped(cell, limit, indent="") for cell in row] for row in rows]
-    widths = _widths(cells)
+        columns = _narrowed(columns, max_columns - 2 * (len(columns) - 1))
+    widths = [_width(column) for column in columns]
     lines = []
-    for row_of_cells in cells:
-        in_lines = zip_longest(*row_of_cells, fillvalue="")
+    for row in zip(*columns, strict=True):
+        in_lines = zip_longest(*row, fillvalue="")
         lines += ["  ".join(map(str.ljust, line, widths)).rstrip() for line in in_lines]
     return "\n".join(lines)
 
 
-def _widths(cells: Sequence[Sequence[Sequence[str]]]) -> list[int]:
-    """Return the width of each column of a table, whose cells consist of lines."""
-    return [max(len(line) for cell in column for line in cell) for column in zip(*cells, strict=True)]
+_Column = list[list[str]]
+"""The cells of a column from top to bottom. A cell consists of lines."""
+
+
+def _width(column: _Column) -> int:
+    return max(len(line) for cell in column for line in cell)
+
+
+def _narrowed(columns: list[_Column], total: int) -> list[_Column]:
+    """Return the columns of a table with more lines per cell, so that all columns fit into `total` characters.
+
+    It narrows one column after the other: the one for which the table then has the fewest lines. It keeps the first
+    column, and divides no word, as far as they fit.
+    """
+    texts = [[cell[0] for cell in column] for column in columns]
+
+    @cache
+    def at(index: int, limit: int) -> _Column:
+        return [wrapped(text, limit, indent="") for text in texts[index]]
+
+    words = [max((len(word) for text in column for word in text.split()), default=1) for column in texts[1:]]
+    least = [max(map(len, texts[0])), *words]
+    limit = _limit(least, total)
+    columns = [at(index, limit) if width > limit else columns[index] for index, width in enumerate(least)]
+    while sum(widths := [_width(column) for column in columns]) > total:
+        found = []
+        for index, width in enumerate(widths):
+            if width > min(least[index], limit):
+                changed = [*columns[:index], at(index, width - 1), *columns[index + 1 :]]
+                num_lines = sum(max(map(len, row)) for row in zip(*changed, strict=True))
+                found.append((num_lines, -width, index))
+        index = min(found)[-1]
+        columns[index] = at(index, widths[index] - 1)
+    return columns
 
 
 def _limit(widths: Sequence[int], total: int) -> int:

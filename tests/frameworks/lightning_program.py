@@ -11,6 +11,7 @@ import copy
 import json
 import os
 import sys
+import warnings
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -207,12 +208,16 @@ def resume(
     half.fit(first, data())
     half.save_checkpoint(folder / "after.ckpt")
     trainer(make(**options or {}), max_epochs=4).fit(second, data(), ckpt_path=path)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trainer(make(**options or {}), max_epochs=3).fit(model(), data(), ckpt_path=folder / "after.ckpt")
     return {
         "whole": whole["losses"],
         "halves": first.losses + second.losses,
         "whole values": whole["values"],
         "halves values": values(second),
         "has state": "syncline" in torch.load(path, weights_only=True),
+        "begins anew after fit": any("both begin anew" in str(found.message) for found in caught),
     }
 
 

@@ -83,6 +83,20 @@ def test_a_table_fits_and_leaves_nothing_out(rows: list[tuple[str, ...]]) -> Non
     assert sorted("".join(text.split())) == sorted("".join("".join(row).replace(" ", "") for row in rows))
 
 
+def test_a_table_divides_no_word_and_gets_few_lines() -> None:
+    rows = [
+        ("what", "size", "how"),
+        ("the loss", "none yet: call(optimizer)", "every rank applies it"),
+        ("b", "-", "-"),
+    ]
+    assert table(rows, 45).splitlines() == [
+        "what      size             how",
+        "the loss  none yet:        every rank applies",
+        "          call(optimizer)  it",
+        "b         -                -",
+    ]
+
+
 @given(st.text(st.sampled_from("abc -"), max_size=300), st.integers(20, 100))
 def test_a_wrapped_line_fits_and_leaves_nothing_out(text: str, columns: int) -> None:
     text = text[:10] + "x" + text[10:]

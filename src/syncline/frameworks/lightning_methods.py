@@ -154,6 +154,13 @@ class TrainerMethods(SharedMethods):
         states = checkpoint.get(_STATE, [])
         if len(states) == self.world_size:
             self.model.load_sync_state_dict(states[self.global_rank])
+        elif not states and self.model.sync_state_dict():
+            warn_user(
+                "the checkpoint has no state of the strategy or the compression, so both begin anew. Lightning has "
+                "removed the wrapper when trainer.fit returns: save with the ModelCheckpoint callback, or by "
+                "trainer.save_checkpoint before the end of fit (in a callback's on_train_end, for example)",
+                UserWarning,
+            )
         elif states:
             warn_user(
                 f"the checkpoint has the states of {len(states)} ranks for the strategy or the compression, but "

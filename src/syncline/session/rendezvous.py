@@ -189,14 +189,17 @@ def _wait_for_all(store: Store, mine: Presence, timeout_seconds: float) -> list[
             "If the first process belongs to an earlier job, end that process, or use another MASTER_PORT"
         )
     try:
-        everyone = [_parsed(text, rank) for rank, text in enumerate(messages.multi_get(keys))]
+        texts = messages.multi_get(keys)
     except dist.DistStoreError as error:
         missing = [rank for rank, key in enumerate(keys) if not messages.has(key)]
-        raise CollectiveTimeout(
-            f"rank {mine.rank} waited {timeout_seconds:g} s in sl.init, but {describe_ranks(missing)} of {mine.size} "
-            "did not call sl.init. Check whether these ranks failed before that call, and whether they can reach the "
-            "host of rank 0"
-        ) from error
+        if missing:
+            raise CollectiveTimeout(
+                f"rank {mine.rank} waited {timeout_seconds:g} s in sl.init, but {describe_ranks(missing)} of "
+                f"{mine.size} did not call sl.init. Check whether these ranks failed before that call, and whether "
+                "they can reach the host of rank 0"
+            ) from error
+        texts = messages.multi_get(keys)  # the last rank arrived just after the deadline
+    everyone = [_parsed(text, rank) for rank, text in enumerate(texts)]
     sizes = {presence.size for presence in everyone}
     if len(sizes) > 1:
         sizes_in_words = ", ".join(f"{p.size} on rank {p.rank} ({p})" for p in everyone)
