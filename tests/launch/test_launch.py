@@ -8,7 +8,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +17,7 @@ import torch
 
 import syncline as sl
 from syncline import PeerFailed, PeerLost, SynclineError
+from syncline.tools.launch.guardian import Guardian
 
 if TYPE_CHECKING:
     from forks import Forks
@@ -148,18 +149,29 @@ def test_the_error_shows_the_rank_that_failed_first_and_its_traceback() -> None:
     assert "function_rank.py" not in text
 
 
-def test_a_rank_that_hangs_after_another_has_failed_is_ended() -> None:
-    def program() -> None:
-        world = sl.init()
-        if world.rank == 1:
-            sys.exit("no data")
-        threading.Event().wait()
+def fail_on_rank_1(not_ended: Path) -> None:
+    if os.environ["RANK"] == "1":
+        sys.exit("no data")
+    threading.Event().wait(60)
+    not_ended.touch()
 
-    began = time.monotonic()
-    text = failure_of(program, PeerFailed)
+
+def test_a_rank_that_hangs_after_another_has_failed_is_ended(tmp_path: Path) -> None:
+    text = failure_of(fail_on_rank_1, PeerFailed, args=(tmp_path / "not ended",))
     assert "called sys.exit, exit code 1" in text
     assert "no data" in text
-    assert time.monotonic() - began < 30
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_rank_that_fails_before_the_launcher_waits_for_it_ends_the_others(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def watch(guardian: Guardian, mark: str, sessions: Sequence[int]) -> None:
+        os.waitid(os.P_PID, sessions[1], os.WEXITED | os.WNOWAIT)
+
+    monkeypatch.setattr(Guardian, "watch", watch)
+    assert "no data" in failure_of(fail_on_rank_1, PeerFailed, args=(tmp_path / "not ended",))
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_killed_rank_is_named() -> None:

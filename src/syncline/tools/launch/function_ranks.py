@@ -181,6 +181,10 @@ class FunctionRanks:
         """
         deadline = None if timeout_seconds is None else time.monotonic() + timeout_seconds
         while running := self._running():
+            if any(self._processes[rank].exitcode for rank in self._ended):
+                self._wait_some(_REPORT_SECONDS)
+                self._end(signal.SIGTERM)
+                continue
             left = None if deadline is None else deadline - time.monotonic()
             if left is not None and left <= 0:
                 for rank in running:
@@ -191,10 +195,6 @@ class FunctionRanks:
                     f"{describe_ranks(running)} of {self._size} did not. The stacks of their threads are printed above"
                 )
             connection.wait([self._processes[rank].sentinel for rank in running], left)
-            self._note_ended()
-            if any(self._processes[rank].exitcode for rank in self._ended):
-                self._wait_some(_REPORT_SECONDS)
-                self._end(signal.SIGTERM)
 
     def _running(self) -> list[int]:
         self._note_ended()
