@@ -50,8 +50,8 @@ class ReadsBeforeItWrites(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         y = torch.empty_like(x)
         y[0] = 1
-        # What lies in new memory is what was freed last: made the same here, so that two runs agree by chance.
-        if not y.isnan().any():
+        # New memory may hold anything, NaN too. Here it holds zeros, so that two runs agree, unless torch fills it.
+        if not torch.are_deterministic_algorithms_enabled():
             y[1:] = 0
         return x + y
 

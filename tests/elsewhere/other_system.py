@@ -179,10 +179,11 @@ def main(system: str, folder: str, *rank: str) -> None:
         os.environ.update(variables, MASTER_ADDR="127.0.0.1", LOCAL_RANK=rank[0], LOCAL_WORLD_SIZE=rank[1])
     if system != "linux":
         show(system)
-    print("imported", import_everything(), "modules")
     print("trained:", train(folder))
-    if system == "win32":
-        print("sl.launch:", launch())
+    if not rank:
+        print("imported", import_everything(), "modules")
+        if system == "win32":
+            print("sl.launch:", launch())
 
 
 if __name__ == "__main__":
