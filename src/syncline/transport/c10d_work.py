@@ -1,7 +1,7 @@
 """The works of torch.distributed process groups: how to wait for an operation, and which errors the wait raises.
 
-For CPU tensors, `wait` blocks, and checks for failures from time to time (see `watched_work.py`). For GPU tensors,
-`wait` only makes the current stream wait for the operation, as in torch. If the caller passes no timeout, errors then
+For CPU tensors, `wait` blocks, and checks for failures from time to time (see `watched_work.py`). For GPU tensors over
+NCCL, `wait` only makes the current stream wait for the operation, as in torch. If the caller passes no timeout, errors then
 come from the backend's own watchdog.
 """
 
