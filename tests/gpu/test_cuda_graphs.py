@@ -46,7 +46,10 @@ def test_a_captured_forward_of_the_wrapper_is_refused() -> None:
     stream = torch.cuda.Stream()
     ddp, x = warm(stream), batch(0, 3)
     refused = "rank 0, step 4, forward: expected to run outside of the capture of a CUDA graph"
-    with pytest.raises(sl.SynclineError, match=refused), torch.cuda.graph(torch.cuda.CUDAGraph(), stream=stream):
+    with (
+        pytest.raises(sl.SynclineError, match=refused),
+        torch.cuda.graph(torch.cuda.CUDAGraph(), stream=stream),
+    ):
         ddp(x)
     ddp(x).square().mean().backward()
     assert ddp.last_step.step == 4
@@ -56,7 +59,10 @@ def test_a_captured_backward_is_refused() -> None:
     stream = torch.cuda.Stream()
     ddp, x = warm(stream), batch(0, 3)
     refused = "rank 0, step 4, backward: expected to run outside of the capture of a CUDA graph"
-    with pytest.raises(sl.SynclineError, match=refused), torch.cuda.graph(torch.cuda.CUDAGraph(), stream=stream):
+    with (
+        pytest.raises(sl.SynclineError, match=refused),
+        torch.cuda.graph(torch.cuda.CUDAGraph(), stream=stream),
+    ):
         ddp.module(x).square().mean().backward()
 
 

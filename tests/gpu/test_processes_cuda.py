@@ -40,6 +40,14 @@ def place(request: pytest.FixtureRequest) -> str:
     return where
 
 
+@pytest.fixture
+def native_core() -> None:
+    try:
+        library()
+    except SharedMemoryUnavailable as error:
+        pytest.skip(f"needs the native core: {error}")
+
+
 def on_two_ranks(program: Callable[..., Any], *args: Any, seconds: float = 240) -> Any:
     """Run a program on two new processes, and return the result of rank 0."""
     return sl.launch(program, ranks=2, args=args, method="spawn", timeout=seconds)
@@ -54,8 +62,8 @@ def join(place: str, transport: str = "c10d") -> sl.World:
 
 def network(device: torch.device, *, norm: bool = True) -> nn.Module:
     torch.manual_seed(0)
-    layers = [nn.Linear(16, 40, bias=not norm), nn.BatchNorm1d(40) if norm else nn.Identity(), nn.ReLU(), nn.Linear(40, 3)]
-    return nn.Sequential(*layers).to(device)
+    first, between = nn.Linear(16, 40, bias=not norm), nn.BatchNorm1d(40) if norm else nn.Identity()
+    return nn.Sequential(first, between, nn.ReLU(), nn.Linear(40, 3)).to(device)
 
 
 def batch(rank: int, step: int, device: torch.device) -> Tensor:
@@ -99,7 +107,9 @@ def train_as_one_process(place: str) -> None:
     ):
         net = sl.nn.SyncBatchNorm.convert_sync_batchnorm(network(device).double())
         for mine, other in zip(trained(net, halves, **options), expected, strict=True):
-            torch.testing.assert_close(mine, other, rtol=1e-7, atol=1e-9, msg=lambda m, o=options: f"{o}: {m}")
+            torch.testing.assert_close(
+                mine, other, rtol=1e-7, atol=1e-9, msg=lambda m, o=options: f"{o}: {m}"
+            )
 
 
 def test_two_ranks_train_as_one_process_on_the_whole_batch(place: str) -> None:
@@ -138,6 +148,23 @@ def train_compiled(place: str) -> None:
 
 def test_a_compiled_module_inside_the_wrapper_trains_as_without_compilation(place: str) -> None:
     on_two_ranks(train_compiled, place, seconds=480)
+
+
+def train_over_a_group_of_the_program(place: str) -> None:
+    rank = int(os.environ["RANK"])
+    device = torch.device(f"cuda:{rank}" if place == TWO_GPUS else DEVICES[place])
+    if place != NO_GPU:
+        torch.cuda.set_device(device)
+    dist.init_process_group("nccl" if place == TWO_GPUS else "gloo")
+    trained(network(device), [batch(rank, step, device) for step in range(3)])
+    assert sl.world().device == device
+    assert sl.mean(float(rank)) == 0.5  # NCCL sends even numbers of the host from a GPU
+    assert sl.all_reduce_(torch.tensor([1.0 + rank])).tolist() == [3.0]
+    dist.destroy_process_group()
+
+
+def test_a_group_that_the_program_created_is_used(place: str) -> None:
+    on_two_ranks(train_over_a_group_of_the_program, place)
 
 
 class Branches(nn.Module):
@@ -203,6 +230,8 @@ def call_verbs(place: str) -> None:
             net.bias += 1
     with pytest.raises(sl.errors.ReplicaDivergence, match="bias"):
         sl.check_replicas(net)
+    with pytest.raises(ValueError, match="shared memory"):
+        sl.share_(net)
 
 
 def test_verbs_give_the_same_results_on_both_ranks(place: str) -> None:
@@ -214,7 +243,9 @@ def save_and_resume(place: str, folder: Path) -> None:
 
     def run(num_steps: int, path: Path, *, load: bool = False, sharded: bool = False) -> list[Tensor]:
         ddp = sl.DistributedDataParallel(network(world.device), sharded=sharded)
-        optimizer = ddp.attach(torch.optim.AdamW(ddp.parameters(), lr=0.1))
+        optimizer = ddp.attach(
+            torch.optim.AdamW(ddp.parameters(), lr=0.1, fused=sharded)
+        )  # its step is a tensor there
         state = sl.TrainState(model=ddp, optimizer=optimizer)
         with sl.Checkpointer(path, stop_signals=()) as checkpointer:
             if load:
@@ -336,9 +367,29 @@ def train_on_cpu_and_device(place: str) -> None:
         torch.testing.assert_close(mine.grad, other.grad.cpu(), rtol=1e-3, atol=1e-4)
 
 
+@pytest.mark.usefixtures("native_core")
 def test_a_module_on_the_cpu_uses_shared_memory_beside_one_on_the_device(place: str) -> None:
-    try:
-        library()
-    except SharedMemoryUnavailable as error:
-        pytest.skip(f"needs the native core: {error}")
     on_two_ranks(train_on_cpu_and_device, place)
+
+
+def call_torch_over_the_backend(place: str) -> None:
+    rank = int(os.environ["RANK"])
+    device = torch.device(f"cuda:{rank}" if place == TWO_GPUS else DEVICES[place])
+    sl.register_backend()
+    on_device = {NO_GPU: "", ONE_GPU: ",cuda:gloo", TWO_GPUS: ",cuda:nccl"}[place]
+    dist.init_process_group(f"cpu:syncline{on_device}")
+    if place != NO_GPU:
+        torch.cuda.set_device(device)
+    for where in (torch.device("cpu"), device):
+        x = torch.full((3,), 1.0 + rank, device=where)
+        dist.all_reduce(x)
+        assert x.tolist() == [3.0] * 3
+        ddp = nn.parallel.DistributedDataParallel(network(where, norm=False))
+        ddp(batch(rank, 0, where)).sum().backward()
+        sl.check_replicas([parameter.grad for parameter in ddp.parameters()])
+    dist.destroy_process_group()
+
+
+@pytest.mark.usefixtures("native_core")
+def test_torchs_calls_use_shared_memory_for_the_cpu_and_another_backend_for_the_device(place: str) -> None:
+    on_two_ranks(call_torch_over_the_backend, place)

@@ -247,7 +247,9 @@ def test_all_that_a_backend_said_is_told_but_not_torchs_own_stack() -> None:
 
 def test_two_ranks_on_one_gpu_are_named_as_the_cause() -> None:
     words = "NCCL error in: NCCLUtils.cpp:77, invalid usage\nncclInvalidUsage: This usually reflects invalid usage."
-    error = of_nccl(f"{words}\nLast error:\nDuplicate GPU detected : rank 1 and rank 0 both on CUDA device 4b000")
+    error = of_nccl(
+        f"{words}\nLast error:\nDuplicate GPU detected : rank 1 and rank 0 both on CUDA device 4b000"
+    )
     assert "several ranks use one GPU, but NCCL needs one GPU for each rank" in str(error)
     assert "sl.init()" in str(error)
 

@@ -1,12 +1,37 @@
-"""Which GPU and which backend a rank gets, with a faked torch.cuda."""
+"""Which GPU and which backend a rank gets, and how programs are started and described, with a faked torch.cuda."""
 
 from __future__ import annotations
 
 import pytest
 import torch
+import torch.distributed as dist
+from fake_devices import fake
+from torch import nn
 
-from syncline.session import ranks
+import syncline as sl
+from syncline.ddp.wrapping import checked_device_ids
+from syncline.session import ranks, session
 from syncline.session.rendezvous import Presence, backend_for
+from syncline.tools.doctor import host
+from syncline.tools.launch import function
+from syncline.transport import C10dTransport
+
+
+@pytest.fixture
+def two_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let torch report two GPUs, of which the second is the current one."""
+    facts = {
+        "is_available": True,
+        "is_initialized": True,
+        "device_count": 2,
+        "current_device": 1,
+        "get_device_name": "a GPU",
+    }
+    for name, value in facts.items():
+        monkeypatch.setattr(torch.cuda, name, lambda *_, value=value: value)
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: 1)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda **_: torch.device("cuda"))
 
 
 @pytest.mark.parametrize(
@@ -30,3 +55,51 @@ def test_nccl_serves_ranks_with_a_gpu_each_and_gloo_serves_ranks_that_share_one(
     assert backend_for([presence(0, "a"), presence(1, "b")], warn=True) == "cpu:gloo,cuda:nccl"
     with pytest.warns(UserWarning, match=r"2 ranks share 1 GPU\(s\)"):
         assert backend_for([presence(0, "a"), presence(1, "a")], warn=True) == "cpu:gloo,cuda:gloo"
+
+
+@pytest.mark.usefixtures("two_gpus")
+def test_an_index_beyond_the_gpus_is_refused() -> None:
+    assert session.Asked.of("auto", 1.0, "cuda:1").device == torch.device("cuda:1")
+    with pytest.raises(ValueError, match="got 'cuda:2': this process sees 2 of type 'cuda'"):
+        session.Asked.of("auto", 1.0, "cuda:2")
+
+
+@pytest.mark.usefixtures("two_gpus")
+def test_device_ids_are_indices_of_gpus() -> None:
+    net = nn.Module()
+    net.weight = nn.Parameter(fake(torch.zeros(2)))
+    assert checked_device_ids(net, [torch.device("cuda")], None) == ([1], 1)
+    assert checked_device_ids(net, [0], "cuda:1") == ([0], 1)  # type: ignore[arg-type]
+
+
+@pytest.mark.usefixtures("two_gpus")
+def test_a_group_of_the_program_for_gpus_alone_uses_the_current_gpu() -> None:
+    from torch.testing._internal.distributed import fake_pg  # noqa: F401  # registers the backend "fake"
+
+    dist.init_process_group("cuda:fake", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        assert ranks.world_of_default_group(None).device == torch.device("cuda:1")
+        t = C10dTransport()
+        assert t.control_device == torch.device("cuda:1")
+        assert t.sending_device(torch.device("cpu")) == torch.device("cuda:1")
+        assert t.other_devices == {"cuda": "fake"}
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.mark.usefixtures("two_gpus")
+def test_a_program_that_uses_cuda_is_not_forked() -> None:
+    assert function._method(None) == "spawn"
+    with pytest.raises(sl.SynclineError, match="has initialised CUDA, which does not work in a fork"):
+        function._method("fork")
+
+
+@pytest.mark.usefixtures("two_gpus")
+def test_the_doctor_names_the_gpus_and_a_torch_without_nccl(monkeypatch: pytest.MonkeyPatch) -> None:
+    facts = sl.debug.report.facts()
+    assert facts["device"] == "a GPU"
+    monkeypatch.setattr(dist, "is_nccl_available", lambda: True)
+    assert host._check_cuda({"CUDA": "13.0"}).text == "2 x a GPU, CUDA 13.0"
+    monkeypatch.setattr(dist, "is_nccl_available", lambda: False)
+    found = host._check_cuda(facts)
+    assert found.text.endswith("this torch was built without NCCL: install another build of torch")

@@ -8,6 +8,7 @@ from fake_devices import fake
 from torch import Tensor
 
 from syncline.gradients.riders.finite import OwnGradients
+from syncline.optimizers.attached import _plain
 from syncline.transport import C10dTransport, C10dWork
 
 
@@ -62,3 +63,9 @@ def test_gloo_sends_copies_of_tensors_on_a_device(monkeypatch: pytest.MonkeyPatc
     assert other.tolist() == ([2.0, 3.0] if t.rank == 0 else [1.0, 2.0])
     assert len(sent) == 8
     assert all(type(tensor) is Tensor for tensor in sent)
+
+
+def test_a_setting_on_a_device_is_not_read_in_each_step() -> None:
+    setting = torch.tensor(0.5)
+    assert _plain(setting) == 0.5
+    assert _plain(fake(setting)) is None

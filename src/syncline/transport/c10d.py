@@ -171,7 +171,9 @@ class C10dTransport(WatchedTransport):
         if self.size == 1:
             return self._done_alone(output, input)
         if self._goes_through_host(input):
-            return through_host(output, input, lambda part, whole: self._start_reduce_scatter(part, whole, op))
+            return through_host(
+                output, input, lambda part, whole: self._start_reduce_scatter(part, whole, op)
+            )
         wire, back = reducible(input, op)
         if back is None:
             part, _ = reducible(output, op)
