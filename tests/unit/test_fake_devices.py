@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 from fake_devices import fake
-from torch import Tensor
+from torch import Tensor, nn
 
+import syncline as sl
 from syncline.gradients.riders.finite import OwnGradients
-from syncline.optimizers.attached import _plain
-from syncline.transport import C10dTransport, C10dWork
+from syncline.transport import C10dTransport, C10dWork, Transport, run_ranks
 
 
 class Bucket:
@@ -65,7 +65,13 @@ def test_gloo_sends_copies_of_tensors_on_a_device(monkeypatch: pytest.MonkeyPatc
     assert all(type(tensor) is Tensor for tensor in sent)
 
 
-def test_a_setting_on_a_device_is_not_read_in_each_step() -> None:
-    setting = torch.tensor(0.5)
-    assert _plain(setting) == 0.5
-    assert _plain(fake(setting)) is None
+def test_a_setting_on_a_device_is_not_read_and_so_not_compared() -> None:
+    def rank(t: Transport, lr: Tensor) -> None:
+        ddp = sl.DistributedDataParallel(nn.Linear(2, 1), process_group=t)
+        optimizer = ddp.attach(torch.optim.SGD(ddp.parameters(), lr=lr + t.rank, foreach=False))
+        ddp(torch.ones(1, 2)).sum().backward()
+        optimizer.step()
+
+    with pytest.raises(sl.ContractMismatch, match="lr"):
+        run_ranks(2, lambda t: rank(t, torch.tensor(0.5)))
+    run_ranks(2, lambda t: rank(t, fake(torch.tensor(0.5))))
