@@ -77,6 +77,43 @@ def test_autocast_and_a_scaler_skip_the_same_step_on_all_ranks(sharded: bool) ->
     assert all(value == value for value in first[0])
 
 
+class OnTwoDevices(nn.Module):
+    """A module whose second layer is on another device than its first one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.second_device = f"{DEVICE}:1" if DEVICE == "cuda" else DEVICE
+        self.first = nn.Linear(16, 4).to(DEVICE)
+        self.second = nn.Linear(4, 3).to(self.second_device)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(self.first(x).to(self.second_device))  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("view", [False, True])
+def test_a_module_on_two_devices_is_reduced_on_both(view: bool) -> None:
+    if DEVICE == "cuda" and torch.cuda.device_count() < 2:
+        pytest.skip("needs two CUDA devices")
+
+    def gradients(net: nn.Module) -> list[Tensor]:
+        return [p.grad.cpu().clone() for p in net.parameters()]
+
+    whole = OnTwoDevices()
+
+    def rank(t: Transport) -> list[Tensor]:
+        net = copy.deepcopy(whole)
+        ddp = sl.DistributedDataParallel(net, process_group=t, gradient_as_bucket_view=view)
+        ddp(batch(t.rank, 0)).square().sum().backward()
+        return gradients(ddp)
+
+    first, second = run_ranks(2, rank)
+    (whole(torch.cat([batch(0, 0), batch(1, 0)])).square().sum() / 2).backward()
+    for mine, other, expected in zip(first, second, gradients(whole), strict=True):
+        assert torch.equal(mine, other)
+        torch.testing.assert_close(mine, expected, rtol=1e-4, atol=1e-4)
+
+
 def test_a_run_is_saved_and_resumed_on_the_device(tmp_path: Path) -> None:
     def program(num_steps: int, folder: Path, load: bool) -> list[float]:
         ddp = sl.DistributedDataParallel(network())

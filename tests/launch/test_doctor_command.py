@@ -218,3 +218,20 @@ def test_a_host_with_a_problem_is_not_fit(
     assert [finding.name for finding in findings() if finding.kind == "problem"] == ["torch.distributed"]
     assert main(["doctor"]) == 1
     assert "!! torch.distributed  this torch was built without Gloo" in capsys.readouterr().out
+
+
+def test_gpus_are_listed_and_a_torch_without_nccl_is_a_problem(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"is_available": True, "device_count": 2, "current_device": 0}.items():
+        monkeypatch.setattr(f"torch.cuda.{name}", lambda value=value: value)
+    monkeypatch.setattr("torch.cuda.get_device_name", lambda index: "a GPU")
+
+    def found() -> tuple[str, str]:
+        (finding,) = [finding for finding in findings() if finding.name == "CUDA"]
+        return finding.kind, finding.text
+
+    monkeypatch.setattr("syncline.tools.doctor.host.dist.is_nccl_available", lambda: True)
+    assert found()[0] == "fine"
+    assert found()[1].startswith("2 x a GPU, CUDA ")
+    monkeypatch.setattr("syncline.tools.doctor.host.dist.is_nccl_available", lambda: False)
+    assert found()[0] == "problem"
+    assert "this torch was built without NCCL" in found()[1]

@@ -222,7 +222,8 @@ def test_of_two_ranks_that_tell_at_once_the_first_is_believed(monkeypatch: pytes
     assert (told.kind, told.text) == (PeerFailed, "the cause")
 
 
-def test_all_that_a_backend_said_is_told_but_not_torchs_own_stack() -> None:
+def of_nccl(words: str) -> SynclineError:
+    """The error for a barrier over NCCL that NCCL ended with these words."""
     health = Health(
         Lane("main", None),
         Board(),
@@ -235,10 +236,27 @@ def test_all_that_a_backend_said_is_told_but_not_torchs_own_stack() -> None:
     lane = Lane("main", None, barrier_device="cuda")
     transport = SimpleNamespace(health=health, own_lane=lane, timeout_seconds=1.0)
     work = C10dWork(transport, "barrier", "", None)  # type: ignore[arg-type]
-    words = "NCCL error, unhandled system error\nLast error:\nsocketStartConnect: refused"
     raised = RuntimeError(f"{words}\nException raised from wait at x.cpp:1\nframe #0: y")
-    error = FailedWait(health, work).broken_by(raised)
-    assert str(error).endswith(f"nccl reported: {words}")
+    return FailedWait(health, work).broken_by(raised)
+
+
+def test_all_that_a_backend_said_is_told_but_not_torchs_own_stack() -> None:
+    words = "NCCL error, unhandled system error\nLast error:\nsocketStartConnect: refused"
+    assert str(of_nccl(words)).endswith(f"nccl reported: {words}")
+
+
+def test_two_ranks_on_one_gpu_are_named_as_the_cause() -> None:
+    words = "NCCL error in: NCCLUtils.cpp:77, invalid usage\nncclInvalidUsage: This usually reflects invalid usage."
+    error = of_nccl(
+        f"{words}\nLast error:\nDuplicate GPU detected : rank 1 and rank 0 both on CUDA device 4b000"
+    )
+    assert "several ranks use one GPU, but NCCL needs one GPU for each rank" in str(error)
+    assert "sl.init()" in str(error)
+
+
+def test_a_rank_that_nccl_has_lost_is_a_lost_peer() -> None:
+    words = "ncclRemoteError: A call failed possibly due to a network error or a remote process exiting prematurely."
+    assert isinstance(of_nccl(words), PeerLost)
 
 
 @pytest.mark.ranks(2)

@@ -8,12 +8,14 @@ from typing import Any
 
 import pytest
 import torch
+from fake_devices import fake, two_gpus  # noqa: F401  # a fixture
 from torch import Tensor, nn
 
 import syncline as sl
 from syncline import ContractMismatch
 from syncline import DistributedDataParallel as DDP
 from syncline.ddp import torch_names
+from syncline.ddp.wrapping import checked_device_ids
 from syncline.gradients import ReplicaProtocol, replica_of
 from syncline.transport import ThreadGroup, Transport, run_ranks
 
@@ -23,6 +25,14 @@ def alone() -> Transport:
 
 
 # ---------------------------------------------------------------------- bad input
+
+
+@pytest.mark.usefixtures("two_gpus")
+def test_device_ids_are_indices_of_gpus() -> None:
+    net = nn.Module()
+    net.weight = nn.Parameter(fake(torch.zeros(2)))
+    assert checked_device_ids(net, [torch.device("cuda")], None) == ([1], 1)
+    assert checked_device_ids(net, [0], "cuda:1") == ([0], 1)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("module", [None, 3, nn.Linear, [nn.Linear(1, 1)]])

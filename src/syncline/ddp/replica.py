@@ -29,6 +29,7 @@ from syncline.ddp.wrapping import (
     warn_if_wrapped_twice,
 )
 from syncline.errors import SynclineError
+from syncline.gradients.backward import refuse_graph_capture
 from syncline.gradients.reducer import GradientSync
 from syncline.gradients.riders.replica_search import Peers
 from syncline.gradients.riders.replica_watch import ReplicaWatch
@@ -241,8 +242,11 @@ class Replica:
             inside_join: whether the forward runs inside of `join`.
 
         Raises:
-            SynclineError: the replicas have drifted apart, or the module has changed inside of `join`.
+            SynclineError: the replicas have drifted apart, the module has changed inside of `join`, or the forward is
+                being captured into a CUDA graph.
         """
+        if self.gradients.parameters[0].is_cuda:
+            refuse_graph_capture(rank=self.transport.rank, step=self.gradients.step + 1, phase="forward")
         if not self.gradients.step:  # before the first step is enough, and costs later steps nothing
             warn_if_wrapped_twice(self.module)
         divergence = self.drift.divergence

@@ -27,7 +27,7 @@ def facts() -> dict[str, str]:
         "host": socket.gethostname(),
         "Python": platform.python_version(),
         "torch": torch.__version__,
-        "syncline": metadata.version("syncline"),
+        "syncline": _version(),
         "processor": f"{platform.machine()}, {torch.backends.cpu.get_cpu_capability()}",
         "threads": str(torch.get_num_threads()),
         "default dtype": str(torch.get_default_dtype()),
@@ -39,6 +39,13 @@ def facts() -> dict[str, str]:
         found["device"] = torch.cuda.get_device_name(torch.cuda.current_device())
         found["cuDNN"] = f"benchmark={torch.backends.cudnn.benchmark}, TF32={torch.backends.cudnn.allow_tf32}"
     return found
+
+
+def _version() -> str:
+    try:
+        return metadata.version("syncline")
+    except metadata.PackageNotFoundError:
+        return "imported from its sources"
 
 
 def _deterministic() -> str:

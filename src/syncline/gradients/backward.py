@@ -31,9 +31,11 @@ import weakref
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
+import torch
 from torch import Tensor
 
 from syncline._torch.autograd import current_graph_task_id, is_inside_another_backward
+from syncline.errors import SynclineError
 from syncline.gradients.bucket import Bucket
 from syncline.gradients.usage import num_reached, when_backward_reaches_any
 
@@ -289,3 +291,26 @@ class Backward:
             f"the backward of step {self.step}: {self.state.value} -> {to.value}"
         )
         self.state = to
+
+
+def refuse_graph_capture(*, rank: int, step: int, phase: str) -> None:
+    """Raise an error if the current CUDA stream is being captured into a CUDA graph.
+
+    A replay of a graph runs its kernels only. It would skip the Python code that sends, counts and checks gradients.
+
+    Args:
+        rank: the number of this rank, for the message.
+        step: the number of the step, for the message.
+        phase: "forward" or "backward", for the message.
+
+    Raises:
+        SynclineError: the stream is being captured.
+    """
+    if torch.cuda.is_current_stream_capturing():
+        raise SynclineError(
+            f"rank {rank}, step {step}, {phase}: expected to run outside of the capture of a CUDA graph, but the "
+            "current CUDA stream is being captured. A replay of the graph would neither reduce nor check gradients. "
+            "Capture the module, not the wrapper: before you wrap the module, call "
+            "torch.cuda.make_graphed_callables(module, sample_args) or "
+            'torch.compile(module, mode="reduce-overhead"). Gradients are then reduced outside of the graphs'
+        )

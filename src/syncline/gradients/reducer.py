@@ -21,7 +21,14 @@ import torch
 from torch import Tensor
 
 from syncline._torch.autograd import current_graph_task_id, queue_callback
-from syncline.gradients.backward import Backward, BackwardState, Entry, GraphTasks, Ownership
+from syncline.gradients.backward import (
+    Backward,
+    BackwardState,
+    Entry,
+    GraphTasks,
+    Ownership,
+    refuse_graph_capture,
+)
 from syncline.gradients.comm_hook import CommHook
 from syncline.gradients.hooks import ParameterHooks
 from syncline.gradients.layout import BucketLayout
@@ -237,12 +244,18 @@ class GradientSync:
 
         Returns:
             Whether the backward belongs to this wrapper.
+
+        Raises:
+            SynclineError: a gradient came too late, a backward interrupted another one, or the backward is being
+                captured into a CUDA graph.
         """
         task = current_graph_task_id()
         if self.ownership.rivals and not self.tasks.knows(task) and not self.ownership.owns(task):
             return False
         reduction = self.reduction
         reduction.out_of_step.raise_again()
+        if self.parameters[0].is_cuda:
+            refuse_graph_capture(rank=reduction.transport.rank, step=self.step + 1, phase="backward")
         entry = self.tasks.enter(task)
         if entry is Entry.CONTINUES:
             if not self.tasks.knows(task):

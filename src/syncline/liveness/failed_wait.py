@@ -243,7 +243,12 @@ _LOST = (
     "first: its last lines name the cause"
 )
 
-_SIGNS_OF_LOSS = ("connect", "broken pipe", "socket", "peer", "pair closure")
+_ONE_GPU_EACH = (
+    "Start one process per GPU, and call torch.cuda.set_device(local_rank) before init_process_group. For a trial on "
+    "one GPU, let sl.init() create the process group: it then uses Gloo"
+)
+
+_SIGNS_OF_LOSS = ("connect", "broken pipe", "socket", "peer", "pair closure", "ncclremoteerror")
 
 
 def _without_cpp_frames(message: str) -> str:
@@ -259,6 +264,8 @@ def is_of_backend(error: RuntimeError) -> bool:
 def _meaning(message: str) -> tuple[type[SynclineError], str, str]:
     """Return three things for a backend's error message: the class of Syncline's error, a description, and a remedy."""
     words = message.lower()
+    if "duplicate gpu" in words:
+        return SynclineError, "several ranks use one GPU, but NCCL needs one GPU for each rank", _ONE_GPU_EACH
     if "enforce fail" in words or "mismatch" in words:
         return (
             CollectiveMismatch,

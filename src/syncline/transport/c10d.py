@@ -36,10 +36,12 @@ from syncline.transport.c10d_groups import (
     destroy,
     divide,
     group_timeout_seconds,
+    host_copy,
     movable,
     new_group,
     put_back,
     reducible,
+    through_host,
 )
 from syncline.transport.c10d_work import C10dWork, MessageWork
 from syncline.transport.threads import transport_of_one_rank
@@ -147,11 +149,17 @@ class C10dTransport(WatchedTransport):
             return torch.device("cpu")
         return torch.device(next(iter(self._backends)), torch.accelerator.current_device_index())
 
+    def _goes_through_host(self, tensor: Tensor) -> bool:
+        """Return whether a tensor is copied to the host before it is sent: a tensor on a GPU that Gloo sends."""
+        return not tensor.is_cpu and self._backends.get(tensor.device.type) == "gloo"
+
     # ------------------------------------------------------------------ operations
 
     def _start_all_reduce(self, tensor: Tensor, op: ReduceOp, terms: int = 0) -> Work:
         if self.size == 1:
             return self._done_alone()
+        if self._goes_through_host(tensor):
+            return through_host(tensor, tensor, lambda host, _: self._start_all_reduce(host, op))
         wire, back = reducible(tensor, op)
         finish = put_back(tensor, wire, back)
         if op == "mean" and not self._has_mean:
@@ -162,6 +170,10 @@ class C10dTransport(WatchedTransport):
     def _start_reduce_scatter(self, output: Tensor, input: Tensor, op: ReduceOp) -> Work:
         if self.size == 1:
             return self._done_alone(output, input)
+        if self._goes_through_host(input):
+            return through_host(
+                output, input, lambda part, whole: self._start_reduce_scatter(part, whole, op)
+            )
         wire, back = reducible(input, op)
         if back is None:
             part, _ = reducible(output, op)
@@ -178,6 +190,8 @@ class C10dTransport(WatchedTransport):
     def _start_all_gather(self, output: Tensor, input: Tensor, terms: int = 0) -> Work:
         if self.size == 1:
             return self._done_alone(output, input)
+        if self._goes_through_host(input):
+            return through_host(output, input, self._start_all_gather)
         whole, part = movable(output), movable(input)
         group, options = self._group, self._options.all_gather
         return self._start("all_gather", "", input, lambda: all_gather_flat(group, whole, part, options))
@@ -185,17 +199,23 @@ class C10dTransport(WatchedTransport):
     def _start_broadcast(self, tensor: Tensor, src: int) -> Work:
         if self.size == 1:
             return self._done_alone()
+        if self._goes_through_host(tensor):
+            return through_host(tensor, tensor, lambda host, _: self._start_broadcast(host, src))
         wire = movable(tensor)
         group, options = self._group, self._options.broadcast[src]
         return self._start("broadcast", f"from rank {src}", tensor, lambda: group.broadcast([wire], options))
 
     def _start_send(self, tensor: Tensor, dst: int) -> Work:
+        if self._goes_through_host(tensor):
+            tensor = host_copy(tensor)
         wire = movable(tensor)
         return self._start(
             "send", f"to rank {dst}", tensor, lambda: self._message(self._group.send, wire, dst)
         )
 
     def _start_recv(self, tensor: Tensor, src: int) -> Work:
+        if self._goes_through_host(tensor):
+            return through_host(tensor, tensor, lambda host, _: self._start_recv(host, src))
         wire = movable(tensor)
         return self._start(
             "recv", f"from rank {src}", tensor, lambda: self._message(self._group.recv, wire, src)

@@ -1,4 +1,4 @@
-"""Functions that create and destroy torch process groups, and that convert tensors to dtypes that all backends support.
+"""Functions that create and destroy torch process groups, and that convert tensors to what all backends support.
 
 Gloo and NCCL lack int16 and most unsigned types, and Gloo lacks complex numbers in some operations.
 
@@ -26,6 +26,7 @@ from syncline._torch.process_groups import (
     timeout_seconds_of,
 )
 from syncline.transport.base import ReduceOp
+from syncline.transport.work import CombinedWork, Work
 
 Back = Callable[[Tensor], Tensor]
 """A function that converts a reduced tensor back from the dtype in which it was sent."""
@@ -99,6 +100,29 @@ def fill(target: Tensor, values: Tensor) -> None:
 def divide(target: Tensor, size: int) -> None:
     """Divide `target` by `size`, in place."""
     target.detach().div_(size)
+
+
+def through_host(output: Tensor, input: Tensor, start: Callable[[Tensor, Tensor], Work]) -> Work:
+    """Start an operation on copies in the memory of the host. `wait` of the returned work then copies the result back.
+
+    Gloo in torch lacks some operations for tensors on a GPU, such as `send`. For tensors on the host it has all of
+    them, and a wait for them can check for failed peers.
+
+    Args:
+        output: the tensor on a GPU into which the operation writes.
+        input: the tensor on a GPU that the operation reads. It may be the same object as `output`.
+        start: a function that starts the operation on the copies of `output` and `input`.
+    """
+    sent = host_copy(input)
+    result = sent if output is input else torch.empty(output.numel(), dtype=output.dtype)
+    return CombinedWork([(start(result, sent), lambda: fill(output, result))])
+
+
+def host_copy(tensor: Tensor) -> Tensor:
+    """Copy a tensor to a flat tensor in the memory of the host."""
+    copy = torch.empty(tensor.numel(), dtype=tensor.dtype)
+    fill(copy, tensor)
+    return copy
 
 
 def _in_order(values: Tensor, op: ReduceOp) -> Tensor:

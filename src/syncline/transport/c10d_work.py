@@ -1,8 +1,8 @@
 """The works of torch.distributed process groups: how to wait for an operation, and which errors the wait raises.
 
-For CPU tensors, `wait` blocks, and checks for failures from time to time (see `watched_work.py`). For GPU tensors,
-`wait` only makes the current stream wait for the operation, as in torch. If the caller passes no timeout, errors then
-come from the backend's own watchdog.
+For CPU tensors, `wait` blocks, and checks for failures from time to time (see `watched_work.py`). Gloo sends copies of
+GPU tensors on the CPU. For GPU tensors over NCCL, `wait` only makes the current stream wait for the operation, as in
+torch. If the caller passes no timeout, errors then come from NCCL's own watchdog.
 """
 
 from __future__ import annotations
