@@ -111,6 +111,9 @@ def browser() -> Iterator[Any]:
         started.close()
 
 
+NO_INDEX = '{"config": {"lang": ["en"], "separator": " ", "pipeline": []}, "docs": []}'
+
+
 def pages_of(site: Path) -> list[str]:
     return sorted(str(path.parent.relative_to(site)) + "/" for path in site.rglob("index.html"))
 
@@ -131,6 +134,8 @@ def test_pages_fit_phone_tablet_and_desk(
     site: Path, address: str, browser: Any, width: int, scheme: str, of_pages: int, tmp_path: Path
 ) -> None:
     page = browser.new_page(viewport={"width": width, "height": 800}, color_scheme=scheme)
+    # Each page would load the index of all pages, most of the time of this test.
+    page.route("**/search_index.json", lambda route: route.fulfill(body=NO_INDEX, content_type="application/json"))
     asked: list[str] = []
     said: list[str] = []
     page.on("request", lambda request: asked.append(request.url))
