@@ -59,6 +59,7 @@ PURE = (
         "debug.compare",
         "debug.diagnosis",
         "ddp.plan",
+        "resilience.membership",
         "ddp.report",
         "gradients.bucket_plan",
         "gradients.shard_plan",

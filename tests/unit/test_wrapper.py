@@ -24,6 +24,49 @@ def alone() -> Transport:
     return ThreadGroup(1).transport(0)
 
 
+# ---------------------------------------------------------------------- another group
+
+
+def test_ranks_train_on_in_another_group_after_one_was_lost() -> None:
+    smaller = ThreadGroup(2)
+
+    def program(t: Transport) -> list[Tensor] | None:
+        torch.manual_seed(0)
+        ddp = DDP(nn.Linear(3, 2), process_group=t)
+        optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+
+        def step(x: Tensor) -> None:
+            optimizer.zero_grad()
+            ddp(x).square().mean().backward()
+            optimizer.step()
+
+        step(torch.ones(1, 3) * t.rank)
+        if t.rank == 1:
+            return None
+        for _ in range(2):  # in this group, the error is raised again
+            with pytest.raises(sl.SynclineError, match=r"step 2, backward, bucket 0 .* rank 1"):
+                step(torch.ones(1, 3) * t.rank)
+        ddp._update_process_group(smaller.transport(t.rank // 2))
+        step(torch.ones(1, 3) * t.rank)
+        return [p.detach().clone() for p in ddp.parameters()]
+
+    def alone() -> list[Tensor]:
+        torch.manual_seed(0)
+        net = nn.Linear(3, 2)
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+        for ranks in ((0, 1, 2), (0, 2)):
+            optimizer.zero_grad()
+            for rank in ranks:
+                (net(torch.ones(1, 3) * rank).square().mean() / len(ranks)).backward()
+            optimizer.step()
+        return [p.detach() for p in net.parameters()]
+
+    first, _, last = run_ranks(3, program)
+    for mine, other, expected in zip(first, last, alone(), strict=True):
+        assert torch.equal(mine, other)
+        assert torch.allclose(mine, expected)
+
+
 # ---------------------------------------------------------------------- bad input
 
 

@@ -79,7 +79,9 @@ class Reduction:
             self.normalizer = former.normalizer
             self.normalizer.follow(self.parameters, transport.size)
             self._has_warned_of_graph = former._has_warned_of_graph
-            comm_hook, text = former.layout.comm_hook, former.out_of_step.text
+            comm_hook = former.layout.comm_hook
+            if former.transport is transport:  # in another group, the ranks are in step again
+                text = former.out_of_step.text
         self.out_of_step: OutOfStep = OutOfStep(transport.rank, names, text=text)
         if transport.size > 1 or comm_hook is not None:
             self.layout.build(comm_hook)

@@ -1,0 +1,391 @@
+"""Processes that train, fail and change their membership, under a virtual clock.
+
+The processes run `Member` as the real ones do; the store, the network and the steps are simulated. All chance comes
+from one seed. Requests to the store, and its answers, arrive late, twice or not at all; a process is cut off from the
+store for a while, is paused, or crashes, at any point. A step reaches each member at another time, and if a member
+crashes meanwhile, some members have the step and others not.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import heapq
+import itertools
+import random
+from collections import Counter
+from collections.abc import Callable, Generator
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+from syncline.resilience.membership import (
+    Adopt,
+    Leave,
+    Member,
+    Membership,
+    Observation,
+    Propose,
+    Report,
+    Rules,
+    Wait,
+)
+
+TARGET = 12
+"""The number of steps of a run."""
+SAVE_EVERY = 3
+
+Process = Generator[Any, Any, str]
+
+
+class Broken(AssertionError):
+    """An invariant does not hold."""
+
+
+@dataclass
+class Store:
+    """A store whose operations happen one after the other."""
+
+    held: dict[str, Any] = field(default_factory=dict)
+
+    def set(self, key: str, value: Any) -> None:
+        self.held[key] = value
+
+    def set_first(self, key: str, value: Any) -> Any:
+        return self.held.setdefault(key, value)
+
+    def read(self, generation: int) -> tuple[dict[str, Report], Membership | None]:
+        prefix = f"report {generation} "
+        reports = {key.removeprefix(prefix): value for key, value in self.held.items() if key.startswith(prefix)}
+        return reports, self.held.get(f"generation {generation}")
+
+
+@dataclass
+class Round:
+    """One collective of one generation: it succeeds on a member some time after all members have arrived."""
+
+    arrived: set[str] = field(default_factory=set)
+    waiting: dict[str, Callable[[bool], None]] = field(default_factory=dict)
+    wants_change: bool = False
+    """Whether a member has voted to change the generation after this step. All members hear the same votes."""
+
+
+def after_step(state: str, step: int, members: tuple[str, ...]) -> str:
+    """The state after a step, which depends on the members that have computed it."""
+    return hashlib.sha256(f"{state} {step} {members}".encode()).hexdigest()[:12]
+
+
+class World:
+    """One run of some processes. Subclasses take a safeguard out, and must then be caught."""
+
+    member_class: type[Member] = Member
+
+    def __init__(self, seed: int) -> None:
+        self.random = random.Random(seed)
+        self.now = 0.0
+        self.events: list[tuple[float, int, Callable[[], None]]] = []
+        self.order = itertools.count()
+        self.store = Store()
+        self.rules = Rules(
+            min_ranks=self.random.choice([1, 1, 2]),
+            max_ranks=self.random.choice([3, 5, 100]),
+            needs_majority=self.random.random() < 0.8,
+            patience_seconds=5.0,
+        )
+        self.is_lossy = self.random.random() < 0.5
+        self.faults: list[str] = []
+        self.names = itertools.count(5)
+        self.rounds: dict[Any, Round] = {}
+        self.running: dict[str, Process] = {}
+        self.stopped: set[tuple[str, int]] = set()
+        """Members that no longer send in a generation."""
+        self.crashed: set[str] = set()
+        self.paused_until: dict[str, float] = {}
+        self.cut_until: dict[str, float] = {}
+        self.ended: dict[str, str] = {}
+        self.finished: set[str] = set()
+        # What the invariants are about.
+        self.adopted: dict[int, Membership] = {}
+        self.committed: dict[tuple[int, int], str] = {}
+        self.states: dict[str, str] = {}
+        self.steps: dict[str, int] = {}
+        self.saves: dict[int, str] = {}
+        first = tuple(f"p{index}" for index in range(self.random.randint(2, 5)))
+        self.first = Membership(0, first, 0, first)
+        for name in first:
+            self.start(name, self.member_class(name, self.first, self.rules), "start", 0)
+        for _ in range(self.random.randint(0, 6)):
+            self.at(self.random.uniform(0, 10), self.fault)
+
+    # ------------------------------------------------------------------ the clock
+
+    def at(self, seconds: float, happen: Callable[[], None]) -> None:
+        heapq.heappush(self.events, (self.now + seconds, next(self.order), happen))
+
+    def run(self) -> None:
+        for _ in range(20_000):
+            if not self.events or (not self.running and self.now > 10):
+                return
+            self.now, _, happen = heapq.heappop(self.events)
+            happen()
+        raise Broken(f"no end after {self.now:.0f} s: {sorted(self.running)} still run")
+
+    def start(self, name: str, member: Member, state: str, step: int) -> None:
+        self.states[name], self.steps[name] = state, step
+        self.running[name] = self.program(member)
+        self.at(self.random.random(), lambda: self.resume(name, self.running.get(name), None))
+
+    def resume(self, name: str, process: Process | None, value: Any) -> None:
+        """Let a process go on with the answer that it has waited for, unless it has crashed meanwhile."""
+        if process is None or self.running.get(name) is not process:
+            return
+        pause = self.paused_until.get(name, 0.0) - self.now
+        if pause > 0:
+            self.at(pause, lambda: self.resume(name, process, value))
+            return
+        try:
+            asked = process.send(value)
+        except StopIteration as end:
+            del self.running[name]
+            self.ended[name] = end.value
+            if end.value == "done":
+                self.finished.add(name)
+            self.leave_all(name)
+            return
+        asked(name, process)
+
+    # ------------------------------------------------------------------ faults
+
+    def fault(self) -> None:
+        if not self.running:
+            return
+        name = self.random.choice(sorted(self.running))
+        kind = self.random.choice(["crash", "crash", "pause", "cut", "join"])
+        self.faults.append(kind)
+        if kind == "crash":
+            self.running.pop(name).close()
+            self.crashed.add(name)
+            self.leave_all(name)
+        elif kind == "pause":
+            self.paused_until[name] = self.now + self.random.uniform(0, 20)
+        elif kind == "cut":
+            self.cut_until[name] = self.now + self.random.uniform(0, 20)
+        else:
+            self.at(0.0, self.join)
+
+    def join(self) -> None:
+        """A newcomer asks to join after the newest generation."""
+        name = f"p{next(self.names)}"
+        generation = max([0, *(number for number in self.adopted)])
+        newest = self.store.held.get(f"generation {generation}", self.first)
+        self.start(name, self.member_class(name, newest, self.rules), "", -1)
+
+    def leave_all(self, name: str) -> None:
+        """The connections of a process are closed: whoever waits for it fails, if it has not all that it needs."""
+        for key, found in self.rounds.items():
+            members = self.adopted[key[0]].members if key[0] in self.adopted else self.first.members
+            if name in members:
+                self.fail_some(found, complete=len(found.arrived) == len(members))
+
+    def fail_some(self, found: Round, *, complete: bool) -> None:
+        for other in sorted(found.waiting):
+            # What has arrived may have reached the other, or not.
+            if not complete or self.random.random() < 0.5:
+                self.at(self.random.uniform(0, 1), lambda f=found.waiting.pop(other): f(False))
+
+    # ------------------------------------------------------------------ what a process can ask for
+
+    def sleep(self, seconds: float) -> Callable[[str, Process], None]:
+        return lambda name, process: self.at(seconds, lambda: self.resume(name, process, None))
+
+    def ask_store(self, operate: Callable[[], Any]) -> Callable[[str, Process], None]:
+        """Operate on the store. The process gets the answer, or None if it has not come in time."""
+
+        def ask(name: str, process: Process) -> None:
+            answered: list[Any] = []
+
+            def answer(value: Any) -> None:
+                if not answered:
+                    answered.append(value)
+                    self.resume(name, process, value)
+
+            def arrive() -> None:
+                value = operate()
+                if not self.is_lost(name):
+                    self.at(self.random.uniform(0, 0.3), lambda: answer((value,)))
+
+            for _ in range(2 if self.random.random() < 0.1 else 1):
+                if not self.is_lost(name):
+                    self.at(self.random.choice([0.01, 0.3, 3.0]) * self.random.random(), arrive)
+            self.at(1.0, lambda: answer(None))
+
+        return ask
+
+    def is_lost(self, name: str) -> bool:
+        return self.now < self.cut_until.get(name, 0.0) or (self.is_lossy and self.random.random() < 0.05)
+
+    def collective(self, membership: Membership, what: Any) -> Callable[[str, Process], None]:
+        """Take part in a collective of a generation. The process gets True, or False if it has failed."""
+        key = (membership.generation, what)
+
+        def ask(name: str, process: Process) -> None:
+            found = self.rounds.setdefault(key, Round())
+            answered: list[bool] = []
+
+            def answer(value: bool) -> None:
+                found.waiting.pop(name, None)
+                if not answered:
+                    answered.append(value)
+                    self.resume(name, process, value)
+
+            found.arrived.add(name)
+            found.wants_change |= self.has_newcomer(membership)
+            found.waiting[name] = answer
+            gone = [m for m in membership.members if m not in self.running or (m, key[0]) in self.stopped]
+            if set(membership.members) <= found.arrived:
+                for other in sorted(found.waiting):
+                    self.at(self.random.uniform(0, 0.5), lambda f=found.waiting[other]: f(True))
+            elif gone:
+                self.at(self.random.uniform(0, 1), lambda: answer(False))
+            self.at(4.0, lambda: answer(False))
+
+        return ask
+
+    def has_newcomer(self, membership: Membership) -> bool:
+        reports, _ = self.store.read(membership.generation + 1)
+        return len(membership.members) < self.rules.max_ranks and any(r.step < 0 for r in reports.values())
+
+    # ------------------------------------------------------------------ a process
+
+    def program(self, member: Member) -> Process:
+        """What a process does. It yields what it asks for, and returns how it has ended."""
+        name = member.name
+        is_connected = self.steps[name] >= 0
+        while True:
+            if is_connected:
+                membership, step = member.membership, self.steps[name]
+                if step >= TARGET:
+                    if (yield self.collective(membership, "end")):
+                        return "done"
+                elif (yield self.collective(membership, step)):
+                    self.commit(name, membership)
+                    if self.steps[name] % SAVE_EVERY or (yield self.collective(membership, f"save {step}")):
+                        self.save(name)
+                        if not self.rounds[membership.generation, step].wants_change:
+                            continue
+                self.stopped.add((name, membership.generation))
+                self.leave_generation(name, membership)
+            report = member.stop(step=self.steps[name], now=self.now)
+            while True:
+                generation = member.membership.generation + 1
+                # A request may arrive long after it was sent, so it must not see what is assigned later.
+                if (yield self.ask_store(partial(self.store.set, f"report {generation} {name}", report))) is None:
+                    continue
+                seen = yield self.ask_store(partial(self.store.read, generation))
+                if seen is None:
+                    continue
+                reports, decided = seen[0]
+                action = member.look(Observation(reports, frozenset(self.crashed | self.finished), decided), now=self.now)
+                if isinstance(action, Leave):
+                    return action.reason
+                if isinstance(action, Propose):
+                    self.check_proposal(member.membership, action.membership)
+                    yield self.ask_store(partial(self.decide, action.membership))
+                elif isinstance(action, Wait):
+                    if self.now > 200:
+                        return "was not taken in"
+                    yield self.sleep(0.2)
+                else:
+                    break
+            is_connected = yield from self.adopt(name, action)
+
+    def decide(self, proposal: Membership) -> Any:
+        return self.store.set_first(f"generation {proposal.generation}", proposal)
+
+    def adopt(self, name: str, action: Adopt) -> Generator[Any, Any, bool]:
+        """Connect to the members of the generation, and load the state of a source, if this process has another."""
+        membership = action.membership
+        if self.adopted.setdefault(membership.generation, membership) != membership:
+            raise Broken(f"two memberships of generation {membership.generation}")
+        if (yield self.collective(membership, "connect")):
+            if not action.loads:
+                if self.steps[name] != membership.step:
+                    raise Broken(f"{name} is a source at step {self.steps[name]}, not {membership.step}")
+            else:
+                [source, *_] = membership.sources
+                self.states[name], self.steps[name] = self.states[source], membership.step
+            if (yield self.collective(membership, "loaded")):
+                return True
+        self.stopped.add((name, membership.generation))
+        self.leave_generation(name, membership)
+        return False
+
+    def leave_generation(self, name: str, membership: Membership) -> None:
+        for key, found in self.rounds.items():
+            if key[0] == membership.generation:
+                self.fail_some(found, complete=set(membership.members) <= found.arrived)
+
+    def commit(self, name: str, membership: Membership) -> None:
+        step = self.steps[name]
+        self.states[name] = after_step(self.states[name], step, membership.members)
+        self.steps[name] = step + 1
+        known = self.committed.setdefault((membership.generation, step), self.states[name])
+        if known != self.states[name]:
+            raise Broken(f"step {step} of generation {membership.generation} has two results")
+
+    def save(self, name: str) -> None:
+        step = self.steps[name]
+        if step % SAVE_EVERY == 0 and self.saves.setdefault(step, self.states[name]) != self.states[name]:
+            raise Broken(f"two saves after step {step} differ")
+
+    # ------------------------------------------------------------------ invariants
+
+    def check_proposal(self, current: Membership, proposal: Membership) -> None:
+        stayed = [name for name in proposal.members if name in current.members]
+        alive = [name for name in current.members if name not in self.crashed | self.finished]
+        if len(proposal.members) < self.rules.min_ranks:
+            raise Broken(f"{proposal.members} are too few")
+        # A process may crash after it was counted.
+        if self.rules.needs_majority and 2 * len(stayed) <= len(alive):
+            raise Broken(f"{stayed} are no majority of {alive}")
+
+    def check_end(self) -> None:
+        """All that have finished have the same state, and a run that loses no majority finishes."""
+        finals = {self.states[name] for name, how in self.ended.items() if how == "done"}
+        if len(finals) > 1:
+            raise Broken(f"the processes end with {len(finals)} states")
+        if self.is_lossy or "pause" in self.faults or "cut" in self.faults:
+            return
+        # Whoever is lost is known to be lost, so the others finish.
+        survivors = [name for name in self.first.members if name not in self.crashed]
+        if len(survivors) >= self.rules.min_ranks and not finals:
+            raise Broken(f"{survivors} could have finished: {self.ended}")
+
+
+def check(seed: int, world: type[World] = World) -> World:
+    """Run one world. Raise `Broken`, with the seed, if an invariant does not hold."""
+    try:
+        found = world(seed)
+        found.run()
+        found.check_end()
+    except Broken as error:
+        raise Broken(f"seed {seed}: {error}") from None
+    return found
+
+
+def main() -> None:
+    """Run many worlds: `python tests/unit/membership_simulation.py --runs 1000000`."""
+    parser = argparse.ArgumentParser(description=main.__doc__)
+    parser.add_argument("--runs", type=int, default=100_000)
+    parser.add_argument("--seed", type=int, default=0, help="the first seed")
+    arguments = parser.parse_args()
+    ends: Counter[str] = Counter()
+    for seed in range(arguments.seed, arguments.seed + arguments.runs):
+        ends.update(check(seed).ended.values())
+    print(f"{arguments.runs} runs, no invariant broken. How processes ended:")
+    for how, number in ends.most_common():
+        print(f"{number:9}  {how}")
+
+
+if __name__ == "__main__":
+    main()
