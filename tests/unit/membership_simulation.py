@@ -56,7 +56,9 @@ class Store:
 
     def read(self, generation: int) -> tuple[dict[str, Report], Membership | None]:
         prefix = f"report {generation} "
-        reports = {key.removeprefix(prefix): value for key, value in self.held.items() if key.startswith(prefix)}
+        reports = {
+            key.removeprefix(prefix): value for key, value in self.held.items() if key.startswith(prefix)
+        }
         return reports, self.held.get(f"generation {generation}")
 
 
@@ -191,7 +193,7 @@ class World:
         for other in sorted(found.waiting):
             # What has arrived may have reached the other, or not.
             if not complete or self.random.random() < 0.5:
-                self.at(self.random.uniform(0, 1), lambda f=found.waiting.pop(other): f(False))
+                self.at(self.random.uniform(0, 1), partial(found.waiting.pop(other), False))
 
     # ------------------------------------------------------------------ what a process can ask for
 
@@ -244,7 +246,7 @@ class World:
             gone = [m for m in membership.members if m not in self.running or (m, key[0]) in self.stopped]
             if set(membership.members) <= found.arrived:
                 for other in sorted(found.waiting):
-                    self.at(self.random.uniform(0, 0.5), lambda f=found.waiting[other]: f(True))
+                    self.at(self.random.uniform(0, 0.5), partial(found.waiting[other], True))
             elif gone:
                 self.at(self.random.uniform(0, 1), lambda: answer(False))
             self.at(4.0, lambda: answer(False))
@@ -279,13 +281,17 @@ class World:
             while True:
                 generation = member.membership.generation + 1
                 # A request may arrive long after it was sent, so it must not see what is assigned later.
-                if (yield self.ask_store(partial(self.store.set, f"report {generation} {name}", report))) is None:
+                if (
+                    yield self.ask_store(partial(self.store.set, f"report {generation} {name}", report))
+                ) is None:
                     continue
                 seen = yield self.ask_store(partial(self.store.read, generation))
                 if seen is None:
                     continue
                 reports, decided = seen[0]
-                action = member.look(Observation(reports, frozenset(self.crashed | self.finished), decided), now=self.now)
+                action = member.look(
+                    Observation(reports, frozenset(self.crashed | self.finished), decided), now=self.now
+                )
                 if isinstance(action, Leave):
                     return action.reason
                 if isinstance(action, Propose):

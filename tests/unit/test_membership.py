@@ -1,4 +1,4 @@
-"""Which processes train together: the rules, and thousands of runs in which processes fail, each rule taken out once."""
+"""Which processes train together: the rules, and thousands of runs in which processes fail, without each rule once."""
 
 from __future__ import annotations
 
@@ -40,7 +40,9 @@ def test_the_survivors_keep_their_order_and_begin_after_the_last_committed_step(
 
 
 def test_a_member_that_has_reported_and_ended_is_left_out() -> None:
-    assert after(reports(a=8, b=7, c=7, d=7), "a") == Membership(1, ("b", "c", "d"), step=7, sources=("b", "c", "d"))
+    assert after(reports(a=8, b=7, c=7, d=7), "a") == Membership(
+        1, ("b", "c", "d"), step=7, sources=("b", "c", "d")
+    )
 
 
 def test_silent_members_are_waited_for_as_long_as_patience_lasts() -> None:
@@ -106,23 +108,21 @@ class Overwrites(World):
         self.store.set(f"generation {proposal.generation}", proposal)
 
 
-class Unfenced(World):
+class Unfenced(Member):
     """A process that was thought dead comes back into the generation."""
 
-    class member_class(Member):
-        def _follow(self, decided: Membership) -> Any:
-            if self.name not in decided.members and self._step >= 0:
-                decided = replace(decided, members=(*decided.members, self.name))
-            return super()._follow(decided)
+    def _follow(self, decided: Membership) -> Any:
+        if self.name not in decided.members and self._step >= 0:
+            decided = replace(decided, members=(*decided.members, self.name))
+        return super()._follow(decided)
 
 
-class FollowsItself(World):
+class FollowsItself(Member):
     """A process begins the generation that it has proposed."""
 
-    class member_class(Member):
-        def look(self, observed: Observation, *, now: float) -> Action:
-            found = super().look(observed, now=now)
-            return self._follow(found.membership) if isinstance(found, Propose) else found
+    def look(self, observed: Observation, *, now: float) -> Action:
+        found = super().look(observed, now=now)
+        return self._follow(found.membership) if isinstance(found, Propose) else found
 
 
 class LoadsNothing(World):
@@ -135,28 +135,32 @@ class LoadsNothing(World):
         return super().adopt(name, action)
 
 
-def changed(change: Callable[[Membership, Membership, Observation, Rules], Any]) -> type[World]:
+def of(member: type[Member]) -> type[World]:
+    """A world of such processes."""
+    return type(member.__name__, (World,), {"member_class": member})
+
+
+def changed(change: Callable[[Membership, Membership, Observation], Membership]) -> type[World]:
     """A world whose processes compute the next generation otherwise."""
 
-    class Changed(World):
-        class member_class(Member):
-            def look(self, observed: Observation, *, now: float) -> Action:
-                found = super().look(observed, now=now)
-                if isinstance(found, Propose):
-                    return Propose(change(self.membership, found.membership, observed, self.rules))
-                return found
+    class Changed(Member):
+        def look(self, observed: Observation, *, now: float) -> Action:
+            found = super().look(observed, now=now)
+            if isinstance(found, Propose):
+                return Propose(change(self.membership, found.membership, observed))
+            return found
 
-    return Changed
+    return of(Changed)
 
 
-def begins_too_early(current: Membership, found: Membership, observed: Observation, rules: Rules) -> Membership:
+def begins_too_early(current: Membership, found: Membership, observed: Observation) -> Membership:
     """The generation begins after the last step that all members have committed: a committed step is lost."""
     steps = {name: observed.reports[name].step for name in found.members if name in current.members}
     step = min(steps.values())
     return replace(found, step=step, sources=tuple(name for name, own in steps.items() if own == step))
 
 
-def is_no_majority(current: Membership, found: Membership, observed: Observation, rules: Rules) -> Membership:
+def is_no_majority(current: Membership, found: Membership, observed: Observation) -> Membership:
     """One member goes on alone."""
     return replace(found, members=found.members[:1], sources=found.sources[:1])
 
@@ -165,8 +169,8 @@ def is_no_majority(current: Membership, found: Membership, observed: Observation
     "world",
     [
         Overwrites,
-        Unfenced,
-        FollowsItself,
+        of(Unfenced),
+        of(FollowsItself),
         LoadsNothing,
         pytest.param(changed(begins_too_early), id="begins too early"),
         pytest.param(changed(is_no_majority), id="is no majority"),

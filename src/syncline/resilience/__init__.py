@@ -1,6 +1,6 @@
 """Training that goes on when ranks are lost or join.
 
-Imports: nothing.
+Imports: nothing of ours.
 
 membership.py   which processes train together: a state machine of one process, without a clock, a store or a transport
 """

@@ -223,9 +223,7 @@ class Member:
             return self._follow(observed.decided)
         if self._step < 0:  # a newcomer waits until the members take it in
             return Wait(())
-        found = next_membership(
-            self.membership, observed, self.rules, waited_seconds=now - self._stopped_at
-        )
+        found = next_membership(self.membership, observed, self.rules, waited_seconds=now - self._stopped_at)
         if isinstance(found, Membership):
             return Propose(found)
         if isinstance(found, Leave):
@@ -238,7 +236,9 @@ class Member:
             self.membership = decided
             self.state = State.TRAINING
             return Adopt(decided, loads=self.name not in decided.sources)
-        if self._step < 0:  # the members had no place for it, or had decided before it asked: ask for the next one
+        if (
+            self._step < 0
+        ):  # the members had no place for it, or had decided before it asked: ask for the next one
             self.membership = decided
             return Wait(())
         self.state = State.OUT
