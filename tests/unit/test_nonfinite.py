@@ -455,7 +455,7 @@ def test_warnings_do_not_flood() -> None:
     assert [text.split(",")[0] for text in texts] == ["step 1", "step 2", "step 4", "step 8", "step 16"]
 
 
-@pytest.mark.filterwarnings("ignore:step 1, backward:RuntimeWarning")
+@pytest.mark.filterwarnings("ignore:step [12], backward:RuntimeWarning")
 def test_what_is_left_in_grad_keeps_being_skipped_until_it_is_cleared() -> None:
     def rank(t: Transport) -> list[str]:
         net = copy.deepcopy(NET)
@@ -464,9 +464,7 @@ def test_what_is_left_in_grad_keeps_being_skipped_until_it_is_cleared() -> None:
         handle = put(net[0].weight, NAN) if t.rank == 1 else None
         outcomes = []
         for step in range(3):
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")
-                backward(ddp, batch(t, step))
+            backward(ddp, batch(t, step))
             optimizer.step()
             outcomes.append(ddp.last_step.nonfinite.outcome)
             if handle is not None:
