@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from syncline.records import EvolutionRecord as EvolutionRecord
     from syncline.records import NonFiniteRecord as NonFiniteRecord
     from syncline.records import RoundRecord as RoundRecord
+    from syncline.resilience.steps import steps as steps
     from syncline.session.ranks import World as World
     from syncline.session.stop_request import EXIT_STOPPED as EXIT_STOPPED
     from syncline.session.world import init as init

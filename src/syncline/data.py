@@ -90,10 +90,13 @@ class DistributedSampler(torch_data.DistributedSampler[int]):
         """The epoch and the number of used samples of a loaded position, until an iteration begins there."""
         self.when_resumed: Callable[[], object] | None = None
         """A function that is called once, when an iteration resumes at a loaded position within an epoch."""
-        if not pad:
+        self._count_samples()
+
+    def _count_samples(self) -> None:
+        if not self.pad:
             # torch pads up to total_size. If total_size is the dataset's length, nothing is padded.
-            self.total_size = len(dataset)
-            self.num_samples = len(range(rank, self.total_size, num_replicas))
+            self.total_size = self._num_samples
+            self.num_samples = len(range(self.rank, self.total_size, self.num_replicas))
 
     def __repr__(self) -> str:
         samples = f"{self.num_samples:,} of {len(self.dataset):,} samples"  # type: ignore[arg-type]
@@ -166,6 +169,11 @@ class DistributedSampler(torch_data.DistributedSampler[int]):
         if num_samples and already + self._used * self.num_replicas >= self._end(already):
             self._begun, self._used = (epoch + 1, 0), 0
 
+    @property
+    def _num_left_here(self) -> int:
+        """The number of samples that this rank has left in the epoch, after those that `advance` has counted."""
+        return self._num_left(self._begun[1]) - self._used
+
     def _end(self, already: int) -> int:
         """Return the number of samples that all ranks have used at the end of an epoch.
 
@@ -230,6 +238,20 @@ class DistributedSampler(torch_data.DistributedSampler[int]):
             )
         self._resumed = (epoch, used)
         self.epoch = self._next_epoch = epoch
+
+    def _deal_to(self, num_replicas: int, rank: int) -> None:
+        """Divide the samples that are left in the epoch among another number of ranks, from the next iteration on.
+
+        All samples that were used must have been counted by `advance`, on all ranks.
+
+        Args:
+            num_replicas: the number of ranks from now on.
+            rank: this process's rank among them.
+        """
+        place = self.state_dict()
+        super().__init__(self.dataset, num_replicas, rank, self.shuffle, self.seed, self.drop_last)
+        self._count_samples()
+        self.load_state_dict(place)
 
     @property
     def _num_samples(self) -> int:

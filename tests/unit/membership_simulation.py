@@ -93,6 +93,7 @@ class World:
             max_ranks=self.random.choice([3, 5, 100]),
             needs_majority=self.random.random() < 0.8,
             patience_seconds=5.0,
+            timeout_seconds=20.0,
         )
         self.is_lossy = self.random.random() < 0.5
         self.faults: list[str] = []
@@ -289,9 +290,8 @@ class World:
                 if seen is None:
                     continue
                 reports, decided = seen[0]
-                action = member.look(
-                    Observation(reports, frozenset(self.crashed | self.finished), decided), now=self.now
-                )
+                ended = frozenset(self.crashed | self.finished)
+                action = member.look(Observation(reports, ended, self.alive(), decided), now=self.now)
                 if isinstance(action, Leave):
                     return action.reason
                 if isinstance(action, Propose):
@@ -304,6 +304,11 @@ class World:
                 else:
                     break
             is_connected = yield from self.adopt(name, action)
+
+    def alive(self) -> frozenset[str]:
+        """The processes that show signs of life in the store now."""
+        silent = {**self.paused_until, **self.cut_until}
+        return frozenset(name for name in self.running if silent.get(name, 0.0) <= self.now)
 
     def decide(self, proposal: Membership) -> Any:
         return self.store.set_first(f"generation {proposal.generation}", proposal)

@@ -61,7 +61,7 @@ def test_silent_members_may_be_the_majority_and_ended_ones_not() -> None:
 
 def test_too_few_members() -> None:
     refused = after(reports(a=7), "b", "c", "d", min_ranks=2)
-    assert refused == Leave("1 members are left, and min_ranks is 2")
+    assert refused == Leave("expected at least 2 ranks (min_ranks), but only 1 of 4 remain")
 
 
 def test_newcomers_get_the_last_ranks_and_count_for_no_majority() -> None:

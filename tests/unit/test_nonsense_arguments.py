@@ -356,6 +356,16 @@ TABLE: dict[str, Row] = {
             "group": GROUP,
         },
     ),
+    "sl.steps": Row(
+        {"state": lambda: sl.TrainState(model=wrapper()), "until": 1},
+        nonsense={
+            "state": ["text", 3, None, {}, nn.Linear(2, 2), sl.TrainState()],
+            "until": COUNT,
+            "data": ANYTHING,  # whatever can be iterated; `next_batch` says what it is not
+            "min_ranks": [*COUNT[:1], *COUNT[2:], 0],
+            "patience": ["text", True, None, NAN, 0, -1],
+        },
+    ),
     "sl.Checkpointer": Row(
         {"directory": lambda: folder()},
         nonsense={

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.amp import GradScaler
-from torch.optim import Optimizer
+from torch.optim import Optimizer, lr_scheduler
 
 from syncline._torch.lookup import attribute, lookup
 
@@ -34,6 +34,15 @@ A subclass with its own `scale` calls the last of these methods at its first los
 
 _scale_of = attribute("_scale", "see whether a GradScaler is in use")
 """Return the scale of a GradScaler. Return None if the scaler has not scaled a loss yet."""
+
+
+_schedulers_of = attribute("_schedulers", "see the schedulers inside of a scheduler")
+
+
+def schedulers_inside(scheduler: object) -> list[Any]:
+    """Return the schedulers that a learning rate scheduler, such as SequentialLR, calls in turn."""
+    has_schedulers = isinstance(scheduler, lr_scheduler.SequentialLR | lr_scheduler.ChainedScheduler)
+    return list(_schedulers_of(scheduler)) if has_schedulers else []
 
 
 def note_scalers() -> None:

@@ -46,6 +46,8 @@ _unregister = lookup(
     "torch._C._distributed_c10d:_unregister_process_group", "serve other devices than the CPU"
 )
 
+_set_timeout = lookup(f"{_C10D}:_set_pg_timeout", "change the timeout of a process group")
+
 _group_name = lookup(f"{_C10D}:GroupName", "name a process group")
 
 is_living: Callable[[object], bool] = _living.__contains__ if is_there(_living) else _living
@@ -59,6 +61,25 @@ def living_groups() -> dict[dist.ProcessGroup, Any]:
     """Return torch's own dictionary, whose keys are the process groups that were not destroyed."""
     groups: dict[dist.ProcessGroup, Any] = _living if is_there(_living) else _living()
     return groups
+
+
+def set_timeout(group: dist.ProcessGroup, timeout: timedelta) -> None:
+    """Set the timeout of the operations of a process group."""
+    _set_timeout(timeout, group)
+
+
+def name_groups_anew() -> None:
+    """Let torch count its process groups from 0 again. Call this if there is no group.
+
+    torch names a group by this number, and ranks find each other under the name. A group that could not be created has
+    used up a number, on some ranks only.
+    """
+    _world.group_count = 0
+
+
+def backends_of(group: dist.ProcessGroup) -> str:
+    """Return the backends of a process group as `init_process_group` takes them, such as "cpu:gloo,cuda:nccl"."""
+    return str(_world.pg_backend_config[group])
 
 
 def has_record_of(group: dist.ProcessGroup) -> bool:

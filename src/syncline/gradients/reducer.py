@@ -183,6 +183,16 @@ class GradientSync:
             watch.steps_before = self._steps_before
             watch.agreed_at(None)
 
+    def count_from_step(self, step: int) -> None:
+        """Count the backwards anew from `step`, on all ranks, because ranks with different counts now train together.
+
+        The replicas of these ranks are equal.
+        """
+        self.step = self._steps_before = step
+        if (watch := self.riders.replicas.watch) is not None:
+            watch.steps_before = step
+            watch.agreed_at(0)
+
     def mark_replicas_equal(self) -> None:
         """Record that all ranks have just compared their replicas and found them equal."""
         if (watch := self.riders.replicas.watch) is not None:

@@ -181,8 +181,8 @@ def decode(kind: type[T], text: str | bytes, where: str) -> T:
     """Create an object of a dataclass from its JSON text, and check the type of every field.
 
     Args:
-        kind: the dataclass. The types of its fields are int, float, str, bool, None, list, dict with str keys, or
-            another such dataclass.
+        kind: the dataclass. The types of its fields are int, float, str, bool, None, list, tuple with an ellipsis, dict
+            with str keys, or another such dataclass.
         text: a JSON object, which needs no entries for fields that have a default.
         where: the place where the text was found. Error messages begin with it.
 
@@ -214,6 +214,9 @@ def _converted(value: Any, hint: Any) -> Any:
     if typing.get_origin(hint) is list:
         (of,) = typing.get_args(hint)
         return [_converted(item, of) for item in _checked(value, list)]
+    if typing.get_origin(hint) is tuple:
+        of, _ = typing.get_args(hint)
+        return tuple(_converted(item, of) for item in _checked(value, list))
     if typing.get_origin(hint) is dict:
         _, of = typing.get_args(hint)
         return {_converted(key, str): _converted(item, of) for key, item in _checked(value, dict).items()}

@@ -121,6 +121,9 @@ class AttachedOptimizer:
         self.num_steps = 0
         self.counts = True
         """Whether to count steps and call the given functions. It is False while replicas drift on purpose."""
+        self.num_made_before = 0
+        """The number of coming steps that are not made, because they were made before the body of the step was
+        interrupted and run again (`sl.steps`)."""
         self.compared_settings: object = None
         """The settings of this optimizer that ranks compared in the last synchronized backward."""
         self._before_step = before_step
@@ -156,6 +159,9 @@ class AttachedOptimizer:
             if self._discards():
                 mark_step_as_made(self.optimizer)
                 return None if closure is None else closure()
+        if self.num_made_before:
+            self.num_made_before -= 1
+            return None if closure is None else closure()
         result = inner(*args, **kwargs)
         self.num_steps += 1
         if self._after_step is not None:

@@ -66,12 +66,15 @@ class Observation:
 
     Args:
         reports: the reports for the next generation, by member.
-        ended: the members whose processes have certainly ended. A member that is only silent is not among them.
+        ended: the members that certainly take no more part: their processes have ended, or have left the loop. A member
+            that is only silent is not among them.
+        alive: the members that show signs of life. They may be computing, and report later.
         decided: the next generation, if it has been decided.
     """
 
     reports: Mapping[str, Report]
     ended: frozenset[str] = frozenset()
+    alive: frozenset[str] = frozenset()
     decided: Membership | None = None
 
 
@@ -81,15 +84,18 @@ class Rules:
 
     Args:
         min_ranks: the smallest number of members.
-        max_ranks: the largest number of members. Further newcomers wait.
+        max_ranks: the number of members up to which newcomers are taken in. Further newcomers wait.
         needs_majority: whether more than half of the members that have not certainly ended must report.
-        patience_seconds: how long the reporting members wait for a member that is silent and has not certainly ended.
+        patience_seconds: how long the reporting members wait for a member that shows no sign of life and has not
+            certainly ended.
+        timeout_seconds: how long they wait for a member that shows signs of life.
     """
 
     min_ranks: int = 1
     max_ranks: int = 2**31
     needs_majority: bool = True
     patience_seconds: float = 5.0
+    timeout_seconds: float = 300.0
 
 
 @dataclass(frozen=True)
@@ -153,17 +159,22 @@ def next_membership(
     missing = tuple(
         name for name in current.members if name not in observed.reports and name not in observed.ended
     )
-    if not stayed or (missing and waited_seconds < rules.patience_seconds):
+    may_report = any(name in observed.alive for name in missing)
+    limit_seconds = rules.timeout_seconds if may_report else rules.patience_seconds
+    if not stayed or (missing and waited_seconds < limit_seconds):
         return Wait(missing)
     newcomers = sorted(observed.reports.keys() - {*current.members, *observed.ended})
-    members = (*stayed, *newcomers)[: rules.max_ranks]
+    members = (*stayed, *newcomers[: max(0, rules.max_ranks - len(stayed))])
     if rules.needs_majority and 2 * len(stayed) <= len(stayed) + len(missing):
         return Leave(
             f"{len(stayed)} of the {len(stayed) + len(missing)} members of generation {current.generation} that have "
             "not ended can reach each other, which is not the majority, so the others may be training without them"
         )
     if len(members) < rules.min_ranks:
-        return Leave(f"{len(members)} members are left, and min_ranks is {rules.min_ranks}")
+        return Leave(
+            f"expected at least {rules.min_ranks} ranks (min_ranks), but only {len(members)} of "
+            f"{len(current.members)} remain"
+        )
     step = max(observed.reports[name].step for name in stayed)
     sources = tuple(name for name in stayed if observed.reports[name].step == step)
     return Membership(current.generation + 1, members, step, sources)

@@ -7,14 +7,14 @@ Imports: errors, faces, words, checks, environment, user_code, launchers, _torch
 
 ending.py        the end of the process: reports of an exception to the launcher and the peers; an end without a hang
 listening.py     sockets for stores, which listen at one address only; this module needs no torch
-process.py       the error file that a rank writes for the launcher; the end of a rank when the launcher ends
+process.py       what a rank writes for the launcher beside its error file; the end of a rank when the launcher ends
 ranks.py         World: the rank and the device of a process, and the number of ranks
 registry.py      objects that the library attaches to a user's modules, found by their class
 rendezvous.py    the ranks wait for each other at the store, compare their arguments, and agree on a backend
 session.py       the session of this process, and the arguments of `init`
 stop_request.py  requests to stop this process, which a signal or the program makes
 transports.py    the transport of each process group, selected by all of its ranks together
-world.py         the functions init, shutdown, is_joined, world and transport_of
+world.py         the functions init, shutdown, is_joined, regroup, world and transport_of
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from syncline.session.registry import REGISTRY as REGISTRY
     from syncline.session.rendezvous import Presence as Presence
     from syncline.session.rendezvous import wait_for_all as wait_for_all
+    from syncline.session.world import begin_in_fork as begin_in_fork
     from syncline.session.world import transport_of as transport_of
 
 hand_out(__name__)

@@ -24,6 +24,8 @@ from types import TracebackType
 
 _PR_SET_PDEATHSIG = 1
 
+_IN_STEPS = ".in_steps"
+
 
 def record_failure(error: BaseException, path: str, tb: TracebackType | None = None) -> None:
     """Write an uncaught exception to the launcher's error file, unless Syncline has written to the file before.
@@ -85,6 +87,26 @@ def is_agreed_stop(error: BaseException) -> bool:
     An attribute identifies the class, not isinstance, because this module may be loaded twice.
     """
     return bool(getattr(error, "is_agreed_stop", False))
+
+
+def record_steps(path: str, *, are_running: bool) -> None:
+    """Record for the launcher whether this process is inside of `sl.steps`, where others train on if it is lost.
+
+    Args:
+        path: the path of the launcher's error file. The record is a file beside it.
+        are_running: whether `sl.steps` runs now.
+    """
+    with contextlib.suppress(OSError):  # the launcher may have ended and removed its folder
+        if are_running:
+            with open(path + _IN_STEPS, "w"):
+                pass
+        else:
+            os.remove(path + _IN_STEPS)
+
+
+def is_in_steps(path: str) -> bool:
+    """Return whether the process with this error file is inside of `sl.steps`, or was when it ended."""
+    return os.path.exists(path + _IN_STEPS)
 
 
 def end_with_parent(launcher_pid: int | None = None) -> None:

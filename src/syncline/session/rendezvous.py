@@ -83,6 +83,8 @@ class Stores:
     def __init__(self) -> None:
         self._by_place: dict[tuple[str | None, int | None, int, int], Store] = {}
         self._num_inits = 0
+        self.of_last_init: Store | None = None
+        """The store of the last `init`, in which the ranks have met; None before the first `init`."""
 
     def of_next_init(self, env: Environment, timeout_seconds: float) -> Store:
         """Return the store for the next `init`. It puts a new prefix before each key.
@@ -93,7 +95,10 @@ class Stores:
         if place not in self._by_place:
             self._by_place[place] = connect(env, timeout_seconds)
         self._num_inits += 1
-        return PrefixStore(f"syncline/{env.generation}/{self._num_inits - 1}", self._by_place[place])
+        self.of_last_init = PrefixStore(
+            f"syncline/{env.generation}/{self._num_inits - 1}", self._by_place[place]
+        )
+        return self.of_last_init
 
 
 def connect(env: Environment, timeout_seconds: float) -> Store:

@@ -9,7 +9,7 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from types import TracebackType
 
@@ -17,6 +17,14 @@ import torch
 import torch.distributed as dist
 
 from syncline import environment, launchers
+from syncline._torch.process_groups import (
+    PrefixStore,
+    Store,
+    backends_of,
+    name_groups_anew,
+    set_timeout,
+    timeout_seconds_of,
+)
 from syncline.checks import checked_choice, checked_seconds
 from syncline.errors import CollectiveTimeout, PeerLost, SynclineError
 from syncline.launchers import Environment
@@ -115,6 +123,9 @@ def _checked_device(value: object) -> torch.device | None:
 _REFUSAL_SECONDS = 10.0
 """How long a rank with invalid arguments waits for the other ranks, in seconds, so that they raise the error, too."""
 
+_REGROUP_SECONDS = 10.0
+"""How long ranks that are all about to connect may take, in seconds. A rank that is lost meanwhile costs this time."""
+
 
 @dataclass(frozen=True)
 class _Joined:
@@ -145,6 +156,14 @@ class Session:
         """Whether the process has left the other ranks by `shutdown`, and has not called `init` since."""
         self._lock = threading.RLock()
         self._stores = Stores()
+        self._backend = ""
+        """The name of the backend of the default group."""
+        self._job_store: Store | None = None
+        """The store in which the ranks have met, from the first use on. It outlives the default group."""
+        self._regrouped: Callable[[], object] = lambda: None
+        """A weak reference to the default group whose ranks have met in `_job_store`."""
+        self._asked = Asked()
+        """What stands for the arguments of `init` if the program has not called it."""
         self._waits: list[weakref.WeakMethod[Callable[[], object]]] = []
         """Methods that wait for pending work. `shutdown` calls these methods."""
         self._pid_at_exit = 0
@@ -238,23 +257,96 @@ class Session:
         store = self._stores.of_next_init(env, asked.timeout_seconds)
         mine = Presence.of_this_process(env, device, asked.lines(device))
         everyone = wait_for_all(store, mine, asked.timeout_seconds)
-        backend = backend_for(everyone, warn=env.local_rank == 0)
+        self._backend = backend_for(everyone, warn=env.local_rank == 0)
+        return self._connect(store, env.rank, env.size, device, asked, asked.timeout_seconds)
+
+    def _connect(
+        self, store: Store, rank: int, size: int, device: torch.device, asked: Asked, seconds: float
+    ) -> dist.ProcessGroup:
+        """Create torch's default group between ranks that have met at a store, and select its transport.
+
+        Args:
+            store: the store.
+            rank, size: this rank, and the number of ranks.
+            device: the device of this rank.
+            asked: the arguments of `init`.
+            seconds: how long the ranks may take to connect. Their operations have the timeout of `asked`.
+        """
         dist.init_process_group(
-            backend,
+            self._backend,
             store=store,
-            rank=env.rank,
-            world_size=env.size,
-            timeout=timedelta(seconds=asked.timeout_seconds),
-            device_id=device if "nccl" in backend else None,
+            rank=rank,
+            world_size=size,
+            timeout=timedelta(seconds=seconds),
+            device_id=device if "nccl" in self._backend else None,
         )
         group = default_group()
         assert group is not None
+        if seconds != asked.timeout_seconds:
+            set_timeout(group, timedelta(seconds=asked.timeout_seconds))
         try:
             self.transports.select(group, asked.transport, asked.timeout_seconds)
         except BaseException:
             dist.destroy_process_group()
             raise
         return group
+
+    # ------------------------------------------------------------------ a change of the ranks
+
+    def job_store(self) -> Store:
+        """Return the store in which the ranks have met. `world.job_store` documents this method."""
+        with self._lock:
+            group = default_group()
+            if group is not None and self._regrouped() is not group:
+                is_own = self._joined is not None and self._joined.destroyer is not None
+                self._job_store = self._stores.of_last_init if is_own else group.get_group_store()
+                self._regrouped = weakref.ref(group)
+            if self._job_store is None:
+                raise SynclineError(
+                    "expected several ranks that have met at a store, got a world of one rank"
+                )
+            return self._job_store
+
+    def regroup(self, key: str, *, rank: int, size: int, local_rank: int, local_size: int) -> World:
+        """Replace the default group by a new one. `world.regroup` documents this method."""
+        with self._lock:
+            store, group, joined = self.job_store(), default_group(), self._joined
+            asked = joined.asked if joined is not None else self._asked
+            if group is not None:
+                self._backend = backends_of(group)
+                if joined is None:
+                    asked = self._asked = Asked(timeout_seconds=timeout_seconds_of(group) or 300.0)
+            former = self.world()
+            hook = sys.excepthook
+            self.transports.close()
+            destroyer = (
+                joined.destroyer if joined is not None and joined.destroyer is not None else Destroyer()
+            )
+            destroyer.end(destroy=group is not None)
+            name_groups_anew()
+            world = replace(former, rank=rank, size=size, local_rank=local_rank, local_size=local_size)
+            variables = {
+                "RANK": rank, "WORLD_SIZE": size, "LOCAL_RANK": local_rank, "LOCAL_WORLD_SIZE": local_size
+            }  # fmt: skip
+            before = environment.export({name: str(n) for name, n in variables.items()}, replace=True)
+            if joined is not None:
+                # Until the new group exists, this process is joined to no others, so it leaves none at its end.
+                joined = self._joined = replace(
+                    joined,
+                    world=world,
+                    group=None,
+                    destroyer=None if joined.destroyer is None else Destroyer(),
+                    variables_before=before | joined.variables_before,
+                )
+            try:
+                seconds = min(asked.timeout_seconds, _REGROUP_SECONDS)
+                group = self._connect(PrefixStore(key, store), rank, size, world.device, asked, seconds)
+            finally:
+                sys.excepthook = hook  # torch puts its own hook around it, again in each group
+            self._regrouped = weakref.ref(group)
+            if joined is not None:
+                self._joined = replace(joined, group=weakref.ref(group))
+            return world
 
     def _refuse(self, fault: Exception) -> None:
         """Report to the other ranks, which may be waiting, that this rank passed invalid arguments to `init`.
@@ -328,7 +420,7 @@ class Session:
             self._has_left = True
             atexit.unregister(self._at_exit)
             self._pid_at_exit = 0
-            group_is_live = joined.is_current()
+            group_is_live = joined.is_current() and default_group() is not None
             # `shutdown` may run in a `finally` or `with` while an exception is raised.
             if error is not None and process.exit_code_of(error) and not process.is_agreed_stop(error):
                 self._report(error, error.__traceback__)

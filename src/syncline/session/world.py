@@ -14,6 +14,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
+from syncline._torch.process_groups import Store
 from syncline.session.ranks import World
 from syncline.session.session import Asked, Session
 from syncline.transport.base import Transport
@@ -114,6 +115,34 @@ def transport_of(group: dist.ProcessGroup | Transport | None = None) -> Transpor
         1
     """
     return _SESSION.transport_of(group)
+
+
+def job_store() -> Store:
+    """Return the store in which the ranks of the default group have met. Its keys are those of this job only.
+
+    Raises:
+        SynclineError: there is no default group.
+    """
+    return _SESSION.job_store()
+
+
+def regroup(key: str, *, rank: int, size: int, local_rank: int, local_size: int) -> World:
+    """Close all process groups of this process, and create torch's default group anew, with other ranks.
+
+    All ranks of the new group must make this call. Ranks of the former group may have ended. The device stays.
+
+    Args:
+        key: a text that no earlier call of the job had, the same on all ranks of the new group.
+        rank, size: the rank of this process in the new group, and the number of ranks.
+        local_rank, local_size: the rank of this process among the ranks of its host, and their number.
+
+    Returns:
+        The new world of this process.
+
+    Raises:
+        PeerLost, CollectiveTimeout: a rank was lost meanwhile.
+    """
+    return _SESSION.regroup(key, rank=rank, size=size, local_rank=local_rank, local_size=local_size)
 
 
 def before_shutdown(wait: Callable[[], object]) -> None:

@@ -52,6 +52,8 @@ from syncline.words import describe_ranks
 
 _BACKENDS_WITH_MEAN = {"gloo", "nccl", "xccl"}
 
+_CONNECT_SECONDS = 30.0
+
 _SPLIT = struct.Struct("<?q8s")
 """The layout of a rank's record for a split: whether it has a color, its color, and 8 random bytes for a group name."""
 
@@ -321,6 +323,15 @@ class C10dTransport(WatchedTransport):
         child.forget_addresses()
         return child
 
+    @property
+    def _connect_seconds(self) -> float:
+        """The timeout of a new group between ranks that are all about to connect.
+
+        A Gloo group uses its own timeout only while it connects. So a rank that is lost meanwhile is noticed early.
+        """
+        is_gloo = set(self._backends.values()) == {"gloo"}
+        return min(self.timeout_seconds, _CONNECT_SECONDS) if is_gloo else self.timeout_seconds
+
     def _new_group(
         self, ranks: list[int], token: bytes, backends: dict[str, str] | None = None
     ) -> dist.ProcessGroup:
@@ -331,7 +342,7 @@ class C10dTransport(WatchedTransport):
                 ranks,
                 token,
                 backends=backends or self._backends,
-                timeout_seconds=self.timeout_seconds,
+                timeout_seconds=self._connect_seconds,
             )
         except SynclineError:
             raise

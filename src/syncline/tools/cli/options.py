@@ -36,6 +36,7 @@ processes
   --no-python              SCRIPT is a command, which is run without python
   --max-restarts N         if a process fails, start all processes again, at most
                            N times (default: 0)
+  --resilient              if a process is lost in sl.steps, the others train on
   --shutdown-timeout SEC   how long processes may continue after Ctrl-C (default:
                            5), or after SIGTERM, when they may save (default: 30)
 
@@ -208,6 +209,7 @@ def parse_run(argv: Sequence[str]) -> argparse.Namespace:
         parser.add_argument(*_spellings(name), action="store_true", default=_is_set(_dest(name)))
     parser.add_argument("-n", dest="nproc_per_node", default=argparse.SUPPRESS)
     parser.add_argument("--verbose", action="store_true")
+    parser.add_argument("--resilient", action="store_true")
     parser.add_argument("--host")
     args = parser.parse_all(argv)
     if args.training_script is None:

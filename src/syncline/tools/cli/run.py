@@ -297,6 +297,7 @@ def _job(args: argparse.Namespace, guardian: Guardian) -> Job:
         keep_logs_in=keep_in,
         is_python=is_python,
         shutdown_seconds=args.shutdown_timeout,
+        is_resilient=args.resilient,
         verbose=args.verbose,
     )
 

@@ -40,6 +40,7 @@ from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.multiprocessing.api import RunProcsResult, SubprocessContext
 
 from syncline._torch import elastic
+from syncline.session.process import is_in_steps
 from syncline.session.stop_request import EXIT_STOPPED
 from syncline.tools.launch.guardian import Guardian, RunningProcess, is_marked, running_processes
 
@@ -77,10 +78,18 @@ class Workers:
             This is needed if a rank is a command, because it is unknown which of its processes handles signals.
         note_ended: a function that is called before the launcher ends the remaining ranks. Its argument is the ranks
             that have already ended.
+        note_lost: a function that is called with a local rank, the process number and the exit code of a rank that was
+            lost in `sl.steps`, where the other ranks train on without it. None means that a lost rank is a failure.
     """
 
     def __init__(
-        self, mark: str, guardian: Guardian, *, whole_groups: bool, note_ended: Callable[[Ended], None]
+        self,
+        mark: str,
+        guardian: Guardian,
+        *,
+        whole_groups: bool,
+        note_ended: Callable[[Ended], None],
+        note_lost: Callable[[int, int, int], None] | None = None,
     ) -> None:
         self.have_stopped = False
         """Whether all ranks on this host have ended because the ranks of the job had agreed to stop."""
@@ -88,6 +97,9 @@ class Workers:
         self._guardian = guardian
         self._whole_groups = whole_groups
         self._note_ended = note_ended
+        self._note_lost = note_lost
+        self._lost: set[int] = set()
+        """The local ranks that were lost in `sl.steps`."""
         self._ranks: list[Popen[bytes]] = []
         self._groups: set[int] = set()  # each rank leads a session and a process group
         self._requested: signal.Signals | None = None
@@ -157,7 +169,20 @@ class Workers:
         self, poll: Callable[..., RunProcsResult | None], ranks: SubprocessContext
     ) -> RunProcsResult | None:
         codes = [rank.poll() for rank in _processes(ranks)]
-        is_failure = any(code not in (None, 0, EXIT_STOPPED) for code in codes)
+        failed = {rank for rank, code in enumerate(codes) if code not in (None, 0, EXIT_STOPPED)}
+        if self._note_lost is not None and failed:
+            self._see_lost(ranks, failed)
+            others = [code for rank, code in enumerate(codes) if rank not in self._lost]
+            if failed == self._lost and any(code in (None, 0, EXIT_STOPPED) for code in others):
+                if None in others:
+                    return None  # the others train on
+                result = poll(ranks)
+                if result is not None:  # for torch, a lost rank is a failure
+                    result.failures.clear()
+                    result.return_values = dict.fromkeys(range(ranks.nprocs))
+                    self.have_stopped = EXIT_STOPPED in others
+                return result
+        is_failure = bool(failed)
         all_ended = None not in codes
         if not is_failure and EXIT_STOPPED in codes:
             if all_ended:
@@ -173,6 +198,15 @@ class Workers:
         if self._requested is not None and (is_failure or all_ended):
             raise SignalException(f"process {os.getpid()} got {self._requested.name}", self._requested)
         return poll(ranks)
+
+    def _see_lost(self, ranks: SubprocessContext, failed: set[int]) -> None:
+        """Find the ranks among the failed ones that were lost in `sl.steps`."""
+        assert self._note_lost is not None
+        for rank in failed - self._lost:
+            if is_in_steps(ranks.error_files[rank]):
+                self._lost.add(rank)
+                process = _processes(ranks)[rank]
+                self._note_lost(rank, process.pid, process.returncode)
 
     def _close(self, close: Callable[..., None], ranks: SubprocessContext, *args: Any, **kwargs: Any) -> None:
         """End the ranks.

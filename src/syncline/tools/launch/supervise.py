@@ -123,6 +123,8 @@ class Job:
     """Whether the process of each rank is itself a Python program. False means a command that can start Python."""
     shutdown_seconds: float | None = None
     """The time that ranks have to end after a signal. None means the defaults of `Interruption`."""
+    is_resilient: bool = False
+    """Whether the other ranks continue if one is lost in `sl.steps`."""
     verbose: bool = False
     """Whether to show the log lines of torch's launcher."""
 
@@ -207,7 +209,13 @@ def supervise(job: Job) -> int:
     names = [name.strip() for name in config.signals_to_handle.split(",") if name.strip()]
     # With an empty list, torch's launcher installs no handlers. `Interruption` raises torch's own exception.
     config.signals_to_handle = ""
-    workers = Workers(mark, job.guardian, whole_groups=not job.is_python, note_ended=logs.note_ended)
+    workers = Workers(
+        mark,
+        job.guardian,
+        whole_groups=not job.is_python,
+        note_ended=logs.note_ended,
+        note_lost=_say_lost if job.is_resilient else None,
+    )
     interruption = Interruption(workers, names, job.shutdown_seconds)
     before = environment.export({environment.RUN_MARK: mark}, replace=True)
     before |= environment.export(_variables(config))
@@ -226,6 +234,11 @@ def supervise(job: Job) -> int:
             return _report(job, logs, failure, workers, interruption)
     finally:
         environment.restore(before)
+
+
+def _say_lost(local_rank: int, pid: int, return_code: int) -> None:
+    lost = Failure(rank=local_rank, pid=pid, return_code=return_code, record=None)
+    say(f"local rank {local_rank} (pid {pid}) {lost.ending}; the other ranks train on without it")
 
 
 def _variables(config: LaunchConfig) -> dict[str, str]:

@@ -1,0 +1,80 @@
+"""The parts of a training state that `sl.steps` needs: wrapped modules, attached optimizers and the sampler."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import nn
+from torch.optim import Optimizer
+
+from syncline.checkpoint.train_state import TrainState
+from syncline.checks import what_it_is
+from syncline.data import DistributedSampler
+from syncline.ddp.wrapper import DistributedDataParallel
+from syncline.optimizers.attached import AttachedOptimizer
+from syncline.optimizers.contents import parameters_of
+from syncline.session.world import transport_of
+
+
+def wrappers_in(state: TrainState) -> list[DistributedDataParallel]:
+    """Return the wrapped modules of a training state.
+
+    Raises:
+        ValueError: there is none, or one cannot follow another number of ranks.
+    """
+    found = [
+        part
+        for one in state.named.values()
+        if isinstance(one, nn.Module)
+        for part in one.modules()
+        if isinstance(part, DistributedDataParallel)
+    ]
+    if not found:
+        raise ValueError(
+            f"expected state to have a module wrapped by sl.DistributedDataParallel, got {state!r} without one. "
+            "Without it, no collective decides whether a step stands"
+        )
+    for wrapper in found:
+        replica = wrapper._replica
+        replica.refuse_sharded(
+            "sl.steps cannot restore the part of the optimizer's state that is lost with a rank"
+        )
+        replica.drift.refuse("sl.steps needs replicas that are equal after each step")
+        if replica.transport is not transport_of(None):
+            raise ValueError(
+                "expected modules that are wrapped over the default group, got one over another group: sl.steps "
+                "replaces only the default group when a rank is lost"
+            )
+    return found
+
+
+def sampler_in(state: TrainState) -> DistributedSampler | None:
+    """Return the sampler of a training state.
+
+    Raises:
+        ValueError: it is a loader, whose position cannot be divided among another number of ranks.
+    """
+    sampler = state.named.get("sampler")
+    if sampler is not None and not isinstance(sampler, DistributedSampler):
+        raise ValueError(
+            f"expected the sampler of state to be an sl.DistributedSampler, got {what_it_is(sampler)}: sl.steps deals "
+            "the samples that are left to other ranks, which needs the sampler itself"
+        )
+    return sampler
+
+
+def attached_in(state: TrainState, wrappers: Sequence[DistributedDataParallel]) -> list[AttachedOptimizer]:
+    """Attach the optimizers of a training state to the wrapped modules, and return all that are attached."""
+    known = {id(one.optimizer) for wrapper in wrappers for one in _attached_to(wrapper)}
+    for one in state.named.values():
+        if isinstance(one, Optimizer) and id(one) not in known:
+            own = {id(parameter) for parameter in parameters_of(one)}
+            for wrapper in wrappers:
+                if any(id(parameter) in own for parameter in wrapper.parameters()):
+                    wrapper.attach(one)
+                    break
+    return [one for wrapper in wrappers for one in _attached_to(wrapper)]
+
+
+def _attached_to(wrapper: DistributedDataParallel) -> list[AttachedOptimizer]:
+    return wrapper._replica.gradients.riders.settings.optimizers

@@ -1,0 +1,233 @@
+"""The register of a job's members in the launcher's store: what each process reads and writes of it.
+
+These are the messages, by key. A generation is a number, and a name is that of a process.
+
+    place RANK               the `Entry` of the process that began with this rank
+    generation G             the `Membership` of generation G, once it has been decided
+    report G NAME            the `Report` of a process for generation G
+    here G NAME              the process is about to connect to the other members of generation G
+    pulse NAME               a number that grows as long as the process runs
+    ended NAME               the process takes no more part: the launcher has seen its end, or it has left the loop
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import threading
+import time
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+from functools import partial
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+
+from syncline.errors import PeerLost
+from syncline.liveness.processes import RankProcess
+from syncline.liveness.store import SignedStore, StoreLine, clone_of, decode
+from syncline.resilience.membership import Membership, Observation, Report
+
+T = TypeVar("T")
+
+_PULSE_SECONDS = 0.5
+
+_SILENT_SECONDS = 3.0
+"""The time without a pulse after which a process shows no sign of life. A busy host delays pulses."""
+
+_POLL_SECONDS = 0.001
+"""The store is asked again and again only while a generation changes, which takes milliseconds."""
+
+_STORE_TIMEOUT = timedelta(seconds=10)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Entry:
+    """What the other members must know of a process."""
+
+    name: str
+    host: str
+    """The name of its host."""
+    process: RankProcess | None = None
+    """The process; None if its system does not show the states of processes."""
+
+
+class Line:
+    """A connection of one thread to the register.
+
+    Args:
+        store: the launcher's store. The connection to it is a new one.
+    """
+
+    def __init__(self, store: Any) -> None:
+        own, self._line = clone_of(store, _STORE_TIMEOUT)
+        self._store = SignedStore(own)
+
+    def ask(self, question: Callable[[SignedStore], T]) -> T:
+        """Return the answer of the store.
+
+        Raises:
+            PeerLost: the launcher, which holds the store, has ended.
+        """
+        line: StoreLine | None = self._line
+        try:
+            if line is None or line.is_open():
+                return question(self._store)
+        except (dist.DistNetworkError, dist.DistStoreError):
+            pass
+        raise PeerLost(
+            "the launcher's store, by which the processes agree on who trains together, has ended. So this process "
+            "cannot continue without the lost rank. The last lines of the launcher's log name the cause"
+        )
+
+
+class Pulse:
+    """A thread that shows in the register that this process runs, until the object is freed or closed."""
+
+    def __init__(self, store: Any, name: str) -> None:
+        self._over = threading.Event()
+        threading.Thread(
+            target=_beat, args=(Line(store), name, self._over), name="syncline-pulse", daemon=True
+        ).start()
+        self._finalizer = weakref.finalize(self, self._over.set)
+
+    def close(self) -> None:
+        """End the thread."""
+        self._over.set()
+
+
+def _beat(line: Line, name: str, over: threading.Event) -> None:
+    number = 0
+    with contextlib.suppress(PeerLost):
+        while not over.wait(_PULSE_SECONDS):
+            number += 1
+            line.ask(partial(_set, key=f"pulse {name}", text=str(number)))
+
+
+def _set(store: SignedStore, key: str, text: str) -> None:
+    store.set(key, text)
+
+
+class Register:
+    """What one process reads and writes of the register.
+
+    Args:
+        store: the launcher's store, with a prefix of this job.
+        entry: this process.
+    """
+
+    def __init__(self, store: Any, entry: Entry) -> None:
+        self.entries: dict[str, Entry] = {}
+        """The processes that have taken part so far, by name."""
+        self._line = Line(store)
+        self._name = entry.name
+        self._entry = entry
+        self._pulses: dict[str, tuple[str, float]] = {}
+        """The last pulse of each process, and the time when it was first seen."""
+        self._pulse = Pulse(store, entry.name)
+
+    def enrol(self, rank: int, size: int, timeout_seconds: float) -> Membership:
+        """Write the entry of this process, wait for those of all ranks, and return the first generation."""
+        keys = [f"place {rank}" for rank in range(size)]
+        mine = json.dumps(asdict(self._entry))
+        self._line.ask(lambda store: store.set(keys[rank], mine))
+        deadline = time.monotonic() + timeout_seconds
+        while not self._line.ask(lambda store: store.has(*keys)):
+            if time.monotonic() > deadline:
+                raise PeerLost(f"not all ranks have begun sl.steps within {timeout_seconds:g} s")
+            time.sleep(_POLL_SECONDS)
+        texts = self._line.ask(lambda store: store.multi_get(keys))
+        found = [decode(Entry, text, key) for key, text in zip(keys, texts, strict=True)]
+        self.entries = {entry.name: entry for entry in found}
+        names = tuple(self.entries)
+        return Membership(0, names, step=0, sources=names)
+
+    def report(self, generation: int, report: Report) -> None:
+        """Publish the report of this process for a generation."""
+        text = json.dumps(asdict(report))
+        self._line.ask(lambda store: store.set(f"report {generation} {report.member}", text))
+
+    def propose(self, membership: Membership) -> None:
+        """Decide on a generation, if it has not been decided."""
+        text = json.dumps(asdict(membership))
+        self._line.ask(lambda store: store.set_first(f"generation {membership.generation}", text))
+
+    def observe(self, current: Membership) -> Observation:
+        """Return what can be observed of the generation after `current`."""
+        number = current.generation + 1
+        decided = self._read([f"generation {number}"])
+        if decided:
+            [(key, text)] = decided.items()
+            return Observation({}, decided=decode(Membership, text, key))
+        keys = {f"report {number} {name}": name for name in current.members}
+        reports = {keys[key]: decode(Report, text, key) for key, text in self._read([*keys]).items()}
+        silent = [name for name in current.members if name not in reports]
+        ended = self.ended(current.members)
+        return Observation(reports, ended, self._alive([name for name in silent if name not in ended]))
+
+    def meet(self, membership: Membership) -> None:
+        """Wait until all members are about to connect to each other.
+
+        Raises:
+            PeerLost: a member has ended, or the next generation has been decided meanwhile.
+        """
+        generation = membership.generation
+        keys = [f"here {generation} {name}" for name in membership.members]
+        self._line.ask(lambda store: store.set(f"here {generation} {self._name}", "here"))
+        silent_since = time.monotonic()
+        while not self._line.ask(lambda store: store.has(*keys)):
+            here = self._read(keys)
+            missing = [name for key, name in zip(keys, membership.members, strict=True) if key not in here]
+            gone = self.ended(missing)
+            if self._alive([name for name in missing if name not in gone]):
+                silent_since = time.monotonic()
+            if gone or time.monotonic() - silent_since > _SILENT_SECONDS:
+                raise PeerLost(f"{self.in_words(gone or missing)} was lost while the ranks connected anew")
+            if self._read([f"generation {generation + 1}"]):
+                raise PeerLost("the other ranks connect without a rank that was lost meanwhile")
+            time.sleep(_POLL_SECONDS)
+
+    def end(self) -> None:
+        """Record that this process takes no more part."""
+        self._pulse.close()
+        with contextlib.suppress(PeerLost):  # the launcher has ended: nobody reads it any more
+            self._line.ask(lambda store: store.set(f"ended {self._name}", "ended"))
+
+    def ended(self, names: Sequence[str]) -> frozenset[str]:
+        """Return those of these processes that certainly take no more part."""
+        keys = {f"ended {name}": name for name in names}
+        found = {keys[key] for key in self._read([*keys])}
+        here = self._entry.process
+        for name in names:
+            process = self.entries[name].process
+            if here is not None and process is not None and process.host == here.host and process.has_ended():
+                found.add(name)
+        return frozenset(found)
+
+    def in_words(self, names: Sequence[str] | frozenset[str]) -> str:
+        """Return the processes in words."""
+        return ", ".join(sorted(names)) or "no process"
+
+    def _alive(self, names: Sequence[str]) -> frozenset[str]:
+        """Return those of these processes that show signs of life."""
+        keys = {f"pulse {name}": name for name in names}
+        now = time.monotonic()
+        for key, text in self._read([*keys]).items():
+            if self._pulses.get(keys[key], ("", 0.0))[0] != text:
+                self._pulses[keys[key]] = text, now
+        found = set()
+        for name in names:
+            process = self.entries[name].process
+            _, seen = self._pulses.setdefault(name, ("", now))
+            is_stopped = process is not None and self._is_here(process) and process.is_stopped()
+            if now - seen < _SILENT_SECONDS and not is_stopped:
+                found.add(name)
+        return frozenset(found)
+
+    def _is_here(self, process: RankProcess) -> bool:
+        return self._entry.process is not None and process.host == self._entry.process.host
+
+    def _read(self, keys: Sequence[str]) -> Mapping[str, str]:
+        return self._line.ask(lambda store: store.readable(keys)) if keys else {}

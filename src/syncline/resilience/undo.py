@@ -1,0 +1,129 @@
+"""The state that the body of a step finds when it begins, so that the body can be run again.
+
+Parameters and the state of optimizers are not copied: only an optimizer's step changes them, and a step that was made
+is not made again (see `steps.py`). All else that a body usually changes is small: buffers, learning rates, the counters
+of schedulers and scalers, and random number generators.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from syncline._torch.optimizers import schedulers_inside
+
+Restorer = Callable[[], object]
+"""A function that restores an object to an earlier state."""
+
+
+class Undo:
+    """The objects that the body of a step changes.
+
+    Args:
+        named: the objects of the training state, by name. Modules, optimizers, learning rate schedulers and GradScalers
+            are restored; the sampler has a position that only a commit changes.
+    """
+
+    def __init__(self, named: Mapping[str, Any]) -> None:
+        self._optimizers = [one for one in named.values() if isinstance(one, Optimizer)]
+        self._counters = _counters(named)
+        modules = {part for one in named.values() if isinstance(one, nn.Module) for part in one.modules()}
+        self._tables = [part._buffers for part in modules if part._buffers]
+        self._parameters = [parameter for part in modules for parameter in part.parameters(recurse=False)]
+        self._restorers: list[Restorer] = []
+
+    def begin(self) -> None:
+        """Remember the present state."""
+        buffers = [buffer for table in self._tables for buffer in table.values() if buffer is not None]
+        self._restorers = [
+            _restorer_of_buffers(buffers, [table.copy() for table in self._tables], self._tables),
+            *(_restorer_of_values(group) for one in self._optimizers for group in one.param_groups),
+            *(_restorer_of_values(vars(one)) for one in self._counters),
+            _restorer_of_generators(),
+        ]
+
+    def restore(self) -> None:
+        """Restore the state that `begin` has remembered, and clear the gradients."""
+        for parameter in self._parameters:
+            parameter.grad = None
+        for restore in self._restorers:
+            restore()
+
+
+def _restorer_of_buffers(
+    buffers: list[Tensor], before: list[dict[str, Tensor | None]], tables: list[dict[str, Tensor | None]]
+) -> Restorer:
+    copies = [buffer.detach().clone() for buffer in buffers]
+
+    def restore() -> None:
+        for table, values in zip(tables, before, strict=True):
+            table.update(values)
+        with torch.no_grad():
+            for buffer, copy in zip(buffers, copies, strict=True):
+                buffer.copy_(copy)
+
+    return restore
+
+
+def _restorer_of_values(values: dict[str, Any]) -> Restorer:
+    """Return a function that restores settings or attributes: numbers, tensors of one element, lists and dictionaries.
+
+    Lists, dictionaries and tensors stay the same objects, because others may refer to them.
+    """
+    before = {key: (value, _copied(value)) for key, value in values.items() if key != "params"}
+
+    def restore() -> None:
+        for key in values.keys() - before.keys() - {"params"}:
+            del values[key]
+        for key, (value, copy) in before.items():
+            if isinstance(value, Tensor):
+                value.detach().copy_(copy)
+            elif isinstance(value, list):
+                value[:] = copy
+            elif isinstance(value, dict):
+                value.clear()
+                value.update(copy)
+            values[key] = value
+
+    return restore
+
+
+def _copied(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value.detach().clone()
+    return value.copy() if isinstance(value, list | dict) else value
+
+
+def _counters(named: Mapping[str, Any]) -> list[Any]:
+    """Return the schedulers and scalers, and the schedulers inside of schedulers."""
+    found: list[Any] = []
+    ahead = list(named.values())
+    while ahead:
+        one = ahead.pop()
+        if isinstance(one, torch.optim.lr_scheduler.LRScheduler | torch.amp.GradScaler):
+            found.append(one)
+            ahead += schedulers_inside(one)
+    return found
+
+
+def _restorer_of_generators() -> Restorer:
+    of_python, of_torch = random.getstate(), torch.get_rng_state()
+    numpy = sys.modules.get("numpy")
+    of_numpy = None if numpy is None else numpy.random.get_state()
+    of_cuda: Iterable[Tensor] = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
+
+    def restore() -> None:
+        random.setstate(of_python)
+        torch.set_rng_state(of_torch)
+        if of_numpy is not None:
+            sys.modules["numpy"].random.set_state(of_numpy)
+        for index, state in enumerate(of_cuda):
+            torch.cuda.set_rng_state(state, index)
+
+    return restore
