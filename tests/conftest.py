@@ -19,6 +19,7 @@ LONGEST_FIRST = (
     "test_shared_memory.py",
     "test_torch_suite.py",
     "test_slurm.py",
+    "test_elastic.py",
     "test_other_systems.py",
     "test_sanitizers.py",
     "test_examples.py",

@@ -78,8 +78,14 @@ def name_groups_anew() -> None:
 
 
 def backends_of(group: dist.ProcessGroup) -> str:
-    """Return the backends of a process group as `init_process_group` takes them, such as "cpu:gloo,cuda:nccl"."""
-    return str(_world.pg_backend_config[group])
+    """Return the backends of a process group as `init_process_group` takes them, such as "cpu:gloo,cuda:nccl".
+
+    If all devices have the same backend, its name alone is returned. A group that was created by the long text would
+    have no default backend, of which torch warns.
+    """
+    found = str(_world.pg_backend_config[group])
+    names = {part.partition(":")[2] or part for part in found.split(",")}
+    return names.pop() if len(names) == 1 else found
 
 
 def has_record_of(group: dist.ProcessGroup) -> bool:

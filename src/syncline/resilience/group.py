@@ -18,7 +18,7 @@ from syncline.liveness.store import SignedStore
 from syncline.resilience.membership import Adopt, Leave, Member, Membership, Propose, Rules
 from syncline.resilience.register import Entry, Register
 from syncline.session.process import record_steps
-from syncline.session.world import job_store, regroup, transport_of, world
+from syncline.session.world import disconnect, job_store, regroup, transport_of, world
 from syncline.words import describe_ranks
 
 _POLL_SECONDS = 0.001
@@ -80,6 +80,7 @@ class Group:
         # A rank that has not noticed the loss may wait for this one in a collective.
         if dist.is_initialized():  # not if a rank was lost while they connected
             transport_of(None).abort(f"it stops, because it has noticed a loss: {loss}")
+            disconnect()
         report = member.stop(step=num_commits, now=time.monotonic())
         register.report(current.generation + 1, report)
         while True:

@@ -163,7 +163,10 @@ class Session:
         self._regrouped: Callable[[], object] = lambda: None
         """A weak reference to the default group whose ranks have met in `_job_store`."""
         self._asked = Asked()
-        """What stands for the arguments of `init` if the program has not called it."""
+        """The arguments of `init`, or what stands for them if the program has not called it, for a new default group.
+        """
+        self._former_world: World | None = None
+        """The world of the default group that `disconnect` has closed."""
         self._waits: list[weakref.WeakMethod[Callable[[], object]]] = []
         """Methods that wait for pending work. `shutdown` calls these methods."""
         self._pid_at_exit = 0
@@ -307,45 +310,52 @@ class Session:
                 )
             return self._job_store
 
-    def regroup(self, key: str, *, rank: int, size: int, local_rank: int, local_size: int) -> World:
-        """Replace the default group by a new one. `world.regroup` documents this method."""
+    def disconnect(self) -> None:
+        """Close all process groups. `world.disconnect` documents this method."""
         with self._lock:
-            store, group, joined = self.job_store(), default_group(), self._joined
-            asked = joined.asked if joined is not None else self._asked
-            if group is not None:
-                self._backend = backends_of(group)
-                if joined is None:
-                    asked = self._asked = Asked(timeout_seconds=timeout_seconds_of(group) or 300.0)
-            former = self.world()
-            hook = sys.excepthook
+            self.job_store()  # which outlives the group
+            group, joined = default_group(), self._joined
+            if group is None:
+                return
+            self._former_world = self.world()
+            self._backend = backends_of(group)
+            self._asked = (
+                joined.asked if joined else Asked(timeout_seconds=timeout_seconds_of(group) or 300.0)
+            )
             self.transports.close()
             destroyer = (
                 joined.destroyer if joined is not None and joined.destroyer is not None else Destroyer()
             )
-            destroyer.end(destroy=group is not None)
-            name_groups_anew()
+            destroyer.end(destroy=True)
+            if joined is not None:
+                # Until there is a new group, this process is joined to no others, so it leaves none at its end.
+                own = None if joined.destroyer is None else Destroyer()
+                self._joined = replace(joined, group=None, destroyer=own)
+
+    def regroup(self, key: str, *, rank: int, size: int, local_rank: int, local_size: int) -> World:
+        """Create a new default group. `world.regroup` documents this method."""
+        with self._lock:
+            self.disconnect()
+            store, former, asked = self.job_store(), self._former_world, self._asked
+            assert former is not None
             world = replace(former, rank=rank, size=size, local_rank=local_rank, local_size=local_size)
             variables = {
                 "RANK": rank, "WORLD_SIZE": size, "LOCAL_RANK": local_rank, "LOCAL_WORLD_SIZE": local_size
             }  # fmt: skip
             before = environment.export({name: str(n) for name, n in variables.items()}, replace=True)
-            if joined is not None:
-                # Until the new group exists, this process is joined to no others, so it leaves none at its end.
-                joined = self._joined = replace(
-                    joined,
-                    world=world,
-                    group=None,
-                    destroyer=None if joined.destroyer is None else Destroyer(),
-                    variables_before=before | joined.variables_before,
-                )
+            if self._joined is not None:
+                before |= self._joined.variables_before
+                self._joined = replace(self._joined, world=world, variables_before=before)
+            name_groups_anew()
+            hook = sys.excepthook
             try:
                 seconds = min(asked.timeout_seconds, _REGROUP_SECONDS)
                 group = self._connect(PrefixStore(key, store), rank, size, world.device, asked, seconds)
             finally:
                 sys.excepthook = hook  # torch puts its own hook around it, again in each group
             self._regrouped = weakref.ref(group)
-            if joined is not None:
-                self._joined = replace(joined, group=weakref.ref(group))
+            if self._joined is not None:
+                self._joined = replace(self._joined, group=weakref.ref(group))
             return world
 
     def _refuse(self, fault: Exception) -> None:

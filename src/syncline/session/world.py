@@ -126,8 +126,16 @@ def job_store() -> Store:
     return _SESSION.job_store()
 
 
+def disconnect() -> None:
+    """Close all process groups of this process, so that the others notice that it sends nothing more.
+
+    `regroup` then creates a new default group.
+    """
+    _SESSION.disconnect()
+
+
 def regroup(key: str, *, rank: int, size: int, local_rank: int, local_size: int) -> World:
-    """Close all process groups of this process, and create torch's default group anew, with other ranks.
+    """Create torch's default group anew, with other ranks. First close all process groups of this process.
 
     All ranks of the new group must make this call. Ranks of the former group may have ended. The device stays.
 

@@ -13,9 +13,6 @@ from syncline.transport.shared_memory.sockets import Peers
 from syncline.transport.watched_work import WatchedWork
 from syncline.transport.work import Disagreement
 
-_CHECK_SECONDS = 0.05
-"""How long a wait sleeps before it checks whether the processes of the peers still exist."""
-
 _POLLS_PER_CHECK = 1000
 """The number of calls of `is_completed` after which a work checks whether the processes of the peers still exist."""
 
@@ -81,8 +78,9 @@ class SharedMemoryWork(WatchedWork):
 
     def _ends_within(self, seconds: float) -> bool:
         wait, handle, queue, ticket = library().wait, self._engine_lane.handle, self._queue, self._ticket
+        pause = self._peers.pause_seconds
         while seconds > 0:
-            outcome = wait(handle, queue, ticket, int(min(seconds, _CHECK_SECONDS) * 1e9))
+            outcome = wait(handle, queue, ticket, int(min(seconds, pause) * 1e9))
             if outcome != Outcome.PENDING:
                 return self._ended(outcome)
             is_broken = self._health.failure is not None
@@ -91,7 +89,7 @@ class SharedMemoryWork(WatchedWork):
                 if self._has_succeeded():  # the peer completed this operation before it ended
                     return True
                 raise self._health.error() if is_broken else self._lost(gone)
-            seconds -= _CHECK_SECONDS
+            seconds -= pause
         return False
 
     def _has_succeeded(self) -> bool:

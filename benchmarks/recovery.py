@@ -1,0 +1,292 @@
+"""From the SIGKILL of a rank to the next committed step, against torchrun with a checkpoint; and what `sl.steps` costs.
+
+    python benchmarks/recovery.py [--ranks 3] [--kills 12] [--parameters 1000000] [--only shm gloo torchrun cost]
+
+Each job begins with three ranks (--ranks), each with one thread. All but one are killed, one after the other, at random
+moments from outside. The time runs from the kill until each rank that is left has committed a new step. The step in
+flight at the kill does not count, because its gradients may have arrived already. "lost_steps" is the number of steps
+that had been committed before the kill, and were made again.
+
+torchrun (torch's class, Gloo) starts all ranks anew when one is lost; they load a checkpoint of every 20th step.
+
+"cost" compares a plain loop with `sl.steps` when nobody is lost: two ranks take turns of 40 steps with each loop.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import random
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+SAVE_EVERY = 20
+WAYS = ("shm", "gloo", "torchrun")
+_DEADLINE_SECONDS = 60.0
+
+
+def net_of(num_parameters: int) -> nn.Module:
+    width = max(8, round((num_parameters / 4) ** 0.5))
+    return nn.Sequential(*(nn.Linear(width, width) for _ in range(4)))
+
+
+def width_of(net: nn.Module) -> int:
+    return next(net.parameters()).shape[1]
+
+
+# ---------------------------------------------------------------------- ranks
+
+
+def note_of(folder: Path) -> Callable[[int], None]:
+    """Return a function that records a committed step, with the time."""
+    file = (folder / str(os.getpid())).open("w")
+
+    def note(step: int) -> None:
+        file.write(f"{step} {time.monotonic()}\n")
+        file.flush()
+
+    return note
+
+
+def train_with_syncline(folder: Path, way: str, num_parameters: int) -> None:
+    import syncline as sl
+
+    sl.init(transport="c10d" if way == "gloo" else "shm")
+    ddp = sl.DistributedDataParallel(net_of(num_parameters))
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=1e-4, momentum=0.9)
+    state = sl.TrainState(model=ddp, optimizer=optimizer)
+    x = torch.randn(16, width_of(ddp.module))
+    note = note_of(folder)
+    for step in sl.steps(state, until=10**9):
+        with step:
+            optimizer.zero_grad()
+            ddp(x * sl.world().rank).square().mean().backward()
+            optimizer.step()
+        if step.is_committed:
+            note(step.number)
+
+
+def train_with_torch(folder: Path, num_parameters: int) -> None:
+    dist.init_process_group("gloo")
+    net = net_of(num_parameters)
+    ddp = nn.parallel.DistributedDataParallel(net)
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=1e-4, momentum=0.9)
+    saved, first = folder / "saved.pt", 0
+    if saved.exists():
+        content = torch.load(saved)
+        net.load_state_dict(content["net"])
+        optimizer.load_state_dict(content["optimizer"])
+        first = content["step"]
+    x = torch.randn(16, width_of(net))
+    note = note_of(folder)
+    for step in range(first + 1, 10**9):
+        optimizer.zero_grad()
+        ddp(x * dist.get_rank()).square().mean().backward()
+        optimizer.step()
+        note(step)
+        if step % SAVE_EVERY == 0 and dist.get_rank() == 0:
+            draft = folder / "draft.pt"
+            torch.save({"net": net.state_dict(), "optimizer": optimizer.state_dict(), "step": step}, draft)
+            draft.replace(saved)
+
+
+def cost(num_parameters: int) -> None:
+    """Compare the loops on the ranks of this job. Rank 0 prints the ratios."""
+    import syncline as sl
+
+    rank = sl.init().rank
+    ddp = sl.DistributedDataParallel(net_of(num_parameters))
+    optimizer = ddp.attach(torch.optim.SGD(ddp.parameters(), lr=1e-4, momentum=0.9))
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1000)
+    state = sl.TrainState(model=ddp, optimizer=optimizer, scheduler=scheduler)
+    x = torch.randn(256, width_of(ddp.module)) + rank
+
+    def body() -> None:
+        optimizer.zero_grad()
+        ddp(x).square().mean().backward()
+        optimizer.step()
+        scheduler.step()
+
+    def plain() -> list[float]:
+        times = []
+        for _ in range(40):
+            start = time.perf_counter()
+            body()
+            state.commit()
+            times.append(time.perf_counter() - start)
+        return times
+
+    def resilient() -> list[float]:
+        times, start = [], 0.0
+        for step in sl.steps(state, until=state.step + 41):
+            now = time.perf_counter()
+            if start:
+                times.append(now - start)
+            start = now
+            with step:
+                body()
+        return times
+
+    ratios, medians = [], []
+    for _ in range(12):
+        one, other = statistics.median(plain()), statistics.median(resilient())
+        ratios.append(other / one)
+        medians.append(one)
+    if rank == 0:
+        print(
+            f"cost without a loss: a step of {1000 * statistics.median(medians):.1f} ms takes "
+            f"{statistics.median(ratios):.3f} times as long in sl.steps "
+            f"(rounds: {min(ratios):.3f} to {max(ratios):.3f})"
+        )
+
+
+# ---------------------------------------------------------------------- the jobs
+
+
+def commits(folder: Path) -> dict[int, list[tuple[int, float]]]:
+    """Return the steps and times that each process has recorded, by process number."""
+    found = {}
+    for path in folder.glob("[0-9]*"):
+        lines = [line.split() for line in path.read_text().splitlines()]
+        found[int(path.name)] = [
+            (int(step), float(when)) for step, when in (one for one in lines if len(one) == 2)
+        ]
+    return found
+
+
+def running(found: dict[int, Any]) -> list[int]:
+    return [pid for pid in sorted(found) if Path(f"/proc/{pid}/stat").exists()]
+
+
+def job(way: str, num_ranks: int, num_parameters: int, lots: random.Random) -> list[tuple[float, int]]:
+    """Return for each kill the seconds until the next new step, and the number of steps that were made again."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        program = [__file__, "--rank", way, "--folder", name, "--parameters", str(num_parameters)]
+        here = Path(sys.executable).parent
+        command: list[str | Path] = (
+            [
+                here / "torchrun",
+                "--nproc-per-node",
+                str(num_ranks),
+                "--max-restarts",
+                str(num_ranks),
+                *program,
+            ]
+            if way == "torchrun"
+            else [here / "syncline", "run", "--resilient", "-n", str(num_ranks), *program]
+        )
+        variables = {**os.environ, "OMP_NUM_THREADS": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+        with (folder / "log").open("w") as log:
+            process = subprocess.Popen(command, env=variables, stdout=log, stderr=log, start_new_session=True)
+        try:
+            return [one_kill(folder, lots) for _ in range(num_ranks - 1)]
+        except TimeoutError:
+            sys.exit((folder / "log").read_text()[-3000:])
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGTERM)
+            process.wait()
+
+
+def one_kill(folder: Path, lots: random.Random) -> tuple[float, int]:
+    wait_until(
+        lambda: (
+            all(len(commits(folder)[pid]) > 30 for pid in running(commits(folder)))
+            and bool(running(commits(folder)))
+        )
+    )
+    time.sleep(lots.uniform(0.0, 0.5))
+    victims = running(commits(folder))
+    victim = lots.choice(victims)
+    known = set(commits(folder))
+    killed_at = time.monotonic()
+    os.kill(victim, signal.SIGKILL)
+    # A step that only the lost rank has committed does not stand.
+    left = [steps for pid, steps in commits(folder).items() if pid != victim]
+    before = max(step for steps in left for step, when in steps if when <= killed_at)
+
+    def new_steps() -> dict[int, float]:
+        """Return when each process that still runs has committed the first step that none had before."""
+        found = commits(folder)
+        return {
+            pid: min((when for step, when in found[pid] if step > before + 1), default=0.0)
+            for pid in running(found)
+            if pid != victim
+        }
+
+    wait_until(lambda: bool(found := new_steps()) and all(found.values()))
+    found = commits(folder)
+    # A rank may have been a moment behind the others. Only a process that was started later makes a step again.
+    again = {step for pid in found if pid not in known for step, _ in found[pid] if step <= before}
+    return max(new_steps().values()) - killed_at, len(again)
+
+
+def wait_until(is_so: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + _DEADLINE_SECONDS
+    while not is_so():
+        if time.monotonic() > deadline:
+            raise TimeoutError
+        time.sleep(0.05)
+
+
+def main() -> None:
+    """The command."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--ranks", type=int, default=3)
+    parser.add_argument("--kills", type=int, default=12)
+    parser.add_argument("--parameters", type=int, default=1_000_000)
+    parser.add_argument("--only", nargs="+", choices=[*WAYS, "cost"], default=[*WAYS, "cost"])
+    parser.add_argument("--rank", help=argparse.SUPPRESS)
+    parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.rank == "cost":
+        return cost(options.parameters)
+    if options.rank == "torchrun":
+        return train_with_torch(options.folder, options.parameters)
+    if options.rank:
+        return train_with_syncline(options.folder, options.rank, options.parameters)
+    lots = random.Random(1)
+    results: dict[str, list[tuple[float, int]]] = {way: [] for way in WAYS if way in options.only}
+    for _ in range(-(-options.kills // (options.ranks - 1))):
+        for way, found in results.items():
+            found += job(way, options.ranks, options.parameters, lots)
+    for way, found in results.items():
+        seconds = sorted(one for one, _ in found)
+        print(
+            json.dumps(
+                {
+                    "way": way,
+                    "kills": len(found),
+                    "median_ms": round(1000 * statistics.median(seconds)),
+                    "slowest_ms": round(1000 * seconds[-1]),
+                    "lost_steps": sum(lost for _, lost in found),
+                }
+            )
+        )
+    if "cost" in options.only:
+        here = Path(sys.executable).parent
+        program = [__file__, "--rank", "cost", "--parameters", str(options.parameters)]
+        subprocess.run(
+            [here / "syncline", "run", "-n", "2", *program],
+            check=True,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+        )
+    return None
+
+
+if __name__ == "__main__":
+    main()
