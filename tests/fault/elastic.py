@@ -16,7 +16,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 from unittest import mock
 
 import torch
@@ -149,24 +149,30 @@ def one_rank(plan: Plan, folder: str) -> None:
         "TORCHELASTIC_USE_AGENT_STORE": "True",
         "TORCHELASTIC_ERROR_FILE": "",
     }
-    environment.export(place.variables() | own, replace=True)
-    with Path(folder, f"{first}").open("a") as file:
+    before = environment.export(place.variables() | own, replace=True)
+    try:
+        with Path(folder, f"{first}").open("a") as file:
+            train_or_leave(plan, first, Path(folder), file)
+    finally:
+        environment.restore(before)
 
-        def note(**what: Any) -> None:
-            file.write(json.dumps(what) + "\n")
-            file.flush()
 
-        moments = Moments([fault for fault in plan.faults if fault.rank == first], note)
-        sl.init(transport=plan.transport, timeout=plan.timeout_seconds)
-        try:
-            train(plan, moments, note)
-        except ZeroDivisionError:
-            sl.shutdown()  # tells the others of the error, as the end of a program does
-            return
-        except sl.PeerLost as error:
-            note(left=str(error))
-        wake_the_stopped(Path(folder))
-        sl.shutdown()
+def train_or_leave(plan: Plan, first: int, folder: Path, file: TextIO) -> None:
+    def note(**what: Any) -> None:
+        file.write(json.dumps(what) + "\n")
+        file.flush()
+
+    moments = Moments([fault for fault in plan.faults if fault.rank == first], note)
+    sl.init(transport=plan.transport, timeout=plan.timeout_seconds)
+    try:
+        train(plan, moments, note)
+    except ZeroDivisionError:
+        sl.shutdown()  # tells the others of the error, as the end of a program does
+        return
+    except sl.PeerLost as error:
+        note(left=str(error))
+    wake_the_stopped(folder)
+    sl.shutdown()
 
 
 def wake_the_stopped(folder: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 from collections.abc import Sequence
 from typing import Any
@@ -28,11 +29,10 @@ def alone() -> Transport:
 
 
 def test_ranks_train_on_in_another_group_after_one_was_lost() -> None:
-    smaller = ThreadGroup(2)
+    smaller, start = ThreadGroup(2), nn.Linear(3, 2)
 
     def program(t: Transport) -> list[Tensor] | None:
-        torch.manual_seed(0)
-        ddp = DDP(nn.Linear(3, 2), process_group=t)
+        ddp = DDP(copy.deepcopy(start), process_group=t)
         optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
 
         def step(x: Tensor) -> None:
@@ -51,8 +51,7 @@ def test_ranks_train_on_in_another_group_after_one_was_lost() -> None:
         return [p.detach().clone() for p in ddp.parameters()]
 
     def alone() -> list[Tensor]:
-        torch.manual_seed(0)
-        net = nn.Linear(3, 2)
+        net = copy.deepcopy(start)
         optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
         for ranks in ((0, 1, 2), (0, 2)):
             optimizer.zero_grad()
