@@ -15,7 +15,8 @@ SEED ?= 0
 # Two test processes, each of which takes whole files, in the order of tests/conftest.py: ranks stay warm in it.
 WORKERS ?= 2
 IN_WORKERS := --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder
-PYTEST := $(BIN)/python -m pytest $(IN_WORKERS) --ignore tests/frameworks # make test-frameworks has these
+# make test-frameworks has the one folder, make check the other
+PYTEST := $(BIN)/python -m pytest $(IN_WORKERS) --ignore tests/frameworks --ignore tests/architecture
 
 # Accelerate, Transformers, Lightning, Ray and others, pinned, in a virtual environment of their own.
 FRAMEWORKS := .venv-frameworks

@@ -50,7 +50,8 @@ def test_every_module_is_imported_and_one_process_trains(tmp_path: Path) -> None
     )
 
 
-@pytest.mark.parametrize("system", [pytest.param("darwin", marks=pytest.mark.slow), "win32"])
+@pytest.mark.slow
+@pytest.mark.parametrize("system", ["darwin", "win32"])
 def test_two_ranks_train_over_gloo(system: str, tmp_path: Path) -> None:
     with held_port() as port:
         first, second = outputs_of([start(system, tmp_path, rank, 2, port) for rank in range(2)])

@@ -45,14 +45,16 @@ def test_a_rank_that_is_killed_costs_the_step(
     assert num_finished(tmp_path, rank_pool, 3, transport, Fault(rank=rank, step=3, place=place)) == 2
 
 
+@pytest.mark.slow
 @both_transports
 def test_one_rank_of_two_trains_on(transport: str, tmp_path: Path, rank_pool: RankPool) -> None:
     assert num_finished(tmp_path, rank_pool, 2, transport, Fault(rank=0, step=3, place="last bucket")) == 1
 
 
+@pytest.mark.slow
 @both_transports
-@pytest.mark.parametrize("rank", mostly_slow(0, 2, fast=(2,)))
-@places
+@pytest.mark.parametrize("rank", [0, 2])
+@pytest.mark.parametrize("place", PLACES)
 def test_an_exception_on_one_rank_is_a_loss(
     place: str, rank: int, transport: str, tmp_path: Path, rank_pool: RankPool
 ) -> None:
@@ -61,7 +63,7 @@ def test_an_exception_on_one_rank_is_a_loss(
 
 
 @both_transports
-@places
+@pytest.mark.parametrize("place", mostly_slow(*PLACES, fast=("optimizer",)))
 def test_a_rank_whose_connection_fails_loads_what_it_has_missed(
     place: str, transport: str, tmp_path: Path, rank_pool: RankPool
 ) -> None:
@@ -94,7 +96,7 @@ def test_two_ranks_one_after_the_other_in_one_step(
 
 
 @both_transports
-@pytest.mark.parametrize("lost", mostly_slow((1,), (0,), (0, 2), fast=((1,), (0,))))
+@pytest.mark.parametrize("lost", mostly_slow((1,), (0,), (0, 2), fast=((0,),)))
 def test_a_rank_that_is_lost_at_the_end(
     lost: tuple[int, ...], transport: str, tmp_path: Path, rank_pool: RankPool
 ) -> None:
@@ -102,6 +104,7 @@ def test_a_rank_that_is_lost_at_the_end(
     assert num_finished(tmp_path, rank_pool, 3, transport, *faults) == 3 - len(lost)
 
 
+@pytest.mark.slow
 @both_transports
 @pytest.mark.parametrize(("place", "rank"), [("handing over", 0), ("loading", 1)])
 def test_a_rank_that_is_lost_while_the_state_is_handed_over(

@@ -70,7 +70,10 @@ def make_train(*variables: str) -> list[str]:
     return shlex.split(line)
 
 
-@pytest.mark.parametrize(("way", "num_ranks"), [("fsdp2", 2), ("zero", 2), ("tensor", 4)])
+@pytest.mark.parametrize(
+    ("way", "num_ranks"),
+    [("fsdp2", 2), *(pytest.param(*one, marks=pytest.mark.slow) for one in (("zero", 2), ("tensor", 4)))],
+)
 def test_torch_s_own_parallelism_trains_on_the_backend(
     way: str, num_ranks: int, forks: Forks, tmp_path: Path
 ) -> None:

@@ -98,7 +98,7 @@ def assert_same(found: Any, expected: Any) -> None:
         assert found == expected
 
 
-@settings(max_examples=1500, deadline=None)
+@settings(max_examples=250, deadline=None)
 @given(st.data())
 @pytest.mark.slow
 def test_whenever_it_crashes_the_last_committed_save_is_there_and_nothing_is_half(

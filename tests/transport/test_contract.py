@@ -581,7 +581,12 @@ def test_a_rank_that_is_alone_needs_no_shared_memory() -> None:
 
 @pytest.mark.parametrize(
     "hosts",
-    [processes("aab"), processes("abba"), processes("abcac", is_slow=True), processes("aabb", is_slow=True)],
+    [
+        processes("aab"),
+        processes("abba", is_slow=True),
+        processes("abcac", is_slow=True),
+        processes("aabb", is_slow=True),
+    ],
 )
 def test_hierarchy(hosts: str) -> None:
     beneath = C10dTransport(timeout_seconds=60)

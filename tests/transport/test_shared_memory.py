@@ -12,6 +12,7 @@ import time
 import warnings
 import weakref
 from collections.abc import Callable
+from itertools import product, starmap
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,7 @@ pytestmark = pytest.mark.skipif(find_library() is None, reason="the native core 
 CPU = torch.device("cpu")
 WIDE = {torch.float16: torch.float32, torch.bfloat16: torch.float32}
 SIZES = [pytest.param(n, marks=pytest.mark.ranks(n)) for n in (2, 3, 5)]
+DTYPES = torch.float32, torch.float64, torch.bfloat16, torch.float16
 HUGE_NUMEL = 2**31 + 4097
 
 
@@ -82,8 +84,17 @@ def edges(of_bytes: int, itemsize: int, num_slots: int) -> list[int]:
     return [0, 1, numel - 1, numel, numel + 1, num_slots * numel, num_slots * numel + 1]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("size", SIZES)
+def with_dtype(size: int, dtype: torch.dtype) -> object:
+    """A case of a test, left to CI if it takes long and others show nearly the same."""
+    is_slow = size == 5 and dtype != torch.float32
+    marks = [pytest.mark.ranks(size), *([pytest.mark.slow] if is_slow else [])]
+    return pytest.param(size, dtype, id=f"{size}-{dtype}", marks=marks)
+
+
+@pytest.mark.parametrize(
+    ("size", "dtype"),
+    [*starmap(with_dtype, product((2, 3, 5), DTYPES))],
+)
 def test_sums_have_the_bits_of_rank_order_at_every_edge(size: int, dtype: torch.dtype) -> None:
     t = met()
     sizes = t.engine_lane.sizes
@@ -306,7 +317,8 @@ def many_ranks(size: int, store_path: str) -> None:
     sys.exit(max(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) != 0 for pid in pids))
 
 
-@pytest.mark.parametrize("size", [16, pytest.param(64, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("size", [16, 64])
 def test_many_ranks(size: int, tmp_path: Path) -> None:
     path = os.pathsep.join([str(Path(__file__).parent), *sys.path])
     program = f"from test_shared_memory import many_ranks; many_ranks({size}, {str(tmp_path / 'store')!r})"

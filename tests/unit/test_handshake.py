@@ -13,7 +13,7 @@ import torch.distributed as dist
 from syncline import CollectiveTimeout, ContractMismatch, PeerLost, SynclineError
 from syncline.launchers import Environment
 from syncline.session import Presence, wait_for_all
-from syncline.session.rendezvous import backend_for, connect
+from syncline.session.rendezvous import Stores, backend_for, connect
 
 
 def presence(rank: int, size: int = 2, *, pid: int = 0, host: str = "h", gpu: str | None = None) -> Presence:
@@ -97,6 +97,25 @@ def test_a_port_in_use_is_named() -> None:
     env = Environment(launcher="environment", size=2, master_addr="127.0.0.1", master_port=server.port)
     with pytest.raises(SynclineError, match=rf"127\.0\.0\.1:{server.port} .*the port is in use"):
         connect(env, 5.0)
+
+
+def test_a_process_that_was_at_another_store_meets_one_that_was_not() -> None:
+    servers = [dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) for _ in range(2)]
+    elsewhere, here = (
+        Environment(
+            launcher="torchrun",
+            size=2,
+            master_addr="127.0.0.1",
+            master_port=one.port,
+            launcher_has_store=True,
+        )
+        for one in servers
+    )
+    first, second = Stores(), Stores()
+    first.of_next_init(elsewhere, 5.0)
+    for number in range(2):
+        first.of_next_init(here, 5.0).set("a key", str(number))
+        assert second.of_next_init(replace(here, rank=1), 5.0).get("a key") == str(number).encode()
 
 
 def test_a_store_that_nobody_opened_is_named() -> None:

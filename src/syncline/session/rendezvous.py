@@ -15,6 +15,7 @@ import contextlib
 import json
 import os
 import socket
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import timedelta
@@ -82,7 +83,7 @@ class Stores:
 
     def __init__(self) -> None:
         self._by_place: dict[tuple[str | None, int | None, int, int], Store] = {}
-        self._num_inits = 0
+        self._num_inits: Counter[tuple[str | None, int | None, int, int]] = Counter()
         self.of_last_init: Store | None = None
         """The store of the last `init`, in which the ranks have met; None before the first `init`."""
 
@@ -90,14 +91,15 @@ class Stores:
         """Return the store for the next `init`. It puts a new prefix before each key.
 
         Without the prefix, `init` could read messages of an earlier `init`, or messages that are older than a restart.
+        Inits at other places do not count, because the other ranks may not have been there.
         """
         place = (env.master_addr, env.master_port, env.rank, env.size)
         if place not in self._by_place:
             self._by_place[place] = connect(env, timeout_seconds)
-        self._num_inits += 1
         self.of_last_init = PrefixStore(
-            f"syncline/{env.generation}/{self._num_inits - 1}", self._by_place[place]
+            f"syncline/{env.generation}/{self._num_inits[place]}", self._by_place[place]
         )
+        self._num_inits[place] += 1
         return self.of_last_init
 
 

@@ -365,9 +365,11 @@ def _stacks(worker: _Worker) -> str:
     """Return a text with the thread stacks of a stuck worker and the worker's output."""
     if worker.process.poll() is None:
         worker.process.send_signal(signal.SIGUSR1)  # the worker's faulthandler prints its stacks
-        deadline = time.monotonic() + 1.0
-        size = -1
-        while time.monotonic() < deadline and worker.output.stat().st_size != size:
-            size = worker.output.stat().st_size
+        deadline = time.monotonic() + 2.0
+        before = size = worker.output.stat().st_size
+        is_growing = True
+        while time.monotonic() < deadline and (size == before or is_growing):
             time.sleep(0.05)
+            is_growing = worker.output.stat().st_size != size
+            size = worker.output.stat().st_size
     return f"did not end in time. Its stacks and output:\n{worker.new_output()}"
