@@ -17,12 +17,20 @@ RUN_MARK = "SYNCLINE_RUN"
 TOKEN = "SYNCLINE_TOKEN"
 """The variable that holds the secret of a job, which all its processes know; see docs/reference/security.md."""
 
+JOINS = "SYNCLINE_JOINS"
+"""The variable that `syncline run --resilient` sets for a process that it starts in place of a lost one."""
+
 _MIN_TOKEN_CHARS = 16
 
 
 def variables() -> Mapping[str, str]:
     """Return the environment variables of this process."""
     return os.environ
+
+
+def joins_running_job() -> bool:
+    """Return whether the launcher started this process in place of a lost one, while the other ranks train on."""
+    return os.environ.get(JOINS) == "1"
 
 
 def error_file() -> str | None:

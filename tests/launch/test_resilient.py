@@ -33,6 +33,36 @@ if when == "after" and first == 1:
 """
 
 
+JOINS = """
+import os, signal
+import torch
+import syncline as sl
+from syncline import environment
+
+joins = environment.joins_running_job()
+first = sl.init().rank
+ddp = sl.DistributedDataParallel(torch.nn.Linear(2, 1))
+optimizer = torch.optim.SGD(ddp.parameters(), lr=0.125, momentum=0.5)
+state = sl.TrainState(model=ddp, optimizer=optimizer)
+sizes = []
+for step in sl.steps(state, until=1_000_000):
+    with step:
+        optimizer.zero_grad()
+        if not joins and (first, step.number) == (1, 3):
+            os.kill(os.getpid(), signal.SIGKILL)
+        ddp(torch.full((4, 2), 1.0)).mean().backward()
+        optimizer.step()
+    if sl.world().size not in sizes[-1:]:
+        sizes.append(sl.world().size)
+        begin = step.number
+    if (joins or len(sizes) == 3) and step.number == begin + 3:
+        break
+weights = [parameter.tolist() for parameter in ddp.parameters()]
+print(f"{sl.world().rank} of {sl.world().size}, {joins=}, {sizes}, step {state.step}: {weights}")
+sl.shutdown()
+"""
+
+
 def run(folder: Path, forks: Forks, when: str, *options: str) -> subprocess.CompletedProcess[str]:
     (folder / "program.py").write_text(PROGRAM)
     return forks.launch(folder, *options, "-n", "3", "program.py", when, warm_ranks=True).wait()
@@ -45,7 +75,7 @@ def test_the_others_train_on_and_the_job_succeeds(tmp_path: Path, forks: Forks) 
     assert (
         "was killed by SIGKILL (signal 9), exit code 137; the other ranks train on without it" in done.stderr
     )
-    assert "step 3: rank 1 of 3 was lost, and the other ranks repeat the step, now as 2" in done.stderr
+    assert "step 3: rank 1 of 3 was lost; the ranks, now 2, repeat the step (after" in done.stderr
     assert "made 4 steps as rank 0 of 2, RANK=0" in done.stdout
     assert "made 4 steps as rank 1 of 2, RANK=1" in done.stdout
 
@@ -60,3 +90,17 @@ def test_a_rank_that_is_lost_before_the_loop_is_a_failure(tmp_path: Path, forks:
 
 def test_a_rank_that_fails_after_the_loop_is_a_failure(tmp_path: Path, forks: Forks) -> None:
     assert run(tmp_path, forks, "after", "--resilient").returncode == 3
+
+
+def test_a_rank_that_is_started_again_joins_the_others(tmp_path: Path, forks: Forks) -> None:
+    """It is the last rank, and it has their state. No step of the others is lost."""
+    (tmp_path / "program.py").write_text(JOINS)
+    options = ("--resilient", "--max-restarts", "1", "-n", "3")
+    done = forks.launch(tmp_path, *options, "program.py", warm_ranks=True).wait()
+    assert done.returncode == 0, done.stderr
+    assert "the other ranks train on, and it is started again, to join them" in done.stderr
+    assert "1 process joined; the ranks, now 3, continue" in done.stderr
+    lines = [line.partition("] ")[2] for line in done.stdout.splitlines()]
+    starts = ["0 of 3, joins=False, [3, 2, 3]", "1 of 3, joins=False, [3, 2, 3]", "2 of 3, joins=True, [3]"]
+    assert [line.partition(", step")[0] for line in sorted(lines)] == starts
+    assert len({line.partition(", step")[2] for line in lines}) == 1, lines

@@ -7,10 +7,11 @@ torch's launcher has no public way to change these steps. So `syncline run` repl
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from torch.distributed.elastic.multiprocessing.api import SubprocessContext
+from torch.distributed.elastic.multiprocessing.subprocess_handler import get_subprocess_handler
 
 from syncline._torch.lookup import is_there, lookup
 
@@ -54,11 +55,33 @@ class Method:
             setattr(SubprocessContext, self._name, former)
 
 
+def start_again(ranks: SubprocessContext, local_rank: int, variables: Mapping[str, str]) -> None:
+    """Start the process of one rank again, after it has ended.
+
+    Args:
+        ranks: the processes of the host.
+        local_rank: the rank on this host.
+        variables: environment variables, in addition to those of the former process.
+    """
+    ranks.subprocess_handlers[local_rank] = get_subprocess_handler(
+        entrypoint=str(ranks.entrypoint),
+        args=ranks.args[local_rank],
+        env={**ranks.envs[local_rank], **variables},
+        stdout=ranks.stdouts[local_rank],
+        stderr=ranks.stderrs[local_rank],
+        local_rank_id=local_rank,
+        numa_options=ranks._numa_options,
+    )
+
+
 START = Method("_start", "run ranks that can be asked to stop")
 """The method that starts all ranks of the host."""
 
 POLL = Method("_poll", "run ranks that can be asked to stop")
 """The method that checks the ranks: it returns the results once all ranks have ended or one has failed, else None."""
+
+PIDS = Method("pids", "start a lost rank again")
+"""The method that returns the process numbers of the ranks. If they change, torch's agent ends the job."""
 
 CLOSE = Method("_close", "let ranks report why a peer has ended")
 """The method that ends the ranks. The replacement first lets them report why a peer has ended."""

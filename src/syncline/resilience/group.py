@@ -18,10 +18,24 @@ from syncline.liveness.store import SignedStore
 from syncline.resilience.membership import Adopt, Leave, Member, Membership, Propose, Rules
 from syncline.resilience.register import Entry, Register
 from syncline.session.process import record_steps
-from syncline.session.world import disconnect, job_store, regroup, transport_of, world
+from syncline.session.world import (
+    disconnect,
+    is_about_to_join,
+    job_store,
+    regroup,
+    timeout_seconds,
+    transport_of,
+    world,
+)
 from syncline.words import describe_ranks
 
 _POLL_SECONDS = 0.001
+
+_JOIN_POLL_SECONDS = 0.01
+"""How often a process that wants to join asks whether the others have taken it in. They may train for long."""
+
+_NEWCOMER_SECONDS = 0.5
+"""How often the members look whether a process wants to join."""
 
 
 def is_loss(error: BaseException) -> bool:
@@ -32,41 +46,80 @@ def is_loss(error: BaseException) -> bool:
 
 
 class Group:
-    """The processes of one call of `sl.steps`. The constructor is a collective call.
+    """The processes of one call of `sl.steps`. The constructor is a collective call, except in a process that joins.
 
     Args:
-        rules: when a smaller generation may begin.
+        rules: when a smaller or larger generation may begin.
     """
 
     def __init__(self, rules: Rules) -> None:
         self._register: Register | None = None
-        self._lost = ""
+        self.change = ""
+        """How the present generation differs from the former one, in words."""
+        self.joins = is_about_to_join()
+        """Whether this process has yet to join the others, by `join`."""
         here = world()
-        if here.size == 1:  # nobody can be lost
+        if here.size == 1 and not self.joins:  # nobody can be lost
             return
-        transport = transport_of(None)
+        seconds = timeout_seconds()
         # A job can run several loops, one after the other. Each rank counts its loops in the store.
-        number = SignedStore(job_store()).count_up(f"loops of rank {here.rank}")
+        store = SignedStore(job_store())
+        if self.joins:
+            number = int(store.get("loop"))
+        else:
+            number = store.count_up(f"loops of rank {here.rank}")
+            store.set("loop", str(number))
         self._key = f"members {number}"
-        store = PrefixStore(self._key, job_store())
-        name = f"{socket.gethostname()} {here.rank} {uuid.uuid4().hex[:8]}"
-        self._register = Register(store, Entry(name=name, host=here.host, process=RankProcess.own()))
-        first = self._register.enrol(here.rank, here.size, transport.timeout_seconds)
+        name = f"{socket.gethostname()} {'new' if self.joins else here.rank} {uuid.uuid4().hex[:8]}"
+        register = Register(
+            PrefixStore(self._key, job_store()), Entry(name=name, host=here.host, process=RankProcess.own())
+        )
+        present = register.ask_to_join() if self.joins else register.enrol(here.rank, here.size, seconds)
+        self._register = register
         self._error_file = environment.error_file()
         if self._error_file is not None:
             record_steps(self._error_file, are_running=True)
-        self._member = Member(name, first, replace(rules, timeout_seconds=transport.timeout_seconds))
+        self._member = Member(name, present, replace(rules, timeout_seconds=seconds))
+        self._looked_at = time.monotonic()
 
-    @property
-    def lost(self) -> str:
-        """The ranks of the former generation that are not in the present one, in words."""
-        return self._lost
+    def join(self) -> Membership:
+        """Wait until the others take this process in, and return the generation that begins with it.
+
+        Raises:
+            PeerLost: the others have ended their loop.
+        """
+        register, member = self._register, self._member
+        assert register is not None
+        while True:
+            present = member.membership
+            register.report(present.generation + 1, member.stop(step=-1, now=time.monotonic()))
+            while member.membership is present:  # until the others begin a generation
+                if register.ended(present.members) >= set(present.members):
+                    raise PeerLost(
+                        "this process was started in place of a lost one, but the others have ended their loop before "
+                        "it could join"
+                    )
+                action = member.look(register.observe(present), now=time.monotonic())
+                if isinstance(action, Adopt):
+                    self.joins = False
+                    return action.membership
+                time.sleep(_JOIN_POLL_SECONDS)
+
+    def someone_waits(self) -> bool:
+        """Return whether a process wants to join. Only rank 0 looks, and the others follow when it stops."""
+        register = self._register
+        if register is None or world().rank != 0 or time.monotonic() - self._looked_at < _NEWCOMER_SECONDS:
+            return False
+        self._looked_at = time.monotonic()
+        members = self._member.membership.members
+        waiting = [name for name in register.newcomers() if name not in members]
+        return bool(waiting) and not register.ended(waiting) >= set(waiting)
 
     def agree(self, num_commits: int, loss: Exception) -> Membership:
         """Agree with the other processes on who is left.
 
         Args:
-            num_commits: the number of commits of this process.
+            num_commits: the number of commits of this process; -1 if it has joined, but has not loaded the state.
             loss: the error that made this process stop.
 
         Raises:
@@ -86,14 +139,14 @@ class Group:
         while True:
             action = member.look(register.observe(current), now=time.monotonic())
             if isinstance(action, Adopt):
-                left = set(current.members) - set(action.membership.members)
-                lost = [rank for rank, name in enumerate(current.members) if name in left]
-                self._lost = f"{describe_ranks(lost)} of {len(current.members)}" if lost else "a connection"
+                self.change = _change_in_words(current, action.membership)
                 return action.membership
             if isinstance(action, Leave):
                 raise PeerLost(
                     f"sl.steps ends on this rank: {action.reason}. The first error: {loss}"
                 ) from loss
+            if num_commits < 0 and register.ended(current.members) >= {*current.members} - {member.name}:
+                raise PeerLost("the others have ended before this process could load their state") from loss
             if isinstance(action, Propose):
                 register.propose(action.membership)
             else:
@@ -135,3 +188,12 @@ class Group:
             self._register.end()
             if self._error_file is not None:
                 record_steps(self._error_file, are_running=False)
+
+
+def _change_in_words(before: Membership, after: Membership) -> str:
+    gone, come = set(before.members) - set(after.members), set(after.members) - set(before.members)
+    lost = [rank for rank, name in enumerate(before.members) if name in gone]
+    words = [f"{describe_ranks(lost)} of {len(before.members)} was lost"] if lost else []
+    if come:
+        words.append(f"{len(come)} {'process' if len(come) == 1 else 'processes'} joined")
+    return " and ".join(words) or "a connection was lost"

@@ -53,7 +53,8 @@ class Report:
 
     Args:
         member: the name of the process.
-        step: the number of steps that it has committed; -1 for a process that wants to join.
+        step: the number of steps that it has committed; -1 for a process that wants to join, or has joined but has not
+            loaded the state.
     """
 
     member: str
@@ -176,6 +177,8 @@ def next_membership(
             f"{len(current.members)} remain"
         )
     step = max(observed.reports[name].step for name in stayed)
+    if step < 0:
+        return Leave("no process is left that has the state of the training")
     sources = tuple(name for name in stayed if observed.reports[name].step == step)
     return Membership(current.generation + 1, members, step, sources)
 

@@ -2,7 +2,9 @@
 
 These are the messages, by key. A generation is a number, and a name is that of a process.
 
+    loop                     the number of the call of `sl.steps` that runs now
     place RANK               the `Entry` of the process that began with this rank
+    newcomer N               the `Entry` of the process that was the Nth to ask to join
     generation G             the `Membership` of generation G, once it has been decided
     report G NAME            the `Report` of a process for generation G
     here G NAME              the process is about to connect to the other members of generation G
@@ -103,11 +105,7 @@ def _beat(line: Line, name: str, over: threading.Event) -> None:
     with contextlib.suppress(PeerLost):
         while not over.wait(_PULSE_SECONDS):
             number += 1
-            line.ask(partial(_set, key=f"pulse {name}", text=str(number)))
-
-
-def _set(store: SignedStore, key: str, text: str) -> None:
-    store.set(key, text)
+            line.ask(partial(SignedStore.set, key=f"pulse {name}", text=str(number)))
 
 
 class Register:
@@ -127,6 +125,7 @@ class Register:
         self._pulses: dict[str, tuple[str, float]] = {}
         """The last pulse of each process, and the time when it was first seen."""
         self._pulse = Pulse(store, entry.name)
+        self._newcomers: list[str] = []
 
     def enrol(self, rank: int, size: int, timeout_seconds: float) -> Membership:
         """Write the entry of this process, wait for those of all ranks, and return the first generation."""
@@ -142,7 +141,41 @@ class Register:
         found = [decode(Entry, text, key) for key, text in zip(keys, texts, strict=True)]
         self.entries = {entry.name: entry for entry in found}
         names = tuple(self.entries)
-        return Membership(0, names, step=0, sources=names)
+        first = Membership(0, names, step=0, sources=names)
+        self.propose(first)  # for processes that join later
+        return first
+
+    def ask_to_join(self) -> Membership:
+        """Write the entry of this process as a newcomer, and return the present generation."""
+        present = self._generation(0)
+        for rank in range(len(present.members)):
+            self._know(f"place {rank}")
+        mine = json.dumps(asdict(self._entry))
+        while self._name not in self.newcomers():
+            self._line.ask(partial(SignedStore.set_first, key=f"newcomer {len(self._newcomers)}", text=mine))
+        return self.latest(present)
+
+    def latest(self, known: Membership) -> Membership:
+        """Return the present generation, given one that is not newer."""
+        while self._read([f"generation {known.generation + 1}"]):
+            known = self._generation(known.generation + 1)
+        return known
+
+    def _generation(self, number: int) -> Membership:
+        key = f"generation {number}"
+        return decode(Membership, self._line.ask(lambda store: store.get(key)), key)
+
+    def _know(self, key: str) -> Entry:
+        """Read the entry of a process."""
+        entry = decode(Entry, self._line.ask(lambda store: store.get(key)), key)
+        self.entries[entry.name] = entry
+        return entry
+
+    def newcomers(self) -> list[str]:
+        """Return the names of all processes that have asked to join, since the loop began."""
+        while self._read([key := f"newcomer {len(self._newcomers)}"]):
+            self._newcomers.append(self._know(key).name)
+        return self._newcomers
 
     def report(self, generation: int, report: Report) -> None:
         """Publish the report of this process for a generation."""
@@ -161,10 +194,11 @@ class Register:
         if decided:
             [(key, text)] = decided.items()
             return Observation({}, decided=decode(Membership, text, key))
-        keys = {f"report {number} {name}": name for name in current.members}
+        newcomers = [name for name in self.newcomers() if name not in current.members]
+        keys = {f"report {number} {name}": name for name in (*current.members, *newcomers)}
         reports = {keys[key]: decode(Report, text, key) for key, text in self._read([*keys]).items()}
         silent = [name for name in current.members if name not in reports]
-        ended = self.ended(current.members)
+        ended = self.ended([*current.members, *(name for name in newcomers if name in reports)])
         return Observation(reports, ended, self._alive([name for name in silent if name not in ended]))
 
     def meet(self, membership: Membership) -> None:

@@ -25,7 +25,7 @@ from typing import Any
 
 from syncline.checkpoint.train_state import TrainState, load_all
 from syncline.checks import checked_count, checked_flag, checked_kind, checked_seconds
-from syncline.errors import SynclineError
+from syncline.errors import PeerLost, SynclineError
 from syncline.resilience.batches import Batches
 from syncline.resilience.group import Group, is_loss
 from syncline.resilience.handover import receive_state, send_state
@@ -168,23 +168,33 @@ class _Loop:
         self._group = Group(rules)
         self._made: list[int] = []
         """The number of steps that each optimizer had made when the first attempt of this step began."""
+        self._has_state = not self._group.joins
         self._num_made = 0
         """The number of steps of all optimizers when the last attempt began."""
+        self._change_ms = 0.0
+        """How long the last change of the ranks has taken."""
 
     def run(self) -> Iterator[Step]:
         """Yield the steps."""
         try:
+            if self._group.joins:
+                self._connect_to(self._group.join())
             while True:
                 while self.state.step < self._until:
                     yield from self._one_step()
                 lost = self._group.wait_for_all()
                 if lost is None:
                     return
-                self._change(lost)
+                self._undo.restore()
+                self._connect_anew(lost)
         finally:
             self._group.leave()
 
     def _one_step(self) -> Iterator[Step]:
+        if self._group.someone_waits():
+            self._made = self._steps_now()
+            self._connect_anew(PeerLost("this rank stops, because a process joins"))
+            self._say(self.state.step + 1, "continue")
         step = Step(self, self.state.step + 1)
         while not step.is_committed:
             attempt = step.attempt
@@ -194,16 +204,19 @@ class _Loop:
                     f"step {step.number}: expected its body in `with step:`, which was not entered"
                 )
             if step.loss is not None:
-                began = time.monotonic()
-                self._change(step.loss)
-                step.discarded.append(f"{self._group.lost} was lost")
+                self._undo.restore()
+                self._connect_anew(step.loss)
+                step.discarded.append(self._group.change)
                 if self.state.step >= step.number:  # this rank was behind, and has loaded the end of the step
                     return
-                if world().rank == 0:
-                    _LOG.warning(
-                        "syncline: step %d: %s was lost, and the other ranks repeat the step, now as %d (%.0f ms)",
-                        step.number, self._group.lost, world().size, 1000 * (time.monotonic() - began),
-                    )  # fmt: skip
+                self._say(step.number, "repeat the step")
+
+    def _say(self, number: int, what: str) -> None:
+        if world().rank == 0:
+            _LOG.warning(
+                "syncline: step %d: %s; the ranks, now %d, %s (after %.0f ms)",
+                number, self._group.change, world().size, what, self._change_ms,
+            )  # fmt: skip
 
     def begin_attempt(self) -> None:
         """Remember what the body finds."""
@@ -238,15 +251,18 @@ class _Loop:
 
     @property
     def _num_commits(self) -> int:
-        return self.state.step + self._num_steps
+        return self.state.step + self._num_steps if self._has_state else -1
 
-    # ------------------------------------------------------------------ a rank is lost
+    # ------------------------------------------------------------------ a rank is lost, or joins
 
-    def _change(self, loss: Exception) -> None:
-        """Go on with the ranks that are left."""
-        self._undo.restore()
+    def _connect_anew(self, loss: Exception) -> None:
+        """Go on with the ranks that are left, and with those that join."""
+        began = time.monotonic()
+        self._connect_to(self._group.agree(self._num_commits, loss))
+        self._change_ms = 1000 * (time.monotonic() - began)
+
+    def _connect_to(self, membership: Membership) -> None:
         while True:
-            membership = self._group.agree(self._num_commits, loss)
             try:
                 self._group.connect(membership)
                 self._follow(membership)
@@ -255,6 +271,7 @@ class _Loop:
                 if not is_loss(error):
                     raise
                 loss = error
+            membership = self._group.agree(self._num_commits, loss)
 
     def _follow(self, membership: Membership) -> None:
         """Let the objects of the training state follow the new membership."""
@@ -268,6 +285,7 @@ class _Loop:
             send_state(self._state(), transport, behind)
         elif here.rank in behind:
             self._load(receive_state(transport, sources[0]))
+            self._has_state = True
         for wrapper in self._wrappers:
             wrapper._replica.gradients.count_from_step(self.state.step)
         self._deal()

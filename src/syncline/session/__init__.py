@@ -1,17 +1,18 @@
 """The session of a process, which begins when the process joins the other ranks and ends when it leaves them.
 
-`init` checks its arguments in session.py. Then it joins the ranks in rendezvous.py and selects the transport in
+`init` checks its arguments in asked.py. Then it joins the ranks in rendezvous.py and selects the transport in
 transports.py. One object of the class `Session` holds the state of the process. world.py creates this object.
 
 Imports: errors, faces, words, checks, environment, user_code, launchers, _torch, liveness, transport.
 
+asked.py         the arguments of `init`, checked
 ending.py        the end of the process: reports of an exception to the launcher and the peers; an end without a hang
 listening.py     sockets for stores, which listen at one address only; this module needs no torch
 process.py       what a rank writes for the launcher beside its error file; the end of a rank when the launcher ends
 ranks.py         World: the rank and the device of a process, and the number of ranks
 registry.py      objects that the library attaches to a user's modules, found by their class
 rendezvous.py    the ranks wait for each other at the store, compare their arguments, and agree on a backend
-session.py       the session of this process, and the arguments of `init`
+session.py       the session of this process
 stop_request.py  requests to stop this process, which a signal or the program makes
 transports.py    the transport of each process group, selected by all of its ranks together
 world.py         the functions init, shutdown, is_joined, regroup, world and transport_of

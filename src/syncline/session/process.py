@@ -24,7 +24,7 @@ from types import TracebackType
 
 _PR_SET_PDEATHSIG = 1
 
-_IN_STEPS = ".in_steps"
+_IN_STEPS, _LEFT_STEPS = ".in_steps", ".left_steps"
 
 
 def record_failure(error: BaseException, path: str, tb: TracebackType | None = None) -> None:
@@ -101,12 +101,24 @@ def record_steps(path: str, *, are_running: bool) -> None:
             with open(path + _IN_STEPS, "w"):
                 pass
         else:
-            os.remove(path + _IN_STEPS)
+            os.replace(path + _IN_STEPS, path + _LEFT_STEPS)
 
 
 def is_in_steps(path: str) -> bool:
     """Return whether the process with this error file is inside of `sl.steps`, or was when it ended."""
     return os.path.exists(path + _IN_STEPS)
+
+
+def came_to_steps(path: str) -> bool:
+    """Return whether the process with this error file has come to `sl.steps`."""
+    return os.path.exists(path + _IN_STEPS) or os.path.exists(path + _LEFT_STEPS)
+
+
+def forget_rank(path: str) -> None:
+    """Remove all that a former process has recorded in this error file and beside it."""
+    for left in (path, path + _IN_STEPS, path + _LEFT_STEPS):
+        with contextlib.suppress(FileNotFoundError):
+            os.remove(left)
 
 
 def end_with_parent(launcher_pid: int | None = None) -> None:

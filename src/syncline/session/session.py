@@ -25,10 +25,10 @@ from syncline._torch.process_groups import (
     set_timeout,
     timeout_seconds_of,
 )
-from syncline.checks import checked_choice, checked_seconds
 from syncline.errors import CollectiveTimeout, PeerLost, SynclineError
 from syncline.launchers import Environment
 from syncline.session import process
+from syncline.session.asked import Asked
 from syncline.session.ending import (
     Destroyer,
     ReportingHook,
@@ -51,74 +51,6 @@ from syncline.transport.agreement import exchange
 from syncline.transport.base import Transport
 from syncline.transport.c10d import C10dTransport
 from syncline.user_code import warn_user
-
-TRANSPORTS = ("auto", "c10d", "shm")
-
-
-@dataclass(frozen=True, kw_only=True)
-class Asked:
-    """The arguments of one call of `sl.init`."""
-
-    transport: str = "auto"
-    timeout_seconds: float = 300.0
-    device: torch.device | None = None
-
-    @staticmethod
-    def of(transport: str, timeout: timedelta | float, device: torch.device | str | int | None) -> Asked:
-        """Check the arguments of `sl.init` and return them as one object.
-
-        Raises:
-            TypeError, ValueError: an argument is invalid.
-        """
-        return Asked(
-            transport=checked_choice("transport", transport, TRANSPORTS),
-            timeout_seconds=checked_seconds("timeout", timeout),
-            device=_checked_device(device),
-        )
-
-    def lines(self, device: torch.device) -> list[str]:
-        """Return the arguments as lines of text. The lines must be equal on all ranks.
-
-        Args:
-            device: the device on which this rank computes. Only the type of the device must be equal on all ranks.
-        """
-        return [
-            f"transport: {self.transport!r}",
-            f"timeout: {self.timeout_seconds:g} s",
-            f"device: {device.type!r}",
-        ]
-
-    def __str__(self) -> str:
-        device = None if self.device is None else str(self.device)
-        return f"transport={self.transport!r}, timeout={self.timeout_seconds:g} s, device={device!r}"
-
-
-def _checked_device(value: object) -> torch.device | None:
-    """Return `value`, the argument `device` of `sl.init`, as a torch.device. Return None if `value` is None.
-
-    Raises:
-        TypeError: `value` is not a torch.device, a name of a device or an index of a GPU.
-        ValueError: this machine has no such device.
-    """
-    if value is None:
-        return None
-    present = torch.accelerator.current_accelerator(check_available=True)
-    kinds = ["cpu"] if present is None else ["cpu", present.type]
-    text = f"expected device to be a device of this machine ({' or '.join(map(repr, kinds))}), got {value!r}"
-    if isinstance(value, bool) or not isinstance(value, str | int | torch.device):
-        raise TypeError(text)
-    try:
-        device = torch.device(value)  # torch takes a number as the index of an accelerator
-    except RuntimeError as error:
-        raise ValueError(text) from error
-    if device.type not in kinds:
-        raise ValueError(text)
-    if device.type != "cpu" and device.index is not None:
-        num_devices = torch.accelerator.device_count()
-        if device.index >= num_devices:
-            raise ValueError(f"{text}: this process sees {num_devices} of type {device.type!r}")
-    return device
-
 
 _REFUSAL_SECONDS = 10.0
 """How long a rank with invalid arguments waits for the other ranks, in seconds, so that they raise the error, too."""
@@ -152,6 +84,8 @@ class Session:
         self.transports = Transports(self._leave_at_exit, self._check_alone)
         self._joined: _Joined | None = None
         """The effects of `init`; None before `init` and after `shutdown`."""
+        self.is_about_to_join = False
+        """Whether this process was started to join ranks that are training, and has not joined them by `regroup`."""
         self._has_left = False
         """Whether the process has left the other ranks by `shutdown`, and has not called `init` since."""
         self._lock = threading.RLock()
@@ -208,6 +142,8 @@ class Session:
         if group is not None:
             return self._adopt(group, asked)
         env = launchers.current()
+        if environment.joins_running_job() and env.launcher_has_store:
+            return self._start_beside(env, asked)
         if env.master_addr is None or env.master_port is None:
             if env.warning is not None:
                 warn_user(env.warning, UserWarning)
@@ -231,6 +167,28 @@ class Session:
         self._run_at_exit()
         hook = ReportingHook(hook_before, self._report)
         return _Joined(asked, world, weakref.ref(group), destroyer, before, hook)
+
+    def _start_beside(self, env: Environment, asked: Asked) -> _Joined:
+        """Begin as a world of one rank. `regroup` connects it to ranks that are training."""
+        process.end_with_parent()
+        here = world_from(env, asked.device)
+        if here.device.type == "cuda":
+            torch.cuda.set_device(here.device)
+        self._job_store = self._stores.of_next_init(env, asked.timeout_seconds)
+        self._backend = backend_for([Presence.of_this_process(env, here.device)], warn=False)
+        self._asked, self.is_about_to_join = asked, True
+        self._former_world = replace(here, rank=0, size=1, local_rank=0, local_size=1)
+        alone = {
+            "RANK": "0",
+            "WORLD_SIZE": "1",
+            "LOCAL_RANK": "0",
+            "LOCAL_WORLD_SIZE": "1",
+            environment.JOINS: "0",
+        }
+        before = environment.export(alone, replace=True)
+        self._run_at_exit()
+        hook = ReportingHook(sys.excepthook, self._report)
+        return _Joined(asked, self._former_world, None, Destroyer(), before, hook)
 
     def _adopt(self, group: dist.ProcessGroup, asked: Asked) -> _Joined:
         """Compare the arguments of all ranks over an existing default group, and select the transport of the group."""
@@ -310,6 +268,11 @@ class Session:
                 )
             return self._job_store
 
+    def timeout_seconds(self) -> float:
+        """Return the timeout of `init`, or of the default group. `world.timeout_seconds` documents this method."""
+        joined = self._joined
+        return joined.asked.timeout_seconds if joined is not None else self.transport_of(None).timeout_seconds
+
     def disconnect(self) -> None:
         """Close all process groups. `world.disconnect` documents this method."""
         with self._lock:
@@ -354,6 +317,7 @@ class Session:
             finally:
                 sys.excepthook = hook  # torch puts its own hook around it, again in each group
             self._regrouped = weakref.ref(group)
+            self.is_about_to_join = False
             if self._joined is not None:
                 self._joined = replace(self._joined, group=weakref.ref(group))
             return world

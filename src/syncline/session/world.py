@@ -15,8 +15,9 @@ import torch
 import torch.distributed as dist
 
 from syncline._torch.process_groups import Store
+from syncline.session.asked import Asked
 from syncline.session.ranks import World
-from syncline.session.session import Asked, Session
+from syncline.session.session import Session
 from syncline.transport.base import Transport
 
 _SESSION = Session()
@@ -124,6 +125,19 @@ def job_store() -> Store:
         SynclineError: there is no default group.
     """
     return _SESSION.job_store()
+
+
+def is_about_to_join() -> bool:
+    """Return whether this process is a world of one rank that was started to join ranks which are training.
+
+    `regroup` connects it to them.
+    """
+    return _SESSION.is_about_to_join
+
+
+def timeout_seconds() -> float:
+    """Return the timeout of `init`, or that of the default group."""
+    return _SESSION.timeout_seconds()
 
 
 def disconnect() -> None:

@@ -39,8 +39,9 @@ from typing import Any
 from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.multiprocessing.api import RunProcsResult, SubprocessContext
 
+from syncline import environment
 from syncline._torch import elastic
-from syncline.session.process import is_in_steps
+from syncline.session.process import came_to_steps, forget_rank, is_in_steps
 from syncline.session.stop_request import EXIT_STOPPED
 from syncline.tools.launch.guardian import Guardian, RunningProcess, is_marked, running_processes
 
@@ -79,7 +80,9 @@ class Workers:
         note_ended: a function that is called before the launcher ends the remaining ranks. Its argument is the ranks
             that have already ended.
         note_lost: a function that is called with a local rank, the process number and the exit code of a rank that was
-            lost in `sl.steps`, where the other ranks train on without it. None means that a lost rank is a failure.
+            lost in `sl.steps`, where the other ranks train on without it, and whether the rank is started again. None
+            means that a lost rank is a failure.
+        num_restarts: how many lost ranks are started again, to join the others.
     """
 
     def __init__(
@@ -89,7 +92,8 @@ class Workers:
         *,
         whole_groups: bool,
         note_ended: Callable[[Ended], None],
-        note_lost: Callable[[int, int, int], None] | None = None,
+        note_lost: Callable[[int, int, int, bool], None] | None = None,
+        num_restarts: int = 0,
     ) -> None:
         self.have_stopped = False
         """Whether all ranks on this host have ended because the ranks of the job had agreed to stop."""
@@ -99,7 +103,12 @@ class Workers:
         self._note_ended = note_ended
         self._note_lost = note_lost
         self._lost: set[int] = set()
-        """The local ranks that were lost in `sl.steps`."""
+        """The local ranks that were lost in `sl.steps`, and were not started again."""
+        self._num_restarts = num_restarts
+        self._joining: set[int] = set()
+        """The local ranks that were started again."""
+        self._first_pids: dict[int, int] = {}
+        """The process numbers that torch's agent knows, by local rank."""
         self._ranks: list[Popen[bytes]] = []
         self._groups: set[int] = set()  # each rank leads a session and a process group
         self._requested: signal.Signals | None = None
@@ -110,6 +119,7 @@ class Workers:
         replace = self._replaced.enter_context
         replace(elastic.START.replaced(lambda start: lambda ranks: self._start(start, ranks)))
         replace(elastic.POLL.replaced(lambda poll: lambda ranks: self._poll(poll, ranks)))
+        replace(elastic.PIDS.replaced(lambda pids: lambda ranks: self._first_pids or pids(ranks)))
         if elastic.CLOSE.is_there:
             replace(
                 elastic.CLOSE.replaced(lambda close: lambda *args, **how: self._close(close, *args, **how))
@@ -159,8 +169,15 @@ class Workers:
         return (process for process in running_processes() if is_marked(process.pid, self._mark))
 
     def _start(self, start: Callable[..., None], ranks: SubprocessContext) -> None:
+        self._first_pids = {}
         start(ranks)
-        self._ranks, self._stopped_at = _processes(ranks), None
+        self._stopped_at = None
+        self._lost, self._joining = set(), set()
+        self._see_started(ranks)
+        self._first_pids = {local_rank: rank.pid for local_rank, rank in enumerate(self._ranks)}
+
+    def _see_started(self, ranks: SubprocessContext) -> None:
+        self._ranks = _processes(ranks)
         pids = [rank.pid for rank in self._ranks]
         self._groups.update(pids)
         self._guardian.watch(self._mark, pids)
@@ -170,8 +187,12 @@ class Workers:
     ) -> RunProcsResult | None:
         codes = [rank.poll() for rank in _processes(ranks)]
         failed = {rank for rank, code in enumerate(codes) if code not in (None, 0, EXIT_STOPPED)}
+        if self._joining:
+            self._end_those_who_cannot_join(ranks)
         if self._note_lost is not None and failed:
             self._see_lost(ranks, failed)
+            codes = [rank.poll() for rank in _processes(ranks)]
+            failed = {rank for rank, code in enumerate(codes) if code not in (None, 0, EXIT_STOPPED)}
             others = [code for rank, code in enumerate(codes) if rank not in self._lost]
             if failed == self._lost and any(code in (None, 0, EXIT_STOPPED) for code in others):
                 if None in others:
@@ -200,13 +221,35 @@ class Workers:
         return poll(ranks)
 
     def _see_lost(self, ranks: SubprocessContext, failed: set[int]) -> None:
-        """Find the ranks among the failed ones that were lost in `sl.steps`."""
+        """Find the ranks among the failed ones that were lost in `sl.steps`. Start them again if this is allowed."""
         assert self._note_lost is not None
-        for rank in failed - self._lost:
-            if is_in_steps(ranks.error_files[rank]):
+        for rank in sorted(failed - self._lost):
+            path = ranks.error_files[rank]
+            if not is_in_steps(path) and rank not in self._joining:
+                continue
+            lost = _processes(ranks)[rank]
+            others_train = any(
+                process.poll() is None and is_in_steps(ranks.error_files[other])
+                for other, process in enumerate(_processes(ranks))
+            )
+            is_restarted = self._num_restarts > 0 and others_train and self._requested is None
+            self._note_lost(rank, lost.pid, lost.returncode, is_restarted)
+            if not is_restarted:
                 self._lost.add(rank)
-                process = _processes(ranks)[rank]
-                self._note_lost(rank, process.pid, process.returncode)
+                continue
+            self._num_restarts -= 1
+            self._joining.add(rank)
+            forget_rank(path)
+            elastic.start_again(ranks, rank, {environment.JOINS: "1"})
+            self._see_started(ranks)
+
+    def _end_those_who_cannot_join(self, ranks: SubprocessContext) -> None:
+        """End the ranks that have not come to `sl.steps` before the others have ended."""
+        processes = _processes(ranks)
+        waiting = [rank for rank in self._joining if not came_to_steps(ranks.error_files[rank])]
+        if all(process.poll() is not None for rank, process in enumerate(processes) if rank not in waiting):
+            for rank in waiting:
+                processes[rank].send_signal(signal.SIGKILL)
 
     def _close(self, close: Callable[..., None], ranks: SubprocessContext, *args: Any, **kwargs: Any) -> None:
         """End the ranks.

@@ -215,6 +215,7 @@ def supervise(job: Job) -> int:
         whole_groups=not job.is_python,
         note_ended=logs.note_ended,
         note_lost=_say_lost if job.is_resilient else None,
+        num_restarts=config.max_restarts if job.is_resilient else 0,
     )
     interruption = Interruption(workers, names, job.shutdown_seconds)
     before = environment.export({environment.RUN_MARK: mark}, replace=True)
@@ -236,9 +237,10 @@ def supervise(job: Job) -> int:
         environment.restore(before)
 
 
-def _say_lost(local_rank: int, pid: int, return_code: int) -> None:
+def _say_lost(local_rank: int, pid: int, return_code: int, is_restarted: bool) -> None:
     lost = Failure(rank=local_rank, pid=pid, return_code=return_code, record=None)
-    say(f"local rank {local_rank} (pid {pid}) {lost.ending}; the other ranks train on without it")
+    then = "train on, and it is started again, to join them" if is_restarted else "train on without it"
+    say(f"local rank {local_rank} (pid {pid}) {lost.ending}; the other ranks {then}")
 
 
 def _variables(config: LaunchConfig) -> dict[str, str]:
