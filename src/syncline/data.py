@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sized
+from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
 from typing import Any
 
 import torch
@@ -88,6 +88,8 @@ class DistributedSampler(torch_data.DistributedSampler[int]):
         """The number of samples that this rank has used since this iteration began."""
         self._resumed: tuple[int, int] | None = None
         """The epoch and the number of used samples of a loaded position, until an iteration begins there."""
+        self._places: tuple[int, ...] = (rank,)
+        """The ranks, out of `num_replicas`, whose samples this rank uses. `sl.steps` gives it those of lost ranks."""
         self.when_resumed: Callable[[], object] | None = None
         """A function that is called once, when an iteration resumes at a loaded position within an epoch."""
         self._count_samples()
@@ -118,10 +120,15 @@ class DistributedSampler(torch_data.DistributedSampler[int]):
         then, self.when_resumed = self.when_resumed, None
         if then is not None:
             then()
-        return self._begun, iter(self._after(already))
+        return self._begun, iter(self._after(already, self.rank))
 
-    def _after(self, already: int) -> list[int]:
-        """Return this rank's indices of the epoch, without the first `already` samples, which all ranks have used."""
+    def _begin_places(self) -> list[list[int]]:
+        """Begin the next epoch. Return the indices of each rank whose samples this rank uses, from there on."""
+        (_, already), _ = self._begin()
+        return [self._after(already, place) for place in self._places]
+
+    def _after(self, already: int, rank: int) -> list[int]:
+        """Return a rank's indices of the epoch, without the first `already` samples, which all ranks have used."""
         order = list(range(self._num_samples))
         if self.shuffle:
             g = torch.Generator().manual_seed(self.seed + self.epoch)
@@ -130,7 +137,7 @@ class DistributedSampler(torch_data.DistributedSampler[int]):
         if self.pad and left:
             extra = -len(left) % self.num_replicas
             left += (order * (1 + extra // len(order)))[:extra]
-        return left[self.rank :: self.num_replicas]
+        return left[rank :: self.num_replicas]
 
     def set_epoch(self, epoch: int) -> None:
         """Set the epoch of the next iteration. The iteration after it is epoch `epoch + 1`.
@@ -166,8 +173,13 @@ class DistributedSampler(torch_data.DistributedSampler[int]):
             )
         self._used += num_samples
         # A rank whose shard is smaller stops at the last position that all ranks have in common.
-        if num_samples and already + self._used * self.num_replicas >= self._end(already):
+        if num_samples and already + self._used_by_all >= self._end(already):
             self._begun, self._used = (epoch + 1, 0), 0
+
+    @property
+    def _used_by_all(self) -> int:
+        """The number of samples that all ranks have used since this iteration began."""
+        return self._used // len(self._places) * self.num_replicas
 
     @property
     def _num_left_here(self) -> int:
@@ -193,7 +205,9 @@ class DistributedSampler(torch_data.DistributedSampler[int]):
             already: the number of samples of the epoch that all ranks had used when the iteration began.
         """
         left = self._end(already) - already
-        return -(-left // self.num_replicas) if self.pad else len(range(self.rank, left, self.num_replicas))
+        if self.pad:
+            return -(-left // self.num_replicas) * len(self._places)
+        return len(range(self.rank, left, self.num_replicas))
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position: the epoch, and the number of its samples that all ranks have used.
@@ -202,7 +216,7 @@ class DistributedSampler(torch_data.DistributedSampler[int]):
         """
         epoch, already = self._resumed or self._begun
         if not self._resumed:
-            already += self._used * self.num_replicas
+            already += self._used_by_all
         return self._place(epoch, already)
 
     def _place(self, epoch: int, used: int) -> dict[str, Any]:
@@ -239,17 +253,26 @@ class DistributedSampler(torch_data.DistributedSampler[int]):
         self._resumed = (epoch, used)
         self.epoch = self._next_epoch = epoch
 
-    def _deal_to(self, num_replicas: int, rank: int) -> None:
+    def _deal_to(self, num_replicas: int, places: Sequence[int]) -> None:
         """Divide the samples that are left in the epoch among another number of ranks, from the next iteration on.
 
         All samples that were used must have been counted by `advance`, on all ranks.
 
         Args:
             num_replicas: the number of ranks from now on.
-            rank: this process's rank among them.
+            places: the ranks among them whose samples this process uses: its own, or several.
+
+        Raises:
+            ValueError: there are several places, and `pad` is False, so that they have unequal numbers of samples.
         """
+        if len(places) > 1 and not self.pad:
+            raise ValueError(
+                "expected a sampler with pad=True, got pad=False, with which one rank cannot use the samples of two, "
+                "because their numbers differ"
+            )
         place = self.state_dict()
-        super().__init__(self.dataset, num_replicas, rank, self.shuffle, self.seed, self.drop_last)
+        super().__init__(self.dataset, num_replicas, places[0], self.shuffle, self.seed, self.drop_last)
+        self._places = tuple(places)
         self._count_samples()
         self.load_state_dict(place)
 

@@ -11,6 +11,7 @@ import hashlib
 import json
 import os
 import signal
+import time
 from collections.abc import Callable
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -64,6 +65,10 @@ class Plan:
     timeout_seconds: float = 30.0
     patience_seconds: float = 5.0
     min_ranks: int = 1
+    max_ranks: int | None = None
+    num_newcomers: int = 0
+    """The number of further processes, which want to join."""
+    keeps_global_batch: bool = False
 
 
 class Net(nn.Module):
@@ -114,6 +119,8 @@ class Moments:
     step: int = 0
     attempt: int = 0
     generation: int = 0
+    num_newcomers: int = 0
+    register: Any = None
 
     def at(self, place: str) -> None:
         for fault in list(self.faults):
@@ -131,8 +138,17 @@ class Moments:
             raise ZeroDivisionError("a defect of this rank's program")
         if fault.kind == "lost connection":  # what a rank sees if a collective fails for it alone
             raise sl.PeerLost("simulated")
+        if fault.kind == "await newcomers":
+            while not self.newcomers_wait():
+                time.sleep(0.001)
         if fault.kind == "slow":
             torch.ones(300, 300).matrix_power(200)
+
+    def newcomers_wait(self) -> bool:
+        """Whether all newcomers have asked to join the next generation."""
+        names = self.register.newcomers()
+        keys = [f"report {self.generation + 1} {name}" for name in names]
+        return len(self.register._read(keys)) == self.num_newcomers
 
 
 def one_rank(plan: Plan, folder: str) -> None:
@@ -140,15 +156,20 @@ def one_rank(plan: Plan, folder: str) -> None:
     first = dist.get_rank()
     dist.destroy_process_group()
     begin_in_fork()
+    joins = first >= plan.size
+    rank = first - plan.size if joins else first
     place = Environment(
-        launcher="environment", rank=first, size=plan.size, local_rank=first, local_size=plan.size,
+        launcher="environment", rank=rank, size=plan.size, local_rank=rank, local_size=plan.size,
         master_addr="127.0.0.1", master_port=plan.port,
     )  # fmt: skip
     own = {
         "TORCHELASTIC_RUN_ID": "elastic",
         "TORCHELASTIC_USE_AGENT_STORE": "True",
         "TORCHELASTIC_ERROR_FILE": "",
+        environment.JOINS: str(int(joins)),
     }
+    if joins:
+        wait_until_awaited(Path(folder))
     before = environment.export(place.variables() | own, replace=True)
     try:
         with Path(folder, f"{first}").open("a") as file:
@@ -162,7 +183,8 @@ def train_or_leave(plan: Plan, first: int, folder: Path, file: TextIO) -> None:
         file.write(json.dumps(what) + "\n")
         file.flush()
 
-    moments = Moments([fault for fault in plan.faults if fault.rank == first], note)
+    faults = [fault for fault in plan.faults if fault.rank == first]
+    moments = Moments(faults, note, num_newcomers=plan.num_newcomers)
     sl.init(transport=plan.transport, timeout=plan.timeout_seconds)
     try:
         train(plan, moments, note)
@@ -171,8 +193,17 @@ def train_or_leave(plan: Plan, first: int, folder: Path, file: TextIO) -> None:
         return
     except sl.PeerLost as error:
         note(left=str(error))
+    except SystemExit as end:
+        note(ended=end.code)
     wake_the_stopped(folder)
     sl.shutdown()
+
+
+def wait_until_awaited(folder: Path) -> None:
+    """Wait until rank 0 awaits newcomers, so that none joins before."""
+    notes = folder / "0"
+    while not (notes.exists() and "await newcomers" in notes.read_text()):
+        time.sleep(0.005)
 
 
 def wake_the_stopped(folder: Path) -> None:
@@ -200,16 +231,30 @@ def train(plan: Plan, moments: Moments, note: Callable[..., None]) -> None:
     net.first.weight.register_post_accumulate_grad_hook(lambda _: moments.at("last bucket"))
     loader = DataLoader(Samples(), batch_size=BATCH, sampler=sampler)
     with watched_places(moments, ddp):
-        loop = sl.steps(state, STEPS, data=loader, min_ranks=plan.min_ranks, patience=plan.patience_seconds)
+        loop = sl.steps(
+            state,
+            STEPS,
+            data=loader,
+            min_ranks=plan.min_ranks,
+            max_ranks=plan.max_ranks,
+            keep_global_batch=plan.keeps_global_batch,
+            patience=plan.patience_seconds,
+        )
         for step in loop:
             moments.step, moments.attempt = step.number, step.attempt + 1
             with step:
-                x, ids = step.next_batch()
-                note(step=step.number, generation=moments.generation, ids=ids.tolist())
                 optimizer.zero_grad()
-                moments.at("forward")
-                with ddp.normalize_by(1 if sl.world().rank == 0 else 0):
-                    ddp(x).sum().backward()
+                if plan.keeps_global_batch:
+                    for x, ids in step.batches():
+                        note(step=step.number, generation=moments.generation, ids=ids.tolist())
+                        moments.at("forward")
+                        ddp(x).mean().backward()
+                else:
+                    x, ids = step.next_batch()
+                    note(step=step.number, generation=moments.generation, ids=ids.tolist())
+                    moments.at("forward")
+                    with ddp.normalize_by(1 if sl.world().rank == 0 else 0):
+                        ddp(x).sum().backward()
                 optimizer.step()
                 scheduler.step()
                 moments.at("averaging")
@@ -233,6 +278,8 @@ def watched_places(moments: Moments, ddp: sl.DistributedDataParallel) -> Any:
         def call(*args: Any, **kwargs: Any) -> Any:
             if place == "meeting":
                 moments.generation = args[1].generation
+            if place == "enrolling":
+                moments.register = args[0]
             moments.at(place)
             return what(*args, **kwargs)
 
@@ -240,11 +287,13 @@ def watched_places(moments: Moments, ddp: sl.DistributedDataParallel) -> Any:
 
     with ExitStack() as patched:
         patched.enter_context(mock.patch("syncline.session.session._REGROUP_SECONDS", 1.0))
+        patched.enter_context(mock.patch.object(group, "_NEWCOMER_SECONDS", 0.0))
         for owner, name, place in (
             (group.Group, "agree", "agreeing"),
             (group.Group, "wait_for_all", "the end"),
             (group.Group, "connect", "meeting"),
             (group, "regroup", "connecting"),
+            (group.Register, "enrol", "enrolling"),
             (steps, "send_state", "handing over"),
             (handover, "decode", "loading"),
             (type(ddp._replica), "use_transport", "opening lanes"),
@@ -269,7 +318,7 @@ def run(plan: Plan, folder: str, pool: RankPool) -> list[list[dict[str, Any]]]:
         timeout_seconds=60.0,
     )
     killed = [fault.rank for fault in plan.faults if fault.kind == "kill"]
-    outcomes = pool.run(plan.size, task, killed)
+    outcomes = pool.run(plan.size + plan.num_newcomers, task, killed)
     bad = [
         f"rank {rank} {one.kind}:\n{one.text}"
         for rank, one in enumerate(outcomes)
@@ -278,20 +327,26 @@ def run(plan: Plan, folder: str, pool: RankPool) -> list[list[dict[str, Any]]]:
     assert not bad, "\n".join([str(plan), *bad])
     return [
         [json.loads(line) for line in Path(folder, str(rank)).read_text().splitlines()]
-        for rank in range(plan.size)
+        for rank in range(plan.size + plan.num_newcomers)
     ]
 
 
-def check(notes: list[list[dict[str, Any]]]) -> list[dict[str, Any]]:
-    """Check all invariants, and return the last note of each process that has finished."""
-    finals = [lines[-1] for lines in notes if "done" in lines[-1]]
+def check(notes: list[list[dict[str, Any]]], *, takes_mean: bool = False) -> list[dict[str, Any]]:
+    """Check all invariants, and return the last note of each process that has finished.
+
+    Args:
+        notes: what each process has written down.
+        takes_mean: whether the loss of a step is the mean over its samples, and not their sum.
+    """
+    finals = [lines[-1] for lines in notes if lines and "done" in lines[-1]]
     assert finals, notes
     used = committed_samples(notes)
     net = Net()
     optimizer, scheduler = optimizer_of(net)
     for number in range(1, STEPS + 1):
         optimizer.zero_grad()
-        net(torch.stack([sample(index) for index in used[number]])).sum().backward()
+        losses = net(torch.stack([sample(index) for index in used[number]]))
+        (losses.mean() if takes_mean else losses.sum()).backward()
         optimizer.step()
         scheduler.step()
     momentum = digest([optimizer.state[p]["momentum_buffer"] for p in net.parameters()])

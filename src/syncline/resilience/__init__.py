@@ -2,14 +2,14 @@
 
 One loop has a `Group`, which agrees with the other processes on who is left, by the state machine of membership.py over
 the register in the launcher's store, and then connects them anew. The wrapped modules, the optimizers and the sampler
-follow. A rank that has missed a step gets the state from another one.
+follow. A rank that has missed a step, or joins, gets the state from the others.
 
-Imports: errors, words, checks, environment, _torch, liveness, transport, session, optimizers, tensors, data,
+Imports: errors, words, checks, environment, _torch, liveness, transport, session, optimizers, tensors, gradients, data,
 checkpoint, ddp.
 
 batches.py     the batches of one rank, and how many samples they have
 group.py       the processes that train together, as one of them sees them
-handover.py    a training state goes from one rank to others, over the transport
+handover.py    a training state goes from the ranks that have it to others, over the transport
 membership.py  which processes train together: a state machine of one process, without a clock, a store or a transport
 parts.py       the wrapped modules, attached optimizers and the sampler of a training state
 register.py    what a process reads and writes in the launcher's store

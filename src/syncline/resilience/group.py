@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import socket
 import time
 import uuid
@@ -29,6 +30,8 @@ from syncline.session.world import (
 )
 from syncline.words import describe_ranks
 
+_LOG = logging.getLogger("syncline")
+
 _POLL_SECONDS = 0.001
 
 _JOIN_POLL_SECONDS = 0.01
@@ -45,11 +48,18 @@ def is_loss(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and is_of_backend(error)
 
 
+class NotNeeded(SystemExit):
+    """The exception that ends a process which waited to join, because the other ranks have ended their loop."""
+
+    def __init__(self) -> None:
+        super().__init__(0)
+
+
 class Group:
     """The processes of one call of `sl.steps`. The constructor is a collective call, except in a process that joins.
 
     Args:
-        rules: when a smaller or larger generation may begin.
+        rules: when a smaller or larger generation may begin. `max_ranks` is 0 for the present number of ranks.
     """
 
     def __init__(self, rules: Rules) -> None:
@@ -57,11 +67,13 @@ class Group:
         self.change = ""
         """How the present generation differs from the former one, in words."""
         self.joins = is_about_to_join()
-        """Whether this process has yet to join the others, by `join`."""
+        """Whether this process has yet to join the others, by `join`: it was started while they train, or it is a spare
+        one."""
         here = world()
+        self.first_size = here.size
+        """The number of ranks with which the loop began."""
         if here.size == 1 and not self.joins:  # nobody can be lost
             return
-        seconds = timeout_seconds()
         # A job can run several loops, one after the other. Each rank counts its loops in the store.
         store = SignedStore(job_store())
         if self.joins:
@@ -74,20 +86,36 @@ class Group:
         register = Register(
             PrefixStore(self._key, job_store()), Entry(name=name, host=here.host, process=RankProcess.own())
         )
-        present = register.ask_to_join() if self.joins else register.enrol(here.rank, here.size, seconds)
         self._register = register
+        rules = replace(rules, timeout_seconds=timeout_seconds())
+        if not self.joins:
+            present = register.enrol(here.rank, here.size, rules)
+            if here.size > len(present.members):
+                disconnect()
+                self.joins = name not in present.members
+        if self.joins:
+            present = register.ask_to_join()
+        self.first_size = register.first_size
         self._error_file = environment.error_file()
         if self._error_file is not None:
             record_steps(self._error_file, are_running=True)
-        self._member = Member(name, present, replace(rules, timeout_seconds=seconds))
+        self._member = Member(name, present, replace(rules, max_ranks=rules.max_ranks or self.first_size))
         self._looked_at = time.monotonic()
 
-    def join(self) -> Membership:
-        """Wait until the others take this process in, and return the generation that begins with it.
+    def begin(self) -> Membership | None:
+        """Return the generation to connect to before the first step; None if the ranks are connected already.
 
         Raises:
-            PeerLost: the others have ended their loop.
+            NotNeeded: the others have ended their loop before this process could join.
         """
+        if self.joins:
+            return self._join()
+        if self._register is None or dist.is_initialized():
+            return None
+        return self._member.membership
+
+    def _join(self) -> Membership:
+        """Wait until the others take this process in, and return the generation that begins with it."""
         register, member = self._register, self._member
         assert register is not None
         while True:
@@ -95,10 +123,8 @@ class Group:
             register.report(present.generation + 1, member.stop(step=-1, now=time.monotonic()))
             while member.membership is present:  # until the others begin a generation
                 if register.ended(present.members) >= set(present.members):
-                    raise PeerLost(
-                        "this process was started in place of a lost one, but the others have ended their loop before "
-                        "it could join"
-                    )
+                    _LOG.warning("syncline: this process was not needed: the other ranks have ended sl.steps")
+                    raise NotNeeded
                 action = member.look(register.observe(present), now=time.monotonic())
                 if isinstance(action, Adopt):
                     self.joins = False
@@ -106,12 +132,14 @@ class Group:
                 time.sleep(_JOIN_POLL_SECONDS)
 
     def someone_waits(self) -> bool:
-        """Return whether a process wants to join. Only rank 0 looks, and the others follow when it stops."""
+        """Return whether a process wants to join, and may. Only rank 0 looks, and not in every step."""
         register = self._register
         if register is None or world().rank != 0 or time.monotonic() - self._looked_at < _NEWCOMER_SECONDS:
             return False
         self._looked_at = time.monotonic()
         members = self._member.membership.members
+        if len(members) >= self._member.rules.max_ranks:
+            return False
         waiting = [name for name in register.newcomers() if name not in members]
         return bool(waiting) and not register.ended(waiting) >= set(waiting)
 

@@ -30,7 +30,7 @@ import torch.distributed as dist
 from syncline.errors import PeerLost
 from syncline.liveness.processes import RankProcess
 from syncline.liveness.store import SignedStore, StoreLine, clone_of, decode
-from syncline.resilience.membership import Membership, Observation, Report
+from syncline.resilience.membership import Membership, Observation, Report, Rules
 
 T = TypeVar("T")
 
@@ -126,30 +126,39 @@ class Register:
         """The last pulse of each process, and the time when it was first seen."""
         self._pulse = Pulse(store, entry.name)
         self._newcomers: list[str] = []
+        self.first_size = 0
+        """The number of members of the first generation."""
 
-    def enrol(self, rank: int, size: int, timeout_seconds: float) -> Membership:
-        """Write the entry of this process, wait for those of all ranks, and return the first generation."""
+    def enrol(self, rank: int, size: int, rules: Rules) -> Membership:
+        """Write the entry of this process, wait for those of all ranks, and return the first generation.
+
+        Ranks above `rules.max_ranks` are not among its members. They wait, and join when a rank is lost.
+        """
         keys = [f"place {rank}" for rank in range(size)]
         mine = json.dumps(asdict(self._entry))
         self._line.ask(lambda store: store.set(keys[rank], mine))
-        deadline = time.monotonic() + timeout_seconds
+        deadline = time.monotonic() + rules.timeout_seconds
         while not self._line.ask(lambda store: store.has(*keys)):
             if time.monotonic() > deadline:
-                raise PeerLost(f"not all ranks have begun sl.steps within {timeout_seconds:g} s")
+                raise PeerLost(f"not all ranks have begun sl.steps within {rules.timeout_seconds:g} s")
             time.sleep(_POLL_SECONDS)
         texts = self._line.ask(lambda store: store.multi_get(keys))
         found = [decode(Entry, text, key) for key, text in zip(keys, texts, strict=True)]
         self.entries = {entry.name: entry for entry in found}
-        names = tuple(self.entries)
+        names = tuple(self.entries)[: rules.max_ranks or None]
         first = Membership(0, names, step=0, sources=names)
+        self.first_size = len(names)
         self.propose(first)  # for processes that join later
         return first
 
     def ask_to_join(self) -> Membership:
         """Write the entry of this process as a newcomer, and return the present generation."""
         present = self._generation(0)
-        for rank in range(len(present.members)):
+        self.first_size = len(present.members)
+        rank = 0
+        while not set(present.members) <= self.entries.keys():
             self._know(f"place {rank}")
+            rank += 1
         mine = json.dumps(asdict(self._entry))
         while self._name not in self.newcomers():
             self._line.ask(partial(SignedStore.set_first, key=f"newcomer {len(self._newcomers)}", text=mine))

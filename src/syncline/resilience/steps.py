@@ -17,6 +17,7 @@ the second run, the samples of the second run come again.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
 from collections.abc import Iterable, Iterator
@@ -26,6 +27,7 @@ from typing import Any
 from syncline.checkpoint.train_state import TrainState, load_all
 from syncline.checks import checked_count, checked_flag, checked_kind, checked_seconds
 from syncline.errors import PeerLost, SynclineError
+from syncline.gradients.riders.newcomers import Newcomers
 from syncline.resilience.batches import Batches
 from syncline.resilience.group import Group, is_loss
 from syncline.resilience.handover import receive_state, send_state
@@ -54,6 +56,8 @@ class Step:
         self.loss: Exception | None = None
         """The error that has interrupted the last attempt; None if none has."""
         self._loop = loop
+        self._around_batch = contextlib.ExitStack()
+        """The contexts around the batch that `batches` has yielded last. An error in the body leaves them open."""
 
     def __repr__(self) -> str:
         return f"<step {self.number}, attempt {self.attempt}>"
@@ -64,6 +68,38 @@ class Step:
         At the end of an epoch, the next epoch begins. After the loss of a rank, the batches are those of this rank
         among the ranks that are left, and no sample that was used in a committed step comes again in this epoch.
         """
+        if self._loop.keeps_global_batch:
+            raise SynclineError(
+                f"step {self.number}: with keep_global_batch=True a step can have several batches: write "
+                "`for batch in step.batches()` instead of next_batch()"
+            )
+        return self._take()
+
+    def batches(self, *, are_means: bool = True) -> Iterator[Any]:
+        """Yield the batches of this rank in this step: one, or several under `keep_global_batch=True`.
+
+        Run forward and backward of each batch inside of the loop, and the optimizer's step after it. The gradients of
+        all batches but the last are accumulated locally (`no_sync`), and then the mean over all batches of all ranks is
+        taken. The batches are those of all ranks with which the training began, also after ranks were lost.
+
+        Args:
+            are_means: whether the loss is a mean over the batch, as usual. Pass False if it is a sum, and use
+                `ddp.normalize_by` in the loop.
+        """
+        wrappers, number = self._loop.wrappers, self._loop.batches.num_each_step
+        divides = self._loop.batches_differ and are_means
+        for at in range(number):
+            with contextlib.ExitStack() as stack:
+                for wrapper in wrappers:
+                    if at < number - 1:
+                        stack.enter_context(wrapper.no_sync())
+                    if (
+                        divides
+                    ):  # ranks have unequal numbers of batches, so the mean of their means would be wrong
+                        stack.enter_context(wrapper.normalize_by(1))
+                yield self._take()
+
+    def _take(self) -> Any:
         batch, num_samples = self._loop.batches.take(self.num_samples or 0)
         if num_samples is not None:
             self.num_samples = (self.num_samples or 0) + num_samples
@@ -80,6 +116,7 @@ class Step:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
     ) -> bool:
+        self._around_batch.close()
         if error is None:
             self._loop.commit(self.num_samples)
             self.is_committed = True
@@ -98,6 +135,8 @@ def steps(
     *,
     data: Iterable[Any] | None = None,
     min_ranks: int = 1,
+    max_ranks: int | None = None,
+    keep_global_batch: bool = False,
     needs_majority: bool = True,
     patience: float = 5.0,
 ) -> Iterator[Step]:
@@ -121,6 +160,11 @@ def steps(
         data: the batches of this rank, such as a DataLoader, for `step.next_batch()`. Give its `DistributedSampler`
             to `state`, so that the samples of lost ranks are dealt to the others.
         min_ranks: the smallest number of ranks that train on.
+        max_ranks: the largest number of ranks that train. None stands for the number at the beginning. Ranks above it
+            are spare: they wait in this call, and join as soon as a rank is lost.
+        keep_global_batch: whether each step uses as many batches as the training began with, also after ranks were
+            lost. The remaining ranks then accumulate gradients over several batches (`step.batches`). Otherwise the
+            batch of all ranks becomes smaller.
         needs_majority: whether the ranks that train on must be more than half of those that have not certainly ended.
             Without it, two halves of a job that cannot reach each other could both train on.
         patience: the time in seconds for which the others wait for a rank that shows no sign of life.
@@ -132,6 +176,7 @@ def steps(
         TypeError, ValueError: an argument is invalid, or a module is sharded or has a strategy under which replicas
             drift.
         PeerLost: too few ranks are left, or the launcher has ended.
+        SystemExit: this process was spare, or has come to replace a lost one, and the others have ended without it.
 
     Examples:
         >>> import torch, syncline as sl
@@ -146,27 +191,47 @@ def steps(
         3
     """
     checked_kind("state", state, TrainState, "an sl.TrainState")
+    checked_count("min_ranks", min_ranks, at_least=1)
     rules = Rules(
-        min_ranks=checked_count("min_ranks", min_ranks, at_least=1),
+        min_ranks=min_ranks,
+        max_ranks=0 if max_ranks is None else checked_count("max_ranks", max_ranks, at_least=min_ranks),
         needs_majority=checked_flag("needs_majority", needs_majority),
         patience_seconds=checked_seconds("patience", patience),
     )
-    return _Loop(state, checked_count("until", until, at_least=0), data, rules).run()
+    keeps = checked_flag("keep_global_batch", keep_global_batch)
+    return _Loop(
+        state, checked_count("until", until, at_least=0), data, rules, keeps_global_batch=keeps
+    ).run()
 
 
 class _Loop:
     """One call of `sl.steps`."""
 
-    def __init__(self, state: TrainState, until: int, data: Iterable[Any] | None, rules: Rules) -> None:
+    def __init__(
+        self,
+        state: TrainState,
+        until: int,
+        data: Iterable[Any] | None,
+        rules: Rules,
+        *,
+        keeps_global_batch: bool,
+    ) -> None:
         self.state = state
-        self.batches = Batches(data)
+        self.wrappers = wrappers_in(state)
+        self.keeps_global_batch = keeps_global_batch
         self._until = until
-        self._wrappers = wrappers_in(state)
-        self._attached = attached_in(state, self._wrappers)
+        self._attached = attached_in(state, self.wrappers)
         self._undo = Undo(state.named)
-        self._sampler = sampler_in(state)
         self._group = Group(rules)
-        self._made: list[int] = []
+        self._sampler = sampler_in(state)
+        self._num_places = self._group.first_size
+        if keeps_global_batch and rules.max_ranks > self._num_places:
+            raise ValueError(
+                f"keep_global_batch=True expects max_ranks to be at most {self._num_places}, the number of ranks at "
+                f"the beginning, got {rules.max_ranks}: there would be ranks without a batch"
+            )
+        self.batches = Batches(data, self._sampler, self._num_places if keeps_global_batch else None)
+        self._made = self._steps_now()
         """The number of steps that each optimizer had made when the first attempt of this step began."""
         self._has_state = not self._group.joins
         self._num_made = 0
@@ -174,11 +239,18 @@ class _Loop:
         self._change_ms = 0.0
         """How long the last change of the ranks has taken."""
 
+    @property
+    def batches_differ(self) -> bool:
+        """Whether a rank uses more than one batch in a step, so that the numbers of the ranks can differ."""
+        return self.keeps_global_batch and world().size < self._num_places
+
     def run(self) -> Iterator[Step]:
         """Yield the steps."""
         try:
-            if self._group.joins:
-                self._connect_to(self._group.join())
+            begin = self._group.begin()
+            if begin is not None:
+                self._connect_to(begin)
+            self._newcomers.look = self._group.someone_waits
             while True:
                 while self.state.step < self._until:
                     yield from self._one_step()
@@ -188,10 +260,11 @@ class _Loop:
                 self._undo.restore()
                 self._connect_anew(lost)
         finally:
+            self._newcomers.look = None
             self._group.leave()
 
     def _one_step(self) -> Iterator[Step]:
-        if self._group.someone_waits():
+        if self._newcomers.are_waiting:  # all ranks have received this behind the same gradients
             self._made = self._steps_now()
             self._connect_anew(PeerLost("this rank stops, because a process joins"))
             self._say(self.state.step + 1, "continue")
@@ -218,8 +291,13 @@ class _Loop:
                 number, self._group.change, world().size, what, self._change_ms,
             )  # fmt: skip
 
+    @property
+    def _newcomers(self) -> Newcomers:
+        return self.wrappers[0]._replica.gradients.riders.newcomers
+
     def begin_attempt(self) -> None:
         """Remember what the body finds."""
+        self._newcomers.are_waiting = False
         self._undo.begin()
         if not any(attached.num_made_before for attached in self._attached):
             self._made = [attached.num_steps for attached in self._attached]
@@ -279,14 +357,14 @@ class _Loop:
         transport = transport_of(None)
         sources = [membership.members.index(name) for name in membership.sources]
         behind = [rank for rank in range(here.size) if rank not in sources]
-        for wrapper in self._wrappers:
+        for wrapper in self.wrappers:
             wrapper._replica.use_transport(transport)
-        if here.rank == sources[0]:
-            send_state(self._state(), transport, behind)
-        elif here.rank in behind:
-            self._load(receive_state(transport, sources[0]))
+        if here.rank in sources:
+            send_state(self._state(), transport, behind, sources)
+        else:
+            self._load(receive_state(transport, sources))
             self._has_state = True
-        for wrapper in self._wrappers:
+        for wrapper in self.wrappers:
             wrapper._replica.gradients.count_from_step(self.state.step)
         self._deal()
         for attached, made in zip(self._attached, self._made, strict=True):
@@ -294,11 +372,9 @@ class _Loop:
         transport.barrier().wait()
 
     def _deal(self) -> None:
-        """Deal the samples that are left to the present ranks, and begin a new iteration."""
+        """Deal the samples that are left to the present ranks."""
         here = world()
-        if self._sampler is not None:
-            self._sampler._deal_to(here.size, here.rank)
-        self.batches.begin_again()
+        self.batches.deal(here.size, here.rank)
 
     def _state(self) -> dict[str, Any]:
         saved = {name: value for name, value in self.state.state_dict().items() if name != "rng"}

@@ -10,6 +10,7 @@ forwards.py          rider: forwards in training mode that had no backward
 items.py             rider: the number of items that contributed to the gradients, under `normalize_by`
 metrics.py           rider: means over ranks of the metrics given to `ddp.report`
 missing.py           riders: parameters without a gradient; changes of a static graph
+newcomers.py         rider: whether a process waits to join the ranks, in `sl.steps`
 nonfinite.py         rider: gradients that are NaN or infinite; marks on gradients that must not be applied
 nonfinite_report.py  the error or warning about such gradients
 replica_search.py    search for the values in which replicas differ

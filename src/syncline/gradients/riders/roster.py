@@ -12,6 +12,7 @@ from syncline.gradients.riders.forwards import Forwards
 from syncline.gradients.riders.items import Items
 from syncline.gradients.riders.metrics import Metrics
 from syncline.gradients.riders.missing import MissingGradients, StaticGraph
+from syncline.gradients.riders.newcomers import Newcomers
 from syncline.gradients.riders.nonfinite import NonFinite, NonFiniteWatch
 from syncline.gradients.riders.replica_watch import Replicas
 from syncline.gradients.riders.same_data import SameData
@@ -45,6 +46,7 @@ class Roster(Riders):
         former: Roster | None = None,
     ) -> None:
         self.stop: Stop = Stop() if former is None else former.stop
+        self.newcomers: Newcomers = Newcomers() if former is None else former.newcomers
         self.forwards: Forwards = Forwards() if former is None else former.forwards
         self.settings: Settings = Settings() if former is None else former.settings
         self.metrics: Metrics = Metrics() if former is None else former.metrics
@@ -57,7 +59,14 @@ class Roster(Riders):
             self.nonfinite = NonFiniteWatch(options.on_nonfinite, names, gradients, transport)
             if former is not None:
                 self.nonfinite.continues(former.nonfinite)
-        riders: list[Rider] = [self.stop, self.same_data, self.forwards, self.settings, self.missing]
+        riders: list[Rider] = [
+            self.stop,
+            self.newcomers,
+            self.same_data,
+            self.forwards,
+            self.settings,
+            self.missing,
+        ]
         self.static_graph: StaticGraph | None = None
         if static is not None:
             self.static_graph = StaticGraph(names, static)
