@@ -2,8 +2,8 @@
 
 The processes run `Member` as the real ones do; the store, the network and the steps are simulated. All chance comes
 from one seed. Requests to the store, and its answers, arrive late, twice or not at all; a process is cut off from the
-store for a while, is paused, or crashes, at any point. A step reaches each member at another time, and if a member
-crashes meanwhile, some members have the step and others not.
+store for a while, is paused, or crashes, at any point; some processes cannot reach the others for a while. A step
+reaches each member at another time, and if a member crashes meanwhile, some members have the step and others not.
 """
 
 from __future__ import annotations
@@ -105,13 +105,20 @@ class World:
         self.crashed: set[str] = set()
         self.paused_until: dict[str, float] = {}
         self.cut_until: dict[str, float] = {}
+        self.apart: frozenset[str] = frozenset()
+        """Processes that can reach each other and the store, but not the other processes."""
+        self.apart_until = 0.0
         self.ended: dict[str, str] = {}
         self.finished: set[str] = set()
         # What the invariants are about.
         self.adopted: dict[int, Membership] = {}
         self.committed: dict[tuple[int, int], str] = {}
+        self.computed: dict[int, set[str]] = {}
+        """The states that members have computed, by step."""
         self.states: dict[str, str] = {}
         self.steps: dict[str, int] = {}
+        self.handed_over: dict[int, str] = {}
+        """The state that the sources have sent, by generation."""
         self.saves: dict[int, str] = {}
         first = tuple(f"p{index}" for index in range(self.random.randint(2, 5)))
         self.first = Membership(0, first, 0, first)
@@ -135,6 +142,8 @@ class World:
 
     def start(self, name: str, member: Member, state: str, step: int) -> None:
         self.states[name], self.steps[name] = state, step
+        if step >= 0:
+            self.computed.setdefault(step, set()).add(state)
         self.running[name] = self.program(member)
         self.at(self.random.random(), lambda: self.resume(name, self.running.get(name), None))
 
@@ -163,7 +172,7 @@ class World:
         if not self.running:
             return
         name = self.random.choice(sorted(self.running))
-        kind = self.random.choice(["crash", "crash", "pause", "cut", "join"])
+        kind = self.random.choice(["crash", "crash", "pause", "cut", "apart", "join"])
         self.faults.append(kind)
         if kind == "crash":
             self.running.pop(name).close()
@@ -173,6 +182,9 @@ class World:
             self.paused_until[name] = self.now + self.random.uniform(0, 20)
         elif kind == "cut":
             self.cut_until[name] = self.now + self.random.uniform(0, 20)
+        elif kind == "apart":
+            self.apart = frozenset(one for one in sorted(self.running) if self.random.random() < 0.5)
+            self.apart_until = self.now + self.random.uniform(0, 20)
         else:
             self.at(0.0, self.join)
 
@@ -245,7 +257,14 @@ class World:
             found.wants_change |= self.has_newcomer(membership)
             found.waiting[name] = answer
             gone = [m for m in membership.members if m not in self.running or (m, key[0]) in self.stopped]
-            if set(membership.members) <= found.arrived:
+            are_apart = self.now < self.apart_until and 0 < len(self.apart & {*membership.members}) < len(
+                membership.members
+            )
+            if (
+                are_apart and self.random.random() < 0.9
+            ):  # what was sent before may arrive, and not everywhere
+                pass
+            elif set(membership.members) <= found.arrived:
                 for other in sorted(found.waiting):
                     self.at(self.random.uniform(0, 0.5), partial(found.waiting[other], True))
             elif gone:
@@ -319,14 +338,21 @@ class World:
         if self.adopted.setdefault(membership.generation, membership) != membership:
             raise Broken(f"two memberships of generation {membership.generation}")
         if (yield self.collective(membership, "connect")):
+            if not action.loads and self.steps[name] != membership.step:
+                raise Broken(f"{name} is a source at step {self.steps[name]}, not {membership.step}")
             if not action.loads:
-                if self.steps[name] != membership.step:
-                    raise Broken(f"{name} is a source at step {self.steps[name]}, not {membership.step}")
-            else:
-                [source, *_] = membership.sources
-                self.states[name], self.steps[name] = self.states[source], membership.step
-            if (yield self.collective(membership, "loaded")):
-                return True
+                self.handed_over[membership.generation] = self.states[name]
+            # A newcomer may be a member, and be lost or left alone, before it has got the state.
+            if (yield self.collective(membership, "hand over")):
+                if action.loads:
+                    self.states[name] = self.handed_over[membership.generation]
+                    self.steps[name] = membership.step
+                if self.states[name] not in self.computed.get(self.steps[name], ()):
+                    raise Broken(
+                        f"{name} begins step {self.steps[name]} with a state that no member has computed"
+                    )
+                if (yield self.collective(membership, "loaded")):
+                    return True
         self.stopped.add((name, membership.generation))
         self.leave_generation(name, membership)
         return False
@@ -340,6 +366,7 @@ class World:
         step = self.steps[name]
         self.states[name] = after_step(self.states[name], step, membership.members)
         self.steps[name] = step + 1
+        self.computed.setdefault(step + 1, set()).add(self.states[name])
         known = self.committed.setdefault((membership.generation, step), self.states[name])
         if known != self.states[name]:
             raise Broken(f"step {step} of generation {membership.generation} has two results")
@@ -365,7 +392,7 @@ class World:
         finals = {self.states[name] for name, how in self.ended.items() if how == "done"}
         if len(finals) > 1:
             raise Broken(f"the processes end with {len(finals)} states")
-        if self.is_lossy or "pause" in self.faults or "cut" in self.faults:
+        if self.is_lossy or {"pause", "cut", "apart"} & {*self.faults}:
             return
         # Whoever is lost is known to be lost, so the others finish.
         survivors = [name for name in self.first.members if name not in self.crashed]

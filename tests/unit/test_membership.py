@@ -135,6 +135,15 @@ class LoadsNothing(World):
         return super().adopt(name, action)
 
 
+class NeedsNoState(Member):
+    """Processes that have joined, but have not loaded the state, train on with their own one."""
+
+    def look(self, observed: Observation, *, now: float) -> Action:
+        reports = {name: replace(one, step=max(one.step, 0)) for name, one in observed.reports.items()}
+        self._step = max(self._step, 0)
+        return super().look(replace(observed, reports=reports), now=now)
+
+
 def of(member: type[Member]) -> type[World]:
     """A world of such processes."""
     return type(member.__name__, (World,), {"member_class": member})
@@ -172,6 +181,7 @@ def is_no_majority(current: Membership, found: Membership, observed: Observation
         of(Unfenced),
         of(FollowsItself),
         LoadsNothing,
+        of(NeedsNoState),
         pytest.param(changed(begins_too_early), id="begins too early"),
         pytest.param(changed(is_no_majority), id="is no majority"),
     ],

@@ -109,27 +109,12 @@ class Group:
             NotNeeded: the others have ended their loop before this process could join.
         """
         if self.joins:
-            return self._join()
+            membership = self._agree(-1, _JOIN_POLL_SECONDS)
+            self.joins = False
+            return membership
         if self._register is None or dist.is_initialized():
             return None
         return self._member.membership
-
-    def _join(self) -> Membership:
-        """Wait until the others take this process in, and return the generation that begins with it."""
-        register, member = self._register, self._member
-        assert register is not None
-        while True:
-            present = member.membership
-            register.report(present.generation + 1, member.stop(step=-1, now=time.monotonic()))
-            while member.membership is present:  # until the others begin a generation
-                if register.ended(present.members) >= set(present.members):
-                    _LOG.warning("syncline: this process was not needed: the other ranks have ended sl.steps")
-                    raise NotNeeded
-                action = member.look(register.observe(present), now=time.monotonic())
-                if isinstance(action, Adopt):
-                    self.joins = False
-                    return action.membership
-                time.sleep(_JOIN_POLL_SECONDS)
 
     def someone_waits(self) -> bool:
         """Return whether a process wants to join, and may. Only rank 0 looks, and not in every step."""
@@ -153,32 +138,44 @@ class Group:
         Raises:
             PeerLost: this process cannot go on.
         """
-        register = self._register
-        if register is None:
+        if self._register is None:
             raise loss
-        member = self._member
-        current = member.membership
         # A rank that has not noticed the loss may wait for this one in a collective.
         if dist.is_initialized():  # not if a rank was lost while they connected
             transport_of(None).abort(f"it stops, because it has noticed a loss: {loss}")
             disconnect()
+        try:
+            return self._agree(num_commits, _POLL_SECONDS)
+        except PeerLost as left:
+            raise PeerLost(f"{left}. The first error: {loss}") from loss
+        except NotNeeded:
+            raise PeerLost("the others have ended before this process could load their state") from loss
+
+    def _agree(self, num_commits: int, poll_seconds: float) -> Membership:
+        """Report the number of commits, and wait until the next generation with this process has been decided."""
+        register, member = self._register, self._member
+        assert register is not None
         report = member.stop(step=num_commits, now=time.monotonic())
-        register.report(current.generation + 1, report)
         while True:
-            action = member.look(register.observe(current), now=time.monotonic())
-            if isinstance(action, Adopt):
-                self.change = _change_in_words(current, action.membership)
-                return action.membership
-            if isinstance(action, Leave):
-                raise PeerLost(
-                    f"sl.steps ends on this rank: {action.reason}. The first error: {loss}"
-                ) from loss
-            if num_commits < 0 and register.ended(current.members) >= {*current.members} - {member.name}:
-                raise PeerLost("the others have ended before this process could load their state") from loss
-            if isinstance(action, Propose):
-                register.propose(action.membership)
-            else:
-                time.sleep(_POLL_SECONDS)
+            current = member.membership
+            register.report(current.generation + 1, report)
+            while (
+                member.membership is current
+            ):  # a process without the state may have to wait for several generations
+                action = member.look(register.observe(current), now=time.monotonic())
+                if isinstance(action, Adopt):
+                    self.change = _change_in_words(current, action.membership)
+                    return action.membership
+                if isinstance(action, Leave):
+                    raise PeerLost(f"sl.steps ends on this rank: {action.reason}")
+                if isinstance(action, Propose):
+                    register.propose(action.membership)
+                    continue
+                others = {*current.members} - {member.name}
+                if num_commits < 0 and register.ended(sorted(others)) >= others:
+                    _LOG.warning("syncline: this process was not needed: the other ranks have ended sl.steps")
+                    raise NotNeeded
+                time.sleep(poll_seconds)
 
     def connect(self, membership: Membership) -> None:
         """Connect to the other members of a generation.
