@@ -5,6 +5,8 @@ from __future__ import annotations
 import subprocess
 from pathlib import Path
 
+import pytest
+
 from forks import Forks
 
 PROGRAM = """
@@ -63,6 +65,38 @@ sl.shutdown()
 """
 
 
+LEAKS = """
+import os, sys, time
+import torch
+import syncline as sl
+
+sl.init(transport=sys.argv[1])
+ddp = sl.DistributedDataParallel(torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.BatchNorm1d(2)))
+optimizer = torch.optim.SGD(ddp.parameters(), lr=0.125)
+state = sl.TrainState(model=ddp, optimizer=optimizer)
+
+
+def held():
+    return [len(os.listdir(f"/proc/self/{kind}")) for kind in ("task", "fd")]
+
+
+for step in sl.steps(state, until=24):
+    with step:
+        optimizer.zero_grad()
+        ddp(torch.full((4, 2), float(sl.world().rank))).square().mean().backward()
+        optimizer.step()
+        if step.attempt == 1:
+            raise sl.PeerLost("simulated")
+    if step.is_committed and step.number == 4:
+        before = held()
+sl.barrier()
+deadline = time.monotonic() + 20
+while any(now > then + 4 for now, then in zip(held(), before)) and time.monotonic() < deadline:
+    time.sleep(0.05)  # threads of former groups end in the background
+print("threads and files:", *before, *held())
+"""
+
+
 def run(folder: Path, forks: Forks, when: str, *options: str) -> subprocess.CompletedProcess[str]:
     (folder / "program.py").write_text(PROGRAM)
     return forks.launch(folder, *options, "-n", "3", "program.py", when, warm_ranks=True).wait()
@@ -104,3 +138,19 @@ def test_a_rank_that_is_started_again_joins_the_others(tmp_path: Path, forks: Fo
     starts = ["0 of 3, joins=False, [3, 2, 3]", "1 of 3, joins=False, [3, 2, 3]", "2 of 3, joins=True, [3]"]
     assert [line.partition(", step")[0] for line in sorted(lines)] == starts
     assert len({line.partition(", step")[2] for line in lines}) == 1, lines
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("transport", ["shm", "c10d"])
+def test_changes_of_the_ranks_leave_no_threads_and_no_files_behind(
+    transport: str, tmp_path: Path, forks: Forks
+) -> None:
+    (tmp_path / "program.py").write_text(LEAKS)
+    done = forks.launch(tmp_path, "--resilient", "-n", "2", "program.py", transport, warm_ranks=True).wait()
+    assert done.returncode == 0, done.stderr
+    lines = [line.partition("files: ")[2] for line in done.stdout.splitlines() if "files: " in line]
+    assert len(lines) == 2
+    for line in lines:
+        threads_before, files_before, threads, files = map(int, line.split())
+        assert threads <= threads_before + 4, line
+        assert files <= files_before + 4, line

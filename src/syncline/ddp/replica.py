@@ -90,6 +90,8 @@ class Replica:
         check_one_copy(module, transport)
         if config.init_sync:
             broadcast_values(chosen, transport, src=0, buffers=config.init_buffers)
+        self._close_lanes: list[weakref.finalize[Any, Any]] = []
+        """Functions that close the lanes of this replica. They are called when it is freed, or has other lanes."""
         self._gradient_lane, self._buffer_lane = self._open_lanes(chosen)
         drifting = spec if strategy.drifts else None
         self.drift = Drift(module, chosen.reduced, config, transport, drifting, self.checks)
@@ -113,7 +115,7 @@ class Replica:
             within = self.transport.split(workers[self.transport.rank])
             assert within is not None
             gradients = within
-            weakref.finalize(self, within.close)
+            self._close_lanes.append(weakref.finalize(self, within.close))
         return gradients, self._open_lane("buffers") if chosen.buffers else self.transport
 
     def _open_lane(self, purpose: str, *, of: object = None) -> Transport:
@@ -123,7 +125,9 @@ class Replica:
         """
         lane = self.transport.lane(f"{purpose} of {self._title}")
         if lane is not self.transport:
-            weakref.finalize(self if of is None else of, lane.close)
+            close = weakref.finalize(self if of is None else of, lane.close)
+            if of is None:
+                self._close_lanes.append(close)
         return lane
 
     def _wire(self, chosen: Selection, former: GradientSync | None = None) -> None:
@@ -339,8 +343,11 @@ class Replica:
         self.drift.divergence.refuse_inside("the change of the process group")
         self.transport = transport
         self.drift.use_transport(transport)
+        former, self._close_lanes = self._close_lanes, []
         self._gradient_lane, self._buffer_lane = self._open_lanes(self.selection)
         self._wire_again()
+        for close in former:
+            close()
 
     @property
     def is_drifting(self) -> bool:
@@ -449,6 +456,7 @@ class Replica:
         self.checks = ReplicaChecks()
         self.transport = transport_of(None)
         self._gradient_lane = self._buffer_lane = self.transport
+        self._close_lanes = []
         self.drift = Drift(self.module, (), self.config, self.transport, None, self.checks)
         compare = weakly(self._before_reduction)
         self.registered = Registrations(self.module, self.config, None, compare, buffer_hook)

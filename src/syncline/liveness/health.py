@@ -10,6 +10,7 @@ import ctypes
 import sys
 import threading
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -142,7 +143,9 @@ class Health:
         """The id of the only thread that has started collectives; 0 if no thread has, -1 if several threads have."""
         self._has_raised = False
         self._timeout_seconds = timeout_seconds
-        self._group = main.group
+        self._group = None if main.group is None else weakref.ref(main.group)
+        self._keeper: threading.Timer | None = None
+        """The thread that keeps the groups alive after a failure."""
         if size > 1:
             refuse_in_forks(self)
 
@@ -185,7 +188,10 @@ class Health:
 
     def has_lost_its_group(self) -> bool:
         """Return whether the program has destroyed the process group by torch.distributed.destroy_process_group."""
-        return self._group is not None and not is_living(self._group)
+        if self._group is None:
+            return False
+        group = self._group()
+        return group is None or not is_living(group)
 
     def is_live(self) -> bool:
         """Return whether the place of this rank is still to be published. Once the result is False, it stays False."""
@@ -239,6 +245,16 @@ class Health:
             keeper.start()
         except RuntimeError:  # Python 3.12 starts no thread while it exits, so keep the groups until the end
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(groups))
+        self._keeper = keeper
+
+    def drop_groups(self) -> None:
+        """Drop the groups that are kept after a failure. A thread waits for their pending operations meanwhile.
+
+        A process that goes on without them calls this, so that their connections, threads and memory are released.
+        """
+        if self._keeper is not None:
+            self._keeper.cancel()
+            self._keeper = None
 
     # ------------------------------------------------------------------ the ranks
 

@@ -202,7 +202,10 @@ class Register:
         decided = self._read([f"generation {number}"])
         if decided:
             [(key, text)] = decided.items()
-            return Observation({}, decided=decode(Membership, text, key))
+            membership = decode(Membership, text, key)
+            if not set(membership.members) <= self.entries.keys():
+                self.newcomers()  # to know their entries
+            return Observation({}, decided=membership)
         newcomers = [name for name in self.newcomers() if name not in current.members]
         keys = {f"report {number} {name}": name for name in (*current.members, *newcomers)}
         reports = {keys[key]: decode(Report, text, key) for key, text in self._read([*keys]).items()}

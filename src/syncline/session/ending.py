@@ -94,32 +94,41 @@ def keep_groups() -> None:
 
 
 class Destroyer:
-    """A thread that destroys the default process group at shutdown.
+    """A thread that destroys the default process group.
 
     The thread is started in advance, because Python 3.12 starts no thread while it exits.
     """
 
     def __init__(self) -> None:
         self._decided = threading.Event()
+        self._is_done = threading.Event()
         self._destroy = False
-        self._thread = threading.Thread(target=self._run, name="syncline-shutdown", daemon=True)
-        self._thread.start()
+        self._held: list[object] = []
+        threading.Thread(target=self._run, name="syncline-shutdown", daemon=True).start()
 
     def _run(self) -> None:
         self._decided.wait()
         if self._destroy:
             dist.destroy_process_group()
+        self._is_done.set()
+        self._held.clear()
+
+    def hold(self, group: object) -> None:
+        """Hold a reference to a group until it has been destroyed, and drop it in this thread.
+
+        The last reference to a Gloo group waits for threads of the group, which can take 20 ms. So nobody waits for it.
+        """
+        self._held.append(group)
 
     def end(self, *, destroy: bool) -> None:
         """Destroy the process group if `destroy` is True, and end the thread.
 
         Wait at most 10 seconds for this, because a collective may be pending that other ranks have not joined. If the
-        thread has not ended by then, warn.
+        group has not been destroyed by then, warn.
         """
         self._destroy = destroy
         self._decided.set()
-        self._thread.join(_DESTROY_SECONDS)
-        if self._thread.is_alive():
+        if not self._is_done.wait(_DESTROY_SECONDS):
             warn_user(
                 f"sl.shutdown() could not destroy the process group within {_DESTROY_SECONDS:g} s, because other "
                 "ranks have not joined a pending collective. Wait for all asynchronous work before sl.shutdown()",

@@ -285,10 +285,12 @@ class Session:
             self._asked = (
                 joined.asked if joined else Asked(timeout_seconds=timeout_seconds_of(group) or 300.0)
             )
-            self.transports.close()
+            self.transports.close(goes_on=True)
             destroyer = (
                 joined.destroyer if joined is not None and joined.destroyer is not None else Destroyer()
             )
+            destroyer.hold(group)
+            del group  # so that the last reference is not this one
             destroyer.end(destroy=True)
             if joined is not None:
                 # Until there is a new group, this process is joined to no others, so it leaves none at its end.

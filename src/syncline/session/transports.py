@@ -23,6 +23,7 @@ from syncline.transport.hierarchy import HierarchicalTransport
 from syncline.transport.shared_memory.core import SharedMemoryUnavailable
 from syncline.transport.shared_memory.transport import SharedMemoryTransport
 from syncline.transport.threads import ThreadGroup
+from syncline.transport.watched import WatchedTransport
 from syncline.user_code import warn_user
 
 
@@ -201,9 +202,16 @@ class Transports:
             self.forget_destroyed()
             self._has_lost_default = False
 
-    def close(self) -> None:
-        """Close the transports of all process groups."""
+    def close(self, *, goes_on: bool = False) -> None:
+        """Close the transports of all process groups.
+
+        Args:
+            goes_on: whether this process creates new groups after this. After a failure, the resources of the old ones
+                are then released at once, and not when their operations have timed out.
+        """
         with self._lock:
             for transport in self.selected():
                 transport.close()
+                if goes_on and isinstance(transport, WatchedTransport):
+                    transport.drop_groups()
             self._entries.clear()

@@ -72,6 +72,10 @@ class WatchedTransport(Transport):
             self.health.position.mark_lane_closed(self.own_lane)
         self._release()
 
+    def drop_groups(self) -> None:
+        """Release the process groups that are kept after a failure. Call it after `close`, if the process goes on."""
+        self.health.drop_groups()
+
     @abstractmethod
     def _release(self) -> None:
         """Release the resources of this lane. `close` calls this method once."""

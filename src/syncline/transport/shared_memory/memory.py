@@ -114,6 +114,9 @@ _HUGE_PAGE_BYTES = 2 * 1024 * 1024
 _RESERVE_BYTES = 64 * 1024 * 1024
 """The number of available bytes that shared memory must leave free for other uses."""
 
+_UNCHECKED_BYTES = _RESERVE_BYTES // 16
+"""Less memory than this is allocated without a look at the available memory, which takes milliseconds."""
+
 
 @functools.cache
 def _libc() -> Any:
@@ -219,6 +222,8 @@ class SharedMemory:
 
 
 def _check_room(num_bytes: int) -> None:
+    if num_bytes < _UNCHECKED_BYTES:
+        return
     available = available_bytes()
     if available is not None and num_bytes + _RESERVE_BYTES > available:
         raise SynclineError(
