@@ -192,6 +192,7 @@ class Register:
         number = current.generation + 1
         decided = self._read([f"generation {number}"])
         if decided:
+            self.newcomers()  # whom others may have taken in before this process has read of them
             [(key, text)] = decided.items()
             return Observation({}, decided=decode(Membership, text, key))
         newcomers = [name for name in self.newcomers() if name not in current.members]
