@@ -16,7 +16,8 @@ from syncline.liveness.failed_wait import is_of_backend
 from syncline.liveness.processes import RankProcess
 from syncline.liveness.store import SignedStore
 from syncline.resilience.membership import Adopt, Leave, Member, Membership, Propose, Rules
-from syncline.resilience.register import Entry, Register
+from syncline.resilience.register import SILENT_SECONDS, Entry, Line, Register
+from syncline.resilience.watch import Pulse, Watch
 from syncline.session.process import record_steps
 from syncline.session.world import (
     disconnect,
@@ -27,6 +28,7 @@ from syncline.session.world import (
     transport_of,
     world,
 )
+from syncline.transport.watched import WatchedTransport
 from syncline.words import describe_ranks
 
 _POLL_SECONDS = 0.001
@@ -71,15 +73,22 @@ class Group:
             store.set("loop", str(number))
         self._key = f"members {number}"
         name = f"{socket.gethostname()} {'new' if self.joins else here.rank} {uuid.uuid4().hex[:8]}"
+        members = PrefixStore(self._key, job_store())
+        # While the others wait for this process, it waits for the network.
+        silence_seconds = SILENT_SECONDS + rules.patience_seconds
         register = Register(
-            PrefixStore(self._key, job_store()), Entry(name=name, host=here.host, process=RankProcess.own())
+            members, Entry(name=name, host=here.host, process=RankProcess.own()), silence_seconds
         )
+        self._watch = Watch()
+        self._pulse = Pulse(Line(members, silence_seconds), name, self._watch)
         present = register.ask_to_join() if self.joins else register.enrol(here.rank, here.size, seconds)
         self._register = register
         self._error_file = environment.error_file()
         if self._error_file is not None:
-            record_steps(self._error_file, are_running=True)
+            record_steps(self._error_file, name)
         self._member = Member(name, present, replace(rules, timeout_seconds=seconds))
+        if not self.joins:
+            self._watch_next(present)
         self._looked_at = time.monotonic()
 
     def join(self) -> Membership:
@@ -128,6 +137,7 @@ class Group:
         register = self._register
         if register is None:
             raise loss
+        self._watch.end()
         member = self._member
         current = member.membership
         # A rank that has not noticed the loss may wait for this one in a collective.
@@ -170,6 +180,15 @@ class Group:
             local_rank=hosts[:rank].count(hosts[rank]),
             local_size=hosts.count(hosts[rank]),
         )
+        self._watch_next(membership)
+
+    def _watch_next(self, membership: Membership) -> None:
+        """Watch the next member while this generation trains."""
+        register, members, transport = self._register, membership.members, transport_of(None)
+        assert register is not None
+        if isinstance(transport, WatchedTransport):
+            following = members[(members.index(self._member.name) + 1) % len(members)]
+            self._watch.begin(membership, register.entries[following], transport)
 
     def wait_for_all(self) -> Exception | None:
         """Wait until all members have reached this place. Return the error if one of them is lost, or else None."""
@@ -185,15 +204,18 @@ class Group:
     def leave(self) -> None:
         """Record that this process has left the loop, and takes no more part."""
         if self._register is not None:
+            self._watch.end()
+            self._pulse.close()
             self._register.end()
             if self._error_file is not None:
-                record_steps(self._error_file, are_running=False)
+                record_steps(self._error_file, None)
 
 
 def _change_in_words(before: Membership, after: Membership) -> str:
     gone, come = set(before.members) - set(after.members), set(after.members) - set(before.members)
     lost = [rank for rank, name in enumerate(before.members) if name in gone]
-    words = [f"{describe_ranks(lost)} of {len(before.members)} was lost"] if lost else []
+    were = "was" if len(lost) == 1 else "were"
+    words = [f"{describe_ranks(lost)} of {len(before.members)} {were} lost"] if lost else []
     if come:
         words.append(f"{len(come)} {'process' if len(come) == 1 else 'processes'} joined")
     return " and ".join(words) or "a connection was lost"
