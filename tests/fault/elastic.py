@@ -11,6 +11,7 @@ import hashlib
 import json
 import os
 import signal
+import time
 from collections.abc import Callable
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -64,6 +65,7 @@ class Plan:
     timeout_seconds: float = 30.0
     patience_seconds: float = 5.0
     min_ranks: int = 1
+    needs_majority: bool = True
 
 
 class Net(nn.Module):
@@ -111,6 +113,7 @@ class Moments:
 
     faults: list[Fault]
     note: Callable[..., None]
+    folder: Path
     step: int = 0
     attempt: int = 0
     generation: int = 0
@@ -123,6 +126,9 @@ class Moments:
 
     def happen(self, fault: Fault) -> None:
         self.note(fault=fault.kind, pid=os.getpid())
+        if fault.kind == "wait":  # for the test
+            while not (self.folder / "go").exists():
+                time.sleep(0.005)
         if fault.kind == "kill":
             os.kill(os.getpid(), signal.SIGKILL)
         if fault.kind == "stop":
@@ -162,7 +168,7 @@ def train_or_leave(plan: Plan, first: int, folder: Path, file: TextIO) -> None:
         file.write(json.dumps(what) + "\n")
         file.flush()
 
-    moments = Moments([fault for fault in plan.faults if fault.rank == first], note)
+    moments = Moments([fault for fault in plan.faults if fault.rank == first], note, folder)
     sl.init(transport=plan.transport, timeout=plan.timeout_seconds)
     try:
         train(plan, moments, note)
@@ -200,7 +206,14 @@ def train(plan: Plan, moments: Moments, note: Callable[..., None]) -> None:
     net.first.weight.register_post_accumulate_grad_hook(lambda _: moments.at("last bucket"))
     loader = DataLoader(Samples(), batch_size=BATCH, sampler=sampler)
     with watched_places(moments, ddp):
-        loop = sl.steps(state, STEPS, data=loader, min_ranks=plan.min_ranks, patience=plan.patience_seconds)
+        loop = sl.steps(
+            state,
+            STEPS,
+            data=loader,
+            min_ranks=plan.min_ranks,
+            needs_majority=plan.needs_majority,
+            patience=plan.patience_seconds,
+        )
         for step in loop:
             moments.step, moments.attempt = step.number, step.attempt + 1
             with step:
