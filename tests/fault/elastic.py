@@ -69,6 +69,7 @@ class Plan:
     num_newcomers: int = 0
     """The number of further processes, which want to join."""
     keeps_global_batch: bool = False
+    needs_majority: bool = True
 
 
 class Net(nn.Module):
@@ -116,6 +117,7 @@ class Moments:
 
     faults: list[Fault]
     note: Callable[..., None]
+    folder: Path
     step: int = 0
     attempt: int = 0
     generation: int = 0
@@ -130,6 +132,9 @@ class Moments:
 
     def happen(self, fault: Fault) -> None:
         self.note(fault=fault.kind, pid=os.getpid())
+        if fault.kind == "wait":  # for the test
+            while not (self.folder / "go").exists():
+                time.sleep(0.005)
         if fault.kind == "kill":
             os.kill(os.getpid(), signal.SIGKILL)
         if fault.kind == "stop":
@@ -184,7 +189,7 @@ def train_or_leave(plan: Plan, first: int, folder: Path, file: TextIO) -> None:
         file.flush()
 
     faults = [fault for fault in plan.faults if fault.rank == first]
-    moments = Moments(faults, note, num_newcomers=plan.num_newcomers)
+    moments = Moments(faults, note, folder, num_newcomers=plan.num_newcomers)
     sl.init(transport=plan.transport, timeout=plan.timeout_seconds)
     try:
         train(plan, moments, note)
@@ -238,6 +243,7 @@ def train(plan: Plan, moments: Moments, note: Callable[..., None]) -> None:
             min_ranks=plan.min_ranks,
             max_ranks=plan.max_ranks,
             keep_global_batch=plan.keeps_global_batch,
+            needs_majority=plan.needs_majority,
             patience=plan.patience_seconds,
         )
         for step in loop:

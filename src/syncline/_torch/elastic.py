@@ -1,7 +1,7 @@
 """Replacements of the methods by which torch's elastic agent starts, polls and closes the processes of a host.
 
 torch's launcher has no public way to change these steps. So `syncline run` replaces methods of torch's
-`SubprocessContext` while it runs. This does not affect the ranks, which are other processes.
+`SubprocessContext`, and one of the agent, while it runs. This does not affect the ranks, which are other processes.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import contextlib
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+from torch.distributed.elastic.agent.server.api import SimpleElasticAgent
 from torch.distributed.elastic.multiprocessing.api import SubprocessContext
 from torch.distributed.elastic.multiprocessing.subprocess_handler import get_subprocess_handler
 
@@ -17,18 +18,18 @@ from syncline._torch.lookup import is_there, lookup
 
 
 class Method:
-    """A method of torch's `SubprocessContext` that can be replaced temporarily.
+    """A method of a class of torch that can be replaced temporarily.
 
     Args:
+        owner: the class.
         name: the name of the method.
         used_for: the feature that needs the method; see `lookup`.
     """
 
-    def __init__(self, name: str, used_for: str) -> None:
+    def __init__(self, owner: type, name: str, used_for: str) -> None:
+        self._owner = owner
         self._name = name
-        self._original = lookup(
-            f"torch.distributed.elastic.multiprocessing.api:SubprocessContext.{name}", used_for
-        )
+        self._original = lookup(f"{owner.__module__}:{owner.__qualname__}.{name}", used_for)
 
     @property
     def is_there(self) -> bool:
@@ -47,12 +48,12 @@ class Method:
         """
         if not self.is_there:
             self._original()  # raises the error
-        former = getattr(SubprocessContext, self._name)
-        setattr(SubprocessContext, self._name, make(former))
+        former = getattr(self._owner, self._name)
+        setattr(self._owner, self._name, make(former))
         try:
             yield
         finally:
-            setattr(SubprocessContext, self._name, former)
+            setattr(self._owner, self._name, former)
 
 
 def start_again(ranks: SubprocessContext, local_rank: int, variables: Mapping[str, str]) -> None:
@@ -74,14 +75,17 @@ def start_again(ranks: SubprocessContext, local_rank: int, variables: Mapping[st
     )
 
 
-START = Method("_start", "run ranks that can be asked to stop")
+START = Method(SubprocessContext, "_start", "run ranks that can be asked to stop")
 """The method that starts all ranks of the host."""
 
-POLL = Method("_poll", "run ranks that can be asked to stop")
+POLL = Method(SubprocessContext, "_poll", "run ranks that can be asked to stop")
 """The method that checks the ranks: it returns the results once all ranks have ended or one has failed, else None."""
 
-PIDS = Method("pids", "start a lost rank again")
+PIDS = Method(SubprocessContext, "pids", "start a lost rank again")
 """The method that returns the process numbers of the ranks. If they change, torch's agent ends the job."""
 
-CLOSE = Method("_close", "let ranks report why a peer has ended")
+CLOSE = Method(SubprocessContext, "_close", "let ranks report why a peer has ended")
 """The method that ends the ranks. The replacement first lets them report why a peer has ended."""
+
+EXIT_BARRIER = Method(SimpleElasticAgent, "_exit_barrier", "wait for the launchers of other hosts")
+"""The method with which the agent of each host waits for those of all others, after its ranks have ended."""

@@ -258,8 +258,8 @@ def _checked(value: Any, kind: type) -> Any:
 
 _CONNECT_SECONDS = 1.0
 
-_SILENCE_SECONDS = 4
-"""The number of seconds without acknowledgements after which the kernel closes a connection."""
+_SILENCE_SECONDS = 4.0
+"""How long the other side of a connection may acknowledge nothing before the kernel closes the connection."""
 
 _lock = threading.Lock()
 
@@ -292,17 +292,24 @@ class StoreLine:
             socket.close(self._file_descriptor)  # not os.close, which does not close sockets on Windows
 
 
-def clone_of(store: Any, timeout: timedelta) -> tuple[Any, StoreLine | None]:
+def clone_of(
+    store: Any, timeout: timedelta, silence_seconds: float = _SILENCE_SECONDS
+) -> tuple[Any, StoreLine | None]:
     """Clone a store, so that the clone has its own connection and timeout.
 
     If the network fails, a request over the new connection raises an error instead of waiting forever.
+
+    Args:
+        store: the store.
+        timeout: how long a request waits for a missing key.
+        silence_seconds: how long the network may fail before a request raises an error.
 
     Returns:
         The clone, and a `StoreLine` to the server of the store. If the store cannot be cloned, the first result is the
         store itself. If no connection to a server is found, the second result is None.
     """
-    innermost = _innermost(store)
-    port = getattr(innermost, "port", None)
+    server = innermost(store)
+    port = getattr(server, "port", None)
     timeout_before = store.timeout
     with _lock:  # otherwise a connection that another thread opens could be mistaken for the clone's
         before = open_sockets()
@@ -315,13 +322,13 @@ def clone_of(store: Any, timeout: timedelta) -> tuple[Any, StoreLine | None]:
     if store.timeout != timeout_before:
         clone.set_timeout(timeout_before)  # the clone and the store share one timeout
     for connection in made:
-        _end_with_the_network(connection)
+        _end_with_the_network(connection, silence_seconds)
     with contextlib.suppress(OSError):
         if len(made) == 1:
             return clone, StoreLine(os.dup(made[0]))
         if port is not None:
             # The clone's connection is unknown. The server closes another, idle connection at the same time.
-            idle = socket.create_connection((innermost.host, port), timeout=_CONNECT_SECONDS)
+            idle = socket.create_connection((server.host, port), timeout=_CONNECT_SECONDS)
             return clone, StoreLine(idle.detach())
     return clone, None
 
@@ -333,7 +340,7 @@ def _leads_to(port: int, file_descriptor: int) -> bool:
     return False
 
 
-def _end_with_the_network(file_descriptor: int) -> None:
+def _end_with_the_network(file_descriptor: int, silence_seconds: float) -> None:
     """Configure the kernel to close a connection on which the other side no longer acknowledges anything."""
     if sys.platform != "linux":  # some of these options have other names there
         return
@@ -341,7 +348,7 @@ def _end_with_the_network(file_descriptor: int) -> None:
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 1)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 1)
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 1000 * _SILENCE_SECONDS)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(1000 * silence_seconds))
 
 
 def open_sockets() -> set[int]:
@@ -355,7 +362,8 @@ def open_sockets() -> set[int]:
     return found
 
 
-def _innermost(store: Any) -> Any:
+def innermost(store: Any) -> Any:
+    """Return the store without its prefixes."""
     while hasattr(store, "underlying_store"):
         store = store.underlying_store
     return store

@@ -15,6 +15,7 @@ parts.py       the wrapped modules, attached optimizers and the sampler of a tra
 register.py    what a process reads and writes in the launcher's store
 steps.py       `sl.steps`, the loop
 undo.py        what a body finds when it begins, so that it can run again
+watch.py       what a process does in the background: it shows that it runs, and watches another process
 """
 
 from __future__ import annotations

@@ -17,7 +17,8 @@ from syncline.liveness.failed_wait import is_of_backend
 from syncline.liveness.processes import RankProcess
 from syncline.liveness.store import SignedStore
 from syncline.resilience.membership import Adopt, Leave, Member, Membership, Propose, Rules
-from syncline.resilience.register import Entry, Register
+from syncline.resilience.register import SILENT_SECONDS, Entry, Line, Register
+from syncline.resilience.watch import Pulse, Watch
 from syncline.session.process import record_steps
 from syncline.session.world import (
     disconnect,
@@ -28,6 +29,7 @@ from syncline.session.world import (
     transport_of,
     world,
 )
+from syncline.transport.watched import WatchedTransport
 from syncline.words import describe_ranks
 
 _LOG = logging.getLogger("syncline")
@@ -83,9 +85,14 @@ class Group:
             store.set("loop", str(number))
         self._key = f"members {number}"
         name = f"{socket.gethostname()} {'new' if self.joins else here.rank} {uuid.uuid4().hex[:8]}"
+        members = PrefixStore(self._key, job_store())
+        # While the others wait for this process, it waits for the network.
+        silence_seconds = SILENT_SECONDS + rules.patience_seconds
         register = Register(
-            PrefixStore(self._key, job_store()), Entry(name=name, host=here.host, process=RankProcess.own())
+            members, Entry(name=name, host=here.host, process=RankProcess.own()), silence_seconds
         )
+        self._watch = Watch()
+        self._pulse = Pulse(Line(members, silence_seconds), name, self._watch)
         self._register = register
         rules = replace(rules, timeout_seconds=timeout_seconds())
         if not self.joins:
@@ -98,8 +105,10 @@ class Group:
         self.first_size = register.first_size
         self._error_file = environment.error_file()
         if self._error_file is not None:
-            record_steps(self._error_file, are_running=True)
+            record_steps(self._error_file, name)
         self._member = Member(name, present, replace(rules, max_ranks=rules.max_ranks or self.first_size))
+        if dist.is_initialized():
+            self._watch_next(present)
         self._looked_at = time.monotonic()
 
     def begin(self) -> Membership | None:
@@ -128,28 +137,31 @@ class Group:
         waiting = [name for name in register.newcomers() if name not in members]
         return bool(waiting) and not register.ended(waiting) >= set(waiting)
 
-    def agree(self, num_commits: int, loss: Exception) -> Membership:
-        """Agree with the other processes on who is left.
+    def agree(self, num_commits: int, loss: Exception | None) -> Membership:
+        """Agree with the other processes on the next generation.
 
         Args:
             num_commits: the number of commits of this process; -1 if it has joined, but has not loaded the state.
-            loss: the error that made this process stop.
+            loss: the error that made this process stop; None if all stop after the same step, so that a process joins.
 
         Raises:
             PeerLost: this process cannot go on.
         """
         if self._register is None:
+            assert loss is not None
             raise loss
-        # A rank that has not noticed the loss may wait for this one in a collective.
+        self._watch.end()
         if dist.is_initialized():  # not if a rank was lost while they connected
-            transport_of(None).abort(f"it stops, because it has noticed a loss: {loss}")
+            if loss is not None:  # a rank that has not noticed the loss may wait for this one in a collective
+                transport_of(None).abort(f"it stops, because it has noticed a loss: {loss}")
             disconnect()
+        first = "" if loss is None else f". The first error: {loss}"
         try:
             return self._agree(num_commits, _POLL_SECONDS)
         except PeerLost as left:
-            raise PeerLost(f"{left}. The first error: {loss}") from loss
+            raise PeerLost(f"{left}{first}") from loss
         except NotNeeded:
-            raise PeerLost("the others have ended before this process could load their state") from loss
+            raise PeerLost(f"the others have ended before this process could load their state{first}") from loss
 
     def _agree(self, num_commits: int, poll_seconds: float) -> Membership:
         """Report the number of commits, and wait until the next generation with this process has been decided."""
@@ -158,7 +170,8 @@ class Group:
         report = member.stop(step=num_commits, now=time.monotonic())
         while True:
             current = member.membership
-            register.report(current.generation + 1, report)
+            is_newcomer = member.name not in current.members
+            register.report(current.generation + 1, report, is_newcomer=is_newcomer)
             while (
                 member.membership is current
             ):  # a process without the state may have to wait for several generations
@@ -195,6 +208,15 @@ class Group:
             local_rank=hosts[:rank].count(hosts[rank]),
             local_size=hosts.count(hosts[rank]),
         )
+        self._watch_next(membership)
+
+    def _watch_next(self, membership: Membership) -> None:
+        """Watch the next member while this generation trains."""
+        register, members, transport = self._register, membership.members, transport_of(None)
+        assert register is not None
+        if isinstance(transport, WatchedTransport):
+            following = members[(members.index(self._member.name) + 1) % len(members)]
+            self._watch.begin(membership, register.entries[following], transport)
 
     def wait_for_all(self) -> Exception | None:
         """Wait until all members have reached this place. Return the error if one of them is lost, or else None."""
@@ -210,15 +232,18 @@ class Group:
     def leave(self) -> None:
         """Record that this process has left the loop, and takes no more part."""
         if self._register is not None:
+            self._watch.end()
+            self._pulse.close()
             self._register.end()
             if self._error_file is not None:
-                record_steps(self._error_file, are_running=False)
+                record_steps(self._error_file, None)
 
 
 def _change_in_words(before: Membership, after: Membership) -> str:
     gone, come = set(before.members) - set(after.members), set(after.members) - set(before.members)
     lost = [rank for rank, name in enumerate(before.members) if name in gone]
-    words = [f"{describe_ranks(lost)} of {len(before.members)} was lost"] if lost else []
+    were = "was" if len(lost) == 1 else "were"
+    words = [f"{describe_ranks(lost)} of {len(before.members)} {were} lost"] if lost else []
     if come:
         words.append(f"{len(come)} {'process' if len(come) == 1 else 'processes'} joined")
     return " and ".join(words) or "a connection was lost"

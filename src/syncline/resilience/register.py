@@ -7,18 +7,21 @@ These are the messages, by key. A generation is a number, and a name is that of 
     newcomer N               the `Entry` of the process that was the Nth to ask to join
     generation G             the `Membership` of generation G, once it has been decided
     report G NAME            the `Report` of a process for generation G
+    stopping G               a member has reported for generation G, so that the others stop, too
     here G NAME              the process is about to connect to the other members of generation G
     pulse NAME               a number that grows as long as the process runs
-    ended NAME               the process takes no more part: the launcher has seen its end, or it has left the loop
+    ended NAME               the process takes no more part: it has left the loop
+
+A launcher does not know the prefix of these keys. It writes without a prefix:
+
+    syncline lost NAME       the launcher of another host has seen the end of the process
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
-import threading
 import time
-import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import timedelta
@@ -29,14 +32,12 @@ import torch.distributed as dist
 
 from syncline.errors import PeerLost
 from syncline.liveness.processes import RankProcess
-from syncline.liveness.store import SignedStore, StoreLine, clone_of, decode
+from syncline.liveness.store import SignedStore, StoreLine, clone_of, decode, innermost
 from syncline.resilience.membership import Membership, Observation, Report, Rules
 
 T = TypeVar("T")
 
-_PULSE_SECONDS = 0.5
-
-_SILENT_SECONDS = 3.0
+SILENT_SECONDS = 3.0
 """The time without a pulse after which a process shows no sign of life. A busy host delays pulses."""
 
 _POLL_SECONDS = 0.001
@@ -61,51 +62,47 @@ class Line:
 
     Args:
         store: the launcher's store. The connection to it is a new one.
+        silence_seconds: how long the network may fail before the connection counts as lost.
     """
 
-    def __init__(self, store: Any) -> None:
-        own, self._line = clone_of(store, _STORE_TIMEOUT)
-        self._store = SignedStore(own)
+    def __init__(self, store: Any, silence_seconds: float) -> None:
+        own, self._line = clone_of(store, _STORE_TIMEOUT, silence_seconds)
+        self._store, self._whole = SignedStore(own), SignedStore(innermost(own))
 
     def ask(self, question: Callable[[SignedStore], T]) -> T:
         """Return the answer of the store.
 
         Raises:
-            PeerLost: the launcher, which holds the store, has ended.
+            PeerLost: the launcher, which holds the store, has ended, or cannot be reached.
         """
+        return self._answer(self._store, question)
+
+    def lost(self, names: Sequence[str]) -> set[str]:
+        """Return those of these processes whose end a launcher has recorded."""
+        keys = {_lost(name): name for name in names}
+        found = self._answer(self._whole, partial(SignedStore.readable, keys=[*keys])) if keys else {}
+        return {keys[key] for key in found}
+
+    def record_lost(self, name: str) -> None:
+        """Record in a launcher that a process has ended."""
+        self._answer(self._whole, partial(SignedStore.set, key=_lost(name), text="lost"))
+
+    def _answer(self, store: SignedStore, question: Callable[[SignedStore], T]) -> T:
         line: StoreLine | None = self._line
         try:
             if line is None or line.is_open():
-                return question(self._store)
+                return question(store)
         except (dist.DistNetworkError, dist.DistStoreError):
             pass
         raise PeerLost(
-            "the launcher's store, by which the processes agree on who trains together, has ended. So this process "
-            "cannot continue without the lost rank. The last lines of the launcher's log name the cause"
+            "the launcher's store, by which the processes agree on who trains together, has ended or cannot be "
+            "reached. So this process cannot continue. The last lines of the first host's launcher name the cause, or "
+            "the network between the hosts has failed"
         )
 
 
-class Pulse:
-    """A thread that shows in the register that this process runs, until the object is freed or closed."""
-
-    def __init__(self, store: Any, name: str) -> None:
-        self._over = threading.Event()
-        threading.Thread(
-            target=_beat, args=(Line(store), name, self._over), name="syncline-pulse", daemon=True
-        ).start()
-        self._finalizer = weakref.finalize(self, self._over.set)
-
-    def close(self) -> None:
-        """End the thread."""
-        self._over.set()
-
-
-def _beat(line: Line, name: str, over: threading.Event) -> None:
-    number = 0
-    with contextlib.suppress(PeerLost):
-        while not over.wait(_PULSE_SECONDS):
-            number += 1
-            line.ask(partial(SignedStore.set, key=f"pulse {name}", text=str(number)))
+def _lost(name: str) -> str:
+    return f"syncline lost {name}"
 
 
 class Register:
@@ -114,17 +111,17 @@ class Register:
     Args:
         store: the launcher's store, with a prefix of this job.
         entry: this process.
+        silence_seconds: how long the network may fail before the store counts as lost.
     """
 
-    def __init__(self, store: Any, entry: Entry) -> None:
+    def __init__(self, store: Any, entry: Entry, silence_seconds: float) -> None:
         self.entries: dict[str, Entry] = {}
         """The processes that have taken part so far, by name."""
-        self._line = Line(store)
+        self._line = Line(store, silence_seconds)
         self._name = entry.name
         self._entry = entry
         self._pulses: dict[str, tuple[str, float]] = {}
         """The last pulse of each process, and the time when it was first seen."""
-        self._pulse = Pulse(store, entry.name)
         self._newcomers: list[str] = []
         self.first_size = 0
         """The number of members of the first generation."""
@@ -186,10 +183,12 @@ class Register:
             self._newcomers.append(self._know(key).name)
         return self._newcomers
 
-    def report(self, generation: int, report: Report) -> None:
-        """Publish the report of this process for a generation."""
+    def report(self, generation: int, report: Report, *, is_newcomer: bool) -> None:
+        """Publish the report of this process for a generation. If it is no newcomer, the others stop, too."""
         text = json.dumps(asdict(report))
         self._line.ask(lambda store: store.set(f"report {generation} {report.member}", text))
+        if not is_newcomer:
+            self._line.ask(lambda store: store.set(f"stopping {generation}", report.member))
 
     def propose(self, membership: Membership) -> None:
         """Decide on a generation, if it has not been decided."""
@@ -201,11 +200,9 @@ class Register:
         number = current.generation + 1
         decided = self._read([f"generation {number}"])
         if decided:
+            self.newcomers()  # whom others may have taken in before this process has read of them
             [(key, text)] = decided.items()
-            membership = decode(Membership, text, key)
-            if not set(membership.members) <= self.entries.keys():
-                self.newcomers()  # to know their entries
-            return Observation({}, decided=membership)
+            return Observation({}, decided=decode(Membership, text, key))
         newcomers = [name for name in self.newcomers() if name not in current.members]
         keys = {f"report {number} {name}": name for name in (*current.members, *newcomers)}
         reports = {keys[key]: decode(Report, text, key) for key, text in self._read([*keys]).items()}
@@ -229,7 +226,7 @@ class Register:
             gone = self.ended(missing)
             if self._alive([name for name in missing if name not in gone]):
                 silent_since = time.monotonic()
-            if gone or time.monotonic() - silent_since > _SILENT_SECONDS:
+            if gone or time.monotonic() - silent_since > SILENT_SECONDS:
                 raise PeerLost(f"{self.in_words(gone or missing)} was lost while the ranks connected anew")
             if self._read([f"generation {generation + 1}"]):
                 raise PeerLost("the other ranks connect without a rank that was lost meanwhile")
@@ -237,7 +234,6 @@ class Register:
 
     def end(self) -> None:
         """Record that this process takes no more part."""
-        self._pulse.close()
         with contextlib.suppress(PeerLost):  # the launcher has ended: nobody reads it any more
             self._line.ask(lambda store: store.set(f"ended {self._name}", "ended"))
 
@@ -245,12 +241,14 @@ class Register:
         """Return those of these processes that certainly take no more part."""
         keys = {f"ended {name}": name for name in names}
         found = {keys[key] for key in self._read([*keys])}
-        here = self._entry.process
         for name in names:
             process = self.entries[name].process
-            if here is not None and process is not None and process.host == here.host and process.has_ended():
+            if process is not None and self._is_here(process) and process.has_ended():
                 found.add(name)
-        return frozenset(found)
+        elsewhere = [
+            name for name in names if name not in found and not self._is_here(self.entries[name].process)
+        ]
+        return frozenset(found | self._line.lost(elsewhere))
 
     def in_words(self, names: Sequence[str] | frozenset[str]) -> str:
         """Return the processes in words."""
@@ -268,12 +266,13 @@ class Register:
             process = self.entries[name].process
             _, seen = self._pulses.setdefault(name, ("", now))
             is_stopped = process is not None and self._is_here(process) and process.is_stopped()
-            if now - seen < _SILENT_SECONDS and not is_stopped:
+            if now - seen < SILENT_SECONDS and not is_stopped:
                 found.add(name)
         return frozenset(found)
 
-    def _is_here(self, process: RankProcess) -> bool:
-        return self._entry.process is not None and process.host == self._entry.process.host
+    def _is_here(self, process: RankProcess | None) -> bool:
+        own = self._entry.process
+        return own is not None and process is not None and process.host == own.host
 
     def _read(self, keys: Sequence[str]) -> Mapping[str, str]:
         return self._line.ask(lambda store: store.readable(keys)) if keys else {}

@@ -26,7 +26,7 @@ from typing import Any
 
 from syncline.checkpoint.train_state import TrainState, load_all
 from syncline.checks import checked_count, checked_flag, checked_kind, checked_seconds
-from syncline.errors import PeerLost, SynclineError
+from syncline.errors import SynclineError
 from syncline.gradients.riders.newcomers import Newcomers
 from syncline.resilience.batches import Batches
 from syncline.resilience.group import Group, is_loss
@@ -266,7 +266,7 @@ class _Loop:
     def _one_step(self) -> Iterator[Step]:
         if self._newcomers.are_waiting:  # all ranks have received this behind the same gradients
             self._made = self._steps_now()
-            self._connect_anew(PeerLost("this rank stops, because a process joins"))
+            self._connect_anew(None)
             self._say(self.state.step + 1, "continue")
         step = Step(self, self.state.step + 1)
         while not step.is_committed:
@@ -333,7 +333,7 @@ class _Loop:
 
     # ------------------------------------------------------------------ a rank is lost, or joins
 
-    def _connect_anew(self, loss: Exception) -> None:
+    def _connect_anew(self, loss: Exception | None) -> None:
         """Go on with the ranks that are left, and with those that join."""
         began = time.monotonic()
         self._connect_to(self._group.agree(self._num_commits, loss))

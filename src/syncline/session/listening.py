@@ -54,6 +54,22 @@ def bound_socket(address: str, port: int) -> socket.socket:
     return bound
 
 
+def is_of_this_host(address: str) -> bool:
+    """Return whether this host has an address, which is a host name or an IP address.
+
+    Examples:
+        >>> is_of_this_host("127.0.0.1"), is_of_this_host("192.0.2.1")
+        (True, False)
+    """
+    try:
+        family, kind, _, _, where = socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, kind) as probe:
+            probe.bind(where)
+    except OSError:
+        return False
+    return True
+
+
 def interface_of(address: str) -> str | None:
     """Return the name of the network interface of this host that has the address `address`; None if none is found.
 

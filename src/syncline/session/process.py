@@ -89,17 +89,17 @@ def is_agreed_stop(error: BaseException) -> bool:
     return bool(getattr(error, "is_agreed_stop", False))
 
 
-def record_steps(path: str, *, are_running: bool) -> None:
+def record_steps(path: str, name: str | None) -> None:
     """Record for the launcher whether this process is inside of `sl.steps`, where others train on if it is lost.
 
     Args:
         path: the path of the launcher's error file. The record is a file beside it.
-        are_running: whether `sl.steps` runs now.
+        name: the name of this process in `sl.steps`; None if it has left `sl.steps`.
     """
     with contextlib.suppress(OSError):  # the launcher may have ended and removed its folder
-        if are_running:
-            with open(path + _IN_STEPS, "w"):
-                pass
+        if name is not None:
+            with open(path + _IN_STEPS, "w", encoding="utf-8") as file:
+                file.write(name)
         else:
             os.replace(path + _IN_STEPS, path + _LEFT_STEPS)
 
@@ -107,6 +107,12 @@ def record_steps(path: str, *, are_running: bool) -> None:
 def is_in_steps(path: str) -> bool:
     """Return whether the process with this error file is inside of `sl.steps`, or was when it ended."""
     return os.path.exists(path + _IN_STEPS)
+
+
+def name_in_steps(path: str) -> str:
+    """Return the name that the process with this error file has, or had, inside of `sl.steps`."""
+    with open(path + _IN_STEPS, encoding="utf-8") as file:
+        return file.read()
 
 
 def came_to_steps(path: str) -> bool:

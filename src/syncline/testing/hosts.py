@@ -166,8 +166,12 @@ class TwoHosts:
         return found
 
     def cut(self) -> None:
-        """Cut the cable between the hosts. It stays cut."""
+        """Cut the cable between the hosts. It stays cut until `mend`."""
         _run("ip", "-n", self.names["b"], "link", "set", _INTERFACE, "down")
+
+    def mend(self) -> None:
+        """Connect the hosts again, after `cut`."""
+        _run("ip", "-n", self.names["b"], "link", "set", _INTERFACE, "up")
 
     def _connect(self, megabits_per_second: float | None) -> None:
         for name in self.names.values():

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from syncline import environment
-from syncline.session.listening import LOOPBACK, bound_socket
+from syncline.session.listening import LOOPBACK, bound_socket, is_of_this_host
 from syncline.tools.cli.options import UsageError, parse_run
 from syncline.tools.launch.guardian import Guardian
 
@@ -58,7 +58,7 @@ def main(argv: Sequence[str]) -> int:
     from syncline.tools.launch.supervise import supervise
 
     variables = {"OMP_NUM_THREADS": str(environment.threads_per_rank(num_processes))}
-    if args.max_restarts > 0:
+    if args.max_restarts > 0 and not args.resilient:
         # Otherwise, restarted workers would find addresses of ended workers in the launcher's store, and hang.
         variables["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
     before = environment.export(variables)
@@ -180,7 +180,7 @@ def _choose_rendezvous(args: argparse.Namespace) -> None:
         raise UsageError(
             f"--master-port {args.master_port}: expected a port from 1 to 65535. Leave the option out for any free port"
         )
-    if args.host is not None and not _is_this_host(args.host):
+    if args.host is not None and not is_of_this_host(args.host):
         raise UsageError(f"--host {args.host}: expected an address of this host")
     is_one_host = most == 1
     is_checked = args.rdzv_backend in _CHECKED_BACKENDS
@@ -190,7 +190,7 @@ def _choose_rendezvous(args: argparse.Namespace) -> None:
         # Ranks cannot connect to a wildcard address.
         args.rdzv_backend, args.rdzv_id = "static", uuid.uuid4().hex
         args.rdzv_endpoint = f"{LOOPBACK if args.host in (None, '0.0.0.0', '::') else args.host}:0"
-    if is_one_host and args.rdzv_backend == "c10d" and _is_this_host(_endpoint(args)[1]):
+    if is_one_host and args.rdzv_backend == "c10d" and is_of_this_host(_endpoint(args)[1]):
         args.rdzv_backend = "static"  # torch's c10d rendezvous would listen on every interface
     if args.rdzv_backend == "static" and is_one_host:
         args.host = args.host or _endpoint(args)[1]
@@ -232,7 +232,7 @@ def _check_port(args: argparse.Namespace, remedy: str) -> None:
         UsageError: this host cannot listen there. The text ends with `remedy`.
     """
     option, host, port = _endpoint(args)
-    if args.rdzv_backend not in _CHECKED_BACKENDS or port == 0 or not _is_this_host(host):
+    if args.rdzv_backend not in _CHECKED_BACKENDS or port == 0 or not is_of_this_host(host):
         return
     dual = socket.has_dualstack_ipv6()
     try:
@@ -245,16 +245,6 @@ def _check_port(args: argparse.Namespace, remedy: str) -> None:
         reasons = {errno.EADDRINUSE: "is in use on this host", errno.EACCES: "needs more privileges"}
         reason = reasons.get(error.errno or 0, f"cannot be used ({error})")
         raise UsageError(f"port {port} ({option}) {reason}: {remedy}") from None
-
-
-def _is_this_host(host: str) -> bool:
-    try:
-        family, kind, _, _, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
-        with socket.socket(family, kind) as probe:
-            probe.bind(address)
-    except OSError:
-        return False
-    return True
 
 
 # ---------------------------------------------------------------------- the job

@@ -39,11 +39,10 @@ from typing import Any
 from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.multiprocessing.api import RunProcsResult, SubprocessContext
 
-from syncline import environment
 from syncline._torch import elastic
-from syncline.session.process import came_to_steps, forget_rank, is_in_steps
 from syncline.session.stop_request import EXIT_STOPPED
 from syncline.tools.launch.guardian import Guardian, RunningProcess, is_marked, running_processes
+from syncline.tools.launch.losses import Losses, processes_of
 
 Ended = dict[int, tuple[int, int]]
 """The process number and the exit code of each rank that has ended, by local rank, in the order of detection."""
@@ -79,10 +78,8 @@ class Workers:
             This is needed if a rank is a command, because it is unknown which of its processes handles signals.
         note_ended: a function that is called before the launcher ends the remaining ranks. Its argument is the ranks
             that have already ended.
-        note_lost: a function that is called with a local rank, the process number and the exit code of a rank that was
-            lost in `sl.steps`, where the other ranks train on without it, and whether the rank is started again. None
-            means that a lost rank is a failure.
-        num_restarts: how many lost ranks are started again, to join the others.
+        losses: the ranks that were lost in `sl.steps`, where the other ranks train on without them. None means that a
+            lost rank is a failure.
     """
 
     def __init__(
@@ -92,8 +89,7 @@ class Workers:
         *,
         whole_groups: bool,
         note_ended: Callable[[Ended], None],
-        note_lost: Callable[[int, int, int, bool], None] | None = None,
-        num_restarts: int = 0,
+        losses: Losses | None = None,
     ) -> None:
         self.have_stopped = False
         """Whether all ranks on this host have ended because the ranks of the job had agreed to stop."""
@@ -101,12 +97,7 @@ class Workers:
         self._guardian = guardian
         self._whole_groups = whole_groups
         self._note_ended = note_ended
-        self._note_lost = note_lost
-        self._lost: set[int] = set()
-        """The local ranks that were lost in `sl.steps`, and were not started again."""
-        self._num_restarts = num_restarts
-        self._joining: set[int] = set()
-        """The local ranks that were started again."""
+        self._losses = losses
         self._first_pids: dict[int, int] = {}
         """The process numbers that torch's agent knows, by local rank."""
         self._ranks: list[Popen[bytes]] = []
@@ -120,6 +111,12 @@ class Workers:
         replace(elastic.START.replaced(lambda start: lambda ranks: self._start(start, ranks)))
         replace(elastic.POLL.replaced(lambda poll: lambda ranks: self._poll(poll, ranks)))
         replace(elastic.PIDS.replaced(lambda pids: lambda ranks: self._first_pids or pids(ranks)))
+        if (losses := self._losses) is not None:
+            replace(
+                elastic.EXIT_BARRIER.replaced(
+                    lambda barrier: lambda agent: None if losses.wait_for_other_hosts() else barrier(agent)
+                )
+            )
         if elastic.CLOSE.is_there:
             replace(
                 elastic.CLOSE.replaced(lambda close: lambda *args, **how: self._close(close, *args, **how))
@@ -129,6 +126,8 @@ class Workers:
     def __exit__(self, *_: object) -> None:
         self._replaced.close()
         self._ranks = []
+        if self._losses is not None:
+            self._losses.end()
 
     def pass_on(self, number: signal.Signals, *, ends: bool) -> bool:
         """Send a signal to all ranks that are running.
@@ -170,14 +169,15 @@ class Workers:
 
     def _start(self, start: Callable[..., None], ranks: SubprocessContext) -> None:
         self._first_pids = {}
+        if self._losses is not None:
+            self._losses.begin(ranks)
         start(ranks)
         self._stopped_at = None
-        self._lost, self._joining = set(), set()
         self._see_started(ranks)
         self._first_pids = {local_rank: rank.pid for local_rank, rank in enumerate(self._ranks)}
 
     def _see_started(self, ranks: SubprocessContext) -> None:
-        self._ranks = _processes(ranks)
+        self._ranks = processes_of(ranks)
         pids = [rank.pid for rank in self._ranks]
         self._groups.update(pids)
         self._guardian.watch(self._mark, pids)
@@ -185,34 +185,25 @@ class Workers:
     def _poll(
         self, poll: Callable[..., RunProcsResult | None], ranks: SubprocessContext
     ) -> RunProcsResult | None:
-        codes = [rank.poll() for rank in _processes(ranks)]
-        failed = {rank for rank, code in enumerate(codes) if code not in (None, 0, EXIT_STOPPED)}
-        if self._joining:
-            self._end_those_who_cannot_join(ranks)
-        if self._note_lost is not None and failed:
-            self._see_lost(ranks, failed)
-            codes = [rank.poll() for rank in _processes(ranks)]
-            failed = {rank for rank, code in enumerate(codes) if code not in (None, 0, EXIT_STOPPED)}
-            others = [code for rank, code in enumerate(codes) if rank not in self._lost]
-            if failed == self._lost and any(code in (None, 0, EXIT_STOPPED) for code in others):
-                if None in others:
-                    return None  # the others train on
-                result = poll(ranks)
-                if result is not None:  # for torch, a lost rank is a failure
-                    result.failures.clear()
-                    result.return_values = dict.fromkeys(range(ranks.nprocs))
-                    self.have_stopped = EXIT_STOPPED in others
-                return result
+        codes, failed = _codes_and_failed(ranks)
+        if (losses := self._losses) is not None:
+            losses.end_those_who_cannot_join(ranks)
+            if failed:
+                if losses.see(ranks, failed, may_restart=self._requested is None):
+                    self._see_started(ranks)
+                codes, failed = _codes_and_failed(ranks)
+                others = [code for rank, code in enumerate(codes) if rank not in losses.ranks]
+                if failed == losses.ranks and not others and losses.must_stay():
+                    return None
+                if failed == losses.ranks and any(code in (None, 0, EXIT_STOPPED) for code in others):
+                    if None in others:
+                        return None  # the others train on
+                    return self._succeeded(poll(ranks), ranks, has_stopped=EXIT_STOPPED in others)
         is_failure = bool(failed)
         all_ended = None not in codes
         if not is_failure and EXIT_STOPPED in codes:
             if all_ended:
-                result = poll(ranks)
-                if result is not None:  # for torch, exit code 75 is a failure
-                    result.failures.clear()
-                    result.return_values = dict.fromkeys(range(ranks.nprocs))
-                    self.have_stopped = True
-                return result
+                return self._succeeded(poll(ranks), ranks, has_stopped=True)
             self._stopped_at = self._stopped_at or time.monotonic()
             if time.monotonic() - self._stopped_at < _STOPPING_SECONDS:
                 return None
@@ -220,36 +211,15 @@ class Workers:
             raise SignalException(f"process {os.getpid()} got {self._requested.name}", self._requested)
         return poll(ranks)
 
-    def _see_lost(self, ranks: SubprocessContext, failed: set[int]) -> None:
-        """Find the ranks among the failed ones that were lost in `sl.steps`. Start them again if this is allowed."""
-        assert self._note_lost is not None
-        for rank in sorted(failed - self._lost):
-            path = ranks.error_files[rank]
-            if not is_in_steps(path) and rank not in self._joining:
-                continue
-            lost = _processes(ranks)[rank]
-            others_train = any(
-                process.poll() is None and is_in_steps(ranks.error_files[other])
-                for other, process in enumerate(_processes(ranks))
-            )
-            is_restarted = self._num_restarts > 0 and others_train and self._requested is None
-            self._note_lost(rank, lost.pid, lost.returncode, is_restarted)
-            if not is_restarted:
-                self._lost.add(rank)
-                continue
-            self._num_restarts -= 1
-            self._joining.add(rank)
-            forget_rank(path)
-            elastic.start_again(ranks, rank, {environment.JOINS: "1"})
-            self._see_started(ranks)
-
-    def _end_those_who_cannot_join(self, ranks: SubprocessContext) -> None:
-        """End the ranks that have not come to `sl.steps` before the others have ended."""
-        processes = _processes(ranks)
-        waiting = [rank for rank in self._joining if not came_to_steps(ranks.error_files[rank])]
-        if all(process.poll() is not None for rank, process in enumerate(processes) if rank not in waiting):
-            for rank in waiting:
-                processes[rank].send_signal(signal.SIGKILL)
+    def _succeeded(
+        self, result: RunProcsResult | None, ranks: SubprocessContext, *, has_stopped: bool
+    ) -> RunProcsResult | None:
+        """Turn torch's result into a success. For torch, a lost rank and exit code 75 are failures."""
+        if result is not None:
+            result.failures.clear()
+            result.return_values = dict.fromkeys(range(ranks.nprocs))
+            self.have_stopped = has_stopped
+        return result
 
     def _close(self, close: Callable[..., None], ranks: SubprocessContext, *args: Any, **kwargs: Any) -> None:
         """End the ranks.
@@ -260,7 +230,7 @@ class Workers:
         ended: Ended = {}
         deadline = time.monotonic() + _REPORT_SECONDS
         while True:
-            for local_rank, rank in enumerate(_processes(ranks)):
+            for local_rank, rank in enumerate(processes_of(ranks)):
                 if (code := rank.poll()) is not None:
                     ended.setdefault(local_rank, (rank.pid, code))
             is_killed = any(code < 0 and code not in _ORDERLY for _, code in ended.values())
@@ -271,8 +241,10 @@ class Workers:
         close(ranks, *args, **kwargs)
 
 
-def _processes(ranks: SubprocessContext) -> list[Popen[bytes]]:
-    return [handler.proc for _, handler in sorted(ranks.subprocess_handlers.items())]
+def _codes_and_failed(ranks: SubprocessContext) -> tuple[list[int | None], set[int]]:
+    """Return the exit code of each rank of this host, and the local ranks that have failed."""
+    codes = [rank.poll() for rank in processes_of(ranks)]
+    return codes, {rank for rank, code in enumerate(codes) if code not in (None, 0, EXIT_STOPPED)}
 
 
 class Interruption:

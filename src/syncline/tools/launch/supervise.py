@@ -42,6 +42,7 @@ from syncline.session.listening import LOOPBACK, bound_socket, interface_of
 from syncline.session.stop_request import EXIT_STOPPED
 from syncline.tools.launch.failures import Failure, describe, first_failure, read_error_file
 from syncline.tools.launch.guardian import Guardian
+from syncline.tools.launch.losses import Losses
 from syncline.tools.launch.output import DEFAULT_PREFIX, RankLogs, TorchLogs, say
 from syncline.tools.launch.stopping import Interruption, Workers
 
@@ -214,8 +215,7 @@ def supervise(job: Job) -> int:
         job.guardian,
         whole_groups=not job.is_python,
         note_ended=logs.note_ended,
-        note_lost=_say_lost if job.is_resilient else None,
-        num_restarts=config.max_restarts if job.is_resilient else 0,
+        losses=Losses(_say_lost, config.max_restarts) if job.is_resilient else None,
     )
     interruption = Interruption(workers, names, job.shutdown_seconds)
     before = environment.export({environment.RUN_MARK: mark}, replace=True)

@@ -1,0 +1,115 @@
+"""The ranks of this host that are lost in `sl.steps`, where others train on without them."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable
+from subprocess import Popen
+
+from torch.distributed.elastic.multiprocessing.api import SubprocessContext
+
+from syncline import environment
+from syncline._torch import elastic
+from syncline.session.process import came_to_steps, forget_rank, is_in_steps, name_in_steps
+from syncline.tools.launch.hosts import OtherHosts
+
+
+class Losses:
+    """The lost ranks of this host, and those that were started again in their place.
+
+    Args:
+        note_lost: a function that is called with a local rank, the process number and the exit code of a rank that was
+            lost, and whether the rank is started again.
+        num_restarts: how many lost ranks are started again, to join the others.
+    """
+
+    def __init__(self, note_lost: Callable[[int, int, int, bool], None], num_restarts: int) -> None:
+        self.ranks: set[int] = set()
+        """The local ranks that were lost, and were not started again."""
+        self._note_lost = note_lost
+        self._num_restarts = num_restarts
+        self._joining: set[int] = set()
+        """The local ranks that were started again."""
+        self._other_hosts: OtherHosts | None = None
+
+    def begin(self, ranks: SubprocessContext) -> None:
+        """Begin, before the ranks are started. If other hosts are training already, the ranks join them."""
+        self.ranks, self._joining = set(), set()
+        if int(ranks.envs[0]["GROUP_WORLD_SIZE"]) > 1:
+            self._other_hosts = others = OtherHosts(ranks.envs[0])
+            if others.are_training_without_this_host:
+                self._joining = set(ranks.envs)
+                for variables in ranks.envs.values():
+                    variables[environment.JOINS] = "1"
+
+    def see(self, ranks: SubprocessContext, failed: set[int], *, may_restart: bool) -> bool:
+        """Find the ranks among the failed ones that were lost in `sl.steps`. Start them again if this is allowed.
+
+        Returns:
+            Whether a rank was started again.
+        """
+        is_any_restarted = False
+        for rank in sorted(failed - self.ranks):
+            path = ranks.error_files[rank]
+            if not is_in_steps(path) and rank not in self._joining:
+                continue
+            lost = processes_of(ranks)[rank]
+            if is_in_steps(path) and self._other_hosts is not None:
+                self._other_hosts.record_lost(name_in_steps(path))
+            is_restarted = may_restart and self._num_restarts > 0 and self._others_train(ranks)
+            self._note_lost(rank, lost.pid, lost.returncode, is_restarted)
+            if not is_restarted:
+                self.ranks.add(rank)
+                continue
+            self._num_restarts -= 1
+            self._joining.add(rank)
+            forget_rank(path)
+            elastic.start_again(ranks, rank, {environment.JOINS: "1"})
+            is_any_restarted = True
+        return is_any_restarted
+
+    def end_those_who_cannot_join(self, ranks: SubprocessContext) -> None:
+        """End the ranks that have not come to `sl.steps` before the others have ended."""
+        processes = processes_of(ranks)
+        waiting = [rank for rank in self._joining if not came_to_steps(ranks.error_files[rank])]
+        if not waiting or any(
+            process.poll() is None for rank, process in enumerate(processes) if rank not in waiting
+        ):
+            return
+        if not self.other_hosts_run():
+            for rank in waiting:
+                processes[rank].send_signal(signal.SIGKILL)
+
+    def other_hosts_run(self) -> bool:
+        """Return whether there are ranks on other hosts."""
+        return self._other_hosts is not None and self._other_hosts.are_running()
+
+    def must_stay(self) -> bool:
+        """Return whether this launcher must not end, although its ranks have, because others need its store."""
+        return (
+            self._other_hosts is not None and self._other_hosts.has_store and self._other_hosts.are_running()
+        )
+
+    def wait_for_other_hosts(self) -> bool:
+        """Wait for other launchers, after the ranks of this host have ended. Return False if there is no other host."""
+        if self._other_hosts is None:
+            return False
+        self._other_hosts.withdraw()
+        self._other_hosts.wait()
+        return True
+
+    def end(self) -> None:
+        """Record that the ranks of this host have ended, also if they have failed."""
+        if self._other_hosts is not None:
+            self._other_hosts.withdraw()
+
+    def _others_train(self, ranks: SubprocessContext) -> bool:
+        return self.other_hosts_run() or any(
+            process.poll() is None and is_in_steps(ranks.error_files[rank])
+            for rank, process in enumerate(processes_of(ranks))
+        )
+
+
+def processes_of(ranks: SubprocessContext) -> list[Popen[bytes]]:
+    """Return the process of each rank of this host."""
+    return [handler.proc for _, handler in sorted(ranks.subprocess_handlers.items())]

@@ -1,0 +1,314 @@
+"""`sl.steps` on two hosts under `syncline run --resilient`: lost ranks, lost hosts and a cable that is pulled.
+
+The hosts are network namespaces of this machine, joined by a cable of the kernel's. Needs root; skipped otherwise.
+"""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import elastic
+import elastic_program
+import pytest
+from elastic import Fault, Plan
+
+from syncline.testing import HostsUnavailable, TwoHosts, two_hosts
+
+pytestmark = pytest.mark.slow
+
+MOMENT = {"step": 3, "place": "first bucket"}
+NUM_ON_A = 3
+RANKS_OF = {"a": (0, 1, 2), "b": (3, 4)}
+
+
+@pytest.fixture
+def hosts() -> Iterator[TwoHosts]:
+    try:
+        with two_hosts() as made:
+            yield made
+    except HostsUnavailable as error:
+        pytest.skip(str(error))
+
+
+@dataclass
+class Job:
+    """One launcher on each host."""
+
+    hosts: TwoHosts
+    folder: Path
+    launchers: dict[str, subprocess.Popen[str]] = field(default_factory=dict)
+
+    def start(self, letter: str, num_ranks: int, *command: object) -> None:
+        options = (
+            "--node-rank",
+            "ab".index(letter),
+            "--master-addr",
+            TwoHosts.address_of("a"),
+            "-n",
+            num_ranks,
+        )
+        run = (sys.executable, "-m", "syncline.tools.cli", "run", "--resilient", "--nnodes", "2", *options)
+        token = {"SYNCLINE_TOKEN": "a token of this test only"}
+        self.hosts.start([str(word) for word in (*run, *command)], letter, token)
+        self.launchers[letter] = self.hosts.processes[-1]
+
+    def wait(self, letter: str, timeout_seconds: float = 120.0) -> tuple[int, str, str]:
+        launcher = self.launchers[letter]
+        out, err = launcher.communicate(timeout=timeout_seconds)
+        return launcher.returncode, out, err
+
+    def kill(self, letter: str) -> None:
+        """The launcher and, by the kernel, its ranks."""
+        self.launchers[letter].send_signal(signal.SIGKILL)
+
+
+@dataclass
+class Training(Job):
+    """Ranks of `elastic`, on both hosts."""
+
+    num_on: dict[str, int] = field(default_factory=lambda: {"a": NUM_ON_A, "b": 2})
+
+    @property
+    def size(self) -> int:
+        return sum(self.num_on.values())
+
+    def begin(self, *faults: Fault, **settings: Any) -> None:
+        plan = Plan(size=self.size, transport="auto", faults=faults, port=0, **settings)
+        for letter, num_ranks in self.num_on.items():
+            self.start(letter, num_ranks, *elastic_program.command(self.folder, plan))
+
+    def begin_and_halt(self, **settings: Any) -> None:
+        """All ranks wait in the same step, until `go_on`."""
+        self.begin(*(Fault(rank=rank, kind="wait", **MOMENT) for rank in range(self.size)), **settings)
+        deadline = time.monotonic() + 120
+        while sum("fault" in line for lines in self.notes() for line in lines) < self.size:
+            assert time.monotonic() < deadline, self.notes()
+            time.sleep(0.01)
+
+    def go_on(self) -> None:
+        (self.folder / "go").touch()
+
+    def notes(self) -> list[list[dict[str, Any]]]:
+        paths = [self.folder / str(rank) for rank in range(self.size)]
+        return [
+            [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+            for path in paths
+        ]
+
+    def finished(self) -> list[int]:
+        """The first ranks of the processes that have finished, all with the right weights."""
+        notes = self.notes()
+        elastic.check(notes)
+        return [rank for rank, lines in enumerate(notes) if "done" in lines[-1]]
+
+    def left(self, ranks: Sequence[int]) -> set[str]:
+        """With which errors these ranks have left."""
+        notes = self.notes()
+        return {notes[rank][-1]["left"] for rank in ranks}
+
+
+@pytest.fixture
+def training(hosts: TwoHosts, tmp_path: Path) -> Training:
+    return Training(hosts, tmp_path)
+
+
+# ---------------------------------------------------------------------- ranks and hosts are lost
+
+
+@pytest.mark.parametrize("rank", [0, 1, 3])
+@pytest.mark.parametrize("place", ["last bucket", "optimizer"])
+def test_a_lost_rank_costs_the_step_on_both_hosts(training: Training, rank: int, place: str) -> None:
+    """The leader of each host, and another rank."""
+    training.begin(Fault(rank=rank, step=3, place=place))
+    (code_a, _, err_a), (code_b, _, err_b) = training.wait("a"), training.wait("b")
+    assert (code_a, code_b) == (0, 0), err_a + err_b
+    assert training.finished() == [one for one in range(5) if one != rank]
+    assert "the other ranks train on without it" in (err_a if rank < NUM_ON_A else err_b)
+
+
+@pytest.mark.parametrize("host", ["a", "b"])
+def test_all_ranks_of_a_host_are_lost_and_its_launcher_is_not(training: Training, host: str) -> None:
+    """Its launcher records their end, so that nobody waits for them. The one with the store stays as long as needed."""
+    training.num_on = {"a": 2, "b": 3} if host == "a" else {"a": 3, "b": 2}
+    ranks = {"a": [0, 1], "b": [3, 4]}[host]
+    training.begin(*(Fault(rank=rank, step=3, place="last bucket") for rank in ranks), patience_seconds=60.0)
+    (code_a, _, err_a), (code_b, _, err_b) = training.wait("a"), training.wait("b")
+    assert (code_a, code_b) == ((137, 0) if host == "a" else (0, 137)), err_a + err_b
+    assert training.finished() == [one for one in range(5) if one not in ranks]
+    assert "2 of 5 were lost" not in err_a + err_b
+    assert f"ranks {ranks[0]}, {ranks[1]} of 5 were lost; the ranks, now 3, repeat the step" in err_a + err_b
+
+
+def test_a_lost_host_costs_the_step(training: Training) -> None:
+    training.begin_and_halt(patience_seconds=1.0)
+    training.kill("b")
+    training.go_on()
+    code, _, err = training.wait("a")
+    assert code == 0, err
+    assert training.finished() == [0, 1, 2]
+    assert "ranks 3, 4 of 5 were lost; the ranks, now 3, repeat the step" in err
+
+
+def test_without_the_host_of_the_store_all_end_at_once_with_the_reason(training: Training) -> None:
+    training.begin_and_halt()
+    training.kill("a")
+    began = time.monotonic()
+    training.go_on()
+    training.wait("b")
+    assert time.monotonic() - began < 20
+    [text] = training.left(RANKS_OF["b"])
+    assert "the launcher's store, by which the processes agree on who trains together, has ended" in text
+
+
+# ---------------------------------------------------------------------- the cable
+
+
+def test_a_cable_that_is_pulled_for_a_second_costs_nothing(training: Training) -> None:
+    training.begin_and_halt()
+    training.hosts.cut()
+    training.go_on()
+    time.sleep(1)
+    training.hosts.mend()
+    (code_a, _, err_a), (code_b, _, err_b) = training.wait("a"), training.wait("b")
+    assert (code_a, err_a.strip(), code_b, err_b.strip()) == (0, "", 0, "")
+    assert training.finished() == [0, 1, 2, 3, 4]
+
+
+@pytest.mark.parametrize("seconds", [10, None])
+def test_the_side_with_the_majority_and_the_store_trains_on(training: Training, seconds: int | None) -> None:
+    training.begin_and_halt(patience_seconds=5.0)
+    training.hosts.cut()
+    training.go_on()
+    if seconds is not None:
+        time.sleep(seconds)
+        training.hosts.mend()
+    (code, _, err), _ = training.wait("a"), training.wait("b")
+    assert code == 0, err
+    assert training.finished() == [0, 1, 2]
+    assert "ranks 3, 4 of 5 were lost; the ranks, now 3, repeat the step" in err
+    for text in training.left(RANKS_OF["b"]):
+        assert "has ended or cannot be reached" in text or "without this process" in text, text
+
+
+def test_with_more_patience_all_ranks_train_on_when_the_cable_is_back(training: Training) -> None:
+    training.begin_and_halt(patience_seconds=60.0)
+    training.hosts.cut()
+    training.go_on()
+    time.sleep(10)
+    training.hosts.mend()
+    (code_a, _, err_a), (code_b, _, err_b) = training.wait("a"), training.wait("b")
+    assert (code_a, code_b) == (0, 0), err_a + err_b
+    assert training.finished() == [0, 1, 2, 3, 4]
+    assert "a connection was lost; the ranks, now 5, repeat the step" in err_a
+
+
+def test_the_side_without_the_store_never_trains_on_even_with_the_majority(training: Training) -> None:
+    training.num_on = {"a": 2, "b": 3}
+    training.begin_and_halt(patience_seconds=1.0)
+    training.hosts.cut()
+    training.go_on()
+    training.wait("a"), training.wait("b")
+    assert all("which is not the majority" in text for text in training.left([0, 1]))
+    assert all("has ended or cannot be reached" in text for text in training.left([2, 3, 4]))
+    assert not any(
+        "done" in line or line.get("stepped", 0) > 2 for lines in training.notes() for line in lines
+    )
+
+
+@pytest.mark.parametrize("needs_majority", [True, False])
+def test_equal_halves(training: Training, needs_majority: bool) -> None:
+    training.num_on = {"a": 2, "b": 2}
+    training.begin_and_halt(patience_seconds=1.0, needs_majority=needs_majority)
+    training.hosts.cut()
+    training.go_on()
+    training.wait("a"), training.wait("b")
+    assert all("has ended or cannot be reached" in text for text in training.left([2, 3]))
+    if needs_majority:
+        assert all("which is not the majority" in text for text in training.left([0, 1]))
+    else:
+        assert training.finished() == [0, 1]
+
+
+# ---------------------------------------------------------------------- lost processes are started again
+
+JOINS = """
+import os, signal, sys
+import torch
+import syncline as sl
+from syncline import environment
+
+victims, size = [int(word) for word in sys.argv[2].split(",")], int(sys.argv[1])
+joins = environment.joins_running_job()
+first = sl.init().rank
+ddp = sl.DistributedDataParallel(torch.nn.Linear(2, 1))
+optimizer = torch.optim.SGD(ddp.parameters(), lr=0.125, momentum=0.5)
+state = sl.TrainState(model=ddp, optimizer=optimizer)
+sizes, begin = [], 0
+for step in sl.steps(state, until=1_000_000, patience=1.0):
+    with step:
+        optimizer.zero_grad()
+        if not joins and first in victims and step.number == 3:
+            print("lost", flush=True)
+            os.kill(os.getpid(), signal.SIGKILL)
+        ddp(torch.full((4, 2), 1.0)).mean().backward()
+        optimizer.step()
+    here = sl.world().size
+    if here not in sizes[-1:]:
+        sizes.append(here)
+    has_come_back = here == size and (joins or len(sizes) > 1)
+    if has_come_back and not begin:
+        begin = step.number
+    if has_come_back and step.number >= begin + 3:
+        break
+weights = [parameter.tolist() for parameter in ddp.parameters()]
+print(f"{sl.world().rank} of {sl.world().size}, {joins=}, {sl.world().local_rank=}, step {state.step}: {weights}")
+sl.shutdown()
+"""
+
+
+def final_lines(out: str) -> list[str]:
+    return sorted(line.partition("] ")[2] for line in out.splitlines() if " of " in line)
+
+
+def test_a_rank_that_is_alone_on_its_host_is_started_again(hosts: TwoHosts, tmp_path: Path) -> None:
+    program = tmp_path / "program.py"
+    program.write_text(JOINS)
+    job = Job(hosts, tmp_path)
+    for letter, num_ranks in (("a", 2), ("b", 1)):
+        job.start(letter, num_ranks, "--max-restarts", 1, program, 3, 2)
+    (code_a, out_a, err_a), (code_b, out_b, err_b) = job.wait("a"), job.wait("b")
+    assert (code_a, code_b) == (0, 0), err_a + err_b
+    assert "it is started again, to join them" in err_b
+    lines = final_lines(out_a + out_b)
+    assert [line.partition(", step")[0] for line in lines] == [
+        "0 of 3, joins=False, sl.world().local_rank=0",
+        "1 of 3, joins=False, sl.world().local_rank=1",
+        "2 of 3, joins=True, sl.world().local_rank=0",
+    ]
+    assert len({line.partition(", step")[2] for line in lines}) == 1, lines
+
+
+def test_a_host_that_is_started_again_joins_the_others(hosts: TwoHosts, tmp_path: Path) -> None:
+    """By the command with which it was started first."""
+    program = tmp_path / "program.py"
+    program.write_text(JOINS)
+    job = Job(hosts, tmp_path)
+    for letter, num_ranks in (("a", 3), ("b", 2)):
+        job.start(letter, num_ranks, program, 5, "3,4")
+    job.launchers["b"].wait(120)
+    lost = job.hosts.processes.pop().communicate()[0]
+    assert lost.count("lost") == 2, lost
+    job.start("b", 2, program, 5, "3,4")
+    (code_a, out_a, err_a), (code_b, out_b, err_b) = job.wait("a"), job.wait("b")
+    assert (code_a, code_b) == (0, 0), err_a + err_b
+    lines = final_lines(out_a + out_b)
+    assert ["joins=True" in line for line in lines] == [False, False, False, True, True], lines
+    assert len({line.partition(", step")[2] for line in lines}) == 1, lines
