@@ -7,7 +7,7 @@ from typing import Any
 
 import elastic
 import pytest
-from elastic import PLACES, Fault, Plan
+from elastic import PLACES, Fault, Plan, Slow
 
 from syncline.testing import RankPool
 
@@ -137,3 +137,75 @@ def test_too_few_ranks_end_with_the_reason(transport: str, tmp_path: Path, rank_
     assert all(
         "expected at least 3 ranks (min_ranks), but only" in text and "rank 1" in text for text in lefts
     )
+
+
+@both_transports
+@pytest.mark.parametrize("rank", mostly_slow(0, 1, fast=(1,)))
+@pytest.mark.parametrize("phase", mostly_slow("data", "forward", fast=("data",)))
+def test_a_slow_rank_is_left_behind(
+    phase: str, rank: int, transport: str, tmp_path: Path, rank_pool: RankPool
+) -> None:
+    """The others have its times of steps 2 to 6, and make steps 7 and 8 without it. No step is repeated."""
+    slow = Slow(rank=rank, phase=phase)
+    notes = run(tmp_path, rank_pool, 3, transport, slow=slow, on_straggler="evict")
+    finals = elastic.check(notes)
+    assert len(finals) == 2
+    assert all(final["stragglers"] == [[rank, phase, 6]] for final in finals)
+    left = notes[rank][-1]["left"]
+    assert 'because on_straggler="evict": step 6: ' in left
+    assert f"rank {rank} is slow: over the last 5 steps, its " in left
+    assert "took 50.0 ms a step, the median of the ranks is 10.0 ms; all ranks wait 40.0 ms a step" in left
+    begun = [[line["step"] for line in lines if "step" in line] for lines in notes]
+    assert begun == [[*range(1, 7)] if one == rank else [*range(1, 9)] for one in range(3)]
+
+
+@both_transports
+@pytest.mark.parametrize(
+    ("on_straggler", "min_ranks", "num_warnings"),
+    [
+        ("warn", 1, 1),
+        *(pytest.param(*one, marks=pytest.mark.slow) for one in (("evict", 2, 1), (None, 1, 0))),
+    ],
+)
+def test_a_slow_rank_stays_if_it_must(
+    on_straggler: str | None,
+    min_ranks: int,
+    num_warnings: int,
+    transport: str,
+    tmp_path: Path,
+    rank_pool: RankPool,
+) -> None:
+    notes = run(
+        tmp_path,
+        rank_pool,
+        2,
+        transport,
+        slow=Slow(rank=1, phase="forward"),
+        on_straggler=on_straggler,
+        min_ranks=min_ranks,
+    )
+    finals = elastic.check(notes)
+    assert [final["stragglers"] for final in finals] == [[[1, "forward", 6]]] * 2
+    warned = [[text for text in final["warned"] if "rank 1 is slow" in text] for final in finals]
+    assert [len(texts) for texts in warned] == [num_warnings, 0]
+
+
+@pytest.mark.slow
+@both_transports
+@pytest.mark.parametrize("place", ["last bucket", "optimizer", "averaging"])
+@pytest.mark.parametrize("lost", [0, 1, 2])
+def test_a_rank_is_lost_in_the_step_after_which_a_slow_one_would_leave(
+    lost: int, place: str, transport: str, tmp_path: Path, rank_pool: RankPool
+) -> None:
+    """The slow rank leaves or stays, but the others agree, and there are at least two that finish."""
+    notes = run(
+        tmp_path,
+        rank_pool,
+        4,
+        transport,
+        Fault(rank=lost, step=6, place=place),
+        slow=Slow(rank=2, phase="data"),
+        on_straggler="evict",
+    )
+    finals = elastic.check(notes)
+    assert len(finals) == (3 if lost == 2 else 2 if "left" in notes[2][-1] else 3)

@@ -6,6 +6,7 @@ import socket
 import time
 import uuid
 from dataclasses import replace
+from typing import NoReturn
 
 import torch.distributed as dist
 
@@ -58,6 +59,8 @@ class Group:
         """How the present generation differs from the former one, in words."""
         self.joins = is_about_to_join()
         """Whether this process has yet to join the others, by `join`."""
+        self.is_left_behind = False
+        """Whether the others train on without this process, so that its end is no failure of the job."""
         here = world()
         if here.size == 1 and not self.joins:  # nobody can be lost
             return
@@ -137,11 +140,13 @@ class Group:
         report = member.stop(step=num_commits, now=time.monotonic())
         register.report(current.generation + 1, report)
         while True:
-            action = member.look(register.observe(current), now=time.monotonic())
+            observed = register.observe(current)
+            action = member.look(observed, now=time.monotonic())
             if isinstance(action, Adopt):
                 self.change = _change_in_words(current, action.membership)
                 return action.membership
             if isinstance(action, Leave):
+                self.is_left_behind = observed.decided is not None
                 raise PeerLost(
                     f"sl.steps ends on this rank: {action.reason}. The first error: {loss}"
                 ) from loss
@@ -182,11 +187,21 @@ class Group:
                 return error
         return None
 
+    def stay_behind(self, why: str) -> NoReturn:
+        """End the part of this process, because the others train on without it.
+
+        Raises:
+            PeerLost: always.
+        """
+        disconnect()
+        self.is_left_behind = True
+        raise PeerLost(f"sl.steps ends on this rank: {why}")
+
     def leave(self) -> None:
         """Record that this process has left the loop, and takes no more part."""
         if self._register is not None:
             self._register.end()
-            if self._error_file is not None:
+            if self._error_file is not None and not self.is_left_behind:
                 record_steps(self._error_file, are_running=False)
 
 
