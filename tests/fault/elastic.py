@@ -28,6 +28,7 @@ from torch.utils.data import DataLoader
 
 import syncline as sl
 from syncline import environment
+from syncline.checkpoint.store import SaveStore
 from syncline.launchers import Environment
 from syncline.resilience import group, handover, steps
 from syncline.session import begin_in_fork
@@ -41,6 +42,10 @@ BATCH = 2
 
 PLACES = ("forward", "first bucket", "last bucket", "optimizer", "after optimizer", "averaging")
 """Where a rank can be lost in the body of a step, in order."""
+
+
+WRITING = ("saving", "writing", "committing")
+"""Where a rank can be lost while a thread of it writes a save."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,6 +81,11 @@ class Plan:
     timeout_seconds: float = 30.0
     patience_seconds: float = 5.0
     min_ranks: int = 1
+    saves: str = ""
+    """The folder of the saves, which are made before each second step; empty if none is made."""
+    is_blocking: bool = True
+    asked_to_stop: int | None = None
+    """The first rank of the process that is asked to stop in step 6; None if none is."""
     slow: Slow | None = None
     on_straggler: str | None = None
 
@@ -139,10 +149,13 @@ class Moments:
     step: int = 0
     attempt: int = 0
     generation: int = 0
+    saved: int = 0
+    """The step before which the save was begun that a thread writes now."""
 
     def at(self, place: str) -> None:
         for fault in list(self.faults):
-            if (fault.step, fault.place) == (self.step, place) and fault.attempt <= self.attempt:
+            step = self.saved if place in WRITING else self.step
+            if (fault.step, fault.place) == (step, place) and fault.attempt <= self.attempt:
                 self.faults.remove(fault)
                 self.happen(fault)
 
@@ -196,12 +209,14 @@ def train_or_leave(plan: Plan, first: int, folder: Path, file: TextIO) -> None:
         return
     except sl.PeerLost as error:
         note(left=str(error))
+    except SystemExit as error:
+        note(stopped=error.code)
     wake_the_stopped(folder)
     sl.shutdown()
 
 
 def wake_the_stopped(folder: Path) -> None:
-    for path in folder.iterdir():
+    for path in filter(Path.is_file, folder.iterdir()):
         for line in path.read_text().splitlines():
             found = json.loads(line)
             if found.get("fault") == "stop":
@@ -224,11 +239,13 @@ def train(plan: Plan, moments: Moments, note: Callable[..., None]) -> None:
     net.last.weight.register_post_accumulate_grad_hook(lambda _: moments.at("first bucket"))
     net.first.weight.register_post_accumulate_grad_hook(lambda _: moments.at("last bucket"))
     loader = DataLoader(Samples(), batch_size=BATCH, sampler=sampler)
-    work = Work(plan.slow, sl.world().rank)
+    first = sl.world().rank
+    work = Work(plan.slow, first)
     net.register_forward_pre_hook(lambda *_: work.do("forward"))
     if plan.slow is not None:
         clock = ddp._replica.gradients.reduction.clock
         clock.now, clock._counts = lambda: work.seconds, SimpleNamespace(waited_seconds=0.0)
+    checkpointer = sl.Checkpointer(plan.saves, stop_signals=()) if plan.saves else None
     with watched_places(moments, ddp), warnings.catch_warnings(record=True) as caught:
         loop = sl.steps(
             state,
@@ -242,6 +259,13 @@ def train(plan: Plan, moments: Moments, note: Callable[..., None]) -> None:
         for step in loop:
             moments.step, moments.attempt = step.number, step.attempt + 1
             with step:
+                if checkpointer is not None and plan.asked_to_stop is not None:
+                    if (plan.asked_to_stop, step.number) == (first, 6):
+                        checkpointer.ask_to_stop()
+                    checkpointer.stop_if_asked(state)
+                elif checkpointer is not None and step.number % 2 == 0:
+                    moments.at("before saving")
+                    checkpointer.save(state, blocking=plan.is_blocking)
                 work.do("data")
                 x, ids = step.next_batch()
                 note(step=step.number, generation=moments.generation, ids=ids.tolist())
@@ -274,6 +298,8 @@ def watched_places(moments: Moments, ddp: sl.DistributedDataParallel) -> Any:
         def call(*args: Any, **kwargs: Any) -> Any:
             if place == "meeting":
                 moments.generation = args[1].generation
+            if place == "saving":
+                moments.saved = args[1] + 1
             moments.at(place)
             return what(*args, **kwargs)
 
@@ -286,6 +312,9 @@ def watched_places(moments: Moments, ddp: sl.DistributedDataParallel) -> Any:
             (group.Group, "wait_for_all", "the end"),
             (group.Group, "connect", "meeting"),
             (group, "regroup", "connecting"),
+            (SaveStore, "write", "saving"),
+            (SaveStore, "_write_files", "writing"),
+            (SaveStore, "_commit", "committing"),
             (steps, "send_state", "handing over"),
             (handover, "decode", "loading"),
             (type(ddp._replica), "use_transport", "opening lanes"),
@@ -328,13 +357,7 @@ def check(notes: list[list[dict[str, Any]]]) -> list[dict[str, Any]]:
     finals = [lines[-1] for lines in notes if "done" in lines[-1]]
     assert finals, notes
     used = committed_samples(notes)
-    net = Net()
-    optimizer, scheduler = optimizer_of(net)
-    for number in range(1, STEPS + 1):
-        optimizer.zero_grad()
-        net(torch.stack([sample(index) for index in used[number]])).sum().backward()
-        optimizer.step()
-        scheduler.step()
+    net, optimizer, scheduler = reference(used, STEPS)
     momentum = digest([optimizer.state[p]["momentum_buffer"] for p in net.parameters()])
     for final in finals:
         assert final["done"] == STEPS
@@ -348,6 +371,35 @@ def check(notes: list[list[dict[str, Any]]]) -> list[dict[str, Any]]:
         epoch = every[begin : begin + SAMPLES]
         assert len(set(epoch)) == len(epoch), epoch
     return finals
+
+
+def reference(used: dict[int, list[int]], num_steps: int) -> tuple[Net, torch.optim.Optimizer, Any]:
+    """Make the steps with these samples in one process."""
+    net = Net()
+    optimizer, scheduler = optimizer_of(net)
+    for number in range(1, num_steps + 1):
+        optimizer.zero_grad()
+        net(torch.stack([sample(index) for index in used[number]])).sum().backward()
+        optimizer.step()
+        scheduler.step()
+    return net, optimizer, scheduler
+
+
+def check_last_save(plan: Plan, notes: list[list[dict[str, Any]]]) -> None:
+    """Check that the newest save is the one before the last step, and has the right weights."""
+    net = Net()
+    optimizer, scheduler = optimizer_of(net)
+    sampler = sl.DistributedSampler(Samples(), seed=3)
+    state = sl.TrainState(
+        model=sl.DistributedDataParallel(net), optimizer=optimizer, scheduler=scheduler, sampler=sampler
+    )
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # about the number of ranks, and damaged saves
+        assert sl.Checkpointer(plan.saves, read_only=True).load(state) == STEPS - 1
+    expected, _, _ = reference(committed_samples(notes), STEPS - 1)
+    assert digest([p.detach() for p in net.parameters()]) == digest(
+        [p.detach() for p in expected.parameters()]
+    )
 
 
 def committed_samples(notes: list[list[dict[str, Any]]]) -> dict[int, list[int]]:

@@ -9,6 +9,7 @@ import elastic
 import pytest
 from elastic import PLACES, Fault, Plan, Slow
 
+import syncline as sl
 from syncline.testing import RankPool
 
 Notes = list[list[dict[str, Any]]]
@@ -209,3 +210,61 @@ def test_a_rank_is_lost_in_the_step_after_which_a_slow_one_would_leave(
     )
     finals = elastic.check(notes)
     assert len(finals) == (3 if lost == 2 else 2 if "left" in notes[2][-1] else 3)
+
+
+@both_transports
+@pytest.mark.parametrize(
+    "lost",
+    mostly_slow(
+        *((place, "kill", rank) for place in ("saving", "writing") for rank in (0, 1)),
+        ("committing", "kill", 0),
+        *(
+            ("before saving", kind, rank)
+            for kind in ("kill", "exception", "lost connection")
+            for rank in (0, 1)
+        ),
+        fast=(("writing", "kill", 0),),
+    ),
+)
+@pytest.mark.parametrize("is_blocking", mostly_slow(True, False, fast=(True,)))
+def test_a_rank_that_is_lost_in_a_save(
+    is_blocking: bool, lost: tuple[str, str, int], transport: str, tmp_path: Path, rank_pool: RankPool
+) -> None:
+    """The others save again with the group that is left, and the newest save is that of the last step but one."""
+    place, kind, rank = lost
+    folder = tmp_path / "notes"
+    folder.mkdir()
+    store = elastic.held_store()
+    plan = Plan(
+        size=3,
+        transport=transport,
+        faults=(Fault(rank=rank, step=4, place=place, kind=kind),),
+        port=store.port,
+        saves=str(tmp_path / "saves"),
+        is_blocking=is_blocking,
+    )
+    notes = elastic.run(plan, str(folder), rank_pool)
+    assert len(elastic.check(notes)) >= 2
+    elastic.check_last_save(plan, notes)
+
+
+@pytest.mark.slow
+@both_transports
+@pytest.mark.parametrize("asked", [0, 2])
+def test_a_group_that_became_smaller_stops_together(
+    asked: int, transport: str, tmp_path: Path, rank_pool: RankPool
+) -> None:
+    notes = run(
+        tmp_path,
+        rank_pool,
+        3,
+        transport,
+        Fault(rank=1, step=4, place="optimizer"),
+        saves=str(tmp_path / "saves"),
+        asked_to_stop=asked,
+    )
+    assert [lines[-1].get("stopped") for lines in notes] == [sl.EXIT_STOPPED, None, sl.EXIT_STOPPED]
+    last = [max(line.get("stepped", 0) for line in lines) for lines in notes]
+    assert last[0] == last[2]
+    assert last[0] == 6, "asked before step 6, whose gradients carry the request"
+    assert [save.name for save in (tmp_path / "saves").iterdir()] == [f"save-000001-step-{last[0]}"]
