@@ -121,7 +121,7 @@ class RankTimes:
         return self.update_seconds + self.data_seconds + self.forward_seconds + self.backward_seconds
 
     def __repr__(self) -> str:
-        phases = (f"{phase} {format_time(getattr(self, f'{phase}_seconds'))}" for phase in _PHASES)
+        phases = (f"{phase} {format_time(getattr(self, f'{phase}_seconds'))}" for phase in PHASES)
         return one_line(self, ", ".join(phases))
 
 
@@ -147,7 +147,15 @@ _LATE_SECONDS = 0.0005
 
 _LATE_SHARE = 0.05
 
-_PHASES = ("update", "data", "forward", "backward")
+PHASES = ("update", "data", "forward", "backward")
+"""The phases of a step, in order. `RankTimes` defines them."""
+
+_PHASES_IN_WORDS = {
+    "update": "its optimizer step",
+    "data": "its data loading, which is all the time before the forward,",
+    "forward": "its forward and loss",
+    "backward": "its backward",
+}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -183,9 +191,45 @@ class StepTiming:
             name = f"{phase}_seconds"
             return getattr(latest, name), median_low(getattr(times, name) for times in known.values())
 
-        lost = {phase: compare(phase) for phase in _PHASES}
+        lost = {phase: compare(phase) for phase in PHASES}
         phase = max(lost, key=lambda one: lost[one][0] - lost[one][1])
         return LateRank(rank, late_seconds, phase, *lost[phase])
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StragglerRecord:
+    """A record of a straggler: a rank that was slow over many steps. It is the same on every rank."""
+
+    rank: int
+    phase: str
+    """The phase in which it lost the most time: "update", "data", "forward" or "backward", as in `RankTimes`."""
+    phase_seconds: float
+    """Its time in this phase, a step. This and the other times are means over the first `num_steps` steps."""
+    usual_seconds: float
+    """The median of the times of all ranks in this phase."""
+    late_seconds: float
+    """How much longer than the median of the ranks it worked in all phases. All ranks waited for it so long."""
+    num_steps: int
+    """The number of steps over which the times were compared."""
+    from_step: int
+    """The last one of these steps."""
+    to_step: int | None = None
+    """The step after which the rank was found to be no longer slow; None if it is still slow."""
+
+    def __repr__(self) -> str:
+        late, end = format_time(self.late_seconds), "now" if self.to_step is None else self.to_step
+        return one_line(
+            self, f"rank {self.rank} by {late} a step, {self.phase}, step {self.from_step} to {end}"
+        )
+
+    def __str__(self) -> str:
+        took, usual, late = map(format_time, (self.phase_seconds, self.usual_seconds, self.late_seconds))
+        end = "" if self.to_step is None else f", until step {self.to_step}"
+        return (
+            f"step {self.from_step}: rank {self.rank} is slow: over the last {self.num_steps} steps, "
+            f"{_PHASES_IN_WORDS[self.phase]} took {took} a step, the median of the ranks is {usual}; "
+            f"all ranks wait {late} a step{end}"
+        )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -63,6 +63,7 @@ PURE = (
         "ddp.report",
         "gradients.bucket_plan",
         "gradients.shard_plan",
+        "gradients.stragglers",
         "liveness.deadlock",
     ),
     *("tensors.packing", "transport.statistics"),

@@ -12,11 +12,13 @@ import json
 import os
 import signal
 import time
+import warnings
 from collections.abc import Callable
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, TextIO
 from unittest import mock
 
@@ -26,7 +28,9 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 import syncline as sl
+from failure_rows import record_in_steps
 from syncline import environment
+from syncline.checkpoint.store import SaveStore
 from syncline.launchers import Environment
 from syncline.resilience import group, handover, steps
 from syncline.session import begin_in_fork
@@ -38,8 +42,12 @@ STEPS = 8
 SAMPLES = 60
 BATCH = 2
 
-PLACES = ("forward", "first bucket", "last bucket", "optimizer", "after optimizer", "averaging")
+PLACES = ("forward", "first bucket", "last bucket", "verdict", "optimizer", "after optimizer", "averaging")
 """Where a rank can be lost in the body of a step, in order."""
+
+
+WRITING = ("saving", "writing", "committing")
+"""Where a rank can be lost while a thread of it writes a save."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,6 +60,16 @@ class Fault:
     place: str
     kind: str = "kill"
     attempt: int = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Slow:
+    """A rank that is slow in each step, by a clock that only this program moves."""
+
+    rank: int
+    """The first rank of the process."""
+    phase: str
+    """"data" or "forward"."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,6 +88,13 @@ class Plan:
     """The number of further processes, which want to join."""
     keeps_global_batch: bool = False
     needs_majority: bool = True
+    saves: str = ""
+    """The folder of the saves, which are made before each second step; empty if none is made."""
+    is_blocking: bool = True
+    asked_to_stop: int | None = None
+    """The first rank of the process that is asked to stop in step 6; None if none is."""
+    slow: Slow | None = None
+    on_straggler: str | None = None
 
 
 class Net(nn.Module):
@@ -111,6 +136,17 @@ def optimizer_of(net: nn.Module) -> tuple[torch.optim.Optimizer, Any]:
 # ---------------------------------------------------------------------- a rank
 
 
+class Work:
+    """The work of a rank, on a clock that nothing else moves: 10 ms in each phase, and 40 ms more if it is slow."""
+
+    def __init__(self, slow: Slow | None, first: int) -> None:
+        self.seconds = 0.0
+        self._slow_phase = None if slow is None or slow.rank != first else slow.phase
+
+    def do(self, phase: str) -> None:
+        self.seconds += 0.050 if phase == self._slow_phase else 0.010
+
+
 @dataclass
 class Moments:
     """The places at which faults of this process happen."""
@@ -123,15 +159,18 @@ class Moments:
     generation: int = 0
     num_newcomers: int = 0
     register: Any = None
+    saved: int = 0
+    """The step before which the save was begun that a thread writes now."""
 
     def at(self, place: str) -> None:
         for fault in list(self.faults):
-            if (fault.step, fault.place) == (self.step, place) and fault.attempt <= self.attempt:
+            step = self.saved if place in WRITING else self.step
+            if (fault.step, fault.place) == (step, place) and fault.attempt <= self.attempt:
                 self.faults.remove(fault)
                 self.happen(fault)
 
     def happen(self, fault: Fault) -> None:
-        self.note(fault=fault.kind, pid=os.getpid())
+        self.note(fault=fault.kind, pid=os.getpid(), generation=self.generation)
         if fault.kind == "wait":  # for the test
             while not (self.folder / "go").exists():
                 time.sleep(0.005)
@@ -185,7 +224,7 @@ def one_rank(plan: Plan, folder: str) -> None:
 
 def train_or_leave(plan: Plan, first: int, folder: Path, file: TextIO) -> None:
     def note(**what: Any) -> None:
-        file.write(json.dumps(what) + "\n")
+        file.write(json.dumps({**what, "at": time.monotonic()}) + "\n")
         file.flush()
 
     faults = [fault for fault in plan.faults if fault.rank == first]
@@ -196,7 +235,7 @@ def train_or_leave(plan: Plan, first: int, folder: Path, file: TextIO) -> None:
     except ZeroDivisionError:
         sl.shutdown()  # tells the others of the error, as the end of a program does
         return
-    except sl.PeerLost as error:
+    except (sl.PeerLost, sl.PeerFailed) as error:
         note(left=str(error))
     except SystemExit as end:
         note(ended=end.code)
@@ -212,7 +251,7 @@ def wait_until_awaited(folder: Path) -> None:
 
 
 def wake_the_stopped(folder: Path) -> None:
-    for path in folder.iterdir():
+    for path in filter(Path.is_file, folder.iterdir()):
         for line in path.read_text().splitlines():
             found = json.loads(line)
             if found.get("fault") == "stop":
@@ -221,6 +260,7 @@ def wake_the_stopped(folder: Path) -> None:
 
 def train(plan: Plan, moments: Moments, note: Callable[..., None]) -> None:
     net = Net()
+    moments.at("construction")
     ddp = sl.DistributedDataParallel(net, bucket_cap_mb=1e-4)
     optimizer, scheduler = optimizer_of(net)
     sampler = sl.DistributedSampler(Samples(), seed=3)
@@ -235,7 +275,14 @@ def train(plan: Plan, moments: Moments, note: Callable[..., None]) -> None:
     net.last.weight.register_post_accumulate_grad_hook(lambda _: moments.at("first bucket"))
     net.first.weight.register_post_accumulate_grad_hook(lambda _: moments.at("last bucket"))
     loader = DataLoader(Samples(), batch_size=BATCH, sampler=sampler)
-    with watched_places(moments, ddp):
+    first = sl.world().rank
+    work = Work(plan.slow, first)
+    net.register_forward_pre_hook(lambda *_: work.do("forward"))
+    if plan.slow is not None:
+        clock = ddp._replica.gradients.reduction.clock
+        clock.now, clock._counts = lambda: work.seconds, SimpleNamespace(waited_seconds=0.0)
+    checkpointer = sl.Checkpointer(plan.saves, stop_signals=()) if plan.saves else None
+    with watched_places(moments, ddp), warnings.catch_warnings(record=True) as caught:
         loop = sl.steps(
             state,
             STEPS,
@@ -245,10 +292,20 @@ def train(plan: Plan, moments: Moments, note: Callable[..., None]) -> None:
             keep_global_batch=plan.keeps_global_batch,
             needs_majority=plan.needs_majority,
             patience=plan.patience_seconds,
+            on_straggler=plan.on_straggler,
+            straggler_steps=5,
         )
         for step in loop:
             moments.step, moments.attempt = step.number, step.attempt + 1
             with step:
+                if checkpointer is not None and plan.asked_to_stop is not None:
+                    if (plan.asked_to_stop, step.number) == (first, 6):
+                        checkpointer.ask_to_stop()
+                    checkpointer.stop_if_asked(state)
+                elif checkpointer is not None and step.number % 2 == 0:
+                    moments.at("before saving")
+                    checkpointer.save(state, blocking=plan.is_blocking)
+                work.do("data")
                 optimizer.zero_grad()
                 if plan.keeps_global_batch:
                     for x, ids in step.batches():
@@ -273,6 +330,8 @@ def train(plan: Plan, moments: Moments, note: Callable[..., None]) -> None:
         lr=scheduler.get_last_lr(),
         world=[sl.world().rank, sl.world().size],
         group=dist.get_world_size() if dist.is_initialized() else 1,
+        warned=[str(one.message) for one in caught],
+        stragglers=[[one.rank, one.phase, one.from_step] for one in ddp.statistics().stragglers],
     )
 
 
@@ -286,6 +345,8 @@ def watched_places(moments: Moments, ddp: sl.DistributedDataParallel) -> Any:
                 moments.generation = args[1].generation
             if place == "enrolling":
                 moments.register = args[0]
+            if place == "saving":
+                moments.saved = args[1] + 1
             moments.at(place)
             return what(*args, **kwargs)
 
@@ -300,9 +361,13 @@ def watched_places(moments: Moments, ddp: sl.DistributedDataParallel) -> Any:
             (group.Group, "connect", "meeting"),
             (group, "regroup", "connecting"),
             (group.Register, "enrol", "enrolling"),
+            (SaveStore, "write", "saving"),
+            (SaveStore, "_write_files", "writing"),
+            (SaveStore, "_commit", "committing"),
             (steps, "send_state", "handing over"),
             (handover, "decode", "loading"),
             (type(ddp._replica), "use_transport", "opening lanes"),
+            (type(ddp._replica.gradients.riders), "receive", "verdict"),
         ):
             patched.enter_context(mock.patch.object(owner, name, before(place, getattr(owner, name))))
         yield
@@ -331,10 +396,33 @@ def run(plan: Plan, folder: str, pool: RankPool) -> list[list[dict[str, Any]]]:
         if one.kind not in ("passed", "killed")
     ]
     assert not bad, "\n".join([str(plan), *bad])
-    return [
+    notes = [
         [json.loads(line) for line in Path(folder, str(rank)).read_text().splitlines()]
         for rank in range(plan.size + plan.num_newcomers)
     ]
+    for fault in plan.faults[:1]:
+        record_in_steps(fault.place, fault.kind, plan.transport, seconds_after(fault, notes))
+    return notes
+
+
+def seconds_after(fault: Fault, notes: list[list[dict[str, Any]]]) -> float:
+    """Return the time from a fault until the slowest of the other ranks has made a step in a new group, or has ended.
+
+    A slow rank is not lost: then it is the time until the next step in the same group.
+    """
+    [began] = [line for line in notes[fault.rank] if "fault" in line][:1]
+    seconds = []
+    for rank, lines in enumerate(notes):
+        if rank != fault.rank:
+            in_group = [
+                line["at"] - began["at"]
+                for line in lines
+                if "done" in line
+                or "left" in line
+                or ("stepped" in line and (fault.kind == "slow" or line["generation"] > began["generation"]))
+            ]
+            seconds += [one for one in in_group if one > 0][:1]
+    return max(seconds)
 
 
 def check(notes: list[list[dict[str, Any]]], *, takes_mean: bool = False) -> list[dict[str, Any]]:
@@ -347,14 +435,7 @@ def check(notes: list[list[dict[str, Any]]], *, takes_mean: bool = False) -> lis
     finals = [lines[-1] for lines in notes if lines and "done" in lines[-1]]
     assert finals, notes
     used = committed_samples(notes)
-    net = Net()
-    optimizer, scheduler = optimizer_of(net)
-    for number in range(1, STEPS + 1):
-        optimizer.zero_grad()
-        losses = net(torch.stack([sample(index) for index in used[number]]))
-        (losses.mean() if takes_mean else losses.sum()).backward()
-        optimizer.step()
-        scheduler.step()
+    net, optimizer, scheduler = reference(used, STEPS, takes_mean=takes_mean)
     momentum = digest([optimizer.state[p]["momentum_buffer"] for p in net.parameters()])
     for final in finals:
         assert final["done"] == STEPS
@@ -368,6 +449,38 @@ def check(notes: list[list[dict[str, Any]]], *, takes_mean: bool = False) -> lis
         epoch = every[begin : begin + SAMPLES]
         assert len(set(epoch)) == len(epoch), epoch
     return finals
+
+
+def reference(
+    used: dict[int, list[int]], num_steps: int, *, takes_mean: bool = False
+) -> tuple[Net, torch.optim.Optimizer, Any]:
+    """Make the steps with these samples in one process."""
+    net = Net()
+    optimizer, scheduler = optimizer_of(net)
+    for number in range(1, num_steps + 1):
+        optimizer.zero_grad()
+        losses = net(torch.stack([sample(index) for index in used[number]]))
+        (losses.mean() if takes_mean else losses.sum()).backward()
+        optimizer.step()
+        scheduler.step()
+    return net, optimizer, scheduler
+
+
+def check_last_save(plan: Plan, notes: list[list[dict[str, Any]]]) -> None:
+    """Check that the newest save is the one before the last step, and has the right weights."""
+    net = Net()
+    optimizer, scheduler = optimizer_of(net)
+    sampler = sl.DistributedSampler(Samples(), seed=3)
+    state = sl.TrainState(
+        model=sl.DistributedDataParallel(net), optimizer=optimizer, scheduler=scheduler, sampler=sampler
+    )
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # about the number of ranks, and damaged saves
+        assert sl.Checkpointer(plan.saves, read_only=True).load(state) == STEPS - 1
+    expected, _, _ = reference(committed_samples(notes), STEPS - 1)
+    assert digest([p.detach() for p in net.parameters()]) == digest(
+        [p.detach() for p in expected.parameters()]
+    )
 
 
 def committed_samples(notes: list[list[dict[str, Any]]]) -> dict[int, list[int]]:

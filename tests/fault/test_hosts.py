@@ -24,6 +24,7 @@ import pytest
 import torch
 
 import syncline as sl
+from failure_rows import record
 from syncline import SynclineError
 from syncline.session import transport_of
 from syncline.testing import HostsUnavailable, TwoHosts, two_hosts
@@ -353,6 +354,7 @@ def test_a_killed_rank_is_an_error_on_both_hosts_within_seconds(start: Start, vi
         told = json.loads(out.removeprefix("ready\n"))
         assert (code, told["kind"]) == (0, "PeerLost"), (rank, told, err)
         assert told["seconds"] < 10
+        record("killed elsewhere", "", f"{told['kind']}: {told['text']}", told["seconds"])
         assert f"rank {victim}" in told["text"] or "connection to a peer is lost" in told["text"], told
 
 
@@ -366,6 +368,7 @@ def test_a_cable_that_is_pulled_is_an_error_and_no_hang(hosts: TwoHosts) -> None
         told = json.loads(out)
         assert told["kind"] in ("CollectiveTimeout", "PeerLost"), (rank, told, err)
         assert told["seconds"] < SHORT_SECONDS + 10, (rank, told)
+        record("cable", "", f"{told['kind']}: {told['text']}", told["seconds"])
         assert code == 0, (rank, err)
 
 

@@ -15,21 +15,26 @@ import torch
 import syncline as sl
 
 when = sys.argv[1]
-sl.init()
+sl.init(timeout=4 if when == "stopped" else 300)
 first = sl.world().rank
 if when == "before" and first == 1:
     os.kill(os.getpid(), signal.SIGKILL)
 ddp = sl.DistributedDataParallel(torch.nn.Linear(2, 1))
 optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
 state = sl.TrainState(model=ddp, optimizer=optimizer)
-for step in sl.steps(state, until=4):
+for step in sl.steps(state, until=4, patience=0.5):
     with step:
         optimizer.zero_grad()
+        if when == "stopped" and (first, step.number) == (1, 3):
+            open("stopped", "w").write(str(os.getpid()))
+            os.kill(os.getpid(), signal.SIGSTOP)
         if when == "inside" and (first, step.number) == (1, 3):
             os.kill(os.getpid(), signal.SIGKILL)
         ddp(torch.full((4, 2), float(first))).square().mean().backward()
         optimizer.step()
 print(f"made {state.step} steps as rank {sl.world().rank} of {sl.world().size}, RANK={os.environ['RANK']}")
+if when == "stopped" and first == 0:
+    os.kill(int(open("stopped").read()), signal.SIGCONT)
 if when == "after" and first == 1:
     sys.exit(3)
 """
@@ -97,6 +102,45 @@ print("threads and files:", *before, *held())
 """
 
 
+SLOW = """
+import sys, time
+import torch
+import syncline as sl
+
+def work(seconds):
+    end = time.thread_time() + seconds
+    while time.thread_time() < end:
+        torch.ones(64, 64) @ torch.ones(64, 64)
+
+class Net(torch.nn.Linear):
+    def forward(self, x):
+        work(0.060 if slow == "forward" else 0.0)
+        return super().forward(x)
+
+def batches():
+    while True:
+        work(0.060 if slow == "data" else 0.0)
+        yield torch.ones(4, 2)
+
+first = sl.init().rank
+slow = sys.argv[1] if first == 1 else ""
+ddp = sl.DistributedDataParallel(Net(2, 1))
+optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+state = sl.TrainState(model=ddp, optimizer=optimizer)
+num_alone = 0
+for step in sl.steps(state, until=1_000_000, data=batches(), on_straggler="evict", straggler_steps=10):
+    with step:
+        optimizer.zero_grad()
+        ddp(step.next_batch()).square().mean().backward()
+        optimizer.step()
+    num_alone += sl.world().size == 2
+    if num_alone == 3:
+        break
+[straggler] = ddp.statistics().stragglers
+print(f"rank {sl.world().rank} of {sl.world().size}: {straggler.rank} {straggler.phase} {step.discarded}")
+"""
+
+
 def run(folder: Path, forks: Forks, when: str, *options: str) -> subprocess.CompletedProcess[str]:
     (folder / "program.py").write_text(PROGRAM)
     return forks.launch(folder, *options, "-n", "3", "program.py", when, warm_ranks=True).wait()
@@ -154,3 +198,27 @@ def test_changes_of_the_ranks_leave_no_threads_and_no_files_behind(
         threads_before, files_before, threads, files = map(int, line.split())
         assert threads <= threads_before + 4, line
         assert files <= files_before + 4, line
+
+
+@pytest.mark.parametrize("phase", ["data", pytest.param("forward", marks=pytest.mark.slow)])
+def test_a_rank_that_was_slow_is_no_failure_of_the_job(phase: str, tmp_path: Path, forks: Forks) -> None:
+    (tmp_path / "program.py").write_text(SLOW)
+    done = forks.launch(tmp_path, "--resilient", "-n", "3", "program.py", phase, warm_ranks=True).wait()
+    assert done.returncode == 0, done.stderr
+    assert "rank 1 is slow: over the last 10 steps, its " in done.stderr
+    assert "rank 1 of 3 was slow and is left behind; the ranks, now 2, continue (after" in done.stderr
+    assert (
+        "[rank 1] syncline.errors.PeerLost: sl.steps ends on this rank: the others train on without it"
+        in done.stderr
+    )
+    assert "failed with exit code 1; the other ranks train on without it" in done.stderr
+    assert f"rank 0 of 2: 1 {phase} []" in done.stdout
+    assert f"rank 1 of 2: 1 {phase} []" in done.stdout
+
+
+@pytest.mark.slow
+def test_a_rank_that_comes_back_too_late_is_no_failure_of_the_job(tmp_path: Path, forks: Forks) -> None:
+    done = run(tmp_path, forks, "stopped", "--resilient")
+    assert done.returncode == 0, done.stderr
+    assert "began generation 1 without this process" in done.stderr
+    assert "failed with exit code 1; the other ranks train on without it" in done.stderr

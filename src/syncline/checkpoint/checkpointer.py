@@ -6,7 +6,7 @@ import contextlib
 import os
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any, Literal, overload
 
 from torch import Tensor
@@ -40,7 +40,8 @@ class Checkpointer:
 
     Construction, `save`, `load` and `stop_if_asked` are collective calls: every rank must make the same calls. If the
     ranks run on several hosts, all hosts must see the directory; the constructor checks this. The object owns a
-    connection and a thread until `close` is called, its `with` block ends, or the object is garbage-collected.
+    connection and a thread until `close` is called, its `with` block ends, or the object is garbage-collected. If ranks
+    are lost or join in `sl.steps`, the object follows the change in its next call.
 
     Args:
         directory: the directory that holds all saves of one training run.
@@ -85,6 +86,7 @@ class Checkpointer:
         read_only: bool = False,
     ) -> None:
         self._transport = transport_of(group)
+        self._follows_default = group is None
         files = files or LocalFiles()
         with failing_together(self._transport, "sl.Checkpointer") as lines:
             path = checked_path("directory", directory)
@@ -101,8 +103,6 @@ class Checkpointer:
                 )
             self._stop = JointStop(self._transport, stop_signals, stop_every)
             lines += [f"keep  {keep}", f"read_only  {read_only}", *self._stop.describe()]
-        with self._called():
-            self._lane = self._transport.lane("checkpoints")
         self._remarks = ResumeRemarks()
         self._writer = ThreadPoolExecutor(1, "syncline checkpoints")
         self._under_way: Future[str | None] | None = None
@@ -110,15 +110,36 @@ class Checkpointer:
         """The step and the directory of the save that was made or loaded last; None before the first one."""
         self._copies: dict[str, Tensor] = {}
         """Copies of tensors, by name. Non-blocking saves are written from them. The next save reuses their memory."""
+        self._open_lane()
+        with self._called():
+            self._store = SaveStore(self._lane, files, path, keep, read_only=read_only)
+        before_shutdown(self.wait)
+
+    def _open_lane(self) -> None:
+        with self._called():
+            self._lane = self._transport.lane("checkpoints")
         own_lane = None if self._lane is self._transport else self._lane
         if own_lane is not None:
             own_lane.counts = own_lane.counts.in_background()
         self._end = weakref.finalize(self, _end, self._writer, own_lane)
         # At exit, `before_shutdown` waits for pending saves first; all lanes are closed after that.
         self._end.atexit = False
-        with self._called():
-            self._store = SaveStore(self._lane, files, path, keep, read_only=read_only)
-        before_shutdown(self.wait)
+
+    def _follow(self) -> None:
+        """Use the new default group if the ranks have changed (`sl.steps`). A collective call of that group."""
+        if not self._follows_default or not self._end.alive:
+            return
+        transport = transport_of(None)
+        if transport is self._transport:
+            return
+        under_way, self._under_way = self._under_way, None
+        if under_way is not None:
+            wait([under_way])  # its connection is closed. If it has failed, a warning has said so
+        self._end.detach()
+        self._transport, self._newest = transport, None
+        self._open_lane()
+        self._stop.use_transport(transport)
+        self._store.use_lane(self._lane)
 
     def __repr__(self) -> str:
         newest = "no save" if self._newest is None else f"newest save at step {self._newest[0]}"
@@ -214,6 +235,7 @@ class Checkpointer:
                 state cannot be stored (the message names the value); or the Checkpointer is closed or read-only. Raised
                 on every rank.
         """
+        self._follow()
         self.wait()
         with (
             profiled("Checkpointer.save"),
@@ -302,6 +324,7 @@ class Checkpointer:
             True
         """
         self._check(state, saves=True)
+        self._follow()
         with self._called(".stop_if_asked"):
             if not self._stop.is_agreed(state):
                 return
@@ -356,6 +379,7 @@ class Checkpointer:
 
         All of these errors are raised on every rank.
         """
+        self._follow()
         self.wait()
         with failing_together(self._transport, "sl.Checkpointer.load") as lines:
             self._check(state)

@@ -60,6 +60,16 @@ class JointStop:
             f"stop_every  {self._every}",
         ]
 
+    def use_transport(self, transport: Transport) -> None:
+        """Vote with other ranks from now on. All of them make this call.
+
+        Some ranks of the former group may have received votes that others have not. So the next call of `is_agreed`
+        gathers all votes anew.
+        """
+        self._transport, self._lane = transport, None
+        self._num_without_backward = 0
+        self._vote.asked_ranks, self._vote.num_received = (), self._num_received
+
     def is_agreed(self, state: TrainState) -> bool:
         """Return whether all ranks stop now. A collective call; it sends nothing if a backward carried the votes."""
         if not self._is_listening:

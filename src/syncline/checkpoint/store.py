@@ -141,9 +141,18 @@ class SaveStore:
             self._check_readable()
         else:
             self._check_writable()
-            if lane.rank == 0:
-                with contextlib.suppress(OSError):
-                    self._known_saves()
+            self._look_around()
+
+    def use_lane(self, lane: Transport) -> None:
+        """Make saves with other ranks from now on, which see the directory, too."""
+        self._lane = lane
+        self._look_around()
+
+    def _look_around(self) -> None:
+        """Find the number of the newest save on rank 0."""
+        if self._lane.rank == 0:
+            with contextlib.suppress(OSError):
+                self._known_saves()
 
     def _on_rank_0(self, fn: Callable[[], T]) -> T:
         """Call `fn` on rank 0 only, and return its result on all ranks; see `everywhere`."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Self
 
 import torch
@@ -377,8 +378,11 @@ class DistributedDataParallel(  # type: ignore[misc, override]
         return self._replica.gradients.ledger.last()
 
     def statistics(self) -> Statistics:
-        """Return statistics of this wrapper's transport on this rank: collectives, bytes and waiting time."""
-        return self._replica.transport.statistics()
+        """Return statistics of this wrapper's transport on this rank: collectives, bytes, waiting time, stragglers."""
+        replica = self._replica
+        return replace(
+            replica.transport.statistics(), stragglers=tuple(replica.gradients.reduction.stragglers.records)
+        )
 
     def train(self, mode: bool = True) -> Self:
         """Set the training mode, as `torch.nn.Module.train` does."""

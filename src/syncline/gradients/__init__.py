@@ -17,6 +17,7 @@ shard.py              this rank's shard of a bucket
 shard_plan.py         which rank owns which part of which bucket (pure functions)
 sparse.py             a bucket of one sparse gradient
 step_times.py         the times of a step on each rank, which show which rank was late
+stragglers.py         the ranks that are slow over many steps (pure functions and a window of steps)
 tail.py               the tail of the last bucket, which carries the words of all riders and the times
 usage.py              which parameters a backward reaches, and how often
 wrapper_protocol.py   the interface by which lower layers recognize a wrapper and call its methods

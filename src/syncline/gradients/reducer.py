@@ -383,7 +383,7 @@ class GradientSync:
         if is_local:
             reduction.clock.enter(DATA)
         else:
-            timing = reduction.clock.end_step()
+            timing = reduction.end_step(self.step)
         facts = reduction.riders.record()
         self.ledger.note(backward, step=self.step, divisor=divisor, facts=facts, timing=timing)
         if not is_local and not reduction.layout.order_is_learnt:
@@ -401,7 +401,7 @@ class GradientSync:
         nonfinite.backward_begins(has_hook=self.layout.comm_hook is not None)
         try:
             self.reduction.take_part_with_zeros(Backward(step=self.step, state=BackwardState.FILLING))
-            self.reduction.clock.end_step()
+            self.reduction.end_step(self.step)
             nonfinite.act()
         except BaseException:
             self._leave(BackwardState.FAILED)

@@ -18,7 +18,8 @@ from syncline.gradients.out_of_step import OutOfStep
 from syncline.gradients.riders.base import Reduced
 from syncline.gradients.riders.items import ItemNormalizer
 from syncline.gradients.riders.roster import Roster
-from syncline.gradients.step_times import StepClock
+from syncline.gradients.step_times import Measured, StepClock
+from syncline.gradients.stragglers import Stragglers
 from syncline.gradients.tail import Tail
 from syncline.gradients.usage import Usage
 from syncline.transport.base import Transport
@@ -59,6 +60,7 @@ class Reduction:
         self.unreduced: set[int] = set() if former is None else former._unreduced_among(self.parameters)
         """Indices of the parameters whose `.grad` holds gradients of earlier backwards that were not reduced."""
         self.clock = StepClock(transport)
+        self.stragglers: Stragglers = Stragglers(None if former is None else former.stragglers)
         self.layout = BucketLayout(named_parameters, transport, options)
         self.usage = Usage(self.parameters, transport, options)
         self.riders: Roster = Roster(
@@ -332,6 +334,21 @@ class Reduction:
                 any_nonfinite=self.riders.nonfinite.was_reported,
             )
         )
+
+    def end_step(self, step: int) -> Measured | None:
+        """End the present step, because a synchronized backward has ended. Warn of ranks that have become slow.
+
+        Returns:
+            The times of the step that has ended; None if it was the first step.
+        """
+        measured = self.clock.end_step()
+        # A process does not wait for other ranks where a device does. Then its time of work includes such waits.
+        if measured is not None and self.parameters[0].device.type == "cpu":
+            stragglers = self.stragglers
+            for slow in stragglers.add(measured.notes, step):
+                if stragglers.rule.warns and self.transport.rank == 0:
+                    warn_user(str(slow))
+        return measured
 
     # ------------------------------------------------------------------ without gradients to send
 

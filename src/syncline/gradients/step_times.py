@@ -3,7 +3,7 @@
 All ranks leave a synchronized backward at about the same time. So the time that a rank then works until it has sent its
 next gradients says how late it is, and no clocks have to be compared. Each rank measures its own work: time in which it
 waits for other ranks does not count. Its times travel in the tail of the last bucket (`tail.py`) as a note: nothing is
-decided by them, so they are decoded only when a record is read.
+decided by them in the step, so they are decoded only when a record is read, or as sums over many steps (stragglers.py).
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ class StepClock:
         times = [self._update_seconds, *self._seconds]
         times[1 + self._phase] += present
         # A time can be negative if another thread has waited for other ranks while this thread worked.
-        return b"".join(min(_MOST, 1 + max(0, int(1e6 * each))).to_bytes(4, "big") for each in times)
+        return encoded(times)
 
     def end_step(self) -> Measured | None:
         """End the present step and begin the next, because a synchronized backward has ended.
@@ -113,6 +113,14 @@ class Measured(NamedTuple):
         return StepTiming(
             step_seconds=self.step_seconds, waited_seconds=self.waited_seconds, of_ranks=of_ranks
         )
+
+
+def encoded(times: Sequence[float]) -> bytes:
+    """Return the digits of the times of one rank, in seconds: update, data, forward and backward.
+
+    1 is added to each time, because a rank without times sends zeros.
+    """
+    return b"".join(min(_MOST, 1 + max(0, int(1e6 * each))).to_bytes(4, "big") for each in times)
 
 
 def decoded(notes: Sequence[float]) -> tuple[RankTimes | None, ...]:

@@ -4,8 +4,8 @@ One loop has a `Group`, which agrees with the other processes on who is left, by
 the register in the launcher's store, and then connects them anew. The wrapped modules, the optimizers and the sampler
 follow. A rank that has missed a step, or joins, gets the state from the others.
 
-Imports: errors, words, checks, environment, _torch, liveness, transport, session, optimizers, tensors, gradients, data,
-checkpoint, ddp.
+Imports: errors, words, checks, environment, records, _torch, liveness, transport, session, optimizers, tensors,
+gradients, data, checkpoint, ddp.
 
 batches.py     the batches of one rank, and how many samples they have
 group.py       the processes that train together, as one of them sees them
@@ -13,6 +13,7 @@ handover.py    a training state goes from the ranks that have it to others, over
 membership.py  which processes train together: a state machine of one process, without a clock, a store or a transport
 parts.py       the wrapped modules, attached optimizers and the sampler of a training state
 register.py    what a process reads and writes in the launcher's store
+slow_ranks.py  what the loop does about ranks that are slow over many steps
 steps.py       `sl.steps`, the loop
 undo.py        what a body finds when it begins, so that it can run again
 watch.py       what a process does in the background: it shows that it runs, and watches another process

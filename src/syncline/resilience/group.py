@@ -7,6 +7,7 @@ import socket
 import time
 import uuid
 from dataclasses import replace
+from typing import NoReturn
 
 import torch.distributed as dist
 
@@ -69,8 +70,9 @@ class Group:
         self.change = ""
         """How the present generation differs from the former one, in words."""
         self.joins = is_about_to_join()
-        """Whether this process has yet to join the others, by `join`: it was started while they train, or it is a spare
-        one."""
+        """Whether this process has yet to join the others, by `begin`. It was started while they train, or is spare."""
+        self.is_left_behind = False
+        """Whether the others train on without this process, so that its end is no failure of the job."""
         here = world()
         self.first_size = here.size
         """The number of ranks with which the loop began."""
@@ -161,7 +163,9 @@ class Group:
         except PeerLost as left:
             raise PeerLost(f"{left}{first}") from loss
         except NotNeeded:
-            raise PeerLost(f"the others have ended before this process could load their state{first}") from loss
+            raise PeerLost(
+                f"the others have ended before this process could load their state{first}"
+            ) from loss
 
     def _agree(self, num_commits: int, poll_seconds: float) -> Membership:
         """Report the number of commits, and wait until the next generation with this process has been decided."""
@@ -174,12 +178,14 @@ class Group:
             register.report(current.generation + 1, report, is_newcomer=is_newcomer)
             while (
                 member.membership is current
-            ):  # a process without the state may have to wait for several generations
-                action = member.look(register.observe(current), now=time.monotonic())
+            ):  # a process without the state may wait for several generations
+                observed = register.observe(current)
+                action = member.look(observed, now=time.monotonic())
                 if isinstance(action, Adopt):
                     self.change = _change_in_words(current, action.membership)
                     return action.membership
                 if isinstance(action, Leave):
+                    self.is_left_behind = observed.decided is not None
                     raise PeerLost(f"sl.steps ends on this rank: {action.reason}")
                 if isinstance(action, Propose):
                     register.propose(action.membership)
@@ -229,13 +235,23 @@ class Group:
                 return error
         return None
 
+    def stay_behind(self, why: str) -> NoReturn:
+        """End the part of this process, because the others train on without it.
+
+        Raises:
+            PeerLost: always.
+        """
+        disconnect()
+        self.is_left_behind = True
+        raise PeerLost(f"sl.steps ends on this rank: {why}")
+
     def leave(self) -> None:
         """Record that this process has left the loop, and takes no more part."""
         if self._register is not None:
             self._watch.end()
             self._pulse.close()
             self._register.end()
-            if self._error_file is not None:
+            if self._error_file is not None and not self.is_left_behind:
                 record_steps(self._error_file, None)
 
 

@@ -22,17 +22,19 @@ import logging
 import time
 from collections.abc import Iterable, Iterator
 from types import TracebackType
-from typing import Any
+from typing import Any, Literal
 
 from syncline.checkpoint.train_state import TrainState, load_all
 from syncline.checks import checked_count, checked_flag, checked_kind, checked_seconds
-from syncline.errors import SynclineError
+from syncline.errors import PeerLost, SynclineError
 from syncline.gradients.riders.newcomers import Newcomers
+from syncline.records import StragglerRecord
 from syncline.resilience.batches import Batches
 from syncline.resilience.group import Group, is_loss
 from syncline.resilience.handover import receive_state, send_state
 from syncline.resilience.membership import Membership, Rules
 from syncline.resilience.parts import attached_in, sampler_in, wrappers_in
+from syncline.resilience.slow_ranks import SlowRanks
 from syncline.resilience.undo import Undo
 from syncline.session.world import transport_of, world
 
@@ -139,6 +141,9 @@ def steps(
     keep_global_batch: bool = False,
     needs_majority: bool = True,
     patience: float = 5.0,
+    on_straggler: Literal["warn", "evict"] | None = "warn",
+    straggler_factor: float = 2.0,
+    straggler_steps: int = 50,
 ) -> Iterator[Step]:
     """Run training steps until `state.step` is `until`, and go on without ranks that are lost.
 
@@ -168,6 +173,13 @@ def steps(
         needs_majority: whether the ranks that train on must be more than half of those that have not certainly ended.
             Without it, two halves of a job that cannot reach each other could both train on.
         patience: the time in seconds for which the others wait for a rank that shows no sign of life.
+        on_straggler: what to do about a rank that works much longer than the others, so that all wait for it. "warn":
+            rank 0 warns, with the phase in which this rank loses the time. "evict": rank 0 warns, and the others train
+            on without this rank, if they are at least `min_ranks`. None: nothing. `ddp.statistics()` records it anyway.
+        straggler_factor: how many times as long as the median of the ranks such a rank works, above 1. It is also at
+            least 5 ms a step slower. If you leave a rank of two or more behind at a factor of 2, training becomes
+            faster.
+        straggler_steps: the number of steps, at least 5, in which it is slow throughout (in each fifth of them).
 
     Yields:
         The next step; again the same step, if it was interrupted.
@@ -175,7 +187,7 @@ def steps(
     Raises:
         TypeError, ValueError: an argument is invalid, or a module is sharded or has a strategy under which replicas
             drift.
-        PeerLost: too few ranks are left, or the launcher has ended.
+        PeerLost: too few ranks are left, or the launcher has ended, or this rank was slow and was left behind.
         SystemExit: this process was spare, or has come to replace a lost one, and the others have ended without it.
 
     Examples:
@@ -191,7 +203,9 @@ def steps(
         3
     """
     checked_kind("state", state, TrainState, "an sl.TrainState")
-    checked_count("min_ranks", min_ranks, at_least=1)
+    slow = SlowRanks(
+        on_straggler, straggler_factor, straggler_steps, checked_count("min_ranks", min_ranks, at_least=1)
+    )
     rules = Rules(
         min_ranks=min_ranks,
         max_ranks=0 if max_ranks is None else checked_count("max_ranks", max_ranks, at_least=min_ranks),
@@ -199,9 +213,8 @@ def steps(
         patience_seconds=checked_seconds("patience", patience),
     )
     keeps = checked_flag("keep_global_batch", keep_global_batch)
-    return _Loop(
-        state, checked_count("until", until, at_least=0), data, rules, keeps_global_batch=keeps
-    ).run()
+    until = checked_count("until", until, at_least=0)
+    return _Loop(state, until, data, rules, slow, keeps_global_batch=keeps).run()
 
 
 class _Loop:
@@ -213,6 +226,7 @@ class _Loop:
         until: int,
         data: Iterable[Any] | None,
         rules: Rules,
+        slow: SlowRanks,
         *,
         keeps_global_batch: bool,
     ) -> None:
@@ -231,6 +245,8 @@ class _Loop:
                 f"the beginning, got {rules.max_ranks}: there would be ranks without a batch"
             )
         self.batches = Batches(data, self._sampler, self._num_places if keeps_global_batch else None)
+        self._slow = slow
+        slow.watch(self.wrappers)
         self._made = self._steps_now()
         """The number of steps that each optimizer had made when the first attempt of this step began."""
         self._has_state = not self._group.joins
@@ -261,12 +277,18 @@ class _Loop:
                 self._connect_anew(lost)
         finally:
             self._newcomers.look = None
+            self._slow.end()
             self._group.leave()
 
     def _one_step(self) -> Iterator[Step]:
+        slow = self._slow.to_leave_behind()
+        if slow is not None:
+            self._leave_behind(slow)
         if self._newcomers.are_waiting:  # all ranks have received this behind the same gradients
             self._made = self._steps_now()
-            self._connect_anew(None)
+            self._connect_anew(
+                self._group.wait_for_all()
+            )  # no rank may disconnect while another one is in its step
             self._say(self.state.step + 1, "continue")
         step = Step(self, self.state.step + 1)
         while not step.is_committed:
@@ -283,6 +305,19 @@ class _Loop:
                 if self.state.step >= step.number:  # this rank was behind, and has loaded the end of the step
                     return
                 self._say(step.number, "repeat the step")
+
+    def _leave_behind(self, slow: StragglerRecord) -> None:
+        """Go on without a slow rank. All ranks make this call before the same step."""
+        self._made, num_ranks = self._steps_now(), world().size
+        loss = (
+            self._group.wait_for_all()
+        )  # the slow rank must not disconnect while another one is in its last step
+        if loss is None and slow.rank == world().rank:
+            self._group.stay_behind(f'the others train on without it, because on_straggler="evict": {slow}')
+        self._connect_anew(loss or PeerLost(str(slow)))
+        if loss is None:
+            self._group.change = f"rank {slow.rank} of {num_ranks} was slow and is left behind"
+        self._say(self.state.step + 1, "continue")
 
     def _say(self, number: int, what: str) -> None:
         if world().rank == 0:

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass, field
 
-from syncline.words import format_bytes, format_count, format_time, one_line
+from syncline.records import StragglerRecord
+from syncline.words import format_bytes, format_count, format_time, one_line, wrapped
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,6 +22,8 @@ class Statistics:
     """
     waited_seconds: float = 0.0
     """The total time that this rank spent in `Work.wait`, except in the thread that writes checkpoints."""
+    stragglers: tuple[StragglerRecord, ...] = ()
+    """The ranks that were slow over many steps, the oldest first (the last 100). Only `ddp.statistics()` has them."""
 
     def __repr__(self) -> str:
         calls, size = format_count(self.total_calls, "call"), format_bytes(self.total_bytes)
@@ -32,6 +35,8 @@ class Statistics:
         for operation, number in self.num_calls.items():
             num_bytes = format_bytes(self.payload_bytes.get(operation, 0))
             lines.append(f"  {operation}: {format_count(number, 'call')}, {num_bytes}")
+        for straggler in self.stragglers:
+            lines += wrapped(f"  {straggler}")
         return "\n".join(lines)
 
     @property
@@ -56,6 +61,7 @@ class Statistics:
             num_calls=dict(Counter(self.num_calls) - Counter(earlier.num_calls)),
             payload_bytes=dict(Counter(self.payload_bytes) - Counter(earlier.payload_bytes)),
             waited_seconds=self.waited_seconds - earlier.waited_seconds,
+            stragglers=tuple(one for one in self.stragglers if one not in earlier.stragglers),
         )
 
 

@@ -1,0 +1,301 @@
+"""Which ranks are slow over many steps: by plain data; then in the wrapper, by clocks that the tests set."""
+
+from __future__ import annotations
+
+import re
+import threading
+import warnings
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from fake_devices import fake
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+import syncline as sl
+from syncline.gradients.reduction import Reduction
+from syncline.gradients.step_times import Measured, encoded
+from syncline.gradients.stragglers import (
+    MIN_LATE_SECONDS,
+    StragglerRule,
+    Stragglers,
+    mean_times,
+    slow_ranks,
+)
+from syncline.records import PHASES, StragglerRecord
+from syncline.transport import Transport, run_ranks
+
+RULE = StragglerRule(factor=2.0, num_steps=10)
+NONE = bytes(16)
+
+
+def step_of(*totals: float | None, phase: int = 1) -> list[float]:
+    """The digits of a step in which each rank works for the given seconds, all in one phase."""
+    return [
+        digit
+        for total in totals
+        for digit in (NONE if total is None else encoded([total * (at == phase) for at in range(4)]))
+    ]
+
+
+def followed(
+    steps: Sequence[list[float]], rule: StragglerRule = RULE
+) -> tuple[Stragglers, list[StragglerRecord]]:
+    """Return the stragglers after these steps, and all that have been reported."""
+    stragglers = Stragglers()
+    stragglers.use(rule)
+    return stragglers, [one for number, step in enumerate(steps, 1) for one in stragglers.add(step, number)]
+
+
+seconds = st.floats(0, 100)
+ranks = st.lists(st.tuples(seconds, seconds, seconds, seconds), min_size=1, max_size=5)
+
+
+@given(
+    steps=st.integers(1, 5).flatmap(
+        lambda n: st.lists(
+            st.lists(st.tuples(*[seconds] * 4), min_size=n, max_size=n), min_size=1, max_size=4
+        )
+    )
+)
+def test_means_of_sums_of_digits_are_the_means_of_the_times(steps: list[list[tuple[float, ...]]]) -> None:
+    found = mean_times([[digit for rank in step for digit in encoded(rank)] for step in steps])
+    for rank, times in enumerate(found):
+        expected = [sum(step[rank][phase] for step in steps) / len(steps) for phase in range(4)]
+        assert times == pytest.approx(expected, abs=2e-6)
+
+
+def test_a_rank_that_lacks_the_times_of_one_step_is_not_compared() -> None:
+    assert mean_times([step_of(0.1, 0.1), step_of(None, 0.1)])[0] is None
+    assert mean_times([step_of(0.1, 0.0), step_of(0.1, 0.0)])[1] == pytest.approx((0, 0, 0, 0))
+    _, reported = followed([step_of(0.1, 0.1, 0.5 if number % 2 else None) for number in range(40)])
+    assert not reported
+
+
+totals = st.lists(st.floats(0.001, 10), min_size=2, max_size=9)
+
+
+@given(totals, st.floats(1.01, 10), st.randoms())
+def test_the_order_of_the_ranks_does_not_matter(times: list[float], factor: float, random: Any) -> None:
+    order = list(range(len(times)))
+    random.shuffle(order)
+    slow = slow_ranks([(one,) for one in times], factor)
+    assert {order[rank] for rank in slow_ranks([(times[at],) for at in order], factor)} == slow
+
+
+@given(totals, st.floats(1.01, 10))
+def test_at_least_half_of_the_ranks_are_not_slow_and_each_of_them_is_faster(
+    times: list[float], factor: float
+) -> None:
+    slow = slow_ranks([(one,) for one in times], factor)
+    others = [one for rank, one in enumerate(times) if rank not in slow]
+    assert 2 * len(slow) <= len(times)
+    for rank in slow:
+        assert sum(times[rank] >= factor * other for other in times) >= len(times) / 2
+        assert all(times[rank] > other for other in others)
+
+
+@given(totals, st.floats(1.01, 10), st.floats(1, 1000))
+def test_on_a_slower_machine_the_same_ranks_are_slow_or_more(
+    times: list[float], factor: float, by: float
+) -> None:
+    slow = slow_ranks([(one,) for one in times], factor)
+    assert slow <= slow_ranks([(one * by,) for one in times], factor * (1 - 1e-9))
+
+
+@given(st.lists(st.floats(0, MIN_LATE_SECONDS / 2), min_size=2, max_size=9))
+def test_a_difference_below_the_floor_makes_no_rank_slow(times: list[float]) -> None:
+    assert not slow_ranks([(one,) for one in times], 1.01)
+
+
+@given(st.lists(st.lists(st.floats(0.050, 0.099), min_size=3, max_size=3), min_size=60, max_size=60))
+def test_noise_below_the_factor_makes_no_straggler(steps: list[list[float]]) -> None:
+    stragglers, reported = followed([step_of(*step) for step in steps])
+    assert not reported
+    assert not stragglers.records
+
+
+@given(st.integers(2, 6), st.integers(0, 5), st.integers(0, 3), st.integers(1, 30), st.integers(5, 33))
+def test_a_slow_rank_is_reported_once_within_a_window_with_its_phase(
+    num_ranks: int, rank: int, phase: int, begin: int, num_steps: int
+) -> None:
+    rank %= num_ranks
+    rule = StragglerRule(num_steps=num_steps)
+    usual, slow = [0.010] * num_ranks, [0.010] * num_ranks
+    slow[rank] = 0.041
+    steps = [step_of(*usual, phase=phase)] * begin + [step_of(*slow, phase=phase)] * 4 * (num_steps + 4)
+    stragglers, reported = followed(steps, rule)
+    [record] = reported
+    window = 5 * rule.steps_per_part
+    assert (record.rank, record.phase, record.num_steps) == (rank, PHASES[phase], window)
+    assert record.phase_seconds == pytest.approx(0.041, abs=0.0045)  # less if the first part began before
+    assert record.usual_seconds == pytest.approx(0.010, abs=2e-6)
+    assert record.late_seconds == pytest.approx(record.phase_seconds - record.usual_seconds, abs=4e-6)
+    assert begin < record.from_step <= begin + window + rule.steps_per_part
+    assert stragglers.present == stragglers.records == [record]
+
+
+@given(st.integers(0, 39), st.floats(1, 60))
+def test_one_long_pause_makes_no_straggler(at: int, pause: float) -> None:
+    """Such as a save, which only rank 0 writes."""
+    steps = [step_of(0.010, 0.010, 0.010)] * 40
+    steps[at] = step_of(pause, 0.010, 0.010)
+    assert not followed(steps)[1]
+
+
+def test_a_pause_in_each_part_makes_a_straggler() -> None:
+    """Such as a DataLoader with four workers, which lets its rank wait for each fourth batch."""
+    steps = [step_of(0.160 if number % 4 == 0 else 0.0, 0.010) for number in range(100)]
+    [record] = followed(steps, StragglerRule(num_steps=40))[1]
+    assert record.rank == 0
+    assert record.phase_seconds == pytest.approx(0.040, rel=0.3)
+
+
+def test_it_is_over_after_a_window_without_a_slow_part_and_can_begin_again() -> None:
+    slow, usual = [step_of(0.05, 0.01)], [step_of(0.01, 0.01)]
+    stragglers, reported = followed(slow * 10 + (usual * 4 + slow * 2) * 5)
+    assert len(reported) == 1, "it is slow now and then, so it is the same straggler"
+    for number in range(41, 51):
+        stragglers.add(*usual, number)
+    assert stragglers.present == []
+    [record] = stragglers.records
+    assert (record.from_step, record.to_step) == (10, 50)
+    assert [one.from_step for number in range(51, 71) for one in stragglers.add(*slow, number)] == [60]
+    assert [one.to_step for one in stragglers.records] == [50, None]
+
+
+def test_the_slowest_comes_first_and_old_records_are_dropped() -> None:
+    stragglers, _ = followed([step_of(0.03, 0.01, 0.05, 0.01)] * 10)
+    assert [one.rank for one in stragglers.present] == [2, 0]
+    follower = Stragglers(stragglers)  # after a change of the group
+    assert (follower.rule, follower.records, follower.present) == (RULE, stragglers.records, [])
+    for number in range(110):
+        for _ in range(10):
+            stragglers.add(step_of(*[0.01] * 4), number)
+        for _ in range(10):
+            stragglers.add(step_of(0.05, *[0.01] * 3), number)
+    assert len(stragglers.records) == 100
+    assert stragglers.records[-1].from_step == 109
+
+
+# ---------------------------------------------------------------------- in the wrapper
+
+
+class Time(threading.local):
+    """A clock for each rank, as ranks are threads. It stands still unless a test moves it. No rank ever waits."""
+
+    seconds = 0.0
+
+
+def train(t: Transport, time: Time, num_steps: int, **late: float) -> sl.DistributedDataParallel:
+    ddp = sl.DistributedDataParallel(nn.Linear(2, 1), process_group=t)
+    clock = ddp._replica.gradients.reduction.clock
+    clock.now, clock._counts = lambda: time.seconds, SimpleNamespace(waited_seconds=0.0)
+    optimizer = ddp.attach(torch.optim.SGD(ddp.parameters()))
+    for _ in range(num_steps):
+        time.seconds += 0.003 + late.get("data", 0.0) * (t.rank == 1)
+        out = ddp(torch.randn(1, 2))
+        time.seconds += 0.010 + late.get("forward", 0.0) * (t.rank == 1)
+        out.sum().backward()
+        optimizer.step()
+    return ddp
+
+
+@pytest.mark.parametrize(
+    ("phase", "words"),
+    [
+        (
+            "data",
+            "its data loading, which is all the time before the forward, took 41.0 ms a step, the median",
+        ),
+        ("forward", "its forward and loss took 48.0 ms a step, the median of the ranks is 10.0 ms"),
+    ],
+)
+def test_rank_0_warns_once_and_all_ranks_record_the_same(phase: str, words: str) -> None:
+    time = Time()
+
+    def rank(t: Transport) -> tuple[sl.records.StragglerRecord, ...]:
+        return train(t, time, 111, **{phase: 0.038}).statistics().stragglers
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        found = run_ranks(3, rank)
+    texts = [str(one.message) for one in caught if "is slow" in str(one.message)]
+    assert len(texts) == 1
+    assert texts[0].startswith("step 51: rank 1 is slow: over the last 50 steps, ")
+    assert words in texts[0]
+    assert texts[0].endswith("all ranks wait 38.0 ms a step")
+    assert found[0] == found[1] == found[2]
+    [record] = found[0]
+    assert (record.rank, record.phase, record.from_step, record.to_step) == (1, phase, 51, None)
+
+
+def test_statistics_show_stragglers_and_subtract_those_of_before() -> None:
+    time = Time()
+
+    def rank(t: Transport) -> tuple[sl.Statistics, str]:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            ddp = train(t, time, 51, data=0.038)
+        return ddp.statistics() - sl.Statistics(), str(ddp.statistics() - ddp.statistics())
+
+    more, none = run_ranks(2, rank)[0]
+    assert "step 51: rank 1 is slow: over the last 50 steps" in str(more)
+    assert max(map(len, str(more).splitlines())) <= 100
+    assert "slow" not in none
+    assert repr(more.stragglers[0]) == "<StragglerRecord: rank 1 by 38.0 ms a step, data, step 51 to now>"
+
+
+def test_without_a_straggler_nothing_is_said() -> None:
+    time = Time()
+    assert all(run_ranks(3, lambda t: train(t, time, 120).statistics().stragglers == ()))
+
+
+@pytest.mark.parametrize("is_on_device", [False, True])
+def test_ranks_are_not_compared_by_their_processes_if_devices_work(is_on_device: bool) -> None:
+    """A process that waits for its device may wait for other ranks there, so its times do not say which is slow."""
+    tensor = torch.ones(1)
+    stragglers, _ = followed([step_of(0.1, 0.01)] * 9)
+    reduction: Any = SimpleNamespace(
+        clock=SimpleNamespace(end_step=lambda: Measured(0.1, 0.0, step_of(0.1, 0.01))),
+        parameters=[fake(tensor) if is_on_device else tensor],
+        stragglers=stragglers,
+        transport=SimpleNamespace(rank=1),
+    )
+    assert Reduction.end_step(reduction, 10) is not None
+    assert bool(stragglers.present) == (not is_on_device)
+
+
+# ---------------------------------------------------------------------- in sl.steps
+
+
+def state_of_one_rank() -> sl.TrainState:
+    ddp = sl.DistributedDataParallel(nn.Linear(2, 1))
+    return sl.TrainState(model=ddp, optimizer=torch.optim.SGD(ddp.parameters()))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        ({"on_straggler": "evcit"}, "one of 'warn', 'evict', got 'evcit': did you mean 'evict'?"),
+        ({"on_straggler": True}, "expected on_straggler to be one of 'warn', 'evict', got True"),
+        ({"straggler_factor": 1}, "straggler_factor to be a finite number above 1, got 1"),
+        ({"straggler_steps": 4}, "straggler_steps to be an integer of at least 5, got 4"),
+    ],
+)
+def test_wrong_arguments_of_the_loop_are_refused(arguments: dict[str, Any], text: str) -> None:
+    with pytest.raises((TypeError, ValueError), match=re.escape(text)):
+        sl.steps(state_of_one_rank(), 1, **arguments)
+
+
+def test_the_rule_of_a_loop_ends_with_it() -> None:
+    state = state_of_one_rank()
+    stragglers = state.named["model"]._replica.gradients.reduction.stragglers
+    for step in sl.steps(state, 1, on_straggler=None, straggler_factor=3, straggler_steps=7):
+        with step:
+            assert stragglers.rule == StragglerRule(factor=3, num_steps=7, warns=False)
+    assert stragglers.rule == StragglerRule()
