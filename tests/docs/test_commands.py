@@ -106,8 +106,10 @@ def check_make(words: list[str]) -> None:
 def check_pip(words: list[str]) -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     known = "".join((ROOT / f"requirements-{name}.txt").read_text() for name in ("frameworks", "dev")).split()
-    expect(words[0] == "install", f"there is no pip {words[0]}")
+    expect(words[0] in ("install", "wheel"), f"there is no pip {words[0]}")
     for word in words[1:]:
+        if word == "--no-deps":
+            continue
         name, extra = re.fullmatch(r"([\w./-]+)(?:\[(\w+)\])?", word).groups()  # type: ignore[union-attr]
         if name in ("syncline", "./syncline", "."):
             expect(
