@@ -41,10 +41,11 @@ def train(
     held_out = DataLoader(make_data(501, seed=2), batch_size=64)
 
     # Accelerate sets the device, mixed precision and compilation. With `evaluation_mode` it adds no wrapper of its own.
+    # --8<-- [start:wrap]
     model = accelerator.prepare_model(model, evaluation_mode=True)
     ddp = sl.DistributedDataParallel(model)
-    ddp.attach(optimizer)  # ranks with different settings of the optimizer raise an error
-    optimizer, loader, held_out = accelerator.prepare(optimizer, loader, held_out)
+    optimizer, loader, held_out = accelerator.prepare(ddp.attach(optimizer), loader, held_out)
+    # --8<-- [end:wrap]
     if resume_from is not None:
         accelerator.load_state(str(resume_from))
 

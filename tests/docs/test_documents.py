@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import doctest
 import io
 import re
 import tempfile
+import textwrap
 import warnings
 from pathlib import Path
 from typing import NamedTuple
@@ -55,7 +57,13 @@ ON_TWO_RANKS = [where for where, block in BLOCKS.items() if not block.brings_its
 
 def printed_by(block: Block) -> str:
     printed = io.StringIO()
-    with warnings.catch_warnings(), contextlib.redirect_stdout(printed):
+    with (
+        warnings.catch_warnings(),
+        contextlib.redirect_stdout(printed),
+        pytest.MonkeyPatch.context() as patch,
+    ):
+        # Some pages put another class under this name. It is restored.
+        patch.setattr(torch.nn.parallel, "DistributedDataParallel", torch.nn.parallel.DistributedDataParallel)
         try:
             exec(compile(block.code, block.where, "exec"), {"__name__": "__main__"})
         finally:
@@ -105,6 +113,35 @@ def test_output_that_differs_is_found() -> None:
     with pytest.raises(pytest.fail.Exception):
         assert_prints("2\n", printed_by(block))
     assert_prints("...\n", printed_by(block))
+
+
+# ---------------------------------------------------------------------- Python that would not be run
+
+
+def is_python(text: str) -> bool:
+    """Whether a text is a piece of a program: it can be parsed, and does something."""
+    try:
+        tree = ast.parse(textwrap.dedent(text))
+    except SyntaxError:
+        return False
+    doing = (ast.Assign, ast.Call, ast.Import, ast.ImportFrom, ast.FunctionDef, ast.ClassDef, ast.Raise)
+    return any(isinstance(node, doing) for node in ast.walk(tree))
+
+
+def hidden_python(text: str) -> list[str]:
+    """The blocks of a document that are Python, although they do not say so. What a program prints is none."""
+    without_output = re.sub(
+        r"^```python\n.*?^```\n(?:\n```(?:text)?\n.*?^```\n)?", "", text, flags=re.M | re.S
+    )
+    found = re.findall(r"^ *```(\w*)[^\n]*\n(.*?)^ *```$", without_output, re.M | re.S)
+    return [block for language, block in found if language not in ("diff", "python") and is_python(block)]
+
+
+def test_no_python_is_hidden_in_blocks_of_text() -> None:
+    assert [f"{path}: {block}" for path in DOCUMENTS for block in hidden_python(path.read_text())] == []
+    output = "```python\nprint(f(1))\n```\n\n```\nf(1)\n```\n"
+    assert hidden_python(f"{output}```text\nrank 0: x = 1\n```\n```console\n$ python train.py\n```\n") == []
+    assert hidden_python("```text\nx = 1\n```\n```\nf()\n```\n") == ["x = 1\n", "f()\n"]
 
 
 # ---------------------------------------------------------------------- links and names

@@ -1,4 +1,4 @@
-"""The first page of the documentation shows what its program prints: on two ranks, alone, and with an error."""
+"""The pages of docs/start: the first run prints what its page shows, and the scripts of the other page run."""
 
 from __future__ import annotations
 
@@ -8,8 +8,11 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
-PAGE = (Path(__file__).parents[2] / "docs/start/first-run.md").read_text()
+START = Path(__file__).parents[2] / "docs" / "start"
+PAGE = (START / "first-run.md").read_text()
+TEN_LINES = (START / "ten-lines.md").read_text()
 TWO_RANKS, ALONE, WITH_AN_ERROR = re.findall(r"^```console\n\$ (.*?)\n(.*?)^```", PAGE, re.M | re.S)
 
 
@@ -24,14 +27,43 @@ def words_of(printed: str) -> list[str]:
     return [re.sub(changing, "_", text) for text in texts]
 
 
-def run(directory: Path, command: str, *, added: str = "") -> subprocess.CompletedProcess[str]:
-    code = re.search(r"^```python\n(.*?)^```", PAGE, re.M | re.S)
+def program_of(page: str) -> str:
+    """The first program of a page."""
+    code = re.search(r"^```python\n(.*?)^```", page, re.M | re.S)
     assert code is not None
-    (directory / "train.py").write_text(code[1].replace("sl.shutdown()", f"{added}sl.shutdown()"))
+    return code[1]
+
+
+def diffs_of(page: str) -> list[tuple[str, str]]:
+    """Each diff of a page: the text before the change, and the text after it."""
+    diffs = [
+        block.splitlines(keepends=True) for block in re.findall(r"^```diff\n(.*?)^```", page, re.M | re.S)
+    ]
+    assert all(line[0] in " +-\n" for diff in diffs for line in diff)
+    return [
+        ("".join(line[1:] or line for line in diff if line[0] != "+"),
+         "".join(line[1:] or line for line in diff if line[0] != "-"))
+        for diff in diffs
+    ]  # fmt: skip
+
+
+COMMANDS = {
+    "python": [sys.executable],
+    "syncline": [sys.executable, "-m", "syncline.tools.cli"],
+    "torchrun": [sys.executable, "-m", "torch.distributed.run", "--standalone"],
+}
+
+
+def run(directory: Path, command: str, code: str) -> subprocess.CompletedProcess[str]:
+    (directory / "train.py").write_text(code)
     program, *arguments = command.split()
-    start = [sys.executable] if program == "python" else [sys.executable, "-m", "syncline.tools.cli"]
     return subprocess.run(
-        [*start, *arguments], cwd=directory, text=True, capture_output=True, timeout=300, check=False
+        [*COMMANDS[program], *arguments],
+        cwd=directory,
+        text=True,
+        capture_output=True,
+        timeout=300,
+        check=False,
     )
 
 
@@ -39,7 +71,7 @@ def run(directory: Path, command: str, *, added: str = "") -> subprocess.Complet
 @pytest.mark.parametrize("shown", [TWO_RANKS, ALONE], ids=["two ranks", "alone"])
 def test_the_first_run_prints_what_the_page_shows(shown: tuple[str, str], tmp_path: Path) -> None:
     command, output = shown
-    done = run(tmp_path, command)
+    done = run(tmp_path, command, program_of(PAGE))
     assert (done.returncode, done.stderr) == (0, "")
     assert words_of(done.stdout) == words_of(output)
 
@@ -47,8 +79,30 @@ def test_the_first_run_prints_what_the_page_shows(shown: tuple[str, str], tmp_pa
 @pytest.mark.slow
 def test_an_error_on_one_rank_ends_the_output_as_the_page_shows(tmp_path: Path) -> None:
     command, output = WITH_AN_ERROR
-    (added,) = re.findall(r"^```text\n(if .*?)^```", PAGE, re.M | re.S)
-    done = run(tmp_path, command, added=added)
+    [(before, after)] = diffs_of(PAGE)
+    assert program_of(PAGE).count(before) == 1
+    done = run(tmp_path, command, program_of(PAGE).replace(before, after))
     assert done.returncode == 1
     shown = output.removeprefix("...\n")
     assert words_of("\n".join(done.stderr.splitlines()[-len(shown.splitlines()) :])) == words_of(shown)
+
+
+def test_the_loop_of_ten_lines_is_the_result_of_its_diff() -> None:
+    [(_, after), _] = diffs_of(TEN_LINES)
+    end = "if world.rank == 0:\n"
+    assert program_of(TEN_LINES).partition(end)[0] == after.partition(end)[0]
+
+
+@pytest.mark.slow
+def test_the_scripts_of_ten_lines_run_before_and_after_each_change(tmp_path: Path) -> None:
+    one_process, with_torch = diffs_of(TEN_LINES)
+    saved = []
+    for code, command in zip(one_process, ("python train.py", "syncline run -n 2 train.py"), strict=True):
+        done = run(tmp_path, command, code)
+        assert done.returncode == 0, done.stderr
+        saved.append(torch.load(tmp_path / "model.pt").keys())
+        (tmp_path / "model.pt").unlink()
+    assert saved == [{"weight", "bias"}] * 2
+    for code in with_torch:
+        done = run(tmp_path, "torchrun --nproc-per-node 2 train.py", code)
+        assert done.returncode == 0, done.stderr

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ from accelerate.utils import DataLoaderConfiguration, DistributedType, set_seed
 from launched import ROOT, launch
 
 EXAMPLES = ROOT / "examples"
+PAGE = ROOT / "docs" / "recipes" / "accelerate.md"
 
 
 @contextlib.contextmanager
@@ -32,7 +34,11 @@ def fresh_accelerate(monkeypatch: pytest.MonkeyPatch, *, ours: bool = True) -> I
     monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     if ours:
-        monkeypatch.setattr(torch.nn.parallel, "DistributedDataParallel", sl.DistributedDataParallel)
+        monkeypatch.setattr(
+            torch.nn.parallel, "DistributedDataParallel", None
+        )  # what the page sets is undone
+        (block,) = re.findall(r"```python\n(import torch.*?)```", PAGE.read_text(), re.S)
+        exec(block, {})
     AcceleratorState._reset_state(reset_partial_state=True)
     GradientState._reset_state()
     yield

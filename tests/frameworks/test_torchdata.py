@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 pytest.importorskip("torchdata.stateful_dataloader")
 
-import torch
 from launched import ROOT, launch
 from torchdata.nodes import Batcher, Loader, SamplerWrapper
 
 import syncline as sl
 
 EXAMPLES = ROOT / "examples"
+PAGE = ROOT / "docs" / "recipes" / "torchdata.md"
 
 
 def test_the_example_resumes(tmp_path: Path) -> None:
@@ -38,9 +40,12 @@ def test_a_resumed_run_has_the_losses_of_the_whole_run(
 
 
 def node_loader() -> Loader[list[int]]:
-    world = sl.world()
-    sampler = torch.utils.data.DistributedSampler(range(40), world.size, world.rank, seed=1)
-    return Loader(Batcher(SamplerWrapper(sampler), batch_size=4))
+    """The loader of the page."""
+    (block,) = re.findall(r"```python\n(import torch.*?)```", PAGE.read_text(), re.S)
+    names: dict[str, Any] = {}
+    exec(block, names)
+    loader: Loader[list[int]] = names["loader"]
+    return loader
 
 
 def read(loader: Loader[list[int]], state: sl.TrainState, until: int) -> list[list[int]]:

@@ -88,9 +88,9 @@ def test_losses_and_weights_are_those_of_torchs_class(
 def test_a_subclass_sets_arguments_that_only_syncline_has(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (block,) = re.findall(r"```text\n(class Wrapper.*?)```", PAGE.read_text(), re.S)
+    (block,) = re.findall(r"```python\n(import torch.*?)```", PAGE.read_text(), re.S)
     monkeypatch.setattr(torch.nn.parallel, "DistributedDataParallel", None)  # what the block sets is undone
-    exec(block, {"sl": sl, "torch": torch})
+    exec(block, {})
     monkeypatch.syspath_prepend(EXAMPLES)
     from transformers_trainer import make_trainer
 

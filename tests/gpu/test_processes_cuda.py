@@ -8,6 +8,8 @@ from __future__ import annotations
 import copy
 import os
 import signal
+import subprocess
+import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -336,6 +338,58 @@ def test_a_killed_rank_ends_the_job_and_is_named(place: str, tmp_path: Path) -> 
         text = (tmp_path / "raised").read_text()
         assert "rank 1: its process has ended" in text
         assert "step 4, backward" in text
+
+
+STEPS = """
+import os, signal, sys, torch, syncline as sl
+
+world = sl.init(transport="c10d", device=sys.argv[1], timeout=60)
+first, device = world.rank, world.device
+torch.manual_seed(0)
+net = torch.nn.Linear(16, 3).double().to(device)
+expected = torch.nn.Linear(16, 3).double().to(device)
+expected.load_state_dict(net.state_dict())
+ddp = sl.DistributedDataParallel(net)
+optimizer = torch.optim.AdamW(ddp.parameters(), lr=0.05)
+state = sl.TrainState(model=ddp, optimizer=optimizer)
+torch.manual_seed(first)
+attempts = []
+for step in sl.steps(state, until=6):
+    with step:
+        x = torch.rand(8, 16, dtype=torch.float64, device=device)  # drawn on the device
+        attempts.append(step.attempt)
+        if (first, step.number) == (1, 3):
+            os.kill(os.getpid(), signal.SIGKILL)
+        optimizer.zero_grad()
+        ddp(x).square().mean().backward()
+        optimizer.step()
+assert attempts == [1, 1, 1, 2, 1, 1, 1], attempts
+# The same on one process: two steps with the batches of both ranks, and four with those of rank 0.
+optimizer = torch.optim.AdamW(expected.parameters(), lr=0.05)
+generators = [torch.Generator(device).manual_seed(rank) for rank in range(2)]
+for number in range(1, 7):
+    present = generators if number < 3 else generators[:1]
+    x = torch.cat([torch.rand(8, 16, dtype=torch.float64, device=device, generator=one) for one in present])
+    optimizer.zero_grad()
+    expected(x).square().mean().backward()
+    optimizer.step()
+for mine, other in zip(net.parameters(), expected.parameters(), strict=True):
+    torch.testing.assert_close(mine, other, rtol=1e-7, atol=1e-9)
+print(f"rank {first} has made {state.step} steps, {sl.world().size} rank is left")
+sl.shutdown()
+"""
+
+
+def test_the_other_rank_repeats_the_step_with_the_same_random_numbers(place: str, tmp_path: Path) -> None:
+    if place == TWO_GPUS:
+        pytest.skip("a rank that waits over NCCL does not notice that another one was lost")
+    (tmp_path / "train.py").write_text(STEPS)
+    command = [sys.executable, "-m", "syncline.tools.cli", "run", "--resilient", "-n", "2"]
+    command += [str(tmp_path / "train.py"), DEVICES[place]]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "rank 0 has made 6 steps, 1 rank is left" in done.stdout
+    assert "step 3: rank 1 of 2 was lost; the ranks, now 1, repeat the step" in done.stderr
 
 
 def use_one_gpu_over_nccl() -> None:

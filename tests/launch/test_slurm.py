@@ -88,6 +88,36 @@ if world.rank == 0:
 sl.shutdown()
 """
 
+# The last rank, which is on the second node, is killed once. All end when it has joined the others again.
+LOST = """
+import os, pathlib, signal, sys, torch, syncline as sl
+folder = pathlib.Path(sys.argv[1])
+joins = (folder / "killed").exists()
+first = sl.init(timeout=60).rank
+ddp = sl.DistributedDataParallel(torch.nn.Linear(2, 1))
+optimizer = torch.optim.SGD(ddp.parameters(), lr=0.125, momentum=0.5)
+state = sl.TrainState(model=ddp, optimizer=optimizer)
+sizes = []
+for step in sl.steps(state, until=1_000_000):
+    with step:
+        optimizer.zero_grad()
+        if not joins and (first, step.number) == (3, 5):
+            (folder / "killed").touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        ddp(torch.ones(1, 2)).square().mean().backward()
+        optimizer.step()
+    size = sl.world().size
+    if not sizes or size != sizes[-1]:
+        sizes.append(size)
+        begin = step.number
+    if (joins or len(sizes) == 3) and step.number == begin + 3:
+        break
+here = sl.world()
+weights = [parameter.tolist() for parameter in ddp.parameters()]
+(folder / f"{here.rank} of {here.size}").write_text(f"step {state.step}: {weights}")
+sl.shutdown()
+"""
+
 
 @dataclass(frozen=True)
 class Slurm:
@@ -216,6 +246,7 @@ def test_a_batch_script_without_srun_does_not_hang_and_is_warned(slurm: Slurm, t
     [
         ("ranks.sbatch", ["--nodes=2", "--ntasks-per-node=1"]),
         ("torchrun.sbatch", ["--nodes=2"]),
+        ("resilient.sbatch", ["--nodes=2"]),
     ],
 )
 def test_a_job_that_is_asked_to_stop_saves_goes_back_to_the_queue_and_resumes(
@@ -240,3 +271,17 @@ def test_a_job_that_is_asked_to_stop_saves_goes_back_to_the_queue_and_resumes(
     assert last == first + 3
     out = (slurm.folder / f"slurm-{job}.out").read_text()
     assert f"got SIGUSR1: stopped after step {first}, saved in" in out, out
+
+
+def test_a_rank_that_is_killed_on_one_node_joins_the_others_again(slurm: Slurm, tmp_path: Path) -> None:
+    program = tmp_path / "train.py"
+    program.write_text(LOST)
+    variables = {"MASTER_ADDR": "127.0.0.1", "RANKS_PER_NODE": "2", "MASTER_PORT": str(free_ports(1)[0])}
+    job = slurm.submit("--nodes=2", "examples/slurm/resilient.sbatch", str(program), str(tmp_path), **variables)
+    for rank in range(4):
+        slurm.wait_for(tmp_path / f"{rank} of 4", job)
+    assert len({(tmp_path / f"{rank} of 4").read_text() for rank in range(4)}) == 1
+    out = (slurm.folder / f"slurm-{job}.out").read_text()
+    assert "the other ranks train on, and it is started again, to join them" in out
+    assert "rank 3 of 4 was lost; the ranks, now 3, repeat the step" in out
+    assert "1 process joined; the ranks, now 4, continue" in out

@@ -1,4 +1,5 @@
-"""What an installation holds: wheels built from this tree with and without a compiler, and where the core is found."""
+"""What an installation holds: wheels built with a compiler from this tree, and without one from the sdist; and where
+the core is found."""
 
 from __future__ import annotations
 
@@ -79,10 +80,12 @@ def test_a_wheel_built_with_a_compiler_holds_the_core(tmp_path: Path) -> None:
 @pytest.mark.slow
 @builds
 @pytest.mark.parametrize("compiler", ["false", "no-such-compiler"])
-def test_a_wheel_built_with_a_broken_compiler_is_pure_python_and_says_so(
-    compiler: str, tmp_path: Path
+def test_an_sdist_built_with_a_broken_compiler_is_pure_python_and_says_so(
+    compiler: str, backend: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    wheel, output = build_wheel(tmp_path, compiler)
+    monkeypatch.chdir(ROOT)
+    sdist = tmp_path / backend.build_sdist(str(tmp_path))
+    wheel, output = build_wheel(tmp_path, compiler, sdist)
     assert lines_about_pure_python(output) == 1, output
     assert f"the C compiler {compiler!r} (CC)" in output
     assert "CMake" not in output, "a compiler that fails is not even shown to CMake"

@@ -36,7 +36,8 @@ processes
   --no-python              SCRIPT is a command, which is run without python
   --max-restarts N         if a process fails, start all processes again, at most
                            N times (default: 0)
-  --resilient              if a process is lost in sl.steps, the others train on
+  --resilient              if a process is lost in sl.steps, the others train on;
+                           --max-restarts then starts only this process again
   --shutdown-timeout SEC   how long processes may continue after Ctrl-C (default:
                            5), or after SIGTERM, when they may save (default: 30)
 
