@@ -146,6 +146,7 @@ class Group:
             disconnect()
         report = member.stop(step=num_commits, now=time.monotonic())
         register.report(current.generation + 1, report)
+        register.stop_others(current.generation + 1)
         while True:
             action = member.look(register.observe(current), now=time.monotonic())
             if isinstance(action, Adopt):
