@@ -11,6 +11,7 @@ import hashlib
 import json
 import os
 import signal
+import threading
 import time
 import warnings
 from collections.abc import Callable
@@ -332,6 +333,7 @@ def train(plan: Plan, moments: Moments, note: Callable[..., None]) -> None:
         group=dist.get_world_size() if dist.is_initialized() else 1,
         warned=[str(one.message) for one in caught],
         stragglers=[[one.rank, one.phase, one.from_step] for one in ddp.statistics().stragglers],
+        threads=[thread.name for thread in threading.enumerate()],
     )
 
 
@@ -439,15 +441,19 @@ def check(notes: list[list[dict[str, Any]]], *, takes_mean: bool = False) -> lis
     momentum = digest([optimizer.state[p]["momentum_buffer"] for p in net.parameters()])
     for final in finals:
         assert final["done"] == STEPS
+        assert "syncline-pulse" not in final["threads"]  # which could abort the process at its end
         assert final["weights"] == digest([p.detach() for p in net.parameters()])
         assert final["momentum"] == momentum
         assert final["lr"] == scheduler.get_last_lr()
         assert final["world"][1] == final["group"] == len(finals)
     assert sorted(final["world"][0] for final in finals) == list(range(len(finals)))
-    every = [index for number in sorted(used) for index in used[number]]
-    for begin in range(0, len(every), SAMPLES):  # an epoch
-        epoch = every[begin : begin + SAMPLES]
-        assert len(set(epoch)) == len(epoch), epoch
+    epoch: list[int] = []
+    for number in sorted(used):
+        assert len(set(epoch)) == len(epoch), epoch  # only the last step of an epoch is filled up
+        epoch += used[number]
+        if len(set(epoch)) == SAMPLES:
+            epoch = []
+    assert len(set(epoch)) == len(epoch), epoch
     return finals
 
 

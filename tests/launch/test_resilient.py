@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import subprocess
+import time
 from pathlib import Path
 
 import pytest
+from test_signals import assert_gone
 
 from forks import Forks
 
@@ -67,6 +71,41 @@ for step in sl.steps(state, until=1_000_000):
 weights = [parameter.tolist() for parameter in ddp.parameters()]
 print(f"{sl.world().rank} of {sl.world().size}, {joins=}, {sizes}, step {state.step}: {weights}")
 sl.shutdown()
+"""
+
+OUTLIVES = """
+import os, signal, sys, time
+from syncline import environment
+
+if environment.joins_running_job():
+    print(os.getpid(), "starts", flush=True)
+    time.sleep(600)
+
+import torch
+import syncline as sl
+from syncline.resilience.group import Group
+
+when, agree = sys.argv[1], Group.agree
+
+def say_and_agree(*arguments):
+    print(os.getpid(), "agrees", flush=True)
+    return agree(*arguments)
+
+Group.agree = say_and_agree
+first = sl.init().rank
+print(os.getpid(), "is there", flush=True)
+ddp = sl.DistributedDataParallel(torch.nn.Linear(2, 1))
+optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+state = sl.TrainState(model=ddp, optimizer=optimizer)
+for step in sl.steps(state, until=1_000_000, patience=600.0):
+    with step:
+        if (first, step.number) == (1, 3):
+            os.kill(os.getpid(), signal.SIGSTOP if when == "agrees" else signal.SIGKILL)
+        optimizer.zero_grad()
+        ddp(torch.full((4, 2), float(first))).square().mean().backward()
+        optimizer.step()
+    if step.number == 10:
+        print(os.getpid(), "trains on", flush=True)
 """
 
 
@@ -222,3 +261,22 @@ def test_a_rank_that_comes_back_too_late_is_no_failure_of_the_job(tmp_path: Path
     assert done.returncode == 0, done.stderr
     assert "began generation 1 without this process" in done.stderr
     assert "failed with exit code 1; the other ranks train on without it" in done.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("when", "num_lines"), [("trains on", 2), ("agrees", 2), ("starts", 1)])
+def test_no_rank_outlives_its_launcher(tmp_path: Path, forks: Forks, when: str, num_lines: int) -> None:
+    """Survivors that train on; survivors that wait for a stopped rank; and a rank that is being started again."""
+    (tmp_path / "program.py").write_text(OUTLIVES)
+    restarts = ("--max-restarts", "1") if when == "starts" else ()
+    options = ("--resilient", *restarts, "-n", "3", "--log-line-prefix-template", ":")
+    launcher = forks.launch(tmp_path, *options, "program.py", when, warm_ranks=True)
+    deadline = time.monotonic() + 60
+    while launcher.output().count(when) < num_lines:
+        assert time.monotonic() < deadline, launcher.output() + launcher.error()
+        time.sleep(0.005)
+    pids = {int(line.strip(": ").split()[0]) for line in launcher.output().splitlines()}
+    assert len(pids) == 3 + (when == "starts")
+    os.kill(launcher.pid, signal.SIGKILL)
+    assert_gone([*pids])
+    launcher.wait()

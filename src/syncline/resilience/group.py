@@ -174,11 +174,10 @@ class Group:
         report = member.stop(step=num_commits, now=time.monotonic())
         while True:
             current = member.membership
-            is_newcomer = member.name not in current.members
-            register.report(current.generation + 1, report, is_newcomer=is_newcomer)
-            while (
-                member.membership is current
-            ):  # a process without the state may wait for several generations
+            register.report(current.generation + 1, report)
+            if member.name in current.members:
+                register.stop_others(current.generation + 1)
+            while member.membership is current:  # without the state, it may wait for several generations
                 observed = register.observe(current)
                 action = member.look(observed, now=time.monotonic())
                 if isinstance(action, Adopt):

@@ -7,7 +7,7 @@ These are the messages, by key. A generation is a number, and a name is that of 
     newcomer N               the `Entry` of the process that was the Nth to ask to join
     generation G             the `Membership` of generation G, once it has been decided
     report G NAME            the `Report` of a process for generation G
-    stopping G               a member has reported for generation G, so that the others stop, too
+    stopping G               a member has stopped for generation G, so the others have to stop, too
     here G NAME              the process is about to connect to the other members of generation G
     pulse NAME               a number that grows as long as the process runs
     ended NAME               the process takes no more part: it has left the loop
@@ -183,12 +183,14 @@ class Register:
             self._newcomers.append(self._know(key).name)
         return self._newcomers
 
-    def report(self, generation: int, report: Report, *, is_newcomer: bool) -> None:
-        """Publish the report of this process for a generation. If it is no newcomer, the others stop, too."""
+    def report(self, generation: int, report: Report) -> None:
+        """Publish the report of this process for a generation."""
         text = json.dumps(asdict(report))
         self._line.ask(lambda store: store.set(f"report {generation} {report.member}", text))
-        if not is_newcomer:
-            self._line.ask(lambda store: store.set(f"stopping {generation}", report.member))
+
+    def stop_others(self, generation: int) -> None:
+        """Make the other members stop for a generation, also those that do not notice it by the transport."""
+        self._line.ask(lambda store: store.set(f"stopping {generation}", self._name))
 
     def propose(self, membership: Membership) -> None:
         """Decide on a generation, if it has not been decided."""

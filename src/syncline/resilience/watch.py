@@ -26,6 +26,8 @@ from syncline.transport.watched import WatchedTransport
 
 _PULSE_SECONDS = 0.5
 
+_JOIN_SECONDS = 10.0
+
 
 @dataclass
 class _Neighbour:
@@ -114,12 +116,14 @@ class Pulse:
     def __init__(self, line: Line, name: str, watch: Watch) -> None:
         self._over = threading.Event()
         arguments = line, name, watch, self._over
-        threading.Thread(target=_beat, args=arguments, name="syncline-pulse", daemon=True).start()
+        self._thread = threading.Thread(target=_beat, args=arguments, name="syncline-pulse", daemon=True)
+        self._thread.start()
         self._finalizer = weakref.finalize(self, self._over.set)
 
     def close(self) -> None:
-        """End the thread."""
+        """End the thread. A thread that waits for a store while Python shuts down would abort the process."""
         self._over.set()
+        self._thread.join(_JOIN_SECONDS)
 
 
 def _beat(line: Line, name: str, watch: Watch, over: threading.Event) -> None:

@@ -66,7 +66,8 @@ class OtherHosts:
         self._life = uuid.uuid4().hex[:8]
         self._over = threading.Event()
         arguments = Line(launchers, _SILENT_SECONDS), self._own, self._life, self._over
-        threading.Thread(target=_beat, args=arguments, name="syncline-launcher", daemon=True).start()
+        self._thread = threading.Thread(target=_beat, args=arguments, name="syncline-launcher", daemon=True)
+        self._thread.start()
 
     def record_lost(self, name: str) -> None:
         """Record in the store that a rank of this host has ended. `name` is its name in `sl.steps`."""
@@ -92,6 +93,7 @@ class OtherHosts:
     def withdraw(self) -> None:
         """Record that the ranks of this host have ended."""
         self._over.set()
+        self._thread.join(_SILENT_SECONDS)  # in a request while Python shuts down, it would abort the process
         with contextlib.suppress(PeerLost):
             self._line.ask(lambda store: store.set(f"ended {self._own}", self._life))
 
