@@ -12,9 +12,10 @@ import json
 import os
 import signal
 from collections.abc import Callable
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any, TextIO
 from unittest import mock
@@ -64,6 +65,26 @@ class Plan:
     timeout_seconds: float = 30.0
     patience_seconds: float = 5.0
     min_ranks: int = 1
+    training: str = "every step"
+    """A key of `TRAININGS`."""
+    steps: int = STEPS
+
+
+TRAININGS: dict[str, dict[str, Any]] = {
+    "every step": {},
+    "PowerSGD": {"compression": sl.compression.PowerSGD(1)},
+    "4 bit": {"compression": sl.compression.Quantize(4)},
+    "LocalSGD": {"strategy": sl.LocalSGD(3)},
+    "DiLoCo": {"strategy": sl.DiLoCo(3)},
+    "streaming": {"strategy": sl.DiLoCo(4, fragments=2, delay=1, compression=sl.compression.Quantize(4))},
+    "Gossip": {"strategy": sl.Gossip("ring")},
+    "ParameterServer": {"strategy": sl.ParameterServer(1)},
+}
+"""The arguments of the wrapper, by name of a training."""
+
+
+def is_drifting(plan: Plan) -> bool:
+    return "strategy" in TRAININGS[plan.training]
 
 
 class Net(nn.Module):
@@ -185,7 +206,7 @@ def wake_the_stopped(folder: Path) -> None:
 
 def train(plan: Plan, moments: Moments, note: Callable[..., None]) -> None:
     net = Net()
-    ddp = sl.DistributedDataParallel(net, bucket_cap_mb=1e-4)
+    ddp = sl.DistributedDataParallel(net, bucket_cap_mb=1e-4, **TRAININGS[plan.training])
     optimizer, scheduler = optimizer_of(net)
     sampler = sl.DistributedSampler(Samples(), seed=3)
     state = sl.TrainState(model=ddp, optimizer=optimizer, scheduler=scheduler, sampler=sampler)
@@ -200,20 +221,28 @@ def train(plan: Plan, moments: Moments, note: Callable[..., None]) -> None:
     net.first.weight.register_post_accumulate_grad_hook(lambda _: moments.at("last bucket"))
     loader = DataLoader(Samples(), batch_size=BATCH, sampler=sampler)
     with watched_places(moments, ddp):
-        loop = sl.steps(state, STEPS, data=loader, min_ranks=plan.min_ranks, patience=plan.patience_seconds)
+        loop = sl.steps(
+            state, plan.steps, data=loader, min_ranks=plan.min_ranks, patience=plan.patience_seconds
+        )
         for step in loop:
             moments.step, moments.attempt = step.number, step.attempt + 1
             with step:
                 x, ids = step.next_batch()
-                note(step=step.number, generation=moments.generation, ids=ids.tolist())
+                ranks = [sl.world().rank, sl.world().size]
+                note(step=step.number, generation=moments.generation, ids=ids.tolist(), ranks=ranks)
                 optimizer.zero_grad()
                 moments.at("forward")
-                with ddp.normalize_by(1 if sl.world().rank == 0 else 0):
+                # One item on all ranks together, so that the gradients of all ranks are added.
+                shares = ddp.normalize_by(int(sl.world().rank == 0))
+                with nullcontext() if is_drifting(plan) else shares:
                     ddp(x).sum().backward()
                 optimizer.step()
                 scheduler.step()
                 moments.at("averaging")
-                assert sl.mean(1.0) == 1.0
+                if plan.training == "every step":
+                    assert sl.mean(1.0) == 1.0
+    if is_drifting(plan):
+        ddp.sync_parameters_()
     note(
         done=state.step,
         weights=digest([p.detach() for p in net.parameters()]),
@@ -222,6 +251,7 @@ def train(plan: Plan, moments: Moments, note: Callable[..., None]) -> None:
         lr=scheduler.get_last_lr(),
         world=[sl.world().rank, sl.world().size],
         group=dist.get_world_size() if dist.is_initialized() else 1,
+        values=torch.cat([p.detach().flatten() for p in net.parameters()]).tolist(),
     )
 
 
@@ -233,11 +263,20 @@ def watched_places(moments: Moments, ddp: sl.DistributedDataParallel) -> Any:
         def call(*args: Any, **kwargs: Any) -> Any:
             if place == "meeting":
                 moments.generation = args[1].generation
+                moments.note(member=moments.generation)
             moments.at(place)
+            if place == "confirmed":
+                is_outer = isinstance(args[0]._prepared, partial)
+                moments.note(sync=args[0].num_written, generation=moments.generation, is_outer=is_outer)
             return what(*args, **kwargs)
 
         return call
 
+    rounds = ddp._replica.drift.rounds
+    standing = None if rounds is None else type(rounds.standing)
+    syncs = (
+        [] if standing is None else [(standing, "write", "sync"), (standing, "_write_prepared", "confirmed")]
+    )
     with ExitStack() as patched:
         patched.enter_context(mock.patch("syncline.session.session._REGROUP_SECONDS", 1.0))
         for owner, name, place in (
@@ -248,6 +287,7 @@ def watched_places(moments: Moments, ddp: sl.DistributedDataParallel) -> Any:
             (steps, "send_state", "handing over"),
             (handover, "decode", "loading"),
             (type(ddp._replica), "use_transport", "opening lanes"),
+            *syncs,
         ):
             patched.enter_context(mock.patch.object(owner, name, before(place, getattr(owner, name))))
         yield
@@ -284,8 +324,7 @@ def run(plan: Plan, folder: str, pool: RankPool) -> list[list[dict[str, Any]]]:
 
 def check(notes: list[list[dict[str, Any]]]) -> list[dict[str, Any]]:
     """Check all invariants, and return the last note of each process that has finished."""
-    finals = [lines[-1] for lines in notes if "done" in lines[-1]]
-    assert finals, notes
+    finals = check_ends(notes, STEPS)
     used = committed_samples(notes)
     net = Net()
     optimizer, scheduler = optimizer_of(net)
@@ -296,16 +335,26 @@ def check(notes: list[list[dict[str, Any]]]) -> list[dict[str, Any]]:
         scheduler.step()
     momentum = digest([optimizer.state[p]["momentum_buffer"] for p in net.parameters()])
     for final in finals:
-        assert final["done"] == STEPS
         assert final["weights"] == digest([p.detach() for p in net.parameters()])
         assert final["momentum"] == momentum
         assert final["lr"] == scheduler.get_last_lr()
-        assert final["world"][1] == final["group"] == len(finals)
-    assert sorted(final["world"][0] for final in finals) == list(range(len(finals)))
     every = [index for number in sorted(used) for index in used[number]]
     for begin in range(0, len(every), SAMPLES):  # an epoch
         epoch = every[begin : begin + SAMPLES]
         assert len(set(epoch)) == len(epoch), epoch
+    return finals
+
+
+def check_ends(notes: list[list[dict[str, Any]]], steps: int) -> list[dict[str, Any]]:
+    """Check how the processes have ended, and return the last note of each process that has finished."""
+    finals = [lines[-1] for lines in notes if "done" in lines[-1]]
+    assert finals, notes
+    assert len({final["weights"] for final in finals}) == 1
+    for final in finals:
+        assert final["done"] == final["forwards"] == steps
+        assert final["world"][1] == final["group"] == len(finals)
+        assert final["lr"] == [0.5 * 0.5 ** (steps // 3)]
+    assert sorted(final["world"][0] for final in finals) == list(range(len(finals)))
     return finals
 
 

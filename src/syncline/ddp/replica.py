@@ -13,7 +13,6 @@ from typing import Any
 from torch import Tensor, nn
 
 from syncline.buffers.policies import BufferSync
-from syncline.compression import HookState
 from syncline.ddp.config import Config
 from syncline.ddp.drift import Drift, ReplicaChecks, SyncState
 from syncline.ddp.plan import Evidence, Plan, sizes_of
@@ -25,6 +24,7 @@ from syncline.ddp.wrapping import (
     broadcast_values,
     check_one_copy,
     describe_new_values,
+    gather_hosts,
     spec_of,
     warn_if_wrapped_twice,
 )
@@ -41,7 +41,7 @@ from syncline.session.world import transport_of
 from syncline.sharded.optimizer import Sharding
 from syncline.transport.base import Transport
 
-_UNCHANGED = "the module and its group cannot be changed"
+UNCHANGED = "the module and its group cannot be changed"
 
 
 class Replica:
@@ -94,10 +94,7 @@ class Replica:
         drifting = spec if strategy.drifts else None
         self.drift = Drift(module, chosen.reduced, config, transport, drifting, self.checks)
         self.registered = Registrations(module, config, self.drift.rounds, weakly(self._before_reduction))
-        compression = None
-        if config.compression is not None and transport.size > 1:
-            compression = HookState(config.compression, self._gradient_lane)
-        self.state = SyncState(config, self.drift, compression, {})
+        self.state = SyncState(config, self.drift, None, {})
         """The owner of the state that the strategy and the compression keep between steps."""
         self._wire(chosen)
 
@@ -181,7 +178,7 @@ class Replica:
         Raises:
             ValueError: the module is sharded.
         """
-        self.refuse_sharded(f"the bounds of the shards are fixed, so {_UNCHANGED}")
+        self.refuse_sharded(f"the bounds of the shards are fixed, so {UNCHANGED}")
         former, former_buffers = self.gradients, self.buffers
         self._hooks_finalizer.detach()
         self._wire(chosen or self._chosen_again(), former)
@@ -296,7 +293,7 @@ class Replica:
         """
         if not self.gradients.controls.enabled or self.drift.divergence.is_open or not self._has_changed():
             return
-        self.drift.refuse(_UNCHANGED)
+        self.drift.refuse(UNCHANGED)
         self.transport.board.phase = f"backward, where {self._title} has changed since it was wrapped"
         before, chosen = self.selection, self._chosen_again()
         delayed = frozenset(name for name, _ in chosen.delayed)
@@ -323,22 +320,31 @@ class Replica:
 
     def use_static_graph(self) -> None:
         """Behave from now on as if `static_graph=True` had been given. Call this method before the first backward."""
-        self.drift.refuse(_UNCHANGED)
+        self.drift.refuse(UNCHANGED)
         self.config = self.config.with_gradients(static_graph=True, allow_unused=True, skip_unused=False)
         self._wire_again()
 
     def use_transport(self, transport: Transport) -> None:
         """Synchronize over another group from now on. A collective call of that group.
 
-        The replicas of the ranks in the group must already be equal.
+        The replicas of the ranks in the group must already be equal, or drift under the strategy.
 
         Raises:
-            ValueError: the module is sharded, replicas drift under the strategy, or `sl.diverge` is active.
+            ValueError: the module is sharded, or `sl.diverge` is active.
         """
-        self.drift.refuse(_UNCHANGED)
         self.drift.divergence.refuse_inside("the change of the process group")
         self.transport = transport
-        self.drift.use_transport(transport)
+        spec = None
+        if self.drift.rounds is not None:
+            hosts = gather_hosts(transport)
+            spec, strategy = spec_of(self.selection, transport, hosts), self.config.strategy
+            self._first_plan = replace(
+                self._first_plan,
+                num_hosts=len(hosts.loads),
+                rules=strategy.rules(spec),
+                workers=strategy.workers(spec),
+            )
+        self.drift.follow(transport, spec)
         self._gradient_lane, self._buffer_lane = self._open_lanes(self.selection)
         self._wire_again()
 

@@ -5,7 +5,7 @@ the register in the launcher's store, and then connects them anew. The wrapped m
 follow. A rank that has missed a step gets the state from another one.
 
 Imports: errors, words, checks, environment, _torch, liveness, transport, session, optimizers, tensors, data,
-checkpoint, ddp.
+compression, strategies, checkpoint, ddp.
 
 batches.py     the batches of one rank, and how many samples they have
 group.py       the processes that train together, as one of them sees them
@@ -13,6 +13,7 @@ handover.py    a training state goes from one rank to others, over the transport
 membership.py  which processes train together: a state machine of one process, without a clock, a store or a transport
 parts.py       the wrapped modules, attached optimizers and the sampler of a training state
 register.py    what a process reads and writes in the launcher's store
+samples.py     the samples that ranks have used, when replicas drift and ranks are lost
 steps.py       `sl.steps`, the loop
 undo.py        what a body finds when it begins, so that it can run again
 """

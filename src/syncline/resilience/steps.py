@@ -11,6 +11,13 @@ its *commits*: every step of an attached optimizer, and every end of a body. The
 A rank with a smaller count loads the state of a rank with the largest one. If the body is run again after an optimizer
 has stepped in it, this step is not made again. So a body with several optimizers can be interrupted between them.
 
+[Note: ranks at different steps]
+
+Under strategies that let replicas drift, ranks make steps without a collective. So they can stop at different steps
+when a rank is lost. They also count each sync that they have written (see `strategies/execution/standing.py`) as a
+commit. A rank with a smaller count keeps its own parameters, and goes to the place of a rank with the largest one. Then
+all of them sync, so that replicas are equal when training goes on. The rank that was lost takes no part in this sync.
+
 Samples count as used when an optimizer steps with them. If the body is run again after this, and no optimizer steps in
 the second run, the samples of the second run come again.
 """
@@ -23,15 +30,18 @@ from collections.abc import Iterable, Iterator
 from types import TracebackType
 from typing import Any
 
+from syncline.checkpoint.objects import is_wrapped, state_of
 from syncline.checkpoint.train_state import TrainState, load_all
 from syncline.checks import checked_count, checked_flag, checked_kind, checked_seconds
+from syncline.compression.averager import with_own_residuals
 from syncline.errors import PeerLost, SynclineError
 from syncline.resilience.batches import Batches
 from syncline.resilience.group import Group, is_loss
 from syncline.resilience.handover import receive_state, send_state
 from syncline.resilience.membership import Membership, Rules
-from syncline.resilience.parts import attached_in, sampler_in, wrappers_in
-from syncline.resilience.undo import Undo
+from syncline.resilience.parts import attached_in, go_to_place, rounds_in, sampler_in, wrappers_in
+from syncline.resilience.samples import Samples
+from syncline.resilience.undo import Residuals, Undo
 from syncline.session.world import transport_of, world
 
 _LOG = logging.getLogger("syncline")
@@ -129,8 +139,7 @@ def steps(
         The next step; again the same step, if it was interrupted.
 
     Raises:
-        TypeError, ValueError: an argument is invalid, or a module is sharded or has a strategy under which replicas
-            drift.
+        TypeError, ValueError: an argument is invalid, or a module is sharded.
         PeerLost: too few ranks are left, or the launcher has ended.
 
     Examples:
@@ -164,8 +173,12 @@ class _Loop:
         self._wrappers = wrappers_in(state)
         self._attached = attached_in(state, self._wrappers)
         self._undo = Undo(state.named)
-        self._sampler = sampler_in(state)
+        self._residuals = Residuals(self._wrappers)
+        self._rounds = rounds_in(self._wrappers)
+        self._samples = Samples(sampler_in(state), self._rounds)
         self._group = Group(rules)
+        for rounds in self._rounds:
+            rounds.standing.begin(self._group.someone_waits)
         self._made: list[int] = []
         """The number of steps that each optimizer had made when the first attempt of this step began."""
         self._has_state = not self._group.joins
@@ -185,13 +198,12 @@ class _Loop:
                 lost = self._group.wait_for_all()
                 if lost is None:
                     return
-                self._undo.restore()
                 self._connect_anew(lost)
         finally:
             self._group.leave()
 
     def _one_step(self) -> Iterator[Step]:
-        if self._group.someone_waits():
+        if self._is_joined():
             self._made = self._steps_now()
             self._connect_anew(PeerLost("this rank stops, because a process joins"))
             self._say(self.state.step + 1, "continue")
@@ -211,6 +223,13 @@ class _Loop:
                     return
                 self._say(step.number, "repeat the step")
 
+    def _is_joined(self) -> bool:
+        """Return whether this rank must stop, because a process joins."""
+        at_syncs = [rounds.standing for rounds in self._rounds if rounds.meets_at_syncs]
+        if at_syncs:  # all ranks have heard of the process in the same sync, and stop after the same step
+            return any(standing.someone_waits for standing in at_syncs)
+        return self._group.someone_waits()
+
     def _say(self, number: int, what: str) -> None:
         if world().rank == 0:
             _LOG.warning(
@@ -221,23 +240,32 @@ class _Loop:
     def begin_attempt(self) -> None:
         """Remember what the body finds."""
         self._undo.begin()
+        self._residuals.begin()
         if not any(attached.num_made_before for attached in self._attached):
             self._made = [attached.num_steps for attached in self._attached]
         self._num_made = self._num_steps
 
     def end_attempt(self, num_samples: int | None) -> None:
         """Count the samples of an interrupted attempt, if an optimizer has stepped with them."""
-        if self._sampler is not None and num_samples and self._num_steps > self._num_made:
-            self._sampler.advance(num_samples)
+        self._residuals.end()
+        sampler = self._samples.sampler
+        if sampler is not None and num_samples and self._num_steps > self._num_made:
+            sampler.advance(num_samples)
+            self._samples.note()
 
     def commit(self, num_samples: int | None) -> None:
         """Let the step stand."""
         was_made_before = any(now > before for now, before in zip(self._steps_now(), self._made, strict=True))
-        if self._sampler is not None and was_made_before and self._num_steps == self._num_made:
-            self.state.commit(0)
-            self._deal()
+        if was_made_before and self._num_steps == self._num_made:
+            self._residuals.end()
+            if self._samples.sampler is None:
+                self.state.commit(num_samples)
+            else:
+                self.state.commit(0)
+                self._deal()
         else:
             self.state.commit(num_samples)
+            self._samples.note()
         for attached in self._attached:
             attached.num_made_before = 0
 
@@ -251,7 +279,8 @@ class _Loop:
 
     @property
     def _num_commits(self) -> int:
-        return self.state.step + self._num_steps if self._has_state else -1
+        num_syncs = sum(rounds.standing.num_written for rounds in self._rounds)
+        return self.state.step + self._num_steps + num_syncs if self._has_state else -1
 
     # ------------------------------------------------------------------ a rank is lost, or joins
 
@@ -279,25 +308,40 @@ class _Loop:
         transport = transport_of(None)
         sources = [membership.members.index(name) for name in membership.sources]
         behind = [rank for rank in range(here.size) if rank not in sources]
+        for rounds in self._rounds:
+            rounds.standing.conclude(is_written=here.rank in behind)
         for wrapper in self._wrappers:
             wrapper._replica.use_transport(transport)
+        is_new, loads = not self._has_state, False
         if here.rank == sources[0]:
             send_state(self._state(), transport, behind)
         elif here.rank in behind:
-            self._load(receive_state(transport, sources[0]))
+            sent = receive_state(transport, sources[0])
+            loads = is_new or len(self._rounds) < len(self._wrappers) or self._is_synchronous
+            self._load(sent, values=loads)
             self._has_state = True
         for wrapper in self._wrappers:
             wrapper._replica.gradients.count_from_step(self.state.step)
-        self._deal()
+        if self._rounds:
+            self._samples.meet(transport, is_new=is_new, has_loaded=loads)
+            for rounds in self._rounds:
+                rounds.settle()
+            self._samples.deal_after_meeting(transport)
+            self.batches.begin_again()
+        else:
+            self._deal()
         for attached, made in zip(self._attached, self._made, strict=True):
             attached.num_made_before = attached.num_steps - made
         transport.barrier().wait()
 
+    @property
+    def _is_synchronous(self) -> bool:
+        return any(rounds.is_synchronous for rounds in self._rounds)
+
     def _deal(self) -> None:
         """Deal the samples that are left to the present ranks, and begin a new iteration."""
         here = world()
-        if self._sampler is not None:
-            self._sampler._deal_to(here.size, here.rank)
+        self._samples.deal(here.size, here.rank)
         self.batches.begin_again()
 
     def _state(self) -> dict[str, Any]:
@@ -306,10 +350,28 @@ class _Loop:
             "state": saved,
             "num_steps": self._steps_now(),
             "made": self._made,
+            "places": [rounds.place() for rounds in self._rounds],
         }
 
-    def _load(self, sent: dict[str, Any]) -> None:
-        load_all(self.state, sent["state"], strict=True)
+    def _load(self, sent: dict[str, Any], *, values: bool) -> None:
+        """Load the state of another rank.
+
+        Args:
+            sent: what `_state` returned there.
+            values: whether to load the values of modules and optimizers, too.
+        """
+        saved = sent["state"]
+        if values:
+            for name, one in self.state.named.items():
+                if is_wrapped(saved[name]):
+                    own = state_of(one)["synchronization"] if self._has_state else {}
+                    beside = with_own_residuals(saved[name]["synchronization"], own)
+                    saved[name] = {**saved[name], "synchronization": beside}
+            load_all(self.state, saved, strict=True)
+        else:
+            go_to_place(self.state, saved)
+        for rounds, place in zip(self._rounds, sent["places"], strict=True):
+            rounds.go_to(place)
         self._made = sent["made"]
         for attached, number in zip(self._attached, sent["num_steps"], strict=True):
             attached.num_steps = number
