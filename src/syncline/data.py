@@ -90,6 +90,12 @@ class DistributedSampler(torch_data.DistributedSampler[int]):
         """The epoch and the number of used samples of a loaded position, until an iteration begins there."""
         self._places: tuple[int, ...] = (rank,)
         """The ranks, out of `num_replicas`, whose samples this rank uses. `sl.steps` gives it those of lost ranks."""
+        self._again: tuple[int, ...] = ()
+        """Samples that come first in the epoch `_again_in`, because they were dealt to ranks that were lost. The
+        position of this epoch begins that much earlier, even below 0."""
+        self._again_in = 0
+        self._deal: tuple[int, int, tuple[int, ...]] = (0, 0, ())
+        """The epoch, the position and `_again` when the samples were last dealt to these ranks."""
         self.when_resumed: Callable[[], object] | None = None
         """A function that is called once, when an iteration resumes at a loaded position within an epoch."""
         self._count_samples()
@@ -113,9 +119,11 @@ class DistributedSampler(torch_data.DistributedSampler[int]):
         self._next_epoch += 1
         resumed, self._resumed = self._resumed, None
         self._begun = resumed if resumed and resumed[0] == self.epoch else (self.epoch, 0)
+        if self._begun is not resumed:
+            self._again = ()
         self._used = 0
         _, already = self._begun
-        if not already:
+        if self._begun is not resumed or not (already or self._again):
             return self._begun, super().__iter__()
         then, self.when_resumed = self.when_resumed, None
         if then is not None:
@@ -129,15 +137,26 @@ class DistributedSampler(torch_data.DistributedSampler[int]):
 
     def _after(self, already: int, rank: int) -> list[int]:
         """Return a rank's indices of the epoch, without the first `already` samples, which all ranks have used."""
-        order = list(range(self._num_samples))
-        if self.shuffle:
-            g = torch.Generator().manual_seed(self.seed + self.epoch)
-            order = torch.randperm(len(order), generator=g).tolist()
-        left = order[already : self._end(already)]
+        left = self._dealt(self.epoch, already)
         if self.pad and left:
+            order = self._ordered(self.epoch)
             extra = -len(left) % self.num_replicas
             left += (order * (1 + extra // len(order)))[:extra]
         return left[rank :: self.num_replicas]
+
+    def _ordered(self, epoch: int) -> list[int]:
+        """Return all indices in the order of an epoch."""
+        if not self.shuffle:
+            return list(range(self._num_samples))
+        g = torch.Generator().manual_seed(self.seed + epoch)
+        order: list[int] = torch.randperm(self._num_samples, generator=g).tolist()
+        return order
+
+    def _dealt(self, epoch: int, already: int) -> list[int]:
+        """Return the indices that all ranks deal among them, from a position on. The last ones are not padded."""
+        again = self._again if epoch == self._again_in else ()
+        first = already + len(again)
+        return [*again, *self._ordered(epoch)[first : self._end(already)]]
 
     def set_epoch(self, epoch: int) -> None:
         """Set the epoch of the next iteration. The iteration after it is epoch `epoch + 1`.
@@ -214,13 +233,13 @@ class DistributedSampler(torch_data.DistributedSampler[int]):
 
         The number is right if all ranks advance equally. The state also contains the settings that determine the order.
         """
-        epoch, already = self._resumed or self._begun
-        if not self._resumed:
-            already += self._used_by_all
-        return self._place(epoch, already)
+        epoch, begun = self._resumed or self._begun
+        return self._place(epoch, begun, 0 if self._resumed else self._used_by_all)
 
-    def _place(self, epoch: int, used: int) -> dict[str, Any]:
-        return {"epoch": epoch, "used": used, **self._order()}
+    def _place(self, epoch: int, begun: int, used: int) -> dict[str, Any]:
+        again = list(self._again[used:]) if epoch == self._again_in else []
+        place = {"epoch": epoch, "used": begun + used + len(again), **self._order()}
+        return place | {"again": again} if again else place
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load a saved position, at which the next iteration resumes.
@@ -239,6 +258,7 @@ class DistributedSampler(torch_data.DistributedSampler[int]):
             )
         epoch = checked_count("epoch", state["epoch"])
         used = checked_count("used", state["used"], at_least=0)
+        again = tuple(state.get("again", ()))
         differing = [
             f"{name}={state[name]!r} (this sampler has {own!r})"
             for name, own in mine.items()
@@ -250,8 +270,39 @@ class DistributedSampler(torch_data.DistributedSampler[int]):
                 f"{'; '.join(differing)}. Create the sampler with the saved values, or remove the sampler's state from "
                 "the saved state"
             )
-        self._resumed = (epoch, used)
+        self._resumed = (epoch, used - len(again))
+        self._again, self._again_in = again, epoch
+        self._deal = (epoch, used - len(again), again)
         self.epoch = self._next_epoch = epoch
+
+    def _where(self) -> tuple[int, int]:
+        """Return the epoch, and the number of samples that this rank has used in it since the samples were dealt."""
+        return (self._resumed[0], 0) if self._resumed is not None else (self._begun[0], self._used)
+
+    def _place_after(self, used: Mapping[int, tuple[int, int]]) -> dict[str, Any]:
+        """Return the position at which ranks go on that have used unequal numbers of samples.
+
+        The samples before this position that no rank has used come first. Each rank uses only its own place.
+
+        Args:
+            used: for each rank, what `_where` returned there. A rank without an entry has used none of its samples.
+        """
+        now = max(epoch for epoch, _ in used.values())
+        again: list[int] = []
+        for epoch in range(self._deal[0], now + 1):
+            first, unused = self._deal[1:] if epoch == self._deal[0] else (0, ())
+            dealt = [*unused, *self._ordered(epoch)[first + len(unused) : self._end(first)]]
+            end = len(dealt)
+            if epoch == now:
+                most = max(number for last, number in used.values() if last == now)
+                end = min(end, max(most * self.num_replicas, len(unused)))
+            for index in range(end):
+                last, number = used.get(index % self.num_replicas, (-1, 0))
+                if last < epoch or (last == epoch and index // self.num_replicas >= number):
+                    again.append(dealt[index])
+        if end == len(dealt) and not again:
+            return self._place(now + 1, 0, 0)
+        return {**self._place(now, 0, 0), "used": first + end, "again": again}
 
     def _deal_to(self, num_replicas: int, places: Sequence[int]) -> None:
         """Divide the samples that are left in the epoch among another number of ranks, from the next iteration on.
@@ -265,12 +316,15 @@ class DistributedSampler(torch_data.DistributedSampler[int]):
         Raises:
             ValueError: there are several places, and `pad` is False, so that they have unequal numbers of samples.
         """
+        self._deal_from(self.state_dict(), num_replicas, places)
+
+    def _deal_from(self, place: Mapping[str, Any], num_replicas: int, places: Sequence[int]) -> None:
+        """Divide the samples that are left from a position on; see `_deal_to`."""
         if len(places) > 1 and not self.pad:
             raise ValueError(
                 "expected a sampler with pad=True, got pad=False, with which one rank cannot use the samples of two, "
                 "because their numbers differ"
             )
-        place = self.state_dict()
         super().__init__(self.dataset, num_replicas, places[0], self.shuffle, self.seed, self.drop_last)
         self._places = tuple(places)
         self._count_samples()
@@ -313,10 +367,10 @@ class _Dealing(Iterator[int]):
         if self._indices is None:
             return self._sampler.state_dict()
         epoch, already = self._begun
-        used = already + self._num_dealt * self._sampler.num_replicas
-        if used >= self._sampler._end(already):
-            epoch, used = epoch + 1, 0
-        return self._sampler._place(epoch, used)
+        used = self._num_dealt * self._sampler.num_replicas
+        if already + used >= self._sampler._end(already):
+            epoch, already, used = epoch + 1, 0, 0
+        return self._sampler._place(epoch, already, used)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._sampler.load_state_dict(state)

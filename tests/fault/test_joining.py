@@ -129,8 +129,8 @@ def test_a_process_that_joins_gets_its_place_in_the_global_batch(
     assert len(elastic.check(notes, takes_mean=True)) == 4
 
 
-def settings_are_refused(**settings: Any) -> str:
-    ddp = sl.DistributedDataParallel(elastic.Net())
+def settings_are_refused(strategy: Any = None, **settings: Any) -> str:
+    ddp = sl.DistributedDataParallel(elastic.Net(), strategy=strategy)
     optimizer, _ = elastic.optimizer_of(ddp.module)
     with pytest.raises(ValueError, match="expect") as refused:
         sl.steps(sl.TrainState(model=ddp, optimizer=optimizer), 1, **settings)
@@ -139,5 +139,7 @@ def settings_are_refused(**settings: Any) -> str:
 
 def test_a_global_batch_that_cannot_stay_the_same_is_refused() -> None:
     assert "expects data to be a DataLoader" in settings_are_refused(keep_global_batch=True)
+    refused = settings_are_refused(sl.LocalSGD(3), keep_global_batch=True)
+    assert "keep_global_batch=True expects strategy=sl.EveryStep(), got strategy=LocalSGD" in refused
     assert "expects max_ranks to be at most 1" in settings_are_refused(keep_global_batch=True, max_ranks=2)
     assert "max_ranks" in settings_are_refused(min_ranks=3, max_ranks=2)

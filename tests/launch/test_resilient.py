@@ -180,6 +180,49 @@ print(f"rank {sl.world().rank} of {sl.world().size}: {straggler.rank} {straggler
 """
 
 
+JOINS_DRIFTING = """
+import os, signal, sys
+import torch
+import syncline as sl
+from syncline import environment
+
+trainings = {
+    "LocalSGD": {"strategy": sl.LocalSGD(4)},
+    "streaming": {"strategy": sl.DiLoCo(4, fragments=2, delay=1)},
+    "Gossip": {"strategy": sl.Gossip("ring")},
+    "ParameterServer": {"strategy": sl.ParameterServer(1)},
+    "PowerSGD": {"compression": sl.compression.PowerSGD(1)},
+}
+joins = environment.joins_running_job()
+first = sl.init().rank
+data = torch.utils.data.TensorDataset(torch.randn(1000, 4))
+sampler = sl.DistributedSampler(data)
+loader = torch.utils.data.DataLoader(data, batch_size=2, sampler=sampler)
+net = torch.nn.Linear(4, 4).requires_grad_(True)
+ddp = sl.DistributedDataParallel(net, **trainings[sys.argv[1]])
+optimizer = torch.optim.SGD(ddp.parameters(), lr=0.125, momentum=0.5)
+state = sl.TrainState(model=ddp, optimizer=optimizer, sampler=sampler)
+until, full = 1_000_000, False
+for step in sl.steps(state, until=until, data=loader):
+    with step:
+        [x] = step.next_batch()
+        optimizer.zero_grad()
+        if not joins and (first, step.number) == (1, 3):
+            os.kill(os.getpid(), signal.SIGKILL)
+        (ddp(x) - 1).square().mean().backward()
+        optimizer.step()
+        full = full or (sl.world().size == 3 and (joins or step.number > 3))
+        # All ranks agree on the step after which they end.
+        ends = step.number % 8 == 0 and sl.all_reduce_(torch.tensor([int(full)])).item() == 3
+    if step.is_committed and ends:
+        break
+ddp.sync_parameters_()
+weights = [parameter.tolist() for parameter in ddp.parameters()]
+print(f"{sl.world().rank} of {sl.world().size}, {joins=}, step {state.step}: {weights}")
+sl.shutdown()
+"""
+
+
 def run(folder: Path, forks: Forks, when: str, *options: str) -> subprocess.CompletedProcess[str]:
     (folder / "program.py").write_text(PROGRAM)
     return forks.launch(folder, *options, "-n", "3", "program.py", when, warm_ranks=True).wait()
@@ -280,3 +323,17 @@ def test_no_rank_outlives_its_launcher(tmp_path: Path, forks: Forks, when: str, 
     os.kill(launcher.pid, signal.SIGKILL)
     assert_gone([*pids])
     launcher.wait()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("training", ["LocalSGD", "streaming", "Gossip", "PowerSGD"])
+def test_a_rank_joins_others_that_drift_or_compress(training: str, tmp_path: Path, forks: Forks) -> None:
+    (tmp_path / "program.py").write_text(JOINS_DRIFTING)
+    options = ("--resilient", "--max-restarts", "1", "-n", "3")
+    done = forks.launch(tmp_path, *options, "program.py", training, warm_ranks=True).wait()
+    assert done.returncode == 0, done.stderr
+    assert "1 process joined; the ranks, now 3, continue" in done.stderr
+    lines = sorted(line.partition("] ")[2] for line in done.stdout.splitlines())
+    starts = [f"{rank} of 3, joins={rank == 2}" for rank in range(3)]
+    assert [line.partition(", step")[0] for line in lines] == starts
+    assert len({line.partition(", step")[2] for line in lines}) == 1, lines

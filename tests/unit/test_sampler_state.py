@@ -230,3 +230,41 @@ def test_a_number_of_samples_that_nobody_remembers_is_refused() -> None:
     assert state.step == 0
     state.commit()
     assert state.step == 1
+
+
+def used_by(sampler: DistributedSampler, number: int) -> list[int]:
+    """Use some samples of this rank, one by one, over as many epochs as needed."""
+    found: list[int] = []
+    while len(found) < number:
+        for index in sampler:
+            sampler.advance(1)
+            found.append(index)
+            if len(found) == number:
+                break
+    return found
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    size=st.integers(6, 40),
+    nums_ranks=st.lists(st.integers(1, 5), min_size=2, max_size=4),
+    seed=st.integers(0, 99),
+    data=st.data(),
+)
+def test_after_losses_no_sample_of_an_epoch_is_left_out_or_comes_again(
+    size: int, nums_ranks: list[int], seed: int, data: st.DataObject
+) -> None:
+    """Ranks use unequal numbers of samples before the ranks change, over one epoch or two."""
+    ranks = samplers(size, nums_ranks[0], seed=seed, pad=False)
+    stand: list[int] = []
+    for num_ranks in nums_ranks[1:]:
+        used: dict[int, tuple[int, int]] = {}
+        for rank, sampler in enumerate(ranks):
+            stand += used_by(sampler, data.draw(st.integers(0, size // len(ranks))))
+            used[rank] = sampler._where()
+        place = json.loads(json.dumps(ranks[0]._place_after(used)))
+        ranks = samplers(size, num_ranks, seed=seed, pad=False)
+        for rank, sampler in enumerate(ranks):
+            sampler._deal_from(place, num_ranks, [rank])
+    counts = Counter([*stand, *(index for sampler in ranks for index in sampler)])
+    assert len({counts[index] for index in range(size)}) == 1

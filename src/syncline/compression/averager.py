@@ -32,6 +32,10 @@ class Averager:
         self._residual: Tensor | None = None
         if compression is not None and compression.feeds_back:
             self._residual = torch.zeros(layout.numel, dtype=layout.dtype, device=layout.device)
+        self._kept: tuple[Tensor | None, list[dict[str, Tensor]]] | None = None
+        """The residual and the encoder's memory at the last call of `keep`; None before the first call."""
+        self._spare: Tensor | None = None
+        """Memory for the next residual, while the present one is kept."""
 
     def mean(self, values: Tensor) -> Averaging:
         """Return a generator that averages the tensor `values` over all ranks.
@@ -41,11 +45,31 @@ class Averager:
         """
         if self._residual is None:
             return (yield from self._encoder.mean(values, wants_lost=False))
-        averaged = yield from self._encoder.mean(self._residual.add_(values), wants_lost=True)
+        is_kept = self._kept is not None and self._kept[0] is self._residual
+        spare, self._spare = self._spare, None
+        total = torch.add(self._residual, values, out=spare) if is_kept else self._residual.add_(values)
+        averaged = yield from self._encoder.mean(total, wants_lost=True)
         lost = torch.zeros_like(averaged.mean) if averaged.lost is None else averaged.lost
         # Otherwise one gradient that overflowed would be added to all later ones.
         self._residual = lost.nan_to_num_(0.0, 0.0, 0.0)
         return Averaged(averaged.mean)
+
+    def keep(self) -> None:
+        """Remember the present state for `undo`. The residual is not copied."""
+        former = None if self._kept is None else self._kept[0]
+        if former is not self._residual:
+            self._spare = former
+        memory = [{name: one.clone() for name, one in tensors.items()} for tensors in self._encoder.memory()]
+        self._kept = self._residual, memory
+
+    def undo(self) -> None:
+        """Restore the state that `keep` has remembered, because the averagings since then do not count."""
+        if self._kept is None:
+            return
+        self._residual, memory = self._kept
+        for tensors, kept in zip(self._encoder.memory(), memory, strict=True):
+            for name, tensor in kept.items():
+                tensors[name].copy_(tensor)
 
     def memory(self) -> list[dict[str, Tensor]]:
         """Return the state of each tensor of the layout, as a dict of tensors. Do not modify these tensors.
@@ -134,6 +158,30 @@ def parted_state(state: Mapping[str, Tensor]) -> dict[str, dict[str, Tensor]]:
         name, _, kind = key.rpartition(".")
         kept.setdefault(name, {})[kind] = tensor
     return kept
+
+
+def with_own_residuals(state: Any, own: Any) -> Any:
+    """Return another rank's state, in which the residuals are those of this rank.
+
+    Ranks have equal states except for their residuals.
+
+    Args:
+        state: the state of another rank, made of nested dicts, lists and tuples. It is not changed.
+        own: the state of this rank. A residual that it lacks is zero.
+
+    Examples:
+        >>> state = {"0.start": torch.ones(1), "0.residual": torch.ones(1)}
+        >>> with_own_residuals(state, {})
+        {'0.start': tensor([1.]), '0.residual': tensor([0.])}
+    """
+    residuals = {path: leaf for path, leaf in leaves(own) if path.rpartition(".")[2] == "residual"}
+
+    def replaced(path: str, leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor) or path.rpartition(".")[2] != "residual":
+            return leaf
+        return residuals.get(path, torch.zeros_like(leaf))
+
+    return map_leaves(state, replaced)
 
 
 def with_mean_residuals(own: Any, of_all: Sequence[Any]) -> Any:

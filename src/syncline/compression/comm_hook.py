@@ -20,6 +20,11 @@ from syncline.compression.exchange import MeanExchange
 from syncline.session.world import transport_of
 from syncline.transport.base import Transport
 
+_Kept = tuple[
+    dict[int, "_Bucket"], dict[int, tuple[Tensor, Mapping[str, Tensor]]], dict[str, Mapping[str, Tensor]]
+]
+"""The buckets of a `HookState`, and the states of parameters that have no bucket."""
+
 
 class AnyGradBucket(Protocol):
     """The interface of the bucket that a communication hook gets: torch's `GradBucket`, or Syncline's."""
@@ -93,6 +98,7 @@ class HookState:
         self._kept: dict[str, Mapping[str, Tensor]] = {}
         """The loaded state of each parameter that has no bucket yet. The keys are parameter names."""
         self._drop_buckets()
+        self._kept_before: _Kept | None = None
         self._names: dict[int, str] | None = None
         self._transport: Transport | None = None
         self.use(transport_of(group), module)
@@ -117,6 +123,25 @@ class HookState:
         if transport is not self._transport:
             self._carry()
             self._transport = transport
+
+    def keep(self) -> None:
+        """Remember the present state for `undo`. Residuals are not copied."""
+        for known in self._buckets.values():
+            known.exchange.keep()
+        self._kept_before = dict(self._buckets), dict(self._carried), dict(self._kept)
+
+    def undo(self) -> None:
+        """Restore the state that `keep` has remembered, because the gradients averaged since then do not count.
+
+        This drops averages in flight, too. Without a call of `keep`, nothing is done.
+        """
+        if self._kept_before is None:
+            return
+        self._under_way = []
+        buckets, carried, kept = self._kept_before
+        self._buckets, self._carried, self._kept = dict(buckets), dict(carried), dict(kept)
+        for known in self._buckets.values():
+            known.exchange.undo()
 
     # ------------------------------------------------------------------ during backward
 
@@ -242,7 +267,7 @@ class HookState:
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Restore a pickled state. Gradients are then averaged over the default group."""
         self._drop_buckets()
-        self._names = self._transport = None
+        self._kept_before = self._names = self._transport = None
         vars(self).update(state)
 
 

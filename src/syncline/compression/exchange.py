@@ -176,6 +176,15 @@ class MeanExchange:
 
     # ------------------------------------------------------------------ state
 
+    def keep(self) -> None:
+        """Remember the compression's present state for `undo`."""
+        self._averager.keep()
+
+    def undo(self) -> None:
+        """Drop the averaging in progress, and restore the state that `keep` has remembered."""
+        self._phases, self._works, self._result = None, [], None
+        self._averager.undo()
+
     def memory(self) -> list[dict[str, Tensor]]:
         """Return the compression's state for each tensor, as a dict of tensors. Do not modify these tensors."""
         return self._averager_at_rest().memory()

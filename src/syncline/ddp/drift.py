@@ -6,7 +6,6 @@ the state that a strategy and a compression keep from one step to the next.
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -18,6 +17,7 @@ from syncline.compression import HookState
 from syncline.compression import hook as compression_hook
 from syncline.contract import Rules
 from syncline.ddp.config import Config
+from syncline.ddp.lanes import Lanes
 from syncline.ddp.registrations import Registrations
 from syncline.gradients.comm_hook import CommHook
 from syncline.gradients.reducer import GradientSync
@@ -35,8 +35,7 @@ class SyncState:
     Args:
         config: the configuration of the wrapper.
         drift: the control of drift, which holds the state of the strategy.
-        compression: the compression with its state. Pass None if gradients are sent unchanged, or if there is only one
-            rank.
+        compression: the compression with its state, if it is known already.
         idle: the loaded state of the compression, in a world of one rank. Nothing is encoded there, so this state is
             kept unchanged, and is saved again later.
     """
@@ -52,7 +51,7 @@ class SyncState:
     def compress(self, gradients: GradientSync, lane: Transport, module: nn.Module) -> None:
         """Let the compression encode the buckets of these gradients from now on.
 
-        This does nothing if no compression is configured.
+        This does nothing if no compression is configured, or if there has only been one rank so far.
 
         Args:
             gradients: the synchronization of the gradients.
@@ -60,7 +59,10 @@ class SyncState:
             module: the wrapped module.
         """
         if self.compression is None:
-            return
+            if self._config.compression is None or gradients.main_lane.size == 1:
+                return
+            self.compression = HookState(self._config.compression, lane, module=module)
+            self.compression.load_state_dict(self.idle)
         self.compression.use(lane, module)
         if gradients.layout.comm_hook is None:
             label = self.compression.compression.in_words()
@@ -179,14 +181,15 @@ class Drift:
         checks: ReplicaChecks,
     ) -> None:
         self._module = module
-        self.use_transport(transport)
         self.rounds: Rounds | None = None
         """The execution of a strategy under which replicas drift; None under `EveryStep`."""
+        self._lanes = Lanes(self)
         self._strategy = config.strategy
         self._syncs_buffers = config.buffers != "none"
         self._checks = checks
         self._equal_after_backward = 0
         """The number of backwards that this rank had run when all parameters were last known to be equal."""
+        self._act_on(transport)
         if spec is not None:
             self.rounds = Rounds(
                 config.strategy,
@@ -199,12 +202,23 @@ class Drift:
                 equalize_buffers=weakly(self._equalize_buffers),
                 present_buffers=weakly(self._present_buffers),
             )
-            for lane in self.rounds.lanes:
-                if lane is not transport:
-                    weakref.finalize(self, lane.close)
+            self._lanes.keep(self.rounds.lanes, of=transport)
 
-    def use_transport(self, transport: Transport) -> None:
-        """Let `sl.diverge` act on the ranks of this transport from now on."""
+    def follow(self, transport: Transport, spec: Spec | None) -> None:
+        """Act on the ranks of another transport from now on. A collective call if the strategy lets replicas drift.
+
+        Args:
+            transport: the transport.
+            spec: the ranks, for a strategy under which replicas drift.
+        """
+        self._act_on(transport)
+        if self.rounds is not None:
+            assert spec is not None
+            with self._lanes.replaced():
+                self.rounds.follow(transport, spec)
+                self._lanes.keep(self.rounds.lanes, of=transport)
+
+    def _act_on(self, transport: Transport) -> None:
         self._transport = transport
         self.divergence = Divergence(self._module, transport, weakly(self._switch), weakly(self._was_written))
         """The record that says whether `sl.diverge` lets the replicas drift apart now, or has let them drift before."""

@@ -13,9 +13,9 @@ from typing import Any
 from torch import Tensor, nn
 
 from syncline.buffers.policies import BufferSync
-from syncline.compression import HookState
 from syncline.ddp.config import Config
 from syncline.ddp.drift import Drift, ReplicaChecks, SyncState
+from syncline.ddp.lanes import Lanes
 from syncline.ddp.plan import Evidence, Plan, sizes_of
 from syncline.ddp.registrations import Registrations
 from syncline.ddp.selection import Inventory, Selection, select
@@ -25,6 +25,8 @@ from syncline.ddp.wrapping import (
     broadcast_values,
     check_one_copy,
     describe_new_values,
+    first_plan,
+    gather_hosts,
     spec_of,
     warn_if_wrapped_twice,
 )
@@ -41,7 +43,7 @@ from syncline.session.world import transport_of
 from syncline.sharded.optimizer import Sharding
 from syncline.transport.base import Transport
 
-_UNCHANGED = "the module and its group cannot be changed"
+UNCHANGED = "the module and its group cannot be changed"
 
 
 class Replica:
@@ -74,32 +76,17 @@ class Replica:
         """Whether the last forward with gradients enabled has detected that the module changed."""
         self.sharding: Sharding | None = None
         spec = spec_of(chosen, transport, hosts)
-        strategy = config.strategy
-        self._first_plan = Plan(
-            config=config,
-            module=self._title,
-            transport=transport.name,
-            rank=transport.rank,
-            num_ranks=transport.size,
-            num_hosts=len(hosts.loads),
-            sizes=sizes_of(chosen),
-            rules=strategy.rules(spec) if strategy.drifts else None,
-            workers=strategy.workers(spec),
-        )
+        self._first_plan = first_plan(config, self._title, chosen, transport, spec, hosts)
         agree_on_module(self._first_plan, chosen, transport)
         check_one_copy(module, transport)
         if config.init_sync:
             broadcast_values(chosen, transport, src=0, buffers=config.init_buffers)
-        self._close_lanes: list[weakref.finalize[Any, Any]] = []
-        """Functions that close the lanes of this replica. They are called when it is freed, or has other lanes."""
+        self._lanes = Lanes(self)
         self._gradient_lane, self._buffer_lane = self._open_lanes(chosen)
-        drifting = spec if strategy.drifts else None
+        drifting = spec if config.strategy.drifts else None
         self.drift = Drift(module, chosen.reduced, config, transport, drifting, self.checks)
         self.registered = Registrations(module, config, self.drift.rounds, weakly(self._before_reduction))
-        compression = None
-        if config.compression is not None and transport.size > 1:
-            compression = HookState(config.compression, self._gradient_lane)
-        self.state = SyncState(config, self.drift, compression, {})
+        self.state = SyncState(config, self.drift, None, {})
         """The owner of the state that the strategy and the compression keep between steps."""
         self._wire(chosen)
 
@@ -115,19 +102,13 @@ class Replica:
             within = self.transport.split(workers[self.transport.rank])
             assert within is not None
             gradients = within
-            self._close_lanes.append(weakref.finalize(self, within.close))
+            self._lanes.keep([within], of=self.transport)
         return gradients, self._open_lane("buffers") if chosen.buffers else self.transport
 
-    def _open_lane(self, purpose: str, *, of: object = None) -> Transport:
-        """Open a lane for a purpose. The lane is closed when its owner is freed.
-
-        The owner is the argument `of`. If `of` is None, the owner is this replica.
-        """
+    def _open_lane(self, purpose: str, lanes: Lanes | None = None) -> Transport:
+        """Open a lane for a purpose, and add it to `lanes`, or else to those of this replica."""
         lane = self.transport.lane(f"{purpose} of {self._title}")
-        if lane is not self.transport:
-            close = weakref.finalize(self if of is None else of, lane.close)
-            if of is None:
-                self._close_lanes.append(close)
+        (lanes or self._lanes).keep([lane], of=self.transport)
         return lane
 
     def _wire(self, chosen: Selection, former: GradientSync | None = None) -> None:
@@ -162,7 +143,9 @@ class Replica:
                 self.module,
                 list(zip(self.gradients.names, self.gradients.parameters, strict=True)),
                 self.gradients.layout.shards(),
-                self._open_lane("shards", of=self.module),  # because the shared memory outlives the wrapper
+                self._open_lane(
+                    "shards", Lanes(self.module)
+                ),  # because the shared memory outlives the wrapper
                 by_parameter=self.config.gradients.allow_unused,
             )
         self._watch_gradients()
@@ -185,7 +168,7 @@ class Replica:
         Raises:
             ValueError: the module is sharded.
         """
-        self.refuse_sharded(f"the bounds of the shards are fixed, so {_UNCHANGED}")
+        self.refuse_sharded(f"the bounds of the shards are fixed, so {UNCHANGED}")
         former, former_buffers = self.gradients, self.buffers
         self._hooks_finalizer.detach()
         self._wire(chosen or self._chosen_again(), former)
@@ -300,7 +283,7 @@ class Replica:
         """
         if not self.gradients.controls.enabled or self.drift.divergence.is_open or not self._has_changed():
             return
-        self.drift.refuse(_UNCHANGED)
+        self.drift.refuse(UNCHANGED)
         self.transport.board.phase = f"backward, where {self._title} has changed since it was wrapped"
         before, chosen = self.selection, self._chosen_again()
         delayed = frozenset(name for name, _ in chosen.delayed)
@@ -327,27 +310,29 @@ class Replica:
 
     def use_static_graph(self) -> None:
         """Behave from now on as if `static_graph=True` had been given. Call this method before the first backward."""
-        self.drift.refuse(_UNCHANGED)
+        self.drift.refuse(UNCHANGED)
         self.config = self.config.with_gradients(static_graph=True, allow_unused=True, skip_unused=False)
         self._wire_again()
 
     def use_transport(self, transport: Transport) -> None:
         """Synchronize over another group from now on. A collective call of that group.
 
-        The replicas of the ranks in the group must already be equal.
+        The replicas of the ranks in the group must already be equal, or drift under the strategy.
 
         Raises:
-            ValueError: the module is sharded, replicas drift under the strategy, or `sl.diverge` is active.
+            ValueError: the module is sharded, or `sl.diverge` is active.
         """
-        self.drift.refuse(_UNCHANGED)
         self.drift.divergence.refuse_inside("the change of the process group")
         self.transport = transport
-        self.drift.use_transport(transport)
-        former, self._close_lanes = self._close_lanes, []
-        self._gradient_lane, self._buffer_lane = self._open_lanes(self.selection)
-        self._wire_again()
-        for close in former:
-            close()
+        spec = None
+        if self.drift.rounds is not None:
+            hosts = gather_hosts(transport)
+            spec = spec_of(self.selection, transport, hosts)
+            self._first_plan = first_plan(self.config, self._title, self.selection, transport, spec, hosts)
+        self.drift.follow(transport, spec)
+        with self._lanes.replaced():
+            self._gradient_lane, self._buffer_lane = self._open_lanes(self.selection)
+            self._wire_again()
 
     @property
     def is_drifting(self) -> bool:
@@ -456,7 +441,7 @@ class Replica:
         self.checks = ReplicaChecks()
         self.transport = transport_of(None)
         self._gradient_lane = self._buffer_lane = self.transport
-        self._close_lanes = []
+        self._lanes = Lanes(self)
         self.drift = Drift(self.module, (), self.config, self.transport, None, self.checks)
         compare = weakly(self._before_reduction)
         self.registered = Registrations(self.module, self.config, None, compare, buffer_hook)

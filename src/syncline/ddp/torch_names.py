@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from syncline._torch.optimizers import as_overlapped
 from syncline.buffers.policies import BufferHook
-from syncline.ddp.replica import Replica
+from syncline.ddp.replica import UNCHANGED, Replica
 from syncline.errors import SynclineError
 from syncline.gradients.comm_hook import checked_comm_hook
 from syncline.session.world import transport_of
@@ -278,6 +278,7 @@ class TorchNames:
         Raises:
             ValueError: the wrapper is inside of `sl.diverge`, is sharded, or has a strategy under which replicas drift.
         """
+        self._replica.drift.refuse(UNCHANGED)
         self._replica.use_transport(transport_of(new_process_group))
 
     def _remove_autograd_hooks(self) -> None:

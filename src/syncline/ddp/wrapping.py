@@ -20,7 +20,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from syncline._torch.modules import is_slice, prepare_for_tensor_parallel, wrapper_in_forward
 from syncline._torch.tensors import tree_map_only
 from syncline.checks import checked_kind
-from syncline.ddp.plan import Plan
+from syncline.ddp.config import Config
+from syncline.ddp.plan import Plan, sizes_of
 from syncline.ddp.selection import Selection
 from syncline.environment import num_cores
 from syncline.equality.fingerprint import fingerprints
@@ -221,6 +222,33 @@ def spec_of(chosen: Selection, transport: Transport, hosts: Hosts) -> Spec:
         num_ranks=transport.size,
         hosts=hosts.of_rank,
         sizes_numel=tuple(parameter.numel() for _, parameter in chosen.reduced),
+    )
+
+
+def first_plan(
+    config: Config, title: str, chosen: Selection, transport: Transport, spec: Spec, hosts: Hosts
+) -> Plan:
+    """Return the plan of a module before users register hooks, optimizers and metrics.
+
+    Args:
+        config: the configuration of the wrapper.
+        title: the name of the module's class.
+        chosen: the tensors that are synchronized.
+        transport: the transport between the ranks.
+        spec: the facts about ranks and parameters, for the strategy.
+        hosts: the hosts on which the ranks run.
+    """
+    strategy = config.strategy
+    return Plan(
+        config=config,
+        module=title,
+        transport=transport.name,
+        rank=transport.rank,
+        num_ranks=transport.size,
+        num_hosts=len(hosts.loads),
+        sizes=sizes_of(chosen),
+        rules=strategy.rules(spec) if strategy.drifts else None,
+        workers=strategy.workers(spec),
     )
 
 

@@ -5,7 +5,7 @@ the register in the launcher's store, and then connects them anew. The wrapped m
 follow. A rank that has missed a step, or joins, gets the state from the others.
 
 Imports: errors, words, checks, environment, records, _torch, liveness, transport, session, optimizers, tensors,
-gradients, data, checkpoint, ddp.
+gradients, data, compression, strategies, checkpoint, ddp.
 
 batches.py     the batches of one rank, and how many samples they have
 group.py       the processes that train together, as one of them sees them
@@ -14,7 +14,9 @@ membership.py  which processes train together: a state machine of one process, w
 parts.py       the wrapped modules, attached optimizers and the sampler of a training state
 register.py    what a process reads and writes in the launcher's store
 slow_ranks.py  what the loop does about ranks that are slow over many steps
+samples.py     the samples that ranks have used, when replicas drift and ranks are lost
 steps.py       `sl.steps`, the loop
+training.py    which steps a training state has committed, and how its objects follow the ranks that are left
 undo.py        what a body finds when it begins, so that it can run again
 watch.py       what a process does in the background: it shows that it runs, and watches another process
 """

@@ -9,7 +9,7 @@ place that they serve. So each step has the same samples as if no rank had been 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from torch.utils.data import DataLoader, Sampler
@@ -52,15 +52,24 @@ class Batches:
         # The loader refuses another batch sampler after its construction. It reads it only when an iteration begins.
         vars(loader)["batch_sampler"] = _BatchesOfPlaces(sampler, loader.batch_size, loader.drop_last)
 
-    def deal(self, num_ranks: int, rank: int) -> None:
-        """Deal the samples that are left in the epoch to the present ranks, and begin a new iteration there."""
+    def deal(self, num_ranks: int, rank: int, place: Mapping[str, Any] | None = None) -> None:
+        """Deal the samples that are left in the epoch to the present ranks, and begin a new iteration there.
+
+        Args:
+            num_ranks: the number of ranks.
+            rank: this process's rank among them.
+            place: the position from which they are dealt; None if all ranks have used equally many.
+        """
         self._iterator = None
         places, self.num_each_step = [rank], 1
         if self._num_places is not None:
             places, num_ranks = places_of(rank, num_ranks, self._num_places), self._num_places
             self.num_each_step = len(places)
         if self._sampler is not None:
-            self._sampler._deal_to(num_ranks, places)
+            if place is None:
+                self._sampler._deal_to(num_ranks, places)
+            else:
+                self._sampler._deal_from(place, num_ranks, places)
 
     def take(self, num_taken: int) -> tuple[Any, int | None]:
         """Return the next batch, and its number of samples if it is known.

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from syncline.checkpoint.objects import load_into
 from syncline.checkpoint.train_state import TrainState
 from syncline.checks import what_it_is
 from syncline.data import DistributedSampler
@@ -14,6 +16,7 @@ from syncline.ddp.wrapper import DistributedDataParallel
 from syncline.optimizers.attached import AttachedOptimizer
 from syncline.optimizers.contents import parameters_of
 from syncline.session.world import transport_of
+from syncline.strategies.execution import Rounds
 
 
 def wrappers_in(state: TrainState) -> list[DistributedDataParallel]:
@@ -39,13 +42,56 @@ def wrappers_in(state: TrainState) -> list[DistributedDataParallel]:
         replica.refuse_sharded(
             "sl.steps cannot restore the part of the optimizer's state that is lost with a rank"
         )
-        replica.drift.refuse("sl.steps needs replicas that are equal after each step")
         if replica.transport is not transport_of(None):
             raise ValueError(
                 "expected modules that are wrapped over the default group, got one over another group: sl.steps "
                 "replaces only the default group when a rank is lost"
             )
     return found
+
+
+def rounds_in(wrappers: Sequence[DistributedDataParallel]) -> list[Rounds]:
+    """Return the executions of the strategies under which replicas drift."""
+    found = [wrapper._replica.drift.rounds for wrapper in wrappers]
+    return [rounds for rounds in found if rounds is not None]
+
+
+def refuse_drift(wrappers: Sequence[DistributedDataParallel]) -> None:
+    """Raise an error if replicas drift under a strategy, because the global batch cannot stay the same then.
+
+    Raises:
+        ValueError: replicas drift.
+    """
+    for wrapper in wrappers:
+        if wrapper._replica.drift.rounds is not None:
+            raise ValueError(
+                "keep_global_batch=True expects strategy=sl.EveryStep(), got "
+                f"strategy={wrapper._replica.config.strategy}, under which each rank makes steps with batches of its "
+                "own, so there is no batch of all ranks. Leave keep_global_batch out"
+            )
+
+
+def go_to_place(state: TrainState, saved: Mapping[str, Any]) -> None:
+    """Let a training state continue as far as that of another rank, without the values of its modules and optimizers.
+
+    Learning rates, schedulers and other small objects are loaded. This rank's parameters, the state of its optimizers
+    and the position of its sampler stay.
+
+    Args:
+        state: the training state.
+        saved: the state of the other rank.
+    """
+    for name, one in state.named.items():
+        if isinstance(one, Optimizer):
+            for group, then in zip(one.param_groups, saved[name]["param_groups"], strict=True):
+                for key, value in then.items():
+                    if isinstance(group.get(key), Tensor):
+                        group[key].copy_(value)
+                    elif key not in ("params", "param_names"):
+                        group[key] = value
+        elif not isinstance(one, nn.Module | DistributedSampler):
+            load_into(one, saved[name], {})
+    state._resume_from_step(saved["step"])
 
 
 def sampler_in(state: TrainState) -> DistributedSampler | None:

@@ -10,9 +10,6 @@ A collective may end on one rank and fail on another. Then some ranks have stepp
 its *commits*: every step of an attached optimizer, and every end of a body. The ranks continue after the largest count.
 A rank with a smaller count loads the state of a rank with the largest one. If the body is run again after an optimizer
 has stepped in it, this step is not made again. So a body with several optimizers can be interrupted between them.
-
-Samples count as used when an optimizer steps with them. If the body is run again after this, and no optimizer steps in
-the second run, the samples of the second run come again.
 """
 
 from __future__ import annotations
@@ -24,19 +21,17 @@ from collections.abc import Iterable, Iterator
 from types import TracebackType
 from typing import Any, Literal
 
-from syncline.checkpoint.train_state import TrainState, load_all
+from syncline.checkpoint.train_state import TrainState
 from syncline.checks import checked_count, checked_flag, checked_kind, checked_seconds
 from syncline.errors import PeerLost, SynclineError
-from syncline.gradients.riders.newcomers import Newcomers
 from syncline.records import StragglerRecord
 from syncline.resilience.batches import Batches
 from syncline.resilience.group import Group, is_loss
-from syncline.resilience.handover import receive_state, send_state
 from syncline.resilience.membership import Membership, Rules
-from syncline.resilience.parts import attached_in, sampler_in, wrappers_in
+from syncline.resilience.parts import attached_in, refuse_drift, sampler_in, wrappers_in
 from syncline.resilience.slow_ranks import SlowRanks
-from syncline.resilience.undo import Undo
-from syncline.session.world import transport_of, world
+from syncline.resilience.training import Training
+from syncline.session.world import world
 
 _LOG = logging.getLogger("syncline")
 
@@ -112,7 +107,7 @@ class Step:
             raise SynclineError(f"step {self.number} was made already: use each step in one `with` block")
         self.attempt += 1
         self.num_samples, self.loss = None, None
-        self._loop.begin_attempt()
+        self._loop.training.begin_attempt()
         return self
 
     def __exit__(
@@ -120,13 +115,13 @@ class Step:
     ) -> bool:
         self._around_batch.close()
         if error is None:
-            self._loop.commit(self.num_samples)
+            self._loop.training.commit(self.num_samples)
             self.is_committed = True
             return False
         if not is_loss(error):
             return False
         assert isinstance(error, Exception)
-        self._loop.end_attempt(self.num_samples)
+        self._loop.training.end_attempt(self.num_samples)
         self.loss = error
         return True
 
@@ -185,8 +180,8 @@ def steps(
         The next step; again the same step, if it was interrupted.
 
     Raises:
-        TypeError, ValueError: an argument is invalid, or a module is sharded or has a strategy under which replicas
-            drift.
+        TypeError, ValueError: an argument is invalid, a module is sharded, or `keep_global_batch` is True although
+            replicas drift under a strategy.
         PeerLost: too few ranks are left, or the launcher has ended, or this rank was slow and was left behind.
         SystemExit: this process was spare, or has come to replace a lost one, and the others have ended without it.
 
@@ -230,28 +225,25 @@ class _Loop:
         *,
         keeps_global_batch: bool,
     ) -> None:
-        self.state = state
         self.wrappers = wrappers_in(state)
         self.keeps_global_batch = keeps_global_batch
+        if keeps_global_batch:
+            refuse_drift(self.wrappers)
         self._until = until
-        self._attached = attached_in(state, self.wrappers)
-        self._undo = Undo(state.named)
+        attached, sampler = attached_in(state, self.wrappers), sampler_in(state)
         self._group = Group(rules)
-        self._sampler = sampler_in(state)
         self._num_places = self._group.first_size
         if keeps_global_batch and rules.max_ranks > self._num_places:
             raise ValueError(
                 f"keep_global_batch=True expects max_ranks to be at most {self._num_places}, the number of ranks at "
                 f"the beginning, got {rules.max_ranks}: there would be ranks without a batch"
             )
-        self.batches = Batches(data, self._sampler, self._num_places if keeps_global_batch else None)
+        self.batches = Batches(data, sampler, self._num_places if keeps_global_batch else None)
+        self.training = Training(
+            state, self.wrappers, attached, sampler, self.batches, has_state=not self._group.joins
+        )
         self._slow = slow
         slow.watch(self.wrappers)
-        self._made = self._steps_now()
-        """The number of steps that each optimizer had made when the first attempt of this step began."""
-        self._has_state = not self._group.joins
-        self._num_made = 0
-        """The number of steps of all optimizers when the last attempt began."""
         self._change_ms = 0.0
         """How long the last change of the ranks has taken."""
 
@@ -262,21 +254,21 @@ class _Loop:
 
     def run(self) -> Iterator[Step]:
         """Yield the steps."""
+        training = self.training
         try:
+            training.look_for_newcomers(self._group.someone_waits)
             begin = self._group.begin()
             if begin is not None:
                 self._connect_to(begin)
-            self._newcomers.look = self._group.someone_waits
             while True:
-                while self.state.step < self._until:
+                while training.state.step < self._until:
                     yield from self._one_step()
                 lost = self._group.wait_for_all()
                 if lost is None:
                     return
-                self._undo.restore()
                 self._connect_anew(lost)
         finally:
-            self._newcomers.look = None
+            training.look_for_newcomers(None)
             self._slow.end()
             self._group.leave()
 
@@ -284,13 +276,8 @@ class _Loop:
         slow = self._slow.to_leave_behind()
         if slow is not None:
             self._leave_behind(slow)
-        if self._newcomers.are_waiting:  # all ranks have received this behind the same gradients
-            self._made = self._steps_now()
-            self._connect_anew(
-                self._group.wait_for_all()
-            )  # no rank may disconnect while another one is in its step
-            self._say(self.state.step + 1, "continue")
-        step = Step(self, self.state.step + 1)
+        self._let_newcomers_in()
+        step = Step(self, self.training.state.step + 1)
         while not step.is_committed:
             attempt = step.attempt
             yield step
@@ -299,16 +286,18 @@ class _Loop:
                     f"step {step.number}: expected its body in `with step:`, which was not entered"
                 )
             if step.loss is not None:
-                self._undo.restore()
+                self.training.undo()
                 self._connect_anew(step.loss)
                 step.discarded.append(self._group.change)
-                if self.state.step >= step.number:  # this rank was behind, and has loaded the end of the step
+                # This rank may have been behind, and has loaded the end of the step.
+                if self.training.state.step >= step.number:
                     return
                 self._say(step.number, "repeat the step")
 
     def _leave_behind(self, slow: StragglerRecord) -> None:
         """Go on without a slow rank. All ranks make this call before the same step."""
-        self._made, num_ranks = self._steps_now(), world().size
+        self.training.end_step()
+        num_ranks = world().size
         loss = (
             self._group.wait_for_all()
         )  # the slow rank must not disconnect while another one is in its last step
@@ -317,7 +306,22 @@ class _Loop:
         self._connect_anew(loss or PeerLost(str(slow)))
         if loss is None:
             self._group.change = f"rank {slow.rank} of {num_ranks} was slow and is left behind"
-        self._say(self.state.step + 1, "continue")
+        self._say(self.training.state.step + 1, "continue")
+
+    def _let_newcomers_in(self) -> None:
+        """Go on together with processes that want to join, if there are any."""
+        loss: Exception | None
+        if self.training.ranks_meet:
+            if not self.training.newcomers_wait():  # the same on all ranks
+                return
+            loss = self._group.wait_for_all()  # no rank may disconnect while another one is in its step
+        else:
+            if not self._group.someone_waits():
+                return
+            loss = PeerLost("this rank stops, because a process joins")
+        self.training.end_step()
+        self._connect_anew(loss)
+        self._say(self.training.state.step + 1, "continue")
 
     def _say(self, number: int, what: str) -> None:
         if world().rank == 0:
@@ -326,101 +330,20 @@ class _Loop:
                 number, self._group.change, world().size, what, self._change_ms,
             )  # fmt: skip
 
-    @property
-    def _newcomers(self) -> Newcomers:
-        return self.wrappers[0]._replica.gradients.riders.newcomers
-
-    def begin_attempt(self) -> None:
-        """Remember what the body finds."""
-        self._newcomers.are_waiting = False
-        self._undo.begin()
-        if not any(attached.num_made_before for attached in self._attached):
-            self._made = [attached.num_steps for attached in self._attached]
-        self._num_made = self._num_steps
-
-    def end_attempt(self, num_samples: int | None) -> None:
-        """Count the samples of an interrupted attempt, if an optimizer has stepped with them."""
-        if self._sampler is not None and num_samples and self._num_steps > self._num_made:
-            self._sampler.advance(num_samples)
-
-    def commit(self, num_samples: int | None) -> None:
-        """Let the step stand."""
-        was_made_before = any(now > before for now, before in zip(self._steps_now(), self._made, strict=True))
-        if self._sampler is not None and was_made_before and self._num_steps == self._num_made:
-            self.state.commit(0)
-            self._deal()
-        else:
-            self.state.commit(num_samples)
-        for attached in self._attached:
-            attached.num_made_before = 0
-
-    def _steps_now(self) -> list[int]:
-        """Return the number of steps that each optimizer has made."""
-        return [attached.num_steps for attached in self._attached]
-
-    @property
-    def _num_steps(self) -> int:
-        return sum(self._steps_now())
-
-    @property
-    def _num_commits(self) -> int:
-        return self.state.step + self._num_steps if self._has_state else -1
-
-    # ------------------------------------------------------------------ a rank is lost, or joins
-
     def _connect_anew(self, loss: Exception | None) -> None:
         """Go on with the ranks that are left, and with those that join."""
         began = time.monotonic()
-        self._connect_to(self._group.agree(self._num_commits, loss))
+        self._connect_to(self._group.agree(self.training.num_commits, loss))
         self._change_ms = 1000 * (time.monotonic() - began)
 
     def _connect_to(self, membership: Membership) -> None:
         while True:
             try:
                 self._group.connect(membership)
-                self._follow(membership)
+                self.training.follow(membership)
                 return
             except Exception as error:
                 if not is_loss(error):
                     raise
                 loss = error
-            membership = self._group.agree(self._num_commits, loss)
-
-    def _follow(self, membership: Membership) -> None:
-        """Let the objects of the training state follow the new membership."""
-        here = world()
-        transport = transport_of(None)
-        sources = [membership.members.index(name) for name in membership.sources]
-        behind = [rank for rank in range(here.size) if rank not in sources]
-        for wrapper in self.wrappers:
-            wrapper._replica.use_transport(transport)
-        if here.rank in sources:
-            send_state(self._state(), transport, behind, sources)
-        else:
-            self._load(receive_state(transport, sources))
-            self._has_state = True
-        for wrapper in self.wrappers:
-            wrapper._replica.gradients.count_from_step(self.state.step)
-        self._deal()
-        for attached, made in zip(self._attached, self._made, strict=True):
-            attached.num_made_before = attached.num_steps - made
-        transport.barrier().wait()
-
-    def _deal(self) -> None:
-        """Deal the samples that are left to the present ranks."""
-        here = world()
-        self.batches.deal(here.size, here.rank)
-
-    def _state(self) -> dict[str, Any]:
-        saved = {name: value for name, value in self.state.state_dict().items() if name != "rng"}
-        return {
-            "state": saved,
-            "num_steps": self._steps_now(),
-            "made": self._made,
-        }
-
-    def _load(self, sent: dict[str, Any]) -> None:
-        load_all(self.state, sent["state"], strict=True)
-        self._made = sent["made"]
-        for attached, number in zip(self._attached, sent["num_steps"], strict=True):
-            attached.num_steps = number
+            membership = self._group.agree(self.training.num_commits, loss)

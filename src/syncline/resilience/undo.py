@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import random
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -17,6 +17,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from syncline._torch.optimizers import schedulers_inside
+from syncline.ddp.replica import Replica
+from syncline.ddp.wrapper import DistributedDataParallel
 
 Restorer = Callable[[], object]
 """A function that restores an object to an earlier state."""
@@ -54,6 +56,35 @@ class Undo:
             parameter.grad = None
         for restore in self._restorers:
             restore()
+
+
+class Residuals:
+    """The state of the compressions of wrapped modules. An attempt in which no optimizer stepped does not change it.
+
+    Args:
+        wrappers: the wrapped modules.
+    """
+
+    def __init__(self, wrappers: Sequence[DistributedDataParallel]) -> None:
+        self._replicas = [wrapper._replica for wrapper in wrappers]
+        self._made: list[int] = []
+
+    def begin(self) -> None:
+        """Remember the present state. Residuals are not copied."""
+        self._made = [_num_steps(replica) for replica in self._replicas]
+        for replica in self._replicas:
+            if replica.state.compression is not None:
+                replica.state.compression.keep()
+
+    def end(self) -> None:
+        """Restore the state, unless the optimizers of the module have stepped."""
+        for replica, made in zip(self._replicas, self._made, strict=True):
+            if replica.state.compression is not None and _num_steps(replica) == made:
+                replica.state.compression.undo()
+
+
+def _num_steps(replica: Replica) -> int:
+    return sum(attached.num_steps for attached in replica.gradients.riders.settings.optimizers)
 
 
 def _restorer_of_buffers(

@@ -3,8 +3,9 @@
 Imports: errors, words, checks, records, contract, user_code, _torch, transport, optimizers, tensors, equality,
 compression.
 
-base.py              Strategy: an immutable description with pure methods; messages, actions and their effects
+base.py              Strategy: an immutable description with pure methods; messages and actions
 diloco.py            DiLoCo, and the division of parameters into fragments
+effects.py           the effects of actions: what they send, and what they make equal
 gossip.py            Gossip, and the topologies, which determine the ranks to which a rank sends
 local_sgd.py         LocalSGD
 local_steps.py       the warm-up of LocalSGD and DiLoCo, and their groups that average gradients in every step

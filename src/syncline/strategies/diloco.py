@@ -263,6 +263,9 @@ class DiLoCo(LocalSteps[_State]):
             actions += [SendOuter(fragment), ReceiveOuter(fragment, 0.0)]
         return state._replace(under_way=(), equal_at=progress.step), tuple(actions)
 
+    def at_change(self, state: _State, progress: Progress, spec: Spec) -> Decision[_State]:
+        return super().at_change(state._replace(under_way=()), progress, spec)
+
     def rules(self, spec: Spec) -> Rules:
         often = every_words(self.every)
         buffers_when = f"{self._during_warmup}{often}, with the parameters"

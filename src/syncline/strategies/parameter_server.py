@@ -11,6 +11,7 @@ from syncline.contract import Rule, Rules
 from syncline.strategies.base import (
     Action,
     Adopt,
+    Average,
     AverageBuffers,
     Await,
     Close,
@@ -18,6 +19,7 @@ from syncline.strategies.base import (
     Mechanism,
     Message,
     Progress,
+    RestartOuter,
     ServerShard,
     Spec,
     Strategy,
@@ -102,6 +104,13 @@ class ParameterServer(Strategy[_State]):
     def at_sync(self, state: _State, progress: Progress) -> Decision[_State]:
         state, actions = self._advance(state, progress, (), staleness=0)
         return state, (AverageBuffers(), *actions)
+
+    def at_change(self, state: _State, progress: Progress, spec: Spec) -> Decision[_State]:
+        # Updates in flight are lost, and each rank's values contain its own updates. So their mean is what the servers
+        # would have sent.
+        now = (progress.step,) * spec.num_ranks
+        state = _State(spec.rank, clock=progress.step, num_updates=now, closed=now, until=0)
+        return state, (Average(), RestartOuter()) if spec.num_ranks > 1 else ()
 
     def _advance(
         self, state: _State, progress: Progress, inbox: Sequence[Message], *, staleness: int

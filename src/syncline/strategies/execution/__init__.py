@@ -7,6 +7,7 @@ kept.py        the interface of the data that actions need beside the module
 outer_step.py  the copies of the parameters and the outer optimizer of DiLoCo
 push_sum.py    the push-sum weight of gossip
 server.py      the shards of a parameter server
+standing.py    the syncs that stand when a rank is lost
 """
 
 from __future__ import annotations

@@ -21,16 +21,16 @@ from syncline.strategies.base import (
     Average,
     Await,
     Progress,
+    Push,
+    ReceiveOuter,
     ReduceGradients,
+    SendOuter,
     Spec,
     Strategy,
-    are_blocking,
-    descriptions,
-    make_equal,
-    sends,
-    synchronized_by,
 )
+from syncline.strategies.effects import are_blocking, descriptions, make_equal, sends, synchronized_by
 from syncline.strategies.execution.executor import Executor, Optimizers
+from syncline.strategies.execution.standing import Standing
 from syncline.transport.agreement import describe_tensors, exchange
 from syncline.transport.base import Transport
 from syncline.user_code import calling
@@ -91,6 +91,10 @@ class Rounds:
         self._when_equal = when_equal
         self._title = title
         self._spec = spec
+        self._sent_at: dict[int, int] = {}
+        """For each fragment, the step after which its outer gradient was last sent."""
+        self.standing = Standing(transport)
+        """The syncs that stand when a rank is lost."""
         lane = transport.lane(f"parameters of {title}")
         fault = None
         try:
@@ -104,14 +108,19 @@ class Rounds:
                 named,
                 lane,
                 self.optimizers,
+                self.standing,
                 equalize_buffers=equalize_buffers,
                 present_buffers=present_buffers,
             )
         except Exception as error:
             fault = error
+        self._connect(fault)
+
+    def _connect(self, fault: Exception | None) -> None:
+        """Compare the outer optimizers of the ranks, and exchange their push-sum weights. A collective call."""
         rows = exchange(
-            transport,
-            f"{title} by {type(strategy).__name__}",
+            self.transport,
+            f"{self._title} by {type(self.strategy).__name__}",
             [] if fault else self._executor.outer_settings,
             payload=_WEIGHT.pack(1.0 if fault else self._executor.weight),
             fault=fault,
@@ -141,6 +150,11 @@ class Rounds:
         actions = self.strategy.at_backward(self._plan, Progress(step=self.step))
         return any(isinstance(action, ReduceGradients) for action in actions)
 
+    @property
+    def is_synchronous(self) -> bool:
+        """Whether the next step is made with the mean gradients of all ranks, as in a warm-up."""
+        return ReduceGradients("all") in self.strategy.at_backward(self._plan, Progress(step=self.step))
+
     def watch(self, attached: AttachedOptimizer, replaced: Collection[AttachedOptimizer] = ()) -> None:
         """Count the steps of an attached optimizer from now on.
 
@@ -163,10 +177,8 @@ class Rounds:
         """
         if self._settled_at is not None:
             return
-        self._settled_at = (
-            self.step
-        )  # not in __init__: values may be loaded into the module after it was wrapped
         if not self._executor.kept.has_copies:
+            self._start()
             return
         digest = digest_of(fingerprints([parameter.detach() for parameter in self._executor.parameters]))
         title = f"before the first step of {self._title}"
@@ -180,7 +192,15 @@ class Rounds:
                 minority_ranks=(),
             )
         self.are_equal = True
-        self._executor.kept.start()
+        self._start()
+
+    def _start(self) -> None:
+        """Copy the parameters as the start, if no step was made so far."""
+        if (
+            self._settled_at is None
+        ):  # not in __init__: values may be loaded into the module after it was wrapped
+            self._settled_at = self.step
+            self._executor.kept.start()
 
     def restart(self) -> None:
         """Continue from the current parameters, after a call such as `sl.broadcast_` has made them equal."""
@@ -193,8 +213,11 @@ class Rounds:
         As soon as all attached optimizers have stepped, ask the strategy for actions, and carry them out.
         """
         self.are_equal = False
+        was_synchronous = self.is_synchronous
         if not self.optimizers.add_step(attached):
             return
+        if was_synchronous or not self.strategy.needs_attach:
+            self.standing.contain(self.step)
         inbox = self._executor.kept.poll()
         plan, actions = self.strategy.at_step(self._plan, Progress(step=self.step), inbox)
         if are_blocking(actions):
@@ -268,7 +291,7 @@ class Rounds:
         done = list(actions)
         try:
             with profiled("round {}", type(self.strategy).__name__):
-                executor.run(actions)
+                self._run(actions)
                 while any(isinstance(action, Await) for action in actions):
                     plan, actions = self.strategy.at_step(
                         plan, Progress(step=self.step), executor.kept.wait()
@@ -279,6 +302,8 @@ class Rounds:
         finally:
             board.phase = former_phase
         self._plan = plan
+        if any(isinstance(action, Push) for action in done):
+            self.standing.contain(self.step)
         sent = self.transport.statistics() - before
         self.synced_at |= dict.fromkeys(synchronized_by(done, has_buffers=executor.has_buffers), self.step)
         if what := tuple(dict.fromkeys(descriptions(done, has_buffers=executor.has_buffers))):
@@ -294,6 +319,16 @@ class Rounds:
         if self.are_equal:
             self._when_equal(self.step)
 
+    def _run(self, actions: Sequence[Action]) -> None:
+        for action in actions:
+            if isinstance(action, SendOuter):
+                self._sent_at[action.fragment] = self.step
+            elif isinstance(action, ReceiveOuter):
+                self.standing.announce(self._sent_at.get(action.fragment, self.step))
+            elif isinstance(action, Average):
+                self.standing.announce(self.step)
+            self._executor.run([action])
+
     def _settings(self, actions: Sequence[Action]) -> list[str]:
         """Return the settings that must be equal on all ranks at a parameter sync, as one line of text each."""
         lines = [
@@ -305,6 +340,62 @@ class Rounds:
         if any(isinstance(action, Average) and action.optimizer_state for action in actions):
             lines += describe_tensors(self.optimizers.floating_state(), kind="state", layout=False)
         return lines
+
+    # ------------------------------------------------------------------ ranks are lost, or join
+
+    @property
+    def contained(self) -> int:
+        """The last step of the other ranks whose changes the parameters of this rank contain."""
+        return max(self.standing.contained, self._executor.kept.closed_up_to)
+
+    @property
+    def meets_at_syncs(self) -> bool:
+        """Whether all ranks meet only at syncs, which they confirm."""
+        return self.strategy.needs_attach and not self._executor.is_apart and not self.is_synchronous
+
+    def follow(self, transport: Transport, spec: Spec) -> None:
+        """Synchronize over another group from now on, and discard what is in flight. A collective call.
+
+        The ranks may be at different steps. `place`, `go_to` and `settle` bring them to one.
+        """
+        self.transport, self._spec = transport, spec
+        self.standing.follow(transport)
+        self._executor.follow(transport.lane(f"parameters of {self._title}"))
+        if (
+            self.step == 0
+        ):  # some ranks may have begun the first step, and all compare the parameters before it
+            self._settled_at = None
+        self._connect(None)
+
+    def place(self) -> dict[str, Any]:
+        """Return how far this rank is, for `go_to` on ranks that are behind."""
+        return {
+            "state": self._plan._asdict(),
+            "step": self.step,
+            "taken": self.optimizers.taken,
+            "has_started": self._settled_at is not None,
+            "num_written": self.standing.num_written,
+            "contained": self.contained,
+        }
+
+    def go_to(self, place: Mapping[str, Any]) -> None:
+        """Continue as far as another rank is, without its parameters. Nothing is sent."""
+        self.optimizers.continue_at(place["step"], place["taken"])
+        self.standing.continue_at(place["num_written"], place["contained"])
+        self._plan = self.strategy.state_from(place["state"], self._spec)
+        if place["has_started"]:
+            self._start()
+
+    def settle(self) -> None:
+        """Make the parameters equal on all ranks, which are at the same step now. A collective call."""
+        plan, actions = self.strategy.at_change(self._plan, Progress(step=self.step), self._spec)
+        if self._settled_at is None:
+            actions = ()  # no rank has made a step
+        self._carry_out(plan, actions)
+        self.standing.contain(self.step)
+        self._executor.kept.finish()
+        if self._settled_at is not None:
+            self._settled_at = self.step
 
     # ------------------------------------------------------------------ saving and loading
 

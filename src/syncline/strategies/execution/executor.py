@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 
+import torch
 from torch import Tensor
 
+from syncline._torch.tensors import foreach_copy_
 from syncline.optimizers.attached import AttachedOptimizer, settings_of
 from syncline.optimizers.contents import floating_state
 from syncline.strategies.base import (
@@ -22,7 +24,9 @@ from syncline.strategies.execution.kept import Kept
 from syncline.strategies.execution.outer_step import OuterLoop
 from syncline.strategies.execution.push_sum import PushSum
 from syncline.strategies.execution.server import ShardedServer
+from syncline.strategies.execution.standing import Standing
 from syncline.tensors.reduction import TensorReducer
+from syncline.tensors.targets import mark_written
 from syncline.transport.base import Transport
 
 
@@ -58,10 +62,20 @@ class Optimizers:
         self.num_steps += 1
         return True
 
-    def continue_at(self, step: int) -> None:
-        """Set the number of steps that every attached optimizer has taken, for example after a state was loaded."""
+    def continue_at(self, step: int, taken: Sequence[int] | None = None) -> None:
+        """Set the number of steps that every attached optimizer has taken, for example after a state was loaded.
+
+        Args:
+            step: the number of steps that all optimizers have taken.
+            taken: the number of steps of each optimizer, if some have taken one more.
+        """
         self.num_steps = step
-        self._taken = dict.fromkeys(self._taken, step)
+        self._taken = dict(zip(self._taken, taken or [step] * len(self._taken), strict=True))
+
+    @property
+    def taken(self) -> list[int]:
+        """The number of steps of each optimizer, in the order in which they were attached."""
+        return list(self._taken.values())
 
     def floating_state(self) -> list[tuple[str, Tensor]]:
         """Return the floating-point tensors of the optimizers' states, with names that are the same on all ranks."""
@@ -80,6 +94,7 @@ class Executor:
         named: the module's trained parameters with their names. The names are the same on all ranks.
         lane: the lane for the parameters and the tensors averaged with them. It carries no other data.
         optimizers: the attached optimizers. A strategy can also average their state.
+        standing: the confirmation of syncs.
         equalize_buffers: a function that makes the buffers equal on all ranks; a collective call.
         present_buffers: a function that returns the buffers that are synchronized.
 
@@ -94,6 +109,7 @@ class Executor:
         named: Sequence[tuple[str, Tensor]],
         lane: Transport,
         optimizers: Optimizers,
+        standing: Standing,
         *,
         equalize_buffers: Callable[[], object],
         present_buffers: Callable[[], list[Tensor]],
@@ -104,7 +120,10 @@ class Executor:
         self._optimizers = optimizers
         self._equalize_buffers = equalize_buffers
         self._present_buffers = present_buffers
-        self.kept = OuterLoop(named, mechanism, lane) if isinstance(mechanism, OuterCopies) else Kept()
+        self._standing = standing
+        self.kept = (
+            OuterLoop(named, mechanism, lane, standing) if isinstance(mechanism, OuterCopies) else Kept()
+        )
         """The data that the actions need beside the module. For gossip and parameter servers `connect` creates it."""
 
     @property
@@ -122,6 +141,19 @@ class Executor:
             self.kept = PushSum(weights, self._lane, self._mixed_tensors)
         elif isinstance(self._mechanism, ServerShard) and self._lane.size > 1:
             self.kept = ShardedServer(self.parameters, self._lane)
+
+    def follow(self, lane: Transport) -> None:
+        """Carry out actions over another lane from now on, and discard what is in flight. Call `connect` afterwards."""
+        self._lane = lane
+        if isinstance(self.kept, OuterLoop):
+            self.kept.follow(lane)
+        else:
+            self.kept = Kept()
+
+    @property
+    def is_apart(self) -> bool:
+        """Whether ranks send to single other ranks, so that they never meet all at once."""
+        return isinstance(self._mechanism, PushSumWeight | ServerShard)
 
     @property
     def lanes(self) -> list[Transport]:
@@ -164,7 +196,18 @@ class Executor:
         tensors = list(self.parameters)
         if action.optimizer_state:
             tensors += [tensor for _, tensor in self._optimizers.floating_state()]
-        TensorReducer(tensors, self._lane, "mean", rounds_once=True).run()
+        if not self._standing.confirms:
+            TensorReducer(tensors, self._lane, "mean", rounds_once=True).run()
+            return
+        means = [tensor.detach().clone() for tensor in tensors]
+        TensorReducer(means, self._lane, "mean", rounds_once=True).run()
+
+        def write() -> None:
+            with torch.no_grad():
+                foreach_copy_([tensor.data for tensor in tensors], means)
+            mark_written(tensors)
+
+        self._standing.write(write)
 
     def _mixed_tensors(self) -> list[Tensor]:
         """Return the tensors that gossip mixes: the parameters, and the floating-point buffers."""

@@ -33,6 +33,11 @@ class Kept:
     """The lanes that this object has opened. They have to be closed together with the wrapper."""
 
     @property
+    def closed_up_to(self) -> int:
+        """The last step whose changes of all ranks were received by messages; 0 if there is no parameter server."""
+        return 0
+
+    @property
     def is_settled(self) -> bool:
         """Whether a state can be saved or loaded now, because no message is in flight."""
         return True

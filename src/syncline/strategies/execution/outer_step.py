@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from syncline.strategies.base import (
 )
 from syncline.strategies.execution.flat import FlatGroup, flat_groups
 from syncline.strategies.execution.kept import Kept
+from syncline.strategies.execution.standing import Standing
 from syncline.transport.base import Transport
 
 
@@ -30,6 +32,7 @@ class OuterLoop(Kept):
         named: the module's parameters with their names. The names are the same on all ranks.
         copies: the fragments, the function that makes the optimizer, and the compression of outer gradients.
         transport: the lane for the outer gradients. It carries no other data.
+        standing: the confirmation of outer steps.
 
     Raises:
         TypeError: `copies.outer` does not return an optimizer.
@@ -40,8 +43,13 @@ class OuterLoop(Kept):
     has_copies = True
 
     def __init__(
-        self, named: Sequence[tuple[str, Tensor]], copies: OuterCopies, transport: Transport
+        self,
+        named: Sequence[tuple[str, Tensor]],
+        copies: OuterCopies,
+        transport: Transport,
+        standing: Standing,
     ) -> None:
+        self._standing = standing
         self._local = dict(named)
         self._common = {name: _copy_of(parameter) for name, parameter in named}
         common = list(self._common.values())
@@ -74,16 +82,28 @@ class OuterLoop(Kept):
             case RestartOuter():
                 self.start()
             case SendOuter(fragment):
-                self._fragments[fragment].send()
+                self._fragments[fragment].send(keeps=self._standing.confirms)
             case AdvanceOuter(fragment):
                 self._fragments[fragment].advance()
             case ReceiveOuter(fragment, mixing):
                 self._fragments[fragment].receive_gradients()
-                self.optimizer.step()
-                self.optimizer.zero_grad(set_to_none=True)
-                self._fragments[fragment].write(mixing)
+                self._standing.write(partial(self._step, fragment, mixing))
             case _:
                 super().run(action)
+
+    def _step(self, fragment: int, mixing: float | None) -> None:
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        self._fragments[fragment].write(mixing)
+
+    def follow(self, transport: Transport) -> None:
+        """Average over the ranks of this lane from now on, and discard the averages in flight.
+
+        The copies, their optimizer and the residuals of this rank stay.
+        """
+        self.optimizer.zero_grad(set_to_none=True)
+        for fragment in self._fragments:
+            fragment.follow(transport)
 
     # ------------------------------------------------------------------ saving and loading
 
@@ -140,12 +160,10 @@ class _Fragment:
     ) -> None:
         self._local, self._common = local, common
         self._groups = flat_groups(common)
-        self._exchanges = [
-            MeanExchange(
-                copies.compression, group.shapes, dtype=group.dtype, device=group.device, transport=transport
-            )
-            for group in self._groups
-        ]
+        self._compression = copies.compression
+        self._exchanges = self._new_exchanges(transport)
+        self._is_open = False
+        """Whether the fragment's outer gradient was sent, and its outer step was not written yet."""
         self._arrived: list[Tensor] | None = None
         """The mean outer gradients, if `state_dict` waited for them before the outer step; otherwise None."""
         self._keeps_sent = copies.keeps_sent
@@ -157,14 +175,40 @@ class _Fragment:
         """Whether the fragment's outer gradient was sent, and its outer step has not been taken yet."""
         return self._arrived is not None or any(exchange.is_under_way for exchange in self._exchanges)
 
-    def send(self) -> None:
+    def _new_exchanges(self, transport: Transport) -> list[MeanExchange]:
+        return [
+            MeanExchange(
+                self._compression, group.shapes, dtype=group.dtype, device=group.device, transport=transport
+            )
+            for group in self._groups
+        ]
+
+    def follow(self, transport: Transport) -> None:
+        """Average over the ranks of this lane from now on. An average that was not written does not count."""
+        former, self._exchanges = self._exchanges, self._new_exchanges(transport)
+        for before, exchange in zip(former, self._exchanges, strict=True):
+            if self._is_open:
+                before.undo()
+            for index, memory in enumerate(before.memory()):
+                exchange.remember(index, memory)
+        self._arrived, self._sent, self._is_open = None, [], False
+
+    def send(self, *, keeps: bool) -> None:
+        """Start to average the outer gradient.
+
+        Args:
+            keeps: whether the average may be discarded, so that the present residuals are kept until its outer step.
+        """
         # The copy is first rounded as it was written into the parameters. Otherwise that rounding would count as a
         # move, and the outer step would undo it.
         moved = [
             common.detach().to(local.dtype).to(common.dtype) - local.detach().to(common.dtype)
             for common, local in zip(self._common, self._local, strict=True)
         ]
+        self._is_open = True
         for group, exchange in zip(self._groups, self._exchanges, strict=True):
+            if keeps:
+                exchange.keep()
             exchange.start(FlatGroup([moved[i] for i in group.indices], group.indices).read())
         self._sent = [local.detach().clone() for local in self._local] if self._keeps_sent else []
 
@@ -197,7 +241,7 @@ class _Fragment:
             else:
                 local.data.copy_(common.detach())
         torch.autograd.graph.increment_version(list(self._local))
-        self._sent = []
+        self._sent, self._is_open = [], False
 
     def state_dict(self) -> dict[str, Any]:
         if self._arrived is None and self.is_under_way:

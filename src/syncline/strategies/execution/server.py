@@ -11,7 +11,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from syncline.strategies.base import Action, Adopt, Close, Message, Update
+from syncline.strategies.base import Action, Adopt, Close, Message, RestartOuter, Update
 from syncline.strategies.execution.flat import flat_groups
 from syncline.strategies.execution.kept import Kept
 from syncline.transport.base import Transport
@@ -65,6 +65,10 @@ class ShardedServer(Kept):
         self.start()
 
     @property
+    def closed_up_to(self) -> int:
+        return min(self._closed)
+
+    @property
     def is_settled(self) -> bool:
         return not self._moves or max(self._moves) <= min(self._closed)
 
@@ -74,6 +78,8 @@ class ShardedServer(Kept):
 
     def run(self, action: Action) -> None:
         match action:
+            case RestartOuter():
+                self.start()
             case Update(clock):
                 self._send_update(clock)
             case Close(clock):

@@ -1,0 +1,248 @@
+"""One training state in `sl.steps`: which steps it has committed, and how its objects follow the ranks that are left.
+
+[Note: ranks at different steps]
+
+Under strategies that let replicas drift, ranks make steps without a collective. So they can stop at different steps
+when a rank is lost. They also count each sync that they have written (see `strategies/execution/standing.py`) as a
+commit. A rank with a smaller count keeps its own parameters, and goes to the place of a rank with the largest one. Then
+all of them sync, so that replicas are equal when training goes on. The rank that was lost takes no part in this sync.
+
+Samples count as used when an optimizer steps with them. If the body is run again after this, and no optimizer steps in
+the second run, the samples of the second run come again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from syncline.checkpoint.objects import is_wrapped, state_of
+from syncline.checkpoint.train_state import TrainState, load_all
+from syncline.compression.averager import with_own_residuals
+from syncline.data import DistributedSampler
+from syncline.ddp.wrapper import DistributedDataParallel
+from syncline.gradients.riders.newcomers import Newcomers
+from syncline.optimizers.attached import AttachedOptimizer
+from syncline.resilience.batches import Batches
+from syncline.resilience.handover import receive_state, send_state
+from syncline.resilience.membership import Membership
+from syncline.resilience.parts import go_to_place, rounds_in
+from syncline.resilience.samples import Samples
+from syncline.resilience.undo import Residuals, Undo
+from syncline.session.world import transport_of, world
+
+
+class Training:
+    """The objects of one training state while `sl.steps` runs.
+
+    Args:
+        state: the training state.
+        wrappers: its wrapped modules.
+        attached: its optimizers.
+        sampler: its sampler, if it has one.
+        batches: the batches of this rank.
+        has_state: whether this rank has the state of the first step. A process that joins has not.
+    """
+
+    def __init__(
+        self,
+        state: TrainState,
+        wrappers: Sequence[DistributedDataParallel],
+        attached: Sequence[AttachedOptimizer],
+        sampler: DistributedSampler | None,
+        batches: Batches,
+        *,
+        has_state: bool,
+    ) -> None:
+        self.state = state
+        self._wrappers = wrappers
+        self._attached = attached
+        self._batches = batches
+        self._has_state = has_state
+        self._undo = Undo(state.named)
+        self._residuals = Residuals(wrappers)
+        self._rounds = rounds_in(wrappers)
+        self._samples = Samples(sampler, self._rounds)
+        self._made = self._steps_now()
+        """The number of steps that each optimizer had made when the first attempt of this step began."""
+        self._num_made = 0
+        """The number of steps of all optimizers when the last attempt began."""
+
+    # ------------------------------------------------------------------ a step
+
+    def begin_attempt(self) -> None:
+        """Remember what the body finds."""
+        for newcomers in self._riders:
+            newcomers.are_waiting = False
+        self._undo.begin()
+        self._residuals.begin()
+        if not any(attached.num_made_before for attached in self._attached):
+            self._made = self._steps_now()
+        self._num_made = self._num_steps
+
+    def end_attempt(self, num_samples: int | None) -> None:
+        """Count the samples of an interrupted attempt, if an optimizer has stepped with them."""
+        self._residuals.end()
+        sampler = self._samples.sampler
+        if sampler is not None and num_samples and self._num_steps > self._num_made:
+            sampler.advance(num_samples)
+            self._samples.note()
+
+    def undo(self) -> None:
+        """Restore what an interrupted attempt has changed."""
+        self._undo.restore()
+
+    def commit(self, num_samples: int | None) -> None:
+        """Let the step stand."""
+        was_made_before = any(now > before for now, before in zip(self._steps_now(), self._made, strict=True))
+        if was_made_before and self._num_steps == self._num_made:
+            self._residuals.end()
+            if self._samples.sampler is None:
+                self.state.commit(num_samples)
+            else:
+                self.state.commit(0)
+                self._deal()
+        else:
+            self.state.commit(num_samples)
+            self._samples.note()
+        for attached in self._attached:
+            attached.num_made_before = 0
+
+    def end_step(self) -> None:
+        """Record that the last step stands on all ranks, before they stop without having begun the next one."""
+        self._made = self._steps_now()
+
+    def _steps_now(self) -> list[int]:
+        """Return the number of steps that each optimizer has made."""
+        return [attached.num_steps for attached in self._attached]
+
+    @property
+    def _num_steps(self) -> int:
+        return sum(self._steps_now())
+
+    @property
+    def num_commits(self) -> int:
+        """The number of commits of this rank; -1 if it has yet to load the state."""
+        num_syncs = sum(rounds.standing.num_written for rounds in self._rounds)
+        return self.state.step + self._num_steps + num_syncs if self._has_state else -1
+
+    # ------------------------------------------------------------------ processes that want to join
+
+    def look_for_newcomers(self, look: Callable[[], bool] | None) -> None:
+        """Let all ranks learn at the same time whether a process wants to join.
+
+        Args:
+            look: a function that looks. Only the result on rank 0 counts. None ends this.
+        """
+        for rounds in self._rounds:
+            rounds.standing.begin(look)
+
+        def look_in_backward() -> bool:
+            # A process is reported once in a while, so it must not be reported where it has no effect.
+            return look is not None and not self._meet_at_syncs and look()
+
+        for newcomers in self._riders:
+            newcomers.look = None if look is None else look_in_backward
+
+    @property
+    def ranks_meet(self) -> bool:
+        """Whether all ranks meet, at syncs or by their gradients, so that they can stop after the same step."""
+        drifting = [rounds for rounds in self._rounds if not rounds.is_synchronous]
+        return self._meet_at_syncs or len(drifting) < len(self._wrappers)
+
+    @property
+    def _meet_at_syncs(self) -> bool:
+        return any(rounds.meets_at_syncs for rounds in self._rounds)
+
+    def newcomers_wait(self) -> bool:
+        """Return whether rank 0 has reported a process that wants to join. All ranks have received the same."""
+        if self._meet_at_syncs:
+            return any(rounds.standing.someone_waits for rounds in self._rounds if rounds.meets_at_syncs)
+        return any(newcomers.are_waiting for newcomers in self._riders)
+
+    @property
+    def _riders(self) -> list[Newcomers]:
+        return [wrapper._replica.gradients.riders.newcomers for wrapper in self._wrappers]
+
+    # ------------------------------------------------------------------ a change of the ranks
+
+    def follow(self, membership: Membership) -> None:
+        """Let the objects of the training state follow a new membership. A collective call of its members."""
+        here = world()
+        transport = transport_of(None)
+        sources = [membership.members.index(name) for name in membership.sources]
+        behind = [rank for rank in range(here.size) if rank not in sources]
+        donors = sources if self._is_equal else sources[:1]
+        for rounds in self._rounds:
+            rounds.standing.conclude(is_written=here.rank in behind)
+        for wrapper in self._wrappers:
+            wrapper._replica.use_transport(transport)
+        is_new, loads = not self._has_state, False
+        if here.rank in donors:
+            send_state(self._sent(), transport, behind, donors)
+        elif here.rank in behind:
+            sent = receive_state(transport, donors)
+            loads = is_new or len(self._rounds) < len(self._wrappers) or self._is_synchronous
+            self._load(sent, values=loads)
+            self._has_state = True
+        for wrapper in self._wrappers:
+            wrapper._replica.gradients.count_from_step(self.state.step)
+        if self._rounds:
+            self._samples.meet(transport, is_new=is_new, has_loaded=loads)
+            for rounds in self._rounds:
+                rounds.settle()
+            self._deal(self._samples.place_after_meeting(transport))
+        else:
+            self._deal()
+        for attached, made in zip(self._attached, self._made, strict=True):
+            attached.num_made_before = attached.num_steps - made
+        transport.barrier().wait()
+
+    @property
+    def _is_equal(self) -> bool:
+        """Whether all ranks that are not behind have the same state, so that each can send a part of it."""
+        encodes = any(wrapper._replica.config.compression is not None for wrapper in self._wrappers)
+        return not self._rounds and not encodes  # ranks have their own residuals of a compression
+
+    @property
+    def _is_synchronous(self) -> bool:
+        return any(rounds.is_synchronous for rounds in self._rounds)
+
+    def _deal(self, place: dict[str, Any] | None = None) -> None:
+        """Deal the samples that are left to the present ranks; see `Batches.deal`."""
+        here = world()
+        self._batches.deal(here.size, here.rank, place)
+        self._samples.were_dealt()
+
+    def _sent(self) -> dict[str, Any]:
+        """Return the state that ranks receive that are behind."""
+        saved = {name: value for name, value in self.state.state_dict().items() if name != "rng"}
+        return {
+            "state": saved,
+            "num_steps": self._steps_now(),
+            "made": self._made,
+            "places": [rounds.place() for rounds in self._rounds],
+        }
+
+    def _load(self, sent: dict[str, Any], *, values: bool) -> None:
+        """Load the state of another rank.
+
+        Args:
+            sent: what `_sent` returned there.
+            values: whether to load the values of modules and optimizers, too.
+        """
+        saved = sent["state"]
+        if values:
+            for name, one in self.state.named.items():
+                if is_wrapped(saved[name]):
+                    own = state_of(one)["synchronization"] if self._has_state else {}
+                    beside = with_own_residuals(saved[name]["synchronization"], own)
+                    saved[name] = {**saved[name], "synchronization": beside}
+            load_all(self.state, saved, strict=True)
+        else:
+            go_to_place(self.state, saved)
+        for rounds, place in zip(self._rounds, sent["places"], strict=True):
+            rounds.go_to(place)
+        self._made = sent["made"]
+        for attached, number in zip(self._attached, sent["num_steps"], strict=True):
+            attached.num_steps = number
