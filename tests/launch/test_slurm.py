@@ -277,7 +277,9 @@ def test_a_rank_that_is_killed_on_one_node_joins_the_others_again(slurm: Slurm, 
     program = tmp_path / "train.py"
     program.write_text(LOST)
     variables = {"MASTER_ADDR": "127.0.0.1", "RANKS_PER_NODE": "2", "MASTER_PORT": str(free_ports(1)[0])}
-    job = slurm.submit("--nodes=2", "examples/slurm/resilient.sbatch", str(program), str(tmp_path), **variables)
+    job = slurm.submit(
+        "--nodes=2", "examples/slurm/resilient.sbatch", str(program), str(tmp_path), **variables
+    )
     for rank in range(4):
         slurm.wait_for(tmp_path / f"{rank} of 4", job)
     assert len({(tmp_path / f"{rank} of 4").read_text() for rank in range(4)}) == 1
