@@ -1,4 +1,4 @@
-"""Train with Ray Train on one or two workers, and continue on the remaining workers if a node is lost.
+"""Train with Ray Train on one or two workers, and continue on fewer or more workers if a node is lost or added.
 
 pip install "ray[train]"
 python examples/ray_train.py

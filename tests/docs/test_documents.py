@@ -137,6 +137,13 @@ def hidden_python(text: str) -> list[str]:
     return [block for language, block in found if language not in ("diff", "python") and is_python(block)]
 
 
+def test_scripts_in_documents_are_files_of_examples() -> None:
+    """These files have tests of their own."""
+    for path in DOCUMENTS:
+        for code in re.findall(r"^ *```(?:bash|sh|yaml)\n(.*?)^ *```$", path.read_text(), re.M | re.S):
+            assert re.fullmatch(r'--8<-- "examples/[^"]+"\n', code), f"{path.name}: {code}"
+
+
 def test_no_python_is_hidden_in_blocks_of_text() -> None:
     assert [f"{path}: {block}" for path in DOCUMENTS for block in hidden_python(path.read_text())] == []
     output = "```python\nprint(f(1))\n```\n\n```\nf(1)\n```\n"

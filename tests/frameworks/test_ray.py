@@ -1,4 +1,4 @@
-"""Ray Train on a cluster of two nodes: a node is killed, and training continues on the workers that remain."""
+"""Ray Train on a cluster of two nodes: one is killed, or added, and training continues on fewer or more workers."""
 
 from __future__ import annotations
 
@@ -6,9 +6,13 @@ import json
 import os
 import sys
 import threading
+import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -35,11 +39,15 @@ HEAD = {
 
 
 class Watched(Dataset[Any]):
-    """A dataset that logs the reads of each worker, and that stops the worker of one node at its `last` read."""
+    """A dataset that logs the reads of each worker, and that stops workers at their `last` read.
 
-    def __init__(self, dataset: Dataset[Any], log: Path, node: str, last: int) -> None:
-        self.dataset, self.log, self.node, self.last = dataset, log, node, last
+    They are those of a group of `size` workers, on one node, or on all if `node` is None.
+    """
+
+    def __init__(self, dataset: Dataset[Any], log: Path, *, size: int, node: str | None, last: int) -> None:
+        self.dataset, self.log, self.size, self.node, self.last = dataset, log, size, node, last
         self.num_reads = 0
+        log.mkdir()
 
     def __len__(self) -> int:
         return len(self.dataset)  # type: ignore[arg-type]
@@ -50,9 +58,11 @@ class Watched(Dataset[Any]):
         with open(self.log / f"{context.get_world_size()}-{context.get_world_rank()}", "a") as file:
             file.write(json.dumps([node, index]) + "\n")
         self.num_reads += 1
-        if node == self.node and self.num_reads == self.last:
-            (self.log / "kill me").write_text("")  # a FIFO
-            threading.Event().wait()
+        is_meant = context.get_world_size() == self.size and self.node in (node, None)
+        if is_meant and self.num_reads == self.last:
+            (self.log / "stopped").touch()
+            threading.Event().wait(180)
+            raise TimeoutError("expected a change of the cluster, which ends this worker")
         return self.dataset[index]
 
 
@@ -62,6 +72,27 @@ def reads(log: Path, size: int) -> list[list[tuple[str, int]]]:
         [tuple(json.loads(line)) for line in (log / f"{size}-{rank}").read_text().splitlines()]
         for rank in range(size)
     ]
+
+
+def train_and_change(train: Callable[[], Any], log: Path, change: Callable[[], object]) -> Any:
+    """Train, and change the cluster when a worker has stopped. Return the result of the training."""
+    with ThreadPoolExecutor(1) as pool:  # a node ends with the thread that has added it
+        training = pool.submit(train)
+        while not (log / "stopped").exists() and not training.done():
+            time.sleep(0.02)
+        change()
+        return training.result()
+
+
+@pytest.fixture
+def ray_train(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """The example."""
+    monkeypatch.syspath_prepend(EXAMPLES)
+    import ray_train
+
+    for module in (ray_train, sys.modules[__name__]):  # workers cannot import them
+        ray.cloudpickle.register_pickle_by_value(module)
+    return ray_train
 
 
 @pytest.fixture
@@ -76,31 +107,19 @@ def cluster(tmp_path: Path) -> Iterator[Cluster]:
 
 
 def test_a_killed_node_is_survived(
-    cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    cluster: Cluster, ray_train: ModuleType, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.syspath_prepend(EXAMPLES)
-    import ray_train
-
     second = cluster.add_node(num_cpus=1, object_store_memory=STORE_BYTES)
     log = tmp_path / "log"
-    log.mkdir()
-    os.mkfifo(log / "kill me")
-
-    def kill() -> None:
-        (log / "kill me").read_text()
-        cluster.remove_node(second, allow_graceful=False)
-
-    killer = threading.Thread(target=kill, daemon=True)
-    killer.start()
-    for module in (ray_train, sys.modules[__name__]):  # workers cannot import them
-        ray.cloudpickle.register_pickle_by_value(module)
     # 3 workers use 48 samples a step, and an epoch is 20 steps. The node is lost in step 35, after the save of step 30.
     samples = ray_train.spirals()
-    dataset = Watched(samples, log, second.node_id, last=34 * 16 + 1)
-    result = ray_train.train(str(tmp_path), num_workers=(1, 3), dataset=dataset, epochs=3)
+    dataset = Watched(samples, log, size=3, node=second.node_id, last=34 * 16 + 1)
+    result = train_and_change(
+        lambda: ray_train.train(str(tmp_path), num_workers=(1, 3), dataset=dataset, epochs=3),
+        log,
+        lambda: cluster.remove_node(second, allow_graceful=False),
+    )
 
-    killer.join(0)
-    assert not killer.is_alive()
     before, after = reads(log, 3), reads(log, 2)
     assert len({node for worker in before for node, _ in worker}) == 2
     assert second.node_id not in {node for worker in after for node, _ in worker}
@@ -121,3 +140,34 @@ def test_a_killed_node_is_survived(
     shown = capfd.readouterr()
     assert "2 workers start at step 30" in shown.out
     assert "PeerLost" in shown.out + shown.err
+
+
+def test_a_node_that_is_added_is_used(
+    cluster: Cluster,
+    ray_train: ModuleType,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    every_second = partial(ray_train.ScalingConfig, elastic_resize_monitor_interval_s=1)  # not every minute
+    monkeypatch.setattr(ray_train, "ScalingConfig", every_second)
+    log = tmp_path / "log"
+    # 2 workers use 32 samples a step. They stop in step 15, after the save of step 10, with 672 samples left in the
+    # epoch: 14 steps of 3 workers.
+    samples = ray_train.spirals(992)
+    dataset = Watched(samples, log, size=2, node=None, last=14 * 16 + 1)
+    result = train_and_change(
+        lambda: ray_train.train(str(tmp_path), num_workers=(1, 3), dataset=dataset, epochs=1),
+        log,
+        lambda: cluster.add_node(num_cpus=1, object_store_memory=STORE_BYTES),
+    )
+
+    before, after = reads(log, 2), reads(log, 3)
+    assert len({node for worker in before for node, _ in worker}) == 1
+    assert len({node for worker in after for node, _ in worker}) == 2
+    used = [index for worker in before for _, index in worker[: 10 * 16]]
+    used += [index for worker in after for _, index in worker]
+    assert Counter(used) == Counter(range(len(samples)))
+    assert result.metrics["step"] == 20
+    assert result.metrics["workers"] == 3
+    assert "3 workers start at step 10" in capfd.readouterr().out
