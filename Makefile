@@ -23,7 +23,7 @@ FRAMEWORKS := .venv-frameworks
 FRAMEWORKS_STAMP := $(FRAMEWORKS)/.installed
 TEST_FRAMEWORKS ?= tests/frameworks
 
-.PHONY: help setup train test test-all test-gpu test-torch test-frameworks docs docs-serve wheels soak fuzz check \
+.PHONY: help setup train test test-all test-gpu test-torch test-frameworks docs docs-serve wheels soak failure-matrix fuzz check \
 	format bench clean
 
 help: ## list the targets
@@ -70,6 +70,9 @@ soak: $(STAMP) ## what is drawn by lot, for hours: kills, collectives, flipped b
 	done
 	folder=$$(mktemp -d) && $(BIN)/python tests/fault/flipped_bits.py $$folder 500 $(SEED) && rm -r $$folder
 	$(MAKE) fuzz
+
+failure-matrix: $(STAMP) ## provoke every failure, and write docs/reference/failure-matrix.md (half an hour)
+	$(BIN)/python tests/failure_rows.py
 
 fuzz: $(STAMP) ## run 20,000 drawn training programs under torch's class and ours
 	$(BIN)/python -m tests.fuzz --programs $(PROGRAMS) --seed $(SEED)

@@ -11,6 +11,7 @@ import hashlib
 import json
 import os
 import signal
+import time
 import warnings
 from collections.abc import Callable
 from contextlib import ExitStack, contextmanager
@@ -27,8 +28,8 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 import syncline as sl
+from failure_rows import record_in_steps
 from syncline import environment
-from syncline.checkpoint.store import SaveStore
 from syncline.launchers import Environment
 from syncline.resilience import group, handover, steps
 from syncline.session import begin_in_fork
@@ -40,7 +41,7 @@ STEPS = 8
 SAMPLES = 60
 BATCH = 2
 
-PLACES = ("forward", "first bucket", "last bucket", "optimizer", "after optimizer", "averaging")
+PLACES = ("forward", "first bucket", "last bucket", "verdict", "optimizer", "after optimizer", "averaging")
 """Where a rank can be lost in the body of a step, in order."""
 
 
@@ -160,7 +161,7 @@ class Moments:
                 self.happen(fault)
 
     def happen(self, fault: Fault) -> None:
-        self.note(fault=fault.kind, pid=os.getpid())
+        self.note(fault=fault.kind, pid=os.getpid(), generation=self.generation)
         if fault.kind == "kill":
             os.kill(os.getpid(), signal.SIGKILL)
         if fault.kind == "stop":
@@ -197,17 +198,17 @@ def one_rank(plan: Plan, folder: str) -> None:
 
 def train_or_leave(plan: Plan, first: int, folder: Path, file: TextIO) -> None:
     def note(**what: Any) -> None:
-        file.write(json.dumps(what) + "\n")
+        file.write(json.dumps({**what, "at": time.monotonic()}) + "\n")
         file.flush()
 
     moments = Moments([fault for fault in plan.faults if fault.rank == first], note)
-    sl.init(transport=plan.transport, timeout=plan.timeout_seconds)
+    sl.init(transport=plan.transport, timeout=30)
     try:
         train(plan, moments, note)
     except ZeroDivisionError:
         sl.shutdown()  # tells the others of the error, as the end of a program does
         return
-    except sl.PeerLost as error:
+    except (sl.PeerLost, sl.PeerFailed) as error:
         note(left=str(error))
     except SystemExit as error:
         note(stopped=error.code)
@@ -225,6 +226,7 @@ def wake_the_stopped(folder: Path) -> None:
 
 def train(plan: Plan, moments: Moments, note: Callable[..., None]) -> None:
     net = Net()
+    moments.at("construction")
     ddp = sl.DistributedDataParallel(net, bucket_cap_mb=1e-4)
     optimizer, scheduler = optimizer_of(net)
     sampler = sl.DistributedSampler(Samples(), seed=3)
@@ -245,8 +247,11 @@ def train(plan: Plan, moments: Moments, note: Callable[..., None]) -> None:
     if plan.slow is not None:
         clock = ddp._replica.gradients.reduction.clock
         clock.now, clock._counts = lambda: work.seconds, SimpleNamespace(waited_seconds=0.0)
+    replica = ddp._replica
+    for lane in (replica.transport, replica._gradient_lane, replica._buffer_lane):
+        lane.timeout_seconds = plan.timeout_seconds  # a busy machine takes longer to begin
     checkpointer = sl.Checkpointer(plan.saves, stop_signals=()) if plan.saves else None
-    with watched_places(moments, ddp), warnings.catch_warnings(record=True) as caught:
+    with watched_places(moments, ddp, checkpointer), warnings.catch_warnings(record=True) as caught:
         loop = sl.steps(
             state,
             STEPS,
@@ -291,7 +296,9 @@ def train(plan: Plan, moments: Moments, note: Callable[..., None]) -> None:
 
 
 @contextmanager
-def watched_places(moments: Moments, ddp: sl.DistributedDataParallel) -> Any:
+def watched_places(
+    moments: Moments, ddp: sl.DistributedDataParallel, checkpointer: sl.Checkpointer | None
+) -> Any:
     """Make faults possible while the ranks agree and connect, while a state is handed over, and at the end."""
 
     def before(place: str, what: Any) -> Any:
@@ -305,6 +312,8 @@ def watched_places(moments: Moments, ddp: sl.DistributedDataParallel) -> Any:
 
         return call
 
+    store = type(checkpointer._store) if checkpointer is not None else None
+    of_saves = zip(("write", "_write_files", "_commit"), WRITING, strict=True)
     with ExitStack() as patched:
         patched.enter_context(mock.patch("syncline.session.session._REGROUP_SECONDS", 1.0))
         for owner, name, place in (
@@ -312,12 +321,11 @@ def watched_places(moments: Moments, ddp: sl.DistributedDataParallel) -> Any:
             (group.Group, "wait_for_all", "the end"),
             (group.Group, "connect", "meeting"),
             (group, "regroup", "connecting"),
-            (SaveStore, "write", "saving"),
-            (SaveStore, "_write_files", "writing"),
-            (SaveStore, "_commit", "committing"),
             (steps, "send_state", "handing over"),
             (handover, "decode", "loading"),
             (type(ddp._replica), "use_transport", "opening lanes"),
+            (type(ddp._replica.gradients.riders), "receive", "verdict"),
+            *((store, name, place) for name, place in of_saves if store is not None),
         ):
             patched.enter_context(mock.patch.object(owner, name, before(place, getattr(owner, name))))
         yield
@@ -346,10 +354,33 @@ def run(plan: Plan, folder: str, pool: RankPool) -> list[list[dict[str, Any]]]:
         if one.kind not in ("passed", "killed")
     ]
     assert not bad, "\n".join([str(plan), *bad])
-    return [
+    notes = [
         [json.loads(line) for line in Path(folder, str(rank)).read_text().splitlines()]
         for rank in range(plan.size)
     ]
+    for fault in plan.faults[-1:]:  # a time after the first of two would be that after both
+        record_in_steps(fault.place, fault.kind, plan.transport, seconds_after(fault, notes))
+    return notes
+
+
+def seconds_after(fault: Fault, notes: list[list[dict[str, Any]]]) -> float:
+    """Return the time from a fault until the slowest of the other ranks has made a step in a new group, or has ended.
+
+    A slow rank is not lost: then it is the time until the next step in the same group.
+    """
+    began = [line for line in notes[fault.rank] if line.get("fault") == fault.kind][-1]
+    seconds = []
+    for rank, lines in enumerate(notes):
+        if rank != fault.rank:
+            in_group = [
+                line["at"] - began["at"]
+                for line in lines
+                if "done" in line
+                or "left" in line
+                or ("stepped" in line and (fault.kind == "slow" or line["generation"] > began["generation"]))
+            ]
+            seconds += [one for one in in_group if one > 0][:1]
+    return max(seconds)
 
 
 def check(notes: list[list[dict[str, Any]]]) -> list[dict[str, Any]]:

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 import syncline as sl
+from failure_rows import record
 from forks import Forks
 from syncline.transport import run_ranks
 
@@ -47,8 +48,11 @@ def test_a_disk_that_is_full_keeps_what_it_has(small_disk: Path) -> None:
         checkpointer = sl.Checkpointer(small_disk, keep=5, group=t)
         assert checkpointer.save(state, 1) is not None
         assert checkpointer.save(state, 2, blocking=False).result() is not None
-        with pytest.warns(RuntimeWarning, match=r"step 3 could not be saved: .*No space left on device"):
+        with pytest.warns(
+            RuntimeWarning, match=r"step 3 could not be saved: .*No space left on device"
+        ) as warned:
             assert checkpointer.save(state, 3) is None
+        record("full disk", "", f"RuntimeWarning: {warned[0].message}")
         assert checkpointer.load(state) == 2
         assert sorted(path.name for path in small_disk.iterdir()) == [
             "save-000001-step-1",

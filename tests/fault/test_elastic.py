@@ -10,6 +10,7 @@ import pytest
 from elastic import PLACES, Fault, Plan, Slow
 
 import syncline as sl
+from failure_rows import record
 from syncline.testing import RankPool
 
 Notes = list[list[dict[str, Any]]]
@@ -74,8 +75,12 @@ def test_a_rank_whose_connection_fails_loads_what_it_has_missed(
 
 
 @both_transports
-def test_a_slow_rank_is_not_lost(transport: str, tmp_path: Path, rank_pool: RankPool) -> None:
-    fault = Fault(rank=1, step=4, place="forward", kind="slow")
+@pytest.mark.parametrize("rank", mostly_slow(0, 1, fast=(1,)))
+@pytest.mark.parametrize("place", mostly_slow(*PLACES, fast=("forward",)))
+def test_a_slow_rank_is_not_lost(
+    place: str, rank: int, transport: str, tmp_path: Path, rank_pool: RankPool
+) -> None:
+    fault = Fault(rank=rank, step=4, place=place, kind="slow")
     assert num_finished(tmp_path, rank_pool, 3, transport, fault, patience_seconds=0.1) == 3
 
 
@@ -118,11 +123,12 @@ def test_a_rank_that_is_lost_while_the_state_is_handed_over(
 
 @pytest.mark.slow
 @both_transports
-@pytest.mark.parametrize("rank", mostly_slow(0, 1, fast=(0,)))
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("place", PLACES)
 def test_a_stopped_rank_is_left_behind_and_may_not_come_back(
-    rank: int, transport: str, tmp_path: Path, rank_pool: RankPool
+    place: str, rank: int, transport: str, tmp_path: Path, rank_pool: RankPool
 ) -> None:
-    fault = Fault(rank=rank, step=4, place="forward", kind="stop")
+    fault = Fault(rank=rank, step=4, place=place, kind="stop")
     notes = run(tmp_path, rank_pool, 3, transport, fault, timeout_seconds=4.0, patience_seconds=0.5)
     assert len(elastic.check(notes)) == 2
     [left] = [line["left"] for lines in notes for line in lines if "left" in line]
@@ -189,6 +195,8 @@ def test_a_slow_rank_stays_if_it_must(
     assert [final["stragglers"] for final in finals] == [[[1, "forward", 6]]] * 2
     warned = [[text for text in final["warned"] if "rank 1 is slow" in text] for final in finals]
     assert [len(texts) for texts in warned] == [num_warnings, 0]
+    for text in warned[0]:
+        record("slow", transport, f"RuntimeWarning: {text}")
 
 
 @pytest.mark.slow
@@ -268,3 +276,16 @@ def test_a_group_that_became_smaller_stops_together(
     assert last[0] == last[2]
     assert last[0] == 6, "asked before step 6, whose gradients carry the request"
     assert [save.name for save in (tmp_path / "saves").iterdir()] == [f"save-000001-step-{last[0]}"]
+
+
+@pytest.mark.slow
+@both_transports
+@pytest.mark.parametrize("kind", ["kill", "exception"])
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_that_is_lost_before_the_loop_ends_the_others_by_name(
+    rank: int, kind: str, transport: str, tmp_path: Path, rank_pool: RankPool
+) -> None:
+    fault = Fault(rank=rank, step=0, place="construction", kind=kind, attempt=0)
+    notes = run(tmp_path, rank_pool, 3, transport, fault)
+    for one in {0, 1, 2} - {rank}:
+        assert f"rank {rank}" in notes[one][-1]["left"], notes

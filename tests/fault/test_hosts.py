@@ -345,6 +345,8 @@ def test_hosts_that_see_different_disks_are_refused_with_a_way_out(
 
 @pytest.mark.parametrize("victim", [0, 3])
 def test_a_killed_rank_is_an_error_on_both_hosts_within_seconds(start: Start, victim: int) -> None:
+    from failure_rows import record  # a program of a host runs this file, and does not find it
+
     job = start("until_it_fails", "aabb", TIMEOUT_SECONDS="60", VICTIM=str(victim))
     for rank, (code, out, err) in enumerate(job.outputs(90)):
         if rank == victim:
@@ -353,11 +355,14 @@ def test_a_killed_rank_is_an_error_on_both_hosts_within_seconds(start: Start, vi
         told = json.loads(out.removeprefix("ready\n"))
         assert (code, told["kind"]) == (0, "PeerLost"), (rank, told, err)
         assert told["seconds"] < 10
+        record("killed elsewhere", "", f"{told['kind']}: {told['text']}", told["seconds"])
         assert f"rank {victim}" in told["text"] or "connection to a peer is lost" in told["text"], told
 
 
 def test_a_cable_that_is_pulled_is_an_error_and_no_hang(hosts: TwoHosts) -> None:
     """Of programs that the hosts start, as benchmarks do."""
+    from failure_rows import record  # see above
+
     command = [sys.executable, __file__, "until_it_fails"]
     hosts.start(command, "aabb", {"TIMEOUT_SECONDS": str(SHORT_SECONDS)})
     hosts.wait_ready()
@@ -366,6 +371,7 @@ def test_a_cable_that_is_pulled_is_an_error_and_no_hang(hosts: TwoHosts) -> None
         told = json.loads(out)
         assert told["kind"] in ("CollectiveTimeout", "PeerLost"), (rank, told, err)
         assert told["seconds"] < SHORT_SECONDS + 10, (rank, told)
+        record("cable", "", f"{told['kind']}: {told['text']}", told["seconds"])
         assert code == 0, (rank, err)
 
 

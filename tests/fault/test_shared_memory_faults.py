@@ -25,6 +25,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import syncline as sl
+from failure_rows import record
 from syncline import PeerLost, SynclineError
 from syncline.session import transport_of
 from syncline.testing import RankPool
@@ -154,6 +155,11 @@ def test_nothing_is_left_of_a_rank_that_was_killed() -> None:
         assert time.monotonic() < deadline, "something holds on to the memory"
         gc.collect()
     assert address not in Path("/proc/net/unix").read_text()
+    record(
+        "left memory",
+        "shm",
+        "nothing: the memory has no name, and goes with the last process that has mapped it",
+    )
 
 
 def traces() -> set[str]:
@@ -278,6 +284,7 @@ def test_too_little_memory_to_meet_is_said_on_all_ranks(poor_rank_has_bytes: int
         memory.available_bytes = before
     assert "rank 0: " in str(caught.value)
     assert "MB of shared memory are needed, but only" in str(caught.value)
+    record("little memory", "shm", caught.value)
     assert_same_on_all_ranks(str(caught.value))
 
 

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from failure_rows import record
 from forks import Forks, Process
 from syncline import environment
 from syncline.tools.launch.guardian import Guardian
@@ -115,9 +116,11 @@ def test_workers_end_within_two_seconds_when_the_launcher_is_killed(
     forks: Forks, tmp_path: Path, options: tuple[str, ...]
 ) -> None:
     launcher, pids = started(forks, tmp_path, *options, "stubborn")
+    began = time.monotonic()
     os.kill(launcher.pid, signal.SIGKILL)
     launcher.wait()
     assert_gone(pids)
+    record("launcher", "", "all ranks end", time.monotonic() - began)
 
 
 # Starts programs in several ways, and prints what should go when the launcher is killed, and what should stay.

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from failure_rows import record
 from syncline import CollectiveTimeout, ContractMismatch, PeerLost, SynclineError
 from syncline.launchers import Environment
 from syncline.session import Presence, wait_for_all
@@ -83,6 +84,7 @@ def test_two_processes_that_are_the_same_rank_are_named() -> None:
     assert "two processes claim to be rank 0" in str(error)
     assert "pid 7" in str(error)
     assert "pid 8" in str(error)
+    record("same rank", "", error)
 
 
 def test_ranks_that_count_differently_are_told_who() -> None:
@@ -90,13 +92,15 @@ def test_ranks_that_count_differently_are_told_who() -> None:
     assert isinstance(errors[2], SynclineError)
     assert "2 on rank 1 (pid 101 on h)" in str(errors[2])
     assert "3 on rank 2 (pid 102 on h)" in str(errors[2])
+    record("world size", "", errors[2])
 
 
 def test_a_port_in_use_is_named() -> None:
     server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     env = Environment(launcher="environment", size=2, master_addr="127.0.0.1", master_port=server.port)
-    with pytest.raises(SynclineError, match=rf"127\.0\.0\.1:{server.port} .*the port is in use"):
+    with pytest.raises(SynclineError, match=rf"127\.0\.0\.1:{server.port} .*the port is in use") as caught:
         connect(env, 5.0)
+    record("port", "", caught.value)
 
 
 def test_a_process_that_was_at_another_store_meets_one_that_was_not() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import threading
 import warnings
 from collections.abc import Sequence
@@ -10,12 +11,14 @@ from typing import Any
 
 import pytest
 import torch
+from fake_devices import fake
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
 import syncline as sl
-from syncline.gradients.step_times import encoded
+from syncline.gradients.reduction import Reduction
+from syncline.gradients.step_times import Measured, encoded
 from syncline.gradients.stragglers import (
     MIN_LATE_SECONDS,
     StragglerRule,
@@ -250,3 +253,49 @@ def test_statistics_show_stragglers_and_subtract_those_of_before() -> None:
 def test_without_a_straggler_nothing_is_said() -> None:
     time = Time()
     assert all(run_ranks(3, lambda t: train(t, time, 120).statistics().stragglers == ()))
+
+
+@pytest.mark.parametrize("is_on_device", [False, True])
+def test_ranks_are_not_compared_by_their_processes_if_devices_work(is_on_device: bool) -> None:
+    """A process that waits for its device may wait for other ranks there, so its times do not say which is slow."""
+    tensor = torch.ones(1)
+    stragglers, _ = followed([step_of(0.1, 0.01)] * 9)
+    reduction: Any = SimpleNamespace(
+        clock=SimpleNamespace(end_step=lambda: Measured(0.1, 0.0, step_of(0.1, 0.01))),
+        parameters=[fake(tensor) if is_on_device else tensor],
+        stragglers=stragglers,
+        transport=SimpleNamespace(rank=1),
+    )
+    assert Reduction.end_step(reduction, 10) is not None
+    assert bool(stragglers.present) == (not is_on_device)
+
+
+# ---------------------------------------------------------------------- in sl.steps
+
+
+def state_of_one_rank() -> sl.TrainState:
+    ddp = sl.DistributedDataParallel(nn.Linear(2, 1))
+    return sl.TrainState(model=ddp, optimizer=torch.optim.SGD(ddp.parameters()))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        ({"on_straggler": "evcit"}, "one of 'warn', 'evict', got 'evcit': did you mean 'evict'?"),
+        ({"on_straggler": True}, "expected on_straggler to be one of 'warn', 'evict', got True"),
+        ({"straggler_factor": 1}, "straggler_factor to be a finite number above 1, got 1"),
+        ({"straggler_steps": 4}, "straggler_steps to be an integer of at least 5, got 4"),
+    ],
+)
+def test_wrong_arguments_of_the_loop_are_refused(arguments: dict[str, Any], text: str) -> None:
+    with pytest.raises((TypeError, ValueError), match=re.escape(text)):
+        sl.steps(state_of_one_rank(), 1, **arguments)
+
+
+def test_the_rule_of_a_loop_ends_with_it() -> None:
+    state = state_of_one_rank()
+    stragglers = state.named["model"]._replica.gradients.reduction.stragglers
+    for step in sl.steps(state, 1, on_straggler=None, straggler_factor=3, straggler_steps=7):
+        with step:
+            assert stragglers.rule == StragglerRule(factor=3, num_steps=7, warns=False)
+    assert stragglers.rule == StragglerRule()

@@ -86,7 +86,7 @@ class Step:
             self._loop.commit(self.num_samples)
             self.is_committed = True
             return False
-        if not is_loss(error):
+        if not self._loop.is_loss(error):
             return False
         assert isinstance(error, Exception)
         self._loop.end_attempt(self.num_samples)
@@ -253,6 +253,10 @@ class _Loop:
                 "syncline: step %d: %s; the ranks, now %d, %s (after %.0f ms)",
                 number, self._group.change, world().size, what, self._change_ms,
             )  # fmt: skip
+
+    def is_loss(self, error: BaseException) -> bool:
+        """Return whether the body is run again after this error."""
+        return self._group.is_loss(error)
 
     def begin_attempt(self) -> None:
         """Remember what the body finds."""
