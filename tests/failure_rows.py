@@ -217,7 +217,7 @@ def _shown(text: str) -> str:
     text = re.sub(r"/tmp/[^ ]*/(?=save-)", "", text)
     if len(text) > _MOST_COLUMNS:
         text = f"{text[:60]} ... {text[60 - _MOST_COLUMNS :]}"
-    text = text.replace("|", "/")
+    text = text.replace("|", "/").replace("`", "'")
     return f"`{text}`"
 
 

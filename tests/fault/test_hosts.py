@@ -346,6 +346,7 @@ def test_hosts_that_see_different_disks_are_refused_with_a_way_out(
 
 @pytest.mark.parametrize("victim", [0, 3])
 def test_a_killed_rank_is_an_error_on_both_hosts_within_seconds(start: Start, victim: int) -> None:
+
     job = start("until_it_fails", "aabb", TIMEOUT_SECONDS="60", VICTIM=str(victim))
     for rank, (code, out, err) in enumerate(job.outputs(90)):
         if rank == victim:
@@ -360,6 +361,7 @@ def test_a_killed_rank_is_an_error_on_both_hosts_within_seconds(start: Start, vi
 
 def test_a_cable_that_is_pulled_is_an_error_and_no_hang(hosts: TwoHosts) -> None:
     """Of programs that the hosts start, as benchmarks do."""
+
     command = [sys.executable, __file__, "until_it_fails"]
     hosts.start(command, "aabb", {"TIMEOUT_SECONDS": str(SHORT_SECONDS)})
     hosts.wait_ready()

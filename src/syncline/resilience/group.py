@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from syncline import environment
 from syncline._torch.process_groups import PrefixStore
-from syncline.errors import CollectiveTimeout, PeerFailed, PeerLost, SynclineError
+from syncline.errors import CollectiveTimeout, PeerFailed, PeerLost, SynclineError, UnevenInputs
 from syncline.liveness.failed_wait import is_of_backend
 from syncline.liveness.processes import RankProcess
 from syncline.liveness.store import SignedStore
@@ -39,6 +39,9 @@ _POLL_SECONDS = 0.001
 
 _JOIN_POLL_SECONDS = 0.01
 """How often a process that wants to join asks whether the others have taken it in. They may train for long."""
+
+_DISCONNECTING_SECONDS = 10.0
+"""How long a rank that has disconnected may take until it reports."""
 
 _NEWCOMER_SECONDS = 0.5
 """How often the members look whether a process wants to join."""
@@ -138,6 +141,25 @@ class Group:
             return False
         waiting = [name for name in register.newcomers() if name not in members]
         return bool(waiting) and not register.ended(waiting) >= set(waiting)
+
+    def is_loss(self, error: BaseException) -> bool:
+        """Return whether an error means that a rank takes no part any more, or that the others agree on who is left.
+
+        If the others have noticed a loss, they disconnect, and then report. To a rank that comes late, they seem to
+        have shut down normally. But a rank that has really left the loop makes no report.
+        """
+        register = self._register
+        if register is None or not isinstance(error, UnevenInputs):
+            return is_loss(error)
+        present = self._member.membership
+        deadline = time.monotonic() + _DISCONNECTING_SECONDS
+        while True:
+            observed = register.observe(present)
+            if observed.decided is not None or not observed.reports.keys().isdisjoint(present.members):
+                return True
+            if len(observed.ended) >= len(present.members) - 1 or time.monotonic() > deadline:
+                return False
+            time.sleep(_POLL_SECONDS)
 
     def agree(self, num_commits: int, loss: Exception | None) -> Membership:
         """Agree with the other processes on the next generation.

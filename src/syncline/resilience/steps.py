@@ -118,7 +118,7 @@ class Step:
             self._loop.training.commit(self.num_samples)
             self.is_committed = True
             return False
-        if not is_loss(error):
+        if not self._loop.is_loss(error):
             return False
         assert isinstance(error, Exception)
         self._loop.training.end_attempt(self.num_samples)
@@ -329,6 +329,10 @@ class _Loop:
                 "syncline: step %d: %s; the ranks, now %d, %s (after %.0f ms)",
                 number, self._group.change, world().size, what, self._change_ms,
             )  # fmt: skip
+
+    def is_loss(self, error: BaseException) -> bool:
+        """Return whether the body is run again after this error."""
+        return self._group.is_loss(error)
 
     def _connect_anew(self, loss: Exception | None) -> None:
         """Go on with the ranks that are left, and with those that join."""

@@ -1,0 +1,41 @@
+"""What a process concludes of an error, by what the others have written into the register."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+
+import syncline as sl
+from syncline.resilience import group
+from syncline.resilience.membership import Membership, Observation, Report
+
+PRESENT = Membership(0, ("a", "b", "c"), step=0, sources=("a", "b", "c"))
+NOTHING = Observation({})
+REPORTED = Observation({"b": Report("b", 3)}, ended=frozenset({"c"}))
+DECIDED = Observation({}, decided=Membership(1, ("a", "b"), step=3, sources=("b",)))
+
+
+@pytest.mark.parametrize(
+    ("observations", "is_loss"),
+    [
+        ([NOTHING, NOTHING, REPORTED], True),
+        ([NOTHING, DECIDED], True),
+        ([Observation({}, ended=frozenset({"c"})), REPORTED], True),
+        ([NOTHING, Observation({}, ended=frozenset({"b", "c"}))], False),
+        ([NOTHING] * 1000, False),
+    ],
+    ids=["reported", "decided", "one has ended", "all have left the loop", "nothing comes"],
+)
+def test_uneven_inputs_are_a_loss_if_the_others_agree_on_who_is_left(
+    observations: list[Observation], is_loss: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen = iter(observations)
+    one = group.Group.__new__(group.Group)
+    one._register = SimpleNamespace(observe=lambda present: next(seen))  # type: ignore[assignment]
+    one._member = SimpleNamespace(membership=PRESENT)  # type: ignore[assignment]
+    seconds = iter(range(1000))
+    monkeypatch.setattr(group, "time", SimpleNamespace(monotonic=lambda: next(seconds), sleep=lambda _: None))
+    assert one.is_loss(sl.UnevenInputs("rank 1 has shut down normally")) == is_loss
+    assert one.is_loss(sl.PeerLost("rank 1"))
+    assert not one.is_loss(ValueError())
