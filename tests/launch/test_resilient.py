@@ -45,15 +45,17 @@ if when == "after" and first == 1:
 
 
 JOINS = """
-import os, signal
+import hashlib, os, signal
 import torch
 import syncline as sl
 from syncline import environment
 
 joins = environment.joins_running_job()
 first = sl.init().rank
-ddp = sl.DistributedDataParallel(torch.nn.Linear(2, 1))
-optimizer = torch.optim.SGD(ddp.parameters(), lr=0.125, momentum=0.5)
+# More than one bucket, with caps that depend on the number of ranks.
+net = torch.nn.Sequential(torch.nn.Linear(2, 600), torch.nn.Linear(600, 600), torch.nn.Linear(600, 1))
+ddp = sl.DistributedDataParallel(net)
+optimizer = torch.optim.SGD(ddp.parameters(), lr=2**-30, momentum=0.5)
 state = sl.TrainState(model=ddp, optimizer=optimizer)
 sizes = []
 for step in sl.steps(state, until=1_000_000):
@@ -68,7 +70,7 @@ for step in sl.steps(state, until=1_000_000):
         begin = step.number
     if (joins or len(sizes) == 3) and step.number == begin + 3:
         break
-weights = [parameter.tolist() for parameter in ddp.parameters()]
+weights = hashlib.sha256(b"".join(one.detach().numpy().tobytes() for one in ddp.parameters())).hexdigest()
 print(f"{sl.world().rank} of {sl.world().size}, {joins=}, {sizes}, step {state.step}: {weights}")
 sl.shutdown()
 """

@@ -324,11 +324,11 @@ class Replica:
         """
         self.drift.divergence.refuse_inside("the change of the process group")
         self.transport = transport
-        spec = None
-        if self.drift.rounds is not None:
-            hosts = gather_hosts(transport)
-            spec = spec_of(self.selection, transport, hosts)
-            self._first_plan = first_plan(self.config, self._title, self.selection, transport, spec, hosts)
+        hosts = gather_hosts(transport)
+        if self.config.gradients.caps.is_default:  # a rank that has joined has caps for a group of one rank
+            self.config = self.config.with_gradients(caps=hosts.caps_for(self.selection, transport))
+        spec = spec_of(self.selection, transport, hosts)
+        self._first_plan = first_plan(self.config, self._title, self.selection, transport, spec, hosts)
         self.drift.follow(transport, spec)
         with self._lanes.replaced():
             self._gradient_lane, self._buffer_lane = self._open_lanes(self.selection)
