@@ -74,6 +74,7 @@ BY_ANNOTATION: dict[str, list[Any]] = {
     "ReplicaCheck": ["text", 3, True, sl.ReplicaCheck],
     "TrainState": ["text", 3, None, {}, nn.Linear(2, 2)],
     "Literal['max', 'min']": ["text", 3, True, None],
+    "Literal['warn', 'evict'] | None": ["text", 3, True],
     "Literal[8, 4, 2]": ["text", 3, True, None, NAN, 8.0],
     "tuple[Any, ...]": ["text", 3, [1]],
     "dist.ProcessGroup": GROUP,
