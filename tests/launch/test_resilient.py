@@ -117,7 +117,9 @@ import torch
 import syncline as sl
 
 sl.init(transport=sys.argv[1])
-ddp = sl.DistributedDataParallel(torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.BatchNorm1d(2)))
+strategy = sl.LocalSGD(3) if sys.argv[2] == "LocalSGD" else sl.EveryStep()
+net = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.BatchNorm1d(2))
+ddp = sl.DistributedDataParallel(net, strategy=strategy)
 optimizer = torch.optim.SGD(ddp.parameters(), lr=0.125)
 state = sl.TrainState(model=ddp, optimizer=optimizer)
 
@@ -269,12 +271,14 @@ def test_a_rank_that_is_started_again_joins_the_others(tmp_path: Path, forks: Fo
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["EveryStep", "LocalSGD"])
 @pytest.mark.parametrize("transport", ["shm", "c10d"])
 def test_changes_of_the_ranks_leave_no_threads_and_no_files_behind(
-    transport: str, tmp_path: Path, forks: Forks
+    transport: str, strategy: str, tmp_path: Path, forks: Forks
 ) -> None:
     (tmp_path / "program.py").write_text(LEAKS)
-    done = forks.launch(tmp_path, "--resilient", "-n", "2", "program.py", transport, warm_ranks=True).wait()
+    options = ("--resilient", "-n", "2", "program.py", transport, strategy)
+    done = forks.launch(tmp_path, *options, warm_ranks=True).wait()
     assert done.returncode == 0, done.stderr
     lines = [line.partition("files: ")[2] for line in done.stdout.splitlines() if "files: " in line]
     assert len(lines) == 2
