@@ -15,6 +15,8 @@ import contextlib
 import json
 import os
 import socket
+import time
+import uuid
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
@@ -23,8 +25,8 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
+from syncline import environment
 from syncline._torch.process_groups import PrefixStore, Store, TCPStore
-from syncline.environment import uses_libuv
 from syncline.errors import CollectiveTimeout, ContractMismatch, PeerLost, SynclineError
 from syncline.launchers import Environment
 from syncline.liveness.store import SignedStore, decode
@@ -36,6 +38,11 @@ TITLE = "sl.init"
 
 REMEDY = 'Pass the same arguments to sl.init on every rank. If only some ranks have a GPU, pass device="cpu" on all.'
 """The last line of an error about different arguments of `sl.init`: how to prevent the error."""
+
+_ROUND_SECONDS = 60.0
+"""How long a rank that was started again waits for rank 0, which was started again at the same time."""
+
+_POLL_SECONDS = 0.05
 
 _READ_SECONDS = 10.0
 """How long rank 0 keeps the store open after an error, in seconds, so that the other ranks can read the reason."""
@@ -92,15 +99,51 @@ class Stores:
 
         Without the prefix, `init` could read messages of an earlier `init`, or messages that are older than a restart.
         Inits at other places do not count, because the other ranks may not have been there.
+
+        Raises:
+            CollectiveTimeout: rank 0 did not arrive in time, or this rank could not connect to the store.
         """
         place = (env.master_addr, env.master_port, env.rank, env.size)
         if place not in self._by_place:
             self._by_place[place] = connect(env, timeout_seconds)
-        self.of_last_init = PrefixStore(
-            f"syncline/{env.generation}/{self._num_inits[place]}", self._by_place[place]
-        )
+        store = PrefixStore(f"syncline/{self._num_inits[place]}", self._by_place[place])
+        self.of_last_init = PrefixStore(_round(store, env, timeout_seconds), store)
         self._num_inits[place] += 1
         return self.of_last_init
+
+
+def _round(store: Store, env: Environment, timeout_seconds: float) -> str:
+    """Return the name of the present start of the ranks, which is the same on all ranks.
+
+    A store of the launcher outlives the ranks, and it holds messages of ranks that were started earlier. torchrun's
+    agents start the ranks again on all hosts, but they count the starts differently: an agent does not count those that
+    another one began. So rank 0 makes a new name. A rank that finds a name under which it has been there in an earlier
+    life waits for the next one.
+    """
+    if not env.launcher_has_store:
+        return str(env.generation)  # rank 0 opens a new store
+    store.set_timeout(timedelta(seconds=timeout_seconds))
+    messages, own = SignedStore(store), uuid.uuid4().hex
+    try:
+        if env.rank == 0 and not environment.joins_running_job():
+            messages.set("round", own)
+            return own
+        name = messages.get("round")
+        if not environment.joins_running_job():
+            deadline = time.monotonic() + min(timeout_seconds, _ROUND_SECONDS)
+            while (
+                messages.set_first(f"rank {env.rank} in {name}", own) != own and time.monotonic() < deadline
+            ):
+                time.sleep(_POLL_SECONDS)
+                name = messages.get("round")
+        return name
+    except dist.DistStoreError as error:
+        raise CollectiveTimeout(
+            f"rank {env.rank} waited {timeout_seconds:g} s in sl.init, but rank 0 of {env.size} did not call sl.init. "
+            "Check whether this rank failed before that call, and whether it can reach the store"
+        ) from error
+    except dist.DistNetworkError as error:
+        raise _store_lost(env.rank, env.size, error) from error
 
 
 def connect(env: Environment, timeout_seconds: float) -> Store:
@@ -115,7 +158,7 @@ def connect(env: Environment, timeout_seconds: float) -> Store:
     where = f"{env.master_addr}:{env.master_port} (MASTER_ADDR, MASTER_PORT)"
     is_master = env.rank == 0 and not env.launcher_has_store
     bound = None
-    if is_master and is_loopback(env.master_addr) and uses_libuv():
+    if is_master and is_loopback(env.master_addr) and environment.uses_libuv():
         with contextlib.suppress(OSError):  # TCPStore raises the error, or shares a store of this process
             bound = bound_socket(env.master_addr, env.master_port)
     try:
@@ -128,7 +171,7 @@ def connect(env: Environment, timeout_seconds: float) -> Store:
             wait_for_workers=False,  # `wait_for_all` waits, and its error names the missing ranks
             multi_tenant=True,
             master_listen_fd=None if bound is None else bound.detach(),
-            use_libuv=uses_libuv(),
+            use_libuv=environment.uses_libuv(),
         )
     except (dist.DistNetworkError, dist.DistStoreError) as error:
         if is_master and "address already in use" in str(error).lower():
@@ -176,11 +219,15 @@ def wait_for_all(store: Store, mine: Presence, timeout_seconds: float) -> list[P
     try:
         return _wait_for_all(store, mine, timeout_seconds)
     except dist.DistNetworkError as error:
-        raise PeerLost(
-            f"rank {mine.rank} of {mine.size} lost the connection to the store in sl.init, before all ranks had "
-            "arrived: the process that opened the store (rank 0, or the launcher) has ended. The last lines of its log "
-            f"name the cause. torch reported: {str(error).splitlines()[0]}"
-        ) from error
+        raise _store_lost(mine.rank, mine.size, error) from error
+
+
+def _store_lost(rank: int, size: int, error: Exception) -> PeerLost:
+    return PeerLost(
+        f"rank {rank} of {size} lost the connection to the store in sl.init, before all ranks had arrived: the process "
+        "that opened the store (rank 0, or the launcher) has ended. The last lines of its log name the cause. torch "
+        f"reported: {str(error).splitlines()[0]}"
+    )
 
 
 def _wait_for_all(store: Store, mine: Presence, timeout_seconds: float) -> list[Presence]:
