@@ -63,6 +63,8 @@ wheels: $(STAMP) ## build dist/: the sdist, wheels for Linux on x86-64 and aarch
 
 soak: $(STAMP) ## what is drawn by lot, for hours: kills, collectives, flipped bits, stops, programs
 	$(BIN)/python tests/fault/kills.py --kills 200 --seed $(SEED)
+	$(BIN)/python tests/fault/elastic_soak.py --kills 200 --seed $(SEED)
+	$(BIN)/python tests/fault/elastic_soak.py --seconds 600 --seed $(SEED)
 	$(BIN)/python tests/fault/soak.py --seconds 600 --seed $(SEED)
 	for strategy in every-step sharded local-sgd gossip; do \
 		folder=$$(mktemp -d) && $(BIN)/python tests/fault/asked_to_stop.py $$folder $$strategy 30 $(SEED) \
