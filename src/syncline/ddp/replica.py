@@ -157,6 +157,7 @@ class Replica:
                 self.gradients.layout.shards(),
                 self._open_lane("shards", of=self.module),  # because the shared memory outlives the wrapper
                 by_parameter=self.config.gradients.allow_unused,
+                former=self.sharding,
             )
         self._watch_gradients()
         rules = self._first_plan.rules
@@ -179,6 +180,9 @@ class Replica:
             ValueError: the module is sharded.
         """
         self.refuse_sharded(f"the bounds of the shards are fixed, so {UNCHANGED}")
+        self._replace_parts(chosen)
+
+    def _replace_parts(self, chosen: Selection | None = None) -> None:
         former, former_buffers = self.gradients, self.buffers
         self._hooks_finalizer.detach()
         self._wire(chosen or self._chosen_again(), former)
@@ -330,7 +334,7 @@ class Replica:
         The replicas of the ranks in the group must already be equal, or drift under the strategy.
 
         Raises:
-            ValueError: the module is sharded, or `sl.diverge` is active.
+            ValueError: `sl.diverge` is active.
         """
         self.drift.divergence.refuse_inside("the change of the process group")
         self.transport = transport
@@ -345,8 +349,11 @@ class Replica:
                 workers=strategy.workers(spec),
             )
         self.drift.follow(transport, spec)
+        if self.sharding is not None and transport.size == 1:
+            self.sharding.dissolve(transport)
+            self.sharding, self.config = None, self.config.with_gradients(sharded=False)
         self._gradient_lane, self._buffer_lane = self._open_lanes(self.selection)
-        self._wire_again()
+        self._replace_parts()
 
     @property
     def is_drifting(self) -> bool:

@@ -11,15 +11,21 @@ its *commits*: every step of an attached optimizer, and every end of a body. The
 A rank with a smaller count loads the state of a rank with the largest one. If the body is run again after an optimizer
 has stepped in it, this step is not made again. So a body with several optimizers can be interrupted between them.
 
+Samples count as used when an optimizer steps with them. If the body is run again after this, and no optimizer steps in
+the second run, the samples of the second run come again.
+
+[Note: shards]
+
+With `sharded=True`, all ranks confirm that they are about to step, and then each rank steps its shard. If a rank is
+lost after this, the step is made: a rank whose confirmation failed makes it when the ranks connect anew. Only the shard
+of the lost rank may not have made it.
+
 [Note: ranks at different steps]
 
 Under strategies that let replicas drift, ranks make steps without a collective. So they can stop at different steps
 when a rank is lost. They also count each sync that they have written (see `strategies/execution/standing.py`) as a
 commit. A rank with a smaller count keeps its own parameters, and goes to the place of a rank with the largest one. Then
 all of them sync, so that replicas are equal when training goes on. The rank that was lost takes no part in this sync.
-
-Samples count as used when an optimizer steps with them. If the body is run again after this, and no optimizer steps in
-the second run, the samples of the second run come again.
 """
 
 from __future__ import annotations
@@ -30,19 +36,27 @@ from collections.abc import Iterable, Iterator
 from types import TracebackType
 from typing import Any
 
-from syncline.checkpoint.objects import is_wrapped, state_of
-from syncline.checkpoint.train_state import TrainState, load_all
+from syncline.checkpoint.train_state import TrainState
 from syncline.checks import checked_count, checked_flag, checked_kind, checked_seconds
-from syncline.compression.averager import with_own_residuals
 from syncline.errors import PeerLost, SynclineError
 from syncline.resilience.batches import Batches
 from syncline.resilience.group import Group, is_loss
 from syncline.resilience.handover import receive_state, send_state
 from syncline.resilience.membership import Membership, Rules
-from syncline.resilience.parts import attached_in, go_to_place, rounds_in, sampler_in, wrappers_in
+from syncline.resilience.parts import (
+    attached_in,
+    conclude,
+    load_sent,
+    num_steps_of,
+    rounds_in,
+    sampler_in,
+    state_to_send,
+    wrappers_in,
+)
 from syncline.resilience.samples import Samples
 from syncline.resilience.undo import Residuals, Undo
 from syncline.session.world import transport_of, world
+from syncline.sharded.optimizer import Sharding
 
 _LOG = logging.getLogger("syncline")
 
@@ -139,7 +153,7 @@ def steps(
         The next step; again the same step, if it was interrupted.
 
     Raises:
-        TypeError, ValueError: an argument is invalid, or a module is sharded.
+        TypeError, ValueError: an argument is invalid.
         PeerLost: too few ranks are left, or the launcher has ended.
 
     Examples:
@@ -179,6 +193,8 @@ class _Loop:
         self._group = Group(rules)
         for rounds in self._rounds:
             rounds.standing.begin(self._group.someone_waits)
+        for sharding in self._shardings:
+            sharding.confirm()
         self._made: list[int] = []
         """The number of steps that each optimizer had made when the first attempt of this step began."""
         self._has_state = not self._group.joins
@@ -271,7 +287,7 @@ class _Loop:
 
     def _steps_now(self) -> list[int]:
         """Return the number of steps that each optimizer has made."""
-        return [attached.num_steps for attached in self._attached]
+        return [num_steps_of(attached) for attached in self._attached]
 
     @property
     def _num_steps(self) -> int:
@@ -280,7 +296,8 @@ class _Loop:
     @property
     def _num_commits(self) -> int:
         num_syncs = sum(rounds.standing.num_written for rounds in self._rounds)
-        return self.state.step + self._num_steps + num_syncs if self._has_state else -1
+        num_moves = sum(sharding.num_moves for sharding in self._shardings)
+        return self.state.step + self._num_steps + num_syncs + num_moves if self._has_state else -1
 
     # ------------------------------------------------------------------ a rank is lost, or joins
 
@@ -310,6 +327,10 @@ class _Loop:
         behind = [rank for rank in range(here.size) if rank not in sources]
         for rounds in self._rounds:
             rounds.standing.conclude(is_written=here.rank in behind)
+        for attached in self._attached:
+            conclude(attached, is_made=here.rank in behind)
+        if here.rank in behind:
+            self._settle_shards()
         for wrapper in self._wrappers:
             wrapper._replica.use_transport(transport)
         is_new, loads = not self._has_state, False
@@ -333,6 +354,16 @@ class _Loop:
         for attached, made in zip(self._attached, self._made, strict=True):
             attached.num_made_before = attached.num_steps - made
         transport.barrier().wait()
+        self._settle_shards()
+
+    @property
+    def _shardings(self) -> list[Sharding]:
+        found = [wrapper._replica.sharding for wrapper in self._wrappers]
+        return [sharding for sharding in found if sharding is not None]
+
+    def _settle_shards(self) -> None:
+        for sharding in self._shardings:
+            sharding.settle()
 
     @property
     def _is_synchronous(self) -> bool:
@@ -345,9 +376,8 @@ class _Loop:
         self.batches.begin_again()
 
     def _state(self) -> dict[str, Any]:
-        saved = {name: value for name, value in self.state.state_dict().items() if name != "rng"}
         return {
-            "state": saved,
+            "state": state_to_send(self.state),
             "num_steps": self._steps_now(),
             "made": self._made,
             "places": [rounds.place() for rounds in self._rounds],
@@ -360,16 +390,7 @@ class _Loop:
             sent: what `_state` returned there.
             values: whether to load the values of modules and optimizers, too.
         """
-        saved = sent["state"]
-        if values:
-            for name, one in self.state.named.items():
-                if is_wrapped(saved[name]):
-                    own = state_of(one)["synchronization"] if self._has_state else {}
-                    beside = with_own_residuals(saved[name]["synchronization"], own)
-                    saved[name] = {**saved[name], "synchronization": beside}
-            load_all(self.state, saved, strict=True)
-        else:
-            go_to_place(self.state, saved)
+        load_sent(self.state, sent["state"], values=values, own=self._has_state)
         for rounds, place in zip(self._rounds, sent["places"], strict=True):
             rounds.go_to(place)
         self._made = sent["made"]
