@@ -106,6 +106,7 @@ TRAININGS: dict[str, dict[str, Any]] = {
     "every step": {},
     "PowerSGD": {"compression": sl.compression.PowerSGD(1)},
     "4 bit": {"compression": sl.compression.Quantize(4)},
+    "sharded": {"sharded": True},
     "LocalSGD": {"strategy": sl.LocalSGD(3)},
     "DiLoCo": {"strategy": sl.DiLoCo(3)},
     "streaming": {"strategy": sl.DiLoCo(4, fragments=2, delay=1, compression=sl.compression.Quantize(4))},
@@ -183,6 +184,8 @@ class Moments:
     register: Any = None
     saved: int = 0
     """The step before which the save was begun that a thread writes now."""
+    begun_in: int = 0
+    """The generation in which the body has begun."""
 
     def at(self, place: str) -> None:
         for fault in list(self.faults):
@@ -290,7 +293,7 @@ def train(plan: Plan, moments: Moments, note: Callable[..., None]) -> None:
     optimizer.register_step_pre_hook(lambda *_: moments.at("optimizer"))
 
     def stepped(*_: Any) -> None:
-        note(stepped=moments.step, generation=moments.generation)
+        note(stepped=moments.step, generation=moments.begun_in)
         moments.at("after optimizer")
 
     optimizer.register_step_post_hook(stepped)
@@ -330,6 +333,7 @@ def train(plan: Plan, moments: Moments, note: Callable[..., None]) -> None:
                 elif checkpointer is not None and step.number % 2 == 0:
                     moments.at("before saving")
                     checkpointer.save(state, blocking=plan.is_blocking)
+                moments.begun_in = moments.generation
                 work.do("data")
                 optimizer.zero_grad()
                 if plan.keeps_global_batch:
@@ -352,10 +356,11 @@ def train(plan: Plan, moments: Moments, note: Callable[..., None]) -> None:
                     assert sl.mean(1.0) == 1.0
     if is_drifting(plan):
         ddp.sync_parameters_()
+    saved = optimizer.state_dict()["state"]
     note(
         done=state.step,
         weights=digest([p.detach() for p in net.parameters()]),
-        momentum=digest([optimizer.state[p]["momentum_buffer"] for p in net.parameters()]),
+        momentum=digest([saved[index]["momentum_buffer"] for index in sorted(saved)]),
         forwards=int(net.num_forwards),
         lr=scheduler.get_last_lr(),
         world=[sl.world().rank, sl.world().size],
@@ -384,11 +389,15 @@ def watched_places(moments: Moments, ddp: sl.DistributedDataParallel) -> Any:
             if place == "confirmed":
                 is_outer = isinstance(args[0]._prepared, partial)
                 moments.note(sync=args[0].num_written, generation=moments.generation, is_outer=is_outer)
-            return what(*args, **kwargs)
+            result = what(*args, **kwargs)
+            if place == "moving shards":
+                moments.note(lost=result, generation=moments.generation)
+            return result
 
         return call
 
     rounds = ddp._replica.drift.rounds
+    shards = pkgutil.resolve_name("syncline.sharded.attached:AttachedShards")
     standing = None if rounds is None else type(rounds.standing)
     syncs = (
         [] if standing is None else [(standing, "write", "sync"), (standing, "_write_prepared", "confirmed")]
@@ -411,6 +420,9 @@ def watched_places(moments: Moments, ddp: sl.DistributedDataParallel) -> Any:
             (type(ddp._replica), "use_transport", "opening lanes"),
             (type(ddp._replica.gradients.riders), "receive", "verdict"),
             *syncs,
+            (pkgutil.resolve_name("syncline.sharded.sharing:OneCopy"), "wait_to_read", "received"),
+            (shards, "follow", "moving shards"),
+            (shards, "dissolve", "moving shards"),
         ):
             patched.enter_context(mock.patch.object(owner, name, before(place, getattr(owner, name))))
         yield
@@ -470,22 +482,29 @@ def seconds_after(fault: Fault, notes: list[list[dict[str, Any]]]) -> float:
     return max(seconds)
 
 
-def check(notes: list[list[dict[str, Any]]], *, takes_mean: bool = False) -> list[dict[str, Any]]:
+def check(
+    notes: list[list[dict[str, Any]]], *, takes_mean: bool = False, may_miss: bool = False
+) -> list[dict[str, Any]]:
     """Check all invariants, and return the last note of each process that has finished.
 
     Args:
         notes: what each process has written down.
         takes_mean: whether the loss of a step is the mean over its samples, and not their sum.
+        may_miss: whether the shard of a lost rank may have missed its last step.
     """
     finals = check_ends(notes, STEPS, num_forwards=None if takes_mean else STEPS)
-    used = committed_samples(notes)
-    net, optimizer, scheduler = reference(used, STEPS, takes_mean=takes_mean)
-    momentum = digest([optimizer.state[p]["momentum_buffer"] for p in net.parameters()])
+    used, lost = committed_samples(notes), lost_before_step(notes)
+    net, momentum = reference(used, STEPS, lost, takes_mean=takes_mean)
     for final in finals:
         assert "syncline-pulse" not in final["threads"]  # which could abort the process at its end
-        assert final["weights"] == digest([p.detach() for p in net.parameters()])
-        assert final["momentum"] == momentum
-        assert final["lr"] == scheduler.get_last_lr()
+        assert final["momentum"] == digest(momentum)
+    if not may_miss:
+        assert finals[0]["weights"] == digest([p.detach() for p in net.parameters()])
+    else:  # each element of the lost shard has made the step or not
+        other, _ = reference(used, STEPS, lost, are_missed=True)
+        made, missed = (torch.cat([p.detach().flatten() for p in one.parameters()]) for one in (net, other))
+        end = torch.tensor(finals[0]["values"], dtype=torch.float64)
+        assert bool(((end == made) | (end == missed)).all())
     epoch: list[int] = []
     for number in sorted(used):
         assert len(set(epoch)) == len(epoch), epoch  # only the last step of an epoch is filled up
@@ -496,19 +515,48 @@ def check(notes: list[list[dict[str, Any]]], *, takes_mean: bool = False) -> lis
     return finals
 
 
+def lost_before_step(notes: list[list[dict[str, Any]]]) -> dict[int, list[str]]:
+    """Return the parameters whose momentum begins anew, by the first step that was made without the lost rank."""
+    generations = generations_of(notes)
+    found: dict[int, list[str]] = {}
+    for lines in notes:
+        for line in lines:
+            if line.get("lost"):
+                first = min((n for n, made in generations.items() if made >= line["generation"]), default=0)
+                found[first] = line["lost"]
+    return found
+
+
 def reference(
-    used: dict[int, list[int]], num_steps: int, *, takes_mean: bool = False
-) -> tuple[Net, torch.optim.Optimizer, Any]:
-    """Make the steps with these samples in one process."""
+    used: dict[int, list[int]],
+    num_steps: int,
+    lost: dict[int, list[str]],
+    *,
+    takes_mean: bool = False,
+    are_missed: bool = False,
+) -> tuple[Net, list[Tensor]]:
+    """Return the module and the momenta after these steps in one process.
+
+    Args:
+        used: the samples of each step.
+        num_steps: the number of steps.
+        lost: the parameters whose momentum begins anew, by step.
+        takes_mean: whether the loss of a step is the mean over its samples, and not their sum.
+        are_missed: whether the parameters in `lost` miss the step before.
+    """
     net = Net()
     optimizer, scheduler = optimizer_of(net)
     for number in range(1, num_steps + 1):
+        for name in lost.get(number, ()):
+            del optimizer.state[net.get_parameter(name)]
         optimizer.zero_grad()
         losses = net(torch.stack([sample(index) for index in used[number]]))
         (losses.mean() if takes_mean else losses.sum()).backward()
+        for name in lost.get(number + 1, ()) if are_missed else ():
+            net.get_parameter(name).grad = None
         optimizer.step()
         scheduler.step()
-    return net, optimizer, scheduler
+    return net, [optimizer.state[p]["momentum_buffer"] for p in net.parameters()]
 
 
 def check_last_save(plan: Plan, notes: list[list[dict[str, Any]]]) -> None:
@@ -522,7 +570,7 @@ def check_last_save(plan: Plan, notes: list[list[dict[str, Any]]]) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # about the number of ranks, and damaged saves
         assert sl.Checkpointer(plan.saves, read_only=True).load(state) == STEPS - 1
-    expected, _, _ = reference(committed_samples(notes), STEPS - 1)
+    expected, _ = reference(committed_samples(notes), STEPS - 1, {})
     assert digest([p.detach() for p in net.parameters()]) == digest(
         [p.detach() for p in expected.parameters()]
     )
@@ -550,6 +598,15 @@ def check_ends(
     return finals
 
 
+def generations_of(notes: list[list[dict[str, Any]]]) -> dict[int, int]:
+    """Return the generation in which each step was made."""
+    generations: dict[int, int] = {}
+    for line in (line for of_rank in notes for line in of_rank if "stepped" in line):
+        number = line["stepped"]
+        generations[number] = max(line["generation"], generations.get(number, 0))
+    return generations
+
+
 def committed_samples(notes: list[list[dict[str, Any]]]) -> dict[int, list[int]]:
     """Return the samples of each step, of all ranks that took part in the attempt that stands.
 
@@ -557,11 +614,6 @@ def committed_samples(notes: list[list[dict[str, Any]]]) -> dict[int, list[int]]
     of the others.
     """
     lines = [(rank, line) for rank, of_rank in enumerate(notes) for line in of_rank]
-    generations: dict[int, int] = {}
-    for _, line in lines:
-        if "stepped" in line:
-            number = line["stepped"]
-            generations[number] = max(line["generation"], generations.get(number, 0))
     return {
         number: [
             index
@@ -569,7 +621,7 @@ def committed_samples(notes: list[list[dict[str, Any]]]) -> dict[int, list[int]]
             if (line.get("step"), line.get("generation")) == (number, generation)
             for index in line["ids"]
         ]
-        for number, generation in generations.items()
+        for number, generation in generations_of(notes).items()
     }
 
 

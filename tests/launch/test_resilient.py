@@ -196,6 +196,7 @@ trainings = {
     "Gossip": {"strategy": sl.Gossip("ring")},
     "ParameterServer": {"strategy": sl.ParameterServer(1)},
     "PowerSGD": {"compression": sl.compression.PowerSGD(1)},
+    "sharded": {"sharded": True},
 }
 joins = environment.joins_running_job()
 first = sl.init().rank
@@ -206,8 +207,8 @@ net = torch.nn.Linear(4, 4).requires_grad_(True)
 ddp = sl.DistributedDataParallel(net, **trainings[sys.argv[1]])
 optimizer = torch.optim.SGD(ddp.parameters(), lr=0.125, momentum=0.5)
 state = sl.TrainState(model=ddp, optimizer=optimizer, sampler=sampler)
-until, full = 1_000_000, False
-for step in sl.steps(state, until=until, data=loader):
+full = False
+for step in sl.steps(state, until=2000 if "sharded" in sys.argv else 1_000_000, data=loader):
     with step:
         [x] = step.next_batch()
         optimizer.zero_grad()
@@ -220,7 +221,8 @@ for step in sl.steps(state, until=until, data=loader):
         ends = step.number % 8 == 0 and sl.all_reduce_(torch.tensor([int(full)])).item() == 3
     if step.is_committed and ends:
         break
-ddp.sync_parameters_()
+if "sharded" not in sys.argv:
+    ddp.sync_parameters_()
 weights = [parameter.tolist() for parameter in ddp.parameters()]
 print(f"{sl.world().rank} of {sl.world().size}, {joins=}, step {state.step}: {weights}")
 sl.shutdown()
@@ -343,3 +345,13 @@ def test_a_rank_joins_others_that_drift_or_compress(training: str, tmp_path: Pat
     starts = [f"{rank} of 3, joins={rank == 2}" for rank in range(3)]
     assert [line.partition(", step")[0] for line in lines] == starts
     assert len({line.partition(", step")[2] for line in lines}) == 1, lines
+
+
+@pytest.mark.slow
+def test_a_rank_cannot_join_shards_but_the_others_train_on(tmp_path: Path, forks: Forks) -> None:
+    (tmp_path / "program.py").write_text(JOINS_DRIFTING)
+    options = ("--resilient", "--max-restarts", "1", "-n", "3")
+    done = forks.launch(tmp_path, *options, "program.py", "sharded", warm_ranks=True).wait()
+    assert "with sharded=True, a process cannot join ranks that are training" in done.stderr
+    assert "of 2, joins=False, step 2000" in done.stdout
+    assert done.returncode == 0, done.stderr

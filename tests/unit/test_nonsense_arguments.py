@@ -395,6 +395,7 @@ NOT_FOR_USERS: dict[str, set[str]] = {
         "at_backward",
         "at_step",
         "at_sync",
+        "at_change",
         "rules",
         "mechanism",
         "workers",

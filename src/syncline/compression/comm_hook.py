@@ -124,16 +124,16 @@ class HookState:
             self._carry()
             self._transport = transport
 
-    def keep(self) -> None:
-        """Remember the present state for `undo`. Residuals are not copied."""
+    def _keep(self) -> None:
+        """Remember the present state for `_undo`. Residuals are not copied."""
         for known in self._buckets.values():
-            known.exchange.keep()
+            known.exchange._keep()
         self._kept_before = dict(self._buckets), dict(self._carried), dict(self._kept)
 
-    def undo(self) -> None:
-        """Restore the state that `keep` has remembered, because the gradients averaged since then do not count.
+    def _undo(self) -> None:
+        """Restore the state that `_keep` has remembered, because the gradients averaged since then do not count.
 
-        This drops averages in flight, too. Without a call of `keep`, nothing is done.
+        This drops averages in flight, too. Without a call of `_keep`, nothing is done.
         """
         if self._kept_before is None:
             return
@@ -141,7 +141,7 @@ class HookState:
         buckets, carried, kept = self._kept_before
         self._buckets, self._carried, self._kept = dict(buckets), dict(carried), dict(kept)
         for known in self._buckets.values():
-            known.exchange.undo()
+            known.exchange._undo()
 
     # ------------------------------------------------------------------ during backward
 

@@ -176,12 +176,12 @@ class MeanExchange:
 
     # ------------------------------------------------------------------ state
 
-    def keep(self) -> None:
-        """Remember the compression's present state for `undo`."""
+    def _keep(self) -> None:
+        """Remember the compression's present state for `_undo`."""
         self._averager.keep()
 
-    def undo(self) -> None:
-        """Drop the averaging in progress, and restore the state that `keep` has remembered."""
+    def _undo(self) -> None:
+        """Drop the averaging in progress, and restore the state that `_keep` has remembered."""
         self._phases, self._works, self._result = None, [], None
         self._averager.undo()
 

@@ -21,6 +21,12 @@ class Lanes:
         self._owner = weakref.ref(owner)
         self._close: list[weakref.finalize[Any, Any]] = []
 
+    def open(self, purpose: str, *, of: Transport) -> Transport:
+        """Open a lane of a transport for a purpose. A collective call."""
+        lane = of.lane(purpose)
+        self.keep([lane], of=of)
+        return lane
+
     def keep(self, lanes: Iterable[Transport], *, of: Transport) -> None:
         """Close these lanes together with the owner.
 

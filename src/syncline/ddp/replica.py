@@ -27,7 +27,6 @@ from syncline.ddp.wrapping import (
     describe_new_values,
     first_plan,
     gather_hosts,
-    spec_of,
     warn_if_wrapped_twice,
 )
 from syncline.errors import SynclineError
@@ -75,8 +74,7 @@ class Replica:
         self.was_changed = False
         """Whether the last forward with gradients enabled has detected that the module changed."""
         self.sharding: Sharding | None = None
-        spec = spec_of(chosen, transport, hosts)
-        self._first_plan = first_plan(config, self._title, chosen, transport, spec, hosts)
+        self._first_plan, spec = first_plan(config, self._title, chosen, transport, hosts)
         agree_on_module(self._first_plan, chosen, transport)
         check_one_copy(module, transport)
         if config.init_sync:
@@ -107,9 +105,7 @@ class Replica:
 
     def _open_lane(self, purpose: str, lanes: Lanes | None = None) -> Transport:
         """Open a lane for a purpose, and add it to `lanes`, or else to those of this replica."""
-        lane = self.transport.lane(f"{purpose} of {self._title}")
-        (lanes or self._lanes).keep([lane], of=self.transport)
-        return lane
+        return (lanes or self._lanes).open(f"{purpose} of {self._title}", of=self.transport)
 
     def _wire(self, chosen: Selection, former: GradientSync | None = None) -> None:
         """Build the parts that synchronize these tensors, and install their hooks.
@@ -143,10 +139,10 @@ class Replica:
                 self.module,
                 list(zip(self.gradients.names, self.gradients.parameters, strict=True)),
                 self.gradients.layout.shards(),
-                self._open_lane(
-                    "shards", Lanes(self.module)
-                ),  # because the shared memory outlives the wrapper
+                # The shared memory outlives the wrapper.
+                self._open_lane("shards", Lanes(self.module)),
                 by_parameter=self.config.gradients.allow_unused,
+                former=self.sharding,
             )
         self._watch_gradients()
         rules = self._first_plan.rules
@@ -169,6 +165,9 @@ class Replica:
             ValueError: the module is sharded.
         """
         self.refuse_sharded(f"the bounds of the shards are fixed, so {UNCHANGED}")
+        self._replace_parts(chosen)
+
+    def _replace_parts(self, chosen: Selection | None = None) -> None:
         former, former_buffers = self.gradients, self.buffers
         self._hooks_finalizer.detach()
         self._wire(chosen or self._chosen_again(), former)
@@ -320,19 +319,22 @@ class Replica:
         The replicas of the ranks in the group must already be equal, or drift under the strategy.
 
         Raises:
-            ValueError: the module is sharded, or `sl.diverge` is active.
+            ValueError: `sl.diverge` is active.
         """
         self.drift.divergence.refuse_inside("the change of the process group")
         self.transport = transport
         hosts = gather_hosts(transport)
-        if self.config.gradients.caps.is_default:  # a rank that has joined has caps for a group of one rank
+        # A rank that has joined has caps for a group of one rank. Shards keep their buckets.
+        if self.config.gradients.caps.is_default and self.sharding is None:
             self.config = self.config.with_gradients(caps=hosts.caps_for(self.selection, transport))
-        spec = spec_of(self.selection, transport, hosts)
-        self._first_plan = first_plan(self.config, self._title, self.selection, transport, spec, hosts)
+        self._first_plan, spec = first_plan(self.config, self._title, self.selection, transport, hosts)
         self.drift.follow(transport, spec)
+        if self.sharding is not None and transport.size == 1:
+            self.sharding.dissolve(transport)
+            self.sharding, self.config = None, self.config.with_gradients(sharded=False)
         with self._lanes.replaced():
             self._gradient_lane, self._buffer_lane = self._open_lanes(self.selection)
-            self._wire_again()
+            self._replace_parts()
 
     @property
     def is_drifting(self) -> bool:

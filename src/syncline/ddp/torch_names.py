@@ -279,6 +279,7 @@ class TorchNames:
             ValueError: the wrapper is inside of `sl.diverge`, is sharded, or has a strategy under which replicas drift.
         """
         self._replica.drift.refuse(UNCHANGED)
+        self._replica.refuse_sharded(f"the bounds of the shards are fixed, so {UNCHANGED}")
         self._replica.use_transport(transport_of(new_process_group))
 
     def _remove_autograd_hooks(self) -> None:

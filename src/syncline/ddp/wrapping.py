@@ -215,31 +215,26 @@ def refusals(transport: Transport) -> Iterator[None]:
         raise
 
 
-def spec_of(chosen: Selection, transport: Transport, hosts: Hosts) -> Spec:
-    """Return the facts on which a strategy depends: ranks, hosts and sizes of parameters."""
-    return Spec(
-        rank=transport.rank,
-        num_ranks=transport.size,
-        hosts=hosts.of_rank,
-        sizes_numel=tuple(parameter.numel() for _, parameter in chosen.reduced),
-    )
-
-
 def first_plan(
-    config: Config, title: str, chosen: Selection, transport: Transport, spec: Spec, hosts: Hosts
-) -> Plan:
-    """Return the plan of a module before users register hooks, optimizers and metrics.
+    config: Config, title: str, chosen: Selection, transport: Transport, hosts: Hosts
+) -> tuple[Plan, Spec]:
+    """Return the plan of a module before users register anything, and the facts on which its strategy depends.
 
     Args:
         config: the configuration of the wrapper.
         title: the name of the module's class.
         chosen: the tensors that are synchronized.
         transport: the transport between the ranks.
-        spec: the facts about ranks and parameters, for the strategy.
         hosts: the hosts on which the ranks run.
     """
     strategy = config.strategy
-    return Plan(
+    spec = Spec(
+        rank=transport.rank,
+        num_ranks=transport.size,
+        hosts=hosts.of_rank,
+        sizes_numel=tuple(parameter.numel() for _, parameter in chosen.reduced),
+    )
+    plan = Plan(
         config=config,
         module=title,
         transport=transport.name,
@@ -250,6 +245,7 @@ def first_plan(
         rules=strategy.rules(spec) if strategy.drifts else None,
         workers=strategy.workers(spec),
     )
+    return plan, spec
 
 
 def agree_on_module(

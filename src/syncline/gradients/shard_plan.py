@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 
 from syncline.gradients.bucket_plan import BucketPlan
 
@@ -128,6 +129,7 @@ def pieces_of(
     *,
     whole: bool = False,
     by_parameter: bool = False,
+    apart: Mapping[int, int] = MappingProxyType({}),
 ) -> list[Piece]:
     """Return the pieces that an optimizer steps on one rank, in the order of the buckets.
 
@@ -139,6 +141,8 @@ def pieces_of(
             belong to another optimizer, or to none.
         whole: whether each piece is a whole parameter.
         by_parameter: whether a piece contains elements of one parameter only.
+        apart: a map from the index of a parameter to a number. Parameters with different numbers are in different
+            pieces. A parameter without an entry has the number 0.
 
     Examples:
         >>> from syncline.gradients.bucket_plan import BucketCaps, ParameterSpec, plan_buckets
@@ -152,6 +156,7 @@ def pieces_of(
     has_own_piece = whole or by_parameter
     for plan, cuts in zip(plans, bounds, strict=True):
         previous: Piece | None = None
+        last = 0
         for position, first, stop in spans_in(plan, cuts[rank], cuts[rank + 1]):
             index, offset = plan.parameters[position], plan.offsets[position]
             if index not in group_of:
@@ -159,7 +164,12 @@ def pieces_of(
                 continue
             assert not whole or stop - first == plan.numels[position], f"parameter {index} was cut"
             start = offset + first
-            if previous is not None and not has_own_piece and previous.group == group_of[index]:
+            is_alike = previous is not None and (previous.group, last) == (
+                group_of[index],
+                apart.get(index, 0),
+            )
+            last = apart.get(index, 0)
+            if previous is not None and is_alike and not has_own_piece:
                 start = previous.start  # the piece grows
                 pieces.pop()
             previous = Piece(

@@ -5,7 +5,7 @@ the register in the launcher's store, and then connects them anew. The wrapped m
 follow. A rank that has missed a step, or joins, gets the state from the others.
 
 Imports: errors, words, checks, environment, records, _torch, liveness, transport, session, optimizers, tensors,
-gradients, data, compression, strategies, checkpoint, ddp.
+gradients, sharded, data, compression, strategies, checkpoint, ddp.
 
 batches.py     the batches of one rank, and how many samples they have
 group.py       the processes that train together, as one of them sees them

@@ -5,17 +5,30 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from syncline.checkpoint.objects import load_into
+from syncline.checkpoint.dataloaders import load_again
+from syncline.checkpoint.objects import (
+    is_wrapped,
+    load_into,
+    state_of,
+    types_in,
+    unwrapped,
+    without_synchronization,
+)
 from syncline.checkpoint.train_state import TrainState
 from syncline.checks import what_it_is
+from syncline.compression.averager import with_own_residuals
 from syncline.data import DistributedSampler
 from syncline.ddp.wrapper import DistributedDataParallel
 from syncline.optimizers.attached import AttachedOptimizer
 from syncline.optimizers.contents import parameters_of
-from syncline.session.world import transport_of
+from syncline.session.world import is_about_to_join, transport_of
+from syncline.sharded.attached import AttachedShards
+from syncline.sharded.part import has_sharded_state, sharded_state_of
+from syncline.sharded.sharing import one_copy_of
 from syncline.strategies.execution import Rounds
 
 
@@ -39,9 +52,11 @@ def wrappers_in(state: TrainState) -> list[DistributedDataParallel]:
         )
     for wrapper in found:
         replica = wrapper._replica
-        replica.refuse_sharded(
-            "sl.steps cannot restore the part of the optimizer's state that is lost with a rank"
-        )
+        if is_about_to_join() and one_copy_of(wrapper.module) is not None:
+            raise ValueError(
+                "with sharded=True, a process cannot join ranks that are training: it has no shards that it could take "
+                "over. The other ranks train on without it. Wrap the module without sharded=True"
+            )
         if replica.transport is not transport_of(None):
             raise ValueError(
                 "expected modules that are wrapped over the default group, got one over another group: sl.steps "
@@ -71,27 +86,111 @@ def refuse_drift(wrappers: Sequence[DistributedDataParallel]) -> None:
             )
 
 
-def go_to_place(state: TrainState, saved: Mapping[str, Any]) -> None:
-    """Let a training state continue as far as that of another rank, without the values of its modules and optimizers.
+def refuse_sharded_with_spares(wrappers: Sequence[DistributedDataParallel]) -> None:
+    """Raise an error if a module is sharded, because a spare rank would have no shards when it joins.
 
-    Learning rates, schedulers and other small objects are loaded. This rank's parameters, the state of its optimizers
-    and the position of its sampler stay.
+    Raises:
+        ValueError: a module is sharded.
+    """
+    for wrapper in wrappers:
+        wrapper._replica.refuse_sharded(
+            "max_ranks must be at least the number of ranks: a spare rank has no shards that it could take over"
+        )
+
+
+def state_to_send(state: TrainState) -> dict[str, Any]:
+    """Return the state of all objects, without the shards of sharded modules. Nothing is sent."""
+    found: dict[str, Any] = {"step": state.step}
+    for name, one in state.named.items():
+        if has_sharded_state(one):
+            found[name] = {"param_groups": [{**group, "params": []} for group in one.param_groups]}
+        else:
+            found[name] = state_of(one)
+            if isinstance(one, nn.Module):
+                module = without_synchronization(found[name])
+                for key in _shared_keys(one):
+                    del module[key]
+    return found
+
+
+def load_sent(state: TrainState, sent: Mapping[str, Any], *, values: bool, own: bool) -> None:
+    """Load the state of another rank.
 
     Args:
         state: the training state.
-        saved: the state of the other rank.
+        sent: the result of `state_to_send` on the other rank.
+        values: whether to load the values of modules and optimizers and the position of the sampler. Otherwise only
+            learning rates, schedulers and other small objects are loaded. Shards are never loaded.
+        own: whether the compressions of this rank have residuals, which they keep.
     """
+    types: dict[int, torch.dtype] = {}
     for name, one in state.named.items():
-        if isinstance(one, Optimizer):
-            for group, then in zip(one.param_groups, saved[name]["param_groups"], strict=True):
-                for key, value in then.items():
-                    if isinstance(group.get(key), Tensor):
-                        group[key].copy_(value)
-                    elif key not in ("params", "param_names"):
-                        group[key] = value
-        elif not isinstance(one, nn.Module | DistributedSampler):
-            load_into(one, saved[name], {})
-    state._resume_from_step(saved["step"])
+        if isinstance(one, Optimizer) and (has_sharded_state(one) or not values):
+            _set_settings(one, sent[name]["param_groups"])
+        elif isinstance(one, nn.Module):
+            if values:
+                types |= types_in(one, sent[name])
+                _load_module(one, sent[name], own=own)
+        elif values or not isinstance(one, DistributedSampler):
+            load_into(one, sent[name], types)
+            load_again(one, sent[name])
+    state._resume_from_step(sent["step"])
+
+
+def _load_module(module: nn.Module, sent: Any, *, own: bool) -> None:
+    inner, shared = unwrapped(module), _shared_keys(module)
+    if shared:
+        present = inner.state_dict()
+        with torch.no_grad():
+            for key, value in without_synchronization(sent).items():
+                if isinstance(value, Tensor):
+                    present[key].copy_(value)
+        return
+    if is_wrapped(sent):
+        mine = state_of(module)["synchronization"] if own else {}
+        sent = {**sent, "synchronization": with_own_residuals(sent["synchronization"], mine)}
+    load_into(module, sent, {})
+
+
+def _shared_keys(module: nn.Module) -> set[str]:
+    """Return the keys of the parameters that are in shards, in the state of a module without its wrapper."""
+    shards = {
+        id(parameter)
+        for part in module.modules()
+        if isinstance(part, DistributedDataParallel) and part._replica.sharding is not None
+        for parameter in part._replica.gradients.parameters
+    }
+    named = unwrapped(module).named_parameters(remove_duplicate=False)
+    return {name for name, parameter in named if id(parameter) in shards}
+
+
+def _set_settings(optimizer: Optimizer, groups: Sequence[Mapping[str, Any]]) -> None:
+    for group, then in zip(optimizer.param_groups, groups, strict=True):
+        for key, value in then.items():
+            if isinstance(group.get(key), Tensor):
+                group[key].copy_(value)
+            elif key not in ("params", "param_names"):
+                group[key] = value
+
+
+def conclude(attached: AttachedOptimizer, *, is_made: bool) -> None:
+    """Make the step of this rank's shards that was interrupted, or drop it.
+
+    Args:
+        attached: the optimizer.
+        is_made: whether another rank has made the step of its shards.
+    """
+    shards = sharded_state_of(attached.optimizer)
+    if isinstance(shards, AttachedShards):
+        shards.conclude(is_made=is_made)
+        attached.num_steps += shards.is_open
+        shards.close()
+
+
+def num_steps_of(attached: AttachedOptimizer) -> int:
+    """Return the number of steps of an optimizer, with a step that this rank has made of its shards."""
+    shards = sharded_state_of(attached.optimizer)
+    return attached.num_steps + (isinstance(shards, AttachedShards) and shards.is_open)
 
 
 def sampler_in(state: TrainState) -> DistributedSampler | None:

@@ -28,7 +28,13 @@ from syncline.records import StragglerRecord
 from syncline.resilience.batches import Batches
 from syncline.resilience.group import Group, is_loss
 from syncline.resilience.membership import Membership, Rules
-from syncline.resilience.parts import attached_in, refuse_drift, sampler_in, wrappers_in
+from syncline.resilience.parts import (
+    attached_in,
+    refuse_drift,
+    refuse_sharded_with_spares,
+    sampler_in,
+    wrappers_in,
+)
 from syncline.resilience.slow_ranks import SlowRanks
 from syncline.resilience.training import Training
 from syncline.session.world import world
@@ -180,8 +186,8 @@ def steps(
         The next step; again the same step, if it was interrupted.
 
     Raises:
-        TypeError, ValueError: an argument is invalid, a module is sharded, or `keep_global_batch` is True although
-            replicas drift under a strategy.
+        TypeError, ValueError: an argument is invalid. Or `keep_global_batch` is True, and replicas drift under a
+            strategy. Or ranks are spare, and a module is sharded.
         PeerLost: too few ranks are left, or the launcher has ended, or this rank was slow and was left behind.
         SystemExit: this process was spare, or has come to replace a lost one, and the others have ended without it.
 
@@ -230,6 +236,8 @@ class _Loop:
         if keeps_global_batch:
             refuse_drift(self.wrappers)
         self._until = until
+        if 0 < rules.max_ranks < world().size:
+            refuse_sharded_with_spares(self.wrappers)
         attached, sampler = attached_in(state, self.wrappers), sampler_in(state)
         self._group = Group(rules)
         self._num_places = self._group.first_size

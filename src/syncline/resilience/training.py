@@ -7,6 +7,12 @@ when a rank is lost. They also count each sync that they have written (see `stra
 commit. A rank with a smaller count keeps its own parameters, and goes to the place of a rank with the largest one. Then
 all of them sync, so that replicas are equal when training goes on. The rank that was lost takes no part in this sync.
 
+[Note: shards]
+
+With `sharded=True`, all ranks confirm that they are about to step, and then each rank steps its shard. If a rank is
+lost after this, the step is made: a rank whose confirmation failed makes it when the ranks connect anew. Only the shard
+of the lost rank may not have made it.
+
 Samples count as used when an optimizer steps with them. If the body is run again after this, and no optimizer steps in
 the second run, the samples of the second run come again.
 """
@@ -16,9 +22,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from syncline.checkpoint.objects import is_wrapped, state_of
-from syncline.checkpoint.train_state import TrainState, load_all
-from syncline.compression.averager import with_own_residuals
+from syncline.checkpoint.train_state import TrainState
 from syncline.data import DistributedSampler
 from syncline.ddp.wrapper import DistributedDataParallel
 from syncline.gradients.riders.newcomers import Newcomers
@@ -26,10 +30,11 @@ from syncline.optimizers.attached import AttachedOptimizer
 from syncline.resilience.batches import Batches
 from syncline.resilience.handover import receive_state, send_state
 from syncline.resilience.membership import Membership
-from syncline.resilience.parts import go_to_place, rounds_in
+from syncline.resilience.parts import conclude, load_sent, num_steps_of, rounds_in, state_to_send
 from syncline.resilience.samples import Samples
 from syncline.resilience.undo import Residuals, Undo
 from syncline.session.world import transport_of, world
+from syncline.sharded.optimizer import Sharding
 
 
 class Training:
@@ -63,6 +68,8 @@ class Training:
         self._residuals = Residuals(wrappers)
         self._rounds = rounds_in(wrappers)
         self._samples = Samples(sampler, self._rounds)
+        for sharding in self._shardings:
+            sharding.confirm()
         self._made = self._steps_now()
         """The number of steps that each optimizer had made when the first attempt of this step began."""
         self._num_made = 0
@@ -114,7 +121,7 @@ class Training:
 
     def _steps_now(self) -> list[int]:
         """Return the number of steps that each optimizer has made."""
-        return [attached.num_steps for attached in self._attached]
+        return [num_steps_of(attached) for attached in self._attached]
 
     @property
     def _num_steps(self) -> int:
@@ -124,7 +131,8 @@ class Training:
     def num_commits(self) -> int:
         """The number of commits of this rank; -1 if it has yet to load the state."""
         num_syncs = sum(rounds.standing.num_written for rounds in self._rounds)
-        return self.state.step + self._num_steps + num_syncs if self._has_state else -1
+        num_moves = sum(sharding.num_moves for sharding in self._shardings)
+        return self.state.step + self._num_steps + num_syncs + num_moves if self._has_state else -1
 
     # ------------------------------------------------------------------ processes that want to join
 
@@ -175,6 +183,10 @@ class Training:
         donors = sources if self._is_equal else sources[:1]
         for rounds in self._rounds:
             rounds.standing.conclude(is_written=here.rank in behind)
+        for attached in self._attached:
+            conclude(attached, is_made=here.rank in behind)
+        if here.rank in behind:
+            self._settle_shards()
         for wrapper in self._wrappers:
             wrapper._replica.use_transport(transport)
         is_new, loads = not self._has_state, False
@@ -197,6 +209,16 @@ class Training:
         for attached, made in zip(self._attached, self._made, strict=True):
             attached.num_made_before = attached.num_steps - made
         transport.barrier().wait()
+        self._settle_shards()
+
+    @property
+    def _shardings(self) -> list[Sharding]:
+        found = [wrapper._replica.sharding for wrapper in self._wrappers]
+        return [sharding for sharding in found if sharding is not None]
+
+    def _settle_shards(self) -> None:
+        for sharding in self._shardings:
+            sharding.settle()
 
     @property
     def _is_equal(self) -> bool:
@@ -216,9 +238,8 @@ class Training:
 
     def _sent(self) -> dict[str, Any]:
         """Return the state that ranks receive that are behind."""
-        saved = {name: value for name, value in self.state.state_dict().items() if name != "rng"}
         return {
-            "state": saved,
+            "state": state_to_send(self.state),
             "num_steps": self._steps_now(),
             "made": self._made,
             "places": [rounds.place() for rounds in self._rounds],
@@ -231,16 +252,7 @@ class Training:
             sent: what `_sent` returned there.
             values: whether to load the values of modules and optimizers, too.
         """
-        saved = sent["state"]
-        if values:
-            for name, one in self.state.named.items():
-                if is_wrapped(saved[name]):
-                    own = state_of(one)["synchronization"] if self._has_state else {}
-                    beside = with_own_residuals(saved[name]["synchronization"], own)
-                    saved[name] = {**saved[name], "synchronization": beside}
-            load_all(self.state, saved, strict=True)
-        else:
-            go_to_place(self.state, saved)
+        load_sent(self.state, sent["state"], values=values, own=self._has_state)
         for rounds, place in zip(self._rounds, sent["places"], strict=True):
             rounds.go_to(place)
         self._made = sent["made"]

@@ -74,13 +74,13 @@ class Residuals:
         self._made = [_num_steps(replica) for replica in self._replicas]
         for replica in self._replicas:
             if replica.state.compression is not None:
-                replica.state.compression.keep()
+                replica.state.compression._keep()
 
     def end(self) -> None:
         """Restore the state, unless the optimizers of the module have stepped."""
         for replica, made in zip(self._replicas, self._made, strict=True):
             if replica.state.compression is not None and _num_steps(replica) == made:
-                replica.state.compression.undo()
+                replica.state.compression._undo()
 
 
 def _num_steps(replica: Replica) -> int:

@@ -6,6 +6,7 @@ import copy
 import functools
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from itertools import pairwise
 from typing import Any, NoReturn
 
 import torch
@@ -13,13 +14,15 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from syncline._torch.optimizers import state_dict_post_hooks, state_dict_pre_hooks
+from syncline._torch.tensors import version_of
 from syncline.errors import SynclineError
-from syncline.gradients.shard import Shard
+from syncline.gradients.shard import BucketShard, Shard
 from syncline.gradients.shard_plan import Piece, pieces_of, spans_in
 from syncline.optimizers.attached import unbound, weakly_bound
 from syncline.optimizers.contents import keep_saved_types
 from syncline.sharded.part import ShardedState, attach_sharded_state, has_sharded_state, whole_of
 from syncline.sharded.state import ShardedModule, gather_state, shard_state, slice_state
+from syncline.transport.base import Transport
 
 _METHODS = ("step", "zero_grad", "add_param_group", "state_dict", "load_state_dict")
 """The names of the optimizer's methods that `AttachedShards` replaces."""
@@ -57,8 +60,16 @@ class AttachedShards(ShardedState):
         self._optimizer = weakref.ref(optimizer)
         self.whole = whole
         self.shards: list[Shard] = []
+        self._apart: dict[int, int] = {}
+        """A number for each parameter whose state began later than that of others, by the parameter's index."""
+        self.is_open = False
+        """Whether this rank has stepped its shards, but has not received the shards of all other ranks."""
+        self._go_back: Callable[[], object] | None = None
+        """A function that undoes `follow`; None after `settle`."""
+        self._prepared: Callable[[], Any] | None = None
+        """The step of this rank's shards, which all other ranks may be about to make."""
         self._module = module
-        self._find_together = find_together
+        self._find_together, self._around_step = find_together, around_step
         self.groups: list[list[Tensor]] = [list(group["params"]) for group in optimizer.param_groups]
         """The original parameters of each parameter group. The optimizer has shards in their place."""
         self._param_names = [group.pop("param_names", None) for group in optimizer.param_groups]
@@ -78,8 +89,11 @@ class AttachedShards(ShardedState):
             if not set(bucket_shard.plan.parameters).isdisjoint(self.group_of)
         ]
         """The `BucketShard`s of the buckets that contain parameters of this optimizer."""
-        self._native_load = unbound(optimizer, optimizer.load_state_dict)
-        self._put_methods(around_step)
+        self._native = {name: unbound(optimizer, getattr(optimizer, name)) for name in _METHODS}
+        """The optimizer's former methods, as functions of the optimizer."""
+        self.is_dissolved = False
+        """Whether the optimizer has whole parameters again, and its former methods."""
+        self._put_methods()
         attach_sharded_state(optimizer, self)
         states = {
             position: optimizer.state[parameter]
@@ -122,6 +136,7 @@ class AttachedShards(ShardedState):
             self.group_of,
             whole=self.whole,
             by_parameter=self._module.by_parameter,
+            apart=self._apart,
         )
         self.shards = [
             bucket_shards[piece.bucket].make_shard(piece, self._find_together)
@@ -156,9 +171,9 @@ class AttachedShards(ShardedState):
 
     # ------------------------------------------------------------------ the optimizer's methods
 
-    def _put_methods(self, around_step: Callable[[AttachedShards, Callable[[], Any]], Any]) -> None:
+    def _put_methods(self) -> None:
         optimizer: Any = self.optimizer
-        inner_step, inner_zero = unbound(optimizer, optimizer.step), unbound(optimizer, optimizer.zero_grad)
+        inner_step, inner_zero = self._native["step"], self._native["zero_grad"]
 
         @functools.wraps(inner_step)
         def step(self_: Optimizer, closure: Callable[[], float] | None = None, **kwargs: Any) -> Any:
@@ -168,7 +183,7 @@ class AttachedShards(ShardedState):
             ):  # the backwards of all ranks must have ended before any rank writes parameters
                 with torch.enable_grad():
                     loss = closure()
-            result = around_step(self, functools.partial(inner_step, self_, **kwargs))
+            result = self._around_step(self, functools.partial(inner_step, self_, **kwargs))
             return result if closure is None else loss
 
         @functools.wraps(inner_zero)
@@ -195,7 +210,18 @@ class AttachedShards(ShardedState):
         methods: list[Callable[..., Any]] = [step, zero_grad, add_param_group, state_dict, load_state_dict]
         for method in methods:
             method.__dict__.pop("__wrapped__", None)
-            setattr(optimizer, method.__name__, weakly_bound(optimizer, method))
+            setattr(optimizer, method.__name__, weakly_bound(optimizer, self._unless_dissolved(method)))
+
+    def _unless_dissolved(self, method: Callable[..., Any]) -> Callable[..., Any]:
+        """Return a method that calls `method`, or the optimizer's former method once this object is dissolved."""
+
+        @functools.wraps(method)
+        def chosen(self_: Optimizer, *args: Any, **kwargs: Any) -> Any:
+            found = self._native[method.__name__] if self.is_dissolved else method
+            return found(self_, *args, **kwargs)
+
+        chosen.__dict__.pop("__wrapped__", None)
+        return chosen
 
     def release(self, successor: str) -> None:
         """Detach from the optimizer. Its methods raise an error from now on.
@@ -219,6 +245,154 @@ class AttachedShards(ShardedState):
         for group, parameters in zip(optimizer.param_groups, self.groups, strict=True):
             group["params"] = parameters
         optimizer.state.clear()
+
+    # ------------------------------------------------------------------ a step, and ranks that are lost in it
+
+    def prepare(self, step: Callable[[], Any]) -> None:
+        """Announce the step of this rank's shards, before the ranks confirm that all of them are about to make it."""
+        self._prepared = step
+
+    def step(self) -> Any:
+        """Make the step that `prepare` has announced."""
+        assert self._prepared is not None
+        before = self._versions()
+        try:
+            result = self._prepared()
+        finally:
+            # A hook of the optimizer may have raised an error before the shards were written, or afterwards.
+            if self._versions() != before:
+                self._prepared, self.is_open = None, True
+        self._prepared, self.is_open = None, True
+        return result
+
+    def _versions(self) -> list[int]:
+        return [version_of(shard.parameter) for shard in self.shards]
+
+    def close(self) -> None:
+        """Record that this rank has received the shards of all other ranks."""
+        self.is_open = False
+
+    def conclude(self, *, is_made: bool) -> None:
+        """Make the step that was announced, or drop it.
+
+        Args:
+            is_made: whether another rank has made it.
+        """
+        if is_made and self._prepared is not None:
+            self.step()
+        self._prepared = None
+
+    def follow(
+        self,
+        module: ShardedModule,
+        owners: Sequence[int | None],
+        find_together: Callable[[Tensor], None],
+        around_step: Callable[[AttachedShards, Callable[[], Any]], Any],
+    ) -> list[str]:
+        """Move the state to new shards, over other ranks. A collective call.
+
+        Args:
+            module: the new shards. Their parameters and buckets are the same.
+            owners: for each position in the former team, a rank that has the former shard; None if it is lost.
+            find_together, around_step: see the constructor.
+
+        Returns:
+            The names of the parameters whose state begins anew, because a part of it is lost.
+        """
+        optimizer, former = self.optimizer, self._module
+        shards = [shard for shard in self.shards if shard.piece.start < shard.piece.stop]
+        states = [optimizer.state.get(shard.parameter, {}) for shard in shards]
+        self._go_back = functools.partial(
+            self._restore, dict(vars(self)), [group["params"] for group in optimizer.param_groups],
+            dict(optimizer.state),
+        )  # fmt: skip
+        optimizer.state.clear()
+        self.shards = []
+        self._module, self._find_together, self._around_step = module, find_together, around_step
+        self.bucket_shards = [module.bucket_shards[one.plan.index] for one in self.bucket_shards]
+        lost = self._lost(former.bucket_shards, owners)
+        self._apart = {
+            index: self._apart.get(index, 0)
+            if index not in lost
+            else 1 + max(self._apart.values(), default=0)
+            for index in self.group_of
+        }
+        self.cut()
+        for bucket_shard in self.bucket_shards:
+            at = bucket_shard.plan.index
+            here = [(one, state) for one, state in zip(shards, states, strict=True) if one.piece.bucket == at]
+            with (
+                torch.no_grad()
+            ):  # one bucket after the other, because all state may be too large for one rank
+                pieces, values = [one for one, _ in here], [state for _, state in here]
+                gathered = gather_state(pieces, values, [former.bucket_shards[at]], module.lane, owners)
+                kept = {index: state for index, state in gathered.items() if index not in lost}
+                for shard in self.shards:
+                    if shard.piece.bucket == at and (state := slice_state(shard, module, kept)):
+                        optimizer.state[shard.parameter] = state
+        return [module.names[index] for index in sorted(lost)]
+
+    def dissolve(self, lane: Transport, owners: Sequence[int | None]) -> list[str]:
+        """Give the optimizer whole parameters again, because this rank is the only one.
+
+        Args:
+            lane: the transport of this rank alone.
+            owners: see `follow`.
+
+        Returns:
+            The names of the parameters whose state begins anew, because a part of it is lost.
+        """
+        optimizer, module = self.optimizer, self._module
+        shards = [shard for shard in self.shards if shard.piece.start < shard.piece.stop]
+        states = [optimizer.state.get(shard.parameter, {}) for shard in shards]
+        lost = self._lost(module.bucket_shards, owners)
+        with torch.no_grad():
+            gathered = gather_state(shards, states, self.bucket_shards, lane, owners)
+        optimizer.state.clear()
+        flat = [parameter for group in self.groups for parameter in group]
+        for index, state in gathered.items():
+            if index not in lost and index in self._positions:
+                optimizer.state[flat[self._positions[index]]] = state
+        for position, state in self._idle_state.items():
+            optimizer.state[flat[position]] = state
+        for group, parameters, names in zip(
+            optimizer.param_groups, self.groups, self._param_names, strict=True
+        ):
+            group["params"] = parameters
+            if names is not None:
+                group["param_names"] = names
+        self.is_dissolved = True
+        attach_sharded_state(optimizer, None)
+        return [module.names[index] for index in sorted(lost)]
+
+    def _restore(
+        self, fields: dict[str, Any], parameters: Sequence[list[Tensor]], state: Mapping[Tensor, Any]
+    ) -> None:
+        vars(self).update(fields)
+        for group, before in zip(self.optimizer.param_groups, parameters, strict=True):
+            group["params"] = before
+        self.optimizer.state.clear()
+        self.optimizer.state.update(state)
+
+    def settle(self) -> None:
+        """Keep the new shards, because all ranks have them."""
+        self._go_back = None
+
+    def go_back(self) -> None:
+        """Return to the shards before the last call of `follow`, unless they were settled."""
+        if self._go_back is not None:
+            self._go_back()
+            self._go_back = None
+
+    def _lost(self, bucket_shards: Sequence[BucketShard], owners: Sequence[int | None]) -> set[int]:
+        """Return the indices of this optimizer's parameters of which a part has no owner."""
+        found = set()
+        for bucket_shard in bucket_shards:
+            for owner, (start, stop) in zip(owners, pairwise(bucket_shard.bounds), strict=True):
+                if owner is None:
+                    spans = spans_in(bucket_shard.plan, start, stop)
+                    found |= {bucket_shard.plan.parameters[position] for position, _, _ in spans}
+        return found & self.group_of.keys()
 
     def use_plain_gradients(self) -> None:
         """Set `.grad` of each shard to a plain tensor, for the optimizer's kernels. Without a gradient, set None."""
@@ -304,6 +478,7 @@ class AttachedShards(ShardedState):
         state_of = {
             index: state["state"].get(ids[position], {}) for index, position in self._positions.items()
         }
+        self._keep_apart(state_of)
         at = {id(shard.parameter): number for number, shard in enumerate(self.shards)}
         with torch.no_grad():
             sliced = self._sliced(state_of)
@@ -321,7 +496,7 @@ class AttachedShards(ShardedState):
             for position, its_id in enumerate(ids)
             if position not in trained and its_id in state["state"]
         }
-        self._native_load(self.optimizer, {"state": packed, "param_groups": groups})
+        self._native["load_state_dict"](self.optimizer, {"state": packed, "param_groups": groups})
         self._idle_state = idle_state
         for shard, entries in sliced:
             bucket_shard, piece = self._module.bucket_shards[shard.piece.bucket], shard.piece
@@ -329,6 +504,21 @@ class AttachedShards(ShardedState):
             if any(types.get(id(bucket_shard.members[at])) == bucket_shard.dtype for at, _, _ in spans):
                 with torch.no_grad():
                     keep_saved_types(self.optimizer.state[shard.parameter], entries)
+
+    def _keep_apart(self, state_of: Mapping[int, dict[str, Any]]) -> None:
+        """Cut the shards anew, if states with different step counts would be in one piece.
+
+        Such a state was saved after a rank was lost, with whom a part of the state was lost.
+        """
+        kinds = {
+            index: (*sorted(state), float(state.get("step", 0))) if state else ()
+            for index, state in state_of.items()
+        }
+        known = sorted(set(kinds.values()), key=str)
+        apart = {index: known.index(kind) for index, kind in kinds.items()}
+        if len(known) > 1 and apart != self._apart:
+            self._apart = apart
+            self.cut()
 
     def _sliced(self, state_of: Mapping[int, dict[str, Any]]) -> list[tuple[Shard, dict[str, Any]]]:
         """Return the shards that have state, each with its part of the state.

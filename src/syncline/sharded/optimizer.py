@@ -16,6 +16,8 @@ Other optimizers need whole parameters.
 from __future__ import annotations
 
 import functools
+import json
+import logging
 import zlib
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -29,8 +31,11 @@ from syncline.gradients.shard_plan import bounds_of
 from syncline.optimizers.attached import weakly
 from syncline.sharded.attached import AttachedShards
 from syncline.sharded.sharing import OneCopy, one_copy_of, remember_one_copy
-from syncline.sharded.state import ShardedModule
+from syncline.sharded.state import ShardedModule, spread
 from syncline.transport.base import Transport
+from syncline.words import format_count
+
+_LOG = logging.getLogger("syncline")
 
 _ELEMENTWISE = (
     optim.SGD,
@@ -92,6 +97,8 @@ class Sharding:
         bucket_shards: the `BucketShard` of each bucket.
         lane: the transport between the ranks. No other code uses it.
         by_parameter: whether each flat span ends where its parameter ends, so that it never covers two parameters.
+        former: the shards over another group of ranks, whose optimizers and values the new shards take over. Call
+            `settle` as soon as all ranks have taken them over.
     """
 
     def __init__(
@@ -102,8 +109,18 @@ class Sharding:
         lane: Transport,
         *,
         by_parameter: bool,
+        former: Sharding | None = None,
     ) -> None:
-        self.optimizers: list[AttachedShards] = []
+        former = self._former = None if former is None else former.settled()
+        """The shards to which this rank returns if another rank is lost before all have the new ones."""
+        self.num_moves: int = 0 if former is None else former.num_moves
+        """How often the shards have moved to other ranks."""
+        self.optimizers: list[AttachedShards] = [] if former is None else former.optimizers
+        self._whole = module
+        self.confirms: bool = former is not None and former.confirms
+        """Whether the ranks confirm that all of them are about to step, so that a step is never made by some only."""
+        self.num_received = 0
+        """The number of steps after which this rank has received the shards of all other ranks."""
         self._module = ShardedModule(
             names=[name for name, _ in named],
             index_of={id(parameter): index for index, (_, parameter) in enumerate(named)},
@@ -118,14 +135,15 @@ class Sharding:
         """Whether each rank has its own copy of some parameters."""
         self.num_copies = 0 if self._has_private else lane.size // self._team.size
         """The number of copies of the parameters, one per host. It is 0 if each rank has its own copy."""
+        owners = [] if former is None else former.owners_in(lane)
         for bucket_shard in bucket_shards:
             if self._team.position == 0 or not bucket_shard.is_common:
                 bucket_shard.take_values()
         lane.barrier().wait()  # the first rank of each team has written the values that the others read next
         for bucket_shard in bucket_shards:
             bucket_shard.adopt()
-        former = one_copy_of(module)
-        shared = [] if former is None else former.named
+        before = one_copy_of(module)
+        shared = [] if before is None else before.named
         rest = [(name, tensor) for name, tensor in shared if id(tensor) not in self._module.index_of]
 
         def check() -> None:
@@ -134,6 +152,86 @@ class Sharding:
 
         self.copy = OneCopy([*named, *rest], lane, num_copies=self.num_copies, check=check)
         remember_one_copy(module, self.copy)
+        if former is not None:
+            self._follow(owners)
+
+    def settle(self) -> None:
+        """Keep these shards, because all ranks have them."""
+        if self._former is not None:
+            self._former = None
+            self.num_moves += 1
+            for attached in self.optimizers:
+                attached.settle()
+
+    def settled(self) -> Sharding:
+        """Return these shards, or the former ones if not all ranks had these when a rank was lost."""
+        for attached in self.optimizers:
+            attached.go_back()
+        found = self if self._former is None else self._former.settled()
+        for bucket_shard in found._module.bucket_shards:
+            bucket_shard.adopt()
+        return found
+
+    def owners_in(self, lane: Transport) -> list[int | None]:
+        """Return for each shard a rank of another group that has it; None if it is lost. A collective call.
+
+        Afterwards all ranks of the group have the same parameters. The lost shards are those of a rank that has
+        received most: its elements have made the last step, or not.
+
+        Args:
+            lane: the transport between the ranks of the other group.
+        """
+        rows = [
+            json.loads(row)
+            for row in lane.all_gather_bytes(json.dumps([self._team.position, self.num_received]).encode())
+        ]
+        positions = [position for position, _ in rows]
+        owners = [
+            positions.index(position) if position in positions else None
+            for position in range(self._team.size)
+        ]
+        if self.num_copies != 1:
+            best = max(range(lane.size), key=lambda rank: (rows[rank][1], -rank))
+            members = [best if owner is None else owner for owner in owners]
+            for bucket_shard in self._module.bucket_shards:
+                spread(bucket_shard.values, bucket_shard.bounds, members, lane)
+        return owners
+
+    def _follow(self, owners: Sequence[int | None]) -> None:
+        """Move the state of the optimizers to the new shards. A collective call."""
+        whole = {index for attached in self.optimizers if attached.whole for index in attached.group_of}
+        plans = [one.plan for one in self._module.bucket_shards]
+        for bucket_shard, cuts in zip(
+            self._module.bucket_shards, bounds_of(plans, self._team.size, whole=whole), strict=True
+        ):
+            bucket_shard.set_bounds(cuts)
+        follows = (self._module, owners, weakly(self._find_together), self._around_step)
+        lost = [name for attached in self.optimizers for name in attached.follow(*follows)]
+        self._mark_stepped()
+        if self._module.lane.rank == 0:
+            _warn_of(lost)
+
+    def dissolve(self, transport: Transport) -> None:
+        """Give the optimizers whole parameters again, because this rank is the only one.
+
+        Args:
+            transport: the transport of this rank alone.
+        """
+        settled = self.settled()
+        owners = settled.owners_in(transport)
+        _warn_of([name for attached in settled.optimizers for name in attached.dissolve(transport, owners)])
+        remember_one_copy(self._whole, OneCopy(self.copy.named, transport, num_copies=1))
+
+    def _mark_stepped(self) -> None:
+        """Record in the stand-ins which parameters an attached optimizer steps."""
+        stepped = {index for one in self.optimizers for index in one.group_of}
+        for bucket_shard in self._module.bucket_shards:
+            for index, stand_in in zip(bucket_shard.plan.parameters, bucket_shard.stand_ins, strict=True):
+                stand_in.is_stepped = index in stepped
+
+    def confirm(self) -> None:
+        """Let the ranks confirm each step from now on, before any of them makes it."""
+        self.confirms = True
 
     def attach(
         self,
@@ -181,10 +279,7 @@ class Sharding:
             around_step=self._around_step,
         )
         self.optimizers = [*staying, attached]
-        stepped = {index for one in self.optimizers for index in one.group_of}
-        for bucket_shard in self._module.bucket_shards:
-            for index, stand_in in zip(bucket_shard.plan.parameters, bucket_shard.stand_ins, strict=True):
-                stand_in.is_stepped = index in stepped
+        self._mark_stepped()
         for bucket_shard in attached.bucket_shards:
             for shard in bucket_shard.shards:  # gradients that were reduced before count too
                 if bucket_shard.has_gradients and shard in attached.shards:
@@ -238,13 +333,18 @@ class Sharding:
     def _around_step(self, attached: AttachedShards, step: Callable[[], Any]) -> Any:
         board = self._module.lane.board
         board.phase = "optimizer.step(), before this rank writes its shard"
-        self.copy.wait_to_write()
         attached.use_plain_gradients()
-        result = step()
+        attached.prepare(step)
+        self.copy.wait_to_write()
+        if self.confirms and not self.copy.is_common:
+            self._module.lane.barrier().wait()
+        result = attached.step()
         board.phase = "optimizer.step(), after this rank has written its shard"
         if self._has_private:
             self._gather(attached)
         self.copy.wait_to_read(attached.members)
+        attached.close()
+        self.num_received += 1
         board.phase = "after step"
         return result
 
@@ -330,6 +430,14 @@ class Sharding:
             f"{attached.describe()}, parameters {zlib.crc32(repr(sorted(attached.group_of.items())).encode()):08x}"
             for attached in self.optimizers
         ]
+
+
+def _warn_of(lost: Sequence[str]) -> None:
+    if lost:
+        _LOG.warning(
+            "syncline: a part of the optimizer's state was lost with a rank, so it begins anew for %s: %s",
+            format_count(len(lost), "parameter"), ", ".join(lost),
+        )  # fmt: skip
 
 
 def _norm(gradient: Tensor, order: float) -> Tensor:

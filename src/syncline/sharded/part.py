@@ -113,8 +113,11 @@ class ShardedState(ABC):
         """
 
 
-def attach_sharded_state(optimizer: Optimizer, state: ShardedState) -> None:
-    """Record that `state` is the sharded state of `optimizer`, so that `sharded_state_of` finds it."""
+def attach_sharded_state(optimizer: Optimizer, state: ShardedState | None) -> None:
+    """Record that `state` is the sharded state of `optimizer`, so that `sharded_state_of` finds it.
+
+    With None, the optimizer has no sharded state any more.
+    """
     setattr(optimizer, _ATTRIBUTE, state)
 
 

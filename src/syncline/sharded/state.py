@@ -204,6 +204,7 @@ def gather_state(
     states: Sequence[ParameterState],
     bucket_shards: Sequence[BucketShard],
     lane: Transport,
+    owners: Sequence[int | None] = (),
 ) -> dict[int, ParameterState]:
     """Gather the state of all ranks' shards, and return it in torch's ordinary format, by parameter index.
 
@@ -214,6 +215,8 @@ def gather_state(
         states: the optimizer's state of each shard.
         bucket_shards: the `BucketShard` of each bucket that contains parameters of the optimizer.
         lane: the transport between the ranks.
+        owners: for each position in a team, a rank that has this shard; None if no rank has it. Give it if `lane` is
+            not the transport over which the parameters were sharded. Elements without an owner are zero.
     """
     mine = [_described(shard, state) for shard, state in zip(shards, states, strict=True)]
     rows = [json.loads(row) for row in lane.all_gather_bytes(json.dumps(mine).encode())]
@@ -222,10 +225,11 @@ def gather_state(
         (shard.piece.bucket, shard.piece.start): state for shard, state in zip(shards, states, strict=True)
     }
     for bucket_shard in bucket_shards:
-        members, device = bucket_shard.team.members, bucket_shard.values.device
+        members, device = owners or bucket_shard.team.members, bucket_shard.values.device
         pieces = [
             (rank, start, stop, values)
             for rank in members
+            if rank is not None
             for bucket, start, stop, values in rows[rank]
             if bucket == bucket_shard.plan.index and values
         ]
@@ -241,7 +245,7 @@ def gather_state(
             for shard, state in zip(shards, states, strict=True):
                 if shard.piece.bucket == bucket_shard.plan.index and key in state:
                     _place(flat, shard, bucket_shard, state[key])
-            _spread(flat, bucket_shard.bounds, members, lane)
+            spread(flat, bucket_shard.bounds, members, lane)
             flats[key] = flat
         for rank, start, stop, values in pieces:
             own_state = own.get((bucket_shard.plan.index, start), {}) if rank == lane.rank else {}
@@ -278,12 +282,12 @@ def _place(flat: Tensor, shard: Shard, bucket_shard: BucketShard, value: Tensor)
         flat[shard.piece.start : shard.piece.stop].copy_(value)
 
 
-def _spread(flat: Tensor, bounds: Sequence[int], members: Sequence[int], lane: Transport) -> None:
+def spread(flat: Tensor, bounds: Sequence[int], members: Sequence[int | None], lane: Transport) -> None:
     """Broadcast the span of each rank in `members`, so that all ranks have the whole tensor `flat`."""
     works = [
         lane.broadcast(flat[start:stop], rank)
         for rank, (start, stop) in zip(members, pairwise(bounds), strict=True)
-        if start < stop
+        if start < stop and rank is not None
     ]
     for work in works:
         work.wait()

@@ -35,6 +35,7 @@ from syncline.transport.c10d_groups import (
     backends_of,
     destroy,
     divide,
+    fill,
     group_timeout_seconds,
     host_copy,
     movable,
@@ -185,6 +186,13 @@ class C10dTransport(WatchedTransport):
         if op == "mean" and not self._has_mean:
             finish = partial(divide, output, self.size)
         group, options = self._group, self._options.reduce_scatter[op]
+        if self._backends.get(wire.device.type) == "gloo":
+            # Gloo reduces all elements, too. But nothing can interrupt the wait of its reduce_scatter.
+            whole, as_all_reduce = wire.clone(), self._options.all_reduce[op]
+            finish = partial(_take_part, part, whole.view(self.size, -1)[self.rank], finish)
+            return self._start(
+                "reduce_scatter", op, input, lambda: group.allreduce([whole], as_all_reduce), finish
+            )
         return self._start(
             "reduce_scatter", op, input, lambda: reduce_scatter_flat(group, part, wire, options), finish
         )
@@ -362,3 +370,9 @@ class C10dTransport(WatchedTransport):
         if self._owns_group:
             self.own_lane.group = None
             destroy(groups)
+
+
+def _take_part(part: Tensor, reduced: Tensor, finish: Callable[[], object] | None) -> None:
+    fill(part, reduced)
+    if finish is not None:
+        finish()

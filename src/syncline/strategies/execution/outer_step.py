@@ -188,7 +188,7 @@ class _Fragment:
         former, self._exchanges = self._exchanges, self._new_exchanges(transport)
         for before, exchange in zip(former, self._exchanges, strict=True):
             if self._is_open:
-                before.undo()
+                before._undo()
             for index, memory in enumerate(before.memory()):
                 exchange.remember(index, memory)
         self._arrived, self._sent, self._is_open = None, [], False
@@ -208,7 +208,7 @@ class _Fragment:
         self._is_open = True
         for group, exchange in zip(self._groups, self._exchanges, strict=True):
             if keeps:
-                exchange.keep()
+                exchange._keep()
             exchange.start(FlatGroup([moved[i] for i in group.indices], group.indices).read())
         self._sent = [local.detach().clone() for local in self._local] if self._keeps_sent else []
 
