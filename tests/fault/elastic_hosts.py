@@ -1,0 +1,101 @@
+"""Launchers on two hosts, whose ranks are those of `elastic`, or another program."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import elastic
+import elastic_program
+from elastic import Fault, Plan
+
+from syncline.testing import TwoHosts
+
+__all__ = ["NUM_ON_A", "Job", "Training"]
+
+MOMENT = {"step": 3, "place": "first bucket"}
+NUM_ON_A = 3
+
+
+@dataclass
+class Job:
+    """One launcher on each host."""
+
+    hosts: TwoHosts
+    folder: Path
+    launchers: dict[str, subprocess.Popen[str]] = field(default_factory=dict)
+
+    def start(self, letter: str, num_ranks: int, *command: object) -> None:
+        options = (
+            "--node-rank",
+            "ab".index(letter),
+            "--master-addr",
+            TwoHosts.address_of("a"),
+            "-n",
+            num_ranks,
+        )
+        run = (sys.executable, "-m", "syncline.tools.cli", "run", "--resilient", "--nnodes", "2", *options)
+        token = {"SYNCLINE_TOKEN": "a token of this test only"}
+        self.hosts.start([str(word) for word in (*run, *command)], letter, token)
+        self.launchers[letter] = self.hosts.processes[-1]
+
+    def wait(self, letter: str, timeout_seconds: float = 120.0) -> tuple[int, str, str]:
+        launcher = self.launchers[letter]
+        out, err = launcher.communicate(timeout=timeout_seconds)
+        return launcher.returncode, out, err
+
+    def kill(self, letter: str) -> None:
+        """The launcher and, by the kernel, its ranks."""
+        self.launchers[letter].send_signal(signal.SIGKILL)
+
+
+@dataclass
+class Training(Job):
+    """Ranks of `elastic`, on both hosts."""
+
+    num_on: dict[str, int] = field(default_factory=lambda: {"a": NUM_ON_A, "b": 2})
+
+    @property
+    def size(self) -> int:
+        return sum(self.num_on.values())
+
+    def begin(self, *faults: Fault, **settings: Any) -> None:
+        plan = Plan(size=self.size, transport="auto", faults=faults, port=0, **settings)
+        for letter, num_ranks in self.num_on.items():
+            self.start(letter, num_ranks, *elastic_program.command(self.folder, plan))
+
+    def begin_and_halt(self, **settings: Any) -> None:
+        """All ranks wait in the same step, until `go_on`."""
+        self.begin(*(Fault(rank=rank, kind="wait", **MOMENT) for rank in range(self.size)), **settings)
+        deadline = time.monotonic() + 120
+        while sum("fault" in line for lines in self.notes() for line in lines) < self.size:
+            assert time.monotonic() < deadline, self.notes()
+            time.sleep(0.01)
+
+    def go_on(self) -> None:
+        (self.folder / "go").touch()
+
+    def notes(self) -> list[list[dict[str, Any]]]:
+        paths = [self.folder / str(rank) for rank in range(self.size)]
+        return [
+            [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+            for path in paths
+        ]
+
+    def finished(self) -> list[int]:
+        """The first ranks of the processes that have finished, all with the right weights."""
+        notes = self.notes()
+        elastic.check(notes)
+        return [rank for rank, lines in enumerate(notes) if "done" in lines[-1]]
+
+    def left(self, ranks: Sequence[int]) -> set[str]:
+        """With which errors these ranks have left."""
+        notes = self.notes()
+        return {notes[rank][-1]["left"] for rank in ranks}
