@@ -158,9 +158,10 @@ class Job:
 
     def is_whole(self) -> bool:
         """Whether all ranks train, and have made a step in the last second."""
+        running = self.running()
         notes, now = self.notes(), time.monotonic()
-        live = [pid for pid in self.running() if notes[pid] and now - notes[pid][-1]["at"] < 1.0]
-        return len(live) == RANKS == len(self.running())
+        live = [pid for pid in running if notes[pid] and now - notes[pid][-1]["at"] < 1.0]
+        return len(live) == RANKS == len(running)
 
 
 def one_fault(job: Job, lots: random.Random, kind: str) -> float:

@@ -139,8 +139,7 @@ class Replica:
                 self.module,
                 list(zip(self.gradients.names, self.gradients.parameters, strict=True)),
                 self.gradients.layout.shards(),
-                # The shared memory outlives the wrapper.
-                self._open_lane("shards", Lanes(self.module)),
+                self._open_lane("shards", Lanes(self.module)),  # shared memory outlives the wrapper
                 by_parameter=self.config.gradients.allow_unused,
                 former=self.sharding,
             )
