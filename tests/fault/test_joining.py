@@ -7,6 +7,7 @@ from typing import Any
 
 import elastic
 import pytest
+import torch
 from elastic import BATCH, SAMPLES, STEPS, Fault, Samples
 from test_elastic import both_transports, mostly_slow, run
 
@@ -143,3 +144,11 @@ def test_a_global_batch_that_cannot_stay_the_same_is_refused() -> None:
     assert "keep_global_batch=True expects strategy=sl.EveryStep(), got strategy=LocalSGD" in refused
     assert "expects max_ranks to be at most 1" in settings_are_refused(keep_global_batch=True, max_ranks=2)
     assert "max_ranks" in settings_are_refused(min_ranks=3, max_ranks=2)
+
+
+@pytest.mark.ranks(2)
+def test_spare_ranks_are_refused_with_a_sharded_optimizer() -> None:
+    ddp = sl.DistributedDataParallel(elastic.Net(), sharded=True)
+    state = sl.TrainState(model=ddp, optimizer=torch.optim.SGD(ddp.parameters(), lr=0.5))
+    with pytest.raises(ValueError, match="a spare rank has no shards"):
+        sl.steps(state, 1, max_ranks=1)
