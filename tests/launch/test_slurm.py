@@ -98,7 +98,7 @@ ddp = sl.DistributedDataParallel(torch.nn.Linear(2, 1))
 optimizer = torch.optim.SGD(ddp.parameters(), lr=0.125, momentum=0.5)
 state = sl.TrainState(model=ddp, optimizer=optimizer)
 sizes = []
-for step in sl.steps(state, until=1_000_000):
+for step in sl.steps(state, until=1_000_000, patience=60):
     with step:
         optimizer.zero_grad()
         if not joins and (first, step.number) == (3, 5):
@@ -283,6 +283,10 @@ def test_a_rank_that_is_killed_on_one_node_joins_the_others_again(slurm: Slurm, 
     for rank in range(4):
         slurm.wait_for(tmp_path / f"{rank} of 4", job)
     assert len({(tmp_path / f"{rank} of 4").read_text() for rank in range(4)}) == 1
+    deadline = time.monotonic() + 60
+    while "JobState=COMPLETED" not in slurm.run("scontrol", "show", "job", job):
+        assert time.monotonic() < deadline, slurm.run("scontrol", "show", "job", job)
+        time.sleep(0.1)
     out = (slurm.folder / f"slurm-{job}.out").read_text()
     assert "the other ranks train on, and it is started again, to join them" in out
     assert "rank 3 of 4 was lost; the ranks, now 3, repeat the step" in out
