@@ -59,6 +59,11 @@ class Environment:
     warning: str | None = None
     """The text of a warning if the process was probably started by mistake as the only rank; else None."""
 
+    @property
+    def ends_with_launcher(self) -> bool:
+        """Whether the process that started this one lives as long as the ranks. A thread of Ray may end earlier."""
+        return self.launcher in ("syncline run", "torchrun")
+
     def variables(self) -> dict[str, str]:
         """Return the variables that torchrun would set for this process. Some libraries read only these variables."""
         found = {

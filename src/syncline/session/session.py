@@ -148,8 +148,8 @@ class Session:
             if env.warning is not None:
                 warn_user(env.warning, UserWarning)
             return _Joined(asked, world_alone(asked.device))
-        if env.launcher in ("syncline run", "torchrun"):
-            process.end_with_parent()  # these launchers live as long as their ranks, but a thread of Ray may not
+        if env.ends_with_launcher:
+            process.end_with_parent()
         before = environment.export(env.variables())
         hook_before = sys.excepthook
         try:
@@ -170,7 +170,8 @@ class Session:
 
     def _start_beside(self, env: Environment, asked: Asked) -> _Joined:
         """Begin as a world of one rank. `regroup` connects it to ranks that are training."""
-        process.end_with_parent()
+        if env.ends_with_launcher:
+            process.end_with_parent()
         here = world_from(env, asked.device)
         if here.device.type == "cuda":
             torch.cuda.set_device(here.device)
