@@ -4,7 +4,7 @@ One loop has a `Group`, which agrees with the other processes on who is left, by
 the register in the launcher's store, and then connects them anew. The wrapped modules, the optimizers and the sampler
 follow. A rank that has missed a step gets the state from another one.
 
-Imports: errors, words, checks, environment, _torch, liveness, transport, session, optimizers, tensors, data,
+Imports: errors, words, checks, environment, _torch, liveness, transport, session, optimizers, tensors, sharded, data,
 compression, strategies, checkpoint, ddp.
 
 batches.py     the batches of one rank, and how many samples they have
