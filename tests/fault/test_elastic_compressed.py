@@ -30,7 +30,7 @@ def run(folder: Path, pool: RankPool, training: str, transport: str, *faults: Fa
     [
         pytest.param(transport, training, marks=[] if is_fast else pytest.mark.slow)
         for transport, training, is_fast in (
-            ("shm", "PowerSGD", True),
+            ("shm", "PowerSGD", False),
             ("c10d", "4 bit", True),
             ("shm", "4 bit", False),
             ("c10d", "PowerSGD", False),

@@ -28,17 +28,27 @@ def run(
     return len(elastic.check(elastic.run(plan, str(folder), pool), may_miss=may_miss))
 
 
-def marked(place: str) -> object:
-    return pytest.param(
-        place, marks=[] if place in ("last bucket", "after optimizer") else [pytest.mark.slow]
-    )
+FAST = {
+    ("shm", "after optimizer", 0),
+    ("c10d", "after optimizer", 0),
+    ("shm", "last bucket", 0),
+    ("c10d", "last bucket", 1),
+}
+
+CASES = [
+    (transport, place, rank)
+    for transport in ("shm", "c10d")
+    for place in (*BEFORE, *INSIDE, "averaging")
+    for rank in (0, 1)
+]
 
 
-@transports
-@pytest.mark.parametrize("rank", [0, pytest.param(1, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("place", [marked(place) for place in (*BEFORE, *INSIDE, "averaging")])
+@pytest.mark.parametrize(
+    ("transport", "place", "rank"),
+    [pytest.param(*case, marks=[] if case in FAST else [pytest.mark.slow]) for case in CASES],
+)
 def test_a_rank_that_is_killed(
-    place: str, rank: int, transport: str, tmp_path: Path, rank_pool: RankPool
+    transport: str, place: str, rank: int, tmp_path: Path, rank_pool: RankPool
 ) -> None:
     fault = Fault(rank=rank, step=4, place=place)
     assert run(tmp_path, rank_pool, transport, fault, may_miss=place in INSIDE) == 2
