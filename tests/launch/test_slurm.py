@@ -118,6 +118,39 @@ weights = [parameter.tolist() for parameter in ddp.parameters()]
 sl.shutdown()
 """
 
+# It trains until a node is lost, and then on, if enough ranks are left. In its second life it trains for three steps.
+RESILIENT = """
+import os, pathlib, sys, time, torch, syncline as sl
+folder, min_ranks = pathlib.Path(sys.argv[1]), int(sys.argv[2])
+world = sl.init(timeout=60)
+node, is_second_life = os.environ["SLURMD_NODENAME"], os.environ.get("SLURM_RESTART_COUNT", "0") != "0"
+ddp = sl.DistributedDataParallel(torch.nn.Linear(2, 1))
+optimizer = ddp.attach(torch.optim.SGD(ddp.parameters(), lr=0.1))
+state = sl.TrainState(model=ddp, optimizer=optimizer)
+checkpointer = sl.Checkpointer(folder / "saves")
+checkpointer.load(state)
+first, last = state.step, None
+try:
+    for step in sl.steps(state, until=1_000_000, min_ranks=min_ranks, patience=1.0):
+        with step:
+            optimizer.zero_grad()
+            ddp(torch.full((1, 2), float(world.rank))).square().mean().backward()
+            optimizer.step()
+        if state.step == 5 and not is_second_life:
+            checkpointer.save(state)
+            (folder / f"{node} trains").write_text(f"{os.getppid()}")
+        if last is None and (sl.world().size < world.size or is_second_life):
+            last = state.step + 3
+        if state.step == last:
+            break
+except sl.PeerLost as error:
+    print(error, file=sys.stderr)
+    sys.exit(sl.EXIT_STOPPED)
+if sl.world().rank == 0:
+    (folder / "done").write_text(f"{first} {sl.world().size}")
+sl.shutdown()
+"""
+
 
 @dataclass(frozen=True)
 class Slurm:
@@ -291,3 +324,39 @@ def test_a_rank_that_is_killed_on_one_node_joins_the_others_again(slurm: Slurm, 
     assert "the other ranks train on, and it is started again, to join them" in out
     assert "rank 3 of 4 was lost; the ranks, now 3, repeat the step" in out
     assert "1 process joined; the ranks, now 4, continue" in out
+
+
+def parent_of(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+
+
+@pytest.mark.parametrize("min_ranks", [1, 2])
+def test_a_lost_node_costs_a_step_and_with_too_few_ranks_the_job_goes_back_to_the_queue(
+    slurm: Slurm, tmp_path: Path, min_ranks: int
+) -> None:
+    program = tmp_path / "train.py"
+    program.write_text(RESILIENT)
+    variables = {"MASTER_ADDR": "127.0.0.1", "RANKS_PER_NODE": "1", "MASTER_PORT": str(free_ports(1)[0])}
+    variables["SYNCLINE_TOKEN"] = "a token of this test only"
+    script = "examples/slurm/resilient.sbatch"
+    job = slurm.submit("--nodes=2", script, str(program), str(tmp_path), str(min_ranks), **variables)
+    for node in ("n1", "n2"):
+        slurm.wait_for(tmp_path / f"{node} trains", job)
+    launcher = int((tmp_path / "n2 trains").read_text())
+    os.kill(parent_of(launcher), signal.SIGKILL)  # the task of the node
+    os.kill(launcher, signal.SIGKILL)
+    if min_ranks == 2:
+        deadline = time.monotonic() + 90
+        while "Restarts=1" not in slurm.run("scontrol", "show", "job", job):
+            assert time.monotonic() < deadline, (slurm.folder / f"slurm-{job}.out").read_text()
+            time.sleep(0.1)
+        slurm.run("scontrol", "update", f"JobId={job}", "StartTime=now+4")  # SLURM would wait for two minutes
+    slurm.wait_for(tmp_path / "done", job)
+    first, size = map(int, (tmp_path / "done").read_text().split())
+    assert (first, size) == ((5, 2) if min_ranks == 2 else (0, 1))
+    deadline = time.monotonic() + 90
+    while "JobState=COMPLETED" not in (shown := slurm.run("scontrol", "show", "job", job)):
+        assert time.monotonic() < deadline, shown + (slurm.folder / f"slurm-{job}.out").read_text()
+        time.sleep(0.1)
+    out = (slurm.folder / f"slurm-{job}.out").read_text()
+    assert ("expected at least 2 ranks (min_ranks)" in out) is (min_ranks == 2), out
