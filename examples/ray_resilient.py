@@ -14,9 +14,9 @@ from typing import Any
 
 import ray
 import torch
+import torch.distributed as dist
 from ray.exceptions import RayActorError, RayTaskError
 from torch import nn
-from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from torch.utils.data import DataLoader, TensorDataset
 
 import syncline as sl
@@ -27,7 +27,7 @@ MAX_STARTS = 3  # of each actor
 class Rank:
     """An actor that is a rank."""
 
-    def train(self, variables: dict[str, str], dataset: TensorDataset, steps: int) -> tuple[int, int, float]:
+    def train(self, variables: dict[str, str], dataset: Any, steps: int) -> tuple[int, int, float]:
         """Train. Return the number of ranks at the end, the number of steps, and the last loss."""
         os.environ.update(variables)
         sl.init()
@@ -50,10 +50,10 @@ class Rank:
         return size, state.step, loss.item()
 
 
-def train(num_ranks: int, dataset: TensorDataset, steps: int) -> list[tuple[int, int, float]]:
+def train(num_ranks: int, dataset: Any, steps: int) -> list[tuple[int, int, float]]:
     """Train on `num_ranks` actors, each of which is started again after it was lost. Return what the actors return."""
     address = ray.util.get_node_ip_address()
-    store = TCPStore(address, 0, is_master=True, wait_for_workers=False)
+    store = dist.TCPStore(address, 0, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
     variables = {
         "WORLD_SIZE": str(num_ranks),
         "MASTER_ADDR": address,

@@ -135,6 +135,16 @@ def test_a_stopped_rank_is_left_behind_and_may_not_come_back(
     assert "without this process" in left
 
 
+@pytest.mark.slow
+@both_transports
+def test_a_stopped_rank_is_noticed_long_before_the_timeout(
+    transport: str, tmp_path: Path, rank_pool: RankPool
+) -> None:
+    fault = Fault(rank=1, step=4, place="forward", kind="stop")
+    notes = run(tmp_path, rank_pool, 3, transport, fault, timeout_seconds=300.0, patience_seconds=0.5)
+    assert len(elastic.check(notes)) == 2  # after 60 seconds, the pool would end the ranks
+
+
 @both_transports
 def test_too_few_ranks_end_with_the_reason(transport: str, tmp_path: Path, rank_pool: RankPool) -> None:
     fault = Fault(rank=1, step=4, place="first bucket")
