@@ -314,7 +314,7 @@ def test_a_rank_that_is_killed_on_one_node_joins_the_others_again(slurm: Slurm, 
         "--nodes=2", "examples/slurm/resilient.sbatch", str(program), str(tmp_path), **variables
     )
     for rank in range(4):
-        slurm.wait_for(tmp_path / f"{rank} of 4", job)
+        slurm.wait_for(tmp_path / f"{rank} of 4", job, within_seconds=240)
     assert len({(tmp_path / f"{rank} of 4").read_text() for rank in range(4)}) == 1
     deadline = time.monotonic() + 60
     while "JobState=COMPLETED" not in slurm.run("scontrol", "show", "job", job):
