@@ -99,7 +99,7 @@ PLACES = (
 TRANSPORTS = {"shm": "shared memory", "c10d": "Gloo", "": "any"}
 
 TESTS = (
-    "tests/fault/test_failure_matrix.py",
+    "tests/fault/test_failures_seen.py",
     "tests/fault/test_elastic.py",
     "tests/fault/test_hosts.py",
     "tests/fault/test_shared_memory_faults.py",

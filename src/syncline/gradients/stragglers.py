@@ -61,6 +61,7 @@ class Stragglers:
 
     def __init__(self, former: Stragglers | None = None) -> None:
         self.rule: StragglerRule = StragglerRule() if former is None else former.rule
+        self._steps_per_part = self.rule.steps_per_part  # each step reads it
         self.records: list[StragglerRecord] = [] if former is None else former.records
         """The records of the last 100 stragglers, the oldest first."""
         self._present: dict[int, StragglerRecord] = {}
@@ -77,6 +78,7 @@ class Stragglers:
     def use(self, rule: StragglerRule) -> None:
         """Apply a rule from now on. All ranks must make this call between the same two steps."""
         self.rule, self._present, self._part = rule, {}, []
+        self._steps_per_part = rule.steps_per_part
         self._parts.clear()
 
     def add(self, digits: Sequence[float], step: int) -> list[StragglerRecord]:
@@ -87,7 +89,7 @@ class Stragglers:
             step: the number of the step.
         """
         self._part.append(digits)
-        if len(self._part) < self.rule.steps_per_part:
+        if len(self._part) < self._steps_per_part:
             return []
         times = mean_times(self._part)
         self._parts.append((times, slow_ranks(times, self.rule.factor)))

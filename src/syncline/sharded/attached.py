@@ -18,7 +18,7 @@ from syncline._torch.tensors import version_of
 from syncline.errors import SynclineError
 from syncline.gradients.shard import BucketShard, Shard
 from syncline.gradients.shard_plan import Piece, pieces_of, spans_in
-from syncline.optimizers.attached import unbound, weakly_bound
+from syncline.optimizers.attached import unbound, weakly, weakly_bound
 from syncline.optimizers.contents import keep_saved_types
 from syncline.sharded.part import ShardedState, attach_sharded_state, has_sharded_state, whole_of
 from syncline.sharded.state import ShardedModule, gather_state, shard_state, slice_state
@@ -69,7 +69,8 @@ class AttachedShards(ShardedState):
         self._prepared: Callable[[], Any] | None = None
         """The step of this rank's shards, which all other ranks may be about to make."""
         self._module = module
-        self._find_together, self._around_step = find_together, around_step
+        self._find_together = find_together
+        self._step_inside(around_step)
         self.groups: list[list[Tensor]] = [list(group["params"]) for group in optimizer.param_groups]
         """The original parameters of each parameter group. The optimizer has shards in their place."""
         self._param_names = [group.pop("param_names", None) for group in optimizer.param_groups]
@@ -170,6 +171,11 @@ class AttachedShards(ShardedState):
         return empty
 
     # ------------------------------------------------------------------ the optimizer's methods
+
+    def _step_inside(self, around_step: Callable[[AttachedShards, Callable[[], Any]], Any]) -> None:
+        """Let this function make the steps. The optimizer keeps its owner alive, which refers to this object."""
+        self._around_step = weakly(around_step)
+        self.optimizer._syncline_around_step = around_step  # type: ignore[attr-defined]
 
     def _put_methods(self) -> None:
         optimizer: Any = self.optimizer
@@ -308,7 +314,8 @@ class AttachedShards(ShardedState):
         )  # fmt: skip
         optimizer.state.clear()
         self.shards = []
-        self._module, self._find_together, self._around_step = module, find_together, around_step
+        self._module, self._find_together = module, find_together
+        self._step_inside(around_step)
         self.bucket_shards = [module.bucket_shards[one.plan.index] for one in self.bucket_shards]
         lost = self._lost(former.bucket_shards, owners)
         self._apart = {
