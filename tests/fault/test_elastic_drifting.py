@@ -50,3 +50,40 @@ def test_a_rank_that_is_killed(
 ) -> None:
     step += training == "streaming"  # it syncs after every second step, from step 3 on
     assert run(tmp_path, rank_pool, training, transport, Fault(rank=rank, step=step, place=place)) == 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("training", ["LocalSGD", "DiLoCo", "streaming"])
+@pytest.mark.parametrize("transport", ["shm", "c10d"])
+@pytest.mark.parametrize("place", ["forward", "sync", "confirmed"])
+def test_a_rank_whose_connection_fails(
+    place: str, transport: str, training: str, tmp_path: Path, rank_pool: RankPool
+) -> None:
+    """It may have the result of a sync without its confirmation, which others have. All train on."""
+    step = 7 if training == "streaming" else 6
+    fault = Fault(rank=1, step=step, place=place, kind="lost connection")
+    assert run(tmp_path, rank_pool, training, transport, fault) == 3
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("training", ["LocalSGD", "DiLoCo", "streaming"])
+@pytest.mark.parametrize("transport", ["shm", "c10d"])
+@pytest.mark.parametrize("second", ["meeting", "opening lanes", "sync", "confirmed"])
+def test_two_ranks_one_after_the_other(
+    second: str, transport: str, training: str, tmp_path: Path, rank_pool: RankPool
+) -> None:
+    """The second one is lost while the ranks connect, or in the sync with which they go on."""
+    step = 7 if training == "streaming" else 6
+    faults = Fault(rank=3, step=step, place="after optimizer"), Fault(rank=0, step=step, place=second)
+    assert run(tmp_path, rank_pool, training, transport, *faults, size=4) == 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("training", ["Gossip", "ParameterServer"])
+@pytest.mark.parametrize("transport", ["shm", "c10d"])
+@pytest.mark.parametrize("place", ["forward", "optimizer", "after optimizer"])
+@pytest.mark.parametrize("rank", [0, 1])
+def test_strategies_under_which_ranks_never_meet(
+    rank: int, place: str, transport: str, training: str, tmp_path: Path, rank_pool: RankPool
+) -> None:
+    assert run(tmp_path, rank_pool, training, transport, Fault(rank=rank, step=6, place=place)) == 2

@@ -182,15 +182,13 @@ def conclude(attached: AttachedOptimizer, *, is_made: bool) -> None:
     """
     shards = sharded_state_of(attached.optimizer)
     if isinstance(shards, AttachedShards):
-        shards.conclude(is_made=is_made)
-        attached.num_steps += shards.is_open
-        shards.close()
+        attached.num_steps += shards.open_step.conclude(is_made=is_made)
 
 
 def num_steps_of(attached: AttachedOptimizer) -> int:
     """Return the number of steps of an optimizer, with a step that this rank has made of its shards."""
     shards = sharded_state_of(attached.optimizer)
-    return attached.num_steps + (isinstance(shards, AttachedShards) and shards.is_open)
+    return attached.num_steps + (isinstance(shards, AttachedShards) and shards.open_step.is_made)
 
 
 def sampler_in(state: TrainState) -> DistributedSampler | None:

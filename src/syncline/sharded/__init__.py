@@ -7,6 +7,7 @@ optimizer.py  the step of a sharded module
 part.py       tensors of which each rank has a part
 sharing.py    `share_`, `write_shared`, and the guard that makes writers and readers of shared parameters wait
 state.py      conversion of an optimizer's state between torch's format and shards
+step.py       a step of the shards, also if another rank is lost in it
 """
 
 from __future__ import annotations

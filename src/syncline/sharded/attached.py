@@ -6,7 +6,6 @@ import copy
 import functools
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from itertools import pairwise
 from typing import Any, NoReturn
 
 import torch
@@ -14,14 +13,21 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from syncline._torch.optimizers import state_dict_post_hooks, state_dict_pre_hooks
-from syncline._torch.tensors import version_of
 from syncline.errors import SynclineError
-from syncline.gradients.shard import BucketShard, Shard
+from syncline.gradients.shard import Shard
 from syncline.gradients.shard_plan import Piece, pieces_of, spans_in
 from syncline.optimizers.attached import unbound, weakly, weakly_bound
 from syncline.optimizers.contents import keep_saved_types
 from syncline.sharded.part import ShardedState, attach_sharded_state, has_sharded_state, whole_of
-from syncline.sharded.state import ShardedModule, gather_state, shard_state, slice_state
+from syncline.sharded.state import (
+    ShardedModule,
+    gather_state,
+    kinds_of,
+    lost_parameters,
+    shard_state,
+    slice_state,
+)
+from syncline.sharded.step import OpenStep
 from syncline.transport.base import Transport
 
 _METHODS = ("step", "zero_grad", "add_param_group", "state_dict", "load_state_dict")
@@ -62,12 +68,9 @@ class AttachedShards(ShardedState):
         self.shards: list[Shard] = []
         self._apart: dict[int, int] = {}
         """A number for each parameter whose state began later than that of others, by the parameter's index."""
-        self.is_open = False
-        """Whether this rank has stepped its shards, but has not received the shards of all other ranks."""
+        self.open_step = OpenStep()
         self._go_back: Callable[[], object] | None = None
         """A function that undoes `follow`; None after `settle`."""
-        self._prepared: Callable[[], Any] | None = None
-        """The step of this rank's shards, which all other ranks may be about to make."""
         self._module = module
         self._find_together = find_together
         self._step_inside(around_step)
@@ -252,41 +255,7 @@ class AttachedShards(ShardedState):
             group["params"] = parameters
         optimizer.state.clear()
 
-    # ------------------------------------------------------------------ a step, and ranks that are lost in it
-
-    def prepare(self, step: Callable[[], Any]) -> None:
-        """Announce the step of this rank's shards, before the ranks confirm that all of them are about to make it."""
-        self._prepared = step
-
-    def step(self) -> Any:
-        """Make the step that `prepare` has announced."""
-        assert self._prepared is not None
-        before = self._versions()
-        try:
-            result = self._prepared()
-        finally:
-            # A hook of the optimizer may have raised an error before the shards were written, or afterwards.
-            if self._versions() != before:
-                self._prepared, self.is_open = None, True
-        self._prepared, self.is_open = None, True
-        return result
-
-    def _versions(self) -> list[int]:
-        return [version_of(shard.parameter) for shard in self.shards]
-
-    def close(self) -> None:
-        """Record that this rank has received the shards of all other ranks."""
-        self.is_open = False
-
-    def conclude(self, *, is_made: bool) -> None:
-        """Make the step that was announced, or drop it.
-
-        Args:
-            is_made: whether another rank has made it.
-        """
-        if is_made and self._prepared is not None:
-            self.step()
-        self._prepared = None
+    # ------------------------------------------------------------------ other ranks
 
     def follow(
         self,
@@ -317,20 +286,14 @@ class AttachedShards(ShardedState):
         self._module, self._find_together = module, find_together
         self._step_inside(around_step)
         self.bucket_shards = [module.bucket_shards[one.plan.index] for one in self.bucket_shards]
-        lost = self._lost(former.bucket_shards, owners)
-        self._apart = {
-            index: self._apart.get(index, 0)
-            if index not in lost
-            else 1 + max(self._apart.values(), default=0)
-            for index in self.group_of
-        }
+        lost = lost_parameters(former.bucket_shards, owners) & self.group_of.keys()
+        newest = 1 + max(self._apart.values(), default=0)
+        self._apart = {i: newest if i in lost else self._apart.get(i, 0) for i in self.group_of}
         self.cut()
-        for bucket_shard in self.bucket_shards:
+        for bucket_shard in self.bucket_shards:  # one by one, because all state may be too large for one rank
             at = bucket_shard.plan.index
             here = [(one, state) for one, state in zip(shards, states, strict=True) if one.piece.bucket == at]
-            with (
-                torch.no_grad()
-            ):  # one bucket after the other, because all state may be too large for one rank
+            with torch.no_grad():
                 pieces, values = [one for one, _ in here], [state for _, state in here]
                 gathered = gather_state(pieces, values, [former.bucket_shards[at]], module.lane, owners)
                 kept = {index: state for index, state in gathered.items() if index not in lost}
@@ -352,7 +315,7 @@ class AttachedShards(ShardedState):
         optimizer, module = self.optimizer, self._module
         shards = [shard for shard in self.shards if shard.piece.start < shard.piece.stop]
         states = [optimizer.state.get(shard.parameter, {}) for shard in shards]
-        lost = self._lost(module.bucket_shards, owners)
+        lost = lost_parameters(module.bucket_shards, owners) & self.group_of.keys()
         with torch.no_grad():
             gathered = gather_state(shards, states, self.bucket_shards, lane, owners)
         optimizer.state.clear()
@@ -390,16 +353,6 @@ class AttachedShards(ShardedState):
         if self._go_back is not None:
             self._go_back()
             self._go_back = None
-
-    def _lost(self, bucket_shards: Sequence[BucketShard], owners: Sequence[int | None]) -> set[int]:
-        """Return the indices of this optimizer's parameters of which a part has no owner."""
-        found = set()
-        for bucket_shard in bucket_shards:
-            for owner, (start, stop) in zip(owners, pairwise(bucket_shard.bounds), strict=True):
-                if owner is None:
-                    spans = spans_in(bucket_shard.plan, start, stop)
-                    found |= {bucket_shard.plan.parameters[position] for position, _, _ in spans}
-        return found & self.group_of.keys()
 
     def use_plain_gradients(self) -> None:
         """Set `.grad` of each shard to a plain tensor, for the optimizer's kernels. Without a gradient, set None."""
@@ -517,13 +470,8 @@ class AttachedShards(ShardedState):
 
         Such a state was saved after a rank was lost, with whom a part of the state was lost.
         """
-        kinds = {
-            index: (*sorted(state), float(state.get("step", 0))) if state else ()
-            for index, state in state_of.items()
-        }
-        known = sorted(set(kinds.values()), key=str)
-        apart = {index: known.index(kind) for index, kind in kinds.items()}
-        if len(known) > 1 and apart != self._apart:
+        apart = kinds_of(state_of)
+        if any(apart.values()) and apart != self._apart:
             self._apart = apart
             self.cut()
 

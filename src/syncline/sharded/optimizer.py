@@ -334,16 +334,16 @@ class Sharding:
         board = self._module.lane.board
         board.phase = "optimizer.step(), before this rank writes its shard"
         attached.use_plain_gradients()
-        attached.prepare(step)
+        attached.open_step.prepare(step, [shard.parameter for shard in attached.shards])
         self.copy.wait_to_write()
         if self.confirms and not self.copy.is_common:
             self._module.lane.barrier().wait()
-        result = attached.step()
+        result = attached.open_step.make()
         board.phase = "optimizer.step(), after this rank has written its shard"
         if self._has_private:
             self._gather(attached)
         self.copy.wait_to_read(attached.members)
-        attached.close()
+        attached.open_step.close()
         self.num_received += 1
         board.phase = "after step"
         return result

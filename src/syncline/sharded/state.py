@@ -145,6 +145,30 @@ def _uncuttable(name: str, key: str, value: Any) -> ValueError:
     )
 
 
+def kinds_of(state_of: Mapping[int, ParameterState]) -> dict[int, int]:
+    """Return a number for each parameter. States with different entries or step counts have different numbers.
+
+    Only parameters with the same number can be in one piece. If all states are alike, all numbers are 0.
+    """
+    kinds = {
+        index: (*sorted(state), float(state.get("step", 0))) if state else ()
+        for index, state in state_of.items()
+    }
+    known = sorted(set(kinds.values()), key=str)
+    return {index: known.index(kind) for index, kind in kinds.items()}
+
+
+def lost_parameters(bucket_shards: Sequence[BucketShard], owners: Sequence[int | None]) -> set[int]:
+    """Return the indices of the parameters of which a part has no owner; see `gather_state`."""
+    found = set()
+    for bucket_shard in bucket_shards:
+        for owner, (start, stop) in zip(owners, pairwise(bucket_shard.bounds), strict=True):
+            if owner is None:
+                spans = spans_in(bucket_shard.plan, start, stop)
+                found |= {bucket_shard.plan.parameters[position] for position, _, _ in spans}
+    return found
+
+
 # ---------------------------------------------------------------------- this rank's shard, without communication
 
 
