@@ -178,7 +178,7 @@ class AttachedShards(ShardedState):
     def _step_inside(self, around_step: Callable[[AttachedShards, Callable[[], Any]], Any]) -> None:
         """Let this function make the steps. The optimizer keeps its owner alive, which refers to this object."""
         self._around_step = weakly(around_step)
-        self.optimizer._syncline_around_step = around_step  # type: ignore[attr-defined]
+        vars(self.optimizer)["around_step"] = around_step
 
     def _put_methods(self) -> None:
         optimizer: Any = self.optimizer
