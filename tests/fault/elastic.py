@@ -108,6 +108,8 @@ TRAININGS: dict[str, dict[str, Any]] = {
     "4 bit": {"compression": sl.compression.Quantize(4)},
     "sharded": {"sharded": True},
     "LocalSGD": {"strategy": sl.LocalSGD(3)},
+    "warm-up": {"strategy": sl.LocalSGD(3, warmup=7)},
+    "groups": {"strategy": sl.DiLoCo(3, every_step_within="host")},
     "DiLoCo": {"strategy": sl.DiLoCo(3)},
     "streaming": {"strategy": sl.DiLoCo(4, fragments=2, delay=1, compression=sl.compression.Quantize(4))},
     "Gossip": {"strategy": sl.Gossip("ring")},

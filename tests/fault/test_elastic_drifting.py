@@ -87,3 +87,17 @@ def test_strategies_under_which_ranks_never_meet(
     rank: int, place: str, transport: str, training: str, tmp_path: Path, rank_pool: RankPool
 ) -> None:
     assert run(tmp_path, rank_pool, training, transport, Fault(rank=rank, step=6, place=place)) == 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("training", ["warm-up", "groups"])
+@pytest.mark.parametrize("transport", ["shm", "c10d"])
+@pytest.mark.parametrize("kind", ["kill", "lost connection"])
+@pytest.mark.parametrize("place", ["forward", "last bucket", "optimizer", "sync"])
+def test_gradients_that_are_averaged_in_some_steps_or_groups(
+    place: str, kind: str, transport: str, training: str, tmp_path: Path, rank_pool: RankPool
+) -> None:
+    """In a warm-up, a rank that has missed a step loads it. In the groups of hosts, all ranks here are one group."""
+    step = 10 if (training, place) == ("warm-up", "sync") else 6
+    fault = Fault(rank=1, step=step, place=place, kind=kind)
+    assert run(tmp_path, rank_pool, training, transport, fault) == (2 if kind == "kill" else 3)

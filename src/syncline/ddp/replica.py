@@ -335,6 +335,11 @@ class Replica:
             self._gradient_lane, self._buffer_lane = self._open_lanes(self.selection)
             self._replace_parts()
 
+    def abort_groups(self, reason: str) -> None:
+        """Let the ranks that average gradients with this rank in a group fail, because this rank stops."""
+        if self._first_plan.workers is not None:
+            self._gradient_lane.abort(reason)
+
     @property
     def is_drifting(self) -> bool:
         """True if replicas drift under the strategy, or have drifted by `sl.diverge` and are not equal again yet."""

@@ -347,6 +347,9 @@ class _Loop:
     def _connect_anew(self, loss: Exception | None) -> None:
         """Go on with the ranks that are left, and with those that join."""
         began = time.monotonic()
+        if loss is not None:
+            for wrapper in self.wrappers:
+                wrapper._replica.abort_groups(f"it stops, because it has noticed a loss: {loss}")
         self._connect_to(self._group.agree(self.training.num_commits, loss))
         self._change_ms = 1000 * (time.monotonic() - began)
 
