@@ -53,11 +53,10 @@ def test_all_ranks_of_a_host_are_lost_and_its_launcher_is_not(training: Training
     """Its launcher records their end, so that nobody waits for them. The one with the store stays as long as needed."""
     training.num_on = {"a": 2, "b": 3} if host == "a" else {"a": 3, "b": 2}
     ranks = {"a": [0, 1], "b": [3, 4]}[host]
-    training.begin(*(Fault(rank=rank, step=3, place="last bucket") for rank in ranks), patience_seconds=60.0)
+    training.begin(*(Fault(rank=rank, step=3, place="last bucket") for rank in ranks), patience_seconds=600.0)
     (code_a, _, err_a), (code_b, _, err_b) = training.wait("a"), training.wait("b")
     assert (code_a, code_b) == ((137, 0) if host == "a" else (0, 137)), err_a + err_b
     assert training.finished() == [one for one in range(5) if one not in ranks]
-    assert "2 of 5 were lost" not in err_a + err_b
     assert f"ranks {ranks[0]}, {ranks[1]} of 5 were lost; the ranks, now 3, repeat the step" in err_a + err_b
 
 
