@@ -92,15 +92,13 @@ class Step:
         wrappers, number = self._loop.wrappers, self._loop.batches.num_each_step
         divides = self._loop.batches_differ and are_means
         for at in range(number):
-            with contextlib.ExitStack() as stack:
-                for wrapper in wrappers:
-                    if at < number - 1:
-                        stack.enter_context(wrapper.no_sync())
-                    if (
-                        divides
-                    ):  # ranks have unequal numbers of batches, so the mean of their means would be wrong
-                        stack.enter_context(wrapper.normalize_by(1))
-                yield self._take()
+            for wrapper in wrappers:
+                if at < number - 1:
+                    self._around_batch.enter_context(wrapper.no_sync())
+                if divides:  # ranks have unequal numbers of batches: the mean of their means would be wrong
+                    self._around_batch.enter_context(wrapper.normalize_by(1))
+            yield self._take()
+            self._around_batch.close()
 
     def _take(self) -> Any:
         batch, num_samples = self._loop.batches.take(self.num_samples or 0)
@@ -282,9 +280,8 @@ class _Loop:
 
     def _one_step(self) -> Iterator[Step]:
         slow = self._slow.to_leave_behind()
-        if (
-            slow is not None and not self.batches_differ
-        ):  # a rank with two batches needs longer than one with one
+        # A rank with two batches needs longer than one with one.
+        if slow is not None and not self.batches_differ:
             self._leave_behind(slow)
         self._let_newcomers_in()
         step = Step(self, self.training.state.step + 1)
@@ -308,9 +305,8 @@ class _Loop:
         """Go on without a slow rank. All ranks make this call before the same step."""
         self.training.end_step()
         num_ranks = world().size
-        loss = (
-            self._group.wait_for_all()
-        )  # the slow rank must not disconnect while another one is in its last step
+        # The slow rank must not disconnect while another one is in its last step.
+        loss = self._group.wait_for_all()
         if loss is None and slow.rank == world().rank:
             self._group.stay_behind(f'the others train on without it, because on_straggler="evict": {slow}')
         self._connect_anew(loss or PeerLost(str(slow)))
