@@ -31,7 +31,6 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 import syncline as sl
-from failure_rows import record_in_steps
 from syncline import environment
 from syncline.launchers import Environment
 from syncline.resilience import group, handover, training
@@ -457,6 +456,9 @@ def run(plan: Plan, folder: str, pool: RankPool) -> list[list[dict[str, Any]]]:
         [json.loads(line) for line in Path(folder, str(rank)).read_text().splitlines()]
         for rank in range(plan.size + plan.num_newcomers)
     ]
+    # Not above: a rank that is a program of its own, as under a launcher, has only this folder in its path.
+    from failure_rows import record_in_steps
+
     # Only these runs have the weights of a run without a failure, as the page says. A time after the first of two
     # faults would be that after both.
     for fault in plan.faults[-1:] if plan.training == "every step" else ():

@@ -24,7 +24,6 @@ import pytest
 import torch
 
 import syncline as sl
-from failure_rows import record
 from syncline import SynclineError
 from syncline.session import transport_of
 from syncline.testing import HostsUnavailable, TwoHosts, two_hosts
@@ -346,6 +345,9 @@ def test_hosts_that_see_different_disks_are_refused_with_a_way_out(
 
 @pytest.mark.parametrize("victim", [0, 3])
 def test_a_killed_rank_is_an_error_on_both_hosts_within_seconds(start: Start, victim: int) -> None:
+    from failure_rows import (
+        record,
+    )  # not above: the ranks, which run this file, have only its folder in their path
 
     job = start("until_it_fails", "aabb", TIMEOUT_SECONDS="60", VICTIM=str(victim))
     for rank, (code, out, err) in enumerate(job.outputs(90)):
@@ -361,6 +363,7 @@ def test_a_killed_rank_is_an_error_on_both_hosts_within_seconds(start: Start, vi
 
 def test_a_cable_that_is_pulled_is_an_error_and_no_hang(hosts: TwoHosts) -> None:
     """Of programs that the hosts start, as benchmarks do."""
+    from failure_rows import record  # not above: see the other test
 
     command = [sys.executable, __file__, "until_it_fails"]
     hosts.start(command, "aabb", {"TIMEOUT_SECONDS": str(SHORT_SECONDS)})

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import ctypes
 import sys
-import threading
 import time
 import weakref
 from collections import deque
@@ -16,6 +15,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Protocol
 
+from syncline._torch.destructors import Keeper
 from syncline._torch.process_groups import is_living
 from syncline.errors import SynclineError
 from syncline.liveness.board import Board, Place, Wait
@@ -144,7 +144,7 @@ class Health:
         self._has_raised = False
         self._timeout_seconds = timeout_seconds
         self._group = None if main.group is None else weakref.ref(main.group)
-        self._keeper: threading.Timer | None = None
+        self._keeper: Keeper | None = None
         """The thread that keeps the groups alive after a failure."""
         if size > 1:
             refuse_in_forks(self)
@@ -239,13 +239,10 @@ class Health:
         groups = [lane.group for lane in self.lanes if lane.group is not None]
         if not groups:
             return
-        keeper = threading.Timer(self._timeout_seconds + 1, id, args=(groups,))
-        keeper.daemon = True
         try:
-            keeper.start()
+            self._keeper = Keeper(groups, self._timeout_seconds + 1)
         except RuntimeError:  # Python 3.12 starts no thread while it exits, so keep the groups until the end
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(groups))
-        self._keeper = keeper
 
     def drop_groups(self) -> None:
         """Drop the groups that are kept after a failure. A thread waits for their pending operations meanwhile.
@@ -253,7 +250,7 @@ class Health:
         A process that goes on without them calls this, so that their connections, threads and memory are released.
         """
         if self._keeper is not None:
-            self._keeper.cancel()
+            self._keeper.drop()
             self._keeper = None
 
     # ------------------------------------------------------------------ the ranks

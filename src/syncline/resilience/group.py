@@ -183,7 +183,8 @@ class Group:
         try:
             return self._agree(num_commits, _POLL_SECONDS)
         except PeerLost as left:
-            raise PeerLost(f"{left}{first}") from loss
+            has_said_so = str(left) in first  # the watch has lost the store, too, and ended the collectives
+            raise PeerLost(f"{left}{'' if has_said_so else first}") from loss
         except NotNeeded:
             raise PeerLost(
                 f"the others have ended before this process could load their state{first}"

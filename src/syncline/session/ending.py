@@ -14,6 +14,7 @@ from types import TracebackType
 import torch.distributed as dist
 
 from syncline import environment
+from syncline._torch.destructors import wait_at_exit
 from syncline._torch.process_groups import living_groups
 from syncline.session import process
 from syncline.transport.base import Transport
@@ -104,7 +105,8 @@ class Destroyer:
         self._is_done = threading.Event()
         self._destroy = False
         self._held: list[object] = []
-        threading.Thread(target=self._run, name="syncline-shutdown", daemon=True).start()
+        self._thread = threading.Thread(target=self._run, name="syncline-shutdown", daemon=True)
+        self._thread.start()
 
     def _run(self) -> None:
         self._decided.wait()
@@ -127,6 +129,7 @@ class Destroyer:
         group has not been destroyed by then, warn.
         """
         self._destroy = destroy
+        wait_at_exit(self._thread)
         self._decided.set()
         if not self._is_done.wait(_DESTROY_SECONDS):
             warn_user(

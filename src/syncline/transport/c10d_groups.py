@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from syncline._torch.destructors import wait_at_exit
 from syncline._torch.process_groups import (
     AllgatherOptions,
     PrefixStore,
@@ -263,6 +264,7 @@ def destroy(groups: list[dist.ProcessGroup]) -> None:
     except RuntimeError:  # the interpreter is ending
         destroy()
     else:
+        wait_at_exit(thread)
         thread.join(_DESTROY_SECONDS)
 
 
