@@ -5,9 +5,10 @@ stops the others; and what `sl.steps` costs.
         [--only shm gloo torchrun torchft join cost]
 
 Each job begins with three ranks (--ranks), each with one thread. All but one are killed, one after the other, at random
-moments from outside. The time runs from the kill until each rank that is left has committed a new step. The step in
-flight at the kill does not count, because its gradients may have arrived already. "lost_steps" is the number of steps
-that had been committed before the kill, and were made again.
+moments from outside. The time runs from the kill until each rank that is left has committed a new step, whose forward
+began after the kill: a step in flight does not count, because its gradients may have arrived already. "lost_steps" is
+the number of steps that had been committed before the kill, and were made again. "a_step_ms" is the median time of a
+step of all ranks before the first kill.
 
 torchrun (torch's class, Gloo) starts all ranks anew when one is lost; they load a checkpoint of every 20th step.
 
@@ -63,12 +64,12 @@ def width_of(net: nn.Module) -> int:
 # ---------------------------------------------------------------------- ranks
 
 
-def note_of(folder: Path) -> Callable[[int], None]:
-    """Return a function that records a committed step, with the time."""
+def note_of(folder: Path) -> Callable[[int, float], None]:
+    """Return a function that records a committed step, when its forward began, and the time."""
     file = (folder / str(os.getpid())).open("w")
 
-    def note(step: int) -> None:
-        file.write(f"{step} {time.monotonic()}\n")
+    def note(step: int, began: float) -> None:
+        file.write(f"{step} {began} {time.monotonic()}\n")
         file.flush()
 
     return note
@@ -85,11 +86,12 @@ def train_with_syncline(folder: Path, way: str, num_parameters: int) -> None:
     note = note_of(folder)
     for step in sl.steps(state, until=10**9):
         with step:
+            began = time.monotonic()
             optimizer.zero_grad()
             ddp(x * sl.world().rank).square().mean().backward()
             optimizer.step()
         if step.is_committed:
-            note(step.number)
+            note(step.number, began)
 
 
 def train_with_torch(folder: Path, num_parameters: int) -> None:
@@ -106,10 +108,11 @@ def train_with_torch(folder: Path, num_parameters: int) -> None:
     x = torch.randn(16, width_of(net))
     note = note_of(folder)
     for step in range(first + 1, 10**9):
+        began = time.monotonic()
         optimizer.zero_grad()
         ddp(x * dist.get_rank()).square().mean().backward()
         optimizer.step()
-        note(step)
+        note(step, began)
         if step % SAVE_EVERY == 0 and dist.get_rank() == 0:
             draft = folder / "draft.pt"
             torch.save({"net": net.state_dict(), "optimizer": optimizer.state_dict(), "step": step}, draft)
@@ -169,13 +172,14 @@ def cost(num_parameters: int) -> None:
 # ---------------------------------------------------------------------- the jobs
 
 
-def commits(folder: Path) -> dict[int, list[tuple[int, float]]]:
-    """Return the steps and times that each process has recorded, by process number."""
+def commits(folder: Path) -> dict[int, list[tuple[int, float, float]]]:
+    """Return what each process has recorded of its steps, by process number: the number, the begin and the end."""
     found = {}
     for path in folder.glob("[0-9]*"):
         lines = [line.split() for line in path.read_text().splitlines()]
         found[int(path.name)] = [
-            (int(step), float(when)) for step, when in (one for one in lines if len(one) == 2)
+            (int(step), float(began), float(when))
+            for step, began, when in (one for one in lines if len(one) == 3)
         ]
     return found
 
@@ -259,10 +263,10 @@ def join(num_ranks: int, num_parameters: int) -> tuple[float, float]:
         wait_until(lambda: any(len(steps) > 20 for pid, steps in commits(folder).items() if pid not in first))
         found = commits(folder)
     [newcomer] = found.keys() - first
-    joined = found[newcomer][0][1]
+    joined = found[newcomer][0][2]
     stops, gaps = [], []
     for pid in first - {victim}:
-        times = [when for _, when in found[pid]]
+        times = [when for *_, when in found[pid]]
         of_pid = [(later, later - when) for when, later in itertools.pairwise(times)]
         stops.append(max(gap for when, gap in of_pid if abs(when - joined) < 0.5))
         gaps += [gap for _, gap in of_pid]
@@ -284,13 +288,15 @@ def one_kill(folder: Path, lots: random.Random, *, starts_again: bool) -> tuple[
     os.kill(victim, signal.SIGKILL)
     # A step that only the lost rank has committed does not stand.
     left = [steps for pid, steps in commits(folder).items() if pid != victim]
-    before = max(step for steps in left for step, when in steps if when <= killed_at)
+    before = max(step for steps in left for step, _, when in steps if when <= killed_at)
 
     def new_steps() -> dict[int, float]:
-        """Return when each process that still runs has committed the first step that none had before."""
+        """Return when each process that still runs has committed a step that none had before, begun after the kill."""
         found = commits(folder)
         return {
-            pid: min((when for step, when in found[pid] if step > before + 1), default=0.0)
+            pid: min(
+                (when for step, began, when in found[pid] if step > before and began > killed_at), default=0.0
+            )
             for pid in running(found)
             if pid != victim
         }
@@ -303,7 +309,7 @@ def one_kill(folder: Path, lots: random.Random, *, starts_again: bool) -> tuple[
     if have_all_ended():
         return math.inf, 0
     # A rank may have been a moment behind the others. Only a process that was started later makes a step again.
-    again = {step for pid in found if pid not in known for step, _ in found[pid] if step <= before}
+    again = {step for pid in found if pid not in known for step, *_ in found[pid] if step <= before}
     return max(new_steps().values()) - killed_at, len(again)
 
 

@@ -2,7 +2,8 @@
 
     python benchmarks/recovery_torchft.py LIGHTHOUSE FOLDER INDEX PARAMETERS
 
-It writes the number of each committed step and its time to a file of FOLDER, which has its process number as name.
+It writes a line for each committed step to a file of FOLDER, which has its process number as name: the number, when
+the step began, and when it ended.
 """
 
 from __future__ import annotations
@@ -52,12 +53,12 @@ def main() -> None:
     x = torch.randn(16, width) * (1 + int(index))
     with (folder / str(os.getpid())).open("w") as file:
         while True:
-            before = manager.current_step()
+            before, began = manager.current_step(), time.monotonic()
             optimizer.zero_grad()
             ddp(x).square().mean().backward()
             optimizer.step()
             if manager.current_step() > before:
-                file.write(f"{manager.current_step()} {time.monotonic()}\n")
+                file.write(f"{manager.current_step()} {began} {time.monotonic()}\n")
                 file.flush()
 
 

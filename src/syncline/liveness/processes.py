@@ -23,6 +23,13 @@ from syncline.liveness.store import decode
 
 _STAT_BYTES = 4096
 
+_EXITING = 0x4
+"""The flag of the kernel (PF_EXITING) of a thread that has begun to end. It never runs code of its program again.
+
+The kernel then frees the memory of the process, and reports the process as ended only after that. This takes 25 ms for
+a process with torch.
+"""
+
 
 @dataclass(frozen=True)
 class RankProcess:
@@ -65,7 +72,7 @@ class RankProcess:
         return decode(RankProcess, text, "the process of a rank")
 
     def has_ended(self) -> bool:
-        """Return whether the process has certainly ended. If the state is unknown, return False."""
+        """Return whether the process has certainly ended, or is ending. If the state is unknown, return False."""
         try:
             state, started = _state_and_start(self.pid)
         except OSError as error:
@@ -96,12 +103,14 @@ def host_key() -> str:
 
 
 def _state_and_start(pid: int) -> tuple[str, int]:
+    """Return the state of a process, which is "X" from the moment at which its end has begun, and its start time."""
     descriptor = os.open(f"/proc/{pid}/stat", os.O_RDONLY)  # less than half the cost of `open`
     try:
         fields = os.read(descriptor, _STAT_BYTES).rpartition(b")")[2].split()
     finally:
         os.close(descriptor)
-    return fields[0].decode(), int(fields[19])
+    state = "X" if int(fields[6]) & _EXITING else fields[0].decode()
+    return state, int(fields[19])
 
 
 def _is_unknown(pid: int) -> bool:

@@ -170,6 +170,8 @@ class LaneSizes:
         chunk_bytes: size of one rank's chunk in one slot. The chunks of all ranks should fit in the L2 caches.
         message_bytes: size of the pieces into which a message between two ranks is cut.
         total_bytes: size of the memory of the lane.
+        populated_bytes: how much of it collectives use. The rest is for messages, which few programs send, so its pages
+            are allocated by the first messages.
     """
 
     def __init__(self, size: int, *, has_messages: bool = True) -> None:
@@ -180,6 +182,7 @@ class LaneSizes:
         self.total_bytes: int = library().lane_bytes(
             size, self.num_slots, self.chunk_bytes, self.message_bytes
         )
+        self.populated_bytes: int = library().lane_bytes(size, self.num_slots, self.chunk_bytes, 0)
 
 
 class Engine:

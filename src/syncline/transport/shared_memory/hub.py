@@ -48,7 +48,7 @@ T = TypeVar("T")
 Exchange = Callable[[bytes], list[bytes]]
 """A collective function that gets the bytes of this rank, and returns the bytes of all ranks in rank order."""
 
-NUM_EXCHANGES = 3
+NUM_EXCHANGES = 2
 """The number of times that a `Hub` calls `exchange`. It makes fewer calls if the ranks cannot share memory."""
 
 _SHOWN_BYTES = 60
@@ -121,12 +121,21 @@ class Hub:
         with contextlib.ExitStack() as stack:
             listener = stack.enter_context(listener_for_next()) if rank < size - 1 else None
             everyone = self._exchange_presence(listener, token, exchange)
-            _agree(exchange, lambda: self._connect(listener, everyone))
-        try:
-            _agree(exchange, lambda: self._verify(everyone))
-        except SharedMemoryUnavailable:
-            self.close()
-            raise
+
+            def connect() -> None:
+                try:
+                    self._connect(listener, everyone)
+                    self._verify(everyone)
+                except BaseException:
+                    stack.close()  # so that the other ranks of the chain do not wait for this rank
+                    self.close()
+                    raise
+
+            try:
+                _agree(exchange, connect)
+            except SharedMemoryUnavailable:
+                self.close()
+                raise
 
     def _exchange_presence(
         self, listener: socket.socket | None, token: bytes, exchange: Exchange
@@ -186,12 +195,14 @@ class Hub:
             send_rows(before, rows)
         return rows
 
-    def allocate(self, num_bytes: int, purpose: str) -> SharedMemory:
+    def allocate(self, num_bytes: int, purpose: str, *, populated_bytes: int | None = None) -> SharedMemory:
         """Create shared memory of zeros, and map it on all ranks; a collective call.
 
         Args:
             num_bytes: the size of the memory, which is the same on all ranks. It is rounded up to whole pages.
             purpose: the use of the memory, for error messages.
+            populated_bytes: how many bytes at the beginning get pages now; None for all. The others get theirs at their
+                first use.
 
         Raises:
             SharedMemoryUnavailable: there is not enough memory. All ranks raise this error.
@@ -199,7 +210,9 @@ class Hub:
         """
         num_bytes = -(-num_bytes // _PAGE_BYTES) * _PAGE_BYTES
         try:
-            memory, trouble = self._passed_on(num_bytes)
+            memory, trouble = self._passed_on(
+                num_bytes, num_bytes if populated_bytes is None else populated_bytes
+            )
             troubles = [row.decode() for row in self.gather(trouble.encode())]
         except OSError as error:
             self.close()  # so that the other ranks of the chain do not wait for this rank
@@ -212,7 +225,7 @@ class Hub:
         memory.release_file()
         return memory
 
-    def _passed_on(self, num_bytes: int) -> tuple[SharedMemory | None, str]:
+    def _passed_on(self, num_bytes: int, populated_bytes: int) -> tuple[SharedMemory | None, str]:
         """Map the memory that rank 0 creates, and pass its descriptor to the next rank.
 
         Returns:
@@ -234,9 +247,9 @@ class Hub:
                 if descriptor is not None:
                     memory = SharedMemory(descriptor, num_bytes)
             if memory is not None:
-                each = num_bytes // self.size
+                each = populated_bytes // self.size
                 last = self.rank == self.size - 1
-                memory.populate(self.rank * each, num_bytes if last else (self.rank + 1) * each)
+                memory.populate(self.rank * each, populated_bytes if last else (self.rank + 1) * each)
         except SynclineError as error:
             return memory, str(error)
         return memory, ""

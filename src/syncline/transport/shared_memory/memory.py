@@ -147,6 +147,8 @@ class SharedMemory:
     def __init__(self, file_descriptor: int, num_bytes: int) -> None:
         self.num_bytes = num_bytes
         self._file_descriptor = file_descriptor
+        self._is_own = False
+        """Whether this process has created the memfd, and has checked that there is enough memory."""
         protection = mmap.PROT_READ | mmap.PROT_WRITE
         address = _libc().mmap(None, num_bytes, protection, mmap.MAP_SHARED, file_descriptor, 0)
         if address == _MAP_FAILED:
@@ -178,7 +180,9 @@ class SharedMemory:
             raise SynclineError(
                 f"this process could not create {num_bytes / 1e6:.1f} MB of shared memory: {error}"
             ) from error
-        return SharedMemory(descriptor, num_bytes)
+        memory = SharedMemory(descriptor, num_bytes)
+        memory._is_own = True
+        return memory
 
     @property
     def file_descriptor(self) -> int:
@@ -194,7 +198,8 @@ class SharedMemory:
         from_ = from_ // mmap.PAGESIZE * mmap.PAGESIZE
         if to <= from_:
             return
-        _check_room(to - from_)  # this rank's limit may differ from rank 0's
+        if not self._is_own:  # this rank's limit may differ from rank 0's
+            _check_room(to - from_)
         try:
             try:
                 self._advise(_MADV_POPULATE_WRITE, from_, to - from_)

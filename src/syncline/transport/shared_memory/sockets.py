@@ -38,7 +38,7 @@ class Peers:
 
     def __init__(self, pids: Sequence[int], rank: int) -> None:
         self.pids = list(pids)
-        self.pause_seconds = min(0.05, 0.005 + 0.001 * len(pids))
+        self.pause_seconds = min(0.05, 0.002 + 0.001 * len(pids))
         """How long a wait sleeps between two calls of `gone`, whose cost grows with the number of ranks."""
         self._processes: dict[int, RankProcess] = {}
         self._rank_of: dict[int, int] = {}

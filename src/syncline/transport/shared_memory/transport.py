@@ -95,7 +95,8 @@ class SharedMemoryTransport(WatchedTransport):
     def _open(self) -> None:
         """Create the shared memory of this lane; a collective call."""
         sizes = LaneSizes(self.size, has_messages=self.own_lane.name == MAIN_LANE)
-        memory = self._hub.allocate(sizes.total_bytes, f"the {self.own_lane.name} lane")
+        purpose = f"the {self.own_lane.name} lane"
+        memory = self._hub.allocate(sizes.total_bytes, purpose, populated_bytes=sizes.populated_bytes)
         self.engine_lane = EngineLane(self.engine, memory, sizes)
         self._handle = self.engine_lane.handle
         self._start_native, self._start_in_place = library().start, library().start_in_place
