@@ -640,16 +640,19 @@ def test_python_calls_are_one_a_parameter_and_few_a_bucket(view: bool) -> None:
         )
 
 
+class Reversed(nn.Module):
+    """Its parameters are registered in another order than the one that forward uses them in."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.last, self.middle, self.first = linear(2, 2), linear(2, 2), linear(2, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.middle(self.first(x)))
+
+
 def test_the_order_is_learnt_from_rank_0() -> None:
     """Registered backwards: the first plan is wrong, the second follows the recorded order."""
-
-    class Reversed(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.last, self.middle, self.first = linear(2, 2), linear(2, 2), linear(2, 2)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.last(self.middle(self.first(x)))
 
     def rank(t: Transport) -> Any:
         ddp = DDP(Reversed(), process_group=t, bucket_cap_mb=30 / 2**20, gradient_as_bucket_view=True)
@@ -665,3 +668,27 @@ def test_the_order_is_learnt_from_rank_0() -> None:
     assert first[1] == first[2] == ["last.weight", "middle.weight", "first.weight"]
     assert first[0] != first[1]
     assert gradient[0] == gradient[1]
+
+
+@pytest.mark.parametrize("knows", [True, False], ids=["rank 0 has trained", "rank 0 is new"])
+def test_in_a_new_group_the_order_is_that_of_rank_0(knows: bool) -> None:
+    """Rank 2 joins a group that has trained; or rank 0 does, and then no rank relies on an order."""
+    trained = (0, 1) if knows else (1, 2)
+
+    def rank(t: Transport) -> list[list[str | None]]:
+        group = t.split(0 if t.rank in trained else 1)
+        assert group is not None
+        ddp = DDP(Reversed(), process_group=group, bucket_cap_mb=30 / 2**20)
+        if t.rank in trained:
+            backward(ddp, inputs(t))
+        ddp._replica.use_transport(t)
+        orders = []
+        for _ in range(2):
+            backward(ddp, inputs(t))
+            orders.append([bucket.trigger for bucket in ddp.last_step.buckets])
+        return orders
+
+    learnt = ["last.weight", "middle.weight", "first.weight"]
+    for first, second in each_rank(rank, size=3):
+        assert (first == learnt) is knows
+        assert second == learnt

@@ -113,17 +113,29 @@ class BucketLayout:
             return
         self._build_anew([i for bucket in self.buckets for i in bucket.plan.parameters])
 
-    def build(self, comm_hook: CommHook | None) -> None:
-        """Lay out the buckets in reverse order of the parameters. This is a collective call if they are sharded.
-
-        The parameters that forward uses last usually get their gradients first.
+    def build(self, comm_hook: CommHook | None, order: Sequence[int] | None = None) -> None:
+        """Lay out the buckets. This is a collective call if they are sharded, or if their order is given.
 
         Args:
             comm_hook: the communication hook that reduces the buckets; None for the transport's all_reduce.
+            order: the order that `learn_order` would find, the same on all ranks. None stands for the reverse order of
+                the parameters until then: those that forward uses last usually get their gradients first.
         """
         self.comm_hook = comm_hook
-        self.order_is_learnt = False
-        self._build(range(len(self._parameters))[::-1])
+        self.order_is_learnt = order is not None
+        self._build(range(len(self._parameters))[::-1] if order is None else order)
+
+    def agreed_order(self, transport: Transport) -> list[int] | None:
+        """Return the order that rank 0 of a new group has learnt, or None if it has learnt none. A collective call."""
+        order = [i for bucket in self.buckets for i in bucket.plan.parameters]
+        is_learnt = self.order_is_learnt and not self._options.sharded and bool(order)
+        num_parameters = len(self._parameters)
+        sent = torch.tensor(
+            [is_learnt, *(order if is_learnt else range(num_parameters))], device=transport.control_device
+        )
+        transport.broadcast(sent, 0).wait()
+        is_learnt, *order = sent.tolist()
+        return order if is_learnt else None
 
     def learn_order(self, ready: Sequence[int]) -> None:
         """Lay the buckets out again, in the order in which rank 0's gradients were ready.

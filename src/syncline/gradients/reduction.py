@@ -40,6 +40,7 @@ class Reduction:
             communication hook starts use other connections.
         former: the reduction that the new reduction replaces, because the module or its group has changed; None if
             there is no such reduction. The new reduction takes over the state of `former`.
+        order: the order of the buckets; see `BucketLayout.build`.
     """
 
     def __init__(
@@ -50,6 +51,7 @@ class Reduction:
         *,
         has_own_connection: bool,
         former: Reduction | None = None,
+        order: Sequence[int] | None = None,
     ) -> None:
         names = [name for name, _ in named_parameters]
         self.parameters = [parameter for _, parameter in named_parameters]
@@ -86,7 +88,7 @@ class Reduction:
                 text = former.out_of_step.text
         self.out_of_step: OutOfStep = OutOfStep(transport.rank, names, text=text)
         if transport.size > 1 or comm_hook is not None:
-            self.layout.build(comm_hook)
+            self.layout.build(comm_hook, order)
 
     def _unreduced_among(self, parameters: Sequence[Tensor]) -> set[int]:
         """Return the indices of those items of `parameters` whose gradients were not reduced."""

@@ -5,6 +5,7 @@ Imports: errors, words, environment, user_code, _torch.
 board.py        the position of each rank, published for its peers: step, phase, bucket, and call
 calls.py        the calls in which ranks wait, of Syncline or of torch.distributed; the failure of a group
 deadlock.py     detection of waits that can never end, by pure functions of the places of all ranks
+destructors.py  threads in which destructors of process groups run; the end of the process waits for them
 failed_wait.py  the search for the cause of a failed wait, and the error that names the cause
 health.py       the state of a group: whether the group can still be used, and the positions of its ranks
 notices.py      failures and positions that ranks publish for each other through the store

@@ -15,11 +15,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Protocol
 
-from syncline._torch.destructors import Keeper
 from syncline._torch.process_groups import is_living
 from syncline.errors import SynclineError
 from syncline.liveness.board import Board, Place, Wait
 from syncline.liveness.calls import Failure, num_started
+from syncline.liveness.destructors import Keeper
 from syncline.liveness.notices import Notices
 from syncline.liveness.processes import FORKED, RankProcess, refuse_in_forks
 from syncline.user_code import user_code

@@ -178,6 +178,7 @@ class Training:
         """Let the objects of the training state follow a new membership. A collective call of its members."""
         here = world()
         transport = transport_of(None)
+        self._undo.clear_gradients()  # a process that joins has none, and their memory is needed
         sources = [membership.members.index(name) for name in membership.sources]
         behind = [rank for rank in range(here.size) if rank not in sources]
         donors = sources if self._is_equal else sources[:1]

@@ -52,10 +52,14 @@ class Undo:
 
     def restore(self) -> None:
         """Restore the state that `begin` has remembered, and clear the gradients."""
-        for parameter in self._parameters:
-            parameter.grad = None
+        self.clear_gradients()
         for restore in self._restorers:
             restore()
+
+    def clear_gradients(self) -> None:
+        """Clear the gradients. Each attempt of a step computes its own."""
+        for parameter in self._parameters:
+            parameter.grad = None
 
 
 class Residuals:

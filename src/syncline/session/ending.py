@@ -14,8 +14,8 @@ from types import TracebackType
 import torch.distributed as dist
 
 from syncline import environment
-from syncline._torch.destructors import wait_at_exit
 from syncline._torch.process_groups import living_groups
+from syncline.liveness.destructors import wait_at_exit
 from syncline.session import process
 from syncline.transport.base import Transport
 from syncline.user_code import warn_user

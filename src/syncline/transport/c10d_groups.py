@@ -17,7 +17,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from syncline._torch.destructors import wait_at_exit
 from syncline._torch.process_groups import (
     AllgatherOptions,
     PrefixStore,
@@ -26,6 +25,7 @@ from syncline._torch.process_groups import (
     record_ranks,
     timeout_seconds_of,
 )
+from syncline.liveness.destructors import wait_at_exit
 from syncline.transport.base import ReduceOp
 from syncline.transport.work import CombinedWork, Work
 
