@@ -53,6 +53,21 @@ def test_of_ranks_whose_connections_close_one_after_the_other_the_first_is_named
 
 
 @pytest.mark.ranks(3, killed=[2])
+def test_a_lost_rank_is_noticed_in_a_wait_for_another_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a look at the processes, long before `LongWait` looks at the places."""
+    t = C10dTransport()
+    t.barrier().wait()
+    assert t.health.notices is not None
+    t.health.notices.processes_here()
+    if t.rank == 2:
+        os.kill(os.getpid(), signal.SIGKILL)
+    monkeypatch.setattr(Health, "ended_ranks", lambda health: [])
+    if t.rank == 0:
+        with pytest.raises(PeerLost, match="rank 2: its process has ended"):
+            t.recv(torch.zeros(5), 1).wait()
+
+
+@pytest.mark.ranks(3, killed=[2])
 def test_a_lost_rank_is_named_without_the_store(monkeypatch: pytest.MonkeyPatch) -> None:
     t = C10dTransport()
     t.barrier().wait()

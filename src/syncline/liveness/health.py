@@ -145,6 +145,8 @@ class Health:
         self._timeout_seconds = timeout_seconds
         self._group = None if main.group is None else weakref.ref(main.group)
         self._keeper: Keeper | None = None
+        self._ranks_that_left: set[int] = set()
+        """Those ranks of which `killed_ranks` has found that they had left before they ended."""
         """The thread that keeps the groups alive after a failure."""
         if size > 1:
             refuse_in_forks(self)
@@ -285,6 +287,22 @@ class Health:
     def ended_ranks(self) -> list[int]:
         """Return those other ranks on this host whose processes have ended."""
         return sorted(rank for rank, process in self.processes_here().items() if process.has_ended())
+
+    def killed_ranks(self) -> list[int]:
+        """Return those other ranks on this host whose processes have ended, although they had not left the group.
+
+        The store is read only if a process has ended.
+        """
+        known = {} if self.notices is None else self.notices.known_processes_here()
+        ended = [
+            rank
+            for rank, process in known.items()
+            if rank not in self._ranks_that_left and process.has_ended()
+        ]
+        if ended:
+            places = self.places()
+            self._ranks_that_left.update(rank for rank in ended if rank in places and places[rank].has_left)
+        return sorted(rank for rank in ended if rank not in self._ranks_that_left)
 
     def stopped_ranks(self) -> list[int]:
         """Return those other ranks on this host whose processes are stopped by SIGSTOP, Ctrl-Z or a debugger."""

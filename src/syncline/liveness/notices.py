@@ -137,16 +137,18 @@ class Notices:
 
         Once the processes of all ranks are known, the store is not read again.
         """
-        own = self._process
-        if own is None:
-            return {}
-        if len(self._processes) < self._size:
+        if self._process is not None and len(self._processes) < self._size:
             self._num_reads += 1
             self._processes.update(self._read_all("process", RankProcess.from_json))
+        return self.known_processes_here()
+
+    def known_processes_here(self) -> dict[int, RankProcess]:
+        """Do what `processes_here` does, but never read the store."""
+        own = self._process
         return {
             rank: process
             for rank, process in list(self._processes.items())
-            if rank != self._rank and process.host == own.host
+            if rank != self._rank and own is not None and process.host == own.host
         }
 
     @property
