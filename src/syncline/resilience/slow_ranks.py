@@ -53,8 +53,10 @@ class SlowRanks:
 
     def to_leave_behind(self) -> StragglerRecord | None:
         """Return the slowest rank if the others train on without it. The result is the same on all ranks."""
+        if not self._evicts:
+            return None
         here = world()
-        if not self._evicts or here.size - 1 < self._min_ranks:
+        if here.size - 1 < self._min_ranks:
             return None
         found = []
         for wrapper in self._wrappers:

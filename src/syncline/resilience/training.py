@@ -83,9 +83,10 @@ class Training:
             newcomers.are_waiting = False
         self._undo.begin()
         self._residuals.begin()
+        steps = self._steps_now()
         if not any(attached.num_made_before for attached in self._attached):
-            self._made = self._steps_now()
-        self._num_made = self._num_steps
+            self._made = steps
+        self._num_made = sum(steps)
 
     def end_attempt(self, num_samples: int | None) -> None:
         """Count the samples of an interrupted attempt, if an optimizer has stepped with them."""
@@ -101,8 +102,9 @@ class Training:
 
     def commit(self, num_samples: int | None) -> None:
         """Let the step stand."""
-        was_made_before = any(now > before for now, before in zip(self._steps_now(), self._made, strict=True))
-        if was_made_before and self._num_steps == self._num_made:
+        steps = self._steps_now()
+        was_made_before = any(now > before for now, before in zip(steps, self._made, strict=True))
+        if was_made_before and sum(steps) == self._num_made:
             self._residuals.end()
             if self._samples.sampler is None:
                 self.state.commit(num_samples)

@@ -7,9 +7,7 @@ of schedulers and scalers, and random number generators.
 
 from __future__ import annotations
 
-import random
-import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -19,6 +17,7 @@ from torch.optim import Optimizer
 from syncline._torch.optimizers import schedulers_inside
 from syncline.ddp.replica import Replica
 from syncline.ddp.wrapper import DistributedDataParallel
+from syncline.resilience.generators import Generators
 
 Restorer = Callable[[], object]
 """A function that restores an object to an earlier state."""
@@ -38,6 +37,7 @@ class Undo:
         modules = {part for one in named.values() if isinstance(one, nn.Module) for part in one.modules()}
         self._tables = [part._buffers for part in modules if part._buffers]
         self._parameters = [parameter for part in modules for parameter in part.parameters(recurse=False)]
+        self._generators = Generators()
         self._restorers: list[Restorer] = []
 
     def begin(self) -> None:
@@ -47,7 +47,7 @@ class Undo:
             _restorer_of_buffers(buffers, [table.copy() for table in self._tables], self._tables),
             *(_restorer_of_values(group) for one in self._optimizers for group in one.param_groups),
             *(_restorer_of_values(vars(one)) for one in self._counters),
-            _restorer_of_generators(),
+            self._generators.remember(),
         ]
 
     def restore(self) -> None:
@@ -70,7 +70,8 @@ class Residuals:
     """
 
     def __init__(self, wrappers: Sequence[DistributedDataParallel]) -> None:
-        self._replicas = [wrapper._replica for wrapper in wrappers]
+        replicas = [wrapper._replica for wrapper in wrappers]
+        self._replicas = [one for one in replicas if one.config.compression is not None]
         self._made: list[int] = []
 
     def begin(self) -> None:
@@ -145,20 +146,3 @@ def _counters(named: Mapping[str, Any]) -> list[Any]:
             found.append(one)
             ahead += schedulers_inside(one)
     return found
-
-
-def _restorer_of_generators() -> Restorer:
-    of_python, of_torch = random.getstate(), torch.get_rng_state()
-    numpy = sys.modules.get("numpy")
-    of_numpy = None if numpy is None else numpy.random.get_state()
-    of_cuda: Iterable[Tensor] = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
-
-    def restore() -> None:
-        random.setstate(of_python)
-        torch.set_rng_state(of_torch)
-        if of_numpy is not None:
-            sys.modules["numpy"].random.set_state(of_numpy)
-        for index, state in enumerate(of_cuda):
-            torch.cuda.set_rng_state(state, index)
-
-    return restore
