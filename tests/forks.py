@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import ctypes
 import faulthandler
 import gc
 import importlib
@@ -114,6 +115,8 @@ class Request:
     ignored: tuple[signal.Signals, ...] = ()
     terminal: str = ""
     warm_ranks: bool = False
+    host: str = ""
+    """The network namespace that it enters; "" for none."""
 
 
 class Forks:
@@ -132,6 +135,8 @@ class Forks:
         ignored: Sequence[signal.Signals] = (),
         terminal: str = "",
         warm_ranks: bool = False,
+        host: str = "",
+        variables: Mapping[str, str] | None = None,
     ) -> Process:
         """Start `syncline run ARGUMENTS`.
 
@@ -142,16 +147,42 @@ class Forks:
             ignored: signals that it ignores from the beginning, as under nohup.
             terminal: a device that is its stdout and stderr, in place of files.
             warm_ranks: its ranks have imported torch when they begin.
+            host: the name of one of `TwoHosts`, on which it runs; "" for this one.
+            variables: more environment variables.
         """
         return self._start(
-            cwd, command, *arguments, ignored=tuple(ignored), terminal=terminal, warm_ranks=warm_ranks
+            cwd,
+            command,
+            *arguments,
+            ignored=tuple(ignored),
+            terminal=terminal,
+            warm_ranks=warm_ranks,
+            host=host,
+            variables=variables,
         )
 
     def start(
-        self, cwd: Path, program: Path, *arguments: object, variables: Mapping[str, str] | None = None
+        self,
+        cwd: Path,
+        program: Path,
+        *arguments: object,
+        variables: Mapping[str, str] | None = None,
+        host: str = "",
+        warm_ranks: bool = False,
     ) -> Process:
-        """Start `python PROGRAM ARGUMENTS` in `cwd`, with more environment variables."""
-        return self._start(cwd, program, *arguments, is_program=True, variables=variables or {})
+        """Start `python PROGRAM ARGUMENTS` in `cwd`, with more environment variables, perhaps on one of `TwoHosts`.
+
+        If it is a launcher, its ranks can be warm.
+        """
+        return self._start(
+            cwd,
+            program,
+            *arguments,
+            is_program=True,
+            variables=variables,
+            host=host,
+            warm_ranks=warm_ranks,
+        )
 
     def run(self, num_ranks: int, program: Path, *arguments: object) -> tuple[list[int], str]:
         """Run a program on that many ranks, and return their exit codes and what they have printed."""
@@ -293,14 +324,28 @@ def be(request: Request, server_pid: int) -> int:
     os.chdir(request.cwd)
     os.environ.clear()
     os.environ.update(request.variables)
+    if request.host:
+        enter(request.host)
+    if request.warm_ranks:
+        warm_the_ranks()
     if request.is_program:
         faulthandler.enable()
         return exit_code_of_script(request.arguments)
-    if request.warm_ranks:
-        warm_the_ranks()
     from syncline.tools.cli import main
 
     return main([*request.arguments])
+
+
+def enter(host: str) -> None:
+    """Make this process one of the host's, as `ip netns exec` and `unshare --uts` would, with mounts of its own."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    network, mounts, names = 0x40000000, 0x00020000, 0x04000000  # CLONE_NEWNET, CLONE_NEWNS, CLONE_NEWUTS
+    with open(f"/var/run/netns/{host}") as namespace:
+        failed = libc.setns(namespace.fileno(), network) or libc.unshare(mounts | names)
+    if failed:
+        raise OSError(ctypes.get_errno(), f"this process cannot enter {host}")
+    socket.sethostname(host)
+    subprocess.run(["mount", "--make-rslave", "/"], check=True)
 
 
 def exit_code_of_script(argv: Sequence[str]) -> int:
@@ -332,9 +377,10 @@ def warm_the_ranks() -> None:
     from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
 
     def start(handler: Any, args: tuple[str, ...], env: dict[str, str]) -> ForkedRank:
+        argv = args[2:] if args[1] == "-u" else args[1:]  # torchrun's way
         pid = os.fork()
         if not pid:
-            leave(partial(be_a_rank, args[1:], env, handler._stdout, handler._stderr))
+            leave(partial(be_a_rank, argv, env, handler._stdout, handler._stderr))
         return ForkedRank(pid)
 
     SubprocessHandler._popen = start  # type: ignore[assignment,method-assign]

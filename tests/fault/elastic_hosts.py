@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
+import re
 import signal
-import subprocess
-import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -16,9 +16,15 @@ import elastic
 import elastic_program
 from elastic import Fault, Plan
 
+from forks import Forks, Process
 from syncline.testing import TwoHosts
 
 __all__ = ["NUM_ON_A", "Job", "Training"]
+
+_WITHOUT_A_NAME = re.compile(
+    r"^(\[rank \d+\] )?\[W.*The hostname of the client socket cannot be retrieved.*\n", re.M
+)
+"""A warning of torch's, whose level was set before the fork: DNS does not know the hosts."""
 
 MOMENT = {"step": 3, "place": "first bucket"}
 NUM_ON_A = 3
@@ -30,7 +36,8 @@ class Job:
 
     hosts: TwoHosts
     folder: Path
-    launchers: dict[str, subprocess.Popen[str]] = field(default_factory=dict)
+    forks: Forks
+    launchers: dict[str, Process] = field(default_factory=dict)
 
     def start(self, letter: str, num_ranks: int, *command: object) -> None:
         options = (
@@ -41,19 +48,34 @@ class Job:
             "-n",
             num_ranks,
         )
-        run = (sys.executable, "-m", "syncline.tools.cli", "run", "--resilient", "--nnodes", "2", *options)
-        token = {"SYNCLINE_TOKEN": "a token of this test only"}
-        self.hosts.start([str(word) for word in (*run, *command)], letter, token)
-        self.launchers[letter] = self.hosts.processes[-1]
+        words = ("--resilient", "--nnodes", "2", *options, *command)
+        self.launchers[letter] = self.forks.launch(
+            self.folder,
+            *words,
+            warm_ranks=True,
+            host=self.hosts.names[letter],
+            variables=self.variables(letter),
+        )
+
+    def variables(self, letter: str) -> Mapping[str, str]:
+        """The environment variables of a host's launcher."""
+        return {
+            **self.hosts.variables_of_rank(0, letter),
+            "SYNCLINE_TOKEN": "a token of this test only",
+        }
 
     def wait(self, letter: str, timeout_seconds: float = 120.0) -> tuple[int, str, str]:
-        launcher = self.launchers[letter]
-        out, err = launcher.communicate(timeout=timeout_seconds)
-        return launcher.returncode, out, err
+        ended = self.launchers[letter].wait(timeout_seconds)
+        return ended.returncode, ended.stdout, _WITHOUT_A_NAME.sub("", ended.stderr)
 
     def kill(self, letter: str) -> None:
         """The launcher and, by the kernel, its ranks."""
-        self.launchers[letter].send_signal(signal.SIGKILL)
+        os.kill(self.launchers[letter].pid, signal.SIGKILL)
+
+    def close(self) -> None:
+        """End what a failed test has left."""
+        for launcher in self.launchers.values():
+            launcher.kill()
 
 
 @dataclass

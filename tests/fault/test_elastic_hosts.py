@@ -5,6 +5,7 @@ The hosts are network namespaces of this machine, joined by a cable of the kerne
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,7 +14,8 @@ import pytest
 from elastic import Fault
 from elastic_hosts import NUM_ON_A, Job, Training
 
-from syncline.testing import HostsUnavailable, TwoHosts, two_hosts
+from forks import Forks
+from syncline.testing import TwoHosts
 
 pytestmark = pytest.mark.slow
 
@@ -21,17 +23,15 @@ RANKS_OF = {"a": (0, 1, 2), "b": (3, 4)}
 
 
 @pytest.fixture
-def hosts() -> Iterator[TwoHosts]:
-    try:
-        with two_hosts() as made:
-            yield made
-    except HostsUnavailable as error:
-        pytest.skip(str(error))
+def training(hosts: TwoHosts, tmp_path: Path, forks: Forks) -> Iterator[Training]:
+    with contextlib.closing(Training(hosts, tmp_path, forks)) as made:
+        yield made
 
 
 @pytest.fixture
-def training(hosts: TwoHosts, tmp_path: Path) -> Training:
-    return Training(hosts, tmp_path)
+def job(hosts: TwoHosts, tmp_path: Path, forks: Forks) -> Iterator[Job]:
+    with contextlib.closing(Job(hosts, tmp_path, forks)) as made:
+        yield made
 
 
 # ---------------------------------------------------------------------- ranks and hosts are lost
@@ -166,7 +166,7 @@ first = sl.init().rank
 ddp = sl.DistributedDataParallel(torch.nn.Linear(2, 1))
 optimizer = torch.optim.SGD(ddp.parameters(), lr=0.125, momentum=0.5)
 state = sl.TrainState(model=ddp, optimizer=optimizer)
-sizes, begin = [], 0
+has_lost, begin = False, 0
 for step in sl.steps(state, until=1_000_000, patience=1.0):
     with step:
         optimizer.zero_grad()
@@ -176,9 +176,8 @@ for step in sl.steps(state, until=1_000_000, patience=1.0):
         ddp(torch.full((4, 2), 1.0)).mean().backward()
         optimizer.step()
     here = sl.world().size
-    if here not in sizes[-1:]:
-        sizes.append(here)
-    has_come_back = here == size and (joins or len(sizes) > 1)
+    has_lost = has_lost or bool(step.discarded)
+    has_come_back = here == size and (joins or has_lost)
     if has_come_back and not begin:
         begin = step.number
     if has_come_back and step.number >= begin + 3:
@@ -193,10 +192,9 @@ def final_lines(out: str) -> list[str]:
     return sorted(line.partition("] ")[2] for line in out.splitlines() if " of " in line)
 
 
-def test_a_rank_that_is_alone_on_its_host_is_started_again(hosts: TwoHosts, tmp_path: Path) -> None:
+def test_a_rank_that_is_alone_on_its_host_is_started_again(job: Job, tmp_path: Path) -> None:
     program = tmp_path / "program.py"
     program.write_text(JOINS)
-    job = Job(hosts, tmp_path)
     for letter, num_ranks in (("a", 2), ("b", 1)):
         job.start(letter, num_ranks, "--max-restarts", 1, program, 3, 2)
     (code_a, out_a, err_a), (code_b, out_b, err_b) = job.wait("a"), job.wait("b")
@@ -211,15 +209,13 @@ def test_a_rank_that_is_alone_on_its_host_is_started_again(hosts: TwoHosts, tmp_
     assert len({line.partition(", step")[2] for line in lines}) == 1, lines
 
 
-def test_a_host_that_is_started_again_joins_the_others(hosts: TwoHosts, tmp_path: Path) -> None:
+def test_a_host_that_is_started_again_joins_the_others(job: Job, tmp_path: Path) -> None:
     """By the command with which it was started first."""
     program = tmp_path / "program.py"
     program.write_text(JOINS)
-    job = Job(hosts, tmp_path)
     for letter, num_ranks in (("a", 3), ("b", 2)):
         job.start(letter, num_ranks, program, 5, "3,4")
-    job.launchers["b"].wait(120)
-    lost = job.hosts.processes.pop().communicate()[0]
+    _, lost, _ = job.wait("b")
     assert lost.count("lost") == 2, lost
     job.start("b", 2, program, 5, "3,4")
     (code_a, out_a, err_a), (code_b, out_b, err_b) = job.wait("a"), job.wait("b")

@@ -5,7 +5,7 @@ The hosts are network namespaces of this machine. Needs root; skipped otherwise.
 
 from __future__ import annotations
 
-import sys
+import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +14,8 @@ import pytest
 from elastic import Fault
 from elastic_hosts import Job, Training
 
-from syncline.testing import HostsUnavailable, TwoHosts, two_hosts
+from forks import Forks
+from syncline.testing import TwoHosts
 
 pytestmark = pytest.mark.slow
 
@@ -46,11 +47,14 @@ class StartsTorchrun(Job):
             where = ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"{first}:29611", "--rdzv-id", "one"]
             where += ["--local-addr", TwoHosts.address_of(letter), "--rdzv-conf", f"is_host={1 - number}"]
         options = ("--nnodes", 2, "--nproc-per-node", num_ranks, "--max-restarts", self.num_restarts)
-        words = (sys.executable, torchrun, *options, *where, *command)
-        self.hosts.start(
-            [str(word) for word in words], letter, {"SYNCLINE_TOKEN": "a token of this test only"}
+        self.launchers[letter] = self.forks.start(
+            self.folder,
+            torchrun,
+            *(*options, *where, *command),
+            variables=self.variables(letter),
+            host=self.hosts.names[letter],
+            warm_ranks=True,
         )
-        self.launchers[letter] = self.hosts.processes[-1]
 
 
 @dataclass
@@ -59,20 +63,22 @@ class TrainingByTorchrun(StartsTorchrun, Training):
 
 
 @pytest.fixture
-def hosts() -> Iterator[TwoHosts]:
-    try:
-        with two_hosts() as made:
-            yield made
-    except HostsUnavailable as error:
-        pytest.skip(str(error))
+def training(hosts: TwoHosts, tmp_path: Path, forks: Forks) -> Iterator[TrainingByTorchrun]:
+    with contextlib.closing(TrainingByTorchrun(hosts, tmp_path, forks)) as made:
+        yield made
+
+
+@pytest.fixture
+def job(hosts: TwoHosts, tmp_path: Path, forks: Forks) -> Iterator[StartsTorchrun]:
+    with contextlib.closing(StartsTorchrun(hosts, tmp_path, forks)) as made:
+        yield made
 
 
 @pytest.mark.parametrize("rendezvous", ["c10d", "static"])
 @pytest.mark.parametrize("lost", ["a rank", "the agent"])
 def test_the_ranks_of_the_other_host_train_on(
-    hosts: TwoHosts, tmp_path: Path, lost: str, rendezvous: str
+    training: TrainingByTorchrun, lost: str, rendezvous: str
 ) -> None:
-    training = TrainingByTorchrun(hosts, tmp_path)
     training.rendezvous = rendezvous
     if lost == "a rank":
         training.begin(Fault(rank=4, step=3, place="last bucket"), patience_seconds=1.0)
@@ -113,11 +119,10 @@ sl.shutdown()
 """
 
 
-def test_with_restarts_all_ranks_are_started_again_and_resume(hosts: TwoHosts, tmp_path: Path) -> None:
+def test_with_restarts_all_ranks_are_started_again_and_resume(job: StartsTorchrun, tmp_path: Path) -> None:
     """The agent of the lost rank counts the restart, and the other agent does not."""
     program = tmp_path / "program.py"
     program.write_text(RESUMES)
-    job = StartsTorchrun(hosts, tmp_path)
     job.num_restarts = 1
     for letter, num_ranks in (("a", 2), ("b", 1)):
         job.start(letter, num_ranks, program, tmp_path)

@@ -5,7 +5,6 @@ Needs root, as whoever makes network namespaces; skipped otherwise. The same fil
 
 from __future__ import annotations
 
-import ctypes
 import hashlib
 import json
 import os
@@ -15,7 +14,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -26,7 +25,7 @@ import torch
 import syncline as sl
 from syncline import SynclineError
 from syncline.session import transport_of
-from syncline.testing import HostsUnavailable, TwoHosts, two_hosts
+from syncline.testing import TwoHosts
 
 if TYPE_CHECKING:
     from forks import Forks, Process
@@ -36,15 +35,6 @@ pytestmark = pytest.mark.slow
 SHORT_SECONDS = 4.0
 WITHOUT_A_NAME = re.compile(r"^\[W.*\[c10d\] The hostname of the client socket cannot be retrieved.*\n", re.M)
 """A warning of torch's, whose level was set before the fork: DNS does not know the hosts."""
-
-
-@pytest.fixture
-def hosts() -> Iterator[TwoHosts]:
-    try:
-        with two_hosts() as made:
-            yield made
-    except HostsUnavailable as error:
-        pytest.skip(str(error))
 
 
 @dataclass(frozen=True)
@@ -73,11 +63,8 @@ def start(hosts: TwoHosts, forks: Forks, tmp_path: Path) -> Start:
                     tmp_path,
                     Path(__file__),
                     program,
-                    variables={
-                        **hosts.variables_of_rank(rank, ranks),
-                        "HOST": hosts.names[letter],
-                        **variables,
-                    },
+                    variables={**hosts.variables_of_rank(rank, ranks), **variables},
+                    host=hosts.names[letter],
                 )
                 for rank, letter in enumerate(ranks)
             ]
@@ -89,19 +76,9 @@ def start(hosts: TwoHosts, forks: Forks, tmp_path: Path) -> Start:
 # ---------------------------------------------------------------------- what the ranks do
 
 
-def enter(host: str) -> None:
-    """Make this process one of the host's, as `ip netns exec` and `unshare --uts` would, with mounts of its own."""
-    libc = ctypes.CDLL(None, use_errno=True)
-    network, mounts, names = 0x40000000, 0x00020000, 0x04000000  # CLONE_NEWNET, CLONE_NEWNS, CLONE_NEWUTS
-    with open(f"/var/run/netns/{host}") as namespace:
-        failed = libc.setns(namespace.fileno(), network) or libc.unshare(mounts | names)
-    if failed:
-        raise OSError(ctypes.get_errno(), f"this process cannot enter {host}")
-    socket.sethostname(host)
-    subprocess.run(["mount", "--make-rslave", "/"], check=True)
-    if "DISKS" in os.environ:
-        disk = Path(os.environ["DISKS"], os.environ["ONE_FOR_ALL"] or host)
-        subprocess.run(["mount", "--bind", disk, os.environ["MOUNTED"]], check=True)
+def mount_disk() -> None:
+    disk = Path(os.environ["DISKS"], os.environ["ONE_FOR_ALL"] or socket.gethostname())
+    subprocess.run(["mount", "--bind", disk, os.environ["MOUNTED"]], check=True)
 
 
 def network() -> torch.nn.Module:
@@ -378,6 +355,6 @@ def test_a_cable_that_is_pulled_is_an_error_and_no_hang(hosts: TwoHosts) -> None
 
 
 if __name__ == "__main__":
-    if "HOST" in os.environ:
-        enter(os.environ["HOST"])
+    if "DISKS" in os.environ:
+        mount_disk()
     PROGRAMS[sys.argv[1]]()

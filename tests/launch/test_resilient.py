@@ -7,11 +7,15 @@ import signal
 import subprocess
 import time
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from test_signals import assert_gone
 
 from forks import Forks
+from syncline.tools.launch.losses import Losses
+from syncline.tools.launch.stopping import Workers
 
 PROGRAM = """
 import os, signal, sys
@@ -355,3 +359,17 @@ def test_a_rank_cannot_join_shards_but_the_others_train_on(tmp_path: Path, forks
     assert "with sharded=True, a process cannot join ranks that are training" in done.stderr
     assert "of 2, joins=False, step 2000" in done.stdout
     assert done.returncode == 0, done.stderr
+
+
+def test_a_rank_that_is_lost_during_a_look_is_no_failure() -> None:
+    """torch's own look ends all ranks if one has failed. So it is left out while all ranks seem to run."""
+    running = SimpleNamespace(proc=SimpleNamespace(pid=1, poll=lambda: None))
+    ranks: Any = SimpleNamespace(subprocess_handlers={0: running, 1: running})
+
+    def look_of_torch(ranks: Any) -> None:
+        raise AssertionError("a rank could be lost just now")
+
+    guardian: Any = SimpleNamespace(watch=lambda *_: None)
+    losses = Losses(lambda *_: None, num_restarts=0)
+    workers = Workers("mark", guardian, whole_groups=False, note_ended=lambda *_: None, losses=losses)
+    assert workers._poll(look_of_torch, ranks) is None

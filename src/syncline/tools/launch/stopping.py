@@ -209,6 +209,8 @@ class Workers:
                 return None
         if self._requested is not None and (is_failure or all_ended):
             raise SignalException(f"process {os.getpid()} got {self._requested.name}", self._requested)
+        if losses is not None and not is_failure and not all_ended and EXIT_STOPPED not in codes:
+            return None  # torch's `poll` would look again, and end all ranks if one has been lost just now
         return poll(ranks)
 
     def _succeeded(
