@@ -7,8 +7,7 @@ stops the others; and what `sl.steps` costs.
 Each job begins with three ranks (--ranks), each with one thread. All but one are killed, one after the other, at random
 moments from outside. The time runs from the kill until each rank that is left has committed a new step, whose forward
 began after the kill: a step in flight does not count, because its gradients may have arrived already. "lost_steps" is
-the number of steps that had been committed before the kill, and were made again. "a_step_ms" is the median time of a
-step of all ranks before the first kill.
+the number of steps that had been committed before the kill, and were made again.
 
 torchrun (torch's class, Gloo) starts all ranks anew when one is lost; they load a checkpoint of every 20th step.
 
@@ -248,6 +247,7 @@ def job(
     """
     found: list[tuple[float, int]] = []
     with running_job(way, num_ranks, num_parameters, torchft) as folder:
+        wait_until(lambda: len(commits(folder)) == num_ranks)  # torchft begins before all are there
         while len(found) < num_ranks - 1 and not (found and math.isinf(found[-1][0])):
             found.append(one_kill(folder, lots, starts_again=way == "torchrun"))
     return found
