@@ -62,7 +62,8 @@ class _OfNumpy:
         return self._state
 
     def _seen(self) -> bytes | None:
-        generator = self._random.mtrand._rand._bit_generator
+        find = getattr(self._random, "get_bit_generator", None)  # since numpy 1.24
+        generator: Any = None if find is None else find()
         if type(generator) is not self._kind:
             return None
         return ctypes.string_at(generator.ctypes.state_address, _NUM_BYTES)
