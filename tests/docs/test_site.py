@@ -190,7 +190,7 @@ def hits_of(page: Any, address: str, question: str) -> list[str]:
     page.goto(address)
     page.fill("input.md-search__input", question)
     found = ".md-search-result__item > a.md-search-result__link"
-    page.wait_for_selector(found, state="attached", timeout=60_000)  # a busy machine
+    page.wait_for_selector(found, state="attached", timeout=180_000)  # a busy machine
     links = page.query_selector_all(found)
     return [urlsplit(link.get_attribute("href")).path.lstrip("/") for link in links]
 
