@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import http.server
 import json
@@ -11,6 +12,7 @@ import shutil
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from html.parser import HTMLParser
 from pathlib import Path
@@ -187,11 +189,16 @@ QUESTIONS = {
 
 def hits_of(page: Any, address: str, question: str) -> list[str]:
     """The addresses of the search's results, the best first."""
-    page.goto(address)
-    page.fill("input.md-search__input", question)
+    slow = pytest.importorskip("playwright.sync_api").TimeoutError
     found = ".md-search-result__item > a.md-search-result__link"
-    page.wait_for_selector(found, state="attached", timeout=180_000)  # a busy machine
-    links = page.query_selector_all(found)
+    deadline = time.monotonic() + 180  # a busy machine
+    links: list[Any] = []
+    while not links and time.monotonic() < deadline:
+        page.goto(address)
+        page.fill("input.md-search__input", question)  # the page may not hear it before it is ready
+        with contextlib.suppress(slow):
+            page.wait_for_selector(found, state="attached", timeout=30_000)
+        links = page.query_selector_all(found)
     return [urlsplit(link.get_attribute("href")).path.lstrip("/") for link in links]
 
 

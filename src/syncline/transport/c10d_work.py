@@ -7,7 +7,9 @@ torch. If the caller passes no timeout, errors then come from NCCL's own watchdo
 
 from __future__ import annotations
 
+import math
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from datetime import timedelta
@@ -33,6 +35,9 @@ this very process: others wait for ranks that have noticed it, and send nothing 
 """
 
 _LOOK = timedelta(seconds=_LOOK_SECONDS)
+
+_ARRIVAL_SECONDS = 0.06
+"""How long a rank still waits when a process has ended: what it sent before may be on the way, on a busy machine."""
 
 
 class C10dWork(WatchedWork):
@@ -97,6 +102,7 @@ class C10dWork(WatchedWork):
             return True
         if health.failure is not None and not self._has_succeeded():
             raise health.error()
+        killed_at = math.inf
         while True:
             try:
                 work.wait(_LOOK if seconds > _LOOK_SECONDS else _at_least_a_millisecond(seconds))
@@ -110,8 +116,10 @@ class C10dWork(WatchedWork):
             if seconds <= 0:
                 return False
             killed = health.killed_ranks()
-            if killed and not work.is_completed():
-                raise FailedWait(health, self).lost(killed)
+            if killed:
+                killed_at = min(killed_at, time.monotonic())
+                if time.monotonic() - killed_at > _ARRIVAL_SECONDS and not work.is_completed():
+                    raise FailedWait(health, self).lost(killed)
 
 
 class CallOfTorch(C10dWork):
