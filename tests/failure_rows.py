@@ -19,8 +19,9 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from time import monotonic
-from types import SimpleNamespace
 from typing import Any, NamedTuple
+
+import pytest
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "reference" / "failure-matrix.md"
@@ -134,13 +135,14 @@ def record(failure: str, transport: str, sees: object, measured_seconds: float |
 
 
 @contextmanager
-def recorded(failure: str, transport: str) -> Iterator[Any]:
-    """Measure the time until an error, which the block assigns to the attribute `sees` of the result."""
-    seen, began = SimpleNamespace(sees=None), monotonic()
-    yield seen
-    seconds = monotonic() - began
-    assert seen.sees is not None, "nothing was seen"
-    record(failure, transport, seen.sees, seconds)
+def recorded(
+    failure: str, transport: str, error: type[BaseException], match: str | None = None
+) -> Iterator[None]:
+    """Expect an error as `pytest.raises` does, and write a row with it and with the time until it is raised."""
+    began = monotonic()
+    with pytest.raises(error, match=match) as caught:
+        yield
+    record(failure, transport, caught.value, monotonic() - began)
 
 
 def record_in_steps(place: str, kind: str, transport: str, seconds: float) -> None:

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import contextlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from syncline.testing import HostsUnavailable, TwoHosts, two_hosts
+
+if TYPE_CHECKING:
+    from forks import Forks
 
 
 @pytest.fixture
@@ -17,3 +23,10 @@ def hosts() -> Iterator[TwoHosts]:
             yield made
     except HostsUnavailable as error:
         pytest.skip(str(error))
+
+
+@pytest.fixture
+def job_of(hosts: TwoHosts, tmp_path: Path, forks: Forks) -> Iterator[Callable[[type[Any]], Any]]:
+    """Makes a job of a class of `elastic_hosts`, and ends what a failed test has left of it."""
+    with contextlib.ExitStack() as stack:
+        yield lambda kind: stack.enter_context(contextlib.closing(kind(hosts, tmp_path, forks)))

@@ -5,17 +5,13 @@ The hosts are network namespaces of this machine, joined by a cable of the kerne
 
 from __future__ import annotations
 
-import contextlib
 import time
-from collections.abc import Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from elastic import Fault
 from elastic_hosts import NUM_ON_A, Job, Training
-
-from forks import Forks
-from syncline.testing import TwoHosts
 
 pytestmark = pytest.mark.slow
 
@@ -23,15 +19,13 @@ RANKS_OF = {"a": (0, 1, 2), "b": (3, 4)}
 
 
 @pytest.fixture
-def training(hosts: TwoHosts, tmp_path: Path, forks: Forks) -> Iterator[Training]:
-    with contextlib.closing(Training(hosts, tmp_path, forks)) as made:
-        yield made
+def training(job_of: Callable[[type[Training]], Training]) -> Training:
+    return job_of(Training)
 
 
 @pytest.fixture
-def job(hosts: TwoHosts, tmp_path: Path, forks: Forks) -> Iterator[Job]:
-    with contextlib.closing(Job(hosts, tmp_path, forks)) as made:
-        yield made
+def job(job_of: Callable[[type[Job]], Job]) -> Job:
+    return job_of(Job)
 
 
 # ---------------------------------------------------------------------- ranks and hosts are lost

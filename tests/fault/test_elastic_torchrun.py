@@ -5,8 +5,7 @@ The hosts are network namespaces of this machine. Needs root; skipped otherwise.
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,7 +13,6 @@ import pytest
 from elastic import Fault
 from elastic_hosts import Job, Training
 
-from forks import Forks
 from syncline.testing import TwoHosts
 
 pytestmark = pytest.mark.slow
@@ -63,15 +61,13 @@ class TrainingByTorchrun(StartsTorchrun, Training):
 
 
 @pytest.fixture
-def training(hosts: TwoHosts, tmp_path: Path, forks: Forks) -> Iterator[TrainingByTorchrun]:
-    with contextlib.closing(TrainingByTorchrun(hosts, tmp_path, forks)) as made:
-        yield made
+def training(job_of: Callable[[type[TrainingByTorchrun]], TrainingByTorchrun]) -> TrainingByTorchrun:
+    return job_of(TrainingByTorchrun)
 
 
 @pytest.fixture
-def job(hosts: TwoHosts, tmp_path: Path, forks: Forks) -> Iterator[StartsTorchrun]:
-    with contextlib.closing(StartsTorchrun(hosts, tmp_path, forks)) as made:
-        yield made
+def job(job_of: Callable[[type[StartsTorchrun]], StartsTorchrun]) -> StartsTorchrun:
+    return job_of(StartsTorchrun)
 
 
 @pytest.mark.parametrize("rendezvous", ["c10d", "static"])
@@ -96,6 +92,9 @@ RESUMES = """
 import os, pathlib, signal, sys
 import torch, syncline as sl
 
+def say(*words):
+    os.write(1, (" ".join(map(str, words)) + "\\n").encode())  # at once, because all ranks write to one file
+
 folder = pathlib.Path(sys.argv[1])
 first, size = sl.init(timeout=60).rank, sl.world().size
 ddp = sl.DistributedDataParallel(torch.nn.Linear(2, 1))
@@ -104,7 +103,7 @@ state = sl.TrainState(model=ddp, optimizer=optimizer)
 checkpointer = sl.Checkpointer(folder / "saves")
 checkpointer.load(state)
 is_second_life = state.step > 0
-print("begins", first, size, state.step, os.environ["TORCHELASTIC_RESTART_COUNT"], flush=True)
+say("begins", first, size, state.step, os.environ["TORCHELASTIC_RESTART_COUNT"])
 for step in sl.steps(state, until=30 if is_second_life else 1_000_000, patience=1.0):
     with step:
         if first == 2 and step.number == 12 and not is_second_life:
@@ -114,7 +113,7 @@ for step in sl.steps(state, until=30 if is_second_life else 1_000_000, patience=
         optimizer.step()
     if step.is_committed and state.step == 10:
         checkpointer.save(state)
-print("ends", sl.world().rank, sl.world().size, state.step, flush=True)
+say("ends", sl.world().rank, sl.world().size, state.step)
 sl.shutdown()
 """
 

@@ -107,21 +107,15 @@ class Replica:
         """Open a lane for a purpose, and add it to `lanes`, or else to those of this replica."""
         return (lanes or self._lanes).open(f"{purpose} of {self._title}", of=self.transport)
 
-    def _wire(
-        self,
-        chosen: Selection,
-        former: GradientSync | None = None,
-        order: Sequence[int] | None = None,
-    ) -> None:
+    def _wire(self, chosen: Selection, former: GradientSync | None = None) -> None:
         """Build the parts that synchronize these tensors, and install their hooks.
 
-        With `sharded=True`, or with an order, this is a collective call.
+        With `sharded=True`, or in another group than that of `former`, this is a collective call.
 
         Args:
             chosen: the tensors to synchronize.
             former: the former synchronization of gradients. The new one takes over its state. Pass None if there is no
                 former one.
-            order: the order of the buckets; see `BucketLayout.build`.
         """
         self.selection = chosen
         # Not part of the configuration, because a group of one rank may be replaced by a larger one.
@@ -132,7 +126,6 @@ class Replica:
             replace(self.config.gradients, compares_replicas=compares),
             main_lane=self.transport,
             former=former,
-            order=order,
         )
         self.buffers = BufferSync(
             self.module,
@@ -173,10 +166,10 @@ class Replica:
         self.refuse_sharded(f"the bounds of the shards are fixed, so {UNCHANGED}")
         self._replace_parts(chosen)
 
-    def _replace_parts(self, chosen: Selection | None = None, order: Sequence[int] | None = None) -> None:
+    def _replace_parts(self, chosen: Selection | None = None) -> None:
         former, former_buffers = self.gradients, self.buffers
         self._hooks_finalizer.detach()
-        self._wire(chosen or self._chosen_again(), former, order)
+        self._wire(chosen or self._chosen_again(), former)
         self.buffers.continues(former_buffers)
 
     def _chosen_again(self) -> Selection:
@@ -340,8 +333,7 @@ class Replica:
             self.sharding, self.config = None, self.config.with_gradients(sharded=False)
         with self._lanes.replaced():
             self._gradient_lane, self._buffer_lane = self._open_lanes(self.selection)
-            # All ranks are at the same place of the program, so the buckets get their final memory now.
-            self._replace_parts(order=self.gradients.layout.agreed_order(transport))
+            self._replace_parts()
 
     def abort_groups(self, reason: str) -> None:
         """Let the ranks that average gradients with this rank in a group fail, because this rank stops."""

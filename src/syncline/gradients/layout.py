@@ -111,7 +111,7 @@ class BucketLayout:
         if self.message is not None:
             self.message = TailMessage(self._transport, form.numel)
             return
-        self._build_anew([i for bucket in self.buckets for i in bucket.plan.parameters])
+        self._build_anew(self._order)
 
     def build(self, comm_hook: CommHook | None, order: Sequence[int] | None = None) -> None:
         """Lay out the buckets. This is a collective call if they are sharded, or if their order is given.
@@ -125,17 +125,12 @@ class BucketLayout:
         self.order_is_learnt = order is not None
         self._build(range(len(self._parameters))[::-1] if order is None else order)
 
-    def agreed_order(self, transport: Transport) -> list[int] | None:
+    def order_of_rank_0(self, transport: Transport) -> list[int] | None:
         """Return the order that rank 0 of a new group has learnt, or None if it has learnt none. A collective call."""
-        order = [i for bucket in self.buckets for i in bucket.plan.parameters]
-        is_learnt = self.order_is_learnt and not self._options.sharded and bool(order)
-        num_parameters = len(self._parameters)
-        sent = torch.tensor(
-            [is_learnt, *(order if is_learnt else range(num_parameters))], device=transport.control_device
-        )
-        transport.broadcast(sent, 0).wait()
-        is_learnt, *order = sent.tolist()
-        return order if is_learnt else None
+        is_learnt = self.order_is_learnt and not self._options.sharded and bool(self.buckets)
+        mine = self._order if is_learnt else range(len(self._parameters))
+        is_learnt_there, *order = _of_rank_0([is_learnt, *mine], transport)
+        return order if is_learnt_there else None
 
     def learn_order(self, ready: Sequence[int]) -> None:
         """Lay the buckets out again, in the order in which rank 0's gradients were ready.
@@ -151,16 +146,18 @@ class BucketLayout:
         self.order_is_learnt = True
         if self._options.sharded:
             return
-        order = [i for bucket in self.buckets for i in bucket.plan.parameters]
+        order = self._order
         if len(self.buckets) > 1:
             seen = set(ready)
-            rest = [i for i in order if i not in seen]
-            sent = torch.tensor([*ready, *rest], device=self._transport.control_device)
-            self._transport.broadcast(sent, 0).wait()
-            order = sent.tolist()
+            order = _of_rank_0([*ready, *(i for i in order if i not in seen)], self._transport)
         elif not self._uses_transport_memory:
             return
         self._build_anew(order)
+
+    @property
+    def _order(self) -> list[int]:
+        """The indices of the parameters, in the order of the buckets."""
+        return [i for bucket in self.buckets for i in bucket.plan.parameters]
 
     @property
     def _uses_transport_memory(self) -> bool:
@@ -301,3 +298,11 @@ class BucketLayout:
 
     def _dense(self) -> list[DenseBucket]:
         return [bucket for bucket in self.buckets if isinstance(bucket, DenseBucket)]
+
+
+def _of_rank_0(numbers: Sequence[int], transport: Transport) -> list[int]:
+    """Return the numbers of rank 0. A collective call, with equally many numbers on all ranks."""
+    sent = torch.tensor(numbers, device=transport.control_device)
+    transport.broadcast(sent, 0).wait()
+    found: list[int] = sent.tolist()
+    return found

@@ -56,7 +56,6 @@ class GradientSync:
             object as `transport`, only this reducer uses the connections of `transport`.
         former: the reducer that the new reducer replaces, because the module or its group has changed; None if there is
             no such reducer. The new reducer takes over the state of `former` and removes the hooks of `former`.
-        order: the order of the buckets; see `BucketLayout.build`.
     """
 
     def __init__(
@@ -67,7 +66,6 @@ class GradientSync:
         *,
         main_lane: Transport,
         former: GradientSync | None = None,
-        order: Sequence[int] | None = None,
     ) -> None:
         self.names = [name for name, _ in named_parameters]
         self.main_lane = main_lane
@@ -88,7 +86,6 @@ class GradientSync:
             options,
             has_own_connection=transport is not main_lane,
             former=None if former is None else former.reduction,
-            order=order,
         )
         self.riders: Roster = self.reduction.riders
         """The roster, which has each rider of this reducer as an attribute."""

@@ -39,8 +39,8 @@ class Reduction:
         has_own_connection: whether only this reduction uses the connections of `transport`. If so, collectives that a
             communication hook starts use other connections.
         former: the reduction that the new reduction replaces, because the module or its group has changed; None if
-            there is no such reduction. The new reduction takes over the state of `former`.
-        order: the order of the buckets; see `BucketLayout.build`.
+            there is no such reduction. The new reduction takes over the state of `former`. If `former` has another
+            transport, this is a collective call.
     """
 
     def __init__(
@@ -51,7 +51,6 @@ class Reduction:
         *,
         has_own_connection: bool,
         former: Reduction | None = None,
-        order: Sequence[int] | None = None,
     ) -> None:
         names = [name for name, _ in named_parameters]
         self.parameters = [parameter for _, parameter in named_parameters]
@@ -77,15 +76,17 @@ class Reduction:
         self.normalizer: ItemNormalizer = ItemNormalizer(self.parameters, transport.size)
         self._has_own_connection = has_own_connection
         self._has_warned_of_graph = False
-        comm_hook, text = None, None
+        comm_hook, text, order = None, None, None
         if former is not None:
             # A block of normalize_by may have begun before the module changed, so the normalizer stays the same object.
             self.normalizer = former.normalizer
             self.normalizer.follow(self.parameters, transport.size)
             self._has_warned_of_graph = former._has_warned_of_graph
             comm_hook = former.layout.comm_hook
-            if former.transport is transport:  # in another group, the ranks are in step again
+            if former.transport is transport:
                 text = former.out_of_step.text
+            else:  # the ranks are in step, at the same place of the program: the buckets get their final memory now
+                order = former.layout.order_of_rank_0(transport)
         self.out_of_step: OutOfStep = OutOfStep(transport.rank, names, text=text)
         if transport.size > 1 or comm_hook is not None:
             self.layout.build(comm_hook, order)

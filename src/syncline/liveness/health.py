@@ -145,9 +145,9 @@ class Health:
         self._timeout_seconds = timeout_seconds
         self._group = None if main.group is None else weakref.ref(main.group)
         self._keeper: Keeper | None = None
+        """The thread that keeps the groups alive after a failure."""
         self._ranks_that_left: set[int] = set()
         """Those ranks of which `killed_ranks` has found that they had left before they ended."""
-        """The thread that keeps the groups alive after a failure."""
         if size > 1:
             refuse_in_forks(self)
 

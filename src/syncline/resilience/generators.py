@@ -69,6 +69,6 @@ class _OfNumpy:
         return ctypes.string_at(generator.ctypes.state_address, _NUM_BYTES)
 
 
-def _bytes_of(state: Any) -> bytes | None:
+def _bytes_of(state: Any) -> bytes:
     _, words, position, *_ = state
     return bytes(words.tobytes() + int(position).to_bytes(4, sys.byteorder))

@@ -186,7 +186,7 @@ def conclude(attached: AttachedOptimizer, *, is_made: bool) -> None:
 
 
 def num_steps_of(attached: AttachedOptimizer) -> int:
-    """Return the number of steps of an optimizer, with a step that this rank has made of its shards."""
+    """Return how many steps an optimizer has made. A step that only the shards of this rank have made counts, too."""
     shards = sharded_state_of(attached.optimizer)
     return attached.num_steps + (isinstance(shards, AttachedShards) and shards.open_step.is_made)
 

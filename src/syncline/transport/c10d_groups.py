@@ -127,7 +127,7 @@ def host_copy(tensor: Tensor) -> Tensor:
 
 
 def _in_order(values: Tensor, op: ReduceOp) -> Tensor:
-    """Map floats to integers so that a comparison of integers gives the same result as one of floats.
+    """Map floats to integers that have the same order, so that they can be compared instead of the floats.
 
     The integers have the bits of the floats. For negative floats, all bits except the sign bit are inverted. NaN
     becomes larger than all numbers if `op` is "max", and smaller than all numbers if `op` is "min".

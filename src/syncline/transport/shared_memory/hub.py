@@ -121,18 +121,8 @@ class Hub:
         with contextlib.ExitStack() as stack:
             listener = stack.enter_context(listener_for_next()) if rank < size - 1 else None
             everyone = self._exchange_presence(listener, token, exchange)
-
-            def connect() -> None:
-                try:
-                    self._connect(listener, everyone)
-                    self._verify(everyone)
-                except BaseException:
-                    stack.close()  # so that the other ranks of the chain do not wait for this rank
-                    self.close()
-                    raise
-
             try:
-                _agree(exchange, connect)
+                _agree(exchange, lambda: self._connect_and_verify(listener, everyone))
             except SharedMemoryUnavailable:
                 self.close()
                 raise
@@ -153,6 +143,17 @@ class Hub:
         everyone = [_parsed(row, rank) for rank, row in enumerate(rows)]
         _check_ability(everyone)
         return everyone
+
+    def _connect_and_verify(self, listener: socket.socket | None, everyone: list[_Presence]) -> None:
+        try:
+            self._connect(listener, everyone)
+            self._verify(everyone)
+        except BaseException:
+            # So that the other ranks of the chain do not wait for this rank
+            if listener is not None:
+                listener.close()
+            self.close()
+            raise
 
     def _connect(self, listener: socket.socket | None, everyone: list[_Presence]) -> None:
         token = bytes.fromhex(everyone[0].token)

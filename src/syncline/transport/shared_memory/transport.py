@@ -1,4 +1,4 @@
-"""The transport of the engine for the ranks of one host.
+"""A transport that sends tensors through shared memory, between ranks on one host.
 
 The native core handles CPU tensors. The ranks can connect over another transport (Gloo, NCCL), which is then called the
 transport beneath. It handles the tensors on other devices, and provides notices, board and errors.
