@@ -148,6 +148,8 @@ class Health:
         """The thread that keeps the groups alive after a failure."""
         self._ranks_that_left: set[int] = set()
         """Those ranks of which `killed_ranks` has found that they had left before they ended."""
+        self._killed_at: dict[int, float] = {}
+        """When `killed_ranks` has found for the first time that a rank had been killed."""
         if size > 1:
             refuse_in_forks(self)
 
@@ -288,10 +290,13 @@ class Health:
         """Return those other ranks on this host whose processes have ended."""
         return sorted(rank for rank, process in self.processes_here().items() if process.has_ended())
 
-    def killed_ranks(self) -> list[int]:
+    def killed_ranks(self, seconds: float) -> list[int]:
         """Return those other ranks on this host whose processes have ended, although they had not left the group.
 
         The store is read only if a process has ended.
+
+        Args:
+            seconds: how long ago this method must have found the end of a process for the first time.
         """
         known = {} if self.notices is None else self.notices.known_processes_here()
         ended = [
@@ -302,7 +307,9 @@ class Health:
         if ended:
             places = self.places()
             self._ranks_that_left.update(rank for rank in ended if rank in places and places[rank].has_left)
-        return sorted(rank for rank in ended if rank not in self._ranks_that_left)
+        now = time.monotonic()
+        killed = [rank for rank in ended if rank not in self._ranks_that_left]
+        return sorted(rank for rank in killed if now - self._killed_at.setdefault(rank, now) >= seconds)
 
     def stopped_ranks(self) -> list[int]:
         """Return those other ranks on this host whose processes are stopped by SIGSTOP, Ctrl-Z or a debugger."""

@@ -7,9 +7,7 @@ torch. If the caller passes no timeout, errors then come from NCCL's own watchdo
 
 from __future__ import annotations
 
-import math
 import threading
-import time
 from collections.abc import Callable
 from dataclasses import replace
 from datetime import timedelta
@@ -36,8 +34,12 @@ this very process: others wait for ranks that have noticed it, and send nothing 
 
 _LOOK = timedelta(seconds=_LOOK_SECONDS)
 
-_ARRIVAL_SECONDS = 0.06
-"""How long a rank still waits when a process has ended: what it sent before may be on the way, on a busy machine."""
+_ARRIVAL_SECONDS = 0.2
+"""How long a rank still waits when a process has ended.
+
+What this process sent before may be on the way, or the connection closes, and its error says more. On a busy machine
+both take a while.
+"""
 
 
 class C10dWork(WatchedWork):
@@ -102,7 +104,6 @@ class C10dWork(WatchedWork):
             return True
         if health.failure is not None and not self._has_succeeded():
             raise health.error()
-        killed_at = math.inf
         while True:
             try:
                 work.wait(_LOOK if seconds > _LOOK_SECONDS else _at_least_a_millisecond(seconds))
@@ -115,11 +116,9 @@ class C10dWork(WatchedWork):
             seconds -= _LOOK_SECONDS
             if seconds <= 0:
                 return False
-            killed = health.killed_ranks()
-            if killed:
-                killed_at = min(killed_at, time.monotonic())
-                if time.monotonic() - killed_at > _ARRIVAL_SECONDS and not work.is_completed():
-                    raise FailedWait(health, self).lost(killed)
+            killed = health.killed_ranks(_ARRIVAL_SECONDS)
+            if killed and not work.is_completed():
+                raise FailedWait(health, self).lost(killed)
 
 
 class CallOfTorch(C10dWork):
