@@ -17,8 +17,10 @@ pytestmark = pytest.mark.slow
 
 PAGE = Path(__file__).parents[2] / "docs" / "guides" / "many-hosts.md"
 
+# One write for a line: torchrun runs Python with -u, and print() then writes each word on its own, between those of
+# the other ranks.
 PROGRAM = """
-import os, torch, syncline as sl
+import os, sys, torch, syncline as sl
 from syncline import launchers
 found = launchers.current()
 world = sl.init(timeout=60)
@@ -27,7 +29,7 @@ ddp(torch.full((1, 1), float(world.rank))).sum().backward()
 assert ddp.module.weight.grad.item() == 1.5
 assert len(os.environ["SYNCLINE_TOKEN"]) == 32
 sl.check_replicas(ddp.module)
-print(found.launcher, world.rank, world.size, world.local_size, ddp.contract.title, flush=True)
+sys.stdout.write(f"{found.launcher} {world.rank} {world.size} {world.local_size} {ddp.contract.title}\\n")
 sl.shutdown()
 """
 

@@ -245,8 +245,8 @@ tempfile.tempdir = os.environ["TMPDIR"]
 def program():
     world = sl.init()
     child = subprocess.Popen(["sleep", "300"])
-    print(os.getpid(), child.pid, flush=True)
     try:
+        print(os.getpid(), child.pid, flush=True)  # the signal may come as soon as this is read
         time.sleep(300)
     finally:
         print("cleaned up", flush=True)
