@@ -81,5 +81,19 @@ def test_two_ranks_one_after_the_other(
 
 @pytest.mark.slow
 @transports
+@pytest.mark.parametrize("second", ["opening lanes", "moving shards"])
+def test_samples_of_a_step_that_a_rank_makes_late_are_used(
+    second: str, transport: str, tmp_path: Path, rank_pool: RankPool
+) -> None:
+    """Rank 1 makes the step of its shard while the ranks connect anew; then another one is lost before it loads."""
+    faults = (
+        Fault(rank=1, step=4, place="optimizer", kind="lost connection"),
+        Fault(rank=0, step=4, place=second),
+    )
+    assert run(tmp_path, rank_pool, transport, *faults, may_miss=True) == 2
+
+
+@pytest.mark.slow
+@transports
 def test_one_rank_of_two_trains_on(transport: str, tmp_path: Path, rank_pool: RankPool) -> None:
     assert run(tmp_path, rank_pool, transport, Fault(rank=0, step=4, place="last bucket"), size=2) == 1

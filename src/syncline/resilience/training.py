@@ -74,6 +74,8 @@ class Training:
         """The number of steps that each optimizer had made when the first attempt of this step began."""
         self._num_made = 0
         """The number of steps of all optimizers when the last attempt began."""
+        self._num_uncounted: int | None = None
+        """The number of samples of the last attempt, if it was interrupted before an optimizer stepped with them."""
 
     # ------------------------------------------------------------------ a step
 
@@ -87,14 +89,20 @@ class Training:
         if not any(attached.num_made_before for attached in self._attached):
             self._made = steps
         self._num_made = sum(steps)
+        self._num_uncounted = None
 
     def end_attempt(self, num_samples: int | None) -> None:
         """Count the samples of an interrupted attempt, if an optimizer has stepped with them."""
         self._residuals.end()
+        self._num_uncounted = num_samples
+        self._count_samples()
+
+    def _count_samples(self) -> None:
         sampler = self._samples.sampler
-        if sampler is not None and num_samples and self._num_steps > self._num_made:
-            sampler.advance(num_samples)
+        if sampler is not None and self._num_uncounted and self._num_steps > self._num_made:
+            sampler.advance(self._num_uncounted)
             self._samples.note()
+            self._num_uncounted = None
 
     def undo(self) -> None:
         """Restore what an interrupted attempt has changed."""
@@ -188,6 +196,7 @@ class Training:
             rounds.standing.conclude(is_written=here.rank in behind)
         for attached in self._attached:
             conclude(attached, is_made=here.rank in behind)
+        self._count_samples()  # of a step concluded here: if a rank is lost before this one loads, it is not behind
         if here.rank in behind:
             self._settle_shards()
         for wrapper in self._wrappers:
@@ -258,6 +267,6 @@ class Training:
         load_sent(self.state, sent["state"], values=values, own=self._has_state)
         for rounds, place in zip(self._rounds, sent["places"], strict=True):
             rounds.go_to(place)
-        self._made = sent["made"]
+        self._made, self._num_uncounted = sent["made"], None
         for attached, number in zip(self._attached, sent["num_steps"], strict=True):
             attached.num_steps = number
