@@ -8,6 +8,7 @@ twice, or made with other samples gives other weights.
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import os
 import pkgutil
@@ -15,7 +16,7 @@ import signal
 import threading
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
@@ -99,6 +100,8 @@ class Plan:
     training: str = "every step"
     """A key of `TRAININGS`."""
     steps: int = STEPS
+    kills_late: bool = False
+    """Whether a rank that was to be killed at a place that it has not reached is killed when it has finished."""
 
 
 TRAININGS: dict[str, dict[str, Any]] = {
@@ -267,6 +270,8 @@ def train_or_leave(plan: Plan, first: int, folder: Path, file: TextIO) -> None:
         note(ended=end.code)
     wake_the_stopped(folder)
     sl.shutdown()
+    if plan.kills_late and any(fault.kind == "kill" for fault in moments.faults):
+        os.kill(os.getpid(), signal.SIGKILL)
 
 
 def wait_until_awaited(folder: Path) -> None:
@@ -461,7 +466,7 @@ def run(plan: Plan, folder: str, pool: RankPool) -> list[list[dict[str, Any]]]:
 
     # Only these runs have the weights of a run without a failure, as the page says. A time after the first of two
     # faults would be that after both.
-    for fault in plan.faults[-1:] if plan.training == "every step" else ():
+    for fault in plan.faults[-1:] if plan.training == "every step" and not plan.kills_late else ():
         record_in_steps(fault.place, fault.kind, plan.transport, seconds_after(fault, notes))
     return notes
 
@@ -504,11 +509,14 @@ def check(
         assert final["momentum"] == digest(momentum)
     if not may_miss:
         assert finals[0]["weights"] == digest([p.detach() for p in net.parameters()])
-    else:  # each element of the lost shard has made the step or not
-        other, _ = reference(used, STEPS, lost, are_missed=True)
-        made, missed = (torch.cat([p.detach().flatten() for p in one.parameters()]) for one in (net, other))
+    else:  # each element of a lost shard has made the step or not
         end = torch.tensor(finals[0]["values"], dtype=torch.float64)
-        assert bool(((end == made) | (end == missed)).all())
+        is_right = torch.zeros_like(end, dtype=torch.bool)
+        for number in range(len(lost) + 1):
+            for missed in itertools.combinations(lost, number):
+                net, _ = reference(used, STEPS, lost, missed=missed)
+                is_right |= end == torch.cat([p.detach().flatten() for p in net.parameters()])
+        assert bool(is_right.all())
     epoch: list[int] = []
     for number in sorted(used):
         assert len(set(epoch)) == len(epoch), epoch  # only the last step of an epoch is filled up
@@ -527,7 +535,7 @@ def lost_before_step(notes: list[list[dict[str, Any]]]) -> dict[int, list[str]]:
         for line in lines:
             if line.get("lost"):
                 first = min((n for n, made in generations.items() if made >= line["generation"]), default=0)
-                found[first] = line["lost"]
+                found[first] = sorted({*found.get(first, ()), *line["lost"]})
     return found
 
 
@@ -537,7 +545,7 @@ def reference(
     lost: dict[int, list[str]],
     *,
     takes_mean: bool = False,
-    are_missed: bool = False,
+    missed: Collection[int] = (),
 ) -> tuple[Net, list[Tensor]]:
     """Return the module and the momenta after these steps in one process.
 
@@ -546,17 +554,17 @@ def reference(
         num_steps: the number of steps.
         lost: the parameters whose momentum begins anew, by step.
         takes_mean: whether the loss of a step is the mean over its samples, and not their sum.
-        are_missed: whether the parameters in `lost` miss the step before.
+        missed: the keys of `lost` whose parameters miss the step before.
     """
     net = Net()
     optimizer, scheduler = optimizer_of(net)
     for number in range(1, num_steps + 1):
         for name in lost.get(number, ()):
-            del optimizer.state[net.get_parameter(name)]
+            optimizer.state.pop(net.get_parameter(name), None)  # none if it has missed the first step
         optimizer.zero_grad()
         losses = net(torch.stack([sample(index) for index in used[number]]))
         (losses.mean() if takes_mean else losses.sum()).backward()
-        for name in lost.get(number + 1, ()) if are_missed else ():
+        for name in lost[number + 1] if number + 1 in missed else ():
             net.get_parameter(name).grad = None
         optimizer.step()
         scheduler.step()

@@ -13,11 +13,11 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from syncline._torch.optimizers import state_dict_post_hooks, state_dict_pre_hooks
-from syncline.errors import SynclineError
 from syncline.gradients.shard import Shard
 from syncline.gradients.shard_plan import Piece, pieces_of, spans_in
-from syncline.optimizers.attached import unbound, weakly, weakly_bound
+from syncline.optimizers.attached import weakly
 from syncline.optimizers.contents import keep_saved_types
+from syncline.sharded.methods import ReplacedMethods, refuse_methods
 from syncline.sharded.part import ShardedState, attach_sharded_state, has_sharded_state, whole_of
 from syncline.sharded.state import (
     ShardedModule,
@@ -29,9 +29,6 @@ from syncline.sharded.state import (
 )
 from syncline.sharded.step import OpenStep
 from syncline.transport.base import Transport
-
-_METHODS = ("step", "zero_grad", "add_param_group", "state_dict", "load_state_dict")
-"""The names of the optimizer's methods that `AttachedShards` replaces."""
 
 
 def is_sharded(optimizer: object) -> bool:
@@ -93,11 +90,8 @@ class AttachedShards(ShardedState):
             if not set(bucket_shard.plan.parameters).isdisjoint(self.group_of)
         ]
         """The `BucketShard`s of the buckets that contain parameters of this optimizer."""
-        self._native = {name: unbound(optimizer, getattr(optimizer, name)) for name in _METHODS}
-        """The optimizer's former methods, as functions of the optimizer."""
-        self.is_dissolved = False
-        """Whether the optimizer has whole parameters again, and its former methods."""
-        self._put_methods()
+        self._methods = ReplacedMethods(optimizer)
+        self._replace_methods()
         attach_sharded_state(optimizer, self)
         states = {
             position: optimizer.state[parameter]
@@ -180,9 +174,9 @@ class AttachedShards(ShardedState):
         self._around_step = weakly(around_step)
         vars(self.optimizer)["around_step"] = around_step
 
-    def _put_methods(self) -> None:
-        optimizer: Any = self.optimizer
-        inner_step, inner_zero = self._native["step"], self._native["zero_grad"]
+    def _replace_methods(self) -> None:
+        optimizer, former = self.optimizer, self._methods.former
+        inner_step, inner_zero = former["step"], former["zero_grad"]
 
         @functools.wraps(inner_step)
         def step(self_: Optimizer, closure: Callable[[], float] | None = None, **kwargs: Any) -> Any:
@@ -216,21 +210,7 @@ class AttachedShards(ShardedState):
                 "before ddp.attach(optimizer)"
             )
 
-        methods: list[Callable[..., Any]] = [step, zero_grad, add_param_group, state_dict, load_state_dict]
-        for method in methods:
-            method.__dict__.pop("__wrapped__", None)
-            setattr(optimizer, method.__name__, weakly_bound(optimizer, self._unless_dissolved(method)))
-
-    def _unless_dissolved(self, method: Callable[..., Any]) -> Callable[..., Any]:
-        """Return a method that calls `method`, or the optimizer's former method once this object is dissolved."""
-
-        @functools.wraps(method)
-        def chosen(self_: Optimizer, *args: Any, **kwargs: Any) -> Any:
-            found = self._native[method.__name__] if self.is_dissolved else method
-            return found(self_, *args, **kwargs)
-
-        chosen.__dict__.pop("__wrapped__", None)
-        return chosen
+        self._methods.replace(optimizer, step, zero_grad, add_param_group, state_dict, load_state_dict)
 
     def release(self, successor: str) -> None:
         """Detach from the optimizer. Its methods raise an error from now on.
@@ -238,18 +218,8 @@ class AttachedShards(ShardedState):
         Args:
             successor: the class name of the optimizer that replaces this optimizer, for the message.
         """
-        optimizer: Any = self.optimizer
-        kind = type(optimizer).__name__
-
-        def refuse(*args: Any, **kwargs: Any) -> NoReturn:
-            raise SynclineError(
-                f"this {kind} was replaced and has lost its state, because a {successor} of the same parameters was "
-                f"attached later: use the {successor} instead"
-            )
-
-        for name in _METHODS:
-            setattr(optimizer, name, refuse)
-        attach_sharded_state(optimizer, _Released(refuse))
+        optimizer = self.optimizer
+        attach_sharded_state(optimizer, _Released(refuse_methods(optimizer, successor)))
         self._drop_shards()
         for group, parameters in zip(optimizer.param_groups, self.groups, strict=True):
             group["params"] = parameters
@@ -331,7 +301,7 @@ class AttachedShards(ShardedState):
             group["params"] = parameters
             if names is not None:
                 group["param_names"] = names
-        self.is_dissolved = True
+        self._methods.put_back()
         attach_sharded_state(optimizer, None)
         return [module.names[index] for index in sorted(lost)]
 
@@ -456,7 +426,7 @@ class AttachedShards(ShardedState):
             for position, its_id in enumerate(ids)
             if position not in trained and its_id in state["state"]
         }
-        self._native["load_state_dict"](self.optimizer, {"state": packed, "param_groups": groups})
+        self._methods.former["load_state_dict"](self.optimizer, {"state": packed, "param_groups": groups})
         self._idle_state = idle_state
         for shard, entries in sliced:
             bucket_shard, piece = self._module.bucket_shards[shard.piece.bucket], shard.piece

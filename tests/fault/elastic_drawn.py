@@ -1,0 +1,95 @@
+"""Two or three faults of one job in `sl.steps`, drawn by chance: does every step and sample count once?
+
+    python tests/fault/elastic_drawn.py --runs 500 --seed 0
+
+Each run draws a training, a transport, a number of ranks, and faults: which rank, in which step, at which place, and
+whether it is killed or only loses its connection. A fault at a place that its rank never reaches does nothing. The run
+that fails is printed, with its seed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import sys
+import tempfile
+import traceback
+
+import drifting
+import elastic
+from elastic import PLACES, STEPS, TRAININGS, Fault, Plan
+
+from syncline.testing import RankPool
+
+CONNECTING = ("agreeing", "meeting", "connecting", "opening lanes", "handing over", "loading", "the end")
+"""Places outside of the body of a step, at which the second loss happens while the ranks follow the first one."""
+
+PLACES_OF = {
+    "sharded": (*PLACES, *CONNECTING, "received", "moving shards"),
+    "LocalSGD": (*PLACES, *CONNECTING, "sync", "confirmed"),
+    "DiLoCo": (*PLACES, *CONNECTING, "sync", "confirmed"),
+    "streaming": (*PLACES, *CONNECTING, "sync", "confirmed"),
+}
+
+DRIFTING_STEPS = 18
+
+
+def drawn(seed: int, port: int) -> Plan:
+    """Return the run of a seed."""
+    lots = random.Random(seed)
+    training = lots.choice(["every step", "sharded", "sharded", "LocalSGD", "DiLoCo", "streaming"])
+    is_drifting = "strategy" in TRAININGS[training]
+    steps, latest = (
+        (DRIFTING_STEPS, 12) if is_drifting else (STEPS, STEPS)
+    )  # samples of lost steps come again
+    size = lots.choice([3, 4])
+    faults = []
+    about = lots.randrange(2, latest)
+    for rank in lots.sample(range(size), lots.choice([2, 2, 2, 3]) if size == 4 else 2):
+        step = about if lots.random() < 0.7 else lots.randrange(2, latest)
+        place = lots.choice(PLACES_OF.get(training, (*PLACES, *CONNECTING)))
+        kind = lots.choice(["kill", "kill", "lost connection"])
+        if place in ("handing over", "loading", "the end", "agreeing"):  # only a loss interrupts a rank there
+            kind = "kill"
+        faults.append(Fault(rank=rank, step=step, place=place, kind=kind, attempt=lots.choice([1, 1, 2])))
+    if all(fault.kind == "kill" for fault in faults) and len(faults) == size:
+        faults.pop()
+    return Plan(
+        size=size, transport=lots.choice(["shm", "c10d"]), faults=tuple(faults), port=port, training=training,
+        steps=steps, kills_late=True,
+    )  # fmt: skip
+
+
+def run(seed: int, pool: RankPool) -> None:
+    """Run the plan of a seed, and check all invariants."""
+    store = elastic.held_store()
+    plan = drawn(seed, store.port)
+    with tempfile.TemporaryDirectory() as folder:
+        notes = elastic.run(plan, folder, pool)
+    if plan.training == "every step":
+        elastic.check(notes)
+    elif plan.training == "sharded":
+        elastic.check(notes, may_miss=True)
+    else:
+        drifting.check(plan, notes, has_reference=plan.training != "streaming")
+
+
+def main() -> int:
+    """Run drawn plans, one after the other."""
+    parser = argparse.ArgumentParser(description=main.__doc__)
+    parser.add_argument("--runs", type=int, default=100)
+    parser.add_argument("--seed", type=int, default=0, help="the first seed")
+    arguments = parser.parse_args()
+    pool, failed = RankPool(), []
+    for seed in range(arguments.seed, arguments.seed + arguments.runs):
+        try:
+            run(seed, pool)
+        except Exception:
+            failed.append(seed)
+            print(f"seed {seed}: {drawn(seed, 0)}\n{traceback.format_exc()}", flush=True)
+    print(f"{arguments.runs} runs, {len(failed)} failed{': seeds ' if failed else ''}{failed or ''}")
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
