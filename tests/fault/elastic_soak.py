@@ -119,7 +119,7 @@ class Job:
         self.folder = folder
         self._sizes: dict[Path, int] = {}
         self._lines: dict[Path, list[dict[str, Any]]] = defaultdict(list)
-        program = [__file__, "--rank", transport, "--folder", str(folder)]
+        program = [os.path.abspath(__file__), "--rank", transport, "--folder", str(folder)]
         options = ["--resilient", "--max-restarts", "100000", "-n", str(RANKS)]
         command = [Path(sys.executable).with_name("syncline"), "run", *options, *program]
         with (folder / "log").open("w") as log:
@@ -144,7 +144,14 @@ class Job:
         return {int(path.name): lines for path, lines in self._lines.items()}
 
     def running(self) -> list[int]:
-        return [pid for pid in self.notes() if Path(f"/proc/{pid}").exists()]
+        return [pid for pid in self.notes() if self.is_running(pid)]
+
+    def is_running(self, pid: int) -> bool:
+        """Whether it is still a process of this job: the number of one that has ended may belong to another one."""
+        try:
+            return str(self.folder).encode() in Path(f"/proc/{pid}/cmdline").read_bytes()
+        except OSError:
+            return False
 
     def wait(self, what: str, is_so: Callable[[], bool]) -> None:
         deadline = time.monotonic() + _DEADLINE_SECONDS
@@ -187,11 +194,9 @@ def one_fault(job: Job, lots: random.Random, kind: str) -> float:
         next(line["at"] for line in job.notes()[pid] if line["step"] > last + 1) - began for pid in others
     )
     if kind == "stop":
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(
-                victim, signal.SIGCONT
-            )  # it finds out that it was left behind, and its successor is started
-    gone = [pid for pid in others if not Path(f"/proc/{pid}").exists()]
+        os.kill(victim, signal.SIGCONT)  # it finds out that it was left behind, and its successor is started
+        job.wait("the rank that was left behind ends", lambda: not job.is_running(victim))
+    gone = [pid for pid in others if not job.is_running(pid)]
     if gone:
         sys.exit(
             f"after the {kind} of {victim}, {gone} have ended, too:\n{(job.folder / 'log').read_text()[-4000:]}"
