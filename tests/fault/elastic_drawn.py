@@ -71,7 +71,9 @@ def run(seed: int, pool: RankPool) -> None:
     elif plan.training == "sharded":
         elastic.check(notes, may_miss=True)
     else:
-        are_several = sum(lines[-1].get("done") == plan.steps for lines in notes) > 1  # one rank alone never syncs
+        are_several = (
+            sum(lines[-1].get("done") == plan.steps for lines in notes) > 1
+        )  # one rank alone never syncs
         has_reference = are_several and plan.training in ("LocalSGD", "DiLoCo")
         drifting.check(plan, notes, has_reference=has_reference)
 

@@ -290,13 +290,13 @@ class Health:
         """Return those other ranks on this host whose processes have ended."""
         return sorted(rank for rank, process in self.processes_here().items() if process.has_ended())
 
-    def killed_ranks(self, seconds: float) -> list[int]:
+    def killed_ranks(self) -> dict[int, float]:
         """Return those other ranks on this host whose processes have ended, although they had not left the group.
 
         The store is read only if a process has ended.
 
-        Args:
-            seconds: how long ago this method must have found the end of a process for the first time.
+        Returns:
+            For each of these ranks, how many seconds ago this method has found it for the first time.
         """
         known = {} if self.notices is None else self.notices.known_processes_here()
         ended = [
@@ -308,8 +308,11 @@ class Health:
             places = self.places()
             self._ranks_that_left.update(rank for rank in ended if rank in places and places[rank].has_left)
         now = time.monotonic()
-        killed = [rank for rank in ended if rank not in self._ranks_that_left]
-        return sorted(rank for rank in killed if now - self._killed_at.setdefault(rank, now) >= seconds)
+        return {
+            rank: now - self._killed_at.setdefault(rank, now)
+            for rank in ended
+            if rank not in self._ranks_that_left
+        }
 
     def stopped_ranks(self) -> list[int]:
         """Return those other ranks on this host whose processes are stopped by SIGSTOP, Ctrl-Z or a debugger."""

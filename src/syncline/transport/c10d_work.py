@@ -41,6 +41,9 @@ What this process sent before may be on the way, or the connection closes, and i
 both take a while.
 """
 
+_REPORTED_SECONDS = 0.01
+"""How long it still waits if another rank has published that it has noticed the loss: then less is on the way."""
+
 
 class C10dWork(WatchedWork):
     """The work of one operation of a process group. Call its method `start` to begin the operation."""
@@ -116,9 +119,19 @@ class C10dWork(WatchedWork):
             seconds -= _LOOK_SECONDS
             if seconds <= 0:
                 return False
-            killed = health.killed_ranks(_ARRIVAL_SECONDS)
-            if killed and not work.is_completed():
-                raise FailedWait(health, self).lost(killed)
+            killed = health.killed_ranks()
+            if killed and not work.is_completed() and self._has_waited(max(killed.values())):
+                raise FailedWait(health, self).lost(sorted(killed))
+
+    def _has_waited(self, seconds: float) -> bool:
+        """Return whether this rank has waited long enough for what a process sent before it ended.
+
+        Args:
+            seconds: how long ago the end was found.
+        """
+        if seconds < _REPORTED_SECONDS:
+            return False
+        return seconds >= _ARRIVAL_SECONDS or self._health.published_failure() is not None
 
 
 class CallOfTorch(C10dWork):
