@@ -25,24 +25,25 @@ from syncline.transport.watched_work import SLICE_SECONDS, WatchedWork
 
 _SLICE = timedelta(seconds=SLICE_SECONDS)
 
-_LOOK_SECONDS = 0.02
-"""The time between two looks at the processes of the other ranks on this host, while a rank waits.
+_LOOK_SECONDS = 0.008
+_LOOK_SECONDS_PER_RANK = 0.001
+_MAX_LOOK_SECONDS = 0.02
+"""The time between two looks at the processes of the other ranks on this host, while a rank waits. A look costs time
+for each of these ranks.
 
 A connection closes only 25 ms after the end of a process has begun. And Gloo notices it only on ranks that wait for
 this very process: others wait for ranks that have noticed it, and send nothing any more.
 """
 
-_LOOK = timedelta(seconds=_LOOK_SECONDS)
+_LOOK_AGAIN_SECONDS = 0.004
+"""The time between two looks after a process has ended."""
 
-_ARRIVAL_SECONDS = 0.2
-"""How long a rank still waits when a process has ended.
+_ARRIVAL_SECONDS = 0.012
+"""How long a rank still waits when a process has ended, because what this process sent before may be on the way.
 
-What this process sent before may be on the way, or the connection closes, and its error says more. On a busy machine
-both take a while.
+On a busy machine this may be too short. Then the operation fails here, although it may succeed on other ranks, as it
+may with any other failure.
 """
-
-_REPORTED_SECONDS = 0.01
-"""How long it still waits if another rank has published that it has noticed the loss: then less is on the way."""
 
 
 class C10dWork(WatchedWork):
@@ -107,31 +108,25 @@ class C10dWork(WatchedWork):
             return True
         if health.failure is not None and not self._has_succeeded():
             raise health.error()
+        pause_seconds = min(_LOOK_SECONDS + _LOOK_SECONDS_PER_RANK * health.size, _MAX_LOOK_SECONDS)
         while True:
+            pause_seconds = min(pause_seconds, seconds)
             try:
-                work.wait(_LOOK if seconds > _LOOK_SECONDS else _at_least_a_millisecond(seconds))
+                work.wait(_at_least_a_millisecond(pause_seconds))
                 return True
             except RuntimeError:
                 pass
             if work.is_completed():
                 work.wait()  # returns if the work ended just now, else raises its error again
                 return True
-            seconds -= _LOOK_SECONDS
+            seconds -= pause_seconds
             if seconds <= 0:
                 return False
             killed = health.killed_ranks()
-            if killed and not work.is_completed() and self._has_waited(max(killed.values())):
-                raise FailedWait(health, self).lost(sorted(killed))
-
-    def _has_waited(self, seconds: float) -> bool:
-        """Return whether this rank has waited long enough for what a process sent before it ended.
-
-        Args:
-            seconds: how long ago the end was found.
-        """
-        if seconds < _REPORTED_SECONDS:
-            return False
-        return seconds >= _ARRIVAL_SECONDS or self._health.published_failure() is not None
+            if killed and not work.is_completed():
+                if max(killed.values()) >= _ARRIVAL_SECONDS:
+                    raise FailedWait(health, self).lost(sorted(killed))
+                pause_seconds = _LOOK_AGAIN_SECONDS
 
 
 class CallOfTorch(C10dWork):
