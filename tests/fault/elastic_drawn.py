@@ -3,8 +3,8 @@
     python tests/fault/elastic_drawn.py --runs 500 --seed 0
 
 Each run draws a training, a transport, a number of ranks, and faults: which rank, in which step, at which place, and
-whether it is killed or only loses its connection. A fault at a place that its rank never reaches does nothing. The run
-that fails is printed, with its seed.
+whether it is killed or only loses its connection. In some runs a process joins meanwhile, and may be killed, too. A
+fault at a place that its rank never reaches does nothing. The run that fails is printed, with its seed.
 """
 
 from __future__ import annotations
@@ -39,24 +39,27 @@ def drawn(seed: int, port: int) -> Plan:
     lots = random.Random(seed)
     training = lots.choice([*TRAININGS, "every step", "sharded", "sharded", "LocalSGD", "DiLoCo"])
     is_drifting = "strategy" in TRAININGS[training]
-    steps, latest = (
-        (DRIFTING_STEPS, 12) if is_drifting else (STEPS, STEPS)
-    )  # samples of lost steps come again
+    # After the last loss, there must be time for the samples of lost steps, which come again.
+    steps, latest = (DRIFTING_STEPS, 12) if is_drifting else (STEPS, STEPS)
     size = lots.choice([3, 4])
     faults = []
-    about = lots.randrange(2, latest)
+    joins = training != "sharded" and lots.random() < 0.4
+    earliest = 3 if joins else 2
+    about = lots.randrange(earliest, latest)
     for rank in lots.sample(range(size), lots.choice([2, 2, 2, 3]) if size == 4 else 2):
-        step = about if lots.random() < 0.7 else lots.randrange(2, latest)
+        step = about if lots.random() < 0.7 else lots.randrange(earliest, latest)
         place = lots.choice(PLACES_OF.get(training, (*PLACES, *CONNECTING)))
         kind = lots.choice(["kill", "kill", "lost connection"])
         if place in ("handing over", "loading", "the end", "agreeing"):  # only a loss interrupts a rank there
             kind = "kill"
         faults.append(Fault(rank=rank, step=step, place=place, kind=kind, attempt=lots.choice([1, 1, 2])))
-    if all(fault.kind == "kill" for fault in faults) and len(faults) == size:
-        faults.pop()
+    if joins:
+        faults.insert(0, Fault(rank=0, step=3, place="forward", kind="await newcomers"))
+        if lots.random() < 0.3:  # the process that joins has not begun a step
+            faults.append(Fault(rank=size, step=0, place=lots.choice(["meeting", "connecting", "loading"])))
     return Plan(
         size=size, transport=lots.choice(["shm", "c10d"]), faults=tuple(faults), port=port, training=training,
-        steps=steps, kills_late=True,
+        steps=steps, kills_late=True, num_newcomers=int(joins), max_ranks=size + 1 if joins else None,
     )  # fmt: skip
 
 
@@ -71,10 +74,9 @@ def run(seed: int, pool: RankPool) -> None:
     elif plan.training == "sharded":
         elastic.check(notes, may_miss=True)
     else:
-        are_several = (
-            sum(lines[-1].get("done") == plan.steps for lines in notes) > 1
-        )  # one rank alone never syncs
-        has_reference = are_several and plan.training in ("LocalSGD", "DiLoCo")
+        are_several = sum("done" in lines[-1] for lines in notes if lines) > 1  # one rank alone never syncs
+        is_exact = plan.training in ("LocalSGD", "DiLoCo") and not plan.num_newcomers
+        has_reference = are_several and is_exact
         drifting.check(plan, notes, has_reference=has_reference)
 
 

@@ -85,6 +85,28 @@ def test_a_rank_that_is_lost_while_another_joins(
     assert len(elastic.check(notes)) == 2
 
 
+@both_transports
+@pytest.mark.parametrize("training", mostly_slow("PowerSGD", "4 bit", fast=("4 bit",)))
+def test_newcomers_join_under_a_compression(
+    training: str, transport: str, tmp_path: Path, rank_pool: RankPool
+) -> None:
+    """They lay out their buckets in the order that the others have learnt, although they get the hook later."""
+    notes = run(tmp_path, rank_pool, 2, transport, HOLD, num_newcomers=1, max_ranks=3, training=training)
+    assert len(elastic.check_ends(notes, STEPS, num_forwards=STEPS)) == 3
+
+
+@both_transports
+def test_a_rank_that_loads_the_end_of_a_step_forgets_who_was_reported_in_it(
+    transport: str, tmp_path: Path, rank_pool: RankPool
+) -> None:
+    """Or it would wait for the others before the next step, to let in a process that has joined already."""
+    fault = Fault(rank=1, step=3, place="averaging", kind="lost connection")
+    notes = run(
+        tmp_path, rank_pool, 2, transport, HOLD, fault, num_newcomers=1, max_ranks=3, training="4 bit"
+    )
+    assert len(elastic.check_ends(notes, STEPS, num_forwards=STEPS)) == 3
+
+
 @pytest.mark.slow
 @both_transports
 def test_a_newcomer_without_the_state_ends_if_all_others_are_lost(

@@ -118,10 +118,13 @@ class BucketLayout:
 
         Args:
             comm_hook: the communication hook that reduces the buckets; None for the transport's all_reduce.
-            order: the order that `learn_order` would find, the same on all ranks. None stands for the reverse order of
-                the parameters until then: those that forward uses last usually get their gradients first.
+            order: the order that `learn_order` would find, the same on all ranks. None stands for the order that is
+                learnt already, or else for the reverse order of the parameters: those that forward uses last usually
+                get their gradients first.
         """
         self.comm_hook = comm_hook
+        if order is None and self.order_is_learnt:
+            order = self._order
         self.order_is_learnt = order is not None
         self._build(range(len(self._parameters))[::-1] if order is None else order)
 

@@ -81,8 +81,7 @@ class Training:
 
     def begin_attempt(self) -> None:
         """Remember what the body finds."""
-        for newcomers in self._riders:
-            newcomers.are_waiting = False
+        self._forget_newcomers()
         self._undo.begin()
         self._residuals.begin()
         steps = self._steps_now()
@@ -178,6 +177,10 @@ class Training:
             return any(rounds.standing.someone_waits for rounds in self._rounds if rounds.meets_at_syncs)
         return any(newcomers.are_waiting for newcomers in self._riders)
 
+    def _forget_newcomers(self) -> None:
+        for newcomers in self._riders:
+            newcomers.are_waiting = False
+
     @property
     def _riders(self) -> list[Newcomers]:
         return [wrapper._replica.gradients.riders.newcomers for wrapper in self._wrappers]
@@ -211,6 +214,7 @@ class Training:
             self._has_state = True
         for wrapper in self._wrappers:
             wrapper._replica.gradients.count_from_step(self.state.step)
+        self._forget_newcomers()  # also on a rank that has loaded the end of the step in which they were reported
         if self._rounds:
             self._samples.meet(transport, is_new=is_new, has_loaded=loads)
             for rounds in self._rounds:
