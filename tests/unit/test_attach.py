@@ -13,6 +13,7 @@ from torch.optim import SGD, AdamW
 from torch.optim.lr_scheduler import StepLR
 
 import syncline as sl
+from syncline.optimizers.attached import AttachedOptimizer
 from syncline.transport import Transport, run_ranks
 
 
@@ -262,3 +263,24 @@ def test_a_closure_that_is_called_again_computes_gradients_again() -> None:
         return len(losses)
 
     assert min(run_ranks(2, program)) > 1
+
+
+def test_a_step_whose_later_hook_fails_is_counted() -> None:
+    """Or `sl.steps` would make it twice, if the hook has noticed the loss of a rank."""
+    weight = torch.nn.Parameter(torch.ones(1))
+    optimizer = torch.optim.SGD([weight], lr=0.5)
+    attached = AttachedOptimizer(optimizer, before_step=lambda _: None)
+
+    def fail(*_: object) -> None:
+        raise ZeroDivisionError
+
+    weight.grad = torch.ones(1)
+    before = optimizer.register_step_pre_hook(fail)
+    with pytest.raises(ZeroDivisionError):
+        optimizer.step()
+    assert (attached.num_steps, weight.item()) == (0, 1.0)
+    before.remove()
+    optimizer.register_step_post_hook(fail)
+    with pytest.raises(ZeroDivisionError):
+        optimizer.step()
+    assert (attached.num_steps, weight.item()) == (1, 0.5)

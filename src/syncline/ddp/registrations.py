@@ -158,6 +158,7 @@ class Registrations:
             weakly(self._before_optimizer_step),
             weakly(self._after_optimizer_step),
             weakly(self._discards_step) if self._config.gradients.on_nonfinite == "skip" else None,
+            counts_failed=self._sharding is None,
         )
         settings.optimizers[:] = [*(one for one in settings.optimizers if one not in removed), attached]
         if self._rounds is not None:

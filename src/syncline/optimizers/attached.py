@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 
 from syncline._torch.optimizers import mark_step_as_made
 from syncline._torch.profiler import profiled
+from syncline._torch.tensors import version_of
 from syncline.errors import SynclineError
 from syncline.optimizers.contents import parameters_of
 from syncline.words import format_count
@@ -100,6 +101,8 @@ class AttachedOptimizer:
         discards: a function that returns whether to skip a step. It is called after `before_step`. If the step has a
             closure, the closure is called before the step begins, so that the step can be skipped. A skipped step is
             not counted. Pass None if no step is ever skipped.
+        counts_failed: whether to count a step although an error was raised after it had changed the parameters, for
+            example in a hook. Shards record such a step themselves (`OpenStep`).
 
     Examples:
         >>> import torch
@@ -116,6 +119,8 @@ class AttachedOptimizer:
         before_step: Callable[[AttachedOptimizer], None],
         after_step: Callable[[AttachedOptimizer], None] | None = None,
         discards: Callable[[], bool] | None = None,
+        *,
+        counts_failed: bool = True,
     ) -> None:
         self.optimizer = optimizer
         self.num_steps = 0
@@ -129,6 +134,7 @@ class AttachedOptimizer:
         self._before_step = before_step
         self._after_step = after_step
         self._discards = discards
+        self._counts_failed = counts_failed
         self._link = _link_of(optimizer)
         self._link.attached = weakref.ref(self)
         self._link.replaced_by = ""
@@ -162,11 +168,24 @@ class AttachedOptimizer:
         if self.num_made_before:
             self.num_made_before -= 1
             return None if closure is None else closure()
-        result = inner(*args, **kwargs)
+        version = self._version()
+        try:
+            result = inner(*args, **kwargs)
+        except BaseException:
+            self.num_steps += self._counts_failed and self._version() != version
+            raise
         self.num_steps += 1
         if self._after_step is not None:
             self._after_step(self)
         return result
+
+    def _version(self) -> int:
+        """Return a number that each step of the optimizer changes: the version of a parameter that has a gradient."""
+        for group in self.optimizer.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    return version_of(parameter)
+        return 0
 
     def replace_by(self, successor: str) -> None:
         """Detach from the optimizer. Its `step` raises an error from now on, unless the optimizer is attached again.
