@@ -1,6 +1,6 @@
 """Two or three faults of one job in `sl.steps`, drawn by chance: does every step and sample count once?
 
-    python tests/fault/elastic_drawn.py --runs 500 --seed 0
+    PYTHONPATH=tests python tests/fault/elastic_drawn.py --runs 500 --seed 0
 
 Each run draws a training, a transport, a number of ranks, and faults: which rank, in which step, at which place, and
 whether it is killed or only loses its connection. In some runs a process joins meanwhile, and may be killed, too. A

@@ -1,0 +1,14 @@
+"""Several faults of one job in `sl.steps`, drawn by chance. More runs: python tests/fault/elastic_drawn.py --runs 500"""
+
+from __future__ import annotations
+
+import elastic_drawn
+import pytest
+
+from syncline.testing import RankPool
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(20))
+def test_every_step_and_sample_counts_once(seed: int, rank_pool: RankPool) -> None:
+    elastic_drawn.run(seed, rank_pool)
