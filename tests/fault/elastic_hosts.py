@@ -78,6 +78,13 @@ class Job:
             launcher.kill()
 
 
+def is_running(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except OSError:
+        return False
+
+
 @dataclass
 class Training(Job):
     """Ranks of `elastic`, on both hosts."""
@@ -99,6 +106,17 @@ class Training(Job):
         deadline = time.monotonic() + 120
         while sum("fault" in line for lines in self.notes() for line in lines) < self.size:
             assert time.monotonic() < deadline, self.notes()
+            time.sleep(0.01)
+
+    def kill(self, letter: str) -> None:
+        """The launcher and its ranks. Call it while they wait, so that none of them goes on a little."""
+        first = 0 if letter == "a" else self.num_on["a"]
+        here = self.notes()[first : first + self.num_on[letter]]
+        pids = [line["pid"] for lines in here for line in lines if "fault" in line]
+        super().kill(letter)
+        deadline = time.monotonic() + 30
+        while any(map(is_running, pids)):
+            assert time.monotonic() < deadline, pids
             time.sleep(0.01)
 
     def go_on(self) -> None:

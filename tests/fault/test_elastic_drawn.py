@@ -1,4 +1,4 @@
-"""Several faults of one job in `sl.steps`, drawn by chance. More runs: python tests/fault/elastic_drawn.py --runs 500"""
+"""Several faults of one job in `sl.steps`, drawn by chance. `python tests/fault/elastic_drawn.py` draws more."""
 
 from __future__ import annotations
 
