@@ -15,6 +15,7 @@ import argparse
 import contextlib
 import hashlib
 import json
+import math
 import os
 import random
 import signal
@@ -119,6 +120,8 @@ class Job:
         self.folder = folder
         self._sizes: dict[Path, int] = {}
         self._lines: dict[Path, list[dict[str, Any]]] = defaultdict(list)
+        self.stopped_at: dict[int, float] = {}
+        """When each process was stopped that the others have left behind. What it commits later does not stand."""
         program = [os.path.abspath(__file__), "--rank", transport, "--folder", str(folder)]
         options = ["--resilient", "--max-restarts", "100000", "-n", str(RANKS)]
         command = [Path(sys.executable).with_name("syncline"), "run", *options, *program]
@@ -142,6 +145,13 @@ class Job:
                     self._lines[path].append(json.loads(line))
                     self._sizes[path] = self._sizes.get(path, 0) + len(line)
         return {int(path.name): lines for path, lines in self._lines.items()}
+
+    def notes_that_stand(self) -> dict[int, list[dict[str, Any]]]:
+        """Return the notes, without the steps that a rank has committed after the others had left it behind."""
+        return {
+            pid: [line for line in lines if line["at"] < self.stopped_at.get(pid, math.inf)]
+            for pid, lines in self.notes().items()
+        }
 
     def running(self) -> list[int]:
         return [pid for pid in self.notes() if self.is_running(pid)]
@@ -194,6 +204,7 @@ def one_fault(job: Job, lots: random.Random, kind: str) -> float:
         next(line["at"] for line in job.notes()[pid] if line["step"] > last + 1) - began for pid in others
     )
     if kind == "stop":
+        job.stopped_at[victim] = began
         os.kill(victim, signal.SIGCONT)  # it finds out that it was left behind, and its successor is started
         job.wait("the rank that was left behind ends", lambda: not job.is_running(victim))
     gone = [pid for pid in others if not job.is_running(pid)]
@@ -261,7 +272,7 @@ def soak(options: argparse.Namespace) -> int:
             job.wait("all ranks train", job.is_whole)
             (job.folder / "stop").touch()
             job.launcher.wait(60)
-            notes, log = job.notes(), (job.folder / "log").read_text()
+            notes, log = job.notes_that_stand(), (job.folder / "log").read_text()
         finally:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(job.launcher.pid, signal.SIGTERM)
