@@ -253,6 +253,15 @@ class Forks:
 # ---------------------------------------------------------------------- the server
 
 
+def is_running(pid: int) -> bool:
+    """Return whether a process runs. One that has ended stays in /proc until its parent has asked how."""
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+    return state not in "ZX"
+
+
 def serve(channel: Connection) -> None:
     """Fork processes on request, and write the exit codes of those that have ended, until the channel is closed."""
     ended, wakes = os.pipe()

@@ -76,8 +76,7 @@ def run(seed: int, pool: RankPool) -> None:
     else:
         are_several = sum("done" in lines[-1] for lines in notes if lines) > 1  # one rank alone never syncs
         is_exact = plan.training in ("LocalSGD", "DiLoCo") and not plan.num_newcomers
-        has_reference = are_several and is_exact
-        drifting.check(plan, notes, has_reference=has_reference)
+        drifting.check(plan, notes, has_reference=are_several and is_exact)
 
 
 def main() -> int:

@@ -16,7 +16,7 @@ import elastic
 import elastic_program
 from elastic import Fault, Plan
 
-from forks import Forks, Process
+from forks import Forks, Process, is_running
 from syncline.testing import TwoHosts
 
 __all__ = ["NUM_ON_A", "Job", "Training"]
@@ -76,13 +76,6 @@ class Job:
         """End what a failed test has left."""
         for launcher in self.launchers.values():
             launcher.kill()
-
-
-def is_running(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
-    except OSError:
-        return False
 
 
 @dataclass

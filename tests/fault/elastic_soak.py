@@ -122,7 +122,7 @@ class Job:
         self._lines: dict[Path, list[dict[str, Any]]] = defaultdict(list)
         self.stopped_at: dict[int, float] = {}
         """When each process was stopped that the others have left behind. What it commits later does not stand."""
-        program = [os.path.abspath(__file__), "--rank", transport, "--folder", str(folder)]
+        program = [__file__, "--rank", transport, "--folder", str(folder)]
         options = ["--resilient", "--max-restarts", "100000", "-n", str(RANKS)]
         command = [Path(sys.executable).with_name("syncline"), "run", *options, *program]
         with (folder / "log").open("w") as log:

@@ -16,6 +16,7 @@ import pytest
 import torch
 
 import syncline as sl
+from forks import is_running
 from syncline import PeerFailed, PeerLost, SynclineError
 from syncline.tools.launch.guardian import Guardian
 
@@ -258,13 +259,6 @@ except KeyboardInterrupt:
 """
 
 
-def running(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
-    except OSError:
-        return False
-
-
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
 def test_nothing_is_left_when_the_parent_ends(number: signal.Signals, forks: Forks, tmp_path: Path) -> None:
     script = tmp_path / "program.py"
@@ -272,7 +266,7 @@ def test_nothing_is_left_when_the_parent_ends(number: signal.Signals, forks: For
     parent = forks.start(tmp_path, script, variables={"TMPDIR": str(tmp_path)})
     pids = [int(pid) for line in parent.wait_for_lines(2) for pid in line.split()[2:]]
     assert len(pids) == 4
-    assert all(map(running, pids))
+    assert all(map(is_running, pids))
     assert len(list(tmp_path.glob("syncline_*"))) == 1
     os.kill(parent.pid, number)
     ended = parent.wait()
@@ -284,7 +278,7 @@ def test_nothing_is_left_when_the_parent_ends(number: signal.Signals, forks: For
     else:
         assert ended.returncode == -signal.SIGKILL
     deadline = time.monotonic() + 30
-    while (left := [pid for pid in pids if running(pid)] + list(tmp_path.glob("syncline_*"))) and (
+    while (left := [pid for pid in pids if is_running(pid)] + list(tmp_path.glob("syncline_*"))) and (
         time.monotonic() < deadline
     ):
         time.sleep(0.01)  # the guardian works on

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from failure_rows import record
-from forks import Forks, Process
+from forks import Forks, Process, is_running
 from syncline import environment
 from syncline.tools.launch.guardian import Guardian
 
@@ -46,14 +46,6 @@ def assert_gone(pids: list[int], *, within_seconds: float = 2.0) -> None:
     while running := [pid for pid in pids if is_running(pid)]:
         assert time.monotonic() < deadline, f"still running: {running}"
         time.sleep(0.005)
-
-
-def is_running(pid: int) -> bool:
-    try:
-        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except (FileNotFoundError, ProcessLookupError):
-        return False
-    return state != "Z"
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])

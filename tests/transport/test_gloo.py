@@ -32,9 +32,8 @@ def test_survivors_of_a_killed_rank_raise_peer_lost_long_before_the_deadline() -
     assert "all_reduce(sum) of 100 elements, torch.float32" in text
     assert "Look at the log of the rank that ended first" in text
     error = caught.value
-    if (
-        error.__context__ is not None
-    ):  # the closed connection, if that was noticed before the end of the process
+    # The closed connection, if that was noticed before the end of the process.
+    if error.__context__ is not None:
         assert error.__suppress_context__, "a user sees one traceback"
         assert isinstance(error.__context__, RuntimeError)
         assert error.__context__.__context__ is None

@@ -14,6 +14,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from forks import is_running
+
 # ---------------------------------------------------------------------- what a rank sees
 
 
@@ -235,19 +237,11 @@ def test_the_pool_goes_on_after_failures(report: str) -> None:
 # ---------------------------------------------------------------------- no process is left behind
 
 
-def _is_alive(pid: int) -> bool:
-    try:
-        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except (FileNotFoundError, ProcessLookupError):
-        return False
-    return state != "Z"
-
-
 def _wait_until_gone(folder: Path) -> None:
     pids = [int(path.read_text()) for path in folder.glob("pid-*")]
     assert len(pids) == 2
     deadline = time.monotonic() + 10
-    while alive := [pid for pid in pids if _is_alive(pid)]:
+    while alive := [pid for pid in pids if is_running(pid)]:
         assert time.monotonic() < deadline, f"processes left behind: {alive}"
         time.sleep(0.01)
 

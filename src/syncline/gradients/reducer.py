@@ -127,7 +127,7 @@ class GradientSync:
 
     @property
     def has_unreduced(self) -> bool:
-        """Whether `.grad` holds gradients that were not reduced, because the last backwards ran under `no_sync`."""
+        """Whether `.grad` holds gradients of backwards under `no_sync`, which were not reduced yet."""
         return bool(self.reduction.unreduced) and self.reduction.sends
 
     @property

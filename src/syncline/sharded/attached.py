@@ -273,7 +273,7 @@ class AttachedShards(ShardedState):
         return [module.names[index] for index in sorted(lost)]
 
     def dissolve(self, lane: Transport, owners: Sequence[int | None]) -> list[str]:
-        """Give the optimizer whole parameters again, because this rank is the only one.
+        """Give the optimizer whole parameters again, because no other rank is left.
 
         Args:
             lane: the transport of this rank alone.

@@ -27,7 +27,7 @@ class ReplacedMethods:
         self._are_back = False
 
     def replace(self, optimizer: Any, *functions: Callable[..., Any]) -> None:
-        """Replace the methods that are named as these functions of the optimizer are."""
+        """Replace each method that has the name of one of these functions by this function."""
         for function in functions:
             function.__dict__.pop("__wrapped__", None)
             setattr(optimizer, function.__name__, weakly_bound(optimizer, self._unless_back(function)))
@@ -37,7 +37,7 @@ class ReplacedMethods:
         self._are_back = True
 
     def _unless_back(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Return a function that calls `function`, or the optimizer's former method once that is put back."""
+        """Return a function that calls `function`, or after `put_back` the optimizer's former method."""
 
         @functools.wraps(function)
         def chosen(self_: Optimizer, *args: Any, **kwargs: Any) -> Any:
@@ -49,10 +49,10 @@ class ReplacedMethods:
 
 
 def refuse_methods(optimizer: Any, successor: str) -> Callable[..., NoReturn]:
-    """Let all of these methods raise an error from now on, because the optimizer was replaced. Return what raises it.
+    """Replace the methods of an optimizer by a function that raises an error, and return this function.
 
     Args:
-        optimizer: the optimizer.
+        optimizer: the optimizer, whose parameters belong to another optimizer now.
         successor: the class name of the optimizer that replaces it, for the message.
     """
     kind = type(optimizer).__name__

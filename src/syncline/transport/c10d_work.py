@@ -26,14 +26,16 @@ from syncline.transport.watched_work import SLICE_SECONDS, WatchedWork
 _SLICE = timedelta(seconds=SLICE_SECONDS)
 
 _LOOK_SECONDS = 0.008
-_LOOK_SECONDS_PER_RANK = 0.001
-_MAX_LOOK_SECONDS = 0.02
-"""The time between two looks at the processes of the other ranks on this host, while a rank waits. A look costs time
-for each of these ranks.
+"""The time between two looks at the processes of the other ranks on this host, while a rank waits.
 
 A connection closes only 25 ms after the end of a process has begun. And Gloo notices it only on ranks that wait for
 this very process: others wait for ranks that have noticed it, and send nothing any more.
 """
+
+_LOOK_SECONDS_PER_RANK = 0.001
+"""What is added to `_LOOK_SECONDS` for each rank of the group, because a look reads a file for each process."""
+
+_MAX_LOOK_SECONDS = 0.02
 
 _LOOK_AGAIN_SECONDS = 0.004
 """The time between two looks after a process has ended."""

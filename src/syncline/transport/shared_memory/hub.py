@@ -181,7 +181,7 @@ class Hub:
     # ------------------------------------------------------------------ collective calls over the hub
 
     def gather(self, payload: bytes) -> list[bytes]:
-        """Return the payloads of all ranks, in rank order; a collective call that blocks.
+        """Return the payloads of all ranks, in rank order. This is a collective call, which waits for all ranks.
 
         Raises:
             OSError: the connection to another rank is closed, or another rank did not answer in time.
