@@ -105,4 +105,4 @@ def test_the_scripts_of_ten_lines_run_before_and_after_each_change(tmp_path: Pat
     assert saved == [{"weight", "bias"}] * 2
     for code in with_torch:
         done = run(tmp_path, "torchrun --nproc-per-node 2 train.py", code)
-        assert done.returncode == 0, done.stderr
+        assert done.returncode == 0, f"{code}\n{done.stderr}"

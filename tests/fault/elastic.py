@@ -32,6 +32,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 import syncline as sl
+from meeting import meet_at_the_store
 from syncline import environment
 from syncline.launchers import Environment
 from syncline.resilience import group, handover, training
@@ -259,6 +260,8 @@ def train_or_leave(plan: Plan, first: int, folder: Path, file: TextIO) -> None:
     faults = [fault for fault in plan.faults if fault.rank == first]
     moments = Moments(faults, note, folder, num_newcomers=plan.num_newcomers)
     sl.init(transport=plan.transport, timeout=30)
+    if dist.is_initialized():  # a newcomer has not met the others yet
+        meet_at_the_store()
     try:
         train(plan, moments, note)
     except ZeroDivisionError:

@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from meeting import meet_at_the_store
 from syncline import CollectiveMismatch, CollectiveTimeout, PeerFailed, PeerLost, SynclineError
 from syncline.liveness import Board, FailedWait, Failure, Health, Lane, Notices
 from syncline.transport import C10dTransport, C10dWork, c10d
@@ -22,6 +23,7 @@ from syncline.transport import C10dTransport, C10dWork, c10d
 def test_survivors_of_a_killed_rank_raise_peer_lost_long_before_the_deadline() -> None:
     t = C10dTransport()
     t.barrier().wait()
+    meet_at_the_store()
     if t.rank == 2:
         os.kill(os.getpid(), signal.SIGKILL)
     start = time.monotonic()
@@ -46,6 +48,7 @@ def test_survivors_of_a_killed_rank_raise_peer_lost_long_before_the_deadline() -
 def test_of_ranks_whose_connections_close_one_after_the_other_the_first_is_named() -> None:
     t = C10dTransport()
     t.barrier().wait()
+    meet_at_the_store()
     if t.rank == 2:
         os.kill(os.getpid(), signal.SIGKILL)
     # Rank 0 waits for rank 1 alone, whose connection closes when it has met the end of rank 2.
@@ -61,6 +64,7 @@ def test_a_lost_rank_is_noticed_in_a_wait_for_another_one(monkeypatch: pytest.Mo
     t.barrier().wait()
     assert t.health.notices is not None
     t.health.notices.processes_here()
+    meet_at_the_store()
     if t.rank == 2:
         os.kill(os.getpid(), signal.SIGKILL)
     monkeypatch.setattr(Health, "ended_ranks", lambda health: [])
@@ -75,6 +79,7 @@ def test_a_lost_rank_is_named_without_the_store(monkeypatch: pytest.MonkeyPatch)
     t.barrier().wait()
     assert t.health.notices is not None
     assert len(t.health.notices.processes_here()) == 2
+    meet_at_the_store()
     if t.rank == 2:
         os.kill(os.getpid(), signal.SIGKILL)
     monkeypatch.setattr(t.health.notices, "_store", None)
@@ -86,6 +91,7 @@ def test_a_lost_rank_is_named_without_the_store(monkeypatch: pytest.MonkeyPatch)
 def test_a_message_from_a_killed_rank_is_a_lost_peer() -> None:
     t = C10dTransport()
     t.barrier().wait()
+    meet_at_the_store()
     if t.rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
     with pytest.raises(PeerLost, match=r"recv\(from rank 1\) of 5 elements"):
@@ -204,6 +210,7 @@ def test_an_abort_reaches_waiting_ranks_with_its_reason() -> None:
 def test_the_reason_of_a_peer_is_told_rather_than_its_lost_connection() -> None:
     t = C10dTransport()
     t.barrier().wait()
+    meet_at_the_store()
     if t.rank == 1:
         t.abort("KeyError: 7")
         dist.group.WORLD.get_group_store().set("told", "")  # type: ignore[union-attr]
@@ -218,6 +225,7 @@ def test_the_timeout_that_a_peer_gave_up_for_is_told_rather_than_its_lost_connec
     t = C10dTransport()
     t.barrier().wait()
     store = dist.group.WORLD.get_group_store()  # type: ignore[union-attr]
+    meet_at_the_store()
     if t.rank == 1:
         with pytest.raises(CollectiveTimeout):
             t.all_reduce(torch.zeros(3)).wait(0.1)

@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from meeting import meet_at_the_store
 from syncline import CollectiveMismatch, CollectiveTimeout, PeerFailed, PeerLost, UnevenInputs
 from syncline.transport import C10dTransport, HierarchicalTransport, Transport
 from syncline.transport.hosts import Hosts
@@ -24,13 +25,6 @@ from syncline.transport.shared_memory.memory import SharedMemory
 def over_hosts(hosts: str, timeout_seconds: float = 30) -> Transport:
     beneath = C10dTransport(timeout_seconds=timeout_seconds)
     return HierarchicalTransport.over(beneath, host=hosts[beneath.rank])
-
-
-def meet_at_the_store(key: str) -> None:
-    """A barrier beside the transport."""
-    store = dist.group.WORLD.get_group_store()  # type: ignore[union-attr]
-    store.set(f"{key} {dist.get_rank()}", "")
-    store.wait([f"{key} {rank}" for rank in range(dist.get_world_size())])
 
 
 def tell(key: str) -> None:
@@ -252,6 +246,7 @@ def error_of(action: Callable[[], None]) -> tuple[Exception, float]:
 def test_a_killed_rank_is_named_on_all_hosts(victim: int) -> None:
     t = over_hosts("aabb")
     t.barrier().wait()
+    meet_at_the_store("ready")
     if t.rank == victim:
         os.kill(os.getpid(), signal.SIGKILL)
     error, seconds = error_of(lambda: t.all_reduce(torch.ones(300_000)).wait())

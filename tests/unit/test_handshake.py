@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 import threading
 from collections.abc import Callable
 from dataclasses import replace
@@ -13,8 +14,9 @@ import torch.distributed as dist
 from failure_rows import record
 from syncline import CollectiveTimeout, ContractMismatch, PeerLost, SynclineError
 from syncline.launchers import Environment
+from syncline.liveness.processes import RankProcess
 from syncline.session import Presence, wait_for_all
-from syncline.session.rendezvous import Stores, backend_for, connect
+from syncline.session.rendezvous import Stores, backend_for, connect, failed_connection
 
 
 def presence(rank: int, size: int = 2, *, pid: int = 0, host: str = "h", gpu: str | None = None) -> Presence:
@@ -54,6 +56,33 @@ def test_ranks_that_do_not_come_are_named() -> None:
     for error in met(presence(0, 4), presence(2, 4), timeout_seconds=0.2):
         assert isinstance(error, CollectiveTimeout)
         assert "ranks 1, 3 of 4 did not call sl.init" in str(error)
+
+
+def test_a_rank_that_has_ended_before_the_ranks_were_connected_is_named() -> None:
+    child = subprocess.Popen(["sleep", "1000"])
+    own, theirs = RankProcess.own(), RankProcess.here(child.pid)
+    assert own is not None
+    assert theirs is not None
+    everyone = [
+        replace(presence(0, 3), process=own.to_json()),
+        replace(presence(1, 3), process=theirs.to_json()),
+        presence(2, 3),  # on a system that does not show the states of processes
+    ]
+    closed = RuntimeError("[pair.cc:1] Connection closed by peer [10.0.0.2]:4321\nand more lines")
+    lost = failed_connection(closed, everyone[0], everyone, 20.0)
+    assert isinstance(lost, PeerLost)
+    assert "a connection was lost" in str(lost)
+    child.kill()
+    child.wait()
+    for error in (closed, dist.DistStoreError("wait timeout")):
+        named = failed_connection(error, everyone[0], everyone, 20.0)
+        assert isinstance(named, PeerLost)
+        assert "on rank 0 of 3" in str(named)
+        assert "rank 1 (pid 101 on h): its process has ended" in str(named)
+    late = failed_connection(dist.DistStoreError("wait timeout"), everyone[2], everyone, 20.0)
+    assert isinstance(late, CollectiveTimeout)
+    assert "within 20 s" in str(late)
+    assert failed_connection(RuntimeError("no network interface"), everyone[2], everyone, 20.0) is None
 
 
 def test_a_store_that_ends_while_ranks_meet_is_a_lost_peer() -> None:

@@ -29,6 +29,7 @@ from syncline import environment
 from syncline._torch.process_groups import PrefixStore, Store, TCPStore
 from syncline.errors import CollectiveTimeout, ContractMismatch, PeerLost, SynclineError
 from syncline.launchers import Environment
+from syncline.liveness.processes import RankProcess
 from syncline.liveness.store import SignedStore, decode
 from syncline.session.listening import bound_socket, is_loopback
 from syncline.user_code import warn_user
@@ -43,6 +44,9 @@ _ROUND_SECONDS = 60.0
 """How long a rank that was started again waits for rank 0, which was started again at the same time."""
 
 _POLL_SECONDS = 0.05
+
+_LOST = ("connection closed", "connection reset", "broken pipe")
+"""Words of torch's errors about a connection that was closed at its other end."""
 
 _READ_SECONDS = 10.0
 """How long rank 0 keeps the store open after an error, in seconds, so that the other ranks can read the reason."""
@@ -62,12 +66,15 @@ class Presence:
     """The arguments of `sl.init`, one line of text per argument. The lines must be equal on all ranks."""
     fault: list[str] | None = None
     """The class name and the text of the error about the rank's arguments; None if the arguments are valid."""
+    process: str | None = None
+    """The `RankProcess` of the rank as JSON; None if the system does not show the states of processes."""
 
     @staticmethod
     def of_this_process(
         env: Environment, device: torch.device, asked: Sequence[str] = (), fault: Exception | None = None
     ) -> Presence:
         """Return the message that this process writes for all ranks."""
+        process = RankProcess.own()
         return Presence(
             rank=env.rank,
             size=env.size,
@@ -76,7 +83,19 @@ class Presence:
             gpu=str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else None,
             asked=list(asked),
             fault=None if fault is None else [type(fault).__name__, str(fault)],
+            process=None if process is None else process.to_json(),
         )
+
+    def has_ended(self, seen_from: Presence) -> bool:
+        """Return whether the process of this rank has certainly ended. Another host cannot see this.
+
+        Args:
+            seen_from: the message of the calling process.
+        """
+        if self.process is None or seen_from.process is None:
+            return False
+        process = RankProcess.from_json(self.process)
+        return process.host == RankProcess.from_json(seen_from.process).host and process.has_ended()
 
     def __str__(self) -> str:
         return f"pid {self.pid} on {self.host}"
@@ -228,6 +247,40 @@ def _store_lost(rank: int, size: int, error: Exception) -> PeerLost:
         "that opened the store (rank 0, or the launcher) has ended. The last lines of its log name the cause. torch "
         f"reported: {str(error).splitlines()[0]}"
     )
+
+
+def failed_connection(
+    error: RuntimeError, mine: Presence, everyone: Sequence[Presence], timeout_seconds: float
+) -> SynclineError | None:
+    """Return what `sl.init` raises if the ranks have met, but could not connect to each other. None stands for `error`.
+
+    Args:
+        error: the error of the connection. Those of torch name no rank.
+        mine: the message of this rank.
+        everyone: the messages of all ranks.
+        timeout_seconds: how long the ranks were allowed to take.
+    """
+    if isinstance(error, SynclineError):
+        return None
+    reported = f"torch reported: {str(error).splitlines()[0]}"
+    where = f"sl.init failed on rank {mine.rank} of {mine.size} while the ranks connected to each other"
+    ended = [presence for presence in everyone if presence.has_ended(mine)]
+    if ended:
+        names = ", ".join(f"rank {presence.rank} ({presence})" for presence in ended)
+        return PeerLost(
+            f"{where}: {names}: its process has ended. Look at the last lines of its log. {reported}"
+        )
+    if isinstance(error, dist.DistStoreError):
+        return CollectiveTimeout(
+            f"{where}: some rank did not connect within {timeout_seconds:g} s, although all ranks had called sl.init. "
+            f"Check that all ranks still run. {reported}"
+        )
+    if any(words in str(error).lower() for words in _LOST):
+        return PeerLost(
+            f"{where}: a connection was lost, because another rank has ended, or the network has failed. Look at the "
+            f"log of the rank that ended first: its last lines name the cause. {reported}"
+        )
+    return None
 
 
 def _wait_for_all(store: Store, mine: Presence, timeout_seconds: float) -> list[Presence]:

@@ -45,7 +45,15 @@ from syncline.session.ranks import (
     world_from,
     world_of_default_group,
 )
-from syncline.session.rendezvous import REMEDY, TITLE, Presence, Stores, backend_for, wait_for_all
+from syncline.session.rendezvous import (
+    REMEDY,
+    TITLE,
+    Presence,
+    Stores,
+    backend_for,
+    failed_connection,
+    wait_for_all,
+)
 from syncline.session.transports import Transports
 from syncline.transport.agreement import exchange
 from syncline.transport.base import Transport
@@ -220,7 +228,13 @@ class Session:
         mine = Presence.of_this_process(env, device, asked.lines(device))
         everyone = wait_for_all(store, mine, asked.timeout_seconds)
         self._backend = backend_for(everyone, warn=env.local_rank == 0)
-        return self._connect(store, env.rank, env.size, device, asked, asked.timeout_seconds)
+        try:
+            return self._connect(store, env.rank, env.size, device, asked, asked.timeout_seconds)
+        except RuntimeError as error:
+            named = failed_connection(error, mine, everyone, asked.timeout_seconds)
+            if named is None:
+                raise
+            raise named from error
 
     def _connect(
         self, store: Store, rank: int, size: int, device: torch.device, asked: Asked, seconds: float

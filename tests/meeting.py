@@ -1,0 +1,23 @@
+"""A meeting of the ranks that needs no transport."""
+
+from __future__ import annotations
+
+import torch.distributed as dist
+
+__all__ = ["meet_at_the_store"]
+
+
+def meet_at_the_store(key: str = "meeting") -> None:
+    """Wait until all ranks have called this function.
+
+    Call it before a rank is killed. A barrier of Gloo would not do: it can end on that rank while its last messages are
+    still on their way to others, and these would then raise the error in the barrier.
+
+    Args:
+        key: a name of the meeting, which only its first use in a test may have.
+    """
+    group = dist.group.WORLD
+    assert group is not None
+    store = group.get_group_store()
+    store.set(f"{key} {dist.get_rank()}", "")
+    store.wait([f"{key} {rank}" for rank in range(dist.get_world_size())])
