@@ -14,7 +14,7 @@ import torch.distributed as dist
 from failure_rows import record
 from syncline import CollectiveTimeout, ContractMismatch, PeerLost, SynclineError
 from syncline.launchers import Environment
-from syncline.liveness.processes import RankProcess
+from syncline.liveness import RankProcess
 from syncline.session import Presence, wait_for_all
 from syncline.session.rendezvous import Stores, backend_for, connect, failed_connection
 

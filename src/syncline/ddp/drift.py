@@ -48,26 +48,24 @@ class SyncState:
         self._drift = drift
         self._config = config
 
-    def compress(self, gradients: GradientSync, lane: Transport, module: nn.Module) -> None:
-        """Let the compression encode the buckets of these gradients from now on.
+    def compress(self, lane: Transport, module: nn.Module, *, num_ranks: int) -> CommHook | None:
+        """Return the communication hook by which the compression encodes gradients from now on.
 
-        This does nothing if no compression is configured, or if there has only been one rank so far.
+        The result is None if no compression is configured, or if there has only been one rank so far.
 
         Args:
-            gradients: the synchronization of the gradients.
             lane: the transport that carries the gradients.
             module: the wrapped module.
+            num_ranks: the number of ranks that synchronize.
         """
         if self.compression is None:
-            if self._config.compression is None or gradients.main_lane.size == 1:
-                return
+            if self._config.compression is None or num_ranks == 1:
+                return None
             self.compression = HookState(self._config.compression, lane, module=module)
             self.compression.load_state_dict(self.idle)
         self.compression.use(lane, module)
-        if gradients.layout.comm_hook is None:
-            label = self.compression.compression.in_words()
-            hook = CommHook(state=self.compression, hook=compression_hook, label=label, averages=True)
-            gradients.use_comm_hook(hook)
+        label = self.compression.compression.in_words()
+        return CommHook(state=self.compression, hook=compression_hook, label=label, averages=True)
 
     def _parts(self) -> dict[str, Any]:
         """Return the objects whose state is saved, by name: the rounds of the strategy, and the compression."""

@@ -125,6 +125,8 @@ class Replica:
             self._gradient_lane,
             replace(self.config.gradients, compares_replicas=compares),
             main_lane=self.transport,
+            # Known before there are buckets: encoded gradients need no memory of the transport.
+            comm_hook=self.state.compress(self._gradient_lane, self.module, num_ranks=self.transport.size),
             former=former,
         )
         self.buffers = BufferSync(
@@ -152,7 +154,6 @@ class Replica:
         self._inventory = Inventory(self.module)
         # The finalizer must hold no reference that keeps the wrapper alive.
         self._hooks_finalizer = weakref.finalize(self, self.gradients.remove_hooks)
-        self.state.compress(self.gradients, self._gradient_lane, self.module)
 
     def _wire_again(self, chosen: Selection | None = None) -> None:
         """Replace the parts by new ones, which take over the state of the former parts.

@@ -92,6 +92,8 @@ class BucketLayout:
         self.comm_hook: CommHook | None = None
         """The communication hook that reduces the buckets; None for the transport's all_reduce."""
         self._kinds: list[tuple[Tensor, torch.dtype, torch.device]] = []
+        self._order_before: list[int] = []
+        """The order of the buckets, after `free_memory`."""
 
     def reserve_tail(self, widths: Sequence[int]) -> None:
         """Reserve space in the tail for the words that the riders of each rank send.
@@ -130,7 +132,7 @@ class BucketLayout:
 
     def order_of_rank_0(self, transport: Transport) -> list[int] | None:
         """Return the order that rank 0 of a new group has learnt, or None if it has learnt none. A collective call."""
-        is_learnt = self.order_is_learnt and not self._options.sharded and bool(self.buckets)
+        is_learnt = self.order_is_learnt and not self._options.sharded and bool(self._order)
         mine = self._order if is_learnt else range(len(self._parameters))
         is_learnt_there, *order = _of_rank_0([is_learnt, *mine], transport)
         return order if is_learnt_there else None
@@ -160,7 +162,7 @@ class BucketLayout:
     @property
     def _order(self) -> list[int]:
         """The indices of the parameters, in the order of the buckets."""
-        return [i for bucket in self.buckets for i in bucket.plan.parameters]
+        return [i for bucket in self.buckets for i in bucket.plan.parameters] or self._order_before
 
     @property
     def _uses_transport_memory(self) -> bool:
@@ -187,6 +189,12 @@ class BucketLayout:
         """Replace each `.grad` that is a view of a bucket by a copy in memory of its own."""
         for bucket in self._dense():
             bucket.give_back_views()
+
+    def free_memory(self) -> None:
+        """Free the memory of the buckets, so that the layout that follows can have it. Their order stays known."""
+        self._order_before = self._order
+        self.buckets, self.message = [], None
+        self.places.clear()
 
     def fits(self) -> bool:
         """Return whether the parameters still have the dtype and the device that the buckets were made for.

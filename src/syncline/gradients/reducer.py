@@ -54,6 +54,8 @@ class GradientSync:
         options: the options of gradient synchronization.
         main_lane: the transport for reductions outside of a backward (`sl.sync_gradients_`). If it is not the same
             object as `transport`, only this reducer uses the connections of `transport`.
+        comm_hook: the communication hook that reduces the buckets, unless `former` has one; None for the transport's
+            all_reduce.
         former: the reducer that the new reducer replaces, because the module or its group has changed; None if there is
             no such reducer. The new reducer takes over the state of `former` and removes the hooks of `former`.
     """
@@ -65,6 +67,7 @@ class GradientSync:
         options: GradientOptions,
         *,
         main_lane: Transport,
+        comm_hook: CommHook | None = None,
         former: GradientSync | None = None,
     ) -> None:
         self.names = [name for name, _ in named_parameters]
@@ -85,6 +88,7 @@ class GradientSync:
             transport,
             options,
             has_own_connection=transport is not main_lane,
+            comm_hook=comm_hook,
             former=None if former is None else former.reduction,
         )
         self.riders: Roster = self.reduction.riders

@@ -12,6 +12,7 @@ from syncline._torch.tensors import foreach_div_
 from syncline.errors import SynclineError
 from syncline.gradients.backward import NO_INDICES, Backward, BackwardState
 from syncline.gradients.bucket import Bucket, DenseBucket, copy_scaled
+from syncline.gradients.comm_hook import CommHook
 from syncline.gradients.layout import BucketLayout
 from syncline.gradients.options import GradientOptions
 from syncline.gradients.out_of_step import OutOfStep
@@ -38,6 +39,7 @@ class Reduction:
         options: the options of gradient synchronization.
         has_own_connection: whether only this reduction uses the connections of `transport`. If so, collectives that a
             communication hook starts use other connections.
+        comm_hook: the communication hook that reduces the buckets, unless `former` has one.
         former: the reduction that the new reduction replaces, because the module or its group has changed; None if
             there is no such reduction. The new reduction takes over the state of `former`. If `former` has another
             transport, this is a collective call.
@@ -50,6 +52,7 @@ class Reduction:
         options: GradientOptions,
         *,
         has_own_connection: bool,
+        comm_hook: CommHook | None = None,
         former: Reduction | None = None,
     ) -> None:
         names = [name for name, _ in named_parameters]
@@ -76,20 +79,26 @@ class Reduction:
         self.normalizer: ItemNormalizer = ItemNormalizer(self.parameters, transport.size)
         self._has_own_connection = has_own_connection
         self._has_warned_of_graph = False
-        comm_hook, text, order = None, None, None
+        text, order = None, None
         if former is not None:
             # A block of normalize_by may have begun before the module changed, so the normalizer stays the same object.
             self.normalizer = former.normalizer
             self.normalizer.follow(self.parameters, transport.size)
             self._has_warned_of_graph = former._has_warned_of_graph
-            comm_hook = former.layout.comm_hook
+            comm_hook = former.layout.comm_hook or comm_hook
             if former.transport is transport:
                 text = former.out_of_step.text
             else:  # the ranks are in step, at the same place of the program: the buckets get their final memory now
                 order = former.layout.order_of_rank_0(transport)
+                former.free_memory()
         self.out_of_step: OutOfStep = OutOfStep(transport.rank, names, text=text)
         if transport.size > 1 or comm_hook is not None:
             self.layout.build(comm_hook, order)
+
+    def free_memory(self) -> None:
+        """Free the memory of the buckets, so that the reduction that follows can have it."""
+        self.layout.free_memory()
+        self.backward.sent.clear()
 
     def _unreduced_among(self, parameters: Sequence[Tensor]) -> set[int]:
         """Return the indices of those items of `parameters` whose gradients were not reduced."""

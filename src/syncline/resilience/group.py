@@ -30,6 +30,7 @@ from syncline.session.world import (
     transport_of,
     world,
 )
+from syncline.transport.shared_memory import SPARE_MEMORY
 from syncline.transport.watched import WatchedTransport
 from syncline.words import describe_ranks
 
@@ -72,6 +73,8 @@ class Group:
         self._register: Register | None = None
         self.change = ""
         """How the present generation differs from the former one, in words."""
+        self.all_go_on = False
+        """Whether all members of the former generation are in the present one, and have stopped after the same step."""
         self.joins = is_about_to_join()
         """Whether this process has yet to join the others, by `begin`. It was started while they train, or is spare."""
         self.is_left_behind = False
@@ -181,7 +184,10 @@ class Group:
             disconnect()
         first = "" if loss is None else f". The first error: {loss}"
         try:
-            return self._agree(num_commits, _POLL_SECONDS)
+            former = self._member.membership
+            present = self._agree(num_commits, _POLL_SECONDS)
+            self.all_go_on = loss is None and {*former.members} <= {*present.members}
+            return present
         except PeerLost as left:
             has_said_so = str(left) in first  # the watch has lost the store, too, and ended the collectives
             raise PeerLost(f"{left}{'' if has_said_so else first}") from loss
@@ -227,6 +233,7 @@ class Group:
         register = self._register
         assert register is not None
         register.meet(membership)
+        SPARE_MEMORY.keeps_files = True
         hosts = [register.entries[name].host for name in membership.members]
         rank = membership.members.index(self._member.name)
         regroup(

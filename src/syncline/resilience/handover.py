@@ -7,22 +7,27 @@ donor also sends all small tensors: buffers can differ between ranks, and those 
 from __future__ import annotations
 
 import json
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import zip_longest
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
 from syncline.checkpoint.encoding import decode, encode
 from syncline.checkpoint.files import checksum, memory_of
 from syncline.errors import SynclineError
+from syncline.optimizers.contents import parameters_of
 from syncline.tensors.targets import as_bytes
 from syncline.transport.base import Transport
 
 _CHUNK_BYTES = 16 << 20
 
 _SMALL_BYTES = 64 << 10
+
+_Form = tuple[torch.dtype, torch.Size]
 
 
 def send_state(
@@ -52,16 +57,39 @@ def send_state(
         _send_text(digests, transport, rank)
 
 
-def receive_state(transport: Transport, donors: Sequence[int]) -> dict[str, Any]:
+def receive_state(
+    transport: Transport,
+    donors: Sequence[int],
+    into: Mapping[str, Any] | None = None,
+    spare: Iterable[Tensor] = (),
+) -> dict[str, Any]:
     """Receive the state that the donors send by `send_state`.
+
+    Args:
+        transport: the transport between the ranks.
+        donors: the ranks that have the state.
+        into: a state of this rank that nobody needs any more, also not after an error. Its tensors on the CPU are
+            overwritten, and returned, where the state of the donors has one of the same name, shape and dtype. New
+            memory would cost more than the transport of what it holds.
+        spare: tensors that nobody uses, for those that `into` does not have.
 
     Raises:
         SynclineError: a tensor was damaged on the way.
     """
     tree, forms = _receive_text(transport, donors[0])
-    tensors = {
-        name: torch.empty(shape, dtype=getattr(torch, dtype)) for name, (dtype, shape) in forms.items()
-    }
+    own = {} if into is None else encode(into, "state")[1]
+    unused: defaultdict[_Form, list[Tensor]] = defaultdict(list)
+    for one in spare:
+        unused[one.dtype, one.shape].append(one)
+    tensors: dict[str, Tensor] = {}
+    for name, (dtype, shape) in forms.items():
+        form = getattr(torch, dtype), torch.Size(shape)
+        found = own.get(name)
+        if found is None and unused[form]:
+            found = unused[form].pop()
+        if found is None or not _can_hold(found, form):
+            found = torch.empty(shape, dtype=form[0])
+        tensors[name] = found
     donor_of = shared_out({name: one.nbytes for name, one in tensors.items()}, len(donors))
     of_donors = [
         _chunks([one for name, one in tensors.items() if donor_of[name] == place])
@@ -85,6 +113,24 @@ def receive_state(transport: Transport, donors: Sequence[int]) -> dict[str, Any]
                 )
     state: dict[str, Any] = decode(tree, tensors)
     return state
+
+
+def memory_for_state(optimizers: Iterable[Optimizer]) -> list[Tensor]:
+    """Return memory for the state that optimizers on the CPU probably get in their first step.
+
+    A process that waits to join makes it, because pages that are new cost more than the transport of what they hold.
+    """
+    spare = []
+    for one in optimizers:
+        num_tensors = 2 if "betas" in one.defaults else 1 if one.defaults.get("momentum") else 0
+        for parameter in parameters_of(one):
+            if parameter.device.type == "cpu" and parameter.numel() * parameter.element_size() > _SMALL_BYTES:
+                spare += [torch.zeros_like(parameter, requires_grad=False) for _ in range(num_tensors)]
+    return spare
+
+
+def _can_hold(tensor: Tensor, form: _Form) -> bool:
+    return tensor.device.type == "cpu" and tensor.is_contiguous() and (tensor.dtype, tensor.shape) == form
 
 
 def shared_out(sizes_bytes: Mapping[str, int], num_donors: int) -> dict[str, int]:

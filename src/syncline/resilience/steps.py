@@ -27,6 +27,7 @@ from syncline.errors import PeerLost, SynclineError
 from syncline.records import StragglerRecord
 from syncline.resilience.batches import Batches
 from syncline.resilience.group import Group, is_loss
+from syncline.resilience.handover import memory_for_state
 from syncline.resilience.membership import Membership, Rules
 from syncline.resilience.parts import (
     attached_in,
@@ -37,7 +38,8 @@ from syncline.resilience.parts import (
 )
 from syncline.resilience.slow_ranks import SlowRanks
 from syncline.resilience.training import Training
-from syncline.session.world import world
+from syncline.session.world import is_about_to_join, world
+from syncline.transport.shared_memory import SPARE_MEMORY
 
 _LOG = logging.getLogger("syncline")
 
@@ -237,6 +239,7 @@ class _Loop:
         if 0 < rules.max_ranks < world().size:
             refuse_sharded_with_spares(self.wrappers)
         attached, sampler = attached_in(state, self.wrappers), sampler_in(state)
+        spare = memory_for_state(one.optimizer for one in attached) if is_about_to_join() else []
         self._group = Group(rules)
         self._num_places = self._group.first_size
         if keeps_global_batch and rules.max_ranks > self._num_places:
@@ -246,7 +249,13 @@ class _Loop:
             )
         self.batches = Batches(data, sampler, self._num_places if keeps_global_batch else None)
         self.training = Training(
-            state, self.wrappers, attached, sampler, self.batches, has_state=not self._group.joins
+            state,
+            self.wrappers,
+            attached,
+            sampler,
+            self.batches,
+            has_state=not self._group.joins,
+            spare=spare,
         )
         self._slow = slow
         slow.watch(self.wrappers)
@@ -353,7 +362,8 @@ class _Loop:
         while True:
             try:
                 self._group.connect(membership)
-                self.training.follow(membership)
+                with SPARE_MEMORY.collected() if self._group.all_go_on else contextlib.nullcontext():
+                    self.training.follow(membership)
                 return
             except Exception as error:
                 if not is_loss(error):

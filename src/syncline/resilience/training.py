@@ -22,6 +22,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from torch import Tensor
+
 from syncline.checkpoint.train_state import TrainState
 from syncline.data import DistributedSampler
 from syncline.ddp.wrapper import DistributedDataParallel
@@ -47,6 +49,7 @@ class Training:
         sampler: its sampler, if it has one.
         batches: the batches of this rank.
         has_state: whether this rank has the state of the first step. A process that joins has not.
+        spare: memory for the state of another rank.
     """
 
     def __init__(
@@ -58,12 +61,13 @@ class Training:
         batches: Batches,
         *,
         has_state: bool,
+        spare: list[Tensor],
     ) -> None:
         self.state = state
         self._wrappers = wrappers
         self._attached = attached
         self._batches = batches
-        self._has_state = has_state
+        self._has_state, self._spare = has_state, spare
         self._undo = Undo(state.named)
         self._residuals = Residuals(wrappers)
         self._rounds = rounds_in(wrappers)
@@ -208,10 +212,11 @@ class Training:
         if here.rank in donors:
             send_state(self._sent(), transport, behind, donors)
         elif here.rank in behind:
-            sent = receive_state(transport, donors)
+            # A process that joins does not need what it has built. A rank that is behind may yet need its own state.
+            sent = receive_state(transport, donors, self._sent() if is_new else None, self._spare)
             loads = is_new or len(self._rounds) < len(self._wrappers) or self._is_synchronous
             self._load(sent, values=loads)
-            self._has_state = True
+            self._has_state, self._spare = True, []
         for wrapper in self._wrappers:
             wrapper._replica.gradients.count_from_step(self.state.step)
         self._forget_newcomers()  # also on a rank that has loaded the end of the step in which they were reported

@@ -5,6 +5,7 @@ engine.py     handles of the native core, codes of calls, and tensors in shared 
 hub.py        connections between the ranks of a host, over which memory is passed on
 memory.py     create and map memory, and measure how much memory is available
 sockets.py    Unix sockets between two ranks: connect, send bytes and files, and detect ended processes
+spare.py      memory that is used again when ranks join
 transport.py  the transport
 work.py       an operation in shared memory, and the wait for it
 """
@@ -12,6 +13,7 @@ work.py       an operation in shared memory, and the wait for it
 from __future__ import annotations
 
 from syncline.transport.shared_memory.core import SharedMemoryUnavailable, find_library, library
+from syncline.transport.shared_memory.spare import SPARE_MEMORY
 from syncline.transport.shared_memory.transport import SharedMemoryTransport
 
-__all__ = ["SharedMemoryTransport", "SharedMemoryUnavailable", "find_library", "library"]
+__all__ = ["SPARE_MEMORY", "SharedMemoryTransport", "SharedMemoryUnavailable", "find_library", "library"]

@@ -341,9 +341,12 @@ class Regions:
         if numel * dtype.itemsize < IN_PLACE_BYTES:
             return torch.zeros(numel, dtype=dtype)
         stride = -(-numel * dtype.itemsize // _MIN_STRIDE_BYTES) * _MIN_STRIDE_BYTES
-        memory = self._hub.allocate(self._hub.size * stride, f"{numel} elements of {dtype}")
+        purpose = f"{numel} elements of {dtype}"
+        memory = self._hub.allocate(self._hub.size * stride, purpose, may_be_used=True)
         # Only the tensor keeps the mapping alive.
         tensor = torch.frombuffer(memory.map, dtype=dtype, count=numel, offset=self._hub.rank * stride)
+        if memory.is_used:
+            tensor.zero_()
         self._add(tensor, Region(memory.address, stride, int.from_bytes(token[:8], "little")))
         return tensor
 

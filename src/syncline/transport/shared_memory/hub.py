@@ -41,6 +41,7 @@ from syncline.transport.shared_memory.sockets import (
     send_file,
     send_rows,
 )
+from syncline.transport.shared_memory.spare import SPARE_MEMORY
 from syncline.words import describe_ranks
 
 T = TypeVar("T")
@@ -56,6 +57,9 @@ _SHOWN_BYTES = 60
 _PROOF_BYTES = 32
 
 _PAGE_BYTES = 4096
+
+_NEW, _USED = b"+", b"="
+"""The words that are sent along with the file of new memory, and with that of `SPARE_MEMORY`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -196,7 +200,9 @@ class Hub:
             send_rows(before, rows)
         return rows
 
-    def allocate(self, num_bytes: int, purpose: str, *, populated_bytes: int | None = None) -> SharedMemory:
+    def allocate(
+        self, num_bytes: int, purpose: str, *, populated_bytes: int | None = None, may_be_used: bool = False
+    ) -> SharedMemory:
         """Create shared memory of zeros, and map it on all ranks; a collective call.
 
         Args:
@@ -204,6 +210,8 @@ class Hub:
             purpose: the use of the memory, for error messages.
             populated_bytes: how many bytes at the beginning get pages now; None for all. The others get theirs at their
                 first use.
+            may_be_used: whether the memory may be a part of `SPARE_MEMORY`, and go there again. Then it may hold other
+                values than zeros: `SharedMemory.is_used` is True on all ranks.
 
         Raises:
             SharedMemoryUnavailable: there is not enough memory. All ranks raise this error.
@@ -212,7 +220,7 @@ class Hub:
         num_bytes = -(-num_bytes // _PAGE_BYTES) * _PAGE_BYTES
         try:
             memory, trouble = self._passed_on(
-                num_bytes, num_bytes if populated_bytes is None else populated_bytes
+                num_bytes, num_bytes if populated_bytes is None else populated_bytes, may_be_used=may_be_used
             )
             troubles = [row.decode() for row in self.gather(trouble.encode())]
         except OSError as error:
@@ -223,10 +231,15 @@ class Hub:
             ) from error
         _raise_if_any(f"cannot allocate shared memory for {purpose}:", troubles)
         assert memory is not None
-        memory.release_file()
+        if may_be_used:
+            SPARE_MEMORY.keep(memory, is_first=self.rank == 0)
+        else:
+            memory.release_file()
         return memory
 
-    def _passed_on(self, num_bytes: int, populated_bytes: int) -> tuple[SharedMemory | None, str]:
+    def _passed_on(
+        self, num_bytes: int, populated_bytes: int, *, may_be_used: bool
+    ) -> tuple[SharedMemory | None, str]:
         """Map the memory that rank 0 creates, and pass its descriptor to the next rank.
 
         Returns:
@@ -237,16 +250,20 @@ class Hub:
         try:
             if before is None:
                 try:
-                    memory = SharedMemory.create(num_bytes)
+                    spare = SPARE_MEMORY.take(num_bytes) if may_be_used else None
+                    memory = spare or SharedMemory.create(num_bytes)
                 finally:
                     if after is not None:
-                        send_file(after, None if memory is None else memory.file_descriptor)
+                        word = _USED if memory is not None and memory.is_used else _NEW
+                        send_file(after, None if memory is None else memory.file_descriptor, word)
             else:
-                descriptor = receive_file(before)
+                descriptor, word = receive_file(before)
                 if after is not None:
-                    send_file(after, descriptor)
+                    send_file(after, descriptor, word)
                 if descriptor is not None:
-                    memory = SharedMemory(descriptor, num_bytes)
+                    former = SPARE_MEMORY.mapping_of(descriptor) if word == _USED else None
+                    memory = SharedMemory(descriptor, num_bytes, former)
+                    memory.is_used = word == _USED
             if memory is not None:
                 each = populated_bytes // self.size
                 last = self.rank == self.size - 1

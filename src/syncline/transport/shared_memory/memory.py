@@ -17,7 +17,8 @@ import functools
 import mmap
 import os
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -107,6 +108,8 @@ def _free_bytes(directory: Path, files: _Files) -> int | None:
 
 _MADV_POPULATE_WRITE = 23
 
+_MREMAP_MAYMOVE = 1
+
 _MAP_FAILED = ctypes.c_void_p(-1).value
 
 _HUGE_PAGE_BYTES = 2 * 1024 * 1024
@@ -120,7 +123,7 @@ _UNCHECKED_BYTES = _RESERVE_BYTES // 16
 
 @functools.cache
 def _libc() -> Any:
-    """Load the C library, and declare the types of mmap, munmap and madvise.
+    """Load the C library, and declare the types of mmap, munmap, mremap and madvise.
 
     Python's own mmap module is no alternative: before Python 3.13, each mapping keeps a duplicate of the descriptor.
     """
@@ -129,7 +132,19 @@ def _libc() -> Any:
     libc.mmap.restype, libc.mmap.argtypes = pointer, [pointer, size, number, number, number, ctypes.c_int64]
     libc.munmap.restype, libc.munmap.argtypes = number, [pointer, size]
     libc.madvise.restype, libc.madvise.argtypes = number, [pointer, size, number]
+    libc.mremap.restype, libc.mremap.argtypes = pointer, [pointer, size, size, number]
     return libc
+
+
+class Mapping(NamedTuple):
+    """Where a file is mapped in the memory of this process."""
+
+    address: int
+    num_bytes: int
+
+    def unmap(self) -> None:
+        """Remove the mapping. Nobody may use its addresses any more."""
+        _libc().munmap(self.address, self.num_bytes)
 
 
 class SharedMemory:
@@ -138,28 +153,38 @@ class SharedMemory:
     Args:
         file_descriptor: the descriptor of the memfd. The new object owns the descriptor, and closes it.
         num_bytes: the size of the memfd.
+        former: a mapping of the same memfd that is not in use. It is moved instead of making a new one, because the
+            pages of a new one would have to be found again.
 
     Attributes:
         map: the mapped bytes, as an object with the buffer protocol. The memory is unmapped when `map` is freed.
         address: the address of the first mapped byte.
     """
 
-    def __init__(self, file_descriptor: int, num_bytes: int) -> None:
+    def __init__(self, file_descriptor: int, num_bytes: int, former: Mapping | None = None) -> None:
         self.num_bytes = num_bytes
         self._file_descriptor = file_descriptor
-        self._is_own = False
-        """Whether this process has created the memfd, and has checked that there is enough memory."""
+        self._has_room = former is not None
+        """Whether there is enough memory: this process has checked it, or its pages have been there before."""
+        self.is_used = False
+        """Whether the memory was in use before, so that it may hold other values than zeros."""
         protection = mmap.PROT_READ | mmap.PROT_WRITE
-        address = _libc().mmap(None, num_bytes, protection, mmap.MAP_SHARED, file_descriptor, 0)
+        if former is None:
+            address = _libc().mmap(None, num_bytes, protection, mmap.MAP_SHARED, file_descriptor, 0)
+        else:
+            address = _libc().mremap(*former, num_bytes, _MREMAP_MAYMOVE)
         if address == _MAP_FAILED:
             reason = os.strerror(ctypes.get_errno())
             self.release_file()
+            if former is not None:
+                former.unmap()
             raise SynclineError(
                 f"this process could not map {num_bytes / 1e6:.1f} MB of shared memory: {reason}"
             )
         self.address: int = address
         self.map: Any = (ctypes.c_char * num_bytes).from_address(address)
-        weakref.finalize(self.map, _libc().munmap, address, num_bytes).atexit = False
+        self._finalizer = weakref.finalize(self.map, Mapping(address, num_bytes).unmap)
+        self._finalizer.atexit = False
         if num_bytes >= _HUGE_PAGE_BYTES and hasattr(mmap, "MADV_HUGEPAGE"):
             with contextlib.suppress(OSError):  # a kernel without huge pages
                 self._advise(mmap.MADV_HUGEPAGE, 0, num_bytes)
@@ -181,8 +206,37 @@ class SharedMemory:
                 f"this process could not create {num_bytes / 1e6:.1f} MB of shared memory: {error}"
             ) from error
         memory = SharedMemory(descriptor, num_bytes)
-        memory._is_own = True
+        memory._has_room = True
         return memory
+
+    @staticmethod
+    def resized(file_descriptor: int, former: Mapping, num_bytes: int) -> SharedMemory:
+        """Change the size of a memfd of this process that is not in use. What it holds stays.
+
+        Args:
+            file_descriptor: the descriptor of the memfd. The new object owns the descriptor.
+            former: the present mapping, of the present size.
+            num_bytes: the new size.
+
+        Raises:
+            SynclineError: there is not enough memory.
+        """
+        try:
+            _check_room(num_bytes - former.num_bytes)
+            os.ftruncate(file_descriptor, num_bytes)
+        except BaseException:
+            os.close(file_descriptor)
+            former.unmap()
+            raise
+        memory = SharedMemory(file_descriptor, num_bytes, former)
+        memory.is_used = True
+        return memory
+
+    def when_free(self, call: Callable[[Mapping], object]) -> None:
+        """Call a function with the mapping when nobody uses it any more, instead of removing it."""
+        self._finalizer.detach()
+        self._finalizer = weakref.finalize(self.map, partial(call, Mapping(self.address, self.num_bytes)))
+        self._finalizer.atexit = False
 
     @property
     def file_descriptor(self) -> int:
@@ -198,7 +252,7 @@ class SharedMemory:
         from_ = from_ // mmap.PAGESIZE * mmap.PAGESIZE
         if to <= from_:
             return
-        if not self._is_own:  # this rank's limit may differ from rank 0's
+        if not self._has_room:  # this rank's limit may differ from rank 0's
             _check_room(to - from_)
         try:
             try:
@@ -216,9 +270,14 @@ class SharedMemory:
         if _libc().madvise(self.address + offset, num_bytes, advice):
             raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
 
+    def take_file(self) -> int:
+        """Return the descriptor of the memfd, which the caller owns from now on. The mapping remains usable."""
+        descriptor, self._file_descriptor = self._file_descriptor, -1
+        return descriptor
+
     def release_file(self) -> None:
         """Close the descriptor of the memfd. The mapping remains usable."""
-        descriptor, self._file_descriptor = self._file_descriptor, -1
+        descriptor = self.take_file()
         if descriptor >= 0:
             os.close(descriptor)
 

@@ -217,20 +217,20 @@ def receive_rows(connection: socket.socket) -> list[bytes]:
     return [_receive_message(connection) for _ in range(int(_receive_message(connection)))]
 
 
-def send_file(connection: socket.socket, descriptor: int | None) -> None:
-    """Send an open file to the process at the other end. If `descriptor` is None, send None."""
+def send_file(connection: socket.socket, descriptor: int | None, word: bytes = b"+") -> None:
+    """Send an open file and a word of one byte to the process at the other end. If `descriptor` is None, send None."""
     if descriptor is None:
         connection.sendall(b"-")
     else:
-        socket.send_fds(connection, [b"+"], [descriptor])
+        socket.send_fds(connection, [word], [descriptor])
 
 
-def receive_file(connection: socket.socket) -> int | None:
-    """Receive an open file that the other rank sent with `send_file`, and return its descriptor.
+def receive_file(connection: socket.socket) -> tuple[int | None, bytes]:
+    """Receive an open file that the other rank sent with `send_file`, and return its descriptor and the word.
 
-    Returns None if the other rank sent None.
+    The descriptor is None if the other rank sent None.
     """
     word, descriptors, _, _ = socket.recv_fds(connection, 1, 1, socket.MSG_CMSG_CLOEXEC)
     if not word:
         raise ConnectionResetError("the other rank closed the connection")
-    return descriptors[0] if descriptors else None
+    return (descriptors[0] if descriptors else None), word
