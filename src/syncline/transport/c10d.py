@@ -366,9 +366,11 @@ class C10dTransport(WatchedTransport):
                 self._group.get_group_store().delete_key(f"{device}//0/{self.rank}")
 
     def _release(self) -> None:
-        groups, self._group = [self._group], None  # a referenced Gloo group keeps its threads
+        # A referenced Gloo group keeps its threads. Its last reference is better not one of a closed transport, because
+        # the destructor waits for the threads.
+        groups, self._group = [self._group], None
+        self.own_lane.group = None
         if self._owns_group:
-            self.own_lane.group = None
             destroy(groups)
 
 

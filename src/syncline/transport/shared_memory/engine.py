@@ -345,7 +345,7 @@ class Regions:
         memory = self._hub.allocate(self._hub.size * stride, purpose, may_be_used=True)
         # Only the tensor keeps the mapping alive.
         tensor = torch.frombuffer(memory.map, dtype=dtype, count=numel, offset=self._hub.rank * stride)
-        if memory.is_used:
+        if memory.used_bytes > self._hub.rank * stride:
             tensor.zero_()
         self._add(tensor, Region(memory.address, stride, int.from_bytes(token[:8], "little")))
         return tensor

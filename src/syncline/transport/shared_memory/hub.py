@@ -28,7 +28,7 @@ from syncline.errors import CollectiveTimeout, SynclineError
 from syncline.liveness.processes import host_key
 from syncline.liveness.store import SignedStore, decode
 from syncline.transport.shared_memory.core import MAX_RANKS, SharedMemoryUnavailable, library
-from syncline.transport.shared_memory.memory import SharedMemory
+from syncline.transport.shared_memory.memory import SharedMemory, has_several_nodes
 from syncline.transport.shared_memory.sockets import (
     Peers,
     RankOnSocket,
@@ -57,9 +57,6 @@ _SHOWN_BYTES = 60
 _PROOF_BYTES = 32
 
 _PAGE_BYTES = 4096
-
-_NEW, _USED = b"+", b"="
-"""The words that are sent along with the file of new memory, and with that of `SPARE_MEMORY`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -211,7 +208,7 @@ class Hub:
             populated_bytes: how many bytes at the beginning get pages now; None for all. The others get theirs at their
                 first use.
             may_be_used: whether the memory may be a part of `SPARE_MEMORY`, and go there again. Then it may hold other
-                values than zeros: `SharedMemory.is_used` is True on all ranks.
+                values than zeros (see `SharedMemory.used_bytes`).
 
         Raises:
             SharedMemoryUnavailable: there is not enough memory. All ranks raise this error.
@@ -254,20 +251,23 @@ class Hub:
                     memory = spare or SharedMemory.create(num_bytes)
                 finally:
                     if after is not None:
-                        word = _USED if memory is not None and memory.is_used else _NEW
-                        send_file(after, None if memory is None else memory.file_descriptor, word)
+                        passed = (None, 0) if memory is None else (memory.file_descriptor, memory.used_bytes)
+                        send_file(after, *passed)
             else:
-                descriptor, word = receive_file(before)
+                descriptor, used_bytes = receive_file(before)
                 if after is not None:
-                    send_file(after, descriptor, word)
+                    send_file(after, descriptor, used_bytes)
                 if descriptor is not None:
-                    former = SPARE_MEMORY.mapping_of(descriptor) if word == _USED else None
-                    memory = SharedMemory(descriptor, num_bytes, former)
-                    memory.is_used = word == _USED
+                    memory = SharedMemory(descriptor, num_bytes, SPARE_MEMORY.mapping_of(descriptor))
+                    memory.used_bytes = used_bytes
             if memory is not None:
-                each = populated_bytes // self.size
+                # Each rank makes its own part of the pages, on its own NUMA node. If there is one node, those of a rank
+                # that joins are divided among all.
+                begin = 0 if has_several_nodes() else min(memory.used_bytes, populated_bytes)
+                each = (populated_bytes - begin) // self.size
                 last = self.rank == self.size - 1
-                memory.populate(self.rank * each, populated_bytes if last else (self.rank + 1) * each)
+                from_ = begin + self.rank * each
+                memory.populate(from_, populated_bytes if last else from_ + each)
         except SynclineError as error:
             return memory, str(error)
         return memory, ""

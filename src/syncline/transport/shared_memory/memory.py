@@ -164,10 +164,10 @@ class SharedMemory:
     def __init__(self, file_descriptor: int, num_bytes: int, former: Mapping | None = None) -> None:
         self.num_bytes = num_bytes
         self._file_descriptor = file_descriptor
-        self._has_room = former is not None
-        """Whether there is enough memory: this process has checked it, or its pages have been there before."""
-        self.is_used = False
-        """Whether the memory was in use before, so that it may hold other values than zeros."""
+        self._is_own = False
+        """Whether this process has created the memfd, and has checked that there is enough memory."""
+        self.used_bytes = 0
+        """How many bytes at the beginning were in use before. They have pages, and may hold other values than zeros."""
         protection = mmap.PROT_READ | mmap.PROT_WRITE
         if former is None:
             address = _libc().mmap(None, num_bytes, protection, mmap.MAP_SHARED, file_descriptor, 0)
@@ -206,7 +206,7 @@ class SharedMemory:
                 f"this process could not create {num_bytes / 1e6:.1f} MB of shared memory: {error}"
             ) from error
         memory = SharedMemory(descriptor, num_bytes)
-        memory._has_room = True
+        memory._is_own = True
         return memory
 
     @staticmethod
@@ -229,7 +229,7 @@ class SharedMemory:
             former.unmap()
             raise
         memory = SharedMemory(file_descriptor, num_bytes, former)
-        memory.is_used = True
+        memory._is_own, memory.used_bytes = True, min(num_bytes, former.num_bytes)
         return memory
 
     def when_free(self, call: Callable[[Mapping], object]) -> None:
@@ -252,8 +252,8 @@ class SharedMemory:
         from_ = from_ // mmap.PAGESIZE * mmap.PAGESIZE
         if to <= from_:
             return
-        if not self._has_room:  # this rank's limit may differ from rank 0's
-            _check_room(to - from_)
+        if not self._is_own:  # this rank's limit may differ from rank 0's
+            _check_room(to - max(from_, self.used_bytes))
         try:
             try:
                 self._advise(_MADV_POPULATE_WRITE, from_, to - from_)
@@ -283,6 +283,12 @@ class SharedMemory:
 
     def __del__(self) -> None:
         self.release_file()
+
+
+@functools.cache
+def has_several_nodes() -> bool:
+    """Return whether the memory of this host is divided among several NUMA nodes."""
+    return os.path.exists("/sys/devices/system/node/node1")
 
 
 def _check_room(num_bytes: int) -> None:

@@ -82,6 +82,8 @@ _CREDENTIALS = struct.Struct("3i")
 
 _LENGTH = struct.Struct("<I")
 
+_NUMBER = struct.Struct("<Q")
+
 _HELLO = struct.Struct("<I32s")
 """The layout of the first message on a connection: the number of the connecting rank, and the token of the group."""
 
@@ -217,20 +219,22 @@ def receive_rows(connection: socket.socket) -> list[bytes]:
     return [_receive_message(connection) for _ in range(int(_receive_message(connection)))]
 
 
-def send_file(connection: socket.socket, descriptor: int | None, word: bytes = b"+") -> None:
-    """Send an open file and a word of one byte to the process at the other end. If `descriptor` is None, send None."""
+def send_file(connection: socket.socket, descriptor: int | None, number: int) -> None:
+    """Send an open file and a number to the process at the other end. If `descriptor` is None, send None."""
+    data = _NUMBER.pack(number)
     if descriptor is None:
-        connection.sendall(b"-")
+        connection.sendall(data)
     else:
-        socket.send_fds(connection, [word], [descriptor])
+        socket.send_fds(connection, [data], [descriptor])
 
 
-def receive_file(connection: socket.socket) -> tuple[int | None, bytes]:
-    """Receive an open file that the other rank sent with `send_file`, and return its descriptor and the word.
+def receive_file(connection: socket.socket) -> tuple[int | None, int]:
+    """Receive an open file that the other rank sent with `send_file`, and return its descriptor and the number.
 
     The descriptor is None if the other rank sent None.
     """
-    word, descriptors, _, _ = socket.recv_fds(connection, 1, 1, socket.MSG_CMSG_CLOEXEC)
-    if not word:
+    data, descriptors, _, _ = socket.recv_fds(connection, _NUMBER.size, 1, socket.MSG_CMSG_CLOEXEC)
+    if not data:
         raise ConnectionResetError("the other rank closed the connection")
-    return (descriptors[0] if descriptors else None), word
+    data += _receive(connection, _NUMBER.size - len(data))
+    return (descriptors[0] if descriptors else None), _NUMBER.unpack(data)[0]
