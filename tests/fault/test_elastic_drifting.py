@@ -66,6 +66,18 @@ def test_a_rank_whose_connection_fails(
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("training", ["LocalSGD", "DiLoCo", "streaming", "Gossip", "ParameterServer"])
+@pytest.mark.parametrize("transport", ["shm", "c10d"])
+@pytest.mark.parametrize("step", [5, 6])
+def test_a_connection_that_fails_in_a_hook_after_the_step(
+    step: int, transport: str, training: str, tmp_path: Path, rank_pool: RankPool
+) -> None:
+    """The rank has made the step, but not what the strategy does after it."""
+    fault = Fault(rank=1, step=step, place="after optimizer", kind="lost connection")
+    assert run(tmp_path, rank_pool, training, transport, fault) == 3
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("training", ["LocalSGD", "DiLoCo", "streaming"])
 @pytest.mark.parametrize("transport", ["shm", "c10d"])
 @pytest.mark.parametrize("second", ["meeting", "opening lanes", "sync", "confirmed"])

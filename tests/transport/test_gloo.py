@@ -206,6 +206,20 @@ def test_an_abort_reaches_waiting_ranks_with_its_reason() -> None:
         t.all_reduce(torch.zeros(3))
 
 
+@pytest.mark.ranks(2)
+def test_a_message_that_is_only_polled_ends_with_the_group() -> None:
+    """As the messages of sl.ParameterServer are."""
+    t = C10dTransport()
+    if t.rank == 0:
+        work = t.recv(torch.zeros(3), 1)
+        assert not work.is_completed()
+        t.abort("it is enough")
+        assert work.is_completed()
+        with pytest.raises(SynclineError, match="it is enough"):
+            work.wait()
+    meet_at_the_store()
+
+
 @pytest.mark.ranks(2, killed=[1])
 def test_the_reason_of_a_peer_is_told_rather_than_its_lost_connection() -> None:
     t = C10dTransport()

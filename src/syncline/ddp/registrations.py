@@ -305,10 +305,10 @@ class Registrations:
             self._gradients.reduction.clock.optimizer_stepped()
         return discards
 
-    def _after_optimizer_step(self, attached: AttachedOptimizer) -> None:
+    def _after_optimizer_step(self, attached: AttachedOptimizer, has_failed: bool) -> None:
         self._gradients.reduction.clock.optimizer_stepped()
         if self._rounds is not None:
-            self._rounds.step_ended(attached)
+            self._rounds.step_ended(attached, has_failed=has_failed)
 
     def _before_optimizer_step(self, attached: AttachedOptimizer) -> None:
         if self._rounds is not None:

@@ -97,7 +97,8 @@ class AttachedOptimizer:
         before_step: a function that is called with this object before each step. If it raises an error, the step raises
             this error. It is called when the gradients of the step exist. If the step has a closure, which computes
             gradients inside of the step, this is after the first call of the closure.
-        after_step: a function that is called with this object after each step.
+        after_step: a function that is called with this object after each step that counts, and with whether the step
+            has failed.
         discards: a function that returns whether to skip a step. It is called after `before_step`. If the step has a
             closure, the closure is called before the step begins, so that the step can be skipped. A skipped step is
             not counted. Pass None if no step is ever skipped.
@@ -117,7 +118,7 @@ class AttachedOptimizer:
         self,
         optimizer: Optimizer,
         before_step: Callable[[AttachedOptimizer], None],
-        after_step: Callable[[AttachedOptimizer], None] | None = None,
+        after_step: Callable[[AttachedOptimizer, bool], None] | None = None,
         discards: Callable[[], bool] | None = None,
         *,
         counts_failed: bool = True,
@@ -172,12 +173,16 @@ class AttachedOptimizer:
         try:
             result = inner(*args, **kwargs)
         except BaseException:
-            self.num_steps += self._counts_failed and self._version() != version
+            if self._counts_failed and self._version() != version:
+                self._count(has_failed=True)
             raise
+        self._count(has_failed=False)
+        return result
+
+    def _count(self, *, has_failed: bool) -> None:
         self.num_steps += 1
         if self._after_step is not None:
-            self._after_step(self)
-        return result
+            self._after_step(self, has_failed)
 
     def _version(self) -> int:
         """Return a number that each step of the optimizer changes: the version of a parameter that has a gradient."""

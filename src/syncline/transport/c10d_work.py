@@ -92,7 +92,8 @@ class C10dWork(WatchedWork):
         self._work = self._finish = None
 
     def is_completed(self) -> bool:
-        return self._work is None or self._work.is_completed()
+        # Callers that only poll must see a failure, too: after an abort by a peer, a message from it never arrives.
+        return self._work is None or self._work.is_completed() or self._health.failure is not None
 
     def _has_succeeded(self) -> bool:
         # A backend has threads of its own: data that a peer sent before it failed may still arrive.

@@ -207,10 +207,15 @@ class Rounds:
         self.are_equal = True
         self._executor.kept.restart()
 
-    def step_ended(self, attached: AttachedOptimizer) -> None:
+    def step_ended(self, attached: AttachedOptimizer, *, has_failed: bool = False) -> None:
         """Record that an attached optimizer has stepped.
 
         As soon as all attached optimizers have stepped, ask the strategy for actions, and carry them out.
+
+        Args:
+            attached: the optimizer.
+            has_failed: whether an error was raised after the step. Then this rank is where it would be if its actions
+                had failed: they are not carried out, and `settle` makes the parameters equal if training goes on.
         """
         self.are_equal = False
         was_synchronous = self.is_synchronous
@@ -220,6 +225,9 @@ class Rounds:
             self.standing.contain(self.step)
         inbox = self._executor.kept.poll()
         plan, actions = self.strategy.at_step(self._plan, Progress(step=self.step), inbox)
+        if has_failed:
+            self._plan = self._plan if actions else plan
+            return
         if are_blocking(actions):
             title = f"the parameter sync of {self._title} after step {self.step}"
             exchange(self.transport, title, self._settings(actions), remedy=_REMEDY)
