@@ -32,7 +32,6 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 import syncline as sl
-from meeting import meet_at_the_store
 from syncline import environment
 from syncline.launchers import Environment
 from syncline.resilience import group, handover, training
@@ -268,6 +267,8 @@ def train_or_leave(plan: Plan, first: int, folder: Path, file: TextIO) -> None:
     moments = Moments(faults, note, folder, num_newcomers=plan.num_newcomers)
     sl.init(transport=plan.transport, timeout=30)
     if dist.is_initialized():  # a newcomer has not met the others yet
+        from meeting import meet_at_the_store  # programs that import this file do not need it, nor find it
+
         meet_at_the_store()
     try:
         train(plan, moments, note)
