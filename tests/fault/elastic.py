@@ -267,9 +267,9 @@ def train_or_leave(plan: Plan, first: int, folder: Path, file: TextIO) -> None:
     moments = Moments(faults, note, folder, num_newcomers=plan.num_newcomers)
     sl.init(transport=plan.transport, timeout=30)
     if dist.is_initialized():  # a newcomer has not met the others yet
-        from meeting import meet_at_the_store  # programs that import this file do not need it, nor find it
-
-        meet_at_the_store()
+        store = dist.group.WORLD.get_group_store()  # type: ignore[union-attr]
+        store.set(f"rank {dist.get_rank()} has joined", "")
+        store.wait([f"rank {rank} has joined" for rank in range(dist.get_world_size())])
     try:
         train(plan, moments, note)
     except ZeroDivisionError:
