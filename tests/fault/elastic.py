@@ -248,7 +248,7 @@ def one_rank(plan: Plan, folder: str) -> None:
         with ExitStack() as stack:
             if (
                 plan.num_newcomers
-            ):  # memory that is used again when a process joins: small gradients are elsewhere
+            ):  # only memory of the transport is used again, and small tensors are not in it
                 for module in ("engine", "transport"):
                     name = f"syncline.transport.shared_memory.{module}.IN_PLACE_BYTES"
                     stack.enter_context(mock.patch(name, 1))

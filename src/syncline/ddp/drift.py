@@ -48,7 +48,7 @@ class SyncState:
         self._drift = drift
         self._config = config
 
-    def compress(self, lane: Transport, module: nn.Module, *, num_ranks: int) -> CommHook | None:
+    def comm_hook(self, lane: Transport, module: nn.Module, *, num_ranks: int) -> CommHook | None:
         """Return the communication hook by which the compression encodes gradients from now on.
 
         The result is None if no compression is configured, or if there has only been one rank so far.

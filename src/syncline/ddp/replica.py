@@ -126,7 +126,7 @@ class Replica:
             replace(self.config.gradients, compares_replicas=compares),
             main_lane=self.transport,
             # Known before there are buckets: encoded gradients need no memory of the transport.
-            comm_hook=self.state.compress(self._gradient_lane, self.module, num_ranks=self.transport.size),
+            comm_hook=self.state.comm_hook(self._gradient_lane, self.module, num_ranks=self.transport.size),
             former=former,
         )
         self.buffers = BufferSync(

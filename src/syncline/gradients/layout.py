@@ -132,9 +132,8 @@ class BucketLayout:
 
     def order_of_rank_0(self, transport: Transport) -> list[int] | None:
         """Return the order that rank 0 of a new group has learnt, or None if it has learnt none. A collective call."""
-        is_learnt = self.order_is_learnt and not self._options.sharded and bool(self._order)
-        mine = self._order if is_learnt else range(len(self._parameters))
-        is_learnt_there, *order = _of_rank_0([is_learnt, *mine], transport)
+        mine = self._order if self.order_is_learnt and not self._options.sharded else []
+        is_learnt_there, *order = _of_rank_0([bool(mine), *(mine or range(len(self._parameters)))], transport)
         return order if is_learnt_there else None
 
     def learn_order(self, ready: Sequence[int]) -> None:

@@ -169,7 +169,7 @@ class AttachedOptimizer:
         if self.num_made_before:
             self.num_made_before -= 1
             return None if closure is None else closure()
-        version = self._version()
+        version = self._version() if self._counts_failed else 0  # shards record their steps themselves
         try:
             result = inner(*args, **kwargs)
         except BaseException:

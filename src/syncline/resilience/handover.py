@@ -107,7 +107,7 @@ def receive_state(
         for name, digest in _receive_text(transport, rank).items():
             if str(checksum(memory_of(tensors[name]))) != digest:
                 raise SynclineError(
-                    f"rank {transport.rank}, handover of the training state: expected {name} with the checksum "
+                    f"rank {transport.rank}, handover of the training state: expected {name} to have the checksum "
                     f"{digest}, as rank {rank} has sent it, got another one: the memory or the network of one of the "
                     "hosts is damaged"
                 )

@@ -46,7 +46,10 @@ _ROUND_SECONDS = 60.0
 _POLL_SECONDS = 0.05
 
 _LOST = ("connection closed", "connection reset", "broken pipe")
-"""Words of torch's errors about a connection that was closed at its other end."""
+"""Words of torch's errors about a connection that was closed at its other end.
+
+They are fewer than those of `is_of_backend`: while ranks connect, a wrong network interface is no lost rank.
+"""
 
 _READ_SECONDS = 10.0
 """How long rank 0 keeps the store open after an error, in seconds, so that the other ranks can read the reason."""

@@ -366,8 +366,8 @@ class C10dTransport(WatchedTransport):
                 self._group.get_group_store().delete_key(f"{device}//0/{self.rank}")
 
     def _release(self) -> None:
-        # A referenced Gloo group keeps its threads. Its last reference is better not one of a closed transport, because
-        # the destructor waits for the threads.
+        # A referenced Gloo group keeps its threads, and whoever drops the last reference waits for them. So a closed
+        # transport keeps no reference.
         groups, self._group = [self._group], None
         self.own_lane.group = None
         if self._owns_group:

@@ -200,7 +200,7 @@ class MessageWork:
             RuntimeError: the message failed, or the timeout expired. Works of torch raise this class, too.
         """
         if not self._ended.wait(None if timeout is None else timeout.total_seconds()):
-            raise RuntimeError("the message was not sent or received before the timeout of the wait expired")
+            raise RuntimeError("the message was not sent or received within the timeout of the wait")
         if self._error is not None:
             raise self._error
 

@@ -263,7 +263,7 @@ class Hub:
             if memory is not None:
                 # Each rank makes its own part of the pages, on its own NUMA node. If there is one node, those of a rank
                 # that joins are divided among all.
-                begin = 0 if has_several_nodes() else min(memory.used_bytes, populated_bytes)
+                begin = 0 if has_several_nodes() else memory.used_bytes
                 each = (populated_bytes - begin) // self.size
                 last = self.rank == self.size - 1
                 from_ = begin + self.rank * each
