@@ -156,10 +156,11 @@ def cost(num_parameters: int) -> None:
         return times
 
     ratios, medians = [], []
-    for _ in range(12):
-        one, other = statistics.median(plain()), statistics.median(resilient())
-        ratios.append(other / one)
-        medians.append(one)
+    for number in range(30):
+        loops = (plain, resilient) if number % 2 else (resilient, plain)
+        found = {loop: statistics.median(loop()) for loop in loops}
+        ratios.append(found[resilient] / found[plain])
+        medians.append(found[plain])
     if rank == 0:
         print(
             f"cost without a loss: a step of {1000 * statistics.median(medians):.1f} ms takes "

@@ -48,6 +48,10 @@ class _OfNumpy:
     def __init__(self, numpy: Any) -> None:
         self._random = numpy.random
         self._kind = numpy.random.MT19937
+        self._find = getattr(numpy.random, "get_bit_generator", None)  # since numpy 1.24
+        self._generator: Any = None
+        self._address = 0
+        """Where the words of the generator are."""
         self._bytes: bytes | None = None
         self._state: Any = None
 
@@ -62,11 +66,12 @@ class _OfNumpy:
         return self._state
 
     def _seen(self) -> bytes | None:
-        find = getattr(self._random, "get_bit_generator", None)  # since numpy 1.24
-        generator: Any = None if find is None else find()
+        generator: Any = None if self._find is None else self._find()
         if type(generator) is not self._kind:
             return None
-        return ctypes.string_at(generator.ctypes.state_address, _NUM_BYTES)
+        if generator is not self._generator:
+            self._generator, self._address = generator, generator.ctypes.state_address
+        return ctypes.string_at(self._address, _NUM_BYTES)
 
 
 def _bytes_of(state: Any) -> bytes:
