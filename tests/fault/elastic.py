@@ -18,7 +18,7 @@ import time
 import warnings
 from collections.abc import Callable, Collection
 from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -190,6 +190,15 @@ class Moments:
     """The step before which the save was begun that a thread writes now."""
     begun_in: int = 0
     """The generation in which the body has begun."""
+    connected_at: list[int] = field(default_factory=list)
+    """The steps in which this process has opened a connection to the store."""
+
+    def counting(self, connect: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            self.connected_at.append(self.step)
+            return connect(*args, **kwargs)
+
+        return call
 
     def at(self, place: str) -> None:
         for fault in list(self.faults):
@@ -385,6 +394,7 @@ def train(plan: Plan, moments: Moments, note: Callable[..., None]) -> None:
         warned=[str(one.message) for one in caught],
         stragglers=[[one.rank, one.phase, one.from_step] for one in ddp.statistics().stragglers],
         threads=[thread.name for thread in threading.enumerate()],
+        connected_at=[step for step in moments.connected_at if step],
         values=torch.cat([p.detach().flatten() for p in net.parameters()]).tolist(),
     )
 
@@ -413,6 +423,7 @@ def watched_places(moments: Moments, ddp: sl.DistributedDataParallel) -> Any:
 
         return call
 
+    clone_of = pkgutil.resolve_name("syncline.liveness.store:clone_of")
     rounds = ddp._replica.drift.rounds
     shards = pkgutil.resolve_name("syncline.sharded.attached:AttachedShards")
     standing = None if rounds is None else type(rounds.standing)
@@ -423,6 +434,7 @@ def watched_places(moments: Moments, ddp: sl.DistributedDataParallel) -> Any:
     with ExitStack() as patched:
         patched.enter_context(mock.patch("syncline.session.session._REGROUP_SECONDS", 1.0))
         patched.enter_context(mock.patch.object(group, "_NEWCOMER_SECONDS", 0.0))
+        patched.enter_context(mock.patch("syncline.liveness.store.clone_of", moments.counting(clone_of)))
         for owner, name, place in (
             (group.Group, "agree", "agreeing"),
             (group.Group, "wait_for_all", "the end"),
@@ -517,6 +529,7 @@ def check(
     net, momentum = reference(used, STEPS, lost, takes_mean=takes_mean)
     for final in finals:
         assert "syncline-pulse" not in final["threads"]  # which could abort the process at its end
+        assert not final["connected_at"]  # a new connection to the store can wait for the DNS
         assert final["momentum"] == digest(momentum)
     if not may_miss:
         assert finals[0]["weights"] == digest([p.detach() for p in net.parameters()])

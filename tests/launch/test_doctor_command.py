@@ -235,3 +235,15 @@ def test_gpus_are_listed_and_a_torch_without_nccl_is_a_problem(monkeypatch: pyte
     monkeypatch.setattr("syncline.tools.doctor.host.dist.is_nccl_available", lambda: False)
     assert found()[0] == "problem"
     assert "this torch was built without NCCL" in found()[1]
+
+
+@pytest.mark.parametrize(("seconds", "kind"), [(0.002, "fine"), (5.0, "note")])
+def test_a_name_server_that_does_not_answer_is_named(
+    seconds: float, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    times = iter([100.0, 100.0 + seconds])
+    monkeypatch.setattr("syncline.tools.doctor.host.time.perf_counter", lambda: next(times))
+    monkeypatch.setattr("socket.getnameinfo", lambda address, flags: ("localhost", "0"))
+    (found,) = [one for one in findings() if one.name == "name lookup"]
+    assert found.kind == kind
+    assert ("/etc/hosts" in found.text) == (kind == "note")

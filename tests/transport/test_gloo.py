@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from meeting import meet_at_the_store
 from syncline import CollectiveMismatch, CollectiveTimeout, PeerFailed, PeerLost, SynclineError
-from syncline.liveness import Board, FailedWait, Failure, Health, Lane, Notices
+from syncline.liveness import Board, FailedWait, Failure, Health, Lane, Notices, StoreConnection
 from syncline.transport import C10dTransport, C10dWork, c10d
 
 
@@ -252,7 +252,7 @@ def test_the_timeout_that_a_peer_gave_up_for_is_told_rather_than_its_lost_connec
 
 def test_of_two_ranks_that_tell_at_once_the_first_is_believed(monkeypatch: pytest.MonkeyPatch) -> None:
     store = dist.HashStore()
-    first, second = (Notices(store, rank=rank, size=2) for rank in range(2))
+    first, second = (Notices(StoreConnection(store), rank=rank, size=2) for rank in range(2))
     monkeypatch.setattr(second, "failure", lambda: None)  # it looked just before the first one told
     first.publish(Failure(PeerFailed, "the cause"))
     second.publish(Failure(PeerLost, "the consequence"))

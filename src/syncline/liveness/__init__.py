@@ -21,7 +21,7 @@ from syncline.liveness.failed_wait import FailedWait
 from syncline.liveness.health import Health, Lane
 from syncline.liveness.notices import Notices
 from syncline.liveness.processes import RankProcess
-from syncline.liveness.store import SignedStore, decode
+from syncline.liveness.store import SignedStore, StoreConnection, decode
 
 __all__ = [
     "Board",
@@ -33,6 +33,7 @@ __all__ = [
     "Place",
     "RankProcess",
     "SignedStore",
+    "StoreConnection",
     "Wait",
     "decode",
 ]

@@ -19,22 +19,17 @@ import os
 import threading
 from collections.abc import Callable
 from dataclasses import replace
-from datetime import timedelta
-from typing import Any, Protocol, TypeVar
+from typing import Protocol, TypeVar
 from weakref import WeakKeyDictionary
-
-from torch.distributed.distributed_c10d import PrefixStore
 
 from syncline.errors import SynclineError
 from syncline.liveness.board import Place
 from syncline.liveness.calls import Failure, call_in_dump
 from syncline.liveness.processes import RankProcess
-from syncline.liveness.store import SignedStore, clone_of
+from syncline.liveness.store import SignedStore, StoreConnection
 from syncline.user_code import dump_of_main_thread, user_code_in_dump
 
 T = TypeVar("T")
-
-_STORE_TIMEOUT = timedelta(seconds=1)
 
 _MAX_READS = 100
 """The maximum number of times that a rank reads the processes of other ranks in quick succession."""
@@ -46,21 +41,19 @@ class Notices:
     All threads of the process that created the object can use it. In a fork of the process it does nothing.
 
     Args:
-        store: the store of the group. This object opens a separate connection to the store, so that its requests do not
-            delay other users of the store.
+        connection: a connection to the store of the group, for keys of this group only. It is not that of the group, so
+            requests do not delay other users of the store.
         rank: this rank in the group.
         size: the number of ranks in the group.
     """
 
-    def __init__(self, store: Any, *, rank: int, size: int) -> None:
+    def __init__(self, connection: StoreConnection, *, rank: int, size: int) -> None:
         self._rank = rank
         self._size = size
         self._pid = os.getpid()
         self._has_left = False
-        # Without the lock, two threads that share a connection of a TCPStore would receive each other's answers.
-        self._lock = threading.Lock()
-        own, self._line = clone_of(store, _STORE_TIMEOUT)
-        self._store: SignedStore | None = SignedStore(PrefixStore("syncline", own))
+        self.connection = connection
+        self._store: SignedStore | None = SignedStore(connection.under("syncline").store)
         # Old notices stay in the store, and a group created again under the same name must not read them. Each rank
         # counts the creations separately, because a common count would mean waiting for another rank.
         self._epoch = self._ask(lambda store: store.count_up(f"epoch/{rank}"))
@@ -173,8 +166,8 @@ class Notices:
         """Return the store's answer to a question. Return None if the store has ended, or if this process is a fork."""
         if os.getpid() != self._pid:
             return None
-        with self._lock:
-            if self._store is not None and (self._line is None or self._line.is_open()):
+        with self.connection.lock:
+            if self._store is not None and self.connection.is_open():
                 try:
                     return question(self._store)
                 except SynclineError:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import socket
 import weakref
 from dataclasses import dataclass
 from typing import Protocol
@@ -100,6 +101,15 @@ def host_key() -> str:
         boot = file.read().strip()
     spaces = [os.readlink(f"/proc/self/ns/{space}") for space in ("pid", "net")]
     return " ".join([boot, *spaces])
+
+
+def clock_key() -> str:
+    """Return a key of the monotonic clock of this process. Processes with the same key read the same clock."""
+    try:
+        with open("/proc/sys/kernel/random/boot_id") as file:
+            return f"{file.read().strip()} {os.readlink('/proc/self/ns/time')}"
+    except OSError:
+        return socket.gethostname()
 
 
 def _state_and_start(pid: int) -> tuple[str, int]:

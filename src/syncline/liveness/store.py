@@ -19,6 +19,7 @@ no longer acknowledges anything.
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 import hashlib
 import hmac
@@ -37,9 +38,12 @@ from datetime import timedelta
 from typing import Any, NoReturn, TypeVar
 
 from syncline import environment
+from syncline._torch.process_groups import PrefixStore
 from syncline.errors import SynclineError
 
 T = TypeVar("T")
+
+_REQUEST_TIMEOUT = timedelta(seconds=1)
 
 _MAX_BYTES = 1 << 20
 
@@ -331,6 +335,32 @@ def clone_of(
             idle = socket.create_connection((server.host, port), timeout=_CONNECT_SECONDS)
             return clone, StoreLine(idle.detach())
     return clone, None
+
+
+class StoreConnection:
+    """A connection of its own to a store, for several threads and several groups of this process.
+
+    torch looks up the name of the other end of each new connection in the DNS. That takes seconds if the DNS does not
+    answer. So the groups that follow each other in `sl.steps` use one connection, which exists before a rank is lost.
+
+    Args:
+        store: the store.
+    """
+
+    def __init__(self, store: Any) -> None:
+        self.store, self._line = clone_of(store, _REQUEST_TIMEOUT)
+        self.lock = threading.Lock()
+        """The lock that a thread holds during a request. Otherwise it could receive another thread's answer."""
+
+    def under(self, prefix: str) -> StoreConnection:
+        """Return this connection for keys with a prefix."""
+        other = copy.copy(self)
+        other.store = PrefixStore(prefix, self.store)
+        return other
+
+    def is_open(self) -> bool:
+        """Return whether the store's end of the connection is open, as far as it can be seen. Hold the lock."""
+        return self._line is None or self._line.is_open()
 
 
 def _leads_to(port: int, file_descriptor: int) -> bool:

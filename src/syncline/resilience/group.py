@@ -16,7 +16,7 @@ from syncline._torch.process_groups import PrefixStore
 from syncline.errors import CollectiveTimeout, PeerFailed, PeerLost, SynclineError, UnevenInputs
 from syncline.liveness.failed_wait import is_of_backend
 from syncline.liveness.processes import RankProcess
-from syncline.liveness.store import SignedStore
+from syncline.liveness.store import SignedStore, StoreConnection
 from syncline.resilience.membership import Adopt, Leave, Member, Membership, Propose, Rules
 from syncline.resilience.register import SILENT_SECONDS, Entry, Line, Register
 from syncline.resilience.watch import Pulse, Watch
@@ -99,6 +99,7 @@ class Group:
         register = Register(
             members, Entry(name=name, host=here.host, process=RankProcess.own()), silence_seconds
         )
+        self._connection = StoreConnection(members)
         self._watch = Watch()
         self._pulse = Pulse(Line(members, silence_seconds), name, self._watch)
         self._register = register
@@ -242,6 +243,7 @@ class Group:
             size=len(hosts),
             local_rank=hosts[:rank].count(hosts[rank]),
             local_size=hosts.count(hosts[rank]),
+            connection=self._connection,
         )
         self._watch_next(membership)
 

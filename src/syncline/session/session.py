@@ -27,6 +27,7 @@ from syncline._torch.process_groups import (
 )
 from syncline.errors import CollectiveTimeout, PeerLost, SynclineError
 from syncline.launchers import Environment
+from syncline.liveness.store import StoreConnection
 from syncline.session import process
 from syncline.session.asked import Asked
 from syncline.session.ending import (
@@ -237,7 +238,14 @@ class Session:
             raise named from error
 
     def _connect(
-        self, store: Store, rank: int, size: int, device: torch.device, asked: Asked, seconds: float
+        self,
+        store: Store,
+        rank: int,
+        size: int,
+        device: torch.device,
+        asked: Asked,
+        seconds: float,
+        connection: StoreConnection | None = None,
     ) -> dist.ProcessGroup:
         """Create torch's default group between ranks that have met at a store, and select its transport.
 
@@ -247,6 +255,7 @@ class Session:
             device: the device of this rank.
             asked: the arguments of `init`.
             seconds: how long the ranks may take to connect. Their operations have the timeout of `asked`.
+            connection: see `C10dTransport`.
         """
         dist.init_process_group(
             self._backend,
@@ -261,7 +270,7 @@ class Session:
         if seconds != asked.timeout_seconds:
             set_timeout(group, timedelta(seconds=asked.timeout_seconds))
         try:
-            self.transports.select(group, asked.transport, asked.timeout_seconds)
+            self.transports.select(group, asked.transport, asked.timeout_seconds, connection=connection)
         except BaseException:
             dist.destroy_process_group()
             raise
@@ -312,7 +321,16 @@ class Session:
                 own = None if joined.destroyer is None else Destroyer()
                 self._joined = replace(joined, group=None, destroyer=own)
 
-    def regroup(self, key: str, *, rank: int, size: int, local_rank: int, local_size: int) -> World:
+    def regroup(
+        self,
+        key: str,
+        *,
+        rank: int,
+        size: int,
+        local_rank: int,
+        local_size: int,
+        connection: StoreConnection,
+    ) -> World:
         """Create a new default group. `world.regroup` documents this method."""
         with self._lock:
             self.disconnect()
@@ -330,7 +348,9 @@ class Session:
             hook = sys.excepthook
             try:
                 seconds = min(asked.timeout_seconds, _REGROUP_SECONDS)
-                group = self._connect(PrefixStore(key, store), rank, size, world.device, asked, seconds)
+                group = self._connect(
+                    PrefixStore(key, store), rank, size, world.device, asked, seconds, connection.under(key)
+                )
             finally:
                 sys.excepthook = hook  # torch puts its own hook around it, again in each group
             self._regrouped = weakref.ref(group)

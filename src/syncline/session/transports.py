@@ -16,6 +16,7 @@ import torch.distributed as dist
 from syncline._torch.process_groups import is_living
 from syncline.errors import SynclineError
 from syncline.liveness.processes import refuse_in_forks
+from syncline.liveness.store import StoreConnection
 from syncline.session.ranks import default_group
 from syncline.transport.base import Transport
 from syncline.transport.c10d import C10dTransport
@@ -124,6 +125,7 @@ class Transports:
         asked: str,
         timeout_seconds: float | None = None,
         compare: Callable[[Transport], object] = lambda c10d: None,
+        connection: StoreConnection | None = None,
     ) -> Transport:
         """Select the transport of a group, and return the transport. All ranks of the group must call this method.
 
@@ -133,8 +135,9 @@ class Transports:
             timeout_seconds: how long an operation can wait for the other ranks. None means the timeout of the group.
             compare: a function that is called first, with a transport between the ranks. It raises an error if the
                 ranks passed different arguments to `init`.
+            connection: see `C10dTransport`.
         """
-        c10d = C10dTransport(group, timeout_seconds=timeout_seconds)
+        c10d = C10dTransport(group, timeout_seconds=timeout_seconds, connection=connection)
         try:
             compare(c10d)
             selected = self._best_over(c10d, asked)

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from syncline._torch.process_groups import Store
+from syncline.liveness.store import StoreConnection
 from syncline.session.asked import Asked
 from syncline.session.ranks import World
 from syncline.session.session import Session
@@ -148,7 +149,9 @@ def disconnect() -> None:
     _SESSION.disconnect()
 
 
-def regroup(key: str, *, rank: int, size: int, local_rank: int, local_size: int) -> World:
+def regroup(
+    key: str, *, rank: int, size: int, local_rank: int, local_size: int, connection: StoreConnection
+) -> World:
     """Create torch's default group anew, with other ranks. First close all process groups of this process.
 
     All ranks of the new group must make this call. Ranks of the former group may have ended. The device stays.
@@ -157,6 +160,7 @@ def regroup(key: str, *, rank: int, size: int, local_rank: int, local_size: int)
         key: a text that no earlier call of the job had, the same on all ranks of the new group.
         rank, size: the rank of this process in the new group, and the number of ranks.
         local_rank, local_size: the rank of this process among the ranks of its host, and their number.
+        connection: a connection to the store in which the ranks have met (`job_store`). Later calls can get it again.
 
     Returns:
         The new world of this process.
@@ -164,7 +168,9 @@ def regroup(key: str, *, rank: int, size: int, local_rank: int, local_size: int)
     Raises:
         PeerLost, CollectiveTimeout: a rank was lost meanwhile.
     """
-    return _SESSION.regroup(key, rank=rank, size=size, local_rank=local_rank, local_size=local_size)
+    return _SESSION.regroup(
+        key, rank=rank, size=size, local_rank=local_rank, local_size=local_size, connection=connection
+    )
 
 
 def before_shutdown(wait: Callable[[], object]) -> None:

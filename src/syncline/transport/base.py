@@ -107,7 +107,7 @@ class Transport(ABC):
         self.counts = Counts()
         """The counters of calls, bytes and waiting time. All lanes use the same object; see `Counts.in_background`."""
         self._common_lanes: dict[str, Transport] = {}
-        self._num_lanes_for: Counter[str] = Counter()
+        self._num_named: Counter[str] = Counter()
 
     def __repr__(self) -> str:
         return one_line(self, f"{self.name}, rank {self.rank} of {self.size}")
@@ -373,11 +373,14 @@ class Transport(ABC):
 
     # ------------------------------------------------------------------ checks and counters
 
-    def _next_lane_name(self, purpose: str) -> str:
-        """Return a new lane name for messages: "gradients" for the first lane of a purpose, then "gradients 2"."""
-        self._num_lanes_for[purpose] += 1
-        nth = self._num_lanes_for[purpose]
-        return purpose if nth == 1 else f"{purpose} {nth}"
+    def numbered(self, name: str) -> str:
+        """Return a name that is new on this transport: `name` at the first call, then "name 2", and so on.
+
+        Ranks that make the same calls in the same order get the same names.
+        """
+        self._num_named[name] += 1
+        nth = self._num_named[name]
+        return name if nth == 1 else f"{name} {nth}"
 
     def _started(self, operation: str, tensor: Tensor | None, work: Work) -> Work:
         counts = self.counts

@@ -28,6 +28,7 @@ from syncline.liveness.calls import Failure
 from syncline.liveness.failed_wait import FailedWait
 from syncline.liveness.health import Lane
 from syncline.liveness.processes import FORKED, is_inherited
+from syncline.liveness.store import StoreConnection
 from syncline.transport.agreement import exchange
 from syncline.transport.base import ReduceOp, Transport
 from syncline.transport.c10d_groups import (
@@ -68,6 +69,8 @@ class C10dTransport(WatchedTransport):
             timeout.
         board: the object that records where in the program this rank is. Pass the board of the larger transport if the
             new transport is a part of it. Pass None to create a new board.
+        connection: a connection to a store, for keys of this group only, by which the ranks exchange notices. Pass None
+            to open one to the store of the group.
 
     Raises:
         ValueError: torch.distributed is not initialised, or this process is not a member of the group.
@@ -87,6 +90,7 @@ class C10dTransport(WatchedTransport):
         *,
         timeout_seconds: float | None = None,
         board: Board | None = None,
+        connection: StoreConnection | None = None,
     ) -> None:
         if not dist.is_initialized():
             raise ValueError(
@@ -111,7 +115,7 @@ class C10dTransport(WatchedTransport):
         health = published_health(
             own_lane,
             Board() if board is None else board,
-            group.get_group_store(),
+            lambda: connection or StoreConnection(group.get_group_store()),
             rank=rank,
             size=size,
             backend=self.name,
@@ -276,9 +280,7 @@ class C10dTransport(WatchedTransport):
         if self.size == 1 or set(self._backends.values()) != {"gloo"}:
             return self
         tokens = exchange(self, f"a lane for {purpose}", [], payload=secrets.token_bytes(8))
-        lane = self._lane_over(
-            self._new_group(list(range(self.size)), tokens[0]), self._next_lane_name(purpose)
-        )
+        lane = self._lane_over(self._new_group(list(range(self.size)), tokens[0]), self.numbered(purpose))
         lane._start_barrier().wait()  # a rank that closes the lane at once would disconnect ranks that still connect
         lane.forget_addresses()
         return lane
@@ -325,7 +327,13 @@ class C10dTransport(WatchedTransport):
         if len(members) == 1:
             return transport_of_one_rank(self.timeout_seconds, self.board)
         group = self._new_group([rank for rank, _ in members], members[0][1])
-        child = C10dTransport(group, timeout_seconds=self.timeout_seconds, board=self.board)
+        assert self.health.notices is not None
+        child = C10dTransport(
+            group,
+            timeout_seconds=self.timeout_seconds,
+            board=self.board,
+            connection=self.health.notices.connection.under(group.group_name),
+        )
         child._owns_group = True
         child._start_barrier().wait()
         child.forget_addresses()

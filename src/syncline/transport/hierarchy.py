@@ -309,7 +309,7 @@ class HierarchicalTransport(WatchedTransport):
         assert isinstance(beneath, C10dTransport)
         own_lane = beneath.own_lane
         if beneath is self._beneath:  # one connection for all lanes, used only for messages and other devices
-            own_lane = Lane(self._next_lane_name(purpose), None)
+            own_lane = Lane(self.numbered(purpose), None)
             self.health.lanes.append(own_lane)
         lane = self._copy_for(own_lane)
         lane._open(beneath, f"a lane for {purpose}")

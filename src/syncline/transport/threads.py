@@ -125,7 +125,7 @@ class ThreadsTransport(Transport):
     def lane(self, purpose: str) -> ThreadsTransport:
         if self.size == 1:
             return self
-        name = self._next_lane_name(purpose)
+        name = self.numbered(purpose)
         lane = copy(self)
         lane._matcher = self._result_of(Call("lane", purpose), None, lambda parts: self._matcher.lane(name))
         return lane

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Callable
 from copy import copy
 from threading import get_ident
-from typing import Any, Self
+from typing import Self
 
 from syncline.errors import PeerFailed
 from syncline.liveness.board import MAIN_LANE, Board
 from syncline.liveness.calls import Failure
 from syncline.liveness.health import CLOSED, Health, Lane
 from syncline.liveness.notices import Notices, publisher
+from syncline.liveness.store import StoreConnection
 from syncline.transport.base import Transport
 
 
@@ -84,7 +86,7 @@ class WatchedTransport(Transport):
 def published_health(
     own_lane: Lane,
     board: Board,
-    store: Any,
+    connection: Callable[[], StoreConnection],
     *,
     rank: int,
     size: int,
@@ -96,13 +98,14 @@ def published_health(
     Args:
         own_lane: the name of the first lane, and the counter of its calls.
         board: the object that records where in the program this rank is.
-        store: the store through which the ranks exchange notices.
+        connection: a function that returns the connection to the store through which the ranks exchange notices. It is
+            not called for a group of one rank.
         rank: this rank.
         size: number of ranks.
         backend: the name of the engine in messages.
         timeout_seconds: the longest time that an operation of the group can be under way.
     """
-    notices = Notices(store, rank=rank, size=size) if size > 1 else None
+    notices = Notices(connection(), rank=rank, size=size) if size > 1 else None
     health = Health(
         own_lane,
         board,

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
+import socket
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Literal, NamedTuple
@@ -17,12 +20,18 @@ from syncline.environment import num_cores
 from syncline.session.world import init, shutdown, transport_of
 from syncline.transport.shared_memory.core import SharedMemoryUnavailable, library
 from syncline.transport.shared_memory.memory import available_bytes
+from syncline.words import format_time
 
 _SMALL_SHM_BYTES = 1 << 30
 
 _FEW_FILES = 1024
 
 _LITTLE_MEMORY_BYTES = 1 << 30
+
+_SLOW_LOOKUP_SECONDS = 0.5
+
+_LOOPBACK_AS_TORCH_HAS_IT = "::ffff:127.0.0.1"
+"""The address of connections within this host, on a socket for both versions of IP."""
 
 
 class Finding(NamedTuple):
@@ -50,6 +59,7 @@ def findings() -> list[Finding]:
         _check_torch_backends(),
         _check_cuda(found),
         _check_memory(),
+        _check_name_lookup(),
         *_check_shared_files(),
         *_check_limits(),
     ]
@@ -102,6 +112,23 @@ def _check_memory() -> Finding:
             "note",
         )
     return Finding("memory", text)
+
+
+def _check_name_lookup() -> Finding:
+    """Time what torch does for each connection between ranks: it looks up the name of the other end."""
+    began_at = time.perf_counter()
+    with contextlib.suppress(OSError):
+        socket.getnameinfo((_LOOPBACK_AS_TORCH_HAS_IT, 0, 0, 0), socket.NI_NUMERICSERV)
+    seconds = time.perf_counter() - began_at
+    text = f"torch looks up the name of this host in {format_time(seconds)}"
+    if seconds < _SLOW_LOOKUP_SECONDS:
+        return Finding("name lookup", text)
+    return Finding(
+        "name lookup",
+        f"{text}, for each connection: the name server does not answer. Until it does, ranks start slowly. On this "
+        f'host the line "{_LOOPBACK_AS_TORCH_HAS_IT} localhost" in /etc/hosts helps',
+        "note",
+    )
 
 
 def _check_shared_files() -> Iterator[Finding]:

@@ -19,6 +19,7 @@ from torch.distributed.distributed_c10d import PrefixStore
 
 from syncline.liveness.board import MAIN_LANE, Board
 from syncline.liveness.health import Health, Lane
+from syncline.liveness.store import StoreConnection
 from syncline.transport.agreement import exchange
 from syncline.transport.base import ReduceOp, Transport
 from syncline.transport.c10d import C10dTransport
@@ -147,7 +148,7 @@ class SharedMemoryTransport(WatchedTransport):
         health = published_health(
             own_lane,
             board,
-            store,
+            lambda: StoreConnection(store),
             rank=rank,
             size=size,
             backend="shared memory",
@@ -320,7 +321,7 @@ class SharedMemoryTransport(WatchedTransport):
 
     def lane(self, purpose: str) -> Transport:
         exchange(self, f"a lane for {purpose}", [])
-        lane = self.lane_agreed(self._next_lane_name(purpose))
+        lane = self.lane_agreed(self.numbered(purpose))
         self.health.lanes.append(lane.own_lane)
         return lane
 
