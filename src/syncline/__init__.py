@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from syncline.errors import SynclineError as SynclineError
     from syncline.errors import UnevenInputs as UnevenInputs
     from syncline.errors import UnreducedGradients as UnreducedGradients
+    from syncline.events import Observer as Observer
     from syncline.evolution.strategy import EvolutionStrategy as EvolutionStrategy
     from syncline.gradients.riders.replica_watch import ReplicaCheck as ReplicaCheck
     from syncline.records import BackwardRecord as BackwardRecord
@@ -59,6 +60,7 @@ if TYPE_CHECKING:
     from syncline.strategies import ParameterServer as ParameterServer
     from syncline.tools.launch.function import launch as launch
     from syncline.torch_backend import register_backend as register_backend
+    from syncline.tracing.trace import trace as trace
     from syncline.transport.statistics import Statistics as Statistics
     from syncline.verbs import all_reduce_ as all_reduce_
     from syncline.verbs import average_ as average_

@@ -1,4 +1,4 @@
-"""Functions that check arguments: counts, numbers, times, flags, objects of a class, functions and choices.
+"""Functions that check arguments: counts, numbers, times, flags, paths, objects of a class, functions and choices.
 
 Every error names the argument, and says what was expected and what was given. A wrong type raises TypeError, and a
 wrong value raises ValueError, as in Python itself.
@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import difflib
 import math
+import os
 from collections.abc import Iterable, Mapping
 from datetime import timedelta
 from numbers import Integral, Real
@@ -248,3 +249,15 @@ def did_you_mean(value: object, known: Iterable[str]) -> str:
     by_lower = {one.lower(): one for one in known}
     near = difflib.get_close_matches(value.lower(), by_lower, n=1)
     return f": did you mean {by_lower[near[0]]!r}?" if near else ""
+
+
+def checked_path(name: str, value: object) -> str:
+    """Return the path `value`, which was given as the argument `name`, as a string.
+
+    Raises:
+        TypeError: `value` is neither a string nor an os.PathLike of a string.
+    """
+    path = os.fspath(value) if isinstance(value, os.PathLike) else value
+    if not isinstance(path, str):
+        raise TypeError(f"expected {name} to be a path, a str or an os.PathLike of a str, got {value!r}")
+    return path

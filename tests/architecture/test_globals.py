@@ -19,6 +19,7 @@ import pytest
 from tests.architecture.test_imports import SOURCES, Sources, assert_none, nodes_of, parsed
 
 ALLOWED = {
+    "syncline.events.observer.OBSERVERS": "what happens in the process is passed to its observers",
     "syncline.faces._IMPORTING": "threads that ask for public names at once import one module after the other",
     "syncline._torch.modules._is_kept_out": "torch's compiler, which is configured, is of the process",
     "syncline._torch.optimizers._lock": "guards _scalers",

@@ -375,6 +375,10 @@ TABLE: dict[str, Row] = {
             "stop_signals": ["SIGTERM", 3, None, ["nonsense"], [1.5], [True]],
         },
     ),
+    "sl.trace": Row({"directory": lambda: folder()}, nonsense={"max_mb": ["text", True, None, NAN, 0, -1]}),
+    "sl.Observer": Row(),
+    "sl.Observer.start": Row(on=sl.Observer),
+    "sl.Observer.stop": Row(on=sl.Observer),
     "sl.Checkpointer.close": Row(on=lambda: sl.Checkpointer(folder())),
     "sl.Checkpointer.wait": Row(on=lambda: sl.Checkpointer(folder())),
     "sl.Checkpointer.save": Row({"state": state}, on=lambda: sl.Checkpointer(folder())),
@@ -404,6 +408,7 @@ NOT_FOR_USERS: dict[str, set[str]] = {
     "compression": {"encoder", "encode", "decode", "encode_rows", "num_bytes", "in_words"},
     WRAPPER: {"join_hook", "will_sync_module_buffers", "finalize_backward"},
     "sl.compression.HookState": {"use", "average", "finish"},
+    "sl.Observer": {name for name in vars(sl.Observer) if not name.startswith("_")} - {"start", "stop"},
     "sl.compression.MeanExchange": {"advance", "wait", "memory", "remember"},
 }
 """Methods that the library calls, not its users."""

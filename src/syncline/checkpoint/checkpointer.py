@@ -14,12 +14,13 @@ from torch import Tensor
 from syncline._torch.profiler import profiled
 from syncline.checkpoint.contents import Parts, remarks
 from syncline.checkpoint.dataloaders import ResumeRemarks
-from syncline.checkpoint.files import Files, LocalFiles, checked_path
+from syncline.checkpoint.files import Files, LocalFiles
 from syncline.checkpoint.rollback import failing_together, load_together
 from syncline.checkpoint.stop import JointStop
 from syncline.checkpoint.store import IntactSave, Refused, SaveStore
 from syncline.checkpoint.train_state import TrainState, load_all
-from syncline.checks import checked_count, checked_flag, what_it_is
+from syncline.checks import checked_count, checked_flag, checked_path, what_it_is
+from syncline.events import called
 from syncline.session.stop_request import STOP_SIGNALS
 from syncline.session.world import before_shutdown, transport_of
 from syncline.transport.base import Transport
@@ -152,7 +153,8 @@ class Checkpointer:
         Args:
             method: the name of the called method, with a dot before it; "" for the constructor.
         """
-        with self._transport.board.called(f"sl.Checkpointer{method}"), profiled("Checkpointer{}", method):
+        transport, name = self._transport, f"Checkpointer{method}"
+        with transport.board.called(f"sl.{name}"), profiled(name), called(name, transport.rank):
             yield
 
     # ------------------------------------------------------------------ closing

@@ -29,18 +29,6 @@ from torch import Tensor
 from syncline.errors import CheckpointCorrupt
 
 
-def checked_path(name: str, value: object) -> str:
-    """Return the path `value`, which was given as the argument `name`, as a string.
-
-    Raises:
-        TypeError: `value` is neither a string nor an os.PathLike of a string.
-    """
-    path = os.fspath(value) if isinstance(value, os.PathLike) else value
-    if not isinstance(path, str):
-        raise TypeError(f"expected {name} to be a path, a str or an os.PathLike of a str, got {value!r}")
-    return path
-
-
 class Files(Protocol):
     """The interface of a file system. A path is an absolute or relative string with "/". A failure raises OSError.
 

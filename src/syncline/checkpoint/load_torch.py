@@ -17,11 +17,11 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from syncline._torch.modules import COMPILED_PREFIX, EXTRA_STATE, metadata_of, set_metadata
-from syncline.checkpoint.files import LocalFiles, checked_path, checksum
+from syncline.checkpoint.files import LocalFiles, checksum
 from syncline.checkpoint.objects import load_into, types_in, unwrapped
 from syncline.checkpoint.rollback import Before, Loadable, failing_together, load_together
 from syncline.checkpoint.torch_file import read_torch_file
-from syncline.checks import checked_flag, did_you_mean
+from syncline.checks import checked_flag, checked_path, did_you_mean
 from syncline.sharded.part import has_sharded_state
 from syncline.transport.base import Transport
 from syncline.user_code import calling, warn_user

@@ -167,6 +167,7 @@ class Drift:
         spec: the facts on which the strategy depends: ranks, hosts and sizes of parameters. Pass None if replicas do
             not drift under the strategy.
         checks: the comparisons of this replica with the replicas of other ranks.
+        title: the name of the module, in messages and events.
     """
 
     def __init__(
@@ -177,6 +178,8 @@ class Drift:
         transport: Transport,
         spec: Spec | None,
         checks: ReplicaChecks,
+        *,
+        title: str,
     ) -> None:
         self._module = module
         self.rounds: Rounds | None = None
@@ -191,7 +194,7 @@ class Drift:
         if spec is not None:
             self.rounds = Rounds(
                 config.strategy,
-                type(module).__name__,
+                title,
                 named,
                 transport,
                 spec,

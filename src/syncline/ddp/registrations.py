@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from time import perf_counter
 from typing import Any
 
 from torch import Tensor, nn
@@ -16,9 +17,10 @@ from syncline.compression import HookState
 from syncline.compression import hook as compression_hook
 from syncline.ddp.config import Config
 from syncline.errors import SynclineError
+from syncline.events import OBSERVERS, OptimizerStepped, emit
 from syncline.gradients.comm_hook import CommHook
 from syncline.gradients.reducer import GradientSync
-from syncline.optimizers.attached import AttachedOptimizer, to_replace, weakly
+from syncline.optimizers.attached import AttachedOptimizer, Outcome, to_replace, weakly
 from syncline.optimizers.contents import parameters_of
 from syncline.sharded.optimizer import Sharding
 from syncline.strategies.execution import Rounds
@@ -58,6 +60,7 @@ class Registrations:
         self._rounds = rounds
         self._compare = compare
         self._sharding: Sharding | None = None
+        self._step_began_at = 0.0
 
     def use(self, gradients: GradientSync, transport: Transport, sharding: Sharding | None) -> None:
         """Let later registrations use these parts. The next synchronized backward compares all registrations.
@@ -300,17 +303,28 @@ class Registrations:
             )
 
     def _discards_step(self) -> bool:
-        discards = self._gradients.discards_step()
-        if discards:
-            self._gradients.reduction.clock.optimizer_stepped()
-        return discards
+        return self._gradients.discards_step()
 
-    def _after_optimizer_step(self, attached: AttachedOptimizer, has_failed: bool) -> None:
+    def _after_optimizer_step(self, attached: AttachedOptimizer, outcome: Outcome) -> None:
         self._gradients.reduction.clock.optimizer_stepped()
-        if self._rounds is not None:
-            self._rounds.step_ended(attached, has_failed=has_failed)
+        if OBSERVERS.optimizer_stepped:
+            self._emit_step(attached, is_discarded=outcome is Outcome.DISCARDED)
+        if self._rounds is not None and outcome is not Outcome.DISCARDED:
+            self._rounds.step_ended(attached, has_failed=outcome is Outcome.FAILED)
+
+    def _emit_step(self, attached: AttachedOptimizer, *, is_discarded: bool) -> None:
+        event = OptimizerStepped(
+            source=self._gradients.source,
+            optimizer=type(attached.optimizer).__name__,
+            step=attached.num_steps,
+            began_at=self._step_began_at,
+            ended_at=perf_counter(),
+            is_discarded=is_discarded,
+        )
+        emit(OBSERVERS.optimizer_stepped, event)
 
     def _before_optimizer_step(self, attached: AttachedOptimizer) -> None:
+        self._step_began_at = perf_counter()
         if self._rounds is not None:
             self._rounds.step_begins()
         if self._transport.size == 1:

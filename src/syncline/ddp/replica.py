@@ -71,6 +71,7 @@ class Replica:
         self.config = config
         self.checks = ReplicaChecks()
         """The comparisons of this replica with the replicas of other ranks."""
+        self._numbered_title = transport.numbered(self._title)
         self.was_changed = False
         """Whether the last forward with gradients enabled has detected that the module changed."""
         self.sharding: Sharding | None = None
@@ -82,7 +83,9 @@ class Replica:
         self._lanes = Lanes(self)
         self._gradient_lane, self._buffer_lane = self._open_lanes(chosen)
         drifting = spec if config.strategy.drifts else None
-        self.drift = Drift(module, chosen.reduced, config, transport, drifting, self.checks)
+        self.drift = Drift(
+            module, chosen.reduced, config, transport, drifting, self.checks, title=self._numbered_title
+        )
         self.registered = Registrations(module, config, self.drift.rounds, weakly(self._before_reduction))
         self.state = SyncState(config, self.drift, None, {})
         """The owner of the state that the strategy and the compression keep between steps."""
@@ -125,6 +128,7 @@ class Replica:
             self._gradient_lane,
             replace(self.config.gradients, compares_replicas=compares),
             main_lane=self.transport,
+            title=self._numbered_title,
             # Known before there are buckets: encoded gradients need no memory of the transport.
             comm_hook=self.state.comm_hook(self._gradient_lane, self.module, num_ranks=self.transport.size),
             former=former,
@@ -447,9 +451,11 @@ class Replica:
         self.was_changed, self.sharding = False, None
         self.checks = ReplicaChecks()
         self.transport = transport_of(None)
+        self._numbered_title = self.transport.numbered(self._title)
         self._gradient_lane = self._buffer_lane = self.transport
         self._lanes = Lanes(self)
-        self.drift = Drift(self.module, (), self.config, self.transport, None, self.checks)
+        title = self._numbered_title
+        self.drift = Drift(self.module, (), self.config, self.transport, None, self.checks, title=title)
         compare = weakly(self._before_reduction)
         self.registered = Registrations(self.module, self.config, None, compare, buffer_hook)
         self.state = SyncState(self.config, self.drift, compression, idle)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from time import perf_counter
 from typing import Any, Self
 
 import torch
@@ -39,6 +40,7 @@ from syncline.ddp.wrapping import (
     group_of_mesh,
     refusals,
 )
+from syncline.events import OBSERVERS, ForwardEnded, emit
 from syncline.gradients.options import OnNonFinite
 from syncline.gradients.riders.replica_watch import ReplicaCheck
 from syncline.gradients.usage import when_backward_reaches_any
@@ -221,7 +223,7 @@ class DistributedDataParallel(  # type: ignore[misc, override]
         replica, inside_join = self._replica, is_in_join(self)
         buffer_hook = replica.registered.buffer_hook
         synchronizes = torch.is_grad_enabled() and replica.gradients.controls.enabled
-        board = replica.transport.board
+        board, began_at = replica.transport.board, perf_counter()
         board.phase = FORWARD if self.training else EVAL_FORWARD
         if synchronizes:
             board.step = replica.gradients.step + 1
@@ -241,6 +243,7 @@ class DistributedDataParallel(  # type: ignore[misc, override]
             inputs, kwargs = tree_map_only(
                 Tensor, lambda t: t.to(device, non_blocking=True), (inputs, kwargs)
             )
+        computed_from = perf_counter()
         with profiled("forward") if is_profiling() else UNPROFILED:
             if self._lowered is None:
                 output = self._run_ddp_forward(*inputs, **kwargs)  # torch's method, which subclasses override
@@ -264,7 +267,23 @@ class DistributedDataParallel(  # type: ignore[misc, override]
         ):
             replica.gradients.riders.forwards.forward_ended(output)
         board.phase = "after forward"
+        if OBSERVERS.forward_ended:
+            self._emit_forward(began_at, computed_from)
         return output
+
+    def _emit_forward(self, began_at: float, computed_from: float) -> None:
+        gradients = self._replica.gradients
+        event = ForwardEnded(
+            source=gradients.source,
+            step=gradients.step + 1,
+            began_at=began_at,
+            computed_from=computed_from,
+            ended_at=perf_counter(),
+            is_training=self.training,
+            buffers=self._replica.buffers.last_forward() if torch.is_grad_enabled() else None,
+            contract=lambda: self.contract,
+        )
+        emit(OBSERVERS.forward_ended, event)
 
     def _before_hooked_forward(self, hook: BufferHook, *, next_is_due: bool) -> None:
         hook.is_due = self._replica.buffers.leave_to_hook(next_is_due=next_is_due)

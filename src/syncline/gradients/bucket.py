@@ -63,6 +63,8 @@ class Bucket(ABC):
         """Index of the parameter whose gradient caused the bucket to be sent; None if no gradient caused this."""
         self.launched_at = 0.0
         self.waited_seconds = 0.0
+        self.reduced_at = 0.0
+        """When this rank had waited for the result."""
         self._work: Work | None = None
         self._comm_hook: CommHook | None = None
         self._is_last = False
@@ -108,7 +110,8 @@ class Bucket(ABC):
         start = time.perf_counter()
         with profiled("wait bucket {}", self.plan.index) if is_profiling() else UNPROFILED:
             self._work.wait()
-        self.waited_seconds = time.perf_counter() - start
+        self.reduced_at = time.perf_counter()
+        self.waited_seconds = self.reduced_at - start
         self._work = None
         self._enter(BucketState.REDUCED)
 

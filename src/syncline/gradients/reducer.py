@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from syncline._torch.autograd import current_graph_task_id, queue_callback
+from syncline.events import OBSERVERS, Source
 from syncline.gradients.backward import (
     Backward,
     BackwardState,
@@ -30,6 +31,7 @@ from syncline.gradients.backward import (
     refuse_graph_capture,
 )
 from syncline.gradients.comm_hook import CommHook
+from syncline.gradients.emitter import Emitter
 from syncline.gradients.hooks import ParameterHooks
 from syncline.gradients.layout import BucketLayout
 from syncline.gradients.ledger import Ledger
@@ -54,6 +56,7 @@ class GradientSync:
         options: the options of gradient synchronization.
         main_lane: the transport for reductions outside of a backward (`sl.sync_gradients_`). If it is not the same
             object as `transport`, only this reducer uses the connections of `transport`.
+        title: the name of the module in events.
         comm_hook: the communication hook that reduces the buckets, unless `former` has one; None for the transport's
             all_reduce.
         former: the reducer that the new reducer replaces, because the module or its group has changed; None if there is
@@ -67,11 +70,14 @@ class GradientSync:
         options: GradientOptions,
         *,
         main_lane: Transport,
+        title: str = "module",
         comm_hook: CommHook | None = None,
         former: GradientSync | None = None,
     ) -> None:
         self.names = [name for name, _ in named_parameters]
         self.main_lane = main_lane
+        source = Source(main_lane.rank, title)
+        self._emitter = Emitter(source, self.names, looks_for_unused=options.allow_unused)
         self.tasks = GraphTasks()
         """The graph tasks of the present backward."""
         self.controls: Controls = Controls()
@@ -87,6 +93,7 @@ class GradientSync:
             named_parameters,
             transport,
             options,
+            emitter=self._emitter,
             has_own_connection=transport is not main_lane,
             comm_hook=comm_hook,
             former=None if former is None else former.reduction,
@@ -108,6 +115,11 @@ class GradientSync:
         REGISTRY.add(self)
 
     # ------------------------------------------------------------------ for others to read
+
+    @property
+    def source(self) -> Source:
+        """The module and the rank, for events."""
+        return self._emitter.source
 
     @property
     def options(self) -> GradientOptions:
@@ -318,6 +330,7 @@ class GradientSync:
             context_id=context_id,
             # If `.grad` became a view, one wrapper could scale a gradient in place before another one has copied it.
             keeps_tensors=has_graph or bool(self.ownership.rivals),
+            ready=self._emitter.observed_list(self.step + 1) if OBSERVERS.gradient_ready else [],
         )
 
     def _abandon(self) -> None:
@@ -390,6 +403,8 @@ class GradientSync:
             timing = reduction.end_step(self.step)
         facts = reduction.riders.record()
         self.ledger.note(backward, step=self.step, divisor=divisor, facts=facts, timing=timing)
+        if OBSERVERS.backward_ended:
+            self._emitter.backward_ended(backward, facts.get("metrics", {}), self.ledger.last)
         if not is_local and not reduction.layout.order_is_learnt:
             reduction.layout.learn_order(backward.ready)
 

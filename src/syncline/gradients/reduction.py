@@ -10,9 +10,11 @@ from torch import Tensor
 from syncline._torch.profiler import UNPROFILED, is_profiling, profiled
 from syncline._torch.tensors import foreach_div_
 from syncline.errors import SynclineError
+from syncline.events import OBSERVERS
 from syncline.gradients.backward import NO_INDICES, Backward, BackwardState
 from syncline.gradients.bucket import Bucket, DenseBucket, copy_scaled
 from syncline.gradients.comm_hook import CommHook
+from syncline.gradients.emitter import Emitter
 from syncline.gradients.layout import BucketLayout
 from syncline.gradients.options import GradientOptions
 from syncline.gradients.out_of_step import OutOfStep
@@ -37,6 +39,7 @@ class Reduction:
         named_parameters: the parameters that require grad, each once, the same on all ranks.
         transport: the transport that reduces the buckets.
         options: the options of gradient synchronization.
+        emitter: the emitter of the events of the reducer.
         has_own_connection: whether only this reduction uses the connections of `transport`. If so, collectives that a
             communication hook starts use other connections.
         comm_hook: the communication hook that reduces the buckets, unless `former` has one.
@@ -51,6 +54,7 @@ class Reduction:
         transport: Transport,
         options: GradientOptions,
         *,
+        emitter: Emitter,
         has_own_connection: bool,
         comm_hook: CommHook | None = None,
         former: Reduction | None = None,
@@ -77,6 +81,7 @@ class Reduction:
         )
         self.layout.reserve_tail(self.riders.widths)
         self.normalizer: ItemNormalizer = ItemNormalizer(self.parameters, transport.size)
+        self._emitter = emitter
         self._has_own_connection = has_own_connection
         self._has_warned_of_graph = False
         text, order = None, None
@@ -233,6 +238,8 @@ class Reduction:
             self.out_of_step.add_place(error, backward.step, bucket.plan)
             raise
         backward.sent.append(bucket)
+        if OBSERVERS.bucket_sent:
+            self._emitter.bucket_sent(backward.step, bucket)
 
     def _tail(self) -> Tail:
         """Return the tail that this rank sends. It has no words if this rank has nothing to report."""
@@ -314,6 +321,8 @@ class Reduction:
         except Exception as error:
             self.out_of_step.add_place(error, self.backward.step, bucket.plan)
             raise
+        if OBSERVERS.bucket_reduced:
+            self._emitter.bucket_reduced(self.backward.step, bucket)
 
     def _read_tail(self) -> None:
         """Read the tail, and pass the words of all ranks to the riders. If a rider raises, it raises on every rank."""
@@ -360,6 +369,8 @@ class Reduction:
             for slow in stragglers.add(measured.notes, step):
                 if stragglers.rule.warns and self.transport.rank == 0:
                     warn_user(str(slow))
+                if OBSERVERS.rank_found_slow:
+                    self._emitter.rank_found_slow(slow)
         return measured
 
     # ------------------------------------------------------------------ without gradients to send

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 import functools
 import inspect
 import weakref
@@ -85,6 +86,14 @@ _LINK = "_syncline_link"
 """The attribute of a step function that holds the `_Link` of this function."""
 
 
+class Outcome(enum.Enum):
+    """What has become of a step of an attached optimizer."""
+
+    MADE = "made"
+    FAILED = "an error was raised after the step had changed the parameters, for example in a hook"
+    DISCARDED = "skipped, because `discards` has returned True"
+
+
 class AttachedOptimizer:
     """An object that counts the steps of one optimizer, and calls functions before and after each step.
 
@@ -97,8 +106,8 @@ class AttachedOptimizer:
         before_step: a function that is called with this object before each step. If it raises an error, the step raises
             this error. It is called when the gradients of the step exist. If the step has a closure, which computes
             gradients inside of the step, this is after the first call of the closure.
-        after_step: a function that is called with this object after each step that counts, and with whether the step
-            has failed.
+        after_step: a function that is called with this object and the outcome after each step that counts, and after
+            each step that is skipped.
         discards: a function that returns whether to skip a step. It is called after `before_step`. If the step has a
             closure, the closure is called before the step begins, so that the step can be skipped. A skipped step is
             not counted. Pass None if no step is ever skipped.
@@ -118,7 +127,7 @@ class AttachedOptimizer:
         self,
         optimizer: Optimizer,
         before_step: Callable[[AttachedOptimizer], None],
-        after_step: Callable[[AttachedOptimizer, bool], None] | None = None,
+        after_step: Callable[[AttachedOptimizer, Outcome], None] | None = None,
         discards: Callable[[], bool] | None = None,
         *,
         counts_failed: bool = True,
@@ -165,6 +174,7 @@ class AttachedOptimizer:
                 closure.run_early()
             if self._discards():
                 mark_step_as_made(self.optimizer)
+                self._ended(Outcome.DISCARDED)
                 return None if closure is None else closure()
         if self.num_made_before:
             self.num_made_before -= 1
@@ -174,15 +184,18 @@ class AttachedOptimizer:
             result = inner(*args, **kwargs)
         except BaseException:
             if self._counts_failed and self._version() != version:
-                self._count(has_failed=True)
+                self._count(Outcome.FAILED)
             raise
-        self._count(has_failed=False)
+        self._count(Outcome.MADE)
         return result
 
-    def _count(self, *, has_failed: bool) -> None:
+    def _count(self, outcome: Outcome) -> None:
         self.num_steps += 1
+        self._ended(outcome)
+
+    def _ended(self, outcome: Outcome) -> None:
         if self._after_step is not None:
-            self._after_step(self, has_failed)
+            self._after_step(self, outcome)
 
     def _version(self) -> int:
         """Return a number that each step of the optimizer changes: the version of a parameter that has a gradient."""

@@ -24,6 +24,7 @@ from typing import Any, Literal
 from syncline.checkpoint.train_state import TrainState
 from syncline.checks import checked_count, checked_flag, checked_kind, checked_seconds
 from syncline.errors import PeerLost, SynclineError
+from syncline.events import OBSERVERS, RanksChanged, emit
 from syncline.records import StragglerRecord
 from syncline.resilience.batches import Batches
 from syncline.resilience.group import Group, is_loss
@@ -259,8 +260,8 @@ class _Loop:
         )
         self._slow = slow
         slow.watch(self.wrappers)
-        self._change_ms = 0.0
-        """How long the last change of the ranks has taken."""
+        self._change = (0.0, 0.0)
+        """When the last change of the ranks began, and when it had ended."""
 
     @property
     def batches_differ(self) -> bool:
@@ -339,10 +340,14 @@ class _Loop:
         self._say(self.training.state.step + 1, "continue")
 
     def _say(self, number: int, what: str) -> None:
-        if world().rank == 0:
+        here, (began_at, ended_at) = world(), self._change
+        if OBSERVERS.ranks_changed:
+            event = RanksChanged(here.rank, here.size, number, self._group.change, began_at, ended_at)
+            emit(OBSERVERS.ranks_changed, event)
+        if here.rank == 0:
             _LOG.warning(
                 "syncline: step %d: %s; the ranks, now %d, %s (after %.0f ms)",
-                number, self._group.change, world().size, what, self._change_ms,
+                number, self._group.change, here.size, what, 1000 * (ended_at - began_at),
             )  # fmt: skip
 
     def is_loss(self, error: BaseException) -> bool:
@@ -351,12 +356,12 @@ class _Loop:
 
     def _connect_anew(self, loss: Exception | None) -> None:
         """Go on with the ranks that are left, and with those that join."""
-        began = time.monotonic()
+        began_at = time.perf_counter()
         if loss is not None:
             for wrapper in self.wrappers:
                 wrapper._replica.abort_groups(f"it stops, because it has noticed a loss: {loss}")
         self._connect_to(self._group.agree(self.training.num_commits, loss))
-        self._change_ms = 1000 * (time.monotonic() - began)
+        self._change = began_at, time.perf_counter()
 
     def _connect_to(self, membership: Membership) -> None:
         while True:

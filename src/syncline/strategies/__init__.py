@@ -1,6 +1,6 @@
 """Strategies: pure descriptions of when and how parameters sync. `syncline.strategies.execution` carries them out.
 
-Imports: errors, words, checks, records, contract, user_code, _torch, transport, optimizers, tensors, equality,
+Imports: errors, words, checks, records, contract, user_code, events, _torch, transport, optimizers, tensors, equality,
 compression.
 
 base.py              Strategy: an immutable description with pure methods; messages and actions

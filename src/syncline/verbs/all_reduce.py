@@ -10,7 +10,6 @@ from typing import Any, Literal, TypeVar, overload
 import torch
 from torch import Tensor
 
-from syncline._torch.profiler import profiled
 from syncline.checks import checked_flag
 from syncline.session.world import transport_of
 from syncline.tensors.packing import CAP_BYTES
@@ -19,7 +18,7 @@ from syncline.tensors.targets import is_plain, mark_written, named_tensors
 from syncline.transport.agreement import describe_tensors
 from syncline.transport.base import ReduceOp, Transport, reductions_of
 from syncline.transport.work import Disagreement, Work
-from syncline.verbs.common import Group, Prepared, agree_on_call, refuse_one_copy, refuse_sharded
+from syncline.verbs.common import Group, Prepared, agree_on_call, refuse_one_copy, refuse_sharded, verb
 
 T = TypeVar("T")
 
@@ -71,7 +70,7 @@ def all_reduce_(target: Any, op: ReduceOp = "sum", *, group: Group = None, async
         {'a': tensor([1., 1.]), 'b': tensor([0.])}
     """
     transport = transport_of(group)
-    with transport.turn, profiled("all_reduce_"):
+    with verb(transport, "all_reduce_"):
         if isinstance(async_op, bool) and transport.sees_calls and _is_sent_directly(target, op):
             # By `terms` the transfer compares shapes and callers. It compares operation, dtype and size in any case.
             work = transport.all_reduce(target, op, terms=_terms(target.shape, transport.turn.caller))

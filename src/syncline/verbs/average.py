@@ -14,7 +14,6 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from syncline._torch.profiler import profiled
 from syncline.buffers.pooling import BufferAverage, running_statistics
 from syncline.checks import checked_flag, checked_number
 from syncline.optimizers.contents import OptimizerNumbers, is_setting
@@ -32,6 +31,7 @@ from syncline.verbs.common import (
     checked_total,
     refuse_one_copy,
     refuse_sharded,
+    verb,
 )
 from syncline.verbs.diverge import record_equal
 
@@ -159,7 +159,7 @@ def average_(
         >>> optimizer = sl.average_(optimizer, weight=num_samples)
     """
     transport = transport_of(group)
-    with transport.turn, profiled("average_"):
+    with verb(transport, "average_"):
 
         def prepare() -> Prepared[_Averaged]:
             checked_flag("async_op", async_op)

@@ -7,7 +7,6 @@ from typing import Any, Literal, TypeVar, overload
 from torch import Tensor
 from torch.optim import Optimizer
 
-from syncline._torch.profiler import profiled
 from syncline.checks import checked_flag
 from syncline.optimizers.contents import OptimizerNumbers
 from syncline.session.world import transport_of
@@ -16,7 +15,7 @@ from syncline.tensors.targets import named_tensors
 from syncline.transport.agreement import describe_tensors
 from syncline.transport.base import Transport
 from syncline.transport.work import CombinedWork, Work
-from syncline.verbs.common import Group, Prepared, agree_on_call, rank_of_source, refuse_sharded
+from syncline.verbs.common import Group, Prepared, agree_on_call, rank_of_source, refuse_sharded, verb
 from syncline.verbs.diverge import record_equal
 
 T = TypeVar("T")
@@ -74,7 +73,7 @@ def broadcast_(target: Any, src: int = 0, *, group: Group = None, async_op: bool
         >>> work.wait()
     """
     transport = transport_of(group)
-    with transport.turn, profiled("broadcast_"):
+    with verb(transport, "broadcast_"):
 
         def prepare() -> Prepared[tuple[Replaced, int]]:
             checked_flag("async_op", async_op)

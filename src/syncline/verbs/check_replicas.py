@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from syncline._torch.profiler import profiled
 from syncline.checkpoint.encoding import encode
 from syncline.checkpoint.train_state import TrainState
 from syncline.equality.fingerprint import digest_of, fingerprints
@@ -23,7 +22,7 @@ from syncline.sharded.attached import is_sharded
 from syncline.tensors.targets import distinct_tensors, named_tensors
 from syncline.transport.agreement import describe_tensors
 from syncline.user_code import calling
-from syncline.verbs.common import Group, Prepared, agree_on_call, refuse_sharded
+from syncline.verbs.common import Group, Prepared, agree_on_call, refuse_sharded, verb
 from syncline.verbs.diverge import divergences_around, record_equal
 from syncline.words import format_names, one_line
 
@@ -123,7 +122,7 @@ def check_replicas(target: Any, *, group: Group = None) -> ReplicaReport:
         ()
     """
     transport = transport_of(group)
-    with transport.turn, profiled("check_replicas"):
+    with verb(transport, "check_replicas"):
 
         def prepare() -> Prepared[tuple[_Compared, list[int]]]:
             read = _Compared()

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch.distributed as dist
 from torch import nn
 
+from syncline._torch.profiler import profiled
 from syncline.checks import checked_count
+from syncline.events import called
 from syncline.sharded.attached import is_sharded
 from syncline.sharded.sharing import has_one_copy
 from syncline.transport.agreement import exchange
@@ -31,6 +34,18 @@ class Prepared(NamedTuple, Generic[T]):
     """The bytes that this rank sends to all ranks together with the description; see `exchange`."""
     digest: bytes | None = None
     """The fingerprint of `lines`; None if `exchange` has to compute it."""
+
+
+@contextmanager
+def verb(transport: Transport, name: str) -> Iterator[None]:
+    """Run one call of a verb: no other thread calls anything on this transport meanwhile, and observers see the call.
+
+    Args:
+        transport: the transport of the call.
+        name: the name of the verb, without `sl.`.
+    """
+    with transport.turn, profiled(name), called(name, transport.rank):
+        yield
 
 
 def agree_on_call(

@@ -26,7 +26,7 @@ from syncline.tensors.targets import as_bytes, check_dense
 from syncline.transport.agreement import PAYLOAD_BYTES, DeviceLabels, gather_rows
 from syncline.transport.base import Transport
 from syncline.trees import leaves, map_leaves
-from syncline.verbs.common import Group, Prepared, agree_on_call
+from syncline.verbs.common import Group, Prepared, agree_on_call, verb
 from syncline.words import describe_ranks, format_bytes
 
 T = TypeVar("T")
@@ -102,7 +102,7 @@ def gather(values: Any, dim: int = 0, *, objects: bool = False, group: Group = N
         [['a text', None]]
     """
     transport = transport_of(group)
-    with transport.turn, torch.no_grad():
+    with verb(transport, "gather"), torch.no_grad():
         if isinstance(objects, bool) and objects:
             return _gather_objects(values, transport)
 

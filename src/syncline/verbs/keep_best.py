@@ -8,11 +8,10 @@ from typing import Any, Literal
 
 from torch import Tensor
 
-from syncline._torch.profiler import profiled
 from syncline.checks import checked_choice, checked_number, number_in
 from syncline.session.world import transport_of
 from syncline.verbs.broadcast import Replaced
-from syncline.verbs.common import Group, Prepared, agree_on_call, global_rank, refuse_one_copy
+from syncline.verbs.common import Group, Prepared, agree_on_call, global_rank, refuse_one_copy, verb
 
 _TITLE = "sl.keep_best_"
 
@@ -53,7 +52,7 @@ def keep_best_(
         0
     """
     transport = transport_of(group)
-    with transport.turn, profiled("keep_best_"):
+    with verb(transport, "keep_best_"):
 
         def prepare() -> Prepared[Replaced]:
             checked_choice("mode", mode, ("max", "min"))

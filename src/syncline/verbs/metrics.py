@@ -16,7 +16,6 @@ from typing import Any, TypeVar, overload
 import torch
 from torch import Tensor
 
-from syncline._torch.profiler import profiled
 from syncline.checks import checked_number, what_it_is
 from syncline.session.world import transport_of
 from syncline.tensors.targets import check_dense
@@ -24,7 +23,7 @@ from syncline.transport.agreement import PAYLOAD_BYTES, exchange, gather_rows
 from syncline.transport.base import Transport
 from syncline.transport.work import Work
 from syncline.trees import leaves, map_leaves
-from syncline.verbs.common import Group, Prepared, agree_on_call, checked_total
+from syncline.verbs.common import Group, Prepared, agree_on_call, checked_total, verb
 
 _LARGE_NUMEL = 4096
 """The minimum number of elements of a large tensor. Large tensors are reduced, all others are gathered."""
@@ -154,7 +153,7 @@ def barrier(group: Group = None) -> None:
         CollectiveMismatch: some ranks called another function of Syncline instead.
     """
     transport = transport_of(group)
-    with transport.turn, profiled("barrier"):
+    with verb(transport, "barrier"):
         exchange(transport, "sl.barrier", [])
 
 
@@ -197,7 +196,7 @@ def mean(values: Any, weight: float | Tensor = 1.0, *, group: Group = None) -> A
         {'loss': 0.25, 'accuracy': 0.9375}
     """
     transport = transport_of(group)
-    with transport.turn, profiled("mean"):
+    with verb(transport, "mean"):
 
         def prepare() -> Prepared[tuple[list[Any], Tensor]]:
             scale = checked_number("weight", weight, at_least=0)

@@ -9,7 +9,6 @@ from typing import Any, Literal, TypeVar, overload
 import torch
 from torch import Tensor, nn
 
-from syncline._torch.profiler import profiled
 from syncline.checks import checked_flag, checked_kind
 from syncline.errors import SynclineError
 from syncline.gradients.bucket_plan import BucketCaps, ParameterSpec, plan_buckets
@@ -21,7 +20,7 @@ from syncline.tensors.reduction import TensorReducer
 from syncline.transport.agreement import PAYLOAD_BYTES, describe_tensors, gather_rows
 from syncline.transport.base import Transport
 from syncline.transport.work import DONE, CombinedWork, Work
-from syncline.verbs.common import Group, Prepared, agree_on_call
+from syncline.verbs.common import Group, Prepared, agree_on_call, verb
 from syncline.words import describe_ranks
 
 AnyModule = TypeVar("AnyModule", bound=nn.Module)
@@ -92,7 +91,7 @@ def sync_gradients_(module: Any, *, group: Group = None, async_op: bool = False)
         >>> ddp = sl.sync_gradients_(ddp)
     """
     transport, group_fault = _transport(module, group)
-    with transport.turn, profiled("sync_gradients_"):
+    with verb(transport, "sync_gradients_"):
 
         def prepare() -> Prepared[_Gradients]:
             checked_flag("async_op", async_op)

@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from syncline._torch.profiler import profiled
 from syncline.equality.fingerprint import digest_of, fingerprints
 from syncline.errors import ReplicaDivergence, SynclineError
+from syncline.events import OBSERVERS, ParametersSynced, Source, emit
 from syncline.optimizers.attached import AttachedOptimizer
 from syncline.records import RoundRecord
 from syncline.strategies.base import (
@@ -323,6 +324,10 @@ class Rounds:
                 waited_seconds=sent.waited_seconds,
                 duration_seconds=time.perf_counter() - start,
             )
+            if OBSERVERS.parameters_synced:
+                source = Source(self.transport.rank, self._title)
+                event = ParametersSynced(source, start, time.perf_counter(), self.last)
+                emit(OBSERVERS.parameters_synced, event)
         self.are_equal = make_equal(done, num_fragments=executor.kept.num_fragments)
         if self.are_equal:
             self._when_equal(self.step)

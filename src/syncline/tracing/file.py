@@ -1,0 +1,94 @@
+"""The file of one rank, to which rows are appended. Each row is on the disk of the system when `write` returns.
+
+A row is written by one system call and is kept nowhere else. So nothing is lost if the process is killed, and the
+memory of the process stays the same however long it trains. The size on disk is bounded, too: a file consists of parts,
+and when they become too large together, the oldest part but the first is deleted. So a trace shows the beginning of a
+run and its end.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import deque
+from pathlib import Path
+
+from syncline.tracing.rows import Row, encode
+
+NUM_PARTS = 8
+
+SUFFIX = ".trace.jsonl"
+"""The end of the names of all trace files."""
+
+
+class TraceFile:
+    """The file of one rank.
+
+    Args:
+        directory: the directory of the trace. It is created if it does not exist.
+        name: the name of the file, which no other process uses. If it exists, a number is added.
+        max_bytes: the size of all parts together.
+
+    Raises:
+        OSError: a row could not be written. Also raised by `write`.
+    """
+
+    def __init__(self, directory: Path, name: str, max_bytes: int) -> None:
+        self._directory, self._name = directory, name
+        self._part_bytes = max(1, max_bytes // NUM_PARTS)
+        self._parts: deque[Path] = deque()
+        """The parts that can be deleted: all but the first and the present one."""
+        self._number = 0
+        self._descriptor = -1
+        self._num_bytes = 0
+        self._repeated: dict[str, bytes] = {}
+        self._pid = os.getpid()
+        directory.mkdir(parents=True, exist_ok=True)
+        again = 1
+        while self._path().exists():  # a former trace of this process
+            again += 1
+            self._name = f"{name}-{again}"
+        self._open()
+
+    def _path(self) -> Path:
+        return self._directory / f"{self._name}.{self._number:06d}{SUFFIX}"
+
+    def _open(self) -> None:
+        self._descriptor = os.open(self._path(), os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+        self._num_bytes = 0
+
+    def write(self, row: Row, *, repeat_as: str = "") -> None:
+        """Append a row.
+
+        Args:
+            row: the row.
+            repeat_as: a key, if the row is needed to read later rows. Each part begins with the last row of each key.
+        """
+        if os.getpid() != self._pid:
+            return  # a fork, such as a worker of a DataLoader
+        line = encode(row)
+        if repeat_as:
+            self._repeated[repeat_as] = line
+        if self._num_bytes + len(line) > self._part_bytes and self._num_bytes:
+            self._next_part()
+        self._append(line)
+
+    def _next_part(self) -> None:
+        os.close(self._descriptor)
+        if self._number:
+            self._parts.append(self._path())
+        while len(self._parts) > NUM_PARTS - 2:
+            self._parts.popleft().unlink(missing_ok=True)
+        self._number += 1
+        self._open()
+        for line in self._repeated.values():
+            self._append(line)
+
+    def _append(self, line: bytes) -> None:
+        os.write(self._descriptor, line)
+        self._num_bytes += len(line)
+
+    def close(self) -> None:
+        """Close the file."""
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+            self._descriptor = -1

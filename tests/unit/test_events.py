@@ -1,0 +1,251 @@
+"""Events: each thing that happens in a step is reported once, in order, and only to an observer that wants it."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import syncline as sl
+from syncline.events import OBSERVERS
+from syncline.events.observer import KINDS
+from syncline.transport import Transport, run_ranks
+
+
+class Everything(sl.Observer):
+    """An observer that keeps each event of each rank, with the name of its method."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self.found: list[tuple[str, Any]] = []
+
+    def of(self, rank: int) -> list[str]:
+        """The kinds of the events of a rank, in order."""
+        return [kind for kind, event in self.found if rank_of(event) == rank]
+
+    def events(self, kind: str, rank: int = 0) -> list[Any]:
+        return [event for found, event in self.found if found == kind and rank_of(event) == rank]
+
+
+def rank_of(event: Any) -> int:
+    return event.source.rank if hasattr(event, "source") else event.rank
+
+
+def keeping(kind: str) -> Callable[[Everything, Any], None]:
+    def keep(self: Everything, event: Any) -> None:
+        with self._lock:
+            self.found.append((kind, event))
+
+    keep.__name__ = kind
+    return keep
+
+
+for _kind in KINDS:
+    setattr(Everything, _kind, keeping(_kind))
+
+
+def net() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 1))
+
+
+def train(transport: Transport, num_steps: int = 1, **settings: Any) -> sl.DistributedDataParallel:
+    ddp = sl.DistributedDataParallel(net(), process_group=transport, **settings)
+    optimizer = ddp.attach(torch.optim.SGD(ddp.parameters(), lr=0.1))
+    for step in range(num_steps):
+        optimizer.zero_grad()
+        loss = ddp(torch.full((1, 2), 1.0 + step + transport.rank)).square().mean()
+        ddp.report(loss=loss)
+        loss.backward()
+        optimizer.step()
+    return ddp
+
+
+def test_a_step_is_reported_in_order_on_each_rank() -> None:
+    with Everything() as seen:
+        run_ranks(2, lambda t: train(t, bucket_cap_mb=1e-5))
+    for rank in range(2):
+        kinds = seen.of(rank)
+        assert kinds[0] == "forward_ended"
+        assert kinds[-2:] == ["backward_ended", "optimizer_stepped"]
+        assert [kinds.count(kind) for kind in KINDS[:6]] == [1, 4, 4, 4, 1, 1]
+        assert seen.events("backward_ended", rank)[0].source == (rank, "Sequential")
+    assert [event.parameter for event in seen.events("gradient_ready")] == [
+        "1.bias", "1.weight", "0.bias", "0.weight",
+    ]  # fmt: skip
+    (ended,) = seen.events("backward_ended")
+    assert ended.is_synchronized
+    assert ended.metrics.keys() == {"loss"}
+    assert [bucket for bucket, *_ in ended.buckets] == [0, 1, 2, 3]
+    for _, sent, began, reduced in ended.buckets:
+        assert ended.began_at <= sent <= reduced <= ended.ended_at
+        assert began <= reduced
+    assert ended.record().step == 1
+    (forward,) = seen.events("forward_ended")
+    assert forward.began_at <= forward.computed_from <= forward.ended_at <= ended.began_at
+    assert "Sequential" in forward.contract().title
+    (step,) = seen.events("optimizer_stepped")
+    assert (step.optimizer, step.step, step.is_discarded) == ("SGD", 1, False)
+    assert ended.ended_at <= step.began_at <= step.ended_at
+
+
+def test_the_layout_is_another_one_when_buckets_hold_other_parameters() -> None:
+    """The buckets are laid out again after the first backward, in the order in which gradients were ready."""
+
+    class Backwards(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.last, self.first = nn.Linear(3, 1), nn.Linear(2, 3)  # declared the other way round
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            out: torch.Tensor = self.last(self.first(x))
+            return out
+
+    def rank(transport: Transport) -> None:
+        torch.manual_seed(0)
+        ddp = sl.DistributedDataParallel(Backwards(), process_group=transport, bucket_cap_mb=1e-5)
+        for step in range(4):
+            ddp(torch.full((1, 2), 1.0 + step + transport.rank)).sum().backward()
+
+    with Everything() as seen:
+        run_ranks(2, rank)
+    assert [event.layout for event in seen.events("backward_ended")] == [1, 2, 2, 2]
+
+
+def test_two_wrapped_modules_have_two_names() -> None:
+    def rank(transport: Transport) -> None:
+        for _ in range(2):
+            train(transport)
+
+    with Everything() as seen:
+        run_ranks(2, rank)
+    names = [event.source.module for event in seen.events("backward_ended", 1)]
+    assert names == ["Sequential", "Sequential 2"]
+
+
+def test_a_backward_under_no_sync_is_not_synchronized() -> None:
+    def rank(transport: Transport) -> None:
+        ddp = sl.DistributedDataParallel(net(), process_group=transport)
+        with ddp.no_sync():
+            ddp(torch.full((1, 2), 1.0 + transport.rank)).sum().backward()
+        ddp(torch.full((1, 2), 1.0 + transport.rank)).sum().backward()
+
+    with Everything() as seen:
+        run_ranks(2, rank)
+    ended = seen.events("backward_ended")
+    assert [(one.is_synchronized, one.step, len(one.buckets)) for one in ended] == [
+        (False, 1, 0),
+        (True, 1, 1),
+    ]
+
+
+@pytest.mark.filterwarnings("ignore:.*not finite:RuntimeWarning")
+def test_a_discarded_step_is_reported_as_such() -> None:
+    def rank(transport: Transport) -> None:
+        ddp = sl.DistributedDataParallel(net(), process_group=transport, on_nonfinite="skip")
+        optimizer = ddp.attach(torch.optim.SGD(ddp.parameters(), lr=0.1))
+        for value in (1.0, float("nan"), 2.0):
+            optimizer.zero_grad()
+            ddp(torch.full((1, 2), value + transport.rank)).sum().backward()
+            optimizer.step()
+
+    with Everything() as seen:
+        run_ranks(2, rank)
+    steps = seen.events("optimizer_stepped", 1)
+    assert [(one.step, one.is_discarded) for one in steps] == [(1, False), (1, True), (2, False)]
+
+
+def test_parameters_that_are_synced_by_a_strategy() -> None:
+    with Everything() as seen:
+        run_ranks(2, lambda t: train(t, 4, strategy=sl.LocalSGD(2)))
+    synced = seen.events("parameters_synced")
+    assert [event.record.step for event in synced] == [2, 4]
+    assert all(event.began_at <= event.ended_at for event in synced)
+    assert not any(event.is_synchronized for event in seen.events("backward_ended"))
+
+
+def test_verbs_and_their_times() -> None:
+    def rank(transport: Transport) -> None:
+        sl.mean(1.0, group=transport)
+        sl.broadcast_(torch.ones(3), group=transport)
+        sl.gather(torch.ones(2), group=transport)
+
+    with Everything() as seen:
+        run_ranks(2, rank)
+    assert [event.name for event in seen.events("call_ended", 1)] == ["mean", "broadcast_", "gather"]
+
+
+def test_a_call_that_fails_has_not_ended() -> None:
+    with Everything() as seen, pytest.raises(ValueError, match="weight"):
+        sl.mean(1.0, weight=-1)
+    assert not seen.found
+
+
+def test_parameters_without_a_gradient_are_named() -> None:
+    def rank(transport: Transport) -> None:
+        ddp = sl.DistributedDataParallel(net(), process_group=transport, find_unused_parameters=True)
+        ddp.module[0](torch.ones(1, 2)).sum().backward()
+
+    with Everything() as seen:
+        run_ranks(2, rank)
+    (ended,) = seen.events("backward_ended")
+    assert ended.looks_for_unused
+    assert set(ended.unused) == {"1.weight", "1.bias"}
+
+
+# ---------------------------------------------------------------------- who receives what
+
+
+def test_without_an_observer_nobody_receives_anything() -> None:
+    assert all(getattr(OBSERVERS, kind) == () for kind in KINDS)
+
+
+def test_an_observer_receives_only_what_it_overrides() -> None:
+    class Backwards(sl.Observer):
+        steps: list[int]
+
+        def backward_ended(self, event: Any) -> None:
+            self.steps.append(event.step)
+
+    observer = Backwards()
+    observer.steps = []
+    with observer:
+        assert [kind for kind in KINDS if getattr(OBSERVERS, kind)] == ["backward_ended"]
+        run_ranks(1, train)
+    assert observer.steps == [1]
+    run_ranks(1, train)
+    assert observer.steps == [1]
+
+
+def test_starting_twice_and_stopping_twice_do_nothing() -> None:
+    observer = Everything()
+    observer.start().start()
+    assert len(OBSERVERS.backward_ended) == 1
+    observer.stop()
+    observer.stop()
+    assert OBSERVERS.backward_ended == ()
+
+
+def test_two_observers_receive_the_same_event() -> None:
+    with Everything() as one, Everything() as two:
+        run_ranks(1, train)
+    assert one.found == two.found
+
+
+def test_an_error_of_an_observer_is_raised_and_names_it() -> None:
+    class Broken(sl.Observer):
+        def backward_ended(self, event: Any) -> None:
+            raise ZeroDivisionError("a defect")
+
+    def rank(transport: Transport) -> None:
+        with pytest.raises(ZeroDivisionError) as caught:
+            train(transport)
+        assert "in backward_ended() of Broken" in caught.value.__notes__
+
+    with Broken():
+        run_ranks(1, rank)
+    run_ranks(1, train)
