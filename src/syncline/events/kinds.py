@@ -147,3 +147,16 @@ class RankFoundSlow(NamedTuple):
 
     source: Source
     record: StragglerRecord
+
+
+class PlaceSeen(NamedTuple):
+    """Where this rank is, as a thread of Syncline has seen it: every half second, or less often while it stays there.
+
+    In a world of one rank nobody looks.
+    """
+
+    rank: int
+    step: int | None
+    words: str
+    """The step, the phase, the bucket, the call in which the rank waits, and the line of the program, if known."""
+    at: float

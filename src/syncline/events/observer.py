@@ -22,6 +22,7 @@ from syncline.events.kinds import (
     GradientReady,
     OptimizerStepped,
     ParametersSynced,
+    PlaceSeen,
     RankFoundSlow,
     RanksChanged,
 )
@@ -81,6 +82,9 @@ class Observer:
     def rank_found_slow(self, event: RankFoundSlow) -> None:
         """A rank is slow in many steps."""
 
+    def place_seen(self, event: PlaceSeen) -> None:
+        """Where this rank is. It is called on another thread than that of the program."""
+
     def start(self) -> Self:
         """Begin to receive events. Return the observer."""
         OBSERVERS.add(self)
@@ -119,6 +123,7 @@ class Observers:
         self.call_ended: Receivers[CallEnded] = ()
         self.ranks_changed: Receivers[RanksChanged] = ()
         self.rank_found_slow: Receivers[RankFoundSlow] = ()
+        self.place_seen: Receivers[PlaceSeen] = ()
 
     def add(self, observer: Observer) -> None:
         """Let an observer receive events. Do nothing if it does already."""

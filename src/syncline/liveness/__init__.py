@@ -1,6 +1,6 @@
 """Detection of waits that cannot end, and of their cause: the positions of all ranks, and ranks that have ended.
 
-Imports: errors, words, environment, user_code, _torch.
+Imports: errors, words, environment, user_code, events, _torch.
 
 board.py        the position of each rank, published for its peers: step, phase, bucket, and call
 calls.py        the calls in which ranks wait, of Syncline or of torch.distributed; the failure of a group

@@ -17,12 +17,14 @@ import contextlib
 import functools
 import os
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Protocol, TypeVar
 from weakref import WeakKeyDictionary
 
 from syncline.errors import SynclineError
+from syncline.events import OBSERVERS, PlaceSeen, emit
 from syncline.liveness.board import Place
 from syncline.liveness.calls import Failure, call_in_dump
 from syncline.liveness.processes import RankProcess
@@ -296,6 +298,9 @@ class Publisher:
         if place.is_as(last) and place.code == last.code and place.seen - last.seen < SIGN_OF_LIFE_SECONDS:
             return None
         self._last_places[what] = place
+        if OBSERVERS.place_seen:
+            seen = PlaceSeen(what.rank, place.step, str(place), time.perf_counter())
+            emit(OBSERVERS.place_seen, seen)
         return place
 
 

@@ -1,8 +1,9 @@
 """Traces: what has happened in each step of each rank, recorded in files that survive the process.
 
-Imports: words, checks, contract, user_code, events, liveness, session.
+Imports: faces, words, checks, contract, user_code, events, liveness, session.
 
 file.py      the file of one rank, whose size is bounded
+launched.py  starts the trace in a rank of `syncline run --trace`
 recorder.py  the observer that writes the events of a process
 rows.py      the rows of a file, as they are written and read (pure functions)
 trace.py     `sl.trace`
@@ -10,6 +11,11 @@ trace.py     `sl.trace`
 
 from __future__ import annotations
 
-from syncline.tracing.trace import Trace, trace
+from typing import TYPE_CHECKING
 
-__all__ = ["Trace", "trace"]
+from syncline.faces import hand_out
+
+if TYPE_CHECKING:
+    from syncline.tracing.trace import Trace as Trace
+
+hand_out(__name__)  # a reader of traces needs no torch

@@ -9,6 +9,7 @@ run and its end.
 from __future__ import annotations
 
 import os
+import threading
 from collections import deque
 from pathlib import Path
 
@@ -42,6 +43,7 @@ class TraceFile:
         self._num_bytes = 0
         self._repeated: dict[str, bytes] = {}
         self._pid = os.getpid()
+        self._lock = threading.Lock()
         directory.mkdir(parents=True, exist_ok=True)
         again = 1
         while self._path().exists():  # a former trace of this process
@@ -66,11 +68,14 @@ class TraceFile:
         if os.getpid() != self._pid:
             return  # a fork, such as a worker of a DataLoader
         line = encode(row)
-        if repeat_as:
-            self._repeated[repeat_as] = line
-        if self._num_bytes + len(line) > self._part_bytes and self._num_bytes:
-            self._next_part()
-        self._append(line)
+        with self._lock:  # places are seen on another thread
+            if self._descriptor < 0:
+                return
+            if repeat_as:
+                self._repeated[repeat_as] = line
+            if self._num_bytes + len(line) > self._part_bytes and self._num_bytes:
+                self._next_part()
+            self._append(line)
 
     def _next_part(self) -> None:
         os.close(self._descriptor)
@@ -89,6 +94,7 @@ class TraceFile:
 
     def close(self) -> None:
         """Close the file."""
-        if self._descriptor >= 0:
-            os.close(self._descriptor)
-            self._descriptor = -1
+        with self._lock:
+            if self._descriptor >= 0:
+                os.close(self._descriptor)
+                self._descriptor = -1

@@ -23,6 +23,7 @@ from syncline.events import (
     Observer,
     OptimizerStepped,
     ParametersSynced,
+    PlaceSeen,
     RankFoundSlow,
     RanksChanged,
     Source,
@@ -148,6 +149,9 @@ class Recorder(Observer):
         record = event.record
         row = rows.SlowRow(event.source.module, record.from_step, record.rank, str(record))
         self._write(event.source.rank, row)
+
+    def place_seen(self, event: PlaceSeen) -> None:
+        self._write(event.rank, rows.PlaceRow(micros(event.at), event.step, event.words))
 
     # ------------------------------------------------------------------ files
 

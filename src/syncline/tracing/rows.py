@@ -110,6 +110,14 @@ class SlowRow(NamedTuple):
     words: str
 
 
+class PlaceRow(NamedTuple):
+    """Where the rank was."""
+
+    at: int
+    step: int | None
+    words: str
+
+
 class EndRow(NamedTuple):
     """The end of the process. A file without this row belongs to a process that was killed, or still runs."""
 
@@ -128,6 +136,7 @@ Row = (
     | CallRow
     | RanksRow
     | SlowRow
+    | PlaceRow
     | EndRow
 )
 """A row of any kind."""
@@ -142,6 +151,7 @@ _KINDS: dict[str, Any] = {
     "call": CallRow,
     "ranks": RanksRow,
     "slow": SlowRow,
+    "place": PlaceRow,
     "end": EndRow,
 }
 

@@ -5,6 +5,7 @@ bench.py     `syncline bench`
 doctor.py    `syncline doctor`
 options.py   the parser class of all commands, and the options of `syncline run`
 progress.py  messages about what a command does, while it prints nothing else
+report.py    `syncline report` and `syncline compare`
 run.py       `syncline run`
 """
 
@@ -16,13 +17,19 @@ import sys
 from collections.abc import Sequence
 from importlib import metadata
 
-from syncline.tools.cli import bench, doctor, run
+from syncline.tools.cli import bench, doctor, report, run
 from syncline.tools.cli.options import UsageError
 
 __all__ = ["main"]
 
 
-_COMMANDS = {"run": run.main, "bench": bench.main, "doctor": doctor.main}
+_COMMANDS = {
+    "run": run.main,
+    "report": report.report,
+    "compare": report.compare,
+    "bench": bench.main,
+    "doctor": doctor.main,
+}
 
 _HELP = """\
 usage: syncline COMMAND ...
@@ -31,6 +38,8 @@ Data-parallel PyTorch whose synchronization you can read, choose and trust.
 
 commands
   run       start a program on several processes, as torchrun does
+  report    say where the time of a step goes, from the trace of a run
+  compare   put two traced runs side by side
   bench     measure Syncline on this machine, against Gloo and MPI
   doctor    check this host, or find results that differ between two runs or ranks
 

@@ -53,6 +53,7 @@ hosts
   --local-addr             other kinds of rendezvous, as in torchrun
 
 output
+  --trace DIR              record every step in DIR, for syncline report DIR
   --log-dir DIR            keep the output of each process in DIR
   --log-line-prefix-template TEXT
                            text before each line; ${rank}, ${local_rank},
@@ -212,6 +213,7 @@ def parse_run(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--verbose", action="store_true")
     parser.add_argument("--resilient", action="store_true")
     parser.add_argument("--host")
+    parser.add_argument("--trace")
     args = parser.parse_all(argv)
     if args.training_script is None:
         raise UsageError("expected a script: syncline run -n 2 SCRIPT [arguments]; see syncline run --help")

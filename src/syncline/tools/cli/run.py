@@ -25,6 +25,7 @@ from syncline import environment
 from syncline.session.listening import LOOPBACK, bound_socket, is_of_this_host
 from syncline.tools.cli.options import UsageError, parse_run
 from syncline.tools.launch.guardian import Guardian
+from syncline.tracing.file import SUFFIX
 
 if TYPE_CHECKING:
     from syncline.tools.launch.supervise import Job
@@ -274,10 +275,15 @@ def _job(args: argparse.Namespace, guardian: Guardian) -> Job:
     if args.host is not None and config.rdzv_backend == "static":
         listen_at(config, args.host)
     is_python = not args.no_python
+    if args.trace is not None and not (is_python and not args.run_path):
+        raise UsageError("--trace needs a program in Python: call sl.trace in the program instead")
     if not args.run_path:
         command = command if is_python else sys.executable
         program = [args.training_script, *args.training_script_args]
-        arguments = worker_command(program, is_module=args.module, is_python=is_python)
+        before = None
+        if args.trace is not None:
+            before = ("syncline.tracing.launched", str(_trace_directory(args.trace)))
+        arguments = worker_command(program, is_module=args.module, is_python=is_python, before=before)
     return Job(
         config=config,
         command=command,
@@ -290,6 +296,17 @@ def _job(args: argparse.Namespace, guardian: Guardian) -> Job:
         is_resilient=args.resilient,
         verbose=args.verbose,
     )
+
+
+def _trace_directory(text: str) -> Path:
+    directory = Path(text)
+    if directory.exists() and not directory.is_dir():
+        raise UsageError(f"--trace {text}: expected a folder, got a file")
+    if directory.is_dir() and any(path.name.endswith(SUFFIX) for path in directory.iterdir()):
+        raise UsageError(
+            f"--trace {text}: this folder has the trace of another run: delete it, or name another folder"
+        )
+    return directory.absolute()
 
 
 def _wants_torch_logs(args: argparse.Namespace) -> bool:

@@ -1,0 +1,124 @@
+"""`syncline report` and `syncline compare`: what a trace says about a run, or about two.
+
+Neither imports torch, which takes seconds.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+from syncline.tools.cli.options import CommandParser, UsageError
+from syncline.tools.report.chrome import chrome_trace
+from syncline.tools.report.document import document_of
+from syncline.tools.report.load import NoTrace, load
+from syncline.tools.report.page import page
+from syncline.tools.report.run import Run, run_of
+from syncline.tools.report.text import compared, text_of
+from syncline.words import format_count
+
+_REPORT_HELP = """\
+usage: syncline report DIR [--out FILE] [--format html|text|json|chrome]
+
+Say where the time of a training step goes: which rank and which bucket the others
+wait for, what to do about it, and the picture of a step. DIR is the directory of a
+trace, as syncline run --trace DIR and sl.trace(DIR) write it. The program may still
+run, or may have been killed.
+
+  syncline report runs/1                      writes runs/1/report.html
+  syncline report runs/1 --format text        prints the same in words
+  syncline report runs/1 --format json        all figures, for other programs
+  syncline report runs/1 --format chrome      files for Perfetto (ui.perfetto.dev)
+                                              and Holistic Trace Analysis
+
+  --out FILE            write the report to FILE (default: DIR/report.html for html;
+                        text and json are printed; chrome needs a folder, default:
+                        DIR/chrome, with one file for each rank)
+  --format FORMAT       html (default), text, json or chrome
+  -h, --help            show this text
+
+Exit code: 0; 2 for wrong usage, or if DIR has no trace.
+"""
+
+_COMPARE_HELP = """\
+usage: syncline compare DIR DIR
+
+Put two traced runs side by side: what takes longer, by how much, and why.
+
+  syncline compare runs/before runs/after
+
+  -h, --help            show this text
+"""
+
+
+def report(argv: Sequence[str]) -> int:
+    """Run `syncline report` with these arguments, and return the exit code.
+
+    Raises:
+        UsageError: the arguments are invalid, or there is no trace.
+    """
+    parser = CommandParser("syncline report", _REPORT_HELP)
+    parser.add_argument("directory", nargs="?")
+    parser.add_argument("--out")
+    parser.add_argument("--format", choices=("html", "text", "json", "chrome"), default="html")
+    args = parser.parse_all(argv)
+    if args.directory is None:
+        raise UsageError("expected the directory of a trace: syncline report DIR; see syncline report --help")
+    directory = Path(args.directory)
+    run = _run(directory)
+    if args.format == "chrome":
+        return _write_chrome(run, directory / "chrome" if args.out is None else Path(args.out))
+    document = document_of(run)
+    if args.format == "html":
+        found = page(document)
+    else:
+        found = text_of(document) if args.format == "text" else json.dumps(document, indent=1)
+    if args.out is None and args.format != "html":
+        print(found)
+        return 0
+    path = directory / "report.html" if args.out is None else Path(args.out)
+    try:
+        path.write_text(found + ("" if found.endswith("\n") else "\n"), encoding="utf-8")
+    except OSError as error:
+        raise UsageError(f"cannot write {path}: {error.strerror}: name another file with --out") from None
+    for one in document["findings"][:3]:
+        print(one["headline"])
+    print(f"The whole report is in {path}")
+    return 0
+
+
+def compare(argv: Sequence[str]) -> int:
+    """Run `syncline compare` with these arguments, and return the exit code.
+
+    Raises:
+        UsageError: the arguments are invalid, or there is no trace.
+    """
+    parser = CommandParser("syncline compare", _COMPARE_HELP)
+    parser.add_argument("directories", nargs="*")
+    args = parser.parse_all(argv)
+    if len(args.directories) != 2:
+        raise UsageError("expected two directories: syncline compare DIR DIR; see syncline compare --help")
+    print(compared(args.directories, [document_of(_run(Path(one))) for one in args.directories]))
+    return 0
+
+
+def _run(directory: Path) -> Run:
+    try:
+        return run_of(load(directory))
+    except NoTrace as error:
+        raise UsageError(str(error)) from None
+
+
+def _write_chrome(run: Run, folder: Path) -> int:
+    ranks = sorted({rank for ranks in run.steps.values() for rank in ranks})
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for rank in ranks:
+            (folder / f"rank-{rank}.json").write_text(json.dumps(chrome_trace(run, rank)), encoding="utf-8")
+    except OSError as error:
+        raise UsageError(f"cannot write into {folder}: {error.strerror}: name a folder with --out") from None
+    print(
+        f"The traces of {format_count(len(ranks), 'rank')} are in {folder}: open them in https://ui.perfetto.dev"
+    )
+    return 0

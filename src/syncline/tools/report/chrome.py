@@ -1,0 +1,78 @@
+"""A trace in the format of Chrome, which Perfetto, chrome://tracing and Holistic Trace Analysis read (pure functions).
+
+There is one file for each rank. Each has the rank in `distributedInfo`, as the traces of torch.profiler have it, and a
+range "ProfilerStep#N" around each step, by which analyses find the steps. The format is described in "Trace Event
+Format" (Google, 2016).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from syncline.tools.report.run import Run
+from syncline.tools.report.steps import RankStep
+
+_STEPS, _WORK, _BUCKETS = range(3)
+"""The rows of a rank: its steps, what it does, and its buckets."""
+
+_NAMES = {_STEPS: "steps", _WORK: "work and waits", _BUCKETS: "buckets"}
+
+
+def chrome_trace(run: Run, rank: int) -> dict[str, Any]:
+    """Return the trace of one rank, to be written as JSON.
+
+    Args:
+        run: the run.
+        rank: the rank.
+    """
+    steps = [ranks[rank] for ranks in run.steps.values() if rank in ranks]
+    events = [*_names(rank), *(event for step in steps for event in _step(run, step))]
+    return {
+        "schemaVersion": 1,
+        "displayTimeUnit": "ms",
+        "distributedInfo": {"backend": "syncline", "rank": rank, "world_size": run.num_ranks},
+        "traceEvents": events,
+    }
+
+
+def _names(rank: int) -> Iterator[dict[str, Any]]:
+    yield {"ph": "M", "name": "process_name", "pid": rank, "tid": 0, "args": {"name": f"rank {rank}"}}
+    yield {"ph": "M", "name": "process_sort_index", "pid": rank, "tid": 0, "args": {"sort_index": rank}}
+    for row, name in _NAMES.items():
+        yield {"ph": "M", "name": "thread_name", "pid": rank, "tid": row, "args": {"name": name}}
+
+
+def _step(run: Run, step: RankStep) -> Iterator[dict[str, Any]]:
+    def lasts(row: int, category: str, name: str, began: int, ended: int, **more: Any) -> dict[str, Any]:
+        return {
+            "ph": "X",
+            "cat": category,
+            "name": name,
+            "pid": step.rank,
+            "tid": row,
+            "ts": began,
+            "dur": ended - began,
+            "args": more,
+        }
+
+    yield lasts(
+        _STEPS, "user_annotation", f"ProfilerStep#{step.step}", step.began, step.ended, **step.metrics
+    )
+    for span in step.spans:
+        name = f"{span.kind} {span.label}".strip()
+        yield lasts(_WORK, "cpu_op", f"syncline::{name}", span.began, span.ended)
+    for sent in step.buckets:
+        layout = run.layout_of(sent.module, sent.layout)
+        found = next((one for one in layout.buckets if one[0] == sent.bucket), None) if layout else None
+        more = {"bytes": found[1], "parameters": list(found[2])} if found else {}
+        # Buckets overlap, so each is an asynchronous event with an id.
+        event = {
+            "cat": "bucket",
+            "name": f"bucket {sent.bucket}",
+            "id": f"{step.step}/{sent.module}/{sent.bucket}",
+            "pid": step.rank,
+            "tid": _BUCKETS,
+        }
+        yield {**event, "ph": "b", "ts": sent.sent, "args": more}
+        yield {**event, "ph": "e", "ts": sent.reduced}

@@ -1,0 +1,252 @@
+"""The data of a report, as `syncline report --format json` prints them and as the page draws them (pure functions).
+
+The page needs every span of every rank for a step that a user looks at. A long run has too many of them, so the
+document has the median, the slowest and the first step, the steps around each change of the ranks, and others evenly.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from syncline.tools.report.analysis import EXPOSED, BucketFigures, Figures, figures_of
+from syncline.tools.report.run import Run
+from syncline.tools.report.steps import RankStep
+from syncline.tools.report.verdict import Finding, changes_in, verdict_on
+from syncline.tracing import rows
+from syncline.words import format_bytes, format_count, format_time
+
+MAX_SPANS = 60_000
+"""The largest number of spans of all steps in a document, so that a browser draws it at once."""
+
+MAX_STEPS = 300
+
+MAX_POINTS = 2000
+"""The largest number of points of a curve."""
+
+_PARTS_IN_WORDS = {
+    "data": "before the forward: data",
+    "forward": "forward and loss",
+    "backward": "backward",
+    "update": "from backward to the end of the optimizer's step",
+    "late": "waits for ranks that are late",
+    "transfer": "waits for gradients under way",
+    "buffers": "synchronizes buffers",
+    "sync": "synchronizes parameters",
+    "call": "other calls of Syncline",
+}
+
+
+def document_of(run: Run) -> dict[str, Any]:
+    """Return the data of a report. Times are in microseconds.
+
+    Args:
+        run: the run.
+    """
+    figures = figures_of(run)
+    findings = verdict_on(run, figures)
+    return {
+        "title": _title(run),
+        "subtitle": _subtitle(run, figures),
+        "findings": [_finding(one) for one in findings],
+        "facts": [] if figures is None else _facts(run, figures),
+        "parts": [] if figures is None else _parts(figures),
+        "choices": _choices(run),
+        "steps": {str(number): _step(run.steps[number]) for number in _shown(run)},
+        "lengths": _lengths(run),
+        "ranks": {}
+        if figures is None
+        else {str(rank): dict(own) for rank, own in figures.phases_of_ranks.items()},
+        "stragglers": _stragglers(run),
+        "buckets": [] if figures is None else [_bucket(one) for one in figures.buckets],
+        "contract": _contract(run),
+        "metrics": _metrics(run),
+        "events": _events(run),
+        "predicted": None,
+    }
+
+
+def _title(run: Run) -> str:
+    hosts = {one.process.host for one in run.processes}
+    command = Path(run.processes[0].process.command.split(" ")[0] or "a program").name
+    return f"{command}: {format_count(run.num_ranks, 'rank')} on {format_count(len(hosts), 'host')}"
+
+
+def _subtitle(run: Run, figures: Figures | None) -> str:
+    first = run.processes[0].process
+    when = time.strftime("%Y-%m-%d %H:%M", time.localtime(first.unix_seconds))
+    parts = [when, *(f"{name} {version}" for name, version in first.versions.items())]
+    if run.module is not None:
+        parts.append(f"module {run.module}")
+    parts.append(format_count(len(run.steps), "step"))
+    if run.clock_error:
+        parts.append(f"the clocks of the hosts are compared to within {format_time(run.clock_error / 1e6)}")
+    if any(one.is_cut for one in run.processes):
+        parts.append("the middle of the run was deleted, because the trace had become too large")
+    return ", ".join(parts)
+
+
+def _finding(one: Finding) -> dict[str, str]:
+    return {"kind": one.kind, "headline": one.headline, "detail": one.detail, "cure": one.cure}
+
+
+def _facts(run: Run, figures: Figures) -> list[dict[str, str]]:
+    steps = format_count(figures.num_steps, "step")
+    return [
+        {"name": "a step", "value": format_time(figures.step / 1e6), "hint": f"the median of {steps}"},
+        {"name": "steps a second", "value": f"{1e6 / figures.step:.3g}", "hint": ""},
+        {
+            "name": "own work",
+            "value": f"{100 * (1 - figures.exposed):.0f} %",
+            "hint": "the part of a step in which ranks do not wait for each other or for the transport",
+        },
+        {
+            "name": "exposed",
+            "value": f"{100 * figures.share(*(part for part in EXPOSED if part != 'late')):.0f} %",
+            "hint": "the part of a step that waits for the transport",
+        },
+        {
+            "name": "late ranks",
+            "value": f"{100 * figures.share('late'):.0f} %",
+            "hint": "the part of a step that waits for ranks that are late",
+        },
+        {
+            "name": "sent in a step",
+            "value": format_bytes(int(figures.payload_bytes)),
+            "hint": "the bytes that each rank passes to the transport",
+        },
+    ]
+
+
+def _parts(figures: Figures) -> list[dict[str, Any]]:
+    return [
+        {"part": part, "words": words, "us": round(figures.parts.get(part, 0)), "share": figures.share(part)}
+        for part, words in _PARTS_IN_WORDS.items()
+        if figures.parts.get(part, 0) >= 1
+    ]
+
+
+# ---------------------------------------------------------------------- steps
+
+
+def _choices(run: Run) -> dict[str, int]:
+    steady = run.steady
+    if not steady:
+        return {}
+    by_length = sorted(steady, key=run.length)
+    return {"median": by_length[(len(by_length) - 1) // 2], "slowest": by_length[-1], "first": min(run.steps)}
+
+
+def _shown(run: Run) -> list[int]:
+    """Return the numbers of the steps that the document has in full."""
+    numbers = list(run.steps)
+    if not numbers:
+        return []
+    spans = max(1, sum(len(one.spans) + len(one.buckets) for one in run.steps[numbers[-1]].values()))
+    most = min(MAX_STEPS, max(3, MAX_SPANS // spans))
+    chosen = set(_choices(run).values())
+    for change in changes_in(run):
+        chosen |= {number for number in numbers if abs(number - change.step) <= 1}
+    chosen |= set(_thinned(numbers, max(0, most - len(chosen))))
+    return sorted(chosen)
+
+
+def _thinned(found: Sequence[Any], most: int) -> Sequence[Any]:
+    """Return at most `most` items, evenly spaced, with the first and the last one."""
+    if len(found) <= most:
+        return found
+    if most < 2:
+        return found[:most]
+    return [found[round(at * (len(found) - 1) / (most - 1))] for at in range(most)]
+
+
+def _step(ranks: Mapping[int, RankStep]) -> dict[str, Any]:
+    first = min(one.began for one in ranks.values())
+    return {
+        str(rank): {
+            "began": one.began - first,
+            "ended": one.ended - first,
+            "spans": [[s.kind, s.began - first, s.ended - first, s.label] for s in one.spans],
+            "buckets": [
+                [b.bucket, b.sent - first, b.wait_began - first, b.reduced - first] for b in one.buckets
+            ],
+        }
+        for rank, one in sorted(ranks.items())
+    }
+
+
+def _lengths(run: Run) -> list[list[int]]:
+    found = []
+    for number in _thinned(list(run.steps), MAX_POINTS):
+        figures = figures_of(run, [number])
+        late, transfer = (0.0, 0.0) if figures is None else (figures.parts["late"], figures.parts["transfer"])
+        found.append([number, run.length(number), round(late), round(transfer)])
+    return found
+
+
+def _stragglers(run: Run) -> list[list[Any]]:
+    found = []
+    for number in _thinned(list(run.steps), MAX_POINTS):
+        figures = figures_of(run, [number])
+        late = None if figures is None else figures.late
+        if late is not None and late.caused >= 0.02 * run.length(number):
+            found.append([number, late.rank, round(late.caused), late.phase])
+    return found
+
+
+def _bucket(one: BucketFigures) -> dict[str, Any]:
+    return {
+        "bucket": one.bucket,
+        "bytes": one.payload_bytes,
+        "parameters": list(one.parameters),
+        "late": round(one.late),
+        "transfer": round(one.transfer),
+        "sent": round(one.sent),
+        "waits_for": one.waits_for,
+    }
+
+
+# ---------------------------------------------------------------------- the rest
+
+
+def _contract(run: Run) -> dict[str, Any]:
+    found = [row for row in run.layouts.values() if row.module == run.module and row.contract]
+    return dict(max(found, key=lambda row: row.layout).contract) if found else {}
+
+
+def _metrics(run: Run) -> dict[str, list[list[float]]]:
+    found: dict[str, list[list[float]]] = {}
+    for number, ranks in run.steps.items():
+        for name, value in next(iter(ranks.values())).metrics.items():
+            found.setdefault(name, []).append([number, value])
+    return {name: list(_thinned(values, MAX_POINTS)) for name, values in found.items()}
+
+
+def _events(run: Run) -> list[dict[str, Any]]:
+    found = [
+        {
+            "step": row.step,
+            "kind": "ranks",
+            "words": f"{row.reason}; the ranks, now {row.num_ranks}, went on after "
+            f"{format_time((row.ended - row.began) / 1e6)}",
+        }
+        for row in changes_in(run)
+    ]
+    slow: dict[tuple[int, int], str] = {}
+    for one in run.processes:
+        for row in one.found:
+            if isinstance(row, rows.SlowRow):
+                slow.setdefault((row.step, row.rank), row.words)
+    found += [{"step": step, "kind": "slow", "words": words} for (step, _), words in slow.items()]
+    for number, ranks in run.steps.items():
+        if any(step.is_discarded for step in ranks.values()):
+            words = "the step was discarded, because gradients were not finite"
+            found.append({"step": number, "kind": "discarded", "words": words})
+    for one in run.processes:
+        if one.end is not None and one.end.error:
+            last = max(run.steps, default=0)
+            words = f"rank {one.process.rank} ended with an error: {one.end.error}"
+            found.append({"step": last, "kind": "failed", "words": words})
+    return sorted(found, key=lambda event: event["step"])

@@ -1,0 +1,255 @@
+"""From rows to steps (pure functions): which rows of a process belong to which step, and what the step consists of.
+
+A step of a process lasts from the end of the one before to its own end. It ends with the last optimizer step or
+parameter sync before the forward of the next step; if no optimizer is attached, with the backward.
+
+If a program trains several wrapped modules, the one with the most steps defines the steps.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Literal, NamedTuple
+
+from syncline.tracing import rows
+
+Kind = Literal[
+    "data", "buffers", "forward", "loss", "backward", "wait", "update", "optimizer", "sync", "call"
+]
+
+
+class Span(NamedTuple):
+    """What a rank did from one time to another, in microseconds."""
+
+    kind: Kind
+    began: int
+    ended: int
+    label: str = ""
+
+    @property
+    def length(self) -> int:
+        return self.ended - self.began
+
+
+class Sent(NamedTuple):
+    """One bucket in one backward of one rank."""
+
+    module: str
+    layout: int
+    bucket: int
+    sent: int
+    wait_began: int
+    reduced: int
+    """When this rank had waited for the bucket."""
+
+
+@dataclass(kw_only=True)
+class RankStep:
+    """One step of one rank. All times are in microseconds of one clock."""
+
+    rank: int
+    step: int
+    began: int
+    ended: int
+    spans: list[Span] = field(default_factory=list)
+    """What the rank did, in order of time, without gaps in between: from `began` to `ended`."""
+    buckets: list[Sent] = field(default_factory=list)
+    metrics: dict[str, float] = field(default_factory=dict)
+    unused: tuple[str, ...] = ()
+    is_discarded: bool = False
+    payload_bytes: int = 0
+    """Bytes of the buffers and parameters that were synchronized in the step, without the buckets."""
+
+    @property
+    def length(self) -> int:
+        return self.ended - self.began
+
+    def total(self, *kinds: Kind) -> int:
+        """Return the time that the rank spent in these kinds of spans."""
+        return sum(span.length for span in self.spans if span.kind in kinds)
+
+
+def main_module(found: Iterable[rows.Row]) -> str | None:
+    """Return the module that defines the steps; None if no backward was recorded."""
+    last: Counter[str] = Counter()
+    for row in found:
+        if isinstance(row, rows.BackwardRow):
+            last[row.module] = max(last[row.module], row.step)
+    return last.most_common(1)[0][0] if last else None
+
+
+def steps_of(
+    found: Sequence[rows.Row], rank: int, offset: Callable[[int], int] = lambda step: 0
+) -> list[RankStep]:
+    """Return the complete steps of one process.
+
+    The first step is left out, because its beginning is unknown. A step after a gap in the rows is left out, too.
+
+    Args:
+        found: the rows of the process.
+        rank: the rank of the process. A `RanksRow` changes it.
+        offset: a function that returns what to add to the times of a step, so that they are times of the clock of all
+            ranks.
+    """
+    main = main_module(found)
+    builder = _Builder(rank, main or "", offset)
+    for row in found:
+        builder.add(row)
+    builder.close()
+    return builder.steps
+
+
+class _Builder:
+    """The steps of a process, while its rows are read."""
+
+    def __init__(self, rank: int, main: str, offset: Callable[[int], int]) -> None:
+        self.steps: list[RankStep] = []
+        self._rank, self._main, self._offset = rank, main, offset
+        self._number: int | None = None
+        """The number of the present step; None before the first forward or backward."""
+        self._rows: list[rows.Row] = []
+        self._began: int | None = None
+        """When the present step began; None if that is unknown."""
+        self._is_done = False
+        """Whether the backward of the present step has ended."""
+
+    def add(self, row: rows.Row) -> None:
+        """Add the next row."""
+        if isinstance(row, rows.RanksRow):
+            self._rows, self._began, self._number, self._is_done = [], row.ended, None, False
+            self._rank = row.rank
+            return
+        if isinstance(row, rows.ForwardRow | rows.BackwardRow) and row.module == self._main:
+            is_training = isinstance(row, rows.BackwardRow) or row.is_training
+            if self._is_done and is_training and row.step != self._number:
+                self.close()
+            if is_training:
+                self._number = row.step
+        if isinstance(row, rows.BackwardRow) and row.module == self._main:
+            self._is_done = True
+        if isinstance(
+            row, rows.ForwardRow | rows.BackwardRow | rows.OptimizerRow | rows.SyncRow | rows.CallRow
+        ):
+            self._rows.append(row)
+
+    def close(self) -> None:
+        """End the present step."""
+        if not self._is_done or self._number is None:
+            return
+        work = [
+            row for row in self._rows if isinstance(row, rows.BackwardRow | rows.OptimizerRow | rows.SyncRow)
+        ]
+        ended = max(row.ended for row in work)
+        inside = [row for row in self._rows if row.began < ended]  # type: ignore[union-attr]
+        rest = [row for row in self._rows if row.began >= ended]  # type: ignore[union-attr]
+        if self._began is not None and (not self.steps or self._number == self.steps[-1].step + 1):
+            self.steps.append(self._step(inside, self._began, ended))
+        elif self._began is not None and self._number > self.steps[-1].step:
+            first = min(row.began for row in inside)  # type: ignore[union-attr]
+            self.steps.append(self._step(inside, max(first, self.steps[-1].ended), ended))
+        self._rows, self._began, self._is_done = rest, ended, False
+
+    def _step(self, found: Sequence[rows.Row], began: int, ended: int) -> RankStep:
+        assert self._number is not None
+        move = self._offset(self._number)
+        step = RankStep(rank=self._rank, step=self._number, began=began + move, ended=ended + move)
+        spans: list[Span] = []
+        for row in found:
+            match row:
+                case rows.ForwardRow():
+                    if row.computed_from - row.began > 0 and row.buffer_bytes:
+                        spans.append(Span("buffers", row.began, row.computed_from))
+                        spans.append(Span("forward", row.computed_from, row.ended, row.module))
+                        step.payload_bytes += row.buffer_bytes
+                    else:
+                        spans.append(Span("forward", row.began, row.ended, row.module))
+                case rows.BackwardRow():
+                    spans += _backward(row)
+                    step.buckets += [
+                        Sent(row.module, row.layout, index, *(time + move for time in times))
+                        for index, *times in row.buckets
+                    ]
+                    if row.module == self._main:
+                        step.metrics, step.unused = dict(row.metrics), tuple(row.unused)
+                case rows.OptimizerRow():
+                    spans.append(Span("optimizer", row.began, row.ended, row.optimizer))
+                    step.is_discarded |= row.is_discarded
+                case rows.SyncRow():
+                    spans.append(Span("sync", row.began, row.ended, "; ".join(row.what)))
+                    step.payload_bytes += row.payload_bytes
+                case rows.CallRow():
+                    spans.append(Span("call", row.began, row.ended, row.name))
+        step.spans = [
+            span._replace(began=span.began + move, ended=span.ended + move)
+            for span in without_gaps(spans, began, ended)
+        ]
+        return step
+
+
+def _backward(row: rows.BackwardRow) -> list[Span]:
+    """Return the parts of a backward: the computation, and the wait for each bucket."""
+    spans, at = [], row.began
+    for index, _, began, ended in sorted(row.buckets, key=lambda one: one[2]):
+        if began > at:
+            spans.append(Span("backward", at, began, row.module))
+        if ended > max(began, at):
+            spans.append(Span("wait", max(began, at), ended, f"bucket {index}"))
+        at = max(at, ended)
+    if row.ended > at:
+        spans.append(Span("backward", at, row.ended, row.module))
+    return spans
+
+
+def without_gaps(spans: Iterable[Span], began: int, ended: int) -> list[Span]:
+    """Return the spans in order of time, with spans for the time in between, so that the whole step is covered.
+
+    The time between two spans is named after what it is for: before the first forward "data", between a forward and its
+    backward "loss", and between a backward and the optimizer's step "update".
+
+    Args:
+        spans: the spans. A span that lies inside of another one is left out.
+        began: the beginning of the step.
+        ended: its end.
+
+    Examples:
+        >>> for span in without_gaps([Span("forward", 4, 6), Span("backward", 7, 9)], 0, 9):
+        ...     print(span.kind, span.began, span.ended)
+        data 0 4
+        forward 4 6
+        loss 6 7
+        backward 7 9
+    """
+    found: list[Span] = []
+    at, has_forward, has_backward = began, False, False
+    for span in sorted(spans, key=lambda one: (one.began, -one.ended)):
+        if span.ended <= at and span.ended < ended:
+            has_forward |= span.kind == "forward"
+            continue
+        start = max(span.began, at)
+        if start > at:
+            found.append(
+                Span(_between(span.kind, has_forward=has_forward, has_backward=has_backward), at, start)
+            )
+        if span.ended > start:
+            found.append(span._replace(began=start, ended=min(span.ended, ended)))
+        at = max(at, min(span.ended, ended))
+        has_forward = span.kind in ("forward", "loss") or (
+            has_forward and span.kind not in ("backward", "wait")
+        )
+        has_backward |= span.kind in ("backward", "wait")
+    if ended > at:
+        found.append(Span("update" if has_backward else "data", at, ended))
+    return found
+
+
+def _between(following: Kind, *, has_forward: bool, has_backward: bool) -> Kind:
+    """Return what the time before a span is for."""
+    if following in ("backward", "wait"):
+        return "loss" if has_forward else "data"
+    if following in ("optimizer", "sync"):
+        return "update" if has_backward else "data"
+    if following == "call":
+        return "update" if has_backward else "loss" if has_forward else "data"
+    return "data"

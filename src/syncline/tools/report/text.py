@@ -1,0 +1,132 @@
+"""A report as text: the verdict, where the time of a step goes, the ranks and the buckets; two runs side by side."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from syncline.contract import table
+from syncline.words import MAX_COLUMNS, format_bytes, format_names, format_time, wrapped
+
+_MAX_ROWS = 12
+"""The number of ranks or buckets to list. The text says how many more there are."""
+
+
+def text_of(document: Mapping[str, Any]) -> str:
+    """Return a report as text of at most 100 columns.
+
+    Args:
+        document: the result of `document_of`.
+    """
+    parts = ["\n".join([*wrapped(document["title"], indent=""), *wrapped(document["subtitle"], indent="")])]
+    parts += [_finding(one) for one in document["findings"]]
+    if document["parts"]:
+        parts.append(
+            table(
+                [
+                    ("a step", "", ""),
+                    *(
+                        (f"  {one['words']}", _time(one["us"]), f"{100 * one['share']:.0f} %")
+                        for one in document["parts"]
+                    ),
+                ]
+            )
+        )
+    if len(document["ranks"]) > 1:
+        rows = [
+            (f"  {rank}", *(_time(own[phase]) for phase in ("data", "forward", "backward", "update")))
+            for rank, own in list(document["ranks"].items())[:_MAX_ROWS]
+        ]
+        parts.append(
+            _cut(table([("rank", "data", "forward", "backward", "update"), *rows]), document["ranks"])
+        )
+    if document["buckets"]:
+        rows = [
+            (
+                f"  {one['bucket']}",
+                format_bytes(one["bytes"]),
+                _time(one["late"]),
+                _time(one["transfer"]),
+                "-" if one["waits_for"] is None else f"rank {one['waits_for']}",
+                format_names(one["parameters"][:2])
+                if len(one["parameters"]) < 3
+                else f"{one['parameters'][0]} ...",
+            )
+            for one in document["buckets"][:_MAX_ROWS]
+        ]
+        heading = (
+            "bucket",
+            "bytes",
+            "waits: late rank",
+            "transport",
+            "sent last by",
+            "parameters",
+        )
+        parts.append(_cut(table([heading, *rows]), document["buckets"]))
+    if document["events"]:
+        lines = [f"step {event['step']}: {event['words']}" for event in document["events"][:_MAX_ROWS]]
+        parts.append("\n".join(short for line in lines for short in wrapped(line, indent="  ")))
+    return "\n\n".join(parts)
+
+
+def _finding(one: Mapping[str, str]) -> str:
+    lines = list(wrapped(one["headline"], indent=""))
+    for more in (one["detail"], one["cure"]):
+        if more:
+            lines += [f"  {line.strip()}" for line in wrapped(more, MAX_COLUMNS - 2, indent="")]
+    return "\n".join(lines)
+
+
+def _cut(text: str, found: Sequence[Any] | Mapping[str, Any]) -> str:
+    more = len(found) - _MAX_ROWS
+    return text if more <= 0 else f"{text}\n  and {more} more"
+
+
+def _time(micros: float) -> str:
+    return format_time(micros / 1e6) if micros >= 50 else "-"
+
+
+def compared(names: Sequence[str], documents: Sequence[Mapping[str, Any]]) -> str:
+    """Return a table of two runs, side by side, and what differs most.
+
+    Args:
+        names: the names of the runs.
+        documents: the results of `document_of`.
+    """
+    one, two = documents
+    rows: list[tuple[str, ...]] = [("", *names, "")]
+    facts = {fact["name"]: fact["value"] for fact in two["facts"]}
+    rows += [(fact["name"], fact["value"], facts.get(fact["name"], "-"), "") for fact in one["facts"]]
+    parts = [{part["part"]: part for part in document["parts"]} for document in documents]
+    for name in dict.fromkeys([*parts[0], *parts[1]]):
+        times = [own[name]["us"] if name in own else 0 for own in parts]
+        words = next(own[name]["words"] for own in parts if name in own)
+        rows.append((f"  {words}", _time(times[0]), _time(times[1]), _difference(*times)))
+    lines = [table(rows), _conclusion(names, parts)]
+    for name, document in zip(names, documents, strict=True):
+        lines.append("\n".join([f"{name}:", *(f"  {_finding(found)}" for found in document["findings"][:2])]))
+    return "\n\n".join(lines)
+
+
+def _difference(one: float, two: float) -> str:
+    change = two - one
+    return "" if abs(change) < 1 else f"{'+' if change > 0 else '-'}{format_time(abs(change) / 1e6)}"
+
+
+def _conclusion(names: Sequence[str], parts: Sequence[Mapping[str, Any]]) -> str:
+    lengths = [sum(part["us"] for part in own.values()) for own in parts]
+    if not all(lengths):
+        return "One of the runs has no complete step."
+    change = lengths[1] / lengths[0] - 1
+    if abs(change) < 0.02:
+        return f"A step of {names[1]} takes as long as one of {names[0]}, up to 2 %."
+    differences = {
+        name: (parts[1].get(name, {"us": 0})["us"] - parts[0].get(name, {"us": 0})["us"], name)
+        for name in dict.fromkeys([*parts[0], *parts[1]])
+    }
+    most, name = max(differences.values(), key=lambda one: one[0] if change > 0 else -one[0])
+    words = next(own[name]["words"] for own in parts if name in own)
+    return (
+        f"A step of {names[1]} takes {100 * abs(change):.0f} % {'more' if change > 0 else 'less'} time than one of "
+        f"{names[0]}. Most of the difference, {format_time(abs(most) / 1e6)}, is: {words}."
+    )

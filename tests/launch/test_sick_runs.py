@@ -1,0 +1,114 @@
+"""Runs that are ill on purpose: the first lines of their report name the illness, and its cure works."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from syncline.testing import HostsUnavailable, two_hosts
+from syncline.tools.cli import main
+
+PROGRAM = Path(__file__).with_name("sick_program.py")
+
+pytestmark = pytest.mark.slow
+
+
+def run_here(illness: str, directory: Path, *options: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "syncline.tools.cli", "run", "-n", "2", *options, str(PROGRAM), illness]
+    return subprocess.run([*command, str(directory)], capture_output=True, text=True, timeout=120)
+
+
+def run_over_a_link(illness: str, directory: Path, megabits_per_second: float) -> None:
+    try:
+        with two_hosts(megabits_per_second=megabits_per_second) as hosts:
+            hosts.start([sys.executable, str(PROGRAM), illness, str(directory)], on="ab")
+            for code, _, errors in hosts.outputs(120):
+                assert code == 0, errors
+    except HostsUnavailable as error:
+        pytest.skip(str(error))
+
+
+def report_of(directory: Path, capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
+    capsys.readouterr()
+    assert main(["report", str(directory), "--format", "json"]) == 0
+    found: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return found
+
+
+def first_lines(report: dict[str, Any]) -> str:
+    """What the first screen says: the first findings, with their cures."""
+    return "\n".join(" ".join(one.values()) for one in report["findings"][:3])
+
+
+def share(report: dict[str, Any], part: str) -> float:
+    return sum(one["share"] for one in report["parts"] if one["part"] == part)
+
+
+def step_us(report: dict[str, Any]) -> float:
+    return float(sum(one["us"] for one in report["parts"]))
+
+
+def test_a_slow_loader_on_one_rank(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_here("slow loader", tmp_path / "sick").returncode == 0
+    sick = report_of(tmp_path / "sick", capsys)
+    assert "for rank 1, whose data loading" in first_lines(sick)
+    assert "DataLoader(num_workers=" in first_lines(sick)
+    assert share(sick, "late") > 0.2
+    assert run_here("slow loader, cured", tmp_path / "cured").returncode == 0
+    cured = report_of(tmp_path / "cured", capsys)
+    assert "whose data loading" not in first_lines(cured)
+    assert step_us(cured) < 0.8 * step_us(sick)
+
+
+def test_tiny_buckets(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_here("tiny buckets", tmp_path / "sick").returncode == 0
+    sick = report_of(tmp_path / "sick", capsys)
+    assert "The gradients are cut into 24 buckets of" in first_lines(sick)
+    assert "leave bucket_cap_mb out" in first_lines(sick)
+    assert run_here("tiny buckets, cured", tmp_path / "cured").returncode == 0
+    assert len(report_of(tmp_path / "cured", capsys)["buckets"]) == 1
+
+
+def test_one_huge_bucket_over_a_link(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run_over_a_link("one huge bucket", tmp_path / "sick", 200)
+    sick = report_of(tmp_path / "sick", capsys)
+    assert "with bucket_cap_mb=" in first_lines(sick)
+    assert "holds 100 % of the gradients" in first_lines(sick)
+    run_over_a_link("one huge bucket, cured", tmp_path / "cured", 200)
+    cured = report_of(tmp_path / "cured", capsys)
+    assert share(cured, "transfer") < 0.75 * share(sick, "transfer")
+
+
+def test_a_slow_link(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run_over_a_link("slow link", tmp_path / "sick", 100)
+    sick = report_of(tmp_path / "sick", capsys)
+    assert "The link between the ranks is slow: it carries 1" in first_lines(sick)
+    assert "Quantize(8)" in first_lines(sick)
+    run_over_a_link("slow link, cured", tmp_path / "cured", 100)
+    assert step_us(report_of(tmp_path / "cured", capsys)) < 0.6 * step_us(sick)
+
+
+def test_an_unused_parameter(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_here("unused parameter", tmp_path / "sick").returncode == 0
+    sick = first_lines(report_of(tmp_path / "sick", capsys))
+    assert "2 parameters never get a gradient: head.bias, head.weight" in sick
+    assert "leave find_unused_parameters out" in sick
+    assert run_here("unused parameter, cured", tmp_path / "cured").returncode == 0
+    assert "never" not in first_lines(report_of(tmp_path / "cured", capsys))
+
+
+def test_a_rank_that_is_lost(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_here("lost rank", tmp_path / "sick").returncode != 0
+    sick = first_lines(report_of(tmp_path / "sick", capsys))
+    assert "Rank 1 was lost after step 9" in sick
+    assert "syncline run --resilient" in sick
+    done = run_here("lost rank, cured", tmp_path / "cured", "--resilient")
+    assert done.returncode == 0, done.stderr
+    cured = report_of(tmp_path / "cured", capsys)
+    assert "went on after" in first_lines(cured)
+    assert max(int(step) for step in cured["steps"]) == 14

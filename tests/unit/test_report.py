@@ -1,0 +1,446 @@
+"""The report of a trace: its figures add up, its verdict names the illness, and its cure is one that can be applied."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from made_traces import MadeRank, MadeRun, rows
+
+from syncline.tools.cli import main
+from syncline.tools.report.analysis import Figures, figures_of
+from syncline.tools.report.clocks import WINDOW_STEPS, Meeting, compared
+from syncline.tools.report.document import MAX_POINTS, MAX_SPANS, document_of
+from syncline.tools.report.load import ProcessTrace
+from syncline.tools.report.run import Run, run_of
+from syncline.tools.report.steps import Span, without_gaps
+from syncline.tools.report.text import text_of
+from syncline.tools.report.verdict import Finding, verdict_on
+from syncline.tools.report.what_if import Link, cut_anew, exposed_time, link_of
+
+
+def traces(made: MadeRun) -> list[ProcessTrace]:
+    found = []
+    for recorded in made.rows():
+        process, *others = recorded
+        assert isinstance(process, rows.ProcessRow)
+        found.append(ProcessTrace(process=process, found=others))
+    return found
+
+
+def made(**settings: Any) -> Run:
+    ranks = settings.pop("ranks", [MadeRank(), MadeRank()])
+    return run_of(traces(MadeRun(ranks=ranks, **settings)))
+
+
+def figures(run: Run) -> Figures:
+    found = figures_of(run)
+    assert found is not None
+    return found
+
+
+def verdict(run: Run) -> list[Finding]:
+    return verdict_on(run, figures_of(run))
+
+
+def written(directory: Path, recorded: list[list[rows.Row]]) -> Path:
+    """Write traces into a directory."""
+    directory.mkdir(exist_ok=True)
+    for rank, found in enumerate(recorded):
+        path = directory / f"rank-{rank:05d}.host.{100 + rank}.000000.trace.jsonl"
+        path.write_bytes(b"".join(rows.encode(row) for row in found))
+    return directory
+
+
+# ---------------------------------------------------------------------- steps
+
+
+def test_the_spans_of_a_step_cover_it() -> None:
+    run = made()
+    assert list(run.steps) == list(range(2, 21))  # the beginning of the first step is unknown
+    for ranks in run.steps.values():
+        for step in ranks.values():
+            assert step.spans[0].began == step.began
+            assert step.spans[-1].ended == step.ended
+            assert all(one.ended == two.began for one, two in zip(step.spans, step.spans[1:], strict=False))
+            assert step.length == 100 + 1000 + 2000 + 10 + 500
+            assert (step.total("data"), step.total("forward")) == (100, 1000)
+            assert (step.total("backward"), step.total("wait"), step.total("optimizer")) == (2000, 10, 500)
+
+
+@pytest.mark.parametrize(
+    ("spans", "kinds"),
+    [
+        ([], ["data"]),
+        ([Span("optimizer", 5, 9)], ["data", "optimizer", "data"]),
+        ([Span("forward", 0, 2), Span("forward", 4, 5), Span("backward", 6, 10)],
+         ["forward", "data", "forward", "loss", "backward"]),
+        ([Span("backward", 0, 2), Span("call", 3, 4), Span("optimizer", 6, 10)],
+         ["backward", "update", "call", "update", "optimizer"]),
+        ([Span("call", 1, 9), Span("optimizer", 2, 3)], ["data", "call", "data"]),
+    ],
+)  # fmt: skip
+def test_the_time_between_spans_is_named_after_what_it_is_for(spans: list[Span], kinds: list[str]) -> None:
+    found = without_gaps(spans, 0, 10)
+    assert [span.kind for span in found] == kinds
+    assert sum(span.length for span in found) == 10
+
+
+def test_without_an_attached_optimizer_a_step_ends_with_its_backward() -> None:
+    recorded = MadeRun(ranks=[MadeRank()]).rows()[0]
+    process, *others = [row for row in recorded if not isinstance(row, rows.OptimizerRow)]
+    assert isinstance(process, rows.ProcessRow)
+    run = run_of([ProcessTrace(process=process, found=others)])
+    step = run.steps[3][0]
+    assert (step.total("data"), step.total("update", "optimizer")) == (600, 0)
+
+
+def test_micro_batches_belong_to_one_step() -> None:
+    recorded: list[rows.Row] = []
+    at = 0
+    for step in range(1, 5):
+        for micro in range(3):
+            recorded.append(rows.ForwardRow("Net", step, at + 1, at + 1, at + 2, True, 0))
+            recorded.append(rows.BackwardRow("Net", step, at + 3, at + 5, 1, micro == 2, [], {}, []))
+            at += 5
+        recorded.append(rows.OptimizerRow("Net", "SGD", step, at, at + 1, False))
+        at += 1
+    process = rows.ProcessRow(rows.FORMAT, 0, 1, "host", "one", 1, 0, 0.0, "train.py", {})
+    run = run_of([ProcessTrace(process=process, found=recorded)])
+    assert {number: ranks[0].length for number, ranks in run.steps.items()} == {2: 16, 3: 16, 4: 16}
+    assert run.steps[2][0].total("forward") == 3
+
+
+def test_an_evaluation_between_two_steps_is_part_of_the_later_one() -> None:
+    recorded = MadeRun(ranks=[MadeRank()], num_steps=6).rows()[0]
+    process, *others = recorded
+    assert isinstance(process, rows.ProcessRow)
+    at = next(n for n, row in enumerate(others) if isinstance(row, rows.ForwardRow) and row.step == 4)
+    before = others[at - 1]
+    assert isinstance(before, rows.OptimizerRow)
+    others.insert(at, rows.ForwardRow("Net", 4, before.ended, before.ended, before.ended + 50, False, 0))
+    run = run_of([ProcessTrace(process=process, found=others)])
+    assert run.steps[4][0].total("forward") == 1050
+    assert run.steps[3][0].total("forward") == 1000
+
+
+# ---------------------------------------------------------------------- figures
+
+
+def test_the_parts_add_up_to_a_step() -> None:
+    found = figures(made(ranks=[MadeRank(), MadeRank(data=3000), MadeRank(forward=1500)], per_byte=0.002))
+    assert sum(found.parts.values()) == pytest.approx(found.step, rel=0.01)
+
+
+def test_waits_for_a_late_rank_are_told_from_waits_for_the_link() -> None:
+    found = figures(made(ranks=[MadeRank(), MadeRank(data=5100)], fixed=0.0, per_byte=0.0))
+    assert found.parts["transfer"] == pytest.approx(0, abs=2)
+    assert found.late is not None
+    assert (found.late.rank, found.late.phase) == (1, "data")
+    assert found.late.caused == pytest.approx(5000, abs=2)
+    assert (found.late.phase_time, found.late.usual_time) == (5100, 100)
+    even = figures(made(per_byte=0.005))
+    assert even.parts["late"] == pytest.approx(0, abs=2)
+    assert even.parts["transfer"] > 3000
+
+
+def test_one_rank_waits_for_nobody() -> None:
+    found = figures(made(ranks=[MadeRank()], fixed=0.0))
+    assert found.late is None
+    assert found.exposed == pytest.approx(0, abs=0.001)
+
+
+def test_a_bucket_names_the_rank_that_sends_it_last() -> None:
+    found = figures(made(ranks=[MadeRank(), MadeRank(), MadeRank(backward=4000)]))
+    assert [one.waits_for for one in found.buckets] == [2, 2, 2, 2]
+    assert found.buckets[3].parameters == ("layer3.weight", "layer3.bias")
+
+
+# ---------------------------------------------------------------------- clocks
+
+
+def test_ranks_of_two_hosts_are_put_on_one_clock() -> None:
+    here, there = MadeRank(), MadeRank(clock="other", shift=987_654_321, data=1100)
+    run = made(ranks=[here, there], num_steps=2 * WINDOW_STEPS + 10)
+    assert 0 < run.clock_error < 1200
+    same = made(ranks=[MadeRank(), MadeRank(data=1100)], num_steps=2 * WINDOW_STEPS + 10)
+    for number in (5, WINDOW_STEPS + 5, 2 * WINDOW_STEPS + 5):
+        moved = run.steps[number][1].began - same.steps[number][1].began
+        assert abs(moved) <= run.clock_error
+
+
+def test_a_clock_that_drifts_is_compared_in_each_window() -> None:
+    first = {(n,): Meeting((n,), n, 100 * n, 100 * n + 20) for n in range(3 * WINDOW_STEPS)}
+    other = {(n,): Meeting((n,), n, 101 * n + 7, 101 * n + 27) for n in range(3 * WINDOW_STEPS)}
+    clock = compared(first, other)
+    assert clock is not None
+    assert len(clock.offsets) == 3
+    for number in (WINDOW_STEPS // 2, 5 * WINDOW_STEPS // 2):
+        assert clock.at(number) == pytest.approx(-number - 7, abs=WINDOW_STEPS)
+
+
+def test_clocks_that_never_met_stay_as_they_are() -> None:
+    assert compared({}, {(1,): Meeting((1,), 1, 0, 1)}) is None
+
+
+# ---------------------------------------------------------------------- the verdict
+
+
+def test_a_healthy_run_has_one_good_finding() -> None:
+    (found,) = verdict(made())
+    assert found.kind == "fine"
+    assert "nothing holds it up" in found.headline
+
+
+@pytest.mark.parametrize(
+    ("rank", "words", "cure"),
+    [
+        (MadeRank(data=5100), "whose data loading", "DataLoader(num_workers="),
+        (
+            MadeRank(forward=6000),
+            "whose forward and loss takes 6.0 ms; 1.0 ms on the other",
+            "batches of equal",
+        ),
+        (MadeRank(backward=6000), "whose backward takes 6.0 ms", "batches of equal length"),
+        (MadeRank(update=5500), "end of the optimizer's step takes 5.5 ms", "log, save and evaluate"),
+    ],
+)
+def test_a_late_rank_is_named_with_its_phase(rank: MadeRank, words: str, cure: str) -> None:
+    late, where, *_ = verdict(made(ranks=[MadeRank(), rank]))
+    assert where.headline.startswith("A step takes")
+    assert "for rank 1" in late.headline
+    assert words in late.headline
+    assert cure in late.cure
+
+
+def test_ranks_that_are_late_in_turns() -> None:
+    run = made(ranks=[MadeRank(), MadeRank()])
+    slow = [
+        MadeRun(ranks=[MadeRank(data=4000 * (n % 2)), MadeRank(data=4000 * (1 - n % 2))]) for n in range(2)
+    ]
+    recorded = [ProcessTrace(process=one.process, found=[]) for one in run.processes]
+    at = [0, 0]
+    for step in range(1, 21):
+        for rank in range(2):
+            for row in slow[step % 2].rows()[rank]:
+                if isinstance(row, rows.ModuleRow) and step == 1:
+                    recorded[rank].found.append(row)
+                if isinstance(row, rows.ForwardRow) and row.step == 1:
+                    recorded[rank].found.append(
+                        row._replace(step=step, **{name: getattr(row, name) + at[rank] for name in (
+                            "began", "computed_from", "ended")})
+                    )  # fmt: skip
+                if isinstance(row, rows.BackwardRow) and row.step == 1:
+                    buckets = [(index, *(time + at[rank] for time in times)) for index, *times in row.buckets]
+                    recorded[rank].found.append(
+                        row._replace(step=step, began=row.began + at[rank], ended=row.ended + at[rank],
+                                     buckets=buckets)
+                    )  # fmt: skip
+        at = [one + 20_000 for one in at]
+    found = verdict(run_of(recorded))
+    assert any("now one is late, now another" in one.headline for one in found)
+
+
+def test_all_ranks_wait_for_data() -> None:
+    found = verdict(made(ranks=[MadeRank(data=4000), MadeRank(data=4000)]))
+    assert "they wait for data" in found[0].headline
+    assert "num_workers" in found[0].cure
+
+
+def test_one_huge_bucket_is_cut_by_the_cure() -> None:
+    settings = {"fixed": 20.0, "per_byte": 0.0005}
+    run = made(bucket_bytes=[4_000_000], **settings)
+    sick = verdict(run)[0]
+    assert "bucket_cap_mb=" in sick.cure
+    assert "holds 100 % of the gradients" in sick.detail
+    cured = made(bucket_bytes=[500_000] * 8, **settings)
+    assert figures(cured).step < 0.8 * figures(run).step
+
+
+def test_tiny_buckets_are_named() -> None:
+    run = made(bucket_bytes=[20_000] * 40, fixed=150.0)
+    sick = verdict(run)[0]
+    assert "cut into 40 buckets of 20.0 kB" in sick.headline
+    assert "leave bucket_cap_mb out" in sick.cure
+
+
+def test_a_slow_link_is_named_with_its_speed() -> None:
+    found = verdict(made(per_byte=0.08, fixed=100.0))  # 12.5 MB/s
+    slow = next(one for one in found if "slow" in one.headline)
+    assert "it carries 12." in slow.headline
+    assert "Quantize(8)" in slow.cure
+    assert "DiLoCo" in slow.cure
+
+
+def test_unused_parameters_are_named() -> None:
+    run = made(unused=["head.weight"], looks_for_unused=True)
+    (sick,) = [one for one in verdict(run) if "never" in one.headline]
+    assert sick.headline == "1 parameter never gets a gradient: head.weight."
+    assert "requires_grad_(False)" in sick.cure
+    (needless,) = [one for one in verdict(made(looks_for_unused=True)) if "find_unused" in one.headline]
+    assert "Leave find_unused_parameters out" in needless.cure
+
+
+def test_discarded_steps_are_counted() -> None:
+    found = verdict(made(discarded=[7, 9]))
+    (sick,) = [one for one in found if "discarded" in one.headline]
+    assert "2 steps of 19 were discarded" in sick.headline
+    assert "the first is step 7" in sick.headline
+
+
+def test_a_rank_that_was_killed_comes_first() -> None:
+    recorded = traces(MadeRun(ranks=[MadeRank(), MadeRank()]))
+    recorded[0].found.append(rows.EndRow(99, "PeerLost: rank 1: its process has ended"))
+    recorded[1].found.append(rows.PlaceRow(98, 20, "step 20, backward, at train.py:34 in main"))
+    first, *_ = verdict_on(run_of(recorded), figures_of(run_of(recorded)))
+    assert "Rank 1 was lost after step 20" in first.headline
+    assert "PeerLost" in first.detail
+    assert "It was last seen at: step 20, backward, at train.py:34 in main." in first.detail
+    assert "syncline run --resilient" in first.cure
+
+
+def test_a_rank_that_the_others_did_without() -> None:
+    lost = rows.RanksRow(0, 1, 13, "rank 1 of 2 was lost", 0, 43_000)
+    first, *_ = verdict(made(after={12: [lost]}))
+    assert "Before step 13: rank 1 of 2 was lost. The ranks, now 1, went on after 43" in first.headline
+    assert "--max-restarts" in first.cure
+
+
+def test_a_trace_without_a_step() -> None:
+    recorded = traces(MadeRun(ranks=[MadeRank()], num_steps=0))
+    (found,) = verdict_on(run_of(recorded), None)
+    assert "No complete step" in found.headline
+
+
+# ---------------------------------------------------------------------- what if
+
+
+def test_the_time_of_other_buckets_is_that_of_a_run_with_them() -> None:
+    settings = {"fixed": 50.0, "per_byte": 0.0008, "num_steps": 12}
+    run = made(bucket_bytes=[1_000_000] * 4, **settings)
+    found = figures(run)
+    link = link_of(found.buckets)
+    assert link is not None
+    for size, number in ((2_000_000, 2), (500_000, 8)):
+        predicted = exposed_time(link, cut_anew(found.buckets, size), found.backward)
+        other = figures(made(bucket_bytes=[size] * number, **settings))
+        assert predicted == pytest.approx(other.parts["transfer"], rel=0.25, abs=60)
+
+
+def test_a_link_has_a_fixed_time_and_one_for_its_bytes() -> None:
+    found = figures(
+        made(bucket_bytes=[500_000, 1_000_000, 2_000_000, 4_000_000], fixed=200.0, per_byte=0.003)
+    )
+    link = link_of(found.buckets)
+    assert link is not None
+    assert link.per_byte == pytest.approx(0.003, rel=0.05)
+    assert link.fixed == pytest.approx(200, rel=0.2)
+    assert Link(0.0, 0.0).bytes_per_second == float("inf")
+    assert link_of([]) is None
+
+
+# ---------------------------------------------------------------------- documents and commands
+
+
+def test_a_document_is_json_and_bounded() -> None:
+    many = made(ranks=[MadeRank()] * 16, num_steps=2500)
+    document = json.loads(json.dumps(document_of(many)))
+    spans = sum(len(one["spans"]) for step in document["steps"].values() for one in step.values())
+    assert spans <= MAX_SPANS
+    assert len(document["lengths"]) == MAX_POINTS
+    assert str(document["choices"]["slowest"]) in document["steps"]
+    assert document["metrics"]["loss"][-1] == [2500, pytest.approx(1 / 2500)]
+
+
+def test_the_text_has_at_most_100_columns() -> None:
+    text = text_of(document_of(made(ranks=[MadeRank(), MadeRank(data=5100)], bucket_bytes=[1000] * 20)))
+    assert "for rank 1" in text
+    assert "and 8 more" in text
+    assert max(map(len, text.splitlines())) <= 100
+
+
+def test_report_and_compare_are_commands(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    before = written(tmp_path / "before", MadeRun(ranks=[MadeRank(), MadeRank(data=5100)]).rows())
+    after = written(tmp_path / "after", MadeRun(ranks=[MadeRank(), MadeRank()]).rows())
+    assert main(["report", str(before), "--format", "text"]) == 0
+    assert "for rank 1" in capsys.readouterr().out
+    assert main(["report", str(before), "--format", "json"]) == 0
+    assert json.loads(capsys.readouterr().out)["choices"]
+    assert main(["report", str(before)]) == 0
+    assert f"The whole report is in {before / 'report.html'}" in capsys.readouterr().out
+    assert "for rank 1" in (before / "report.html").read_text()
+    assert main(["compare", str(before), str(after)]) == 0
+    assert "takes 58 % less time" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["report"], "expected the directory of a trace"),
+        (["report", "nowhere"], "there is no directory nowhere"),
+        (["report", "."], "has no trace"),
+        (["report", ".", "--format", "pdf"], "invalid choice"),
+        (["report", ".", "--formt", "text"], "did you mean --format"),
+        (["compare", "one"], "expected two directories"),
+    ],
+)
+def test_a_mistake_is_one_line(
+    arguments: list[str],
+    words: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(arguments) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert words in line
+
+
+def test_a_trace_of_a_newer_version_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    recorded = MadeRun(ranks=[MadeRank()]).rows()
+    process = recorded[0][0]
+    assert isinstance(process, rows.ProcessRow)
+    recorded[0][0] = process._replace(format=rows.FORMAT + 1)
+    assert main(["report", str(written(tmp_path / "trace", recorded))]) == 2
+    assert "use the version that has recorded the trace" in capsys.readouterr().err
+
+
+def test_a_report_needs_no_torch(tmp_path: Path) -> None:
+    directory = written(tmp_path / "trace", MadeRun(ranks=[MadeRank()]).rows())
+    program = (
+        "import sys; from syncline.tools.cli import main; "
+        f"main(['report', {str(directory)!r}]); sys.exit('torch' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", program], timeout=60).returncode == 0
+
+
+def test_a_chrome_trace_has_every_span_and_bucket_of_one_rank(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    recorded = MadeRun(ranks=[MadeRank(), MadeRank(data=5100)]).rows()
+    assert main(["report", str(written(tmp_path / "trace", recorded)), "--format", "chrome"]) == 0
+    assert "2 ranks" in capsys.readouterr().out
+    run = made(ranks=[MadeRank(), MadeRank(data=5100)])
+    for rank in range(2):
+        trace = json.loads((tmp_path / "trace" / "chrome" / f"rank-{rank}.json").read_text())
+        assert trace["distributedInfo"] == {"backend": "syncline", "rank": rank, "world_size": 2}
+        events = trace["traceEvents"]
+        steps = [one for one in events if one["name"].startswith("ProfilerStep#")]
+        assert [one["name"] for one in steps] == [f"ProfilerStep#{number}" for number in range(2, 21)]
+        assert all(one["pid"] == rank for one in events)
+        work = [one for one in events if one.get("cat") == "cpu_op"]
+        assert len(work) == sum(len(ranks[rank].spans) for ranks in run.steps.values())
+        assert sum(one["dur"] for one in work) == sum(one["dur"] for one in steps)
+        begun = {one["id"]: one for one in events if one["ph"] == "b"}
+        ended = {one["id"]: one for one in events if one["ph"] == "e"}
+        assert len(begun) == len(ended) == 4 * len(steps)
+        assert all(one["ts"] <= ended[key]["ts"] for key, one in begun.items())
+        assert begun["5/Net/0"]["args"] == {
+            "bytes": 1_000_000,
+            "parameters": ["layer0.weight", "layer0.bias"],
+        }

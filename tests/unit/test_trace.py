@@ -1,0 +1,194 @@
+"""Trace files: nothing is lost if the process is killed, their size is bounded, and training goes on without them."""
+
+from __future__ import annotations
+
+import errno
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import syncline as sl
+from syncline.events import OBSERVERS, PlaceSeen
+from syncline.tracing import rows
+from syncline.tracing.file import NUM_PARTS, TraceFile
+from syncline.transport import Transport, run_ranks
+
+
+def call(number: int) -> rows.CallRow:
+    return rows.CallRow("mean", number, number + 1)
+
+
+def rows_in(directory: Path) -> dict[str, list[rows.Row]]:
+    """The rows of each file, by the name of the file."""
+    return {
+        path.name: list(rows.decode(path.read_bytes().splitlines(keepends=True)))
+        for path in sorted(directory.iterdir())
+    }
+
+
+@pytest.mark.parametrize("end", [b"", b"\n", b'["call","mea', b'["later",1,2]\n', b"\xff\n", b"3\n", b"[]\n"])
+def test_a_row_comes_back_whatever_follows_it(end: bytes) -> None:
+    row = rows.BackwardRow("Net", 3, 1, 9, 2, True, [[0, 2, 3, 4]], {"loss": 0.5}, ["head.weight"])
+    assert list(rows.decode([rows.encode(row), end])) == [row]
+
+
+def test_a_row_of_a_newer_version_has_more_fields() -> None:
+    assert list(rows.decode([b'["call","mean",5,9,"new"]\n'])) == [rows.CallRow("mean", 5, 9)]
+
+
+def test_a_row_is_in_the_file_as_soon_as_it_is_written(tmp_path: Path) -> None:
+    file = TraceFile(tmp_path / "new" / "folder", "rank-0", 1 << 20)
+    file.write(call(1))
+    assert rows_in(tmp_path / "new" / "folder") == {"rank-0.000000.trace.jsonl": [call(1)]}
+    file.close()
+
+
+def test_a_second_trace_of_a_process_has_a_file_of_its_own(tmp_path: Path) -> None:
+    for _ in range(2):
+        file = TraceFile(tmp_path, "rank-0", 1 << 20)
+        file.write(call(1))
+        file.close()
+    assert list(rows_in(tmp_path)) == ["rank-0-2.000000.trace.jsonl", "rank-0.000000.trace.jsonl"]
+
+
+def test_of_a_file_that_grows_too_large_the_beginning_and_the_end_stay(tmp_path: Path) -> None:
+    file = TraceFile(tmp_path, "rank-0", 4000)
+    process = rows.EndRow(0, "needed to read the others")
+    file.write(process, repeat_as="process")
+    for number in range(2000):
+        file.write(call(number))
+        assert sum(path.stat().st_size for path in tmp_path.iterdir()) <= 4000
+    file.close()
+    found = rows_in(tmp_path)
+    assert len(found) <= NUM_PARTS
+    numbers = [[row.began for row in part if isinstance(row, rows.CallRow)] for part in found.values()]
+    assert numbers[0][0] == 0
+    assert numbers[-1][-1] == 1999
+    assert all(part[0] == process for part in found.values())
+    later = [number for part in numbers[1:] for number in part]
+    assert later == list(range(later[0], 2000))
+
+
+def test_a_fork_writes_nothing(tmp_path: Path) -> None:
+    file = TraceFile(tmp_path, "rank-0", 1 << 20)
+    file.write(call(1))
+    pid = os.fork()
+    if pid == 0:
+        file.write(call(2))
+        os._exit(0)
+    assert os.waitpid(pid, 0)[1] == 0
+    file.write(call(3))
+    file.close()
+    assert rows_in(tmp_path) == {"rank-0.000000.trace.jsonl": [call(1), call(3)]}
+
+
+# ---------------------------------------------------------------------- sl.trace
+
+
+def train(transport: Transport, num_steps: int = 3, **settings: Any) -> None:
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.BatchNorm1d(2), nn.Linear(2, 3), nn.Linear(3, 1))
+    ddp = sl.DistributedDataParallel(net, process_group=transport, bucket_cap_mb=1e-5, **settings)
+    optimizer = ddp.attach(torch.optim.SGD(ddp.parameters(), lr=0.1))
+    for step in range(num_steps):
+        optimizer.zero_grad()
+        loss = ddp(torch.full((2, 2), 1.0 + step + transport.rank)).square().mean()
+        ddp.report(loss=loss)
+        loss.backward()
+        optimizer.step()
+
+
+def test_each_rank_records_its_steps(tmp_path: Path) -> None:
+    with sl.trace(tmp_path):
+        run_ranks(2, train)
+    found = rows_in(tmp_path)
+    assert [name[:10] for name in found] == ["rank-00000", "rank-00001"]
+    for rank, recorded in enumerate(found.values()):
+        process, *others, end = recorded
+        assert isinstance(process, rows.ProcessRow)
+        assert (process.rank, process.pid) == (rank, os.getpid())
+        assert end == rows.EndRow(end.at, "")  # type: ignore[union-attr]
+        kinds = [type(row).__name__.removesuffix("Row") for row in others]
+        assert kinds.count("Forward") == kinds.count("Backward") == kinds.count("Optimizer") == 3
+        backwards = [row for row in others if isinstance(row, rows.BackwardRow)]
+        assert [row.step for row in backwards] == [1, 2, 3]
+        assert all(row.metrics.keys() == {"loss"} for row in backwards)
+        modules = {row.layout: row for row in others if isinstance(row, rows.ModuleRow)}
+        assert {row.layout for row in backwards} == modules.keys()
+        last = modules[backwards[-1].layout]
+        names = [name for _, _, parameters in last.buckets for name in parameters]
+        assert sorted(names) == sorted(["0.weight", "0.bias", "1.weight", "1.bias", "2.weight", "2.bias"])
+        assert "Sequential" in last.contract["title"]
+        forwards = [row for row in others if isinstance(row, rows.ForwardRow)]
+        assert forwards[1].buffer_bytes > 0
+
+
+def test_nothing_is_recorded_after_stop(tmp_path: Path) -> None:
+    trace = sl.trace(tmp_path)
+    run_ranks(1, train)
+    trace.stop()
+    trace.stop()
+    size = sum(path.stat().st_size for path in tmp_path.iterdir())
+    run_ranks(1, train)
+    assert sum(path.stat().st_size for path in tmp_path.iterdir()) == size
+    assert OBSERVERS.backward_ended == ()
+
+
+def test_an_error_that_ends_the_block_is_recorded(tmp_path: Path) -> None:
+    def failing() -> None:
+        with sl.trace(tmp_path):
+            run_ranks(1, train)
+            raise ZeroDivisionError("a defect\nof the program")
+
+    with pytest.raises(ZeroDivisionError):
+        failing()
+    ((*_, end),) = rows_in(tmp_path).values()
+    assert isinstance(end, rows.EndRow)
+    assert end.error == "ZeroDivisionError: a defect"
+
+
+def test_a_full_disk_is_warned_of_once_and_training_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(descriptor: int, line: bytes) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with sl.trace(tmp_path):
+        monkeypatch.setattr("syncline.tracing.file.os.write", full)
+        with pytest.warns(RuntimeWarning, match="No space left on device") as warned:
+            run_ranks(1, train)
+    assert len(warned) == 1
+
+
+def test_what_was_recorded_before_a_kill_can_be_read(tmp_path: Path) -> None:
+    program = tmp_path / "program.py"
+    program.write_text(
+        "import os, signal, sys, torch, syncline as sl\n"
+        "sl.trace(sys.argv[1])\n"
+        "ddp = sl.DistributedDataParallel(torch.nn.Linear(2, 1))\n"
+        "for step in range(5):\n"
+        "    ddp(torch.ones(1, 2)).sum().backward()\n"
+        "os.kill(os.getpid(), signal.SIGKILL)\n"
+    )
+    done = subprocess.run([sys.executable, program, tmp_path / "trace"], timeout=60)
+    assert done.returncode == -signal.SIGKILL
+    (found,) = rows_in(tmp_path / "trace").values()
+    assert [row.step for row in found if isinstance(row, rows.BackwardRow)] == [1, 2, 3, 4, 5]
+    assert not isinstance(found[-1], rows.EndRow)
+
+
+def test_where_a_rank_is_comes_from_another_thread(tmp_path: Path) -> None:
+    """A rank that hangs records nothing more by itself."""
+    with sl.trace(tmp_path):
+        run_ranks(1, train)
+        for receive in OBSERVERS.place_seen:
+            receive(PlaceSeen(0, 3, "step 3, forward, at train.py:9 in main", 1.5))
+    ((*_, place, _),) = rows_in(tmp_path).values()
+    assert place == rows.PlaceRow(1_500_000, 3, "step 3, forward, at train.py:9 in main")
