@@ -7,6 +7,7 @@ options.py   the parser class of all commands, and the options of `syncline run`
 progress.py  messages about what a command does, while it prints nothing else
 report.py    `syncline report` and `syncline compare`
 run.py       `syncline run`
+watch.py     `syncline watch`
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import sys
 from collections.abc import Sequence
 from importlib import metadata
 
-from syncline.tools.cli import bench, doctor, report, run
+from syncline.tools.cli import bench, doctor, report, run, watch
 from syncline.tools.cli.options import UsageError
 
 __all__ = ["main"]
@@ -27,6 +28,7 @@ _COMMANDS = {
     "run": run.main,
     "report": report.report,
     "compare": report.compare,
+    "watch": watch.main,
     "bench": bench.main,
     "doctor": doctor.main,
 }
@@ -40,6 +42,7 @@ commands
   run       start a program on several processes, as torchrun does
   report    say where the time of a step goes, from the trace of a run
   compare   put two traced runs side by side
+  watch     show what each rank of a run is doing now, or where it hangs
   bench     measure Syncline on this machine, against Gloo and MPI
   doctor    check this host, or find results that differ between two runs or ranks
 

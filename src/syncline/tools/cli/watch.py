@@ -1,0 +1,70 @@
+"""`syncline watch`: show what each rank of a traced run is doing, until Ctrl-C."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from syncline.checks import checked_seconds
+from syncline.tools.cli.options import CommandParser, UsageError
+from syncline.tools.watch.follow import Follower
+from syncline.tools.watch.ranks import RankState, screen
+
+_HELP = """\
+usage: syncline watch DIR [--every SECONDS] [--once]
+
+Show what each rank of a run is doing now: its step, how long a step takes, how much
+of it the rank waits, and its phase. If the run stands still: where each rank is, in
+words, and which rank the others wait for. DIR is the directory of a trace, as
+syncline run --trace DIR and sl.trace(DIR) write it; start this in another terminal.
+
+  syncline watch runs/1
+
+  --every SECONDS       how often to look (default: 1)
+  --once                print the present state, and end
+  -h, --help            show this text
+
+The command ends when all ranks have ended, or with Ctrl-C.
+"""
+
+_CLEAR = "\033[H\033[2J"
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run `syncline watch` with these arguments, and return the exit code.
+
+    Raises:
+        UsageError: the arguments are invalid.
+    """
+    parser = CommandParser("syncline watch", _HELP)
+    parser.add_argument("directory", nargs="?")
+    parser.add_argument("--every", type=float, default=1.0)
+    parser.add_argument("--once", action="store_true")
+    args = parser.parse_all(argv)
+    if args.directory is None:
+        raise UsageError("expected the directory of a trace: syncline watch DIR; see syncline watch --help")
+    try:
+        every = checked_seconds("--every", args.every)
+    except ValueError as error:
+        raise UsageError(str(error)) from None
+    directory = Path(args.directory)
+    if directory.exists() and not directory.is_dir():
+        raise UsageError(f"{directory} is a file: expected the directory of a trace")
+    follower, states = Follower(directory), dict[str, RankState]()
+    try:
+        while True:
+            for name, found, at in follower.new_rows():
+                states.setdefault(name, RankState()).add(found, at)
+            _show(directory, list(states.values()))
+            if args.once or (states and all(one.end is not None for one in states.values())):
+                return 0
+            time.sleep(every)
+    except KeyboardInterrupt:
+        return 0
+
+
+def _show(directory: Path, states: Sequence[RankState]) -> None:
+    text = screen(states, time.time()) if states else f"waiting for a trace in {directory} ..."
+    print(f"{_CLEAR if sys.stdout.isatty() else ''}{text}", flush=True)

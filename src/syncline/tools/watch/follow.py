@@ -1,0 +1,62 @@
+"""Reads what has been added to the files of a trace since the last look."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+from syncline.tracing import rows
+from syncline.tracing.file import SUFFIX
+
+_FIRST_BYTES = 256 * 1024
+"""How much of the end of a long file is read at the first look."""
+
+
+class Follower:
+    """The files of one trace, and how far each has been read.
+
+    Args:
+        directory: the directory of the trace.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self._read: dict[Path, int] = {}
+
+    def new_rows(self) -> Iterator[tuple[str, list[rows.Row], float]]:
+        """Yield for each process that has recorded something since the last call its name, the new rows, and when.
+
+        The name is that of the file without its part. The time is that of the last change of the file, in seconds since
+        the epoch. A line that is still being written is left for the next call.
+        """
+        parts: dict[str, list[Path]] = {}
+        for path in sorted(self._directory.glob(f"rank-*{SUFFIX}")):
+            name = path.name.removesuffix(SUFFIX).rpartition(".")[0]
+            parts.setdefault(name, []).append(path)
+        for name, paths in parts.items():
+            is_new = not any(path in self._read for path in paths)
+            found: list[rows.Row] = []
+            for path in (
+                [paths[-1]] if is_new else [path for path in paths if path >= max(self._known(paths))]
+            ):
+                found += self._added(path)
+            if found:
+                yield name, found, os.stat(paths[-1]).st_mtime
+
+    def _known(self, paths: list[Path]) -> list[Path]:
+        return [path for path in paths if path in self._read]
+
+    def _added(self, path: Path) -> list[rows.Row]:
+        with path.open("rb") as file:
+            size = os.fstat(file.fileno()).st_size
+            start = self._read.get(path, 0)
+            lines = []
+            if path not in self._read and size > 2 * _FIRST_BYTES:
+                lines = file.read(_FIRST_BYTES).splitlines(keepends=True)[:-1]  # which process this is
+                start = size - _FIRST_BYTES
+            file.seek(start)
+            added = file.read()
+        end = added.rfind(b"\n") + 1
+        self._read[path] = start + end
+        return list(rows.decode([*lines, *added[:end].splitlines(keepends=True)]))

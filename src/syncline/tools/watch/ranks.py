@@ -1,0 +1,185 @@
+"""The present state of each rank of a run, and what it means, in words (pure functions).
+
+A rank that trains records rows, and its last row says in which phase it is. A rank that hangs records nothing more by
+itself, but a thread of it still records where it is (`PlaceRow`).
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import deque
+from collections.abc import Mapping, Sequence
+from statistics import median
+
+from syncline.tracing import rows
+from syncline.words import describe_ranks, format_time
+
+_NUM_STEPS = 50
+"""The number of last steps over which times are taken."""
+
+STILL_SECONDS = 5.0
+"""A rank that has recorded no step for longer than this, and for longer than ten of its steps, stands still."""
+
+_MAX_RANKS = 64
+
+_WAITING = "waiting in"
+
+
+class RankState:
+    """What is known of one rank.
+
+    Examples:
+        >>> state = RankState()
+        >>> state.add([rows.PlaceRow(5, 3, "step 3, forward")], at=100.0)
+        >>> state.words(now=110.0)
+        'step 3, forward'
+    """
+
+    def __init__(self) -> None:
+        self.process: rows.ProcessRow | None = None
+        self.rank = 0
+        self.step = 0
+        """The last step whose backward has ended."""
+        self.end: rows.EndRow | None = None
+        self.changed_at = 0.0
+        """When it last recorded something but its place, in seconds since the epoch."""
+        self._phase = "before its first step"
+        self._place = ""
+        self._ends: deque[int] = deque(maxlen=_NUM_STEPS)
+        self._waits: deque[int] = deque(maxlen=_NUM_STEPS)
+
+    def add(self, found: Sequence[rows.Row], at: float) -> None:
+        """Add new rows.
+
+        Args:
+            found: the rows.
+            at: when the last of them was written, in seconds since the epoch.
+        """
+        times = [time for row in found if (time := _time_of(row)) is not None]
+        last = max(times, default=0)
+        for row in found:
+            match row:
+                case rows.ProcessRow():
+                    self.process, self.rank = row, row.rank
+                case rows.ForwardRow():
+                    self._phase = "between forward and backward" if row.is_training else "in an evaluation"
+                case rows.BackwardRow():
+                    self._phase = "after the backward"
+                    self.step = row.step
+                    self._ends.append(row.ended)
+                    self._waits.append(sum(ended - began for _, _, began, ended in row.buckets))
+                case rows.OptimizerRow():
+                    self._phase = "before the forward"
+                case rows.RanksRow():
+                    self.rank = row.rank
+                case rows.PlaceRow():
+                    self._place = row.words
+                    continue
+                case rows.EndRow():
+                    self.end = row
+                case _:
+                    pass
+            time = _time_of(row)
+            self.changed_at = at if time is None else at - (last - time) / 1e6
+
+    @property
+    def step_seconds(self) -> float | None:
+        """The median length of the last steps; None before the second one."""
+        lengths = [two - one for one, two in itertools.pairwise(self._ends)]
+        return median(lengths) / 1e6 if lengths else None
+
+    @property
+    def waiting_share(self) -> float:
+        """The part of the last steps in which the rank has waited for buckets."""
+        seconds = self.step_seconds
+        return 0.0 if not seconds else min(1.0, median(self._waits) / 1e6 / seconds)
+
+    def stands_still(self, now: float) -> bool:
+        """Return whether the rank has recorded no progress for long."""
+        return self.end is None and now - self.changed_at > max(
+            STILL_SECONDS, 10 * (self.step_seconds or 0.0)
+        )
+
+    def words(self, now: float) -> str:
+        """Return in words what the rank is doing."""
+        if self.end is not None:
+            return f"ended: {self.end.error}" if self.end.error else "has ended"
+        return self._place if self._place and now - self.changed_at > 2.0 else self._phase
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether the rank was last seen in a call in which it waits for others."""
+        return _WAITING in self._place
+
+
+def _time_of(row: rows.Row) -> int | None:
+    """Return when a row was written, in microseconds of the clock of its process."""
+    return getattr(row, "ended", getattr(row, "at", None))
+
+
+def screen(states: Sequence[RankState], now: float) -> str:
+    """Return what `syncline watch` shows: a line for each rank, and what it means.
+
+    Args:
+        states: the states of all ranks.
+        now: the time, in seconds since the epoch.
+    """
+    ordered = sorted(states, key=lambda one: one.rank)
+    lines = [f"{'rank':>5}  {'step':>8}  {'a step':>9}  {'waits':>6}  now"]
+    for one in ordered[:_MAX_RANKS]:
+        seconds = one.step_seconds
+        length = "-" if seconds is None else format_time(seconds)
+        share = "-" if seconds is None else f"{100 * one.waiting_share:.0f} %"
+        lines.append(f"{one.rank:>5}  {one.step:>8}  {length:>9}  {share:>6}  {one.words(now)}")
+    if len(ordered) > _MAX_RANKS:
+        lines.append(f"       and {len(ordered) - _MAX_RANKS} more ranks")
+    return "\n".join([*lines, "", meaning(ordered, now)])
+
+
+def meaning(states: Sequence[RankState], now: float) -> str:
+    """Return a sentence that says how the run is going, and where to look if it stands still."""
+    alive = [one for one in states if one.end is None]
+    if not alive:
+        failed = [one for one in states if one.end is not None and one.end.error]
+        if failed:
+            return f"All ranks have ended, {describe_ranks([one.rank for one in failed])} with an error."
+        return "All ranks have ended."
+    still = [one for one in alive if one.stands_still(now)]
+    if len(still) < len(alive):
+        times = {one.rank: one for one in alive if one.step_seconds is not None}
+        return _waits_for_whom(times)
+    seconds = min(now - one.changed_at for one in still)
+    waiting = [one.rank for one in still if one.is_waiting]
+    others = [one.rank for one in still if not one.is_waiting]
+    text = f"No rank has made progress for {format_time(seconds)}."
+    if waiting and others:
+        verb = (
+            "does not: look at the line where it is"
+            if len(others) == 1
+            else "do not: look at the lines where they are"
+        )
+        wait = "waits" if len(waiting) == 1 else "wait"
+        return (
+            f"{text} {_capital(describe_ranks(waiting))} {wait} for others; {describe_ranks(others)} {verb}."
+        )
+    if waiting:
+        return f"{text} All of them wait: compare the calls in which they wait."
+    return text
+
+
+def _waits_for_whom(states: Mapping[int, RankState]) -> str:
+    if len(states) < 2:
+        return "Training."
+    shares = {rank: one.waiting_share for rank, one in states.items()}
+    least = min(shares, key=lambda rank: shares[rank])
+    others = [share for rank, share in shares.items() if rank != least]
+    if median(others) - shares[least] < 0.05:
+        return "Training; no rank waits much longer than the others."
+    return (
+        f"Training; the others wait {100 * median(others):.0f} % of the time, rank {least} "
+        f"{100 * shares[least]:.0f} %: they wait for it."
+    )
+
+
+def _capital(text: str) -> str:
+    return text[:1].upper() + text[1:]
