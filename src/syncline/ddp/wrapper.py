@@ -280,7 +280,7 @@ class DistributedDataParallel(  # type: ignore[misc, override]
             computed_from=computed_from,
             ended_at=perf_counter(),
             is_training=self.training,
-            buffers=self._replica.buffers.last_forward() if torch.is_grad_enabled() else None,
+            buffers=self._replica.buffers.last_forward() if self._replica.buffers.were_sent else None,
             contract=lambda: self.contract,
         )
         emit(OBSERVERS.forward_ended, event)

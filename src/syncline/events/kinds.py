@@ -36,7 +36,7 @@ class ForwardEnded(NamedTuple):
     ended_at: float
     is_training: bool
     buffers: BufferRecord | None
-    """What was done about the buffers; None if this was a forward without gradients."""
+    """What was sent of the buffers; None if nothing was sent."""
     contract: Callable[[], Contract]
     """A function that returns the contract of the module, as `ddp.contract`."""
 

@@ -140,7 +140,8 @@ class Observers:
         self._all = observers
         for name in KINDS:
             found = (getattr(one, name) for one in observers)
-            setattr(self, name, tuple(one for one in found if one.__func__ is not getattr(Observer, name)))
+            wanted = (one for one in found if one.__func__ is not getattr(Observer, name))
+            setattr(self, name, tuple(map(_marked, wanted)))
 
 
 KINDS = tuple(name for name in vars(Observers()) if not name.startswith("_"))
@@ -151,15 +152,14 @@ OBSERVERS = Observers()
 
 
 def emit(receivers: Iterable[Callable[[E], None]], event: E) -> None:
-    """Pass an event to its receivers. Mark an error of a user's observer as an error of user code.
+    """Pass an event to its receivers.
 
     Examples:
         >>> emit([print], "an event")
         an event
     """
     for receive in receivers:
-        with _marked(receive):
-            receive(event)
+        receive(event)
 
 
 _NOT_OBSERVED: AbstractContextManager[None] = nullcontext()
@@ -182,7 +182,14 @@ def _timed(name: str, rank: int) -> Iterator[None]:
     emit(OBSERVERS.call_ended, CallEnded(rank, name, began_at, perf_counter()))
 
 
-def _marked(receive: Any) -> AbstractContextManager[None]:
+def _marked(receive: Any) -> Callable[[Any], None]:
+    """Return a receiver. An error of a user's observer is marked as an error of user code."""
     if receive.__module__.startswith("syncline."):
-        return _NOT_OBSERVED
-    return calling(f"{receive.__name__}() of {type(getattr(receive, '__self__', receive)).__name__}")
+        return receive  # type: ignore[no-any-return]
+    words = f"{receive.__name__}() of {type(receive.__self__).__name__}"
+
+    def receive_marked(event: Any) -> None:
+        with calling(words):
+            receive(event)
+
+    return receive_marked

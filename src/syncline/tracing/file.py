@@ -1,9 +1,9 @@
-"""The file of one rank, to which rows are appended. Each row is on the disk of the system when `write` returns.
+"""The file of one rank, to which rows are appended. They are in the file when `write` returns.
 
-A row is written by one system call and is kept nowhere else. So nothing is lost if the process is killed, and the
-memory of the process stays the same however long it trains. The size on disk is bounded, too: a file consists of parts,
-and when they become too large together, the oldest part but the first is deleted. So a trace shows the beginning of a
-run and its end.
+A line is written by one system call and is kept nowhere else. So nothing of it is lost if the process is killed, and
+the memory of the process stays the same however long it trains. The size on disk is bounded, too: a file consists of
+parts, and when they become too large together, the oldest part but the first is deleted. So a trace shows the beginning
+of a run and its end.
 """
 
 from __future__ import annotations
@@ -58,16 +58,17 @@ class TraceFile:
         self._descriptor = os.open(self._path(), os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
         self._num_bytes = 0
 
-    def write(self, row: Row, *, repeat_as: str = "") -> None:
-        """Append a row.
+    def write(self, *found: Row, repeat_as: str = "") -> None:
+        """Append rows, as one line.
 
         Args:
-            row: the row.
-            repeat_as: a key, if the row is needed to read later rows. Each part begins with the last row of each key.
+            found: the rows.
+            repeat_as: a key, if the rows are needed to read later ones. Each part begins with the last rows of each
+                key.
         """
         if os.getpid() != self._pid:
             return  # a fork, such as a worker of a DataLoader
-        line = encode(row)
+        line = encode(*found)
         with self._lock:  # places are seen on another thread
             if self._descriptor < 0:
                 return

@@ -38,16 +38,32 @@ _SHORTEST_CALL_SECONDS = 0.0001
 """Shorter calls are not recorded: a call that finds nothing to do would fill the trace."""
 
 
+_LONGEST_SECONDS = 0.05
+"""How long events are kept before they are written."""
+
+_Kept = (
+    ForwardEnded
+    | BackwardEnded
+    | OptimizerStepped
+    | ParametersSynced
+    | CallEnded
+    | RanksChanged
+    | RankFoundSlow
+    | PlaceSeen
+)
+
+
 def micros(seconds: float) -> int:
     """Return a time in whole microseconds."""
-    return round(1e6 * seconds)
+    return int(1e6 * seconds)
 
 
 class Recorder(Observer):
     """An observer that writes trace files.
 
-    If a file cannot be written, for example because the disk is full, the recorder warns once and stops. Training goes
-    on.
+    Events are kept for up to 50 ms, and then written together: to write each on its own costs three times as much. So a
+    process that is killed loses at most its last 50 ms. If a file cannot be written, for example because the disk is
+    full, the recorder warns once and stops. Training goes on.
 
     Args:
         directory: the directory of the trace.
@@ -56,50 +72,32 @@ class Recorder(Observer):
 
     def __init__(self, directory: Path, max_bytes: int) -> None:
         self._directory, self._max_bytes = directory, max_bytes
-        self._lock = threading.Lock()  # ranks can be threads, and each opens its file at its first event
+        self._lock = threading.Lock()
+        """Ranks can be threads, and places are seen on another thread."""
         self._is_one_rank: bool | None = None
         """Whether this process is one rank, whose number can change (`sl.steps`). Otherwise, ranks are threads."""
         self._files: dict[int, TraceFile] = {}
         """The files, by rank; the file of a process that is one rank has the key 0."""
+        self._kept: list[_Kept] = []
+        """Events that are not written yet."""
+        self._written_at = 0.0
         self._contracts: dict[Source, Callable[[], Contract]] = {}
         self._layouts: dict[Source, int] = {}
+        self._has_failed = False
 
     # ------------------------------------------------------------------ events
 
     def forward_ended(self, event: ForwardEnded) -> None:
         self._contracts[event.source] = event.contract
-        buffers = event.buffers
-        row = rows.ForwardRow(
-            module=event.source.module,
-            step=event.step,
-            began=micros(event.began_at),
-            computed_from=micros(event.computed_from),
-            ended=micros(event.ended_at),
-            is_training=event.is_training,
-            buffer_bytes=buffers.payload_bytes if buffers is not None and buffers.sent else 0,
-        )
-        self._write(event.source.rank, row)
+        self._kept.append(event)
 
     def backward_ended(self, event: BackwardEnded) -> None:
-        source = event.source
-        if self._layouts.get(source) != event.layout:
-            self._layouts[source] = event.layout
-            self._write(source.rank, self._module_row(event), repeat_as=source.module)
-        row = rows.BackwardRow(
-            module=source.module,
-            step=event.step,
-            began=micros(event.began_at),
-            ended=micros(event.ended_at),
-            layout=event.layout,
-            is_synchronized=event.is_synchronized,
-            buckets=[
-                (index, micros(sent), micros(began), micros(ended))
-                for index, sent, began, ended in event.buckets
-            ],
-            metrics=event.metrics,
-            unused=event.unused,
-        )
-        self._write(source.rank, row)
+        if self._layouts.get(event.source) != event.layout:
+            self._layouts[event.source] = event.layout
+            self._write(event.source.rank, self._module_row(event), repeat_as=event.source.module)
+        self._kept.append(event)
+        if event.ended_at - self._written_at > _LONGEST_SECONDS:
+            self._write_kept()
 
     def _module_row(self, event: BackwardEnded) -> rows.ModuleRow:
         contract = self._contracts.get(event.source)
@@ -112,46 +110,27 @@ class Recorder(Observer):
         )
 
     def optimizer_stepped(self, event: OptimizerStepped) -> None:
-        row = rows.OptimizerRow(
-            module=event.source.module,
-            optimizer=event.optimizer,
-            step=event.step,
-            began=micros(event.began_at),
-            ended=micros(event.ended_at),
-            is_discarded=event.is_discarded,
-        )
-        self._write(event.source.rank, row)
+        self._kept.append(event)
 
     def parameters_synced(self, event: ParametersSynced) -> None:
-        record = event.record
-        row = rows.SyncRow(
-            module=event.source.module,
-            step=record.step,
-            began=micros(event.began_at),
-            ended=micros(event.ended_at),
-            what=record.what,
-            payload_bytes=record.payload_bytes,
-            waited=micros(record.waited_seconds),
-        )
-        self._write(event.source.rank, row)
+        self._kept.append(event)
+        self._write_kept()
 
     def call_ended(self, event: CallEnded) -> None:
         if event.ended_at - event.began_at >= _SHORTEST_CALL_SECONDS:
-            row = rows.CallRow(event.name, micros(event.began_at), micros(event.ended_at))
-            self._write(event.rank, row)
+            self._kept.append(event)
+            self._write_kept()
 
     def ranks_changed(self, event: RanksChanged) -> None:
-        began, ended = micros(event.began_at), micros(event.ended_at)
-        row = rows.RanksRow(event.rank, event.num_ranks, event.step, event.reason, began, ended)
-        self._write(event.rank, row)
+        self._kept.append(event)
+        self._write_kept()
 
     def rank_found_slow(self, event: RankFoundSlow) -> None:
-        record = event.record
-        row = rows.SlowRow(event.source.module, record.from_step, record.rank, str(record))
-        self._write(event.source.rank, row)
+        self._kept.append(event)
 
     def place_seen(self, event: PlaceSeen) -> None:
-        self._write(event.rank, rows.PlaceRow(micros(event.at), event.step, event.words))
+        self._kept.append(event)
+        self._write_kept()
 
     # ------------------------------------------------------------------ files
 
@@ -162,6 +141,7 @@ class Recorder(Observer):
             error: the error that has ended the program; None if there is none.
         """
         self.stop()
+        self._write_kept()
         words = "" if error is None else f"{type(error).__name__}: {error}".partition("\n")[0]
         for rank in list(self._files):
             self._write(rank, rows.EndRow(micros(time.perf_counter()), words))
@@ -169,16 +149,31 @@ class Recorder(Observer):
             file.close()
         self._files.clear()
 
-    def _write(self, rank: int, row: rows.Row, *, repeat_as: str = "") -> None:
+    def _write_kept(self) -> None:
+        with self._lock:
+            kept, self._kept = self._kept, []
+        found: dict[int, list[rows.Row]] = {}
+        for event in kept:
+            is_of_rank = isinstance(event, CallEnded | RanksChanged | PlaceSeen)
+            rank = event.rank if is_of_rank else event.source.rank
+            found.setdefault(rank, []).append(_row_of(event))
+        for rank, of_rank in found.items():
+            self._write(rank, *of_rank)
+        self._written_at = time.perf_counter()
+
+    def _write(self, rank: int, *found: rows.Row, repeat_as: str = "") -> None:
         try:
             file = self._files.get(0 if self._is_one_rank else rank) or self._open(rank)
-            file.write(row, repeat_as=repeat_as)
+            file.write(*found, repeat_as=repeat_as)
         except OSError as error:
             self.stop()
-            warn_user(
-                f"rank {rank}: the trace in {self._directory} ends here, because a row could not be written: {error}. "
-                "Training goes on. What was recorded before can be read"
-            )
+            with self._lock:
+                has_warned, self._has_failed = self._has_failed, True
+            if not has_warned:
+                warn_user(
+                    f"rank {rank}: the trace in {self._directory} ends here, because it could not be written: {error}. "
+                    "Training goes on. What was recorded before can be read"
+                )
 
     def _open(self, rank: int) -> TraceFile:
         with self._lock:
@@ -192,6 +187,63 @@ class Recorder(Observer):
                 file.write(_process_row(number, host), repeat_as="process")
                 self._files[key] = file
             return self._files[key]
+
+
+def _row_of(event: _Kept) -> rows.Row:
+    """Return the row of an event."""
+    match event:
+        case ForwardEnded():
+            return rows.ForwardRow(
+                module=event.source.module,
+                step=event.step,
+                began=micros(event.began_at),
+                computed_from=micros(event.computed_from),
+                ended=micros(event.ended_at),
+                is_training=event.is_training,
+                buffer_bytes=0 if event.buffers is None else event.buffers.payload_bytes,
+            )
+        case BackwardEnded():
+            return rows.BackwardRow(
+                module=event.source.module,
+                step=event.step,
+                began=micros(event.began_at),
+                ended=micros(event.ended_at),
+                layout=event.layout,
+                is_synchronized=event.is_synchronized,
+                buckets=[
+                    (index, micros(sent), micros(began), micros(ended))
+                    for index, sent, began, ended in event.buckets
+                ],
+                metrics=event.metrics,
+                unused=event.unused,
+            )
+        case OptimizerStepped():
+            return rows.OptimizerRow(
+                module=event.source.module,
+                optimizer=event.optimizer,
+                step=event.step,
+                began=micros(event.began_at),
+                ended=micros(event.ended_at),
+                is_discarded=event.is_discarded,
+            )
+        case ParametersSynced(source, began_at, ended_at, record):
+            return rows.SyncRow(
+                module=source.module,
+                step=record.step,
+                began=micros(began_at),
+                ended=micros(ended_at),
+                what=record.what,
+                payload_bytes=record.payload_bytes,
+                waited=micros(record.waited_seconds),
+            )
+        case CallEnded():
+            return rows.CallRow(event.name, micros(event.began_at), micros(event.ended_at))
+        case RanksChanged(rank, num_ranks, step, reason, began_at, ended_at):
+            return rows.RanksRow(rank, num_ranks, step, reason, micros(began_at), micros(ended_at))
+        case RankFoundSlow(source, record):
+            return rows.SlowRow(source.module, record.from_step, record.rank, str(record))
+        case PlaceSeen():
+            return rows.PlaceRow(micros(event.at), event.step, event.words)
 
 
 def _process_row(rank: int, host: str) -> rows.ProcessRow:

@@ -1,4 +1,4 @@
-"""The rows of a trace file. A row is one line of JSON: the kind of the row, and its fields in order.
+"""The rows of a trace file. A line is a JSON list of rows. A row is a list of its kind, and its fields in order.
 
 Times are whole microseconds of the clock of the process that wrote the file (`time.perf_counter`). The first row of
 each file says which process that is. A reader skips rows of kinds that it does not know, and a last line that was cut
@@ -160,27 +160,32 @@ _NAMES = {kind: name for name, kind in _KINDS.items()}
 _ENCODER = json.JSONEncoder(separators=(",", ":"), check_circular=False)
 
 
-def encode(row: Row) -> bytes:
-    r"""Return a row as one line.
+def encode(*found: Row) -> bytes:
+    r"""Return rows as one line.
 
     Examples:
-        >>> encode(CallRow("mean", 5, 9))
-        b'["call","mean",5,9]\n'
+        >>> encode(CallRow("mean", 5, 9), CallRow("gather", 10, 11))
+        b'[["call","mean",5,9],["call","gather",10,11]]\n'
     """
-    return (_ENCODER.encode([_NAMES[type(row)], *row]) + "\n").encode()
+    return (_ENCODER.encode([(_NAMES[type(row)], *row) for row in found]) + "\n").encode()
 
 
 def decode(lines: Iterable[bytes]) -> Iterator[Row]:
-    r"""Yield the rows of a file. Lines that are no rows, or rows of unknown kinds, are left out.
+    r"""Yield the rows of a file. Lines that are no rows, and rows of unknown kinds, are left out.
 
     Examples:
-        >>> list(decode([b'["call","mean",5,9]\n', b'["call","mea']))
+        >>> list(decode([b'[["call","mean",5,9]]\n', b'[["call","mea']))
         [CallRow(name='mean', began=5, ended=9)]
     """
     for line in lines:
         try:
-            name, *fields = json.loads(line)
-            kind = _KINDS[name]
-            yield kind(*fields[: len(kind._fields)])
-        except (ValueError, KeyError, TypeError):
+            found = json.loads(line)
+        except ValueError:
             continue
+        for one in found if isinstance(found, list) else ():
+            try:
+                name, *fields = one
+                kind = _KINDS[name]
+                yield kind(*fields[: len(kind._fields)])
+            except (ValueError, KeyError, TypeError):
+                continue

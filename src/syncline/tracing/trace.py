@@ -53,8 +53,8 @@ def trace(directory: str | os.PathLike[str], *, max_mb: float = 64.0) -> Trace:
     program that you do not want to change. `syncline report DIRECTORY` then shows where the time of a step goes, and
     which rank and which bucket the others wait for.
 
-    Each rank writes files of its own, and sends nothing. Each event is on the disk as soon as it has happened, so
-    nothing is lost if the process is killed. A step costs about 0.1 ms. If several hosts take part, the directory must
+    Each rank writes files of its own, and sends nothing. If the process is killed, all but its last 50 ms can be read.
+    A step costs about 0.1 ms. If several hosts take part, the directory must
     be on a file system that they share, or you copy the files of all hosts into one directory.
 
     Args:
