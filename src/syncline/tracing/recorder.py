@@ -154,8 +154,10 @@ class Recorder(Observer):
             kept, self._kept = self._kept, []
         found: dict[int, list[rows.Row]] = {}
         for event in kept:
-            is_of_rank = isinstance(event, CallEnded | RanksChanged | PlaceSeen)
-            rank = event.rank if is_of_rank else event.source.rank
+            if isinstance(event, CallEnded | RanksChanged | PlaceSeen):
+                rank = event.rank
+            else:
+                rank = event.source.rank
             found.setdefault(rank, []).append(_row_of(event))
         for rank, of_rank in found.items():
             self._write(rank, *of_rank)
