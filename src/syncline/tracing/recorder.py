@@ -154,10 +154,9 @@ class Recorder(Observer):
             kept, self._kept = self._kept, []
         found: dict[int, list[rows.Row]] = {}
         for event in kept:
-            if isinstance(event, CallEnded | RanksChanged | PlaceSeen):
-                rank = event.rank
-            else:
-                rank = event.source.rank
+            rank = (
+                event.rank if isinstance(event, CallEnded | RanksChanged | PlaceSeen) else event.source.rank
+            )
             found.setdefault(rank, []).append(_row_of(event))
         for rank, of_rank in found.items():
             self._write(rank, *of_rank)
