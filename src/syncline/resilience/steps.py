@@ -62,7 +62,7 @@ class Step:
         self.loss: Exception | None = None
         """The error that has interrupted the last attempt; None if none has."""
         self._loop = loop
-        self._around_batch = contextlib.ExitStack()
+        self._around_batch: contextlib.ExitStack | None = None
         """The contexts around the batch that `batches` has yielded last. An error in the body leaves them open."""
 
     def __repr__(self) -> str:
@@ -93,15 +93,16 @@ class Step:
                 `ddp.normalize_by` in the loop.
         """
         wrappers, number = self._loop.wrappers, self._loop.batches.num_each_step
+        around = self._around_batch = contextlib.ExitStack()
         divides = self._loop.batches_differ and are_means
         for at in range(number):
             for wrapper in wrappers:
                 if at < number - 1:
-                    self._around_batch.enter_context(wrapper.no_sync())
+                    around.enter_context(wrapper.no_sync())
                 if divides:  # ranks have unequal numbers of batches: the mean of their means would be wrong
-                    self._around_batch.enter_context(wrapper.normalize_by(1))
+                    around.enter_context(wrapper.normalize_by(1))
             yield self._take()
-            self._around_batch.close()
+            around.close()
 
     def _take(self) -> Any:
         batch, num_samples = self._loop.batches.take(self.num_samples or 0)
@@ -120,7 +121,8 @@ class Step:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
     ) -> bool:
-        self._around_batch.close()
+        if self._around_batch is not None:
+            self._around_batch.close()
         if error is None:
             self._loop.training.commit(self.num_samples)
             self.is_committed = True

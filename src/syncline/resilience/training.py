@@ -78,6 +78,8 @@ class Training:
         """The number of steps that each optimizer had made when the first attempt of this step began."""
         self._num_made = 0
         """The number of steps of all optimizers when the last attempt began."""
+        self._is_begun_anew = False
+        """Whether optimizers have stepped in an attempt that was interrupted."""
         self._num_uncounted: int | None = None
         """The number of samples of the last attempt, if it was interrupted before an optimizer stepped with them."""
 
@@ -89,7 +91,8 @@ class Training:
         self._undo.begin()
         self._residuals.begin()
         steps = self._steps_now()
-        if not any(attached.num_made_before for attached in self._attached):
+        self._is_begun_anew = any(attached.num_made_before for attached in self._attached)
+        if not self._is_begun_anew:
             self._made = steps
         self._num_made = sum(steps)
         self._num_uncounted = None
@@ -113,9 +116,7 @@ class Training:
 
     def commit(self, num_samples: int | None) -> None:
         """Let the step stand."""
-        steps = self._steps_now()
-        was_made_before = any(now > before for now, before in zip(steps, self._made, strict=True))
-        if was_made_before and sum(steps) == self._num_made:
+        if self._is_begun_anew and self._num_steps == self._num_made:  # all was made in earlier attempts
             self._residuals.end()
             if self._samples.sampler is None:
                 self.state.commit(num_samples)
@@ -168,6 +169,8 @@ class Training:
     @property
     def ranks_meet(self) -> bool:
         """Whether all ranks meet, at syncs or by their gradients, so that they can stop after the same step."""
+        if not self._rounds:
+            return True
         drifting = [rounds for rounds in self._rounds if not rounds.is_synchronous]
         return self._meet_at_syncs or len(drifting) < len(self._wrappers)
 
@@ -177,7 +180,7 @@ class Training:
 
     def newcomers_wait(self) -> bool:
         """Return whether rank 0 has reported a process that wants to join. All ranks have received the same."""
-        if self._meet_at_syncs:
+        if self._rounds and self._meet_at_syncs:
             return any(rounds.standing.someone_waits for rounds in self._rounds if rounds.meets_at_syncs)
         return any(newcomers.are_waiting for newcomers in self._riders)
 

@@ -42,9 +42,8 @@ class Undo:
 
     def begin(self) -> None:
         """Remember the present state."""
-        buffers = [buffer for table in self._tables for buffer in table.values() if buffer is not None]
         self._restorers = [
-            _restorer_of_buffers(buffers, [table.copy() for table in self._tables], self._tables),
+            *([_restorer_of_buffers(self._tables)] if self._tables else ()),
             *(_restorer_of_values(group) for one in self._optimizers for group in one.param_groups),
             *(_restorer_of_values(vars(one)) for one in self._counters),
             self._generators.remember(),
@@ -92,9 +91,9 @@ def _num_steps(replica: Replica) -> int:
     return sum(attached.num_steps for attached in replica.gradients.riders.settings.optimizers)
 
 
-def _restorer_of_buffers(
-    buffers: list[Tensor], before: list[dict[str, Tensor | None]], tables: list[dict[str, Tensor | None]]
-) -> Restorer:
+def _restorer_of_buffers(tables: list[dict[str, Tensor | None]]) -> Restorer:
+    before = [table.copy() for table in tables]
+    buffers = [buffer for table in tables for buffer in table.values() if buffer is not None]
     copies = [buffer.detach().clone() for buffer in buffers]
 
     def restore() -> None:
@@ -107,12 +106,19 @@ def _restorer_of_buffers(
     return restore
 
 
+_UNCHANGEABLE = frozenset({bool, float, int, str, tuple, type(None)})
+
+
 def _restorer_of_values(values: dict[str, Any]) -> Restorer:
     """Return a function that restores settings or attributes: numbers, tensors of one element, lists and dictionaries.
 
     Lists, dictionaries and tensors stay the same objects, because others may refer to them.
     """
-    before = {key: (value, _copied(value)) for key, value in values.items() if key != "params"}
+    before = {
+        key: (value, value if type(value) in _UNCHANGEABLE else _copied(value))
+        for key, value in values.items()
+        if key != "params"
+    }
 
     def restore() -> None:
         for key in values.keys() - before.keys() - {"params"}:
