@@ -15,7 +15,7 @@ from syncline.tools.cli import main
 from syncline.tools.report.analysis import Figures, figures_of
 from syncline.tools.report.clocks import WINDOW_STEPS, Meeting, compared
 from syncline.tools.report.document import MAX_POINTS, MAX_SPANS, document_of
-from syncline.tools.report.load import ProcessTrace
+from syncline.tools.report.load import ProcessTrace, load
 from syncline.tools.report.run import Run, run_of
 from syncline.tools.report.steps import Span, without_gaps
 from syncline.tools.report.text import text_of
@@ -444,3 +444,142 @@ def test_a_chrome_trace_has_every_span_and_bucket_of_one_rank(
             "bytes": 1_000_000,
             "parameters": ["layer0.weight", "layer0.bias"],
         }
+
+
+def test_of_a_long_trace_the_beginning_and_the_end_are_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    directory = written(tmp_path / "trace", MadeRun(ranks=[MadeRank()] * 2, num_steps=400).rows())
+    whole = run_of(load(directory))
+    monkeypatch.setattr("syncline.tools.report.load.MOST_BYTES", 40_000)
+    run = run_of(load(directory))
+    assert len(run.steps) < 150
+    assert (min(run.steps), max(run.steps)) == (2, 400)
+    assert all(one.is_cut for one in run.processes)
+    assert "the middle of the run was" in document_of(run)["subtitle"]
+    for number, ranks in run.steps.items():
+        if number - 1 in run.steps:
+            assert ranks[0].spans == whole.steps[number][0].spans
+
+
+# ---------------------------------------------------------------------- programs of all kinds
+
+
+def recorded_as(found: list[rows.Row], rank: int = 0, **changes: Any) -> ProcessTrace:
+    process = rows.ProcessRow(rows.FORMAT, rank, 2, "host", "one", rank, 0, 1e9, "train.py", {})
+    return ProcessTrace(process=process._replace(**changes), found=found)
+
+
+def test_buckets_of_micro_batches_are_sent_after_the_beginning_of_their_own_backward() -> None:
+    found: list[rows.Row] = []
+    at = 0
+    for step in range(1, 8):
+        for micro in range(4):
+            found.append(rows.ForwardRow("Net", step, at, at, at + 100, True, 0))
+            buckets = [(0, at + 140, at + 200, at + 205)] if micro == 3 else []
+            found.append(rows.BackwardRow("Net", step, at + 100, at + 205, 1, micro == 3, buckets, {}, []))
+            at += 205
+        found.append(rows.OptimizerRow("Net", "SGD", step, at, at + 10, False))
+        at += 10
+    (bucket,) = figures(run_of([recorded_as(found), recorded_as(found, 1)])).buckets
+    assert bucket.sent == 40
+    assert figures(run_of([recorded_as(found), recorded_as(found, 1)])).backward == 100
+
+
+def test_two_modules_in_one_loss_are_not_counted_twice() -> None:
+    found: list[rows.Row] = []
+    for step in range(1, 8):
+        at = 1000 * step
+        for module in ("One", "Two"):
+            found.append(rows.ForwardRow(module, step, at + 100, at + 100, at + 200, True, 0))
+        found.append(
+            rows.BackwardRow(
+                "One", step, at + 300, at + 500, 1, True, [(0, at + 350, at + 400, at + 450)], {}, []
+            )
+        )
+        found.append(
+            rows.BackwardRow(
+                "Two", step, at + 250, at + 900, 1, True, [(0, at + 600, at + 800, at + 880)], {}, []
+            )
+        )
+        found.append(rows.OptimizerRow("One", "SGD", step, at + 900, at + 1000, False))
+    found_figures = figures(run_of([recorded_as(found), recorded_as(found, 1)]))
+    assert sum(found_figures.parts.values()) == pytest.approx(found_figures.step)
+    assert found_figures.parts["transfer"] == 130
+
+
+def test_of_a_job_that_was_restarted_the_last_life_counts() -> None:
+    first = [found[2:] for found in MadeRun(ranks=[MadeRank()] * 2, num_steps=30).rows()]
+    second = [found[2:] for found in MadeRun(ranks=[MadeRank()] * 2, num_steps=10).rows()]
+    processes = [recorded_as(found, rank) for rank, found in enumerate(first)]
+    processes += [recorded_as(found, rank, pid=9, unix_seconds=1e9 + 60) for rank, found in enumerate(second)]
+    run = run_of(processes)
+    assert list(run.steps) == list(range(2, 11))
+    assert figures(run).parts["late"] == 0
+
+
+def test_a_process_that_joins_belongs_to_the_life_of_the_others() -> None:
+    long = [found[2:] for found in MadeRun(ranks=[MadeRank()] * 2, num_steps=30).rows()]
+    processes = [recorded_as(found, rank) for rank, found in enumerate(long)]
+    processes.append(recorded_as(long[0][-9:], 2, unix_seconds=1e9 + 0.05))
+    assert len(run_of(processes).processes) == 3
+
+
+def test_hosts_that_never_meet_are_put_on_one_clock_by_their_systems() -> None:
+    found = MadeRun(ranks=[MadeRank()]).rows()[0][2:]
+    local = [row._replace(buckets=[]) if isinstance(row, rows.BackwardRow) else row for row in found]
+    moved = [recorded_as(local), recorded_as(local, 1, clock="other", at=5_000, unix_seconds=1e9 + 0.002)]
+    run = run_of(moved)
+    assert run.clock_error > 0
+    assert run.steps[5][1].began - run.steps[5][0].began == 2000 - 5000
+
+
+def test_the_rank_that_was_lost_is_the_one_whose_trace_ends_first() -> None:
+    recorded = traces(MadeRun(ranks=[MadeRank()] * 3))
+    recorded[1].found = [row for row in recorded[1].found if getattr(row, "step", 0) <= 10]
+    recorded[2].found.append(rows.EndRow(10**6, "PeerLost: rank 1"))
+    first, *_ = verdict_on(run_of(recorded), figures_of(run_of(recorded)))
+    assert "Rank 1 was lost after step 10" in first.headline
+
+
+def test_a_rank_that_is_late_by_its_saves() -> None:
+    recorded = traces(MadeRun(ranks=[MadeRank(), MadeRank(data=5100)]))
+    calls = []
+    for row in recorded[1].found:
+        if isinstance(row, rows.ForwardRow):
+            calls.append(rows.CallRow("Checkpointer.save", row.began - 5000, row.began - 1))
+        calls.append(row)
+    recorded[1].found = calls
+    late = verdict_on(run_of(recorded), figures_of(run_of(recorded)))[0]
+    assert "time in other calls of Syncline, such as saves" in late.headline
+    assert "save less often" in late.cure
+
+
+def test_unused_parameters_without_find_unused_are_no_setting() -> None:
+    (sick,) = [one for one in verdict(made(unused=["head.weight"])) if "never" in one.headline]
+    assert "Because of find_unused_parameters=True" not in sick.detail
+
+
+def test_metrics_of_any_name_and_value(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    recorded = MadeRun(ranks=[MadeRank()]).rows()
+    recorded[0] = [
+        row._replace(metrics={"name": 1.0, "row": 2.0, "loss": float("nan")})
+        if isinstance(row, rows.BackwardRow)
+        else row
+        for row in recorded[0]
+    ]
+    directory = written(tmp_path / "trace", recorded)
+    for form in ("json", "text", "html", "chrome"):
+        assert main(["report", str(directory), "--format", form]) == 0
+    assert "NaN" not in (directory / "chrome" / "rank-0.json").read_text()
+    capsys.readouterr()
+    assert main(["report", str(directory), "--format", "json"]) == 0
+    assert "NaN" not in capsys.readouterr().out
+
+
+def test_a_part_that_begins_after_a_change_has_the_new_rank() -> None:
+    recorded = traces(MadeRun(ranks=[MadeRank()]))
+    recorded[0].found.insert(30, recorded[0].process._replace(rank=4))
+    run = run_of(recorded)
+    assert 0 in run.steps[3]
+    assert 4 in run.steps[20]

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 import syncline as sl
-from syncline.events import OBSERVERS, PlaceSeen
+from syncline.events import OBSERVERS, PlaceSeen, RanksChanged
 from syncline.tracing import rows
 from syncline.tracing.file import NUM_PARTS, TraceFile
 from syncline.transport import Transport, run_ranks
@@ -196,3 +196,65 @@ def test_where_a_rank_is_comes_from_another_thread(tmp_path: Path) -> None:
             receive(PlaceSeen(0, 3, "step 3, forward, at train.py:9 in main", 1.5))
     ((*_, place, _),) = rows_in(tmp_path).values()
     assert place == rows.PlaceRow(1_500_000, 3, "step 3, forward, at train.py:9 in main")
+
+
+def test_places_before_the_first_event_are_not_recorded(tmp_path: Path) -> None:
+    """The main thread may be in `init`, and wait for the thread that has seen the place."""
+    with sl.trace(tmp_path):
+        for receive in OBSERVERS.place_seen:
+            receive(PlaceSeen(0, None, "before the first step", 1.0))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_nothing_follows_the_end(tmp_path: Path) -> None:
+    trace = sl.trace(tmp_path)
+    run_ranks(1, train)
+    receivers = OBSERVERS.place_seen
+    trace.stop()
+    for receive in receivers:
+        receive(PlaceSeen(0, 3, "step 3", 1.5))
+    ((*_, end),) = rows_in(tmp_path).values()
+    assert isinstance(end, rows.EndRow)
+
+
+def test_if_the_next_part_cannot_be_opened_no_other_file_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = TraceFile(tmp_path, "rank-0", 400)
+    file.write(call(1))
+    opened = os.open
+
+    def refuse(*args: Any, **kwargs: Any) -> int:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    monkeypatch.setattr("syncline.tracing.file.os.open", refuse)
+    with pytest.raises(OSError, match="Too many open files"):
+        for number in range(10):
+            file.write(call(number))
+    monkeypatch.setattr("syncline.tracing.file.os.open", opened)
+    other = os.open(tmp_path / "other", os.O_WRONLY | os.O_CREAT)
+    file.write(call(99))
+    file.close()
+    os.write(other, b"mine")
+    os.close(other)
+    assert (tmp_path / "other").read_bytes() == b"mine"
+
+
+def test_forwards_without_a_backward_are_written_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("syncline.tracing.recorder._LONGEST_SECONDS", 0.0)
+    with sl.trace(tmp_path):
+        ddp = sl.DistributedDataParallel(nn.Linear(2, 1)).eval()
+        with torch.no_grad():
+            ddp(torch.ones(1, 2))
+        ((_, forward),) = rows_in(tmp_path).values()
+    assert isinstance(forward, rows.ForwardRow)
+
+
+def test_after_a_change_of_the_ranks_the_file_says_the_new_rank(tmp_path: Path) -> None:
+    with sl.trace(tmp_path):
+        run_ranks(1, train)
+        for receive in OBSERVERS.ranks_changed:
+            receive(RanksChanged(0, 1, 4, "rank 0 of 2 was lost", 1.0, 2.0))
+    (found,) = rows_in(tmp_path).values()
+    assert isinstance(found[-2], rows.ProcessRow)
+    assert isinstance(found[-3], rows.RanksRow)

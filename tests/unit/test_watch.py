@@ -9,7 +9,7 @@ from made_traces import MadeRank, MadeRun, rows
 
 from syncline.tools.cli import main
 from syncline.tools.watch.follow import Follower
-from syncline.tools.watch.ranks import RankState, meaning, screen
+from syncline.tools.watch.ranks import RankState, meaning, present, screen
 
 SUFFIX = ".000000.trace.jsonl"
 
@@ -151,3 +151,28 @@ def test_a_mistake_is_one_line(arguments: list[str], words: str, capsys: pytest.
     assert main(["watch", *arguments]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert words in line
+
+
+def test_a_process_without_a_sign_of_life_and_one_that_replaces_it() -> None:
+    found = states(MadeRun(ranks=[MadeRank()] * 2))
+    for one in found:
+        hang(one, "step 21, waiting in all_reduce", after_seconds=1)
+    hang(found[0], "step 21, waiting in all_reduce", after_seconds=40)
+    text = screen(found, now=141.0)
+    assert "Rank 1 shows no sign of life." in text
+    assert "its process was killed, or is stopped" in text
+    newer = states(MadeRun(ranks=[MadeRank()] * 2), at=140.0)[1]
+    assert newer.process is not None
+    newer.process = newer.process._replace(unix_seconds=2e9)
+    assert present([*found, newer]) == [found[0], newer]
+
+
+def test_micro_batches_are_one_step() -> None:
+    one = RankState()
+    for step in range(1, 6):
+        for micro in range(4):
+            at = 1_000_000 * step + 100_000 * micro
+            buckets = [(0, at, at, at + 50_000)] if micro == 3 else []
+            one.add([rows.BackwardRow("Net", step, at, at + 50_000, 1, micro == 3, buckets, {}, [])], 100.0)
+    assert one.step_seconds == pytest.approx(1.0)
+    assert one.waiting_share == pytest.approx(0.05)

@@ -167,7 +167,7 @@ class Drift:
         spec: the facts on which the strategy depends: ranks, hosts and sizes of parameters. Pass None if replicas do
             not drift under the strategy.
         checks: the comparisons of this replica with the replicas of other ranks.
-        title: the name of the module, in messages and events.
+        title: the name of the module in events.
     """
 
     def __init__(
@@ -194,7 +194,7 @@ class Drift:
         if spec is not None:
             self.rounds = Rounds(
                 config.strategy,
-                title,
+                type(module).__name__,
                 named,
                 transport,
                 spec,
@@ -202,6 +202,7 @@ class Drift:
                 when_equal=weakly(self._are_equal_after),
                 equalize_buffers=weakly(self._equalize_buffers),
                 present_buffers=weakly(self._present_buffers),
+                title_in_events=title,
             )
             self._lanes.keep(self.rounds.lanes, of=transport)
 

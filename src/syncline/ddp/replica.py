@@ -451,7 +451,7 @@ class Replica:
         self.was_changed, self.sharding = False, None
         self.checks = ReplicaChecks()
         self.transport = transport_of(None)
-        self._numbered_title = self.transport.numbered(self._title)
+        self._numbered_title = self._title  # not numbered, because one rank may unpickle alone
         self._gradient_lane = self._buffer_lane = self.transport
         self._lanes = Lanes(self)
         title = self._numbered_title

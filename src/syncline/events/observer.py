@@ -83,7 +83,7 @@ class Observer:
         """A rank is slow in many steps."""
 
     def place_seen(self, event: PlaceSeen) -> None:
-        """Where this rank is. It is called on another thread than that of the program."""
+        """Where this rank is. It is called on another thread than that of the program, and its errors are ignored."""
 
     def start(self) -> Self:
         """Begin to receive events. Return the observer."""
@@ -91,7 +91,7 @@ class Observer:
         return self
 
     def stop(self) -> None:
-        """End to receive events. Do nothing if the observer has not started, or has stopped already."""
+        """Stop receiving events. Do nothing if the observer has not started, or has stopped already."""
         OBSERVERS.remove(self)
 
     def __enter__(self) -> Self:
@@ -137,11 +137,12 @@ class Observers:
             self._use(tuple(one for one in self._all if one is not observer))
 
     def _use(self, observers: tuple[Observer, ...]) -> None:
-        self._all = observers
         for name in KINDS:
+            unchanged = getattr(Observer, name)
             found = (getattr(one, name) for one in observers)
-            wanted = (one for one in found if one.__func__ is not getattr(Observer, name))
+            wanted = (one for one in found if getattr(one, "__func__", one) is not unchanged)
             setattr(self, name, tuple(map(_marked, wanted)))
+        self._all = observers
 
 
 KINDS = tuple(name for name in vars(Observers()) if not name.startswith("_"))
@@ -184,9 +185,10 @@ def _timed(name: str, rank: int) -> Iterator[None]:
 
 def _marked(receive: Any) -> Callable[[Any], None]:
     """Return a receiver. An error of a user's observer is marked as an error of user code."""
-    if receive.__module__.startswith("syncline."):
+    if str(getattr(receive, "__module__", "")).startswith("syncline."):
         return receive  # type: ignore[no-any-return]
-    words = f"{receive.__name__}() of {type(receive.__self__).__name__}"
+    name = getattr(receive, "__name__", repr(receive))
+    words = f"{name}() of {type(getattr(receive, '__self__', receive)).__name__}"
 
     def receive_marked(event: Any) -> None:
         with calling(words):

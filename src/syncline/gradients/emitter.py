@@ -31,13 +31,21 @@ class Emitter:
         source: the wrapped module and the rank.
         names: the names of the parameters, by index.
         looks_for_unused: whether each backward looks for parameters that it does not reach.
+        former: the emitter of the reducer that this one replaces; None if there is none.
     """
 
-    def __init__(self, source: Source, names: Sequence[str], *, looks_for_unused: bool) -> None:
+    def __init__(
+        self,
+        source: Source,
+        names: Sequence[str],
+        *,
+        looks_for_unused: bool,
+        former: Emitter | None = None,
+    ) -> None:
         self.source = source
         self._names, self._looks_for_unused = names, looks_for_unused
         self._plans: list[BucketPlan] = []
-        self._layout = 0
+        self._layout: int = 0 if former is None else former._layout
 
     def observed_list(self, step: int) -> list[int]:
         """Return an empty list for the indices of ready gradients, which emits an event for each of them."""

@@ -76,8 +76,12 @@ class GradientSync:
     ) -> None:
         self.names = [name for name, _ in named_parameters]
         self.main_lane = main_lane
-        source = Source(main_lane.rank, title)
-        self._emitter = Emitter(source, self.names, looks_for_unused=options.allow_unused)
+        self._emitter: Emitter = Emitter(
+            Source(main_lane.rank, title),
+            self.names,
+            looks_for_unused=options.allow_unused,
+            former=None if former is None else former._emitter,
+        )
         self.tasks = GraphTasks()
         """The graph tasks of the present backward."""
         self.controls: Controls = Controls()

@@ -265,12 +265,21 @@ class Publisher:
             with self._lock:
                 self._last_places.pop(what, None)
             return
+        before = self._last_places.get(what)
         what.notices.post(lambda: self._unpublished_place(what))
+        self._emit(what, before)  # not in `post`, which holds a lock that the main thread may wait for
         what.notices.processes_here()  # read them now, because the store may end together with a lost rank
         self._is_learning |= what.notices.is_learning
         place = self._last_places.get(what)
         if place is not None and place.wait is not None and place.wait.is_torchs:
             self._end_torch_call(what, what.notices)
+
+    def _emit(self, what: Published, before: Place | None) -> None:
+        place = self._last_places.get(what)
+        if OBSERVERS.place_seen and place is not None and place is not before:
+            with contextlib.suppress(Exception):  # the publisher goes on, whatever an observer does
+                seen = PlaceSeen(what.rank, place.step, str(place), time.perf_counter())
+                emit(OBSERVERS.place_seen, seen)
 
     def _end_torch_call(self, what: Published, notices: Notices) -> None:
         """End the main thread's call of torch.distributed by an error if a peer has proved that it can never end."""
@@ -298,9 +307,6 @@ class Publisher:
         if place.is_as(last) and place.code == last.code and place.seen - last.seen < SIGN_OF_LIFE_SECONDS:
             return None
         self._last_places[what] = place
-        if OBSERVERS.place_seen:
-            seen = PlaceSeen(what.rank, place.step, str(place), time.perf_counter())
-            emit(OBSERVERS.place_seen, seen)
         return place
 
 

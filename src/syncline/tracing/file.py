@@ -79,7 +79,11 @@ class TraceFile:
             self._append(line)
 
     def _next_part(self) -> None:
-        os.close(self._descriptor)
+        former, self._descriptor = (
+            self._descriptor,
+            -1,
+        )  # if the next part cannot be opened, nothing more is written
+        os.close(former)
         if self._number:
             self._parts.append(self._path())
         while len(self._parts) > NUM_PARTS - 2:

@@ -29,7 +29,7 @@ from syncline.events import (
     Source,
 )
 from syncline.liveness.processes import clock_key
-from syncline.session.world import world
+from syncline.session.world import is_joined, world
 from syncline.tracing import rows
 from syncline.tracing.file import TraceFile
 from syncline.user_code import warn_user
@@ -61,9 +61,10 @@ def micros(seconds: float) -> int:
 class Recorder(Observer):
     """An observer that writes trace files.
 
-    Events are kept for up to 50 ms, and then written together: to write each on its own costs three times as much. So a
-    process that is killed loses at most its last 50 ms. If a file cannot be written, for example because the disk is
-    full, the recorder warns once and stops. Training goes on.
+    Events are kept until 50 ms have passed since the last time, and then written together: to write each on its own
+    costs three times as much. So a process that is killed loses the events of at most its last 50 ms, or the last one.
+    If a file cannot be written, for example because the disk is full, the recorder warns once and stops. Training goes
+    on.
 
     Args:
         directory: the directory of the trace.
@@ -72,7 +73,7 @@ class Recorder(Observer):
 
     def __init__(self, directory: Path, max_bytes: int) -> None:
         self._directory, self._max_bytes = directory, max_bytes
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         """Ranks can be threads, and places are seen on another thread."""
         self._is_one_rank: bool | None = None
         """Whether this process is one rank, whose number can change (`sl.steps`). Otherwise, ranks are threads."""
@@ -83,21 +84,22 @@ class Recorder(Observer):
         self._written_at = 0.0
         self._contracts: dict[Source, Callable[[], Contract]] = {}
         self._layouts: dict[Source, int] = {}
-        self._has_failed = False
+        self._has_ended = False
 
     # ------------------------------------------------------------------ events
 
     def forward_ended(self, event: ForwardEnded) -> None:
         self._contracts[event.source] = event.contract
-        self._kept.append(event)
+        self._keep(event, event.ended_at)
 
     def backward_ended(self, event: BackwardEnded) -> None:
         if self._layouts.get(event.source) != event.layout:
             self._layouts[event.source] = event.layout
-            self._write(event.source.rank, self._module_row(event), repeat_as=event.source.module)
-        self._kept.append(event)
-        if event.ended_at - self._written_at > _LONGEST_SECONDS:
-            self._write_kept()
+            row = self._module_row(event)
+            with self._lock:
+                self._write_kept()
+                self._write(event.source.rank, row, repeat_as=row.module)
+        self._keep(event, event.ended_at)
 
     def _module_row(self, event: BackwardEnded) -> rows.ModuleRow:
         contract = self._contracts.get(event.source)
@@ -110,48 +112,57 @@ class Recorder(Observer):
         )
 
     def optimizer_stepped(self, event: OptimizerStepped) -> None:
-        self._kept.append(event)
+        self._keep(event, event.ended_at)
 
     def parameters_synced(self, event: ParametersSynced) -> None:
-        self._kept.append(event)
-        self._write_kept()
+        self._keep(event)
 
     def call_ended(self, event: CallEnded) -> None:
         if event.ended_at - event.began_at >= _SHORTEST_CALL_SECONDS:
-            self._kept.append(event)
-            self._write_kept()
+            self._keep(event)
 
     def ranks_changed(self, event: RanksChanged) -> None:
-        self._kept.append(event)
-        self._write_kept()
+        with self._lock:
+            self._keep(event)
+            # A part of the file begins with it, so it has to have the new rank.
+            self._write(event.rank, _process_row(event.rank), repeat_as="process")
 
     def rank_found_slow(self, event: RankFoundSlow) -> None:
-        self._kept.append(event)
+        self._keep(event)
 
     def place_seen(self, event: PlaceSeen) -> None:
-        self._kept.append(event)
-        self._write_kept()
+        # Before the first event of the program, `world` may wait for the main thread, which may wait for this one.
+        if self._is_one_rank is not None:
+            self._keep(event)
 
     # ------------------------------------------------------------------ files
 
     def end(self, error: BaseException | None = None) -> None:
-        """Stop, and record in each file that the program has ended.
+        """Stop, and record in each file that the trace has ended.
 
         Args:
             error: the error that has ended the program; None if there is none.
         """
         self.stop()
-        self._write_kept()
         words = "" if error is None else f"{type(error).__name__}: {error}".partition("\n")[0]
-        for rank in list(self._files):
-            self._write(rank, rows.EndRow(micros(time.perf_counter()), words))
-        for file in self._files.values():
-            file.close()
-        self._files.clear()
+        with self._lock:
+            self._write_kept()
+            for rank in list(self._files):
+                self._write(rank, rows.EndRow(micros(time.perf_counter()), words))
+            self._has_ended = True
+            for file in self._files.values():
+                file.close()
+            self._files.clear()
+
+    def _keep(self, event: _Kept, at: float | None = None) -> None:
+        """Keep an event, and write all that are kept if the last time is long ago, or if `at` is None."""
+        with self._lock:
+            self._kept.append(event)
+            if at is None or at - self._written_at > _LONGEST_SECONDS:
+                self._write_kept()
 
     def _write_kept(self) -> None:
-        with self._lock:
-            kept, self._kept = self._kept, []
+        kept, self._kept = self._kept, []
         found: dict[int, list[rows.Row]] = {}
         for event in kept:
             rank = (
@@ -163,31 +174,29 @@ class Recorder(Observer):
         self._written_at = time.perf_counter()
 
     def _write(self, rank: int, *found: rows.Row, repeat_as: str = "") -> None:
+        if self._has_ended:
+            return
         try:
             file = self._files.get(0 if self._is_one_rank else rank) or self._open(rank)
             file.write(*found, repeat_as=repeat_as)
         except OSError as error:
+            self._has_ended = True
             self.stop()
-            with self._lock:
-                has_warned, self._has_failed = self._has_failed, True
-            if not has_warned:
-                warn_user(
-                    f"rank {rank}: the trace in {self._directory} ends here, because it could not be written: {error}. "
-                    "Training goes on. What was recorded before can be read"
-                )
+            warn_user(
+                f"rank {rank}: the trace in {self._directory} ends here, because it could not be written: {error}. "
+                "Training goes on. What was recorded before can be read"
+            )
 
     def _open(self, rank: int) -> TraceFile:
-        with self._lock:
-            if self._is_one_rank is None:
-                self._is_one_rank = world().size > 1
-            key = 0 if self._is_one_rank else rank
-            if key not in self._files:
-                number = world().rank if self._is_one_rank else rank
-                host = socket.gethostname()
-                file = TraceFile(self._directory, f"rank-{number:05d}.{host}.{os.getpid()}", self._max_bytes)
-                file.write(_process_row(number, host), repeat_as="process")
-                self._files[key] = file
-            return self._files[key]
+        if self._is_one_rank is None:
+            self._is_one_rank = is_joined() or world().size > 1
+        number = world().rank if self._is_one_rank else rank
+        name = f"rank-{number:05d}.{socket.gethostname()}.{os.getpid()}"
+        file = self._files[0 if self._is_one_rank else rank] = TraceFile(
+            self._directory, name, self._max_bytes
+        )
+        file.write(_process_row(number), repeat_as="process")
+        return file
 
 
 def _row_of(event: _Kept) -> rows.Row:
@@ -235,7 +244,6 @@ def _row_of(event: _Kept) -> rows.Row:
                 ended=micros(ended_at),
                 what=record.what,
                 payload_bytes=record.payload_bytes,
-                waited=micros(record.waited_seconds),
             )
         case CallEnded():
             return rows.CallRow(event.name, micros(event.began_at), micros(event.ended_at))
@@ -247,12 +255,12 @@ def _row_of(event: _Kept) -> rows.Row:
             return rows.PlaceRow(micros(event.at), event.step, event.words)
 
 
-def _process_row(rank: int, host: str) -> rows.ProcessRow:
+def _process_row(rank: int) -> rows.ProcessRow:
     return rows.ProcessRow(
         format=rows.FORMAT,
         rank=rank,
         num_ranks=world().size,
-        host=host,
+        host=socket.gethostname(),
         clock=clock_key(),
         pid=os.getpid(),
         at=micros(time.perf_counter()),

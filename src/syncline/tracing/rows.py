@@ -85,7 +85,6 @@ class SyncRow(NamedTuple):
     ended: int
     what: Sequence[str]
     payload_bytes: int
-    waited: int
 
 
 class CallRow(NamedTuple):
@@ -119,7 +118,7 @@ class PlaceRow(NamedTuple):
 
 
 class EndRow(NamedTuple):
-    """The end of the process. A file without this row belongs to a process that was killed, or still runs."""
+    """The end of the trace. A file without this row belongs to a process that was killed, or still runs."""
 
     at: int
     error: str

@@ -55,6 +55,7 @@ class Rounds:
             argument is the number of the step.
         equalize_buffers: a function that makes the buffers equal on all ranks; a collective call.
         present_buffers: a function that returns the buffers that are synchronized.
+        title_in_events: the name of the module in events, which can be another one on each rank.
 
     Raises:
         TypeError, ValueError: the strategy does not fit the module or the ranks. If it does not fit on one rank, all
@@ -73,6 +74,7 @@ class Rounds:
         when_equal: Callable[[int], object],
         equalize_buffers: Callable[[], object],
         present_buffers: Callable[[], list[Tensor]],
+        title_in_events: str,
     ) -> None:
         self.strategy = strategy
         self.transport = transport
@@ -90,7 +92,7 @@ class Rounds:
 
         It is None until the first step begins, because values may be loaded into the module before that."""
         self._when_equal = when_equal
-        self._title = title
+        self._title, self._title_in_events = title, title_in_events
         self._spec = spec
         self._sent_at: dict[int, int] = {}
         """For each fragment, the step after which its outer gradient was last sent."""
@@ -325,7 +327,7 @@ class Rounds:
                 duration_seconds=time.perf_counter() - start,
             )
             if OBSERVERS.parameters_synced:
-                source = Source(self.transport.rank, self._title)
+                source = Source(self.transport.rank, self._title_in_events)
                 event = ParametersSynced(source, start, time.perf_counter(), self.last)
                 emit(OBSERVERS.parameters_synced, event)
         self.are_equal = make_equal(done, num_fragments=executor.kept.num_fragments)

@@ -282,7 +282,7 @@ def _job(args: argparse.Namespace, guardian: Guardian) -> Job:
         program = [args.training_script, *args.training_script_args]
         before = None
         if args.trace is not None:
-            before = ("syncline.tracing.launched", str(_trace_directory(args.trace)))
+            before = ("syncline.tracing.launched", str(_trace_directory(args)))
         arguments = worker_command(program, is_module=args.module, is_python=is_python, before=before)
     return Job(
         config=config,
@@ -298,11 +298,13 @@ def _job(args: argparse.Namespace, guardian: Guardian) -> Job:
     )
 
 
-def _trace_directory(text: str) -> Path:
+def _trace_directory(args: argparse.Namespace) -> Path:
+    text = args.trace
     directory = Path(text)
     if directory.exists() and not directory.is_dir():
         raise UsageError(f"--trace {text}: expected a folder, got a file")
-    if directory.is_dir() and any(path.name.endswith(SUFFIX) for path in directory.iterdir()):
+    is_alone = args.nnodes in ("1", "1:1")  # a host that joins later finds files of the others
+    if is_alone and directory.is_dir() and any(path.name.endswith(SUFFIX) for path in directory.iterdir()):
         raise UsageError(
             f"--trace {text}: this folder has the trace of another run: delete it, or name another folder"
         )

@@ -10,7 +10,7 @@ from pathlib import Path
 from syncline.checks import checked_seconds
 from syncline.tools.cli.options import CommandParser, UsageError
 from syncline.tools.watch.follow import Follower
-from syncline.tools.watch.ranks import RankState, screen
+from syncline.tools.watch.ranks import RankState, present, screen
 
 _HELP = """\
 usage: syncline watch DIR [--every SECONDS] [--once]
@@ -58,7 +58,7 @@ def main(argv: Sequence[str]) -> int:
             for name, found, at in follower.new_rows():
                 states.setdefault(name, RankState()).add(found, at)
             _show(directory, list(states.values()))
-            if args.once or (states and all(one.end is not None for one in states.values())):
+            if args.once or (states and all(one.end is not None for one in present(list(states.values())))):
                 return 0
             time.sleep(every)
     except KeyboardInterrupt:
@@ -66,5 +66,5 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _show(directory: Path, states: Sequence[RankState]) -> None:
-    text = screen(states, time.time()) if states else f"waiting for a trace in {directory} ..."
+    text = screen(present(states), time.time()) if states else f"waiting for a trace in {directory} ..."
     print(f"{_CLEAR if sys.stdout.isatty() else ''}{text}", flush=True)

@@ -55,7 +55,7 @@ class LateRankFigures:
     share: float
     """The part of all waits for late ranks that this rank causes."""
     phase: str
-    """The phase in which it loses the most time."""
+    """The phase in which it loses the most time; "other" stands for calls of Syncline and parameter syncs."""
     phase_time: float
     usual_time: float
     """The median of the others in this phase."""
@@ -79,7 +79,7 @@ class Figures:
     payload_bytes: float
     """The bytes that a rank passes to the transport in a step."""
     backward: float
-    """The mean length of a backward, without waits."""
+    """The mean length of a synchronized backward, until its waits begin."""
 
     def share(self, *parts: str) -> float:
         """Return which part of a step these parts take."""
@@ -108,14 +108,15 @@ def figures_of(run: Run, steps: Sequence[int] | None = None) -> Figures | None:
     phases: dict[int, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
     caused: dict[int, float] = defaultdict(float)
     buckets = _Buckets()
-    payloads = []
+    payloads, backwards = [], []
+    others: dict[int, float] = defaultdict(float)
     for number in chosen:
         ranks = run.steps[number]
         last = _last_sent(ranks)
         for rank, step in ranks.items():
             late, transfer = 0.0, 0.0
             for sent in step.buckets:
-                to_rank, at = last[_key(sent)]
+                to_rank, at = last[_once(sent)]
                 waited = max(0, sent.reduced - sent.wait_began)
                 for_rank = min(waited, max(0, at - sent.wait_began)) if to_rank != rank else 0
                 late += for_rank
@@ -124,6 +125,9 @@ def figures_of(run: Run, steps: Sequence[int] | None = None) -> Figures | None:
                 buckets.add(sent, for_rank, waited - for_rank, to_rank)
             for kind in ("sync", "call", "buffers"):
                 parts[kind].append(step.total(kind))
+                others[rank] += step.total(kind) / len(chosen)
+            began = [one.wait_began - one.began for one in step.buckets if one.module == run.module]
+            backwards += [min(began)] if began else []
             own = dict.fromkeys(PHASES, 0.0)
             for span in step.spans:
                 if span.kind in _PHASE_OF:
@@ -133,7 +137,7 @@ def figures_of(run: Run, steps: Sequence[int] | None = None) -> Figures | None:
                 phases[rank][phase].append(own[phase])
             parts["late"].append(late)
             parts["transfer"].append(transfer)
-            payloads.append(step.payload_bytes + sum(_bytes_of(run, sent) for sent in step.buckets))
+            payloads.append(step.payload_bytes + sum(sent.row[1] for sent in step.buckets if sent.row))
         buckets.end_step(ranks, last)
     means = {part: fmean(values) for part, values in parts.items()}
     of_ranks = {rank: {p: fmean(v) for p, v in own.items()} for rank, own in phases.items()}
@@ -142,35 +146,37 @@ def figures_of(run: Run, steps: Sequence[int] | None = None) -> Figures | None:
         step=median(run.length(number) for number in chosen),
         parts=means,
         phases_of_ranks=of_ranks,
-        late=_late(caused, of_ranks, len(chosen)),
-        buckets=buckets.figures(run, run.steps[chosen[-1]]),
+        late=_late(
+            caused, {rank: {**own, "other": others[rank]} for rank, own in of_ranks.items()}, len(chosen)
+        ),
+        buckets=buckets.figures(len(payloads)),
         payload_bytes=fmean(payloads),
-        backward=means["backward"],
+        backward=fmean(backwards) if backwards else means["backward"],
     )
 
 
 Key = tuple[str, int]
+
+Once = tuple[str, int, int]
 
 
 def _key(sent: Sent) -> Key:
     return sent.module, sent.bucket
 
 
-def _last_sent(ranks: Mapping[int, RankStep]) -> dict[Key, tuple[int, int]]:
-    """Return for each bucket the rank that sent it last, and when."""
-    last: dict[Key, tuple[int, int]] = {}
+def _once(sent: Sent) -> Once:
+    """Return the key of one reduction: a module can have several backwards in a step of the main one."""
+    return sent.module, sent.step, sent.bucket
+
+
+def _last_sent(ranks: Mapping[int, RankStep]) -> dict[Once, tuple[int, int]]:
+    """Return for each reduction the rank that sent its bucket last, and when."""
+    last: dict[Once, tuple[int, int]] = {}
     for rank, step in ranks.items():
         for sent in step.buckets:
-            if _key(sent) not in last or sent.sent > last[_key(sent)][1]:
-                last[_key(sent)] = rank, sent.sent
+            if _once(sent) not in last or sent.sent > last[_once(sent)][1]:
+                last[_once(sent)] = rank, sent.sent
     return last
-
-
-def _bytes_of(run: Run, sent: Sent) -> int:
-    layout = run.layout_of(sent.module, sent.layout)
-    return (
-        0 if layout is None else next((size for index, size, _ in layout.buckets if index == sent.bucket), 0)
-    )
 
 
 def _late(
@@ -182,8 +188,9 @@ def _late(
     rank = max(caused, key=lambda one: caused[one])
     if rank not in phases:
         return None
-    usual = {p: median(own[p] for other, own in phases.items() if other != rank) for p in PHASES}
-    phase = max(PHASES, key=lambda p: phases[rank][p] - usual[p])
+    names = (*PHASES, "other")
+    usual = {p: median(own[p] for other, own in phases.items() if other != rank) for p in names}
+    phase = max(names, key=lambda p: phases[rank][p] - usual[p])
     return LateRankFigures(
         rank=rank,
         caused=caused[rank] / num_steps / (len(phases) - 1),
@@ -203,43 +210,45 @@ class _Buckets:
         self._duration: dict[Key, list[float]] = defaultdict(list)
         self._sent: dict[Key, list[float]] = defaultdict(list)
         self._last: dict[Key, dict[int, int]] = defaultdict(lambda: defaultdict(int))
+        self._latest: dict[Key, Sent] = {}
 
     def add(self, sent: Sent, late: float, transfer: float, last_rank: int) -> None:
         self._late[_key(sent)].append(late)
         self._transfer[_key(sent)].append(transfer)
         self._last[_key(sent)][last_rank] += 1
+        self._sent[_key(sent)].append(sent.sent - sent.began)
+        self._latest[_key(sent)] = sent
 
-    def end_step(self, ranks: Mapping[int, RankStep], last: Mapping[Key, tuple[int, int]]) -> None:
+    def end_step(self, ranks: Mapping[int, RankStep], last: Mapping[Once, tuple[int, int]]) -> None:
         for step in ranks.values():
-            began = min((s.began for s in step.spans if s.kind in ("backward", "wait")), default=step.began)
             free, is_known = 0, True
             for sent in sorted(step.buckets, key=lambda one: one.wait_began):
-                at = last[_key(sent)][1]
+                at = last[_once(sent)][1]
                 has_waited = sent.reduced > sent.wait_began + 1  # otherwise it may have been reduced earlier
                 if has_waited and (is_known or at >= free):
                     self._duration[_key(sent)].append(max(0, sent.reduced - max(at, free)))
                 free, is_known = sent.reduced, has_waited
-                self._sent[_key(sent)].append(sent.sent - began)
 
-    def figures(self, run: Run, ranks: Mapping[int, RankStep]) -> list[BucketFigures]:
-        """Return the figures of the buckets as they are in the last step."""
+    def figures(self, num_rank_steps: int) -> list[BucketFigures]:
+        """Return the figures of the buckets, as they are in the last step in which they were sent.
+
+        Args:
+            num_rank_steps: the number of steps of all ranks together, by which sums are divided.
+        """
         found = []
-        for sent in next(iter(ranks.values())).buckets:
-            key, layout = _key(sent), run.layout_of(sent.module, sent.layout)
-            row = next((one for one in layout.buckets if one[0] == sent.bucket), None) if layout else None
-            last, num = self._last[key], len(self._late[key])
+        for key, sent in self._latest.items():
+            row, last, durations = sent.row, self._last[key], self._duration[key]
             rank = max(last, key=lambda one: last[one])
-            durations = self._duration[key]
             found.append(
                 BucketFigures(
                     bucket=sent.bucket,
                     payload_bytes=row[1] if row else 0,
                     parameters=tuple(row[2]) if row else (),
-                    late=fmean(self._late[key]),
-                    transfer=fmean(self._transfer[key]),
+                    late=sum(self._late[key]) / num_rank_steps,
+                    transfer=sum(self._transfer[key]) / num_rank_steps,
                     duration=median(durations) if durations else 0.0,
                     sent=fmean(self._sent[key]),
-                    waits_for=rank if last[rank] > num / 2 else None,
+                    waits_for=rank if last[rank] > sum(last.values()) / 2 else None,
                 )
             )
         return found

@@ -7,7 +7,8 @@ Format" (Google, 2016).
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from syncline.tools.report.run import Run
@@ -27,7 +28,7 @@ def chrome_trace(run: Run, rank: int) -> dict[str, Any]:
         rank: the rank.
     """
     steps = [ranks[rank] for ranks in run.steps.values() if rank in ranks]
-    events = [*_names(rank), *(event for step in steps for event in _step(run, step))]
+    events = [*_names(rank), *(event for step in steps for event in _step(step))]
     return {
         "schemaVersion": 1,
         "displayTimeUnit": "ms",
@@ -43,8 +44,10 @@ def _names(rank: int) -> Iterator[dict[str, Any]]:
         yield {"ph": "M", "name": "thread_name", "pid": rank, "tid": row, "args": {"name": name}}
 
 
-def _step(run: Run, step: RankStep) -> Iterator[dict[str, Any]]:
-    def lasts(row: int, category: str, name: str, began: int, ended: int, **more: Any) -> dict[str, Any]:
+def _step(step: RankStep) -> Iterator[dict[str, Any]]:
+    def lasts(
+        row: int, category: str, name: str, began: int, ended: int, more: Mapping[str, Any]
+    ) -> dict[str, Any]:
         return {
             "ph": "X",
             "cat": category,
@@ -53,24 +56,22 @@ def _step(run: Run, step: RankStep) -> Iterator[dict[str, Any]]:
             "tid": row,
             "ts": began,
             "dur": ended - began,
-            "args": more,
+            "args": dict(more),
         }
 
-    yield lasts(
-        _STEPS, "user_annotation", f"ProfilerStep#{step.step}", step.began, step.ended, **step.metrics
-    )
+    metrics = {name: value for name, value in step.metrics.items() if math.isfinite(value)}
+    yield lasts(_STEPS, "user_annotation", f"ProfilerStep#{step.step}", step.began, step.ended, metrics)
     for span in step.spans:
         name = f"{span.kind} {span.label}".strip()
-        yield lasts(_WORK, "cpu_op", f"syncline::{name}", span.began, span.ended)
+        yield lasts(_WORK, "cpu_op", f"syncline::{name}", span.began, span.ended, {})
     for sent in step.buckets:
-        layout = run.layout_of(sent.module, sent.layout)
-        found = next((one for one in layout.buckets if one[0] == sent.bucket), None) if layout else None
+        found = sent.row
         more = {"bytes": found[1], "parameters": list(found[2])} if found else {}
         # Buckets overlap, so each is an asynchronous event with an id.
         event = {
             "cat": "bucket",
             "name": f"bucket {sent.bucket}",
-            "id": f"{step.step}/{sent.module}/{sent.bucket}",
+            "id": f"{sent.step}/{sent.module}/{sent.bucket}",
             "pid": step.rank,
             "tid": _BUCKETS,
         }

@@ -6,6 +6,7 @@ document has the median, the slowest and the first step, the steps around each c
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -84,7 +85,7 @@ def _subtitle(run: Run, figures: Figures | None) -> str:
     if run.clock_error:
         parts.append(f"the clocks of the hosts are compared to within {format_time(run.clock_error / 1e6)}")
     if any(one.is_cut for one in run.processes):
-        parts.append("the middle of the run was deleted, because the trace had become too large")
+        parts.append("the middle of the run was left out, because the trace is large")
     return ", ".join(parts)
 
 
@@ -212,15 +213,15 @@ def _bucket(one: BucketFigures) -> dict[str, Any]:
 
 
 def _contract(run: Run) -> dict[str, Any]:
-    found = [row for row in run.layouts.values() if row.module == run.module and row.contract]
-    return dict(max(found, key=lambda row: row.layout).contract) if found else {}
+    found = [row for row in run.modules if row.module == run.module and row.contract]
+    return dict(found[-1].contract) if found else {}
 
 
-def _metrics(run: Run) -> dict[str, list[list[float]]]:
-    found: dict[str, list[list[float]]] = {}
+def _metrics(run: Run) -> dict[str, list[list[float | None]]]:
+    found: dict[str, list[list[float | None]]] = {}
     for number, ranks in run.steps.items():
         for name, value in next(iter(ranks.values())).metrics.items():
-            found.setdefault(name, []).append([number, value])
+            found.setdefault(name, []).append([number, value if math.isfinite(value) else None])
     return {name: list(_thinned(values, MAX_POINTS)) for name, values in found.items()}
 
 

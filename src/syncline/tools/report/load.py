@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import re
 from collections.abc import Iterable, Iterator
@@ -12,6 +13,10 @@ from syncline.tracing import rows
 from syncline.tracing.file import SUFFIX
 
 _PART = re.compile(r"(?P<name>rank-(?P<rank>\d+)\..+)\.(?P<part>\d+)" + re.escape(SUFFIX))
+
+
+MOST_BYTES = 128 * 1024 * 1024
+"""How much is read of all files together. In memory it is ten times as large."""
 
 
 class NoTrace(Exception):
@@ -31,8 +36,17 @@ class ProcessTrace:
     @property
     def end(self) -> rows.EndRow | None:
         """The end of the process; None if it was killed or still runs."""
-        last = self.found[-1] if self.found else None
-        return last if isinstance(last, rows.EndRow) else None
+        return next((row for row in reversed(self.found[-10:]) if isinstance(row, rows.EndRow)), None)
+
+    def unix_seconds(self, at: int) -> float:
+        """Return a time of the process in seconds since the epoch."""
+        return self.process.unix_seconds + (at - self.process.at) / 1e6
+
+    @property
+    def last_at(self) -> int:
+        """The time of the last row."""
+        times = (getattr(row, "ended", getattr(row, "at", None)) for row in reversed(self.found))
+        return next((time for time in times if time is not None), self.process.at)
 
 
 def load(directory: Path) -> list[ProcessTrace]:
@@ -56,9 +70,9 @@ def load(directory: Path) -> list[ProcessTrace]:
             f"{directory} has no trace: record a run by syncline run --trace {directory}, or by "
             f'sl.trace("{directory}") in the program'
         )
-    processes = []
+    processes, num_processes = [], len({name for name, _, _ in found})
     for name, parts in itertools.groupby(found, key=lambda one: one[0]):
-        one = _read_process(name, [(number, path) for _, number, path in parts])
+        one = _read_process(name, [(number, path) for _, number, path in parts], MOST_BYTES // num_processes)
         if one is not None:
             processes.append(one)
     if not processes:
@@ -66,27 +80,56 @@ def load(directory: Path) -> list[ProcessTrace]:
     return sorted(processes, key=lambda one: (one.process.rank, one.process.unix_seconds))
 
 
-def _read_process(name: str, parts: list[tuple[int, Path]]) -> ProcessTrace | None:
+def _read_process(name: str, parts: list[tuple[int, Path]], most_bytes: int) -> ProcessTrace | None:
+    """Read the file of one process. Of a long one, read the beginning and the end.
+
+    Args:
+        name: the name of the file.
+        parts: the numbers and paths of its parts.
+        most_bytes: how much to read.
+    """
+    numbers, paths = [number for number, _ in parts], [path for _, path in parts]
+    sizes = [path.stat().st_size if path.exists() else 0 for path in paths]
+    is_cut = numbers != list(range(len(numbers)))
+    if sum(sizes) <= most_bytes:
+        places = [(path, 0, size) for path, size in zip(paths, sizes, strict=True)]
+    else:
+        is_cut = True
+        backwards = _limited(reversed(list(zip(paths, sizes, strict=True))), most_bytes // 2)
+        places = [
+            *((path, 0, size) for path, size in _limited(zip(paths, sizes, strict=True), most_bytes // 2)),
+            *((path, sizes[paths.index(path)] - size, size) for path, size in reversed(backwards)),
+        ]
     found = None
-    for _, path in parts:
-        with path.open("rb") as file:
-            for row in rows.decode(file):
-                if isinstance(row, rows.ProcessRow):
-                    if row.format > rows.FORMAT:
-                        raise NoTrace(
-                            f"{path} has format {row.format}, and this version of Syncline reads up to format "
-                            f"{rows.FORMAT}: use the version that has recorded the trace, or a newer one"
-                        )
-                    found = found or ProcessTrace(process=row)
-                elif found is not None:
-                    found.found.append(row)
-    if found is not None:
-        numbers = [number for number, _ in parts]
-        found.is_cut = numbers != list(range(len(numbers)))
+    for path, start, size in places:
+        for row in rows.decode(_lines(path, start, size)):
+            if isinstance(row, rows.ProcessRow):
+                if row.format > rows.FORMAT:
+                    raise NoTrace(
+                        f"{name} has format {row.format}, and this version of Syncline reads up to format "
+                        f"{rows.FORMAT}: use the version that has recorded the trace, or a newer one"
+                    )
+                found = found or ProcessTrace(process=row, is_cut=is_cut)
+            if found is not None:
+                found.found.append(row)
     return found
 
 
-def modules_in(processes: Iterable[ProcessTrace]) -> Iterator[rows.ModuleRow]:
-    """Yield the rows that describe wrapped modules."""
-    for one in processes:
-        yield from (row for row in one.found if isinstance(row, rows.ModuleRow))
+def _limited(files: Iterable[tuple[Path, int]], most_bytes: int) -> list[tuple[Path, int]]:
+    """Return how much to read of each of these files, so that it is so many bytes in all."""
+    found = []
+    for path, size in files:
+        size = min(size, most_bytes)
+        most_bytes -= size
+        if size:
+            found.append((path, size))
+    return found
+
+
+def _lines(path: Path, start: int, size: int) -> Iterator[bytes]:
+    with (
+        contextlib.suppress(FileNotFoundError),
+        path.open("rb") as file,
+    ):  # the program may delete a part meanwhile
+        file.seek(start)
+        yield from file.read(size).splitlines()

@@ -5,12 +5,16 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from statistics import median_low
 
-from syncline.tools.report.clocks import SAME, Clock, Meeting, compared
+from syncline.tools.report.clocks import SAME, Clock, Meeting, Offset, compared
 from syncline.tools.report.load import ProcessTrace
 from syncline.tools.report.steps import RankStep, main_module, steps_of
 from syncline.tracing import rows
+
+_SYSTEM_ERROR = 20_000
+"""How far the times of two systems are taken to differ at most, in microseconds."""
 
 _WARM_UP_STEPS = 3
 """The first steps are slower: memory is allocated, and buckets are laid out again."""
@@ -25,8 +29,6 @@ class Run:
     processes: Sequence[ProcessTrace]
     steps: Mapping[int, Mapping[int, RankStep]]
     """The steps of each rank, by the number of the step and by rank."""
-    layouts: Mapping[tuple[str, int], rows.ModuleRow]
-    """The buckets, by module and number of the layout."""
     clock_error: int
     """How well times of different hosts can be compared, in microseconds; 0 on one host."""
 
@@ -37,14 +39,14 @@ class Run:
         changes = [row for one in self.processes for row in one.found if isinstance(row, rows.RanksRow)]
         return max(changes, key=lambda row: row.step).num_ranks if changes else max(sizes, default=0)
 
-    @property
+    @cached_property
     def steady(self) -> list[int]:
         """The steps from which figures are computed: complete, after the first ones, and not discarded."""
+        most = max(map(len, self.steps.values()), default=0)
         complete = [
             number
             for number, ranks in self.steps.items()
-            if len(ranks) == max(map(len, self.steps.values()))
-            and not any(one.is_discarded for one in ranks.values())
+            if len(ranks) == most and not any(one.is_discarded for one in ranks.values())
         ]
         later = [number for number in complete if number > _WARM_UP_STEPS]
         return later or complete
@@ -53,9 +55,10 @@ class Run:
         """Return the length of a step, in microseconds: the median of the ranks."""
         return median_low(one.length for one in self.steps[number].values())
 
-    def layout_of(self, module: str, number: int) -> rows.ModuleRow | None:
-        """Return the buckets of a module."""
-        return self.layouts.get((module, number))
+    @cached_property
+    def modules(self) -> list[rows.ModuleRow]:
+        """The wrapped modules with their buckets, as each process has recorded them."""
+        return [row for one in self.processes for row in one.found if isinstance(row, rows.ModuleRow)]
 
 
 def run_of(processes: Sequence[ProcessTrace]) -> Run:
@@ -64,21 +67,35 @@ def run_of(processes: Sequence[ProcessTrace]) -> Run:
     Args:
         processes: what each process has recorded.
     """
-    everything = [row for one in processes for row in one.found]
+    processes = last_lives(processes)
+    main = main_module(row for one in processes for row in one.found)
     clocks = _clocks(processes)
     steps: dict[int, dict[int, RankStep]] = {}
     for one in processes:
         clock = clocks.get(one.process.clock, SAME)
-        for step in steps_of(one.found, one.process.rank, clock.at):
+        for step in steps_of(one.found, one.process.rank, main, clock.at):
             steps.setdefault(step.step, {})[step.rank] = step
-    layouts = {(row.module, row.layout): row for row in everything if isinstance(row, rows.ModuleRow)}
     return Run(
-        module=main_module(everything),
+        module=main,
         processes=processes,
         steps=dict(sorted(steps.items())),
-        layouts=layouts,
         clock_error=max((clock.error for clock in clocks.values()), default=0),
     )
+
+
+def last_lives(processes: Sequence[ProcessTrace]) -> list[ProcessTrace]:
+    """Return the processes of the last life of a job: those since its last restart.
+
+    Processes whose times overlap belong to one life. A process that joins while others train does so, too.
+    """
+    found: list[ProcessTrace] = []
+    begins = float("inf")
+    for one in sorted(processes, key=lambda one: -one.unix_seconds(one.last_at)):
+        if found and one.unix_seconds(one.last_at) < begins:
+            break
+        found.append(one)
+        begins = min(begins, one.process.unix_seconds)
+    return sorted(found, key=lambda one: (one.process.rank, one.process.unix_seconds))
 
 
 def _clocks(processes: Sequence[ProcessTrace]) -> dict[str, Clock]:
@@ -92,9 +109,11 @@ def _clocks(processes: Sequence[ProcessTrace]) -> dict[str, Clock]:
     first = meetings_of(clocks[0])
     found = {}
     for others in clocks[1:]:
-        clock = compared(first, meetings_of(others))
-        if clock is not None:
-            found[others[0].process.clock] = clock
+        here, other = clocks[0][0].process, others[0].process
+        by_system = round(1e6 * (other.unix_seconds - here.unix_seconds)) - other.at + here.at
+        # Without a meeting, the times of the systems are taken, which usually differ by some milliseconds.
+        by_system_clock = Clock([Offset(0, by_system, _SYSTEM_ERROR)])
+        found[other.clock] = compared(first, meetings_of(others)) or by_system_clock
     return found
 
 

@@ -3,7 +3,7 @@
 A step of a process lasts from the end of the one before to its own end. It ends with the last optimizer step or
 parameter sync before the forward of the next step; if no optimizer is attached, with the backward.
 
-If a program trains several wrapped modules, the one with the most steps defines the steps.
+If a program trains several wrapped modules, the one that has come to the highest step defines the steps.
 """
 
 from __future__ import annotations
@@ -37,12 +37,23 @@ class Sent(NamedTuple):
     """One bucket in one backward of one rank."""
 
     module: str
-    layout: int
+    step: int
+    """The step of its own module."""
+    layout: rows.ModuleRow | None
     bucket: int
+    began: int
+    """When its backward began."""
     sent: int
     wait_began: int
     reduced: int
     """When this rank had waited for the bucket."""
+
+    @property
+    def row(self) -> tuple[int, int, Sequence[str]] | None:
+        """The index, the bytes and the parameters of the bucket; None if they are unknown."""
+        if self.layout is None:
+            return None
+        return next((one for one in self.layout.buckets if one[0] == self.bucket), None)
 
 
 @dataclass(kw_only=True)
@@ -81,7 +92,7 @@ def main_module(found: Iterable[rows.Row]) -> str | None:
 
 
 def steps_of(
-    found: Sequence[rows.Row], rank: int, offset: Callable[[int], int] = lambda step: 0
+    found: Sequence[rows.Row], rank: int, main: str | None, offset: Callable[[int], int] = lambda step: 0
 ) -> list[RankStep]:
     """Return the complete steps of one process.
 
@@ -90,10 +101,10 @@ def steps_of(
     Args:
         found: the rows of the process.
         rank: the rank of the process. A `RanksRow` changes it.
+        main: the module that defines the steps; see `main_module`.
         offset: a function that returns what to add to the times of a step, so that they are times of the clock of all
             ranks.
     """
-    main = main_module(found)
     builder = _Builder(rank, main or "", offset)
     for row in found:
         builder.add(row)
@@ -107,8 +118,11 @@ class _Builder:
     def __init__(self, rank: int, main: str, offset: Callable[[int], int]) -> None:
         self.steps: list[RankStep] = []
         self._rank, self._main, self._offset = rank, main, offset
+        self._layouts: dict[tuple[str, int], rows.ModuleRow] = {}
         self._number: int | None = None
         """The number of the present step; None before the first forward or backward."""
+        self._last: int | None = None
+        """The number of the step before; None at the beginning, and after a change of the ranks."""
         self._rows: list[rows.Row] = []
         self._began: int | None = None
         """When the present step began; None if that is unknown."""
@@ -117,8 +131,14 @@ class _Builder:
 
     def add(self, row: rows.Row) -> None:
         """Add the next row."""
+        if isinstance(row, rows.ModuleRow):
+            self._layouts[row.module, row.layout] = row
+        if isinstance(row, rows.ProcessRow):
+            self._rank = row.rank
         if isinstance(row, rows.RanksRow):
-            self._rows, self._began, self._number, self._is_done = [], row.ended, None, False
+            self.close()
+            self._rows, self._began, self._is_done = [], row.ended, False
+            self._number = self._last = None
             self._rank = row.rank
             return
         if isinstance(row, rows.ForwardRow | rows.BackwardRow) and row.module == self._main:
@@ -144,11 +164,10 @@ class _Builder:
         ended = max(row.ended for row in work)
         inside = [row for row in self._rows if row.began < ended]  # type: ignore[union-attr]
         rest = [row for row in self._rows if row.began >= ended]  # type: ignore[union-attr]
-        if self._began is not None and (not self.steps or self._number == self.steps[-1].step + 1):
+        is_next = self._last is None or self._number == self._last + 1
+        if self._began is not None and is_next:
             self.steps.append(self._step(inside, self._began, ended))
-        elif self._began is not None and self._number > self.steps[-1].step:
-            first = min(row.began for row in inside)  # type: ignore[union-attr]
-            self.steps.append(self._step(inside, max(first, self.steps[-1].ended), ended))
+        self._last = self._number
         self._rows, self._began, self._is_done = rest, ended, False
 
     def _step(self, found: Sequence[rows.Row], began: int, ended: int) -> RankStep:
@@ -167,8 +186,16 @@ class _Builder:
                         spans.append(Span("forward", row.began, row.ended, row.module))
                 case rows.BackwardRow():
                     spans += _backward(row)
+                    layout = self._layouts.get((row.module, row.layout))
                     step.buckets += [
-                        Sent(row.module, row.layout, index, *(time + move for time in times))
+                        Sent(
+                            row.module,
+                            row.step,
+                            layout,
+                            index,
+                            row.began + move,
+                            *(time + move for time in times),
+                        )
                         for index, *times in row.buckets
                     ]
                     if row.module == self._main:
@@ -223,7 +250,7 @@ def without_gaps(spans: Iterable[Span], began: int, ended: int) -> list[Span]:
     """
     found: list[Span] = []
     at, has_forward, has_backward = began, False, False
-    for span in sorted(spans, key=lambda one: (one.began, -one.ended)):
+    for span in sorted(_without_waits(list(spans)), key=lambda one: (one.began, -one.ended)):
         if span.ended <= at and span.ended < ended:
             has_forward |= span.kind == "forward"
             continue
@@ -241,6 +268,23 @@ def without_gaps(spans: Iterable[Span], began: int, ended: int) -> list[Span]:
         has_backward |= span.kind in ("backward", "wait")
     if ended > at:
         found.append(Span("update" if has_backward else "data", at, ended))
+    return found
+
+
+def _without_waits(spans: Sequence[Span]) -> list[Span]:
+    """Return the spans, with the waits cut out of backwards around them: two wrapped modules can share a backward."""
+    waits = sorted(span for span in spans if span.kind == "wait")
+    found = []
+    for span in spans:
+        at = span.began
+        if span.kind == "backward":
+            for wait in waits:
+                if wait.ended > at and wait.began < span.ended:
+                    if wait.began > at:
+                        found.append(span._replace(began=at, ended=wait.began))
+                    at = max(at, wait.ended)
+        if span.ended > at:
+            found.append(span._replace(began=at))
     return found
 
 

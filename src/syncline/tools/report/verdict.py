@@ -30,6 +30,7 @@ _PHASES_IN_WORDS = {
     "forward": "forward and loss",
     "backward": "backward",
     "update": "the time from the backward to the end of the optimizer's step",
+    "other": "time in other calls of Syncline, such as saves,",
 }
 
 _CURES_OF_LATE_RANKS = {
@@ -47,6 +48,7 @@ _CURES_OF_LATE_RANKS = {
         "other programs there slow it down."
     ),
     "update": "Do on this rank only what all ranks do between backward and step: log, save and evaluate less often.",
+    "other": "Do less on this rank alone: save less often, or with blocking=False.",
 }
 
 
@@ -194,7 +196,7 @@ def _buckets(run: Run, figures: Figures) -> Iterator[Finding]:
         return
     best, whole = best_cap(link, buckets, figures.backward), sum(figures.parts.values())
     largest = max(buckets, key=lambda one: one.payload_bytes)
-    saved = 0.0 if best is None else best[1] / whole
+    saved = 0.0 if best is None else min(best[1], figures.parts["transfer"]) / whole
     if best is not None and saved >= 0.03:
         if largest.payload_bytes > 0.6 * total:
             why = (
@@ -240,7 +242,7 @@ def _slow_link(run: Run, figures: Figures) -> Iterator[Finding]:
 def _unused(run: Run, figures: Figures) -> Iterator[Finding]:
     last = [step for ranks in run.steps.values() for step in ranks.values()][-200:]
     never = set.intersection(*(set(step.unused) for step in last)) if last else set()
-    looks = any(row.looks_for_unused for row in run.layouts.values())
+    looks = any(row.looks_for_unused for row in run.modules)
     if never:
         names = format_names(sorted(never))
         yield Finding(
@@ -248,7 +250,9 @@ def _unused(run: Run, figures: Figures) -> Iterator[Finding]:
             headline=f"{format_count(len(never), 'parameter')} never "
             f"{'get a gradient' if len(never) > 1 else 'gets a gradient'}: {names}.",
             detail="Because of find_unused_parameters=True this is no error. But each backward has to look for them "
-            "in its graph, and their buckets carry zeros.",
+            "in its graph, and their buckets carry zeros."
+            if looks
+            else "With several ranks that average their gradients, this is an error.",
             cure="Take them out of the model, or freeze them before it is wrapped (parameter.requires_grad_(False)). "
             "Then leave find_unused_parameters out.",
             weight=_NOTEWORTHY,
@@ -282,7 +286,7 @@ def _discarded(run: Run, figures: Figures) -> Iterator[Finding]:
 def _failures(run: Run) -> Iterator[Finding]:
     changes = changes_in(run)
     for row in changes:
-        is_loss = "join" not in row.reason
+        is_loss = any(words in row.reason for words in ("lost", "left behind", "stopped"))
         yield Finding(
             kind="problem" if is_loss else "note",
             headline=f"Before step {row.step}: {row.reason}. The ranks, now {row.num_ranks}, went on after "
@@ -300,7 +304,7 @@ def _failures(run: Run) -> Iterator[Finding]:
     lost = {one.process.rank: one for one in killed}
     errors = [one for one in run.processes if one.end is not None and one.end.error]
     if lost and not changes:
-        rank = min(lost)
+        rank = min(lost, key=lambda one: lost[one].unix_seconds(lost[one].last_at))
         step, place = _last_step(lost[rank].found), _last_place(lost[rank].found)
         after = "before its first step ended" if step is None else f"after step {step}"
         said = f" The others ended with: {errors[0].end.error}" if errors and errors[0].end else ""
@@ -312,7 +316,7 @@ def _failures(run: Run) -> Iterator[Finding]:
             "train on, and a new process joins. Or save with sl.Checkpointer, and use syncline run --max-restarts 3.",
         )
     elif errors and not changes:
-        first = min(errors, key=lambda one: one.end.at if one.end else 0)
+        first = min(errors, key=lambda one: one.unix_seconds(one.end.at if one.end else 0))
         assert first.end is not None
         yield Finding(
             kind="problem",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -42,14 +41,16 @@ class Follower:
             ):
                 found += self._added(path)
             if found:
-                yield name, found, os.stat(paths[-1]).st_mtime
+                yield name, found, paths[-1].stat().st_mtime
 
     def _known(self, paths: list[Path]) -> list[Path]:
         return [path for path in paths if path in self._read]
 
     def _added(self, path: Path) -> list[rows.Row]:
+        if not path.exists():  # deleted meanwhile, because the trace has become too large
+            return []
         with path.open("rb") as file:
-            size = os.fstat(file.fileno()).st_size
+            size = path.stat().st_size
             start = self._read.get(path, 0)
             lines = []
             if path not in self._read and size > 2 * _FIRST_BYTES:

@@ -22,6 +22,8 @@ STILL_SECONDS = 5.0
 
 _MAX_RANKS = 64
 
+_SILENT_SECONDS = 12.0
+
 _WAITING = "waiting in"
 
 
@@ -43,6 +45,10 @@ class RankState:
         self.end: rows.EndRow | None = None
         self.changed_at = 0.0
         """When it last recorded something but its place, in seconds since the epoch."""
+        self.seen_at = 0.0
+        """When it last recorded anything."""
+        self._module = ""
+        """The module whose steps are counted: the first one."""
         self._phase = "before its first step"
         self._place = ""
         self._ends: deque[int] = deque(maxlen=_NUM_STEPS)
@@ -65,9 +71,9 @@ class RankState:
                     self._phase = "between forward and backward" if row.is_training else "in an evaluation"
                 case rows.BackwardRow():
                     self._phase = "after the backward"
-                    self.step = row.step
-                    self._ends.append(row.ended)
-                    self._waits.append(sum(ended - began for _, _, began, ended in row.buckets))
+                    if row.module == (self._module or row.module):
+                        self._module = row.module
+                        self._backward_ended(row)
                 case rows.OptimizerRow():
                     self._phase = "before the forward"
                 case rows.RanksRow():
@@ -81,6 +87,17 @@ class RankState:
                     pass
             time = _time_of(row)
             self.changed_at = at if time is None else at - (last - time) / 1e6
+        self.seen_at = at
+
+    def _backward_ended(self, row: rows.BackwardRow) -> None:
+        waited = sum(ended - began for _, _, began, ended in row.buckets)
+        if row.step == self.step and self._ends:  # one more micro-batch
+            self._ends[-1] = row.ended
+            self._waits[-1] += waited
+        else:
+            self._ends.append(row.ended)
+            self._waits.append(waited)
+        self.step = row.step
 
     @property
     def step_seconds(self) -> float | None:
@@ -104,12 +121,27 @@ class RankState:
         """Return in words what the rank is doing."""
         if self.end is not None:
             return f"ended: {self.end.error}" if self.end.error else "has ended"
+        if self.is_gone(now):
+            return f"no sign of life for {format_time(now - self.seen_at)}: its process was killed, or is stopped"
         return self._place if self._place and now - self.changed_at > 2.0 else self._phase
+
+    def is_gone(self, now: float) -> bool:
+        """Return whether the process shows no sign of life. One of several ranks shows one every 5 seconds."""
+        several = self.process is not None and self.process.num_ranks > 1 and bool(self._place)
+        return self.end is None and several and now - self.seen_at > _SILENT_SECONDS
 
     @property
     def is_waiting(self) -> bool:
         """Whether the rank was last seen in a call in which it waits for others."""
         return _WAITING in self._place
+
+
+def present(states: Sequence[RankState]) -> list[RankState]:
+    """Return the newest process of each rank, without those that were replaced after a restart."""
+    found: dict[int, RankState] = {}
+    for one in sorted(states, key=lambda one: one.process.unix_seconds if one.process else 0.0):
+        found[one.rank] = one
+    return list(found.values())
 
 
 def _time_of(row: rows.Row) -> int | None:
@@ -138,6 +170,9 @@ def screen(states: Sequence[RankState], now: float) -> str:
 
 def meaning(states: Sequence[RankState], now: float) -> str:
     """Return a sentence that says how the run is going, and where to look if it stands still."""
+    gone = [one.rank for one in states if one.is_gone(now)]
+    if gone:
+        return f"{_capital(describe_ranks(gone))} {'shows' if len(gone) == 1 else 'show'} no sign of life."
     alive = [one for one in states if one.end is None]
     if not alive:
         failed = [one for one in states if one.end is not None and one.end.error]
