@@ -537,9 +537,11 @@ def test_hosts_that_never_meet_are_put_on_one_clock_by_their_systems() -> None:
 def test_the_rank_that_was_lost_is_the_one_whose_trace_ends_first() -> None:
     recorded = traces(MadeRun(ranks=[MadeRank()] * 3))
     recorded[1].found = [row for row in recorded[1].found if getattr(row, "step", 0) <= 10]
+    recorded[2].found = [row for row in recorded[2].found if getattr(row, "step", 0) <= 11]
     recorded[2].found.append(rows.EndRow(10**6, "PeerLost: rank 1"))
+    recorded[0].found = [row for row in recorded[0].found if getattr(row, "step", 0) <= 11]
     first, *_ = verdict_on(run_of(recorded), figures_of(run_of(recorded)))
-    assert "Rank 1 was lost after step 10" in first.headline
+    assert "Rank 1 was lost after step 11" in first.headline
 
 
 def test_a_rank_that_is_late_by_its_saves() -> None:

@@ -55,7 +55,7 @@ class TraceFile:
         return self._directory / f"{self._name}.{self._number:06d}{SUFFIX}"
 
     def _open(self) -> None:
-        self._descriptor = os.open(self._path(), os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+        self._descriptor = os.open(self._path(), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
         self._num_bytes = 0
 
     def write(self, *found: Row, repeat_as: str = "") -> None:

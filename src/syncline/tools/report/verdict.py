@@ -305,7 +305,10 @@ def _failures(run: Run) -> Iterator[Finding]:
     errors = [one for one in run.processes if one.end is not None and one.end.error]
     if lost and not changes:
         rank = min(lost, key=lambda one: lost[one].unix_seconds(lost[one].last_at))
-        step, place = _last_step(lost[rank].found), _last_place(lost[rank].found)
+        # Its own trace lacks its last moments. Those of the others have the last step that all have made together.
+        last = [_last_step(one.found) for one in run.processes]
+        step = max((one for one in last if one is not None), default=None)
+        place = _last_place(lost[rank].found)
         after = "before its first step ended" if step is None else f"after step {step}"
         said = f" The others ended with: {errors[0].end.error}" if errors and errors[0].end else ""
         yield Finding(
