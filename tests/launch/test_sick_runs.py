@@ -110,5 +110,5 @@ def test_a_rank_that_is_lost(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     done = run_here("lost rank, cured", tmp_path / "cured", "--resilient")
     assert done.returncode == 0, done.stderr
     cured = report_of(tmp_path / "cured", capsys)
-    assert "went on after" in first_lines(cured)
+    assert "continued after" in first_lines(cured)
     assert max(int(step) for step in cured["steps"]) == 14

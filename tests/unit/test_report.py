@@ -306,7 +306,7 @@ def test_a_rank_that_was_killed_comes_first() -> None:
 def test_a_rank_that_the_others_did_without() -> None:
     lost = rows.RanksRow(0, 1, 13, "rank 1 of 2 was lost", 0, 43_000)
     first, *_ = verdict(made(after={12: [lost]}))
-    assert "Before step 13: rank 1 of 2 was lost. The ranks, now 1, went on after 43" in first.headline
+    assert "Before step 13: rank 1 of 2 was lost. The ranks, now 1, continued after 43" in first.headline
     assert "--max-restarts" in first.cure
 
 

@@ -230,7 +230,7 @@ def _events(run: Run) -> list[dict[str, Any]]:
         {
             "step": row.step,
             "kind": "ranks",
-            "words": f"{row.reason}; the ranks, now {row.num_ranks}, went on after "
+            "words": f"{row.reason}; the ranks, now {row.num_ranks}, continued after "
             f"{format_time((row.ended - row.began) / 1e6)}",
         }
         for row in changes_in(run)

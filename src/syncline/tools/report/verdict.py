@@ -289,7 +289,7 @@ def _failures(run: Run) -> Iterator[Finding]:
         is_loss = any(words in row.reason for words in ("lost", "left behind", "stopped"))
         yield Finding(
             kind="problem" if is_loss else "note",
-            headline=f"Before step {row.step}: {row.reason}. The ranks, now {row.num_ranks}, went on after "
+            headline=f"Before step {row.step}: {row.reason}. The ranks, now {row.num_ranks}, continued after "
             f"{_time(row.ended - row.began)}.",
             cure="Start the job with syncline run --resilient --max-restarts 3: then a process that is lost is "
             "started again, and joins."
