@@ -585,3 +585,12 @@ def test_a_part_that_begins_after_a_change_has_the_new_rank() -> None:
     run = run_of(recorded)
     assert 0 in run.steps[3]
     assert 4 in run.steps[20]
+
+
+def test_a_rank_that_was_killed_before_another_one_began_to_record_belongs_to_its_life() -> None:
+    found = [found[2:] for found in MadeRun(ranks=[MadeRank()] * 2).rows()]
+    killed = recorded_as(found[1][:3], 1, unix_seconds=1e9 - 0.2)
+    other = recorded_as([*found[0], rows.EndRow(10**6, "PeerLost: rank 1")])
+    run = run_of([other, killed])
+    assert len(run.processes) == 2
+    assert "Rank 1 was lost after step 20" in verdict_on(run, figures_of(run))[0].headline

@@ -16,6 +16,9 @@ from syncline.tracing import rows
 _SYSTEM_ERROR = 20_000
 """How far the times of two systems are taken to differ at most, in microseconds."""
 
+_RESTART_SECONDS = 1.0
+"""A restart takes longer: processes start and import torch. Ranks of one life begin closer together."""
+
 _WARM_UP_STEPS = 3
 """The first steps are slower: memory is allocated, and buckets are laid out again."""
 
@@ -91,7 +94,7 @@ def last_lives(processes: Sequence[ProcessTrace]) -> list[ProcessTrace]:
     found: list[ProcessTrace] = []
     begins = float("inf")
     for one in sorted(processes, key=lambda one: -one.unix_seconds(one.last_at)):
-        if found and one.unix_seconds(one.last_at) < begins:
+        if found and one.unix_seconds(one.last_at) < begins - _RESTART_SECONDS:
             break
         found.append(one)
         begins = min(begins, one.process.unix_seconds)
