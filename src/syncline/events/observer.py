@@ -32,7 +32,7 @@ E = TypeVar("E")
 
 
 class Observer:
-    """A base class for objects that receive events. Each method receives one kind of event, and does nothing here.
+    """A base class for objects that receive events. Each method receives one kind of event. These methods do nothing.
 
     Override the methods for the events that you want. Others cost nothing. A method is called at once, on the thread on
     which the event happened, so it should return soon, and must not call a collective. An error that it raises is

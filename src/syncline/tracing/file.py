@@ -9,7 +9,7 @@ of a run and its end.
 from __future__ import annotations
 
 import os
-import threading
+import re
 from collections import deque
 from pathlib import Path
 
@@ -21,8 +21,20 @@ SUFFIX = ".trace.jsonl"
 """The end of the names of all trace files."""
 
 
+_PART = re.compile(r"(rank-\d+\..+)\.(\d+)" + re.escape(SUFFIX))
+
+
+def parts_in(directory: Path) -> dict[str, list[tuple[int, Path]]]:
+    """Return the files of a trace by name, each with the numbers and paths of its parts, in order."""
+    found: dict[str, list[tuple[int, Path]]] = {}
+    for path in directory.glob(f"rank-*{SUFFIX}"):
+        if match := _PART.fullmatch(path.name):
+            found.setdefault(match[1], []).append((int(match[2]), path))
+    return {name: sorted(parts) for name, parts in sorted(found.items())}
+
+
 class TraceFile:
-    """The file of one rank.
+    """The file of one rank. Its users hold a lock: it is written by one thread at a time.
 
     Args:
         directory: the directory of the trace. It is created if it does not exist.
@@ -43,7 +55,6 @@ class TraceFile:
         self._num_bytes = 0
         self._repeated: dict[str, bytes] = {}
         self._pid = os.getpid()
-        self._lock = threading.Lock()
         directory.mkdir(parents=True, exist_ok=True)
         again = 1
         while self._path().exists():  # a former trace of this process
@@ -69,21 +80,16 @@ class TraceFile:
         if os.getpid() != self._pid:
             return  # a fork, such as a worker of a DataLoader
         line = encode(*found)
-        with self._lock:  # places are seen on another thread
-            if self._descriptor < 0:
-                return
-            if repeat_as:
-                self._repeated[repeat_as] = line
-            if self._num_bytes + len(line) > self._part_bytes and self._num_bytes:
-                self._next_part()
-            self._append(line)
+        if self._descriptor < 0:
+            return
+        if repeat_as:
+            self._repeated[repeat_as] = line
+        if self._num_bytes + len(line) > self._part_bytes and self._num_bytes:
+            self._next_part()
+        self._append(line)
 
     def _next_part(self) -> None:
-        former, self._descriptor = (
-            self._descriptor,
-            -1,
-        )  # if the next part cannot be opened, nothing more is written
-        os.close(former)
+        self.close()  # if the next part cannot be opened, nothing more is written
         if self._number:
             self._parts.append(self._path())
         while len(self._parts) > NUM_PARTS - 2:
@@ -99,7 +105,6 @@ class TraceFile:
 
     def close(self) -> None:
         """Close the file."""
-        with self._lock:
-            if self._descriptor >= 0:
-                os.close(self._descriptor)
-                self._descriptor = -1
+        former, self._descriptor = self._descriptor, -1
+        if former >= 0:
+            os.close(former)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import platform
 import shlex
 import socket
 import sys
@@ -11,7 +12,6 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -36,7 +36,6 @@ from syncline.user_code import warn_user
 
 _SHORTEST_CALL_SECONDS = 0.0001
 """Shorter calls are not recorded: a call that finds nothing to do would fill the trace."""
-
 
 _LONGEST_SECONDS = 0.05
 """How long events are kept before they are written."""
@@ -266,10 +265,5 @@ def _process_row(rank: int) -> rows.ProcessRow:
         at=micros(time.perf_counter()),
         unix_seconds=time.time(),
         command=shlex.join(sys.argv),
-        versions=_versions(),
+        versions={"torch": str(torch.__version__), "python": platform.python_version()},
     )
-
-
-def _versions() -> dict[str, str]:
-    found: dict[str, Any] = {"torch": torch.__version__, "python": sys.version.partition(" ")[0]}
-    return {name: str(version) for name, version in found.items()}

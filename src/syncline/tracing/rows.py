@@ -156,6 +156,17 @@ _KINDS: dict[str, Any] = {
 
 _NAMES = {kind: name for name, kind in _KINDS.items()}
 
+
+def time_of(row: Row) -> int | None:
+    """Return when a row was written; None if it has no time.
+
+    Examples:
+        >>> time_of(CallRow("mean", 5, 9))
+        9
+    """
+    return getattr(row, "ended", getattr(row, "at", None))
+
+
 _ENCODER = json.JSONEncoder(separators=(",", ":"), check_circular=False)
 
 

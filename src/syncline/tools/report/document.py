@@ -48,6 +48,7 @@ def document_of(run: Run) -> dict[str, Any]:
     """
     figures = figures_of(run)
     findings = verdict_on(run, figures)
+    lengths, stragglers = _over_time(run)
     return {
         "title": _title(run),
         "subtitle": _subtitle(run, figures),
@@ -56,11 +57,11 @@ def document_of(run: Run) -> dict[str, Any]:
         "parts": [] if figures is None else _parts(figures),
         "choices": _choices(run),
         "steps": {str(number): _step(run.steps[number]) for number in _shown(run)},
-        "lengths": _lengths(run),
+        "lengths": lengths,
         "ranks": {}
         if figures is None
         else {str(rank): dict(own) for rank, own in figures.phases_of_ranks.items()},
-        "stragglers": _stragglers(run),
+        "stragglers": stragglers,
         "buckets": [] if figures is None else [_bucket(one) for one in figures.buckets],
         "contract": _contract(run),
         "metrics": _metrics(run),
@@ -178,23 +179,18 @@ def _step(ranks: Mapping[int, RankStep]) -> dict[str, Any]:
     }
 
 
-def _lengths(run: Run) -> list[list[int]]:
-    found = []
+def _over_time(run: Run) -> tuple[list[list[int]], list[list[Any]]]:
+    """Return the length of each step with its waits, and the rank for which the others waited in it."""
+    lengths: list[list[int]] = []
+    stragglers: list[list[Any]] = []
     for number in _thinned(list(run.steps), MAX_POINTS):
-        figures = figures_of(run, [number])
-        late, transfer = (0.0, 0.0) if figures is None else (figures.parts["late"], figures.parts["transfer"])
-        found.append([number, run.length(number), round(late), round(transfer)])
-    return found
-
-
-def _stragglers(run: Run) -> list[list[Any]]:
-    found = []
-    for number in _thinned(list(run.steps), MAX_POINTS):
-        figures = figures_of(run, [number])
-        late = None if figures is None else figures.late
-        if late is not None and late.caused >= 0.02 * run.length(number):
-            found.append([number, late.rank, round(late.caused), late.phase])
-    return found
+        figures, length = figures_of(run, [number]), run.length(number)
+        assert figures is not None
+        lengths.append([number, length, round(figures.parts["late"]), round(figures.parts["transfer"])])
+        late = figures.late
+        if late is not None and late.caused >= 0.02 * length:
+            stragglers.append([number, late.rank, round(late.caused), late.phase])
+    return lengths, stragglers
 
 
 def _bucket(one: BucketFigures) -> dict[str, Any]:

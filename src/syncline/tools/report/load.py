@@ -3,17 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
-import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from syncline.tracing import rows
-from syncline.tracing.file import SUFFIX
-
-_PART = re.compile(r"(?P<name>rank-(?P<rank>\d+)\..+)\.(?P<part>\d+)" + re.escape(SUFFIX))
-
+from syncline.tracing.file import parts_in
 
 MOST_BYTES = 128 * 1024 * 1024
 """How much is read of all files together. In memory it is ten times as large."""
@@ -45,7 +40,7 @@ class ProcessTrace:
     @property
     def last_at(self) -> int:
         """The time of the last row."""
-        times = (getattr(row, "ended", getattr(row, "at", None)) for row in reversed(self.found))
+        times = map(rows.time_of, reversed(self.found))
         return next((time for time in times if time is not None), self.process.at)
 
 
@@ -60,19 +55,15 @@ def load(directory: Path) -> list[ProcessTrace]:
     """
     if not directory.is_dir():
         raise NoTrace(f"there is no directory {directory}: record a run by syncline run --trace {directory}")
-    found = sorted(
-        (match["name"], int(match["part"]), path)
-        for path in directory.iterdir()
-        if (match := _PART.fullmatch(path.name))
-    )
+    found = parts_in(directory)
     if not found:
         raise NoTrace(
             f"{directory} has no trace: record a run by syncline run --trace {directory}, or by "
             f'sl.trace("{directory}") in the program'
         )
-    processes, num_processes = [], len({name for name, _, _ in found})
-    for name, parts in itertools.groupby(found, key=lambda one: one[0]):
-        one = _read_process(name, [(number, path) for _, number, path in parts], MOST_BYTES // num_processes)
+    processes = []
+    for name, parts in found.items():
+        one = _read_process(name, parts, MOST_BYTES // len(found))
         if one is not None:
             processes.append(one)
     if not processes:
@@ -127,9 +118,7 @@ def _limited(files: Iterable[tuple[Path, int]], most_bytes: int) -> list[tuple[P
 
 
 def _lines(path: Path, start: int, size: int) -> Iterator[bytes]:
-    with (
-        contextlib.suppress(FileNotFoundError),
-        path.open("rb") as file,
-    ):  # the program may delete a part meanwhile
+    # The program may delete a part meanwhile.
+    with contextlib.suppress(FileNotFoundError), path.open("rb") as file:
         file.seek(start)
         yield from file.read(size).splitlines()

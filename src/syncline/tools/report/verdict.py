@@ -33,20 +33,19 @@ _PHASES_IN_WORDS = {
     "other": "time in other calls of Syncline, such as saves,",
 }
 
+_EQUAL_WORK = (
+    "Give this rank as much to compute as the others (batches of equal length), and its own cores or device: "
+    "other programs there slow it down."
+)
+
 _CURES_OF_LATE_RANKS = {
     "data": (
         "Let this rank load its data as fast as the others: more workers (DataLoader(num_workers=..., "
         "persistent_workers=True, prefetch_factor=...)), the same files on a disk as near, no transforms in the "
         "training process."
     ),
-    "forward": (
-        "Give this rank as much to compute as the others (batches of equal length), and its own cores or device: "
-        "other programs there slow it down."
-    ),
-    "backward": (
-        "Give this rank as much to compute as the others (batches of equal length), and its own cores or device: "
-        "other programs there slow it down."
-    ),
+    "forward": _EQUAL_WORK,
+    "backward": _EQUAL_WORK,
     "update": "Do on this rank only what all ranks do between backward and step: log, save and evaluate less often.",
     "other": "Do less on this rank alone: save less often, or with blocking=False.",
 }

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from syncline.tracing import rows
-from syncline.tracing.file import SUFFIX
+from syncline.tracing.file import parts_in
 
 _FIRST_BYTES = 256 * 1024
 """How much of the end of a long file is read at the first look."""
@@ -29,22 +29,14 @@ class Follower:
         The name is that of the file without its part. The time is that of the last change of the file, in seconds since
         the epoch. A line that is still being written is left for the next call.
         """
-        parts: dict[str, list[Path]] = {}
-        for path in sorted(self._directory.glob(f"rank-*{SUFFIX}")):
-            name = path.name.removesuffix(SUFFIX).rpartition(".")[0]
-            parts.setdefault(name, []).append(path)
-        for name, paths in parts.items():
-            is_new = not any(path in self._read for path in paths)
+        for name, parts in parts_in(self._directory).items():
+            paths = [path for _, path in parts]
+            known = [at for at, path in enumerate(paths) if path in self._read]
             found: list[rows.Row] = []
-            for path in (
-                [paths[-1]] if is_new else [path for path in paths if path >= max(self._known(paths))]
-            ):
+            for path in paths[known[-1] :] if known else paths[-1:]:
                 found += self._added(path)
             if found:
                 yield name, found, paths[-1].stat().st_mtime
-
-    def _known(self, paths: list[Path]) -> list[Path]:
-        return [path for path in paths if path in self._read]
 
     def _added(self, path: Path) -> list[rows.Row]:
         if not path.exists():  # deleted meanwhile, because the trace has become too large

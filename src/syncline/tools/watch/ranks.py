@@ -61,7 +61,7 @@ class RankState:
             found: the rows.
             at: when the last of them was written, in seconds since the epoch.
         """
-        times = [time for row in found if (time := _time_of(row)) is not None]
+        times = [time for row in found if (time := rows.time_of(row)) is not None]
         last = max(times, default=0)
         for row in found:
             match row:
@@ -85,7 +85,7 @@ class RankState:
                     self.end = row
                 case _:
                     pass
-            time = _time_of(row)
+            time = rows.time_of(row)
             self.changed_at = at if time is None else at - (last - time) / 1e6
         self.seen_at = at
 
@@ -142,11 +142,6 @@ def present(states: Sequence[RankState]) -> list[RankState]:
     for one in sorted(states, key=lambda one: one.process.unix_seconds if one.process else 0.0):
         found[one.rank] = one
     return list(found.values())
-
-
-def _time_of(row: rows.Row) -> int | None:
-    """Return when a row was written, in microseconds of the clock of its process."""
-    return getattr(row, "ended", getattr(row, "at", None))
 
 
 def screen(states: Sequence[RankState], now: float) -> str:
