@@ -51,7 +51,8 @@ def test_all_ranks_of_a_host_are_lost_and_its_launcher_is_not(training: Training
     (code_a, _, err_a), (code_b, _, err_b) = training.wait("a"), training.wait("b")
     assert (code_a, code_b) == ((137, 0) if host == "a" else (0, 137)), err_a + err_b
     assert training.finished() == [one for one in range(5) if one not in ranks]
-    assert f"ranks {ranks[0]}, {ranks[1]} of 5 were lost; the ranks, now 3, repeat the step" in err_a + err_b
+    # The two end within microseconds of each other: the others see them as one loss or as two.
+    assert "the ranks, now 3, repeat the step" in err_a + err_b
 
 
 def test_a_lost_host_costs_the_step(training: Training) -> None:
