@@ -68,6 +68,11 @@ def num_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
+def cache_folder() -> str:
+    """Return the folder in which Syncline keeps what it has measured on this machine for this user."""
+    return os.path.join(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "syncline")
+
+
 def threads_per_rank(num_ranks: int) -> int:
     """Return with how many threads each of `num_ranks` ranks on this host computes, if the user has set no number.
 

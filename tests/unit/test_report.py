@@ -20,7 +20,7 @@ from syncline.tools.report.run import Run, run_of
 from syncline.tools.report.steps import Span, without_gaps
 from syncline.tools.report.text import text_of
 from syncline.tools.report.verdict import Finding, verdict_on
-from syncline.tools.report.what_if import Link, cut_anew, exposed_time, link_of
+from syncline.tools.report.what_if import Link, cut_anew, link_of, wait_of
 
 
 def traces(made: MadeRun) -> list[ProcessTrace]:
@@ -326,7 +326,7 @@ def test_the_time_of_other_buckets_is_that_of_a_run_with_them() -> None:
     link = link_of(found.buckets)
     assert link is not None
     for size, number in ((2_000_000, 2), (500_000, 8)):
-        predicted = exposed_time(link, cut_anew(found.buckets, size), found.backward)
+        predicted = wait_of(link, cut_anew(found.buckets, size), found.backward)
         other = figures(made(bucket_bytes=[size] * number, **settings))
         assert predicted == pytest.approx(other.parts["transfer"], rel=0.25, abs=60)
 

@@ -167,9 +167,12 @@ class Hosts(NamedTuple):
 
     def caps_for(self, chosen: Selection, transport: Transport) -> BucketCaps:
         """Return the default caps of the buckets for these hosts, tensors and transport."""
-        device_type = chosen.reduced[0][1].device.type
+        tensors = [tensor for _, tensor in chosen.reduced]
         return automatic_caps(
-            self.loads, device_type=device_type, reduces_in_place=transport.reduces_in_place
+            self.loads,
+            device_type=tensors[0].device.type,
+            reduces_in_place=transport.reduces_in_place,
+            gradient_bytes=sum(tensor.numel() * tensor.element_size() for tensor in tensors),
         )
 
 

@@ -112,19 +112,32 @@ class HostLoad:
 
 _IN_PLACE_CAP_BYTES = 8 * MIB
 
+_NUM_OVERLAPPING = 10
+"""How many buckets there are at least between hosts, if they are not smaller than 1 MiB then.
+
+What a step waits for is at least the last bucket: a tenth of all gradients. More buckets would wait for the latency of
+the network more often.
+"""
+
 _Kind = tuple[str, str, bool]
 """A key (dtype, device, delayed), by which dense gradients are grouped. A bucket holds gradients of one key only."""
 
 
 def automatic_caps(
-    hosts: Sequence[HostLoad], *, device_type: str, reduces_in_place: bool = False
+    hosts: Sequence[HostLoad],
+    *,
+    device_type: str,
+    reduces_in_place: bool = False,
+    gradient_bytes: int | None = None,
 ) -> BucketCaps:
     """Return the bucket caps to use if the user gave none.
 
     Communication during backward saves time if something other than the computing cores sends the data: an
     accelerator's copy engines, a network between hosts, or cores that no rank computes on. Then the caps are 1 MiB for
-    the first bucket and 25 MiB for the rest, as in torch. On one host whose cores all compute, each further collective
-    only takes time from the computation, so a few large buckets are faster.
+    the first bucket and 25 MiB for the rest, as in torch. Between hosts the network is often slow, and a model of less
+    than 250 MiB would have only a few such buckets, of which the last ones are sent when the backward has ended. So
+    there are at least ten buckets between hosts, unless they would be smaller than 1 MiB. On one host whose cores all
+    compute, each further collective only takes time from the computation, so a few large buckets are faster.
 
     If the ranks of one host read each other's gradients from memory, an additional bucket costs little, and a bucket
     that is reduced soon after it was filled is still in the last-level cache. Then buckets of medium size are faster.
@@ -133,6 +146,7 @@ def automatic_caps(
         hosts: the load of each host.
         device_type: the device type of the gradients.
         reduces_in_place: whether ranks read each other's gradients from memory.
+        gradient_bytes: the bytes of all gradients of the module; None if they are not known.
 
     Examples:
         >>> crowded = HostLoad(num_ranks=2, num_cores=2, num_threads_per_rank=1)
@@ -140,8 +154,13 @@ def automatic_caps(
         32
         >>> automatic_caps([crowded, crowded], device_type="cpu").cap_bytes // MIB
         25
+        >>> automatic_caps([crowded, crowded], device_type="cpu", gradient_bytes=20 * MIB).cap_bytes // MIB
+        2
     """
     overlapping = BucketCaps(cap_bytes=25 * MIB, first_cap_bytes=1 * MIB, is_default=True)
+    if len(hosts) > 1 and gradient_bytes is not None:
+        cap_bytes = min(25 * MIB, max(1 * MIB, gradient_bytes // _NUM_OVERLAPPING))
+        return BucketCaps(cap_bytes=cap_bytes, first_cap_bytes=1 * MIB, is_default=True)
     if device_type != "cpu" or len(hosts) > 1:
         return overlapping
     if reduces_in_place:

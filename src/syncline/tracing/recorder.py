@@ -16,6 +16,7 @@ from pathlib import Path
 import torch
 
 from syncline.contract import Contract
+from syncline.environment import num_cores
 from syncline.events import (
     BackwardEnded,
     CallEnded,
@@ -266,4 +267,6 @@ def _process_row(rank: int) -> rows.ProcessRow:
         unix_seconds=time.time(),
         command=shlex.join(sys.argv),
         versions={"torch": str(torch.__version__), "python": platform.python_version()},
+        num_cores=num_cores(),
+        num_threads=torch.get_num_threads(),
     )

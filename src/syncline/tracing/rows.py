@@ -31,6 +31,10 @@ class ProcessRow(NamedTuple):
     """The time of the system at `at`."""
     command: str
     versions: Mapping[str, str]
+    num_cores: int = 0
+    """The cores on which the process may run; 0 if they are unknown."""
+    num_threads: int = 1
+    """The threads with which it computes."""
 
 
 class ModuleRow(NamedTuple):

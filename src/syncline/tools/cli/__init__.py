@@ -4,6 +4,7 @@ __main__.py  `python -m syncline.tools.cli`
 bench.py     `syncline bench`
 doctor.py    `syncline doctor`
 options.py   the parser class of all commands, and the options of `syncline run`
+plan.py      `syncline plan`
 progress.py  messages about what a command does, while it prints nothing else
 report.py    `syncline report` and `syncline compare`
 run.py       `syncline run`
@@ -18,7 +19,7 @@ import sys
 from collections.abc import Sequence
 from importlib import metadata
 
-from syncline.tools.cli import bench, doctor, report, run, watch
+from syncline.tools.cli import bench, doctor, plan, report, run, watch
 from syncline.tools.cli.options import UsageError
 
 __all__ = ["main"]
@@ -29,6 +30,7 @@ _COMMANDS = {
     "report": report.report,
     "compare": report.compare,
     "watch": watch.main,
+    "plan": plan.main,
     "bench": bench.main,
     "doctor": doctor.main,
 }
@@ -43,6 +45,7 @@ commands
   report    say where the time of a step goes, from the trace of a run
   compare   put two traced runs side by side
   watch     show what each rank of a run is doing now, or where it hangs
+  plan      predict a step on a cluster for each way to synchronize, and recommend one
   bench     measure Syncline on this machine, against Gloo and MPI
   doctor    check this host, or find results that differ between two runs or ranks
 

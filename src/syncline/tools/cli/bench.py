@@ -23,6 +23,7 @@ from syncline.tools.bench.plot import SUFFIXES, can_plot, plot
 from syncline.tools.bench.tables import parse_size, report, size_text
 from syncline.tools.cli.options import CommandParser, UsageError
 from syncline.tools.launch.guardian import Guardian
+from syncline.tools.plan import usual_path
 
 if TYPE_CHECKING:
     from syncline.tools.bench.ranks import Plan
@@ -39,6 +40,7 @@ two minutes. Keep the machine idle meanwhile.
   syncline bench                              2 ranks, everything
   syncline bench -n 4 --sizes 1K,1M,25M --no-steps
   syncline bench --json bench.json --plot bench.png
+  syncline bench --calibrate                  measure what syncline plan needs
 
   -n RANKS              number of processes, from 2 (default: 2); each has 1 thread
   --sizes SIZE[,SIZE]   payloads of all_reduce; 1K is 1024 bytes
@@ -47,6 +49,9 @@ two minutes. Keep the machine idle meanwhile.
   --rounds N            number of turns of each engine (default: 20)
   --quick               3 short rounds of few sizes and the small model, to check
                         that the benchmark runs; the times are not reliable
+  --calibrate           measure only what synchronization costs with 2, 4 and 8 ranks,
+                        for syncline plan and syncline report, and keep it for this
+                        user (with --json FILE: write it to FILE instead)
   --json FILE           write the results, with the times of each round, to FILE
   --plot FILE           draw the results in FILE, a .png or .svg; this needs
                         matplotlib: pip install 'syncline[bench]'
@@ -74,6 +79,8 @@ def main(argv: Sequence[str]) -> int:
         UsageError: the arguments are invalid. No rank was started.
     """
     args = _parse(argv)
+    if args.calibrate:
+        return _calibrate(args.json)
     sizes = _sizes(args)
     print(f"syncline bench: starting {args.n} ranks", file=sys.stderr, flush=True)
     plan = _plan(args, sizes)
@@ -105,6 +112,7 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--steps", action=argparse.BooleanOptionalAction, default=True)
     parser.add_argument("--rounds", type=int)
     parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--calibrate", action="store_true")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--plot", type=Path)
     args = parser.parse_all(argv)
@@ -128,6 +136,21 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
             "--plot needs matplotlib, which is not installed: pip install 'syncline[bench]', or leave --plot out"
         )
     return args
+
+
+def _calibrate(path: Path | None) -> int:
+    """Measure this machine, and write its figures to a file. Return the exit code."""
+    from syncline.tools.bench.measured import MeasurementFailed, calibrated
+
+    try:
+        machine = calibrated(lambda text: print(f"syncline bench: {text}", file=sys.stderr, flush=True))
+    except MeasurementFailed as failed:
+        return failed.code
+    target = usual_path() if path is None else path
+    target.parent.mkdir(parents=True, exist_ok=True)
+    target.write_text(json.dumps(machine.to_json(), indent=1) + "\n")
+    print(f"The figures of {machine.name} are in {target}")
+    return 0
 
 
 def _sizes(args: argparse.Namespace) -> list[int]:

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from syncline.tools.cli.options import CommandParser, UsageError
+from syncline.tools.plan import UNMEASURED, Machine, load_machine
 from syncline.tools.report.chrome import chrome_trace
 from syncline.tools.report.document import document_of
 from syncline.tools.report.load import NoTrace, load
@@ -69,7 +70,7 @@ def report(argv: Sequence[str]) -> int:
     run = _run(directory)
     if args.format == "chrome":
         return _write_chrome(run, directory / "chrome" if args.out is None else Path(args.out))
-    document = document_of(run)
+    document = document_of(run, _machine())
     if args.format == "html":
         found = page(document)
     else:
@@ -99,7 +100,7 @@ def compare(argv: Sequence[str]) -> int:
     args = parser.parse_all(argv)
     if len(args.directories) != 2:
         raise UsageError("expected two directories: syncline compare DIR DIR; see syncline compare --help")
-    print(compared(args.directories, [document_of(_run(Path(one))) for one in args.directories]))
+    print(compared(args.directories, [document_of(_run(Path(one)), _machine()) for one in args.directories]))
     return 0
 
 
@@ -108,6 +109,14 @@ def _run(directory: Path) -> Run:
         return run_of(load(directory))
     except NoTrace as error:
         raise UsageError(str(error)) from None
+
+
+def _machine() -> Machine:
+    """Return the figures of this machine. A report does not fail because of them."""
+    try:
+        return load_machine()
+    except ValueError:
+        return UNMEASURED
 
 
 def _write_chrome(run: Run, folder: Path) -> int:

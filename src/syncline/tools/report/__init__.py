@@ -8,6 +8,7 @@ clocks.py     the offsets between the clocks of hosts (pure functions)
 document.py   the data of a report, for the page and for `--format json` (pure functions)
 load.py       reads the files of a trace
 page.py       the page: one HTML file
+planned.py    from a trace to a plan, and its prediction (pure functions)
 run.py        the steps of all ranks, on one clock (pure functions)
 steps.py      from rows to steps (pure functions)
 text.py       the report as text, and two runs side by side

@@ -12,7 +12,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from syncline.tools.plan import Machine
 from syncline.tools.report.analysis import EXPOSED, BucketFigures, Figures, figures_of
+from syncline.tools.report.planned import predicted_rows
 from syncline.tools.report.run import Run
 from syncline.tools.report.steps import RankStep
 from syncline.tools.report.verdict import Finding, changes_in, verdict_on
@@ -40,11 +42,12 @@ _PARTS_IN_WORDS = {
 }
 
 
-def document_of(run: Run) -> dict[str, Any]:
+def document_of(run: Run, machine: Machine) -> dict[str, Any]:
     """Return the data of a report. Times are in microseconds.
 
     Args:
         run: the run.
+        machine: what synchronization costs, for a prediction that is compared with the run.
     """
     figures = figures_of(run)
     findings = verdict_on(run, figures)
@@ -66,7 +69,7 @@ def document_of(run: Run) -> dict[str, Any]:
         "contract": _contract(run),
         "metrics": _metrics(run),
         "events": _events(run),
-        "predicted": None,
+        "predicted": [] if figures is None else predicted_rows(run, figures, machine),
     }
 
 

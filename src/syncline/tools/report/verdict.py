@@ -11,7 +11,7 @@ from typing import Literal
 
 from syncline.tools.report.analysis import Figures
 from syncline.tools.report.run import Run
-from syncline.tools.report.what_if import best_cap, exposed_time, link_of
+from syncline.tools.report.what_if import best_cap, link_of, wait_of
 from syncline.tracing import rows
 from syncline.words import format_bytes, format_count, format_names, format_time
 
@@ -221,7 +221,7 @@ def _slow_link(run: Run, figures: Figures) -> Iterator[Finding]:
         return
     whole = sum(figures.parts.values())
     total = sum(one.payload_bytes for one in figures.buckets)
-    smaller = exposed_time(
+    smaller = wait_of(
         link, [(one.sent, one.payload_bytes / 4) for one in sorted(figures.buckets, key=lambda b: b.sent)],
         figures.backward,
     )  # fmt: skip

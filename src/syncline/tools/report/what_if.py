@@ -8,8 +8,8 @@ for what is left when the backward has ended.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
+from syncline.tools.plan import Link, Reduction, exposed_time
 from syncline.tools.report.analysis import BucketFigures
 
 CAPS_MB = (0.25, 0.5, 1, 2, 4, 8, 16, 25, 50, 100)
@@ -18,22 +18,6 @@ CAPS_MB = (0.25, 0.5, 1, 2, 4, 8, 16, 25, 50, 100)
 _BYTES_PER_MB = 1 << 20
 
 _LEAST_POINTS = 3
-
-
-class Link(NamedTuple):
-    """How long a reduction takes, in microseconds: a fixed time, and a time for each byte."""
-
-    fixed: float
-    per_byte: float
-
-    def time(self, num_bytes: float) -> float:
-        """Return how long the reduction of so many bytes takes."""
-        return self.fixed + self.per_byte * num_bytes
-
-    @property
-    def bytes_per_second(self) -> float:
-        """The bandwidth without the fixed time."""
-        return 1e6 / self.per_byte if self.per_byte > 0 else float("inf")
 
 
 def link_of(buckets: Sequence[BucketFigures]) -> Link | None:
@@ -57,7 +41,7 @@ def link_of(buckets: Sequence[BucketFigures]) -> Link | None:
     return Link(fixed, slope) if fixed > 0 else Link(0.0, sum(times) / sum(sizes))
 
 
-def exposed_time(link: Link, buckets: Sequence[tuple[float, float]], backward: float) -> float:
+def wait_of(link: Link, buckets: Sequence[tuple[float, float]], backward: float) -> float:
     """Return how long a step waits for buckets after the backward, in microseconds.
 
     Args:
@@ -66,13 +50,10 @@ def exposed_time(link: Link, buckets: Sequence[tuple[float, float]], backward: f
         backward: how long the backward takes.
 
     Examples:
-        >>> exposed_time(Link(0.0, 1.0), [(10.0, 20.0), (50.0, 20.0)], backward=50.0)
+        >>> wait_of(Link(0.0, 1.0), [(10.0, 20.0), (50.0, 20.0)], backward=50.0)
         20.0
     """
-    free = 0.0
-    for sent, num_bytes in buckets:
-        free = max(free, sent) + link.time(num_bytes)
-    return max(0.0, free - backward)
+    return exposed_time([Reduction(sent, link.time(num_bytes)) for sent, num_bytes in buckets], backward)
 
 
 def cut_anew(buckets: Sequence[BucketFigures], cap_bytes: float) -> list[tuple[float, float]]:
@@ -114,8 +95,8 @@ def best_cap(link: Link, buckets: Sequence[BucketFigures], backward: float) -> t
     None if no other size is shorter.
     """
     ordered = sorted(buckets, key=lambda one: one.sent)
-    present = exposed_time(link, [(one.sent, one.payload_bytes) for one in ordered], backward)
-    waits = {cap: exposed_time(link, cut_anew(ordered, cap * _BYTES_PER_MB), backward) for cap in CAPS_MB}
+    present = wait_of(link, [(one.sent, one.payload_bytes) for one in ordered], backward)
+    waits = {cap: wait_of(link, cut_anew(ordered, cap * _BYTES_PER_MB), backward) for cap in CAPS_MB}
     # The largest of those that are nearly as good: fewer buckets have less overhead that the model does not know.
     shortest = min(waits.values())
     cap = max(one for one, wait in waits.items() if wait <= shortest + 0.02 * max(1.0, present))

@@ -1,0 +1,240 @@
+"""`syncline plan`: predict what a training step takes on a cluster, for each way to synchronize, and recommend one."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TypeVar
+
+from syncline.environment import num_cores, threads_per_rank
+from syncline.tools.bench.machine import total_memory_bytes
+from syncline.tools.cli.options import CommandParser, UsageError
+from syncline.tools.plan import (
+    Cluster,
+    Job,
+    Machine,
+    Planner,
+    advice_on,
+    job_of_size,
+    load_machine,
+    parse_rate,
+    parse_seconds,
+    plan_json,
+    plan_text,
+)
+from syncline.tools.report.analysis import figures_of
+from syncline.tools.report.load import NoTrace, load
+from syncline.tools.report.planned import cluster_of, job_of
+from syncline.tools.report.run import run_of
+
+T = TypeVar("T")
+
+_HELP = """\
+usage: syncline plan FILE.py:FUNCTION [options]
+       syncline plan --trace DIR [options]
+       syncline plan --parameters N --compute TIME [options]
+
+Predict what a training step takes on a cluster for each way to synchronize
+(buckets, sharding, compressions, local SGD, DiLoCo), recommend one, and say from
+when the others pay. Nothing is sent: a plan for 100,000 ranks takes seconds.
+
+  syncline plan model.py:build -n 2                      this machine
+  syncline plan model.py:build --hosts 4 -n 2 --bandwidth 1Gbit
+  syncline plan --trace runs/1 --hosts 4 --bandwidth 200Mbit
+  syncline plan --parameters 7B --compute 0.9s --hosts 8 -n 8 --engine nccl \\
+      --bandwidth 400Gbit --memory 80GB
+
+what is trained
+  FILE.py:FUNCTION      FUNCTION returns the module and its inputs, as in
+                        return model, (tokens, targets). AdamW steps it. It is run
+                        for some steps in as many processes as a host has ranks
+  --trace DIR           the trace of a run (syncline run --trace DIR)
+  --parameters N        only a size, such as 124M or 7B, with
+  --compute TIME        the time of a step without synchronization: 80ms, 0.9s
+
+where
+  --hosts N             number of hosts (default: 1, or as in the trace)
+  -n, --ranks N         ranks of a host (default: 2, or as in the trace)
+  --cores N             cores of a host (default: those of this one)
+  --bandwidth RATE      of each host's link: 100Mbit, 25Gbit, 3GB (a second)
+  --latency TIME        of a message between hosts (default: 50us)
+  --memory SIZE         of a host, or of a GPU: 64GB (default: that of this host)
+  --engine ENGINE       what connects the ranks of a host: shm (default), gloo, nccl
+  --machine FILE        what synchronization costs, measured by
+                        syncline bench --calibrate (default: of this machine)
+
+  --format text|json    json has the same figures for other programs
+  -h, --help            show this text
+
+docs/guides/plan.md says how the prediction is made, and how good it is.
+"""
+
+_COUNTS = {"": 1.0, "K": 1e3, "M": 1e6, "B": 1e9, "G": 1e9, "T": 1e12}
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run `syncline plan` with these arguments, and return the exit code.
+
+    Raises:
+        UsageError: the arguments are invalid.
+    """
+    args = _parse(argv)
+    machine = _machine(args)
+    if args.trace is not None:
+        job, cluster = _traced(args)
+    else:
+        cluster = _cluster(args)
+        if args.model is None:
+            job = job_of_size(args.parameters, compute=args.compute)
+        else:
+            from syncline.tools.bench.measured import MeasurementFailed
+
+            try:
+                job = _measured(args, cluster)
+            except MeasurementFailed as failed:
+                return failed.code
+    planner = Planner.of(job, cluster, machine)
+    advice = advice_on(planner)
+    if args.format == "json":
+        print(json.dumps(plan_json(planner, advice), indent=1))
+    else:
+        print(plan_text(planner, advice))
+    return 0
+
+
+def _parse(argv: Sequence[str]) -> argparse.Namespace:
+    parser = CommandParser("syncline plan", _HELP)
+    parser.add_argument("model", nargs="?")
+    parser.add_argument("--trace", type=Path)
+    parser.add_argument("--parameters", type=_checked(_count))
+    parser.add_argument("--compute", type=_checked(parse_seconds))
+    parser.add_argument("--hosts", type=int)
+    parser.add_argument("-n", "--ranks", type=int)
+    parser.add_argument("--cores", type=int)
+    parser.add_argument("--bandwidth", type=_checked(parse_rate))
+    parser.add_argument("--latency", type=_checked(parse_seconds), default=50e-6)
+    parser.add_argument("--memory", type=_checked(_size))
+    parser.add_argument("--engine", choices=("shm", "gloo", "nccl"))
+    parser.add_argument("--machine", type=Path)
+    parser.add_argument("--format", choices=("text", "json"), default="text")
+    args = parser.parse_all(argv)
+    given = [args.model is not None, args.trace is not None, args.parameters is not None]
+    if sum(given) != 1:
+        raise UsageError(
+            "expected one of FILE.py:FUNCTION, --trace DIR and --parameters N --compute TIME; see syncline plan --help"
+        )
+    if (args.parameters is None) != (args.compute is None):
+        raise UsageError("--parameters and --compute belong together: --parameters 124M --compute 80ms")
+    for option, value in (("--hosts", args.hosts), ("-n", args.ranks), ("--cores", args.cores)):
+        if value is not None and value < 1:
+            raise UsageError(f"{option} {value}: expected at least 1")
+    if args.trace is None and (args.hosts or 1) > 1 and args.bandwidth is None:
+        raise UsageError(
+            "--hosts: how fast is the link between them? Pass --bandwidth, for example --bandwidth 10Gbit"
+        )
+    if args.model is not None:
+        path, found, name = args.model.rpartition(":")
+        if not found or not name.isidentifier() or not Path(path).is_file():
+            raise UsageError(
+                f"{args.model}: expected FILE.py:FUNCTION, with a file that exists; FUNCTION returns the module and "
+                "its inputs"
+            )
+    return args
+
+
+def _checked(parse: Callable[[str], T]) -> Callable[[str], T]:
+    """Return the parser of a value, whose error is the text of its ValueError."""
+
+    def parsed(text: str) -> T:
+        try:
+            return parse(text)
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(str(error)) from None
+
+    return parsed
+
+
+def _count(text: str) -> int:
+    """Return a number such as 124M."""
+    number, unit = (text[:-1], text[-1].upper()) if text[-1:].upper() in _COUNTS else (text, "")
+    try:
+        found = round(float(number) * _COUNTS[unit])
+    except (ValueError, OverflowError):
+        found = 0
+    if found < 1:
+        raise ValueError(f"{text}: expected a number of parameters such as 124M or 7B")
+    return found
+
+
+def _size(text: str) -> int:
+    """Return a size in bytes."""
+    number = text.strip().upper().removesuffix("IB").removesuffix("B")
+    try:
+        return _count(number)
+    except ValueError:
+        raise ValueError(f"{text}: expected a size such as 64GB") from None
+
+
+def _machine(args: argparse.Namespace) -> Machine:
+    try:
+        return load_machine(args.machine, engine=args.engine or "shm")
+    except OSError as error:
+        raise UsageError(f"cannot read --machine {args.machine}: {error.strerror}") from None
+    except ValueError as error:
+        raise UsageError(str(error)) from None
+
+
+def _cluster(args: argparse.Namespace) -> Cluster:
+    cores, ranks = args.cores or num_cores(), args.ranks or 2
+    return Cluster(
+        hosts=args.hosts or 1,
+        ranks_per_host=ranks,
+        cores_per_host=cores,
+        threads_per_rank=max(1, cores // ranks) if args.cores else threads_per_rank(ranks),
+        link_bytes_per_second=args.bandwidth,
+        latency_seconds=args.latency,
+        memory_bytes=args.memory or (None if args.engine == "nccl" else total_memory_bytes()),
+        engine=args.engine or "shm",
+    )
+
+
+def _measured(args: argparse.Namespace, cluster: Cluster) -> Job:
+    """Measure the model on this machine: with all ranks of a host if this machine is like the hosts of the plan."""
+    from syncline.tools.bench.measured import measured_model
+
+    if args.cores is None:
+        ranks, threads = cluster.ranks_per_host, cluster.threads_per_rank
+        return measured_model(args.model, num_ranks=ranks, num_threads=threads)
+    threads = min(num_cores(), cluster.threads_per_rank)
+    return measured_model(args.model, num_ranks=1, num_threads=threads).slower(cluster.crowding)
+
+
+def _traced(args: argparse.Namespace) -> tuple[Job, Cluster]:
+    """Return the job of a trace, and the cluster of the options, or of the trace where there are none."""
+    try:
+        run = run_of(load(args.trace))
+    except NoTrace as error:
+        raise UsageError(str(error)) from None
+    figures = figures_of(run)
+    if figures is None or not figures.buckets:
+        raise UsageError(
+            f"{args.trace} has no step with a synchronized backward: trace a run that averages gradients in every step"
+        )
+    job, there = job_of(run, figures), cluster_of(run, figures)
+    hosts = args.hosts or there.hosts
+    bandwidth = args.bandwidth or there.link_bytes_per_second
+    if hosts > 1 and bandwidth is None:
+        raise UsageError("--hosts: the trace has one host, so pass the --bandwidth of the link between hosts")
+    cluster = Cluster(
+        hosts=hosts,
+        ranks_per_host=args.ranks or there.ranks_per_host,
+        cores_per_host=args.cores or there.cores_per_host,
+        threads_per_rank=there.threads_per_rank,
+        link_bytes_per_second=bandwidth,
+        latency_seconds=args.latency if args.bandwidth else there.latency_seconds,
+        memory_bytes=args.memory,
+        engine=args.engine or there.engine,
+    )
+    return job.slower(cluster.crowding / there.crowding), cluster

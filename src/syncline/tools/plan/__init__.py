@@ -1,0 +1,64 @@
+"""The planner: what a step would take on a cluster, for each way to synchronize (pure functions).
+
+advice.py    which way to choose, and from when the others pay
+buckets.py   the buckets that Syncline would lay out (imports torch when it is called)
+cluster.py   hosts, ranks, cores, memory, and the link between hosts
+costs.py     what one bucket costs on a cluster
+job.py       the gradients in the order in which they become ready, and the time of the computation
+machine.py   what synchronization costs on a machine, as `syncline bench --calibrate` measures it
+options.py   what can be chosen
+predict.py   from a job, a cluster and a machine to the time, the bytes and the memory of each option
+text.py      a plan as text
+timeline.py  when gradients are sent, and how long a step waits for them
+"""
+
+from __future__ import annotations
+
+from syncline.tools.plan.advice import Advice, advice_on
+from syncline.tools.plan.cluster import Cluster, Engine, parse_rate, parse_seconds
+from syncline.tools.plan.job import Gradient, Job, job_of_size
+from syncline.tools.plan.machine import UNMEASURED, Coding, Cost, Machine, load_machine, usual_path
+from syncline.tools.plan.options import (
+    CAPS_MB,
+    CODECS,
+    Codec,
+    Option,
+    codec_of,
+    kinds_of_options,
+    with_caps,
+)
+from syncline.tools.plan.predict import Planner, Prediction
+from syncline.tools.plan.text import plan_json, plan_text
+from syncline.tools.plan.timeline import Link, Reduction, exposed_time
+
+__all__ = [
+    "CAPS_MB",
+    "CODECS",
+    "UNMEASURED",
+    "Advice",
+    "Cluster",
+    "Codec",
+    "Coding",
+    "Cost",
+    "Engine",
+    "Gradient",
+    "Job",
+    "Link",
+    "Machine",
+    "Option",
+    "Planner",
+    "Prediction",
+    "Reduction",
+    "advice_on",
+    "codec_of",
+    "exposed_time",
+    "job_of_size",
+    "kinds_of_options",
+    "load_machine",
+    "parse_rate",
+    "parse_seconds",
+    "plan_json",
+    "plan_text",
+    "usual_path",
+    "with_caps",
+]

@@ -1,0 +1,55 @@
+"""The buckets that Syncline would lay out for a job (pure functions)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from syncline.tools.plan.cluster import Cluster
+from syncline.tools.plan.job import Gradient, Job
+
+MIB = 1 << 20
+
+
+def buckets_of(job: Job, cluster: Cluster, cap_mb: float | None) -> list[Sequence[Gradient]]:
+    """Return the gradients of each bucket, in the order in which buckets are sent.
+
+    Args:
+        job: the job.
+        cluster: the hosts, on which the automatic size depends.
+        cap_mb: the argument `bucket_cap_mb`; None for the automatic size.
+    """
+    # Imports torch, which a report of a trace does not need.
+    from syncline.gradients.bucket_plan import (
+        BucketCaps,
+        HostLoad,
+        ParameterSpec,
+        automatic_caps,
+        plan_buckets,
+    )
+
+    specs = [
+        ParameterSpec(
+            name=one.name,
+            numel=one.numel,
+            itemsize_bytes=one.itemsize_bytes,
+            dtype=f"float{8 * one.itemsize_bytes}",
+            device="cpu",
+        )
+        for one in job.gradients
+    ]
+    if cap_mb is None:
+        load = HostLoad(
+            num_ranks=cluster.ranks_per_host,
+            num_cores=cluster.cores_per_host,
+            num_threads_per_rank=cluster.threads_per_rank,
+        )
+        caps = automatic_caps(
+            [load] * cluster.hosts,
+            device_type="cuda" if cluster.engine == "nccl" else "cpu",
+            reduces_in_place=cluster.engine == "shm" and (cluster.hosts == 1 or cluster.ranks_per_host > 1),
+            gradient_bytes=job.num_bytes,
+        )
+    else:
+        caps = BucketCaps(cap_bytes=round(cap_mb * MIB), first_cap_bytes=round(cap_mb * MIB))
+    plans = plan_buckets(specs, range(len(specs)), caps=caps, tail_numel=0)
+    return [[job.gradients[index] for index in sorted(plan.parameters)] for plan in plans]

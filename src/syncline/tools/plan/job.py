@@ -1,0 +1,111 @@
+"""What is trained: the gradients in the order in which they become ready, and how long one rank computes.
+
+Times are in seconds, for one rank that computes beside the other ranks of its host and waits for none of them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+ADAM_STATE = 2.0
+"""AdamW keeps two values for each parameter."""
+
+
+class Gradient(NamedTuple):
+    """One parameter's gradient."""
+
+    name: str
+    shape: tuple[int, ...]
+    ready: float
+    """When it is ready: 0 at the beginning of the backward, 1 at its end."""
+    itemsize_bytes: int = 4
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def num_bytes(self) -> int:
+        return self.numel * self.itemsize_bytes
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """A training job, on one rank."""
+
+    name: str
+    gradients: Sequence[Gradient]
+    """In the order in which they become ready."""
+    forward: float
+    """The forward and the loss, in seconds."""
+    backward: float
+    update: float
+    """The optimizer's step and everything else from the backward to the end of the step."""
+    data: float = 0.0
+    """What comes before the forward."""
+    ranks_beside: int = 1
+    """The number of ranks that computed on the host while these times were measured."""
+    state_values: float = ADAM_STATE
+    """The number of values that the optimizer keeps for each parameter."""
+    activation_bytes: int = 0
+    """The memory of one rank's batch; 0 if it is not known."""
+
+    @property
+    def numel(self) -> int:
+        """The number of parameters."""
+        return sum(one.numel for one in self.gradients)
+
+    @property
+    def num_bytes(self) -> int:
+        """The bytes of all gradients."""
+        return sum(one.num_bytes for one in self.gradients)
+
+    @property
+    def compute(self) -> float:
+        """How long a step takes without any synchronization."""
+        return self.data + self.forward + self.backward + self.update
+
+    def slower(self, factor: float) -> Job:
+        """Return the same job on ranks that compute more slowly by this factor."""
+        return replace(
+            self,
+            data=self.data * factor,
+            forward=self.forward * factor,
+            backward=self.backward * factor,
+            update=self.update * factor,
+        )
+
+
+def job_of_size(numel: int, *, compute: float, num_tensors: int = 0, itemsize_bytes: int = 4) -> Job:
+    """Return a job of which only the number of parameters and the length of a step are known.
+
+    The parameters are taken to be square matrices of one size, whose gradients become ready evenly; so their number is
+    only nearly the given one. Of a step, 30 % are taken to be the forward, 60 % the backward, and 10 % the optimizer's
+    step.
+
+    Args:
+        numel: the number of parameters.
+        compute: how long a step takes without synchronization, in seconds.
+        num_tensors: the number of tensors; 0 for a number that is usual for models of this size.
+        itemsize_bytes: the size of a gradient's value.
+
+    Examples:
+        >>> job = job_of_size(1_000_000, compute=0.1, num_tensors=4)
+        >>> job.numel, job.backward, [one.ready for one in job.gradients]
+        (1000000, 0.06, [0.25, 0.5, 0.75, 1.0])
+    """
+    count = num_tensors or max(1, min(1000, round(8 * (numel / 1e6) ** 0.4)))
+    side = max(1, round(math.sqrt(numel / count)))
+    gradients = [
+        Gradient(f"tensor {at}", (side, side), (at + 1) / count, itemsize_bytes) for at in range(count)
+    ]
+    return Job(
+        name="a model of which only the size is known",
+        gradients=gradients,
+        forward=0.3 * compute,
+        backward=0.6 * compute,
+        update=0.1 * compute,
+    )

@@ -1,0 +1,183 @@
+"""What synchronization costs on a machine: the figures that `syncline bench --calibrate` measures.
+
+Without a measurement, the figures of one machine with two cores are used; a plan then says so.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from syncline.environment import cache_folder
+
+
+class Cost(NamedTuple):
+    """What a reduction costs, in seconds: fixed, and for each byte."""
+
+    fixed: float
+    per_byte: float
+    work_fixed: float
+    """The time of this rank's cores, which it takes from the computation if no core is idle."""
+    work_per_byte: float
+
+    def time(self, num_bytes: float) -> float:
+        """Return how long a reduction of so many bytes takes, if the ranks do nothing else."""
+        return self.fixed + self.per_byte * num_bytes
+
+    def work(self, num_bytes: float) -> float:
+        """Return how long a core is busy with it."""
+        return self.work_fixed + self.work_per_byte * num_bytes
+
+    def times(self, factor: float) -> Cost:
+        """Return the cost of reductions that take so many times as long."""
+        return Cost(*(factor * one for one in self))
+
+
+class Coding(NamedTuple):
+    """What a compression costs for each value, in seconds."""
+
+    encoding: float
+    decoding: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Machine:
+    """The figures of one machine."""
+
+    name: str
+    shared_memory: Mapping[int, Cost]
+    """An all_reduce in shared memory, by the number of ranks on the host."""
+    gloo: Mapping[int, Cost]
+    """An all_reduce over Gloo within the host, by the number of ranks."""
+    copy_per_byte: float
+    """A copy of a gradient into its bucket, or out of it."""
+    per_gradient: float
+    """The calls for one gradient in a synchronized backward."""
+    per_bucket: float
+    """The calls for one bucket."""
+    per_step: float
+    """The calls for one synchronized step."""
+    codings: Mapping[str, Coding] = field(default_factory=dict)
+    """The compressions, by the text with which they are made: "Cast()"."""
+    average_per_byte: float = 0.0
+    """An average of parameters, besides the reduction."""
+    outer_per_byte: float = 0.0
+    """An outer step of DiLoCo, besides the reduction."""
+    is_measured: bool = True
+    """Whether the figures are those of the machine of the plan."""
+
+    def cost(self, engine: str, num_ranks: int) -> Cost:
+        """Return the cost of an all_reduce within a host.
+
+        Between measured numbers of ranks the nearest smaller one counts. Above the largest one, costs grow with the
+        number of ranks, except between accelerators.
+
+        Args:
+            engine: "shm", "gloo" or "nccl".
+            num_ranks: the number of ranks on the host.
+        """
+        known = self.gloo if engine == "gloo" else self.shared_memory
+        smaller = [num for num in known if num <= num_ranks]
+        nearest = max(smaller) if smaller else min(known)
+        return known[nearest].times(1.0 if engine == "nccl" else max(1.0, num_ranks / nearest))
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the figures as a dict for JSON."""
+        return {
+            "syncline machine": 1,
+            **{one.name: getattr(self, one.name) for one in fields(self) if one.name not in _NESTED},
+            **{
+                name: {str(key): list(value) for key, value in getattr(self, name).items()}
+                for name in _NESTED
+            },
+        }
+
+    @staticmethod
+    def from_json(found: Mapping[str, Any]) -> Machine:
+        """Return the figures that `to_json` has written.
+
+        Raises:
+            ValueError: these are not the figures of a machine.
+        """
+        try:
+            if found["syncline machine"] != 1:
+                raise ValueError(f"the format is {found['syncline machine']!r}")
+            plain = {one.name: found[one.name] for one in fields(Machine) if one.name not in _NESTED}
+            return Machine(
+                **plain,
+                shared_memory={int(num): Cost(*cost) for num, cost in found["shared_memory"].items()},
+                gloo={int(num): Cost(*cost) for num, cost in found["gloo"].items()},
+                codings={name: Coding(*coding) for name, coding in found["codings"].items()},
+            )
+        except (KeyError, TypeError, AttributeError) as error:
+            raise ValueError(
+                f"these are not the figures of a machine: {type(error).__name__}: {error}"
+            ) from None
+
+
+_NESTED = ("shared_memory", "gloo", "codings")
+
+
+def usual_path() -> Path:
+    """Return where `syncline bench --calibrate` writes its figures, and where a plan looks for them."""
+    return Path(cache_folder()) / "machine.json"
+
+
+def load_machine(path: Path | None = None, *, engine: str = "shm") -> Machine:
+    """Return the figures of this machine, or those of another one if this machine was not measured.
+
+    Args:
+        path: the file with the figures; None for the usual one, which need not exist.
+        engine: "nccl" for accelerators, of which no figures are measured.
+
+    Raises:
+        ValueError: the file exists, but has no figures of a machine.
+        OSError: `path` is given, and cannot be read.
+    """
+    if engine == "nccl" and path is None:
+        return UNMEASURED_ACCELERATOR
+    if path is None:
+        path = usual_path()
+        if not path.is_file():
+            return UNMEASURED
+    try:
+        return Machine.from_json(json.loads(path.read_text()))
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}. Write the file again: syncline bench --calibrate") from None
+
+
+UNMEASURED = Machine(
+    name="another machine: 2 cores of an AMD EPYC",
+    shared_memory={2: Cost(3e-5, 1e-10, 3e-5, 1e-10)},
+    gloo={2: Cost(5e-4, 1e-9, 3e-4, 8e-10)},
+    copy_per_byte=2e-10,
+    per_gradient=4e-6,
+    per_bucket=2e-5,
+    per_step=3e-4,
+    is_measured=False,
+)
+
+UNMEASURED_ACCELERATOR = Machine(
+    name="accelerators that were not measured: 150 GB/s within a host",
+    shared_memory={2: Cost(3e-5, 1 / 150e9, 0.0, 0.0)},
+    gloo={2: Cost(3e-5, 1 / 100e9, 0.0, 0.0)},
+    copy_per_byte=2 / 1.5e12,
+    per_gradient=4e-6,
+    per_bucket=2e-5,
+    per_step=3e-4,
+    codings={
+        "Cast()": Coding(8 / 1.5e12, 8 / 1.5e12),
+        "Quantize(8)": Coding(60 / 1.5e12, 60 / 1.5e12),
+        "Quantize(4)": Coding(60 / 1.5e12, 60 / 1.5e12),
+        "PowerSGD(4)": Coding(20 / 1.5e12, 60 / 1.5e12),
+        "PowerSGD(2)": Coding(20 / 1.5e12, 60 / 1.5e12),
+        "TopK(0.01)": Coding(60 / 1.5e12, 20 / 1.5e12),
+    },
+    average_per_byte=4 / 1.5e12,
+    outer_per_byte=12 / 1.5e12,
+    is_measured=False,
+)
+"""Estimates from the bandwidth of an accelerator's memory."""

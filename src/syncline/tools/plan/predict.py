@@ -1,0 +1,205 @@
+"""How long a step would take, what it would send and how much memory it would need (pure functions)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from syncline.tools.plan.buckets import buckets_of
+from syncline.tools.plan.cluster import Cluster
+from syncline.tools.plan.costs import Costs, Sending, factor_values
+from syncline.tools.plan.job import Gradient, Job
+from syncline.tools.plan.machine import Machine
+from syncline.tools.plan.options import CAPS_MB, Option
+from syncline.tools.plan.timeline import Reduction, exposed_time
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prediction:
+    """What one option would cost. Times are in seconds, means over steps."""
+
+    option: Option
+    step: float
+    compute: float
+    """The part of a step without any synchronization."""
+    wire_bytes: float
+    """What a host sends to other hosts in a step."""
+    sent_bytes: float
+    """What a rank passes to the transport in a step."""
+    on_link: float
+    """How long the link is occupied in a step."""
+    memory_bytes: float
+    """What a rank keeps: parameters, gradients, optimizer, buckets, and the batch if it is known."""
+    num_buckets: int
+
+    @property
+    def exposed(self) -> float:
+        """How much longer a step is than its computation."""
+        return self.step - self.compute
+
+    @property
+    def efficiency(self) -> float:
+        """The part of a step in which ranks compute."""
+        return self.compute / self.step
+
+
+@dataclass(frozen=True, kw_only=True)
+class Planner:
+    """The predictions for one job on one cluster."""
+
+    job: Job
+    """The job, as fast as it is on this cluster."""
+    cluster: Cluster
+    machine: Machine
+    buckets: Mapping[float | None, Sequence[Sequence[Gradient]]]
+    """The buckets for each value of `bucket_cap_mb`."""
+
+    @staticmethod
+    def of(job: Job, cluster: Cluster, machine: Machine) -> Planner:
+        """Return the planner of a job on a cluster."""
+        caps = (None, *CAPS_MB)
+        buckets = {cap: buckets_of(job, cluster, cap) for cap in caps}
+        return Planner(job=job, cluster=cluster, machine=machine, buckets=buckets)
+
+    def predict(self, option: Option) -> Prediction:
+        """Return what an option would cost."""
+        if self.cluster.num_ranks == 1:
+            return self._prediction(option, 0.0, _NOTHING, num_buckets=0)
+        if option.strategy == "EveryStep":
+            return self._every_step(option)
+        return self._rounds(option)
+
+    def waits(self, option: Option) -> float:
+        """Return how long a synchronized backward waits at its end, without the work that makes it longer."""
+        costs = Costs(cluster=self.cluster, machine=self.machine)
+        found = [self._reduction(bucket, option, costs)[0] for bucket in self.buckets[option.cap_mb]]
+        work = sum(one.encoding + one.stolen + one.decoding for one in found) - found[-1].stolen
+        return max(0.0, exposed_time(found, self.job.backward) - work)
+
+    # ------------------------------------------------------------------ gradients in every step
+
+    def _every_step(self, option: Option) -> Prediction:
+        machine, job = self.machine, self.job
+        costs = Costs(cluster=self.cluster, machine=machine)
+        buckets = self.buckets[option.cap_mb]
+        found, total = [], _NOTHING
+        for bucket in buckets:
+            reduction, sending = self._reduction(bucket, option, costs)
+            found.append(reduction)
+            total = total.plus(sending)
+        exposed = exposed_time(found, job.backward)
+        calls = (
+            machine.per_step + machine.per_bucket * len(buckets) + machine.per_gradient * len(job.gradients)
+        )
+        saved = self._saved_by_sharding() if option.sharded else 0.0
+        return self._prediction(
+            option, exposed + self.cluster.crowding * calls - saved, total, num_buckets=len(buckets)
+        )
+
+    def _reduction(
+        self, bucket: Sequence[Gradient], option: Option, costs: Costs
+    ) -> tuple[Reduction, Sending]:
+        numel, num_bytes = sum(one.numel for one in bucket), sum(one.num_bytes for one in bucket)
+        if option.sharded:
+            sending = costs.all_reduce(num_bytes, scatters=True)
+        else:
+            sending = costs.mean(bucket, option.compression)
+        coding, crowding = costs.coding(option.compression), self.cluster.crowding
+        # A bucket of shards keeps the result. Otherwise gradients are copied into it and out of it.
+        copies = crowding * self.machine.copy_per_byte * num_bytes
+        is_idle = self.cluster.has_idle_cores
+        return Reduction(
+            ready=bucket[-1].ready * self.job.backward,
+            on_link=sending.on_link,
+            beside=sending.beside,
+            encoding=copies + crowding * coding.encoding * numel,
+            stolen=0.0 if is_idle else sending.work,
+            decoding=(0.0 if option.sharded else copies) + crowding * coding.decoding * numel,
+        ), sending
+
+    def _saved_by_sharding(self) -> float:
+        """Return how much shorter the optimizer's step is if each rank steps its part."""
+        return (
+            self.job.update * (1 - 1 / self.cluster.ranks_per_host) if self.cluster.engine == "shm" else 0.0
+        )
+
+    # ------------------------------------------------------------------ strategies
+
+    def _rounds(self, option: Option) -> Prediction:
+        """Predict a strategy that synchronizes parameters once in some steps."""
+        job, machine = self.job, self.machine
+        costs = Costs(cluster=self.cluster, machine=machine)
+        sending = costs.mean(job.gradients, option.compression)
+        coding, crowding = costs.coding(option.compression), self.cluster.crowding
+        own = machine.outer_per_byte if option.strategy == "DiLoCo" else machine.average_per_byte
+        work = crowding * (own * job.num_bytes + (coding.encoding + coding.decoding) * job.numel)
+        a_round = sending.on_link + sending.beside + work
+        return self._prediction(
+            option,
+            a_round / option.every,
+            Sending(*(one / option.every for one in sending)),
+            num_buckets=0,
+        )
+
+    # ------------------------------------------------------------------ together
+
+    def _prediction(
+        self, option: Option, exposed: float, sending: Sending, *, num_buckets: int
+    ) -> Prediction:
+        return Prediction(
+            option=option,
+            step=self.job.compute + exposed,
+            compute=self.job.compute,
+            wire_bytes=sending.wire_bytes,
+            sent_bytes=self._sent_bytes(option),
+            on_link=sending.on_link,
+            memory_bytes=memory_bytes(self.job, self.cluster, option),
+            num_buckets=num_buckets,
+        )
+
+    def _sent_bytes(self, option: Option) -> float:
+        job, codec = self.job, option.compression
+        if codec is None:
+            num_bytes: float = job.num_bytes
+        elif codec.kind == "factors":
+            num_bytes = 4 * sum(factor_values(job.gradients, codec.rank))
+        else:
+            num_bytes = job.numel * codec.ratio * codec.bits / 8
+        return num_bytes / option.every
+
+
+_NOTHING = Sending()
+
+
+def memory_bytes(job: Job, cluster: Cluster, option: Option) -> float:
+    """Return the memory that a rank needs, on average over the ranks of a host.
+
+    Parameters, gradients and buckets take the size of the parameters each, and the optimizer a multiple of it.
+
+    Examples:
+        >>> from syncline.tools.plan.job import job_of_size
+        >>> job = job_of_size(1_000_000, compute=0.1)
+        >>> memory_bytes(job, Cluster(cores_per_host=8, ranks_per_host=4), Option()) / 4e6
+        5.0
+        >>> memory_bytes(job, Cluster(cores_per_host=8, ranks_per_host=4), Option(sharded=True)) / 4e6
+        2.0
+    """
+    one = job.num_bytes
+    state = job.state_values * one
+    if option.sharded:
+        # One copy of the parameters, and of the optimizer's state, for the ranks that share memory. Gradients exist
+        # as buckets, and until they are in a bucket.
+        share = cluster.ranks_per_host if cluster.engine == "shm" else cluster.num_ranks
+        parameters = one / share if cluster.engine == "shm" else one
+        return parameters + one + (state + one) / share + job.activation_bytes
+    total = 2 * one + state + job.activation_bytes
+    if option.strategy == "EveryStep":
+        total += one  # the buckets
+        codec = option.compression
+        if codec is not None and codec.kind != "narrow":
+            total += one  # the residual
+    elif option.strategy == "DiLoCo":
+        total += 2 * one  # the common copy of the parameters, and the outer momentum
+        if option.compression is not None:
+            total += one
+    return total

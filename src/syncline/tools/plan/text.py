@@ -1,0 +1,146 @@
+"""A plan as text (pure functions)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from syncline.contract import table
+from syncline.tools.plan.advice import Advice
+from syncline.tools.plan.cluster import Cluster, rate_text
+from syncline.tools.plan.job import Job
+from syncline.tools.plan.machine import Machine
+from syncline.tools.plan.predict import Planner, Prediction
+from syncline.words import format_bytes, format_time
+
+
+def plan_text(planner: Planner, advice: Advice) -> str:
+    """Return the plan as `syncline plan` prints it."""
+    parts = [_head(planner.job, planner.cluster, planner.machine), *advice.warnings, _choice(planner, advice)]
+    parts.append(_reasons(planner, advice))
+    parts.append(_table(planner, advice))
+    return "\n\n".join(parts)
+
+
+def _head(job: Job, cluster: Cluster, machine: Machine) -> str:
+    many = f"{cluster.num_ranks:,} ranks on {cluster.hosts:,} host{'s' if cluster.hosts > 1 else ''}"
+    link = ""
+    if cluster.link_bytes_per_second is not None and cluster.hosts > 1:
+        link = f", {rate_text(cluster.link_bytes_per_second)} between hosts"
+    lines = [
+        f"{job.name}: {_count(job.numel)} parameters, {format_bytes(job.num_bytes)} of gradients",
+        f"{many} of {cluster.cores_per_host} cores{link}",
+        f"costs: {machine.name}",
+    ]
+    if not machine.is_measured:
+        lines.append("  this machine was not measured: run `syncline bench --calibrate` once (a minute)")
+    return "\n".join(lines)
+
+
+def _choice(planner: Planner, advice: Advice) -> str:
+    one = advice.recommended
+    if planner.cluster.num_ranks == 1:
+        return f"One rank has nothing to synchronize: a step takes {format_time(one.step)}."
+    code = f"sl.DistributedDataParallel(model{', ' if one.option.code else ''}{one.option.code})"
+    lines = [f"Use {code}", f"  {_sentence(planner, advice, one)}"]
+    if not one.option.is_exact:
+        exact = advice.exact
+        lines += [
+            "  It changes the training: compare the loss with a run that averages every gradient exactly.",
+            f"  The fastest exact way takes {format_time(exact.step)}: {exact.option.words}",
+        ]
+    return "\n".join(lines)
+
+
+def _sentence(planner: Planner, advice: Advice, one: Prediction) -> str:
+    if one.exposed >= 0:
+        part = f"of which {format_time(one.exposed)} ({one.exposed / one.step:.0%}) is synchronization"
+    else:
+        part = "less than the computation alone, because each rank steps only its part of the optimizer"
+    return (
+        f"a step takes about {format_time(one.step)}, {part}; {planner.cluster.num_ranks:,} ranks train "
+        f"{_times(advice.speedup)} times as fast as one"
+    )
+
+
+def _reasons(planner: Planner, advice: Advice) -> str:
+    """Return the three numbers that have decided."""
+    job, exact = planner.job, advice.exact
+    between = "on the link" if planner.cluster.hosts > 1 else "in the transport"
+    rows = [
+        ["a step's computation on each rank", format_time(job.compute)],
+        [f"all gradients {between}, uncompressed", format_time(exact.on_link)],
+        ["the backward, which can hide them", format_time(job.backward)],
+    ]
+    if not planner.cluster.has_idle_cores:
+        rows[2] = ["idle cores, which could hide them", "none"] if planner.cluster.hosts == 1 else rows[2]
+    return "The numbers that decided\n" + _indented(table(rows))
+
+
+def _table(planner: Planner, advice: Advice) -> str:
+    rows = [["", "step", "exposed", "sent a step", "memory", ""]]
+    for other in advice.alternatives:
+        one = other.prediction
+        rows.append(
+            [
+                one.option.words,
+                format_time(one.step),
+                f"{max(0.0, one.exposed) / one.step:.0%}",
+                format_bytes(round(one.sent_bytes)),
+                format_bytes(round(one.memory_bytes)),
+                other.pays,
+            ]
+        )
+    title = "All ways, from the one that changes a training least (memory: of a rank, "
+    title += "with its batch)" if planner.job.activation_bytes else "without its batch)"
+    return f"{title}\n" + _indented(table(rows))
+
+
+def plan_json(planner: Planner, advice: Advice) -> dict[str, Any]:
+    """Return the plan as a dict for JSON. Times are in seconds."""
+    return {
+        "job": planner.job.name,
+        "num_parameters": planner.job.numel,
+        "num_ranks": planner.cluster.num_ranks,
+        "hosts": planner.cluster.hosts,
+        "machine": planner.machine.name,
+        "machine_is_measured": planner.machine.is_measured,
+        "compute": planner.job.compute,
+        "recommended": _row(advice.recommended),
+        "exact": _row(advice.exact),
+        "speedup": advice.speedup,
+        "warnings": list(advice.warnings),
+        "options": [{**_row(one.prediction), "pays": one.pays} for one in advice.alternatives],
+    }
+
+
+def _row(one: Prediction) -> dict[str, Any]:
+    return {
+        "arguments": one.option.code,
+        "step": one.step,
+        "exposed": one.exposed,
+        "sent_bytes": one.sent_bytes,
+        "wire_bytes": one.wire_bytes,
+        "memory_bytes": one.memory_bytes,
+        "num_buckets": one.num_buckets,
+    }
+
+
+def _count(number: int) -> str:
+    """Return a large number with a unit.
+
+    Examples:
+        >>> _count(1_312_000_000), _count(4_800_000), _count(990)
+        ('1.31 billion', '4.8 million', '990')
+    """
+    for word, factor in (("billion", 1e9), ("million", 1e6)):
+        if number >= factor:
+            return f"{number / factor:.3g} {word}"
+    return f"{number:,}"
+
+
+def _times(factor: float) -> str:
+    return f"{factor:,.0f}" if factor >= 100 else f"{factor:.3g}"
+
+
+def _indented(text: str) -> str:
+    return "\n".join(f"  {line}" for line in text.splitlines())

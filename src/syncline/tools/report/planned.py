@@ -1,0 +1,143 @@
+"""From a trace to a plan: the job and the cluster of a run, and its step as the planner predicts it (pure functions).
+
+The size of each gradient is not recorded: the gradients of a bucket are taken to be equally large matrices.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import Counter
+from collections.abc import Sequence
+
+from syncline.tools.plan import CODECS, Cluster, Codec, Engine, Gradient, Job, Machine, Option, Planner
+from syncline.tools.report.analysis import BucketFigures, Figures
+from syncline.tools.report.run import Run
+from syncline.tools.report.what_if import link_of
+from syncline.words import format_time
+
+_SECONDS = 1e-6
+
+
+def cluster_of(run: Run, figures: Figures) -> Cluster:
+    """Return the hosts of a run. The bandwidth between hosts is the one of the buckets in the trace."""
+    hosts = Counter(one.process.host for one in run.processes)
+    first = run.processes[0].process
+    num_hosts = len(hosts)
+    link = link_of(figures.buckets) if num_hosts > 1 else None
+    bandwidth = None
+    if num_hosts > 1:
+        # A host sends this part of the bytes of a bucket.
+        part = 2 * (num_hosts - 1) / num_hosts
+        per_byte = link.per_byte if link is not None else 0.0
+        bandwidth = part / (per_byte * _SECONDS) if per_byte else math.inf
+    return Cluster(
+        hosts=num_hosts,
+        ranks_per_host=max(hosts.values()),
+        cores_per_host=first.num_cores or max(hosts.values()),
+        threads_per_rank=first.num_threads,
+        link_bytes_per_second=bandwidth,
+        latency_seconds=link.fixed * _SECONDS / (2 * (num_hosts - 1)) if link is not None else 0.0,
+        engine=_engine_of(run),
+    )
+
+
+def _engine_of(run: Run) -> Engine:
+    title = str(run.modules[-1].contract.get("title", "")) if run.modules else ""
+    if "nccl" in title:
+        return "nccl"
+    return "shm" if "shared memory" in title else "gloo"
+
+
+def job_of(run: Run, figures: Figures) -> Job:
+    """Return the job of a run: its gradients, and how long a rank computes."""
+    ordered = sorted(figures.buckets, key=lambda one: one.sent)
+    backward = max(figures.backward, max((one.sent for one in ordered), default=0.0), 1.0)
+    gradients: list[Gradient] = []
+    before = 0.0
+    for bucket in ordered:
+        gradients += _gradients_of(bucket, before / backward, bucket.sent / backward)
+        before = bucket.sent
+    return Job(
+        name=str(run.module),
+        gradients=gradients,
+        forward=figures.parts.get("forward", 0.0) * _SECONDS,
+        backward=backward * _SECONDS,
+        update=figures.parts.get("update", 0.0) * _SECONDS,
+        data=figures.parts.get("data", 0.0) * _SECONDS,
+        ranks_beside=max(Counter(one.process.host for one in run.processes).values()),
+    )
+
+
+def _gradients_of(bucket: BucketFigures, begin: float, end: float) -> list[Gradient]:
+    names = bucket.parameters or ("?",)
+    side = max(1, round(math.sqrt(bucket.payload_bytes / 4 / len(names))))
+    step = (end - begin) / len(names)
+    return [Gradient(name, (side, side), begin + step * (at + 1)) for at, name in enumerate(names)]
+
+
+def option_of(run: Run) -> Option | None:
+    """Return how a run synchronizes; None if the planner does not know it."""
+    if not run.modules:
+        return None
+    rows = {row["what"]: row for row in run.modules[-1].contract.get("rows", ())}
+    how, when = (str(rows.get("gradients", {}).get(key, "")) for key in ("how", "when"))
+    if "every backward" not in when:
+        return None
+    codec = _codec_in(how)
+    is_plain = codec is not None or "all_reduce" in how
+    if "sharded" in how or "reduce_scatter" in how:
+        return Option(sharded=True)
+    return Option(compression=codec) if is_plain else None
+
+
+def _codec_in(how: str) -> Codec | None:
+    """Return the compression that the contract names, such as `Quantize(bits=4)`."""
+    for codec in CODECS:
+        name, _, value = codec.code.rstrip(")").partition("(")
+        if re.search(rf"\b{name}\((?:\w+=)?{re.escape(value)}\b" if value else rf"\b{name}\(", how):
+            return codec
+    return None
+
+
+def predicted_rows(run: Run, figures: Figures, machine: Machine) -> list[dict[str, str]]:
+    """Return what the planner predicts for a run, beside what was measured.
+
+    The computation is that of the trace. The waits follow from what the machine's figures say about each bucket.
+
+    Args:
+        run: the run.
+        figures: its figures.
+        machine: the figures of the machine.
+    """
+    option = option_of(run)
+    if option is None or run.num_ranks < 2 or not figures.buckets:
+        return []
+    job, cluster = job_of(run, figures), cluster_of(run, figures)
+    buckets = _buckets_of(job, figures.buckets)
+    planner = Planner(job=job, cluster=cluster, machine=machine, buckets={None: buckets})
+    waits = planner.waits(option)
+    measured = (figures.parts.get("transfer", 0.0) + figures.parts.get("late", 0.0)) * _SECONDS
+    rest = sum(figures.parts.values()) * _SECONDS - measured
+    of = f"costs of {machine.name}" if cluster.hosts == 1 else "the link as in this trace"
+    return [
+        {
+            "what": f"a step ({of})",
+            "predicted": format_time(rest + waits),
+            "measured": format_time(rest + measured),
+        },
+        {
+            "what": "waits for gradients at the end of the backward",
+            "predicted": format_time(waits),
+            "measured": format_time(measured),
+        },
+    ]
+
+
+def _buckets_of(job: Job, buckets: Sequence[BucketFigures]) -> list[Sequence[Gradient]]:
+    found, at = [], 0
+    for bucket in sorted(buckets, key=lambda one: one.sent):
+        num = len(bucket.parameters or ("?",))
+        found.append(job.gradients[at : at + num])
+        at += num
+    return found
