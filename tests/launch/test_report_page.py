@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from tests.unit.made_traces import MadeRank, MadeRun, rows
 
+from syncline.tools.plan import UNMEASURED
 from syncline.tools.report.document import document_of
 from syncline.tools.report.load import ProcessTrace
 from syncline.tools.report.page import page
@@ -27,7 +28,7 @@ def document(**settings: Any) -> dict[str, Any]:
     for process, *found in MadeRun(**settings).rows():
         assert isinstance(process, rows.ProcessRow)
         processes.append(ProcessTrace(process=process, found=found))
-    return document_of(run_of(processes))
+    return document_of(run_of(processes), UNMEASURED)
 
 
 def sick(num_ranks: int = 3) -> dict[str, Any]:

@@ -114,4 +114,6 @@ class MadeRun:
             (number, size, [f"layer{number}.weight", f"layer{number}.bias"])
             for number, size in enumerate(self.bucket_bytes)
         ]
-        return rows.ModuleRow("Net", 1, {"title": "Net", "rows": []}, self.looks_for_unused, buckets)
+        gradients = {"what": "gradients", "when": "every backward outside no_sync", "how": "mean, all_reduce"}
+        contract = {"title": "Net, transport: shared memory", "rows": [gradients]}
+        return rows.ModuleRow("Net", 1, contract, self.looks_for_unused, buckets)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import pytest
 from made_traces import MadeRank, MadeRun, rows
 
 from syncline.tools.cli import main
+from syncline.tools.plan import UNMEASURED, Cost
 from syncline.tools.report.analysis import Figures, figures_of
 from syncline.tools.report.clocks import WINDOW_STEPS, Meeting, compared
 from syncline.tools.report.document import MAX_POINTS, MAX_SPANS, document_of
@@ -348,7 +350,7 @@ def test_a_link_has_a_fixed_time_and_one_for_its_bytes() -> None:
 
 def test_a_document_is_json_and_bounded() -> None:
     many = made(ranks=[MadeRank()] * 16, num_steps=2500)
-    document = json.loads(json.dumps(document_of(many)))
+    document = json.loads(json.dumps(document_of(many, UNMEASURED)))
     spans = sum(len(one["spans"]) for step in document["steps"].values() for one in step.values())
     assert spans <= MAX_SPANS
     assert len(document["lengths"]) == MAX_POINTS
@@ -357,7 +359,9 @@ def test_a_document_is_json_and_bounded() -> None:
 
 
 def test_the_text_has_at_most_100_columns() -> None:
-    text = text_of(document_of(made(ranks=[MadeRank(), MadeRank(data=5100)], bucket_bytes=[1000] * 20)))
+    text = text_of(
+        document_of(made(ranks=[MadeRank(), MadeRank(data=5100)], bucket_bytes=[1000] * 20), UNMEASURED)
+    )
     assert "for rank 1" in text
     assert "and 8 more" in text
     assert max(map(len, text.splitlines())) <= 100
@@ -456,7 +460,7 @@ def test_of_a_long_trace_the_beginning_and_the_end_are_read(
     assert len(run.steps) < 150
     assert (min(run.steps), max(run.steps)) == (2, 400)
     assert all(one.is_cut for one in run.processes)
-    assert "the middle of the run was" in document_of(run)["subtitle"]
+    assert "the middle of the run was" in document_of(run, UNMEASURED)["subtitle"]
     for number, ranks in run.steps.items():
         if number - 1 in run.steps:
             assert ranks[0].spans == whole.steps[number][0].spans
@@ -594,3 +598,21 @@ def test_a_rank_that_was_killed_before_another_one_began_to_record_belongs_to_it
     run = run_of([other, killed])
     assert len(run.processes) == 2
     assert "Rank 1 was lost after step 20" in verdict_on(run, figures_of(run))[0].headline
+
+
+# ---------------------------------------------------------------------- predicted and measured
+
+
+def test_a_prediction_is_compared_with_the_run() -> None:
+    """The link of the made run is known, so the machine's figures can be exactly those of it."""
+    of_link = Cost(10e-6, 1e-9, 0.0, 0.0)
+    machine = replace(UNMEASURED, shared_memory={2: of_link}, gloo={2: of_link}, copy_per_byte=0.0)
+    settings = {"ranks": [MadeRank(), MadeRank()], "fixed": 10.0, "per_byte": 1e-3}
+    step, waits = document_of(made(**settings), machine)["predicted"]
+    assert step["predicted"] == step["measured"]
+    assert waits["predicted"] == waits["measured"] != "0.0 ms"
+
+
+def test_a_run_whose_synchronization_the_planner_does_not_know_has_no_prediction() -> None:
+    run = made(ranks=[MadeRank()])
+    assert document_of(run, UNMEASURED)["predicted"] == []

@@ -157,6 +157,16 @@ UNMEASURED = Machine(
     per_gradient=4e-6,
     per_bucket=2e-5,
     per_step=3e-4,
+    codings={
+        "Cast()": Coding(9e-10, 3.5e-9),
+        "Quantize(8)": Coding(3.2e-9, 5.4e-9),
+        "Quantize(4)": Coding(3.5e-9, 6.5e-9),
+        "PowerSGD(4)": Coding(1e-9, 1.1e-8),
+        "PowerSGD(2)": Coding(9e-10, 7e-9),
+        "TopK(0.01)": Coding(4e-9, 1e-9),
+    },
+    average_per_byte=4.5e-10,
+    outer_per_byte=1.3e-9,
     is_measured=False,
 )
 

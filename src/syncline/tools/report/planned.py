@@ -71,9 +71,12 @@ def job_of(run: Run, figures: Figures) -> Job:
 
 def _gradients_of(bucket: BucketFigures, begin: float, end: float) -> list[Gradient]:
     names = bucket.parameters or ("?",)
-    side = max(1, round(math.sqrt(bucket.payload_bytes / 4 / len(names))))
+    numel = bucket.payload_bytes / 4 / len(names)
+    side = max(1, math.isqrt(round(numel)))
     step = (end - begin) / len(names)
-    return [Gradient(name, (side, side), begin + step * (at + 1)) for at, name in enumerate(names)]
+    return [
+        Gradient(name, (side, round(numel / side)), begin + step * (at + 1)) for at, name in enumerate(names)
+    ]
 
 
 def option_of(run: Run) -> Option | None:
