@@ -20,6 +20,12 @@ TOKEN = "SYNCLINE_TOKEN"
 JOINS = "SYNCLINE_JOINS"
 """The variable that `syncline run --resilient` sets for a process that it starts in place of a lost one."""
 
+BUCKET_CAP_MB = "SYNCLINE_BUCKET_CAP_MB"
+"""The variable that sets `bucket_cap_mb` where the program sets none."""
+
+TRANSPORT = "SYNCLINE_TRANSPORT"
+"""The variable that sets the argument `transport` of `sl.init` where the program leaves it at "auto"."""
+
 _MIN_TOKEN_CHARS = 16
 
 
@@ -31,6 +37,31 @@ def variables() -> Mapping[str, str]:
 def joins_running_job() -> bool:
     """Return whether the launcher started this process in place of a lost one, while the other ranks train on."""
     return os.environ.get(JOINS) == "1"
+
+
+def bucket_cap_mb() -> float | None:
+    """Return the bucket size that the user has set for all programs, in MiB; None if there is none.
+
+    Raises:
+        ValueError: the variable is no number above 0.
+    """
+    found = os.environ.get(BUCKET_CAP_MB)
+    if not found:
+        return None
+    try:
+        number = float(found)
+    except ValueError:
+        number = 0.0
+    if not 0 < number < float("inf"):
+        raise ValueError(
+            f"expected the environment variable {BUCKET_CAP_MB} to be a number above 0, got {found!r}"
+        )
+    return number
+
+
+def transport() -> str | None:
+    """Return the argument `transport` of `sl.init` that the user has set for all programs; None if there is none."""
+    return os.environ.get(TRANSPORT) or None
 
 
 def error_file() -> str | None:

@@ -15,6 +15,7 @@ from typing import Any, get_args
 import torch
 from torch import nn
 
+from syncline import environment
 from syncline.buffers.policies import BufferPolicy
 from syncline.checks import checked_choice, checked_flag, checked_number, checked_truth, what_it_is
 from syncline.compression import Compression
@@ -192,7 +193,7 @@ def _checked_buffers(arguments: Mapping[str, Any], strategy: Strategy[Any]) -> t
 def _checked_caps(bucket_cap_mb: Any, listed_mb: Any) -> BucketCaps | None:
     """Check the arguments about bucket caps, and return the caps. As in torch, a list overrides the single cap.
 
-    Returns None if neither argument is given.
+    Returns None if neither argument is given, nor the environment variable for `bucket_cap_mb`.
     """
     if listed_mb is not None and (not isinstance(listed_mb, Sequence) or isinstance(listed_mb, str)):
         raise TypeError(
@@ -203,6 +204,8 @@ def _checked_caps(bucket_cap_mb: Any, listed_mb: Any) -> BucketCaps | None:
         for at, cap in enumerate(listed_mb or ())
     )
     caps_bytes = listed_bytes
+    if bucket_cap_mb is None:
+        bucket_cap_mb = environment.bucket_cap_mb()
     if bucket_cap_mb is not None:
         cap_bytes = int(checked_number("bucket_cap_mb", bucket_cap_mb, above=0) * MIB)
         caps_bytes = listed_bytes or (cap_bytes,)

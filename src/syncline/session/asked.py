@@ -7,6 +7,7 @@ from datetime import timedelta
 
 import torch
 
+from syncline import environment
 from syncline.checks import checked_choice, checked_seconds
 
 TRANSPORTS = ("auto", "c10d", "shm")
@@ -27,8 +28,13 @@ class Asked:
         Raises:
             TypeError, ValueError: an argument is invalid.
         """
+        transport = checked_choice("transport", transport, TRANSPORTS)
+        if transport == "auto" and (of_user := environment.transport()) is not None:
+            transport = checked_choice(
+                f"the environment variable {environment.TRANSPORT}", of_user, TRANSPORTS
+            )
         return Asked(
-            transport=checked_choice("transport", transport, TRANSPORTS),
+            transport=transport,
             timeout_seconds=checked_seconds("timeout", timeout),
             device=_checked_device(device),
         )

@@ -8,6 +8,7 @@ plan.py      `syncline plan`
 progress.py  messages about what a command does, while it prints nothing else
 report.py    `syncline report` and `syncline compare`
 run.py       `syncline run`
+tune.py      `syncline plan --tune`
 watch.py     `syncline watch`
 """
 

@@ -11,6 +11,7 @@ from typing import TypeVar
 from syncline.environment import num_cores, threads_per_rank
 from syncline.tools.bench.machine import total_memory_bytes
 from syncline.tools.cli.options import CommandParser, UsageError
+from syncline.tools.cli.tune import tune
 from syncline.tools.plan import (
     Cluster,
     Job,
@@ -35,6 +36,7 @@ _HELP = """\
 usage: syncline plan FILE.py:FUNCTION [options]
        syncline plan --trace DIR [options]
        syncline plan --parameters N --compute TIME [options]
+       syncline plan [-n N] [options] --tune SCRIPT [arguments]
 
 Predict what a training step takes on a cluster for each way to synchronize
 (buckets, sharding, compressions, local SGD, DiLoCo), recommend one, and say from
@@ -65,6 +67,10 @@ where
   --machine FILE        what synchronization costs, measured by
                         syncline bench --calibrate (default: of this machine)
 
+real runs
+  --tune SCRIPT         run a program for a few steps with the best settings, and say
+                        which has won; see syncline plan --tune --help
+
   --format text|json    json has the same figures for other programs
   -h, --help            show this text
 
@@ -80,6 +86,12 @@ def main(argv: Sequence[str]) -> int:
     Raises:
         UsageError: the arguments are invalid.
     """
+    if "--tune" in argv:
+        at = list(argv).index("--tune")
+        options, program = argv[:at], argv[at + 1 :]
+        return (
+            tune([*options, *program], []) if program[:1] in (["-h"], ["--help"]) else tune(options, program)
+        )
     args = _parse(argv)
     machine = _machine(args)
     if args.trace is not None:
