@@ -94,6 +94,10 @@ class BackwardEnded(NamedTuple):
     """Names of the parameters that got no gradient on this rank."""
     record: Callable[[], BackwardRecord]
     """A function that returns the whole record, as `ddp.last_step`. It is valid until the next backward."""
+    num_ranks: int
+    """The number of ranks that train together."""
+    ends_step: bool
+    """Whether a step ends with this backward. Under `no_sync`, it does not."""
 
 
 class OptimizerStepped(NamedTuple):
