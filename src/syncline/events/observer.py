@@ -40,7 +40,8 @@ class Observer:
     raised in training.
 
     `start` and `stop` begin and end the calls. An observer is also a context manager. Events of all ranks in this
-    process are received, which is one rank unless ranks are threads (`syncline.testing`).
+    process are received, which is one rank unless ranks are threads (`syncline.testing`). `sl.exporters` has observers
+    for TensorBoard, OpenTelemetry and Prometheus.
 
     Examples:
         >>> import torch, syncline as sl
