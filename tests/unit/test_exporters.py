@@ -503,6 +503,21 @@ def test_opentelemetry_gets_what_went_wrong(telemetry: Telemetry) -> None:
     assert changed.end_time - changed.start_time == pytest.approx(1e9, rel=0.01)
 
 
+def test_a_metric_that_is_not_finite_is_left_out_and_logged_nowhere(
+    telemetry: Telemetry, caplog: pytest.LogCaptureFixture
+) -> None:
+    def rank(transport: Transport) -> None:
+        ddp = sl.DistributedDataParallel(nn.Linear(1, 1), process_group=transport)
+        ddp.report(loss=float("nan"), accuracy=0.5)
+        ddp(torch.ones(1, 1)).sum().backward()
+
+    with sl.exporters.OpenTelemetry():
+        run_ranks(1, rank)
+    (metric,) = telemetry.points("metric", rank=0)
+    assert metric.attributes["syncline.metric.name"] == "accuracy"
+    assert caplog.records == []
+
+
 def test_forwards_of_an_evaluation_have_no_spans(telemetry: Telemetry) -> None:
     def rank(transport: Transport) -> None:
         ddp = train(transport, 1)

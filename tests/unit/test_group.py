@@ -50,7 +50,10 @@ def test_a_change_of_the_ranks_says_how_many_were_lost() -> None:
     )
     after = Membership(1, ("a", "b", "d"), step=3, sources=("b",))
     one._member = SimpleNamespace(  # type: ignore[assignment]
-        membership=PRESENT, name="a", stop=lambda **said: REPORTED, look=lambda observed, now: Adopt(after)
+        membership=PRESENT,
+        name="a",
+        stop=lambda **said: REPORTED,
+        look=lambda observed, now: Adopt(after, loads=False),
     )
     assert one._agree(3, poll_seconds=0.0) is after
     assert (one.num_lost, one.change) == (1, "rank 2 of 3 was lost and 1 process joined")

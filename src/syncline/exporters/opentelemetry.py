@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -49,7 +50,7 @@ class OpenTelemetry(Exporter):
     `opentelemetry.metrics.set_meter_provider`). Without a provider, OpenTelemetry drops everything. Every span and
     metric has the attribute `syncline.rank`. docs/guides/exporters.md lists them.
 
-    A span costs about 0.02 ms, and a step with many buckets has many spans, so by default only each 10th step has
+    Each span takes time of the step, and a step with many buckets has many spans. So by default only each 10th step has
     spans. Metrics are recorded in each step. Saves, changes of the ranks, slow ranks and replicas that differ always
     have a span.
 
@@ -116,7 +117,8 @@ class OpenTelemetry(Exporter):
             metrics.step.record(length, attributes)
         metrics.ranks.set(event.num_ranks, rank)
         for name, value in event.metrics.items():
-            if self._names.fits(name):
+            # The SDK logs a warning for each value that is not finite, which would be one in each step.
+            if math.isfinite(value) and self._names.fits(name):
                 metrics.reported.set(value, {**rank, "syncline.metric.name": name})
 
     @exports

@@ -59,12 +59,12 @@ class Prometheus(Exporter):
     Examples:
         >>> import prometheus_client, torch, syncline as sl
         >>> registry = prometheus_client.CollectorRegistry()
-        >>> class Net(torch.nn.Linear):
+        >>> class Exported(torch.nn.Linear):
         ...     pass
-        >>> ddp = sl.DistributedDataParallel(Net(2, 1))
+        >>> ddp = sl.DistributedDataParallel(Exported(2, 1))
         >>> with sl.exporters.Prometheus(registry):
         ...     ddp(torch.ones(1, 2)).sum().backward()
-        >>> registry.get_sample_value("syncline_steps_total", {"rank": "0", "module": "Net"})
+        >>> registry.get_sample_value("syncline_steps_total", {"rank": "0", "module": "Exported"})
         1.0
     """
 

@@ -35,7 +35,7 @@ class TensorBoard(Exporter):
     "step/duration_seconds". Changes of the ranks, slow ranks and replicas that differ are texts. If several modules are
     wrapped, the names of all but the first begin with the name of the module.
 
-    A scalar costs about 0.05 ms, so by default only each 10th step is written.
+    Each scalar takes time of the step, so by default only each 10th step is written.
 
     If the writer raises an error, for example because the disk is full, the exporter warns once and stops. Training
     continues.
