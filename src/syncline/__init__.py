@@ -16,6 +16,7 @@ from syncline.faces import hand_out
 if TYPE_CHECKING:
     from syncline import compression as compression
     from syncline import debug as debug
+    from syncline import exporters as exporters
     from syncline import nn as nn
     from syncline.checkpoint.checkpointer import Checkpointer as Checkpointer
     from syncline.checkpoint.train_state import TrainState as TrainState

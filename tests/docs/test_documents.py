@@ -202,11 +202,14 @@ def test_a_dead_link_is_found(tmp_path: Path) -> None:
 def test_the_reference_has_every_public_name() -> None:
     pages = "".join(path.read_text() for path in (ROOT / "docs" / "reference").rglob("*.md"))
     listed = set(re.findall(r"^::: syncline\.(\S+)$", pages, re.M))
-    for package in (syncline, syncline.compression, syncline.debug, syncline.testing, syncline.nn):
+    rooms = (syncline.compression, syncline.debug, syncline.exporters, syncline.testing, syncline.nn)
+    for package in (syncline, *rooms):
         prefix = package.__name__.removeprefix("syncline").lstrip(".")
         for name in package.__all__:
             full = f"{prefix}.{name}".lstrip(".")
-            assert full in listed or full in ("compression", "debug", "nn"), f"no page has syncline.{full}"
+            assert full in listed or full in ("compression", "debug", "exporters", "nn"), (
+                f"no page has syncline.{full}"
+            )
 
 
 @pytest.mark.parametrize("command", ["run", "bench", "doctor"])

@@ -197,6 +197,82 @@ def test_parameters_without_a_gradient_are_named() -> None:
     assert set(ended.unused) == {"1.weight", "1.bias"}
 
 
+# ---------------------------------------------------------------------- replicas that differ
+
+
+def write_on_one_rank(transport: Transport, ddp: sl.DistributedDataParallel) -> None:
+    with torch.no_grad():
+        ddp.module[0].weight.data[0, 0] += float(transport.rank == 1)
+
+
+def diverge_and_train(transport: Transport, **settings: Any) -> None:
+    check = sl.ReplicaCheck(every=1, **settings)
+    ddp = sl.DistributedDataParallel(net(), process_group=transport, replica_check=check)
+    for step in range(3):
+        if step == 1:
+            write_on_one_rank(transport, ddp)
+        ddp(torch.full((1, 2), 1.0 + transport.rank)).sum().backward()
+
+
+def test_replicas_that_differ_are_reported_before_the_error_is_raised() -> None:
+    def rank(transport: Transport) -> str:
+        with pytest.raises(sl.ReplicaDivergence) as caught:
+            diverge_and_train(transport)
+        return str(caught.value)
+
+    with Everything() as seen:
+        words = run_ranks(3, rank)
+    for at in range(3):
+        (found,) = seen.events("replicas_diverged", at)
+        assert (found.check, found.step, found.outcome) == ("replica check of Sequential", 2, "raised")
+        assert (found.tensor, found.num_differing, found.minority_ranks) == ("0.weight", 1, (1,))
+        assert (found.agreed_at_step, found.words) == (1, words[at])
+        assert seen.of(at).count("backward_ended") == 1  # the second one has failed
+
+
+@pytest.mark.filterwarnings("ignore:.*replica check:RuntimeWarning")
+def test_a_repair_is_reported_once_and_a_difference_that_stays_each_time() -> None:
+    with Everything() as seen:
+        run_ranks(3, lambda t: diverge_and_train(t, on_divergence="repair"))
+    assert [(one.step, one.outcome) for one in seen.events("replicas_diverged")] == [(2, "repaired")]
+    with Everything() as seen:
+        run_ranks(3, lambda t: diverge_and_train(t, on_divergence="warn"))
+    found = seen.events("replicas_diverged", 2)
+    assert [(one.step, one.outcome) for one in found] == [(2, "warned"), (3, "warned")]
+
+
+def test_a_call_that_finds_a_difference_reports_it() -> None:
+    def rank(transport: Transport) -> None:
+        ddp = sl.DistributedDataParallel(net(), process_group=transport)
+        sl.check_replicas(ddp, group=transport)
+        write_on_one_rank(transport, ddp)
+        with pytest.raises(sl.ReplicaDivergence):
+            sl.check_replicas(ddp, group=transport)
+
+    with Everything() as seen:
+        run_ranks(2, rank)
+    for at in range(2):
+        (found,) = seen.events("replicas_diverged", at)
+        assert (found.check, found.step, found.tensor) == ("sl.check_replicas", None, "module.0.weight")
+        assert found.minority_ranks == ()  # two ranks have no majority
+
+
+def test_a_strategy_that_needs_an_equal_start_reports_that_there_is_none() -> None:
+    def rank(transport: Transport) -> None:
+        ddp = sl.DistributedDataParallel(net(), process_group=transport, strategy=sl.DiLoCo(2))
+        optimizer = ddp.attach(torch.optim.SGD(ddp.parameters(), lr=0.1))
+        write_on_one_rank(transport, ddp)
+        ddp(torch.ones(1, 2)).sum().backward()
+        with pytest.raises(sl.ReplicaDivergence, match="equal start"):
+            optimizer.step()
+
+    with Everything() as seen:
+        run_ranks(2, rank)
+    (found,) = seen.events("replicas_diverged", 1)
+    assert (found.tensor, found.outcome) == ("", "raised")
+    assert found.check.startswith("before the first step of ")
+
+
 # ---------------------------------------------------------------------- who receives what
 
 

@@ -8,7 +8,7 @@ import pytest
 
 import syncline as sl
 from syncline.resilience import group
-from syncline.resilience.membership import Membership, Observation, Report
+from syncline.resilience.membership import Adopt, Membership, Observation, Report
 
 PRESENT = Membership(0, ("a", "b", "c"), step=0, sources=("a", "b", "c"))
 NOTHING = Observation({})
@@ -39,3 +39,21 @@ def test_uneven_inputs_are_a_loss_if_the_others_agree_on_who_is_left(
     assert one.is_loss(sl.UnevenInputs("rank 1 has shut down normally")) == is_loss
     assert one.is_loss(sl.PeerLost("rank 1"))
     assert not one.is_loss(ValueError())
+
+
+def test_a_change_of_the_ranks_says_how_many_were_lost() -> None:
+    one = group.Group.__new__(group.Group)
+    one._register = SimpleNamespace(  # type: ignore[assignment]
+        report=lambda generation, report: None,
+        stop_others=lambda generation: None,
+        observe=lambda present: DECIDED,
+    )
+    after = Membership(1, ("a", "b", "d"), step=3, sources=("b",))
+    one._member = SimpleNamespace(  # type: ignore[assignment]
+        membership=PRESENT,
+        name="a",
+        stop=lambda **said: REPORTED,
+        look=lambda observed, now: Adopt(after, loads=False),
+    )
+    assert one._agree(3, poll_seconds=0.0) is after
+    assert (one.num_lost, one.change) == (1, "rank 2 of 3 was lost and 1 process joined")

@@ -6,6 +6,8 @@ or stands in the table. A new callable or parameter without either makes `test_n
 
 from __future__ import annotations
 
+import importlib
+import importlib.util
 import inspect
 import os
 import re
@@ -379,6 +381,20 @@ TABLE: dict[str, Row] = {
     "sl.Observer": Row(),
     "sl.Observer.start": Row(on=sl.Observer),
     "sl.Observer.stop": Row(on=sl.Observer),
+    "sl.exporters.TensorBoard": Row(
+        {"writer_or_dir": lambda: folder()},
+        nonsense={"writer_or_dir": [*PATH, nn.Linear, nn.Linear(2, 2)]},
+    ),
+    "sl.exporters.TensorBoard.start": Row(on=lambda: sl.exporters.TensorBoard(folder())),
+    "sl.exporters.TensorBoard.stop": Row(on=lambda: sl.exporters.TensorBoard(folder())),
+    "sl.exporters.OpenTelemetry": Row(),
+    "sl.exporters.OpenTelemetry.start": Row(on=lambda: sl.exporters.OpenTelemetry()),
+    "sl.exporters.OpenTelemetry.stop": Row(on=lambda: sl.exporters.OpenTelemetry()),
+    "sl.exporters.Prometheus": Row(
+        {"registry": lambda: registry()}, nonsense={"registry": ["text", 3, True, nn.Linear]}
+    ),
+    "sl.exporters.Prometheus.start": Row(on=lambda: sl.exporters.Prometheus(registry())),
+    "sl.exporters.Prometheus.stop": Row(on=lambda: sl.exporters.Prometheus(registry())),
     "sl.Checkpointer.close": Row(on=lambda: sl.Checkpointer(folder())),
     "sl.Checkpointer.wait": Row(on=lambda: sl.Checkpointer(folder())),
     "sl.Checkpointer.save": Row({"state": state}, on=lambda: sl.Checkpointer(folder())),
@@ -426,6 +442,10 @@ def drifting() -> sl.DistributedDataParallel:
     return sl.DistributedDataParallel(module(), strategy=sl.LocalSGD(8))
 
 
+def registry() -> Any:
+    return importlib.import_module("prometheus_client").CollectorRegistry()
+
+
 def folder() -> Path:
     return Path(tempfile.mkdtemp(dir=_folders[-1]))
 
@@ -467,6 +487,7 @@ def public_callables() -> Iterator[tuple[str, Callable[..., Any]]]:
 def callables_of(name: str, cls: type) -> Iterator[tuple[str, Callable[..., Any]]]:
     left_out = NOT_FOR_USERS.get(name, set())
     left_out |= NOT_FOR_USERS["strategy"] if issubclass(cls, sl.EveryStep.__mro__[1]) else set()
+    left_out |= NOT_FOR_USERS["sl.Observer"] if issubclass(cls, sl.Observer) else set()
     left_out |= NOT_FOR_USERS["compression"] if issubclass(cls, sl.compression.Compression) else set()
     if not inspect.isabstract(cls):
         yield name, cls
@@ -496,7 +517,17 @@ def nonsense_for(name: str, parameter: inspect.Parameter) -> list[Any] | None:
     return None
 
 
-CALLABLES = dict(public_callables())
+CLIENTS = {
+    "sl.exporters.OpenTelemetry": "opentelemetry",
+    "sl.exporters.Prometheus": "prometheus_client",
+    "sl.exporters.TensorBoard": "tensorboard",
+}
+"""The packages that exporters need. Without its package, an exporter cannot be made."""
+
+ABSENT = tuple(name for name, package in CLIENTS.items() if importlib.util.find_spec(package) is None)
+
+CALLABLES = {name: function for name, function in public_callables() if not name.startswith(ABSENT)}
+TABLE = {name: row for name, row in TABLE.items() if not name.startswith(ABSENT)}
 
 
 def test_nothing_is_left_out() -> None:

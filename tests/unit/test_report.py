@@ -18,6 +18,7 @@ from syncline.tools.report.analysis import Figures, figures_of
 from syncline.tools.report.clocks import WINDOW_STEPS, Meeting, compared
 from syncline.tools.report.document import MAX_POINTS, MAX_SPANS, document_of
 from syncline.tools.report.load import ProcessTrace, load
+from syncline.tools.report.page import page
 from syncline.tools.report.run import Run, run_of
 from syncline.tools.report.steps import Span, without_gaps
 from syncline.tools.report.text import text_of
@@ -310,6 +311,59 @@ def test_a_rank_that_the_others_did_without() -> None:
     first, *_ = verdict(made(after={12: [lost]}))
     assert "Before step 13: rank 1 of 2 was lost. The ranks, now 1, continued after 43" in first.headline
     assert "--max-restarts" in first.cure
+
+
+def diverged(step: int | None, tensor: str = "layer1.weight", **changes: Any) -> rows.DivergenceRow:
+    row = rows.DivergenceRow("replica check of Net", step, tensor, 1, (1,), 8, "raised", 99)
+    return row._replace(**changes)
+
+
+def test_replicas_that_differ_are_the_first_finding() -> None:
+    recorded = traces(MadeRun(ranks=[MadeRank(), MadeRank(), MadeRank(data=5000)], num_steps=9))
+    for one in recorded:  # each rank records it
+        one.found += [diverged(10), rows.EndRow(99, "ReplicaDivergence: Net, step 10, replica check: ...")]
+    run = run_of(recorded)
+    first, *others = verdict(run)
+    assert first.kind == "problem"
+    assert first.headline == (
+        "Step 10: the replicas differ in layer1.weight; the error was raised on all ranks."
+    )
+    assert first.detail == (
+        "Found by replica check of Net. In the minority: rank 1. All ranks last agreed on layer1.weight at step 8."
+    )
+    assert "Load a checkpoint of step 8 or earlier" in first.cure
+    assert not any("ended with an error" in one.headline for one in others)  # it is said once
+    document = document_of(run)
+    assert document["findings"][0]["headline"] == first.headline
+    (event,) = [one for one in document["events"] if one["kind"] == "diverged"]
+    assert (event["step"], "layer1.weight" in event["words"]) == (10, True)
+    assert "the replicas differ in layer1.weight" in text_of(document)
+    assert page(document).count("Replicas differ</span>") == 1
+
+
+def test_a_difference_that_stays_is_named_once_and_a_repair_is_no_problem() -> None:
+    found = {step: [diverged(step, outcome="warned")] for step in range(5, 15)}
+    (warned,) = [one for one in verdict(made(after=found)) if "differ" in one.headline]
+    assert warned.headline.startswith("Step 5: ")
+    assert warned.headline.endswith("training continued with values that differ, and was found 10 times.")
+    (repaired,) = [
+        one for one in verdict(made(after={5: [diverged(5, outcome="repaired")]})) if "differ" in one.headline
+    ]
+    assert (repaired.kind, "Load a checkpoint" in repaired.cure) == ("note", False)
+
+
+def test_a_check_that_belongs_to_no_step_is_put_after_the_last_one() -> None:
+    found = {4: [diverged(None, "", check="sl.check_replicas", num_differing=0, minority_ranks=())]}
+    first, *_ = verdict(made(after=found))
+    assert first.headline.startswith("Step 4: the replicas differ; ")
+    assert first.detail == "Found by sl.check_replicas."
+
+
+def test_of_many_values_that_differ_three_are_named() -> None:
+    found = {4: [diverged(4, f"layer{number}.weight") for number in range(5)]}
+    of_replicas = [one.headline for one in verdict(made(after=found)) if "differ" in one.headline]
+    assert len(of_replicas) == 4
+    assert "2 more values" in of_replicas[-1]
 
 
 def test_a_trace_without_a_step() -> None:

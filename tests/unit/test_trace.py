@@ -16,6 +16,7 @@ from torch import nn
 
 import syncline as sl
 from syncline.events import OBSERVERS, PlaceSeen, RanksChanged
+from syncline.tools.cli import main
 from syncline.tracing import rows
 from syncline.tracing.file import NUM_PARTS, TraceFile
 from syncline.transport import Transport, run_ranks
@@ -130,6 +131,30 @@ def test_each_rank_records_its_steps(tmp_path: Path) -> None:
         assert "Sequential" in last.contract["title"]
         forwards = [row for row in others if isinstance(row, rows.ForwardRow)]
         assert forwards[1].buffer_bytes > 0
+
+
+def test_replicas_that_differ_are_recorded_and_reported(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def rank(transport: Transport) -> None:
+        check = sl.ReplicaCheck(every=1)
+        ddp = sl.DistributedDataParallel(nn.Linear(2, 1), process_group=transport, replica_check=check)
+        with torch.no_grad():
+            ddp.module.bias.data += float(transport.rank == 1)
+        ddp(torch.full((1, 2), 1.0 + transport.rank)).sum().backward()
+
+    with sl.trace(tmp_path), pytest.raises(sl.ReplicaDivergence):
+        run_ranks(3, rank)
+    recorded = rows_in(tmp_path)
+    assert len(recorded) == 3
+    for found in recorded.values():
+        (row,) = [one for one in found if isinstance(one, rows.DivergenceRow)]
+        assert row[:-1] == ("replica check of Linear", 1, "bias", 1, [1], 0, "raised")
+        assert rows.time_of(row) == row.at
+    assert main(["report", str(tmp_path), "--format", "text"]) == 0
+    assert (
+        "Step 1: the replicas differ in bias; the error was raised on all ranks." in capsys.readouterr().out
+    )
 
 
 def test_nothing_is_recorded_after_stop(tmp_path: Path) -> None:

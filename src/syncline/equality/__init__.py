@@ -1,10 +1,10 @@
 """Bit-for-bit comparison of tensors and numbers between ranks.
 
-Imports: errors, words, transport, optimizers, tensors.
+Imports: errors, words, events, transport, optimizers, tensors.
 
 fingerprint.py  64-bit fingerprints of tensors and other values, and hashes of slices of tensors
 leaves.py       the tensors and integers of modules and optimizers, by name
-locate.py       the search for values, elements and ranks that differ, and the error that names them
+locate.py       the search for values, elements and ranks that differ; the error that names them, and the event
 """
 
 from __future__ import annotations

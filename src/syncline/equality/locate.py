@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from time import perf_counter
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from syncline.equality.fingerprint import fingerprints
 from syncline.errors import ReplicaDivergence
+from syncline.events import OBSERVERS, ReplicasDiverged, emit
 from syncline.transport.agreement import gather_rows
 from syncline.transport.base import Transport
 from syncline.words import describe_groups, describe_ranks, format_count, groups_of, outside_of_largest
@@ -209,3 +211,34 @@ def divergence_error(
         agreed_at_step=agreed_at,
         found_at_step=step,
     )
+
+
+def emit_divergence(
+    error: ReplicaDivergence,
+    *,
+    check: str,
+    rank: int,
+    outcome: Literal["raised", "repaired", "warned"] = "raised",
+) -> None:
+    """Emit that replicas differ, if an observer wants it. All ranks of the check call this function.
+
+    Args:
+        error: the error that names the values.
+        check: the name of the check.
+        rank: this rank.
+        outcome: the reaction of the check.
+    """
+    if OBSERVERS.replicas_diverged:
+        event = ReplicasDiverged(
+            rank=rank,
+            check=check,
+            step=error.found_at_step,
+            tensor=error.tensor,
+            num_differing=error.num_differing,
+            minority_ranks=error.minority_ranks,
+            agreed_at_step=error.agreed_at_step,
+            outcome=outcome,
+            words=str(error),
+            at=perf_counter(),
+        )
+        emit(OBSERVERS.replicas_diverged, event)

@@ -20,6 +20,7 @@ from syncline.events.kinds import (
     PlaceSeen,
     RankFoundSlow,
     RanksChanged,
+    ReplicasDiverged,
     Source,
 )
 from syncline.events.observer import OBSERVERS, Observer, called, emit
@@ -38,6 +39,7 @@ __all__ = [
     "PlaceSeen",
     "RankFoundSlow",
     "RanksChanged",
+    "ReplicasDiverged",
     "Source",
     "called",
     "emit",

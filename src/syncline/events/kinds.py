@@ -9,7 +9,7 @@ All times are in seconds of `time.perf_counter()`. On Linux this clock is the sa
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from syncline.contract import Contract
 from syncline.records import BackwardRecord, BufferRecord, RoundRecord, StragglerRecord
@@ -94,6 +94,10 @@ class BackwardEnded(NamedTuple):
     """Names of the parameters that got no gradient on this rank."""
     record: Callable[[], BackwardRecord]
     """A function that returns the whole record, as `ddp.last_step`. It is valid until the next backward."""
+    num_ranks: int
+    """The number of ranks that train together."""
+    ends_step: bool
+    """Whether a step ends with this backward. Under `no_sync`, it does not."""
 
 
 class OptimizerStepped(NamedTuple):
@@ -140,6 +144,8 @@ class RanksChanged(NamedTuple):
     began_at: float
     """When this rank had noticed the change."""
     ended_at: float
+    num_lost: int = 0
+    """The number of ranks that no longer take part, because they were lost or left behind."""
 
 
 class RankFoundSlow(NamedTuple):
@@ -147,6 +153,32 @@ class RankFoundSlow(NamedTuple):
 
     source: Source
     record: StragglerRecord
+
+
+class ReplicasDiverged(NamedTuple):
+    """A check has found values that differ between ranks although they must be equal.
+
+    All ranks that took part in the check receive this event. Those that raise the error receive it before that.
+    """
+
+    rank: int
+    check: str
+    """The check: "replica check of Linear" for `replica_check=`, or a call such as "sl.check_replicas"."""
+    step: int | None
+    """The step in which the values were compared; None if the check does not belong to a step."""
+    tensor: str
+    """The name of the first value that differs; empty if the check compares all values together."""
+    num_differing: int
+    """The number of values that differ; 0 if the check compares all values together."""
+    minority_ranks: tuple[int, ...]
+    """The ranks whose values differ from those of most ranks; empty if no value has a majority."""
+    agreed_at_step: int | None
+    """The last step at which `tensor` was equal on all ranks; None if unknown. Step 0 is the time of the wrapping."""
+    outcome: Literal["raised", "repaired", "warned"]
+    """The reaction: the error is raised, the values are made equal, or training continues with values that differ."""
+    words: str
+    """The text of the error or the warning."""
+    at: float
 
 
 class PlaceSeen(NamedTuple):

@@ -25,6 +25,7 @@ from syncline.events.kinds import (
     PlaceSeen,
     RankFoundSlow,
     RanksChanged,
+    ReplicasDiverged,
 )
 from syncline.user_code import calling
 
@@ -39,7 +40,8 @@ class Observer:
     raised in training.
 
     `start` and `stop` begin and end the calls. An observer is also a context manager. Events of all ranks in this
-    process are received, which is one rank unless ranks are threads (`syncline.testing`).
+    process are received, which is one rank unless ranks are threads (`syncline.testing`). `sl.exporters` has observers
+    for TensorBoard, OpenTelemetry and Prometheus.
 
     Examples:
         >>> import torch, syncline as sl
@@ -84,6 +86,9 @@ class Observer:
     def rank_found_slow(self, event: RankFoundSlow) -> None:
         """A rank is slow in many steps."""
 
+    def replicas_diverged(self, event: ReplicasDiverged) -> None:
+        """A check has found values that differ between ranks although they must be equal."""
+
     def place_seen(self, event: PlaceSeen) -> None:
         """Where this rank is. It is called on another thread than that of the program, and its errors are ignored."""
 
@@ -125,6 +130,7 @@ class Observers:
         self.call_ended: Receivers[CallEnded] = ()
         self.ranks_changed: Receivers[RanksChanged] = ()
         self.rank_found_slow: Receivers[RankFoundSlow] = ()
+        self.replicas_diverged: Receivers[ReplicasDiverged] = ()
         self.place_seen: Receivers[PlaceSeen] = ()
 
     def add(self, observer: Observer) -> None:

@@ -30,6 +30,7 @@ class Emitter:
     Args:
         source: the wrapped module and the rank.
         names: the names of the parameters, by index.
+        num_ranks: the number of ranks that train together.
         looks_for_unused: whether each backward looks for parameters that it does not reach.
         former: the emitter of the reducer that this one replaces; None if there is none.
     """
@@ -39,11 +40,12 @@ class Emitter:
         source: Source,
         names: Sequence[str],
         *,
+        num_ranks: int,
         looks_for_unused: bool,
         former: Emitter | None = None,
     ) -> None:
         self.source = source
-        self._names, self._looks_for_unused = names, looks_for_unused
+        self._names, self._num_ranks, self._looks_for_unused = names, num_ranks, looks_for_unused
         self._plans: list[BucketPlan] = []
         self._layout: int = 0 if former is None else former._layout
 
@@ -76,6 +78,8 @@ class Emitter:
         backward: Backward,
         metrics: Mapping[str, float],
         record: Callable[[], BackwardRecord | None],
+        *,
+        ends_step: bool,
     ) -> None:
         """Emit that a backward has ended.
 
@@ -83,6 +87,7 @@ class Emitter:
             backward: the backward.
             metrics: the means of the metrics that were reported.
             record: a function that returns its record.
+            ends_step: whether a step ends with it.
         """
         buckets = tuple(
             (one.plan.index, one.launched_at, one.reduced_at - one.waited_seconds, one.reduced_at)
@@ -112,6 +117,8 @@ class Emitter:
                 looks_for_unused=self._looks_for_unused,
                 unused=self._unused(backward.ready),
                 record=known,
+                num_ranks=self._num_ranks,
+                ends_step=ends_step,
             ),
         )
 

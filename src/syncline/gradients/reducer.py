@@ -79,6 +79,7 @@ class GradientSync:
         self._emitter: Emitter = Emitter(
             Source(main_lane.rank, title),
             self.names,
+            num_ranks=main_lane.size,
             looks_for_unused=options.allow_unused,
             former=None if former is None else former._emitter,
         )
@@ -408,7 +409,8 @@ class GradientSync:
         facts = reduction.riders.record()
         self.ledger.note(backward, step=self.step, divisor=divisor, facts=facts, timing=timing)
         if OBSERVERS.backward_ended:
-            self._emitter.backward_ended(backward, facts.get("metrics", {}), self.ledger.last)
+            metrics, ends_step = facts.get("metrics", {}), self.step == backward.step
+            self._emitter.backward_ended(backward, metrics, self.ledger.last, ends_step=ends_step)
         if not is_local and not reduction.layout.order_is_learnt:
             reduction.layout.learn_order(backward.ready)
 

@@ -73,6 +73,8 @@ class Group:
         self._register: Register | None = None
         self.change = ""
         """How the present generation differs from the former one, in words."""
+        self.num_lost = 0
+        """The number of members of the former generation that are not in the present one."""
         self.all_go_on = False
         """Whether all members of the former generation are in the present one, and have stopped after the same step."""
         self.joins = is_about_to_join()
@@ -212,6 +214,7 @@ class Group:
                 action = member.look(observed, now=time.monotonic())
                 if isinstance(action, Adopt):
                     self.change = _change_in_words(current, action.membership)
+                    self.num_lost = len({*current.members} - {*action.membership.members})
                     return action.membership
                 if isinstance(action, Leave):
                     self.is_left_behind = observed.decided is not None

@@ -344,7 +344,8 @@ class _Loop:
     def _say(self, number: int, what: str) -> None:
         here, (began_at, ended_at) = world(), self._change
         if OBSERVERS.ranks_changed:
-            event = RanksChanged(here.rank, here.size, number, self._group.change, began_at, ended_at)
+            change, num_lost = self._group.change, self._group.num_lost
+            event = RanksChanged(here.rank, here.size, number, change, began_at, ended_at, num_lost)
             emit(OBSERVERS.ranks_changed, event)
         if here.rank == 0:
             _LOG.warning(

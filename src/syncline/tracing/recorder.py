@@ -27,6 +27,7 @@ from syncline.events import (
     PlaceSeen,
     RankFoundSlow,
     RanksChanged,
+    ReplicasDiverged,
     Source,
 )
 from syncline.liveness.processes import clock_key
@@ -49,8 +50,12 @@ _Kept = (
     | CallEnded
     | RanksChanged
     | RankFoundSlow
+    | ReplicasDiverged
     | PlaceSeen
 )
+
+_OF_RANK = CallEnded | RanksChanged | ReplicasDiverged | PlaceSeen
+"""Events that belong to a rank, and to no wrapped module."""
 
 
 def micros(seconds: float) -> int:
@@ -130,6 +135,9 @@ class Recorder(Observer):
     def rank_found_slow(self, event: RankFoundSlow) -> None:
         self._keep(event)
 
+    def replicas_diverged(self, event: ReplicasDiverged) -> None:
+        self._keep(event)
+
     def place_seen(self, event: PlaceSeen) -> None:
         # Before the first event of the program, `world` may wait for the main thread, which may wait for this one.
         if self._is_one_rank is not None:
@@ -165,9 +173,7 @@ class Recorder(Observer):
         kept, self._kept = self._kept, []
         found: dict[int, list[rows.Row]] = {}
         for event in kept:
-            rank = (
-                event.rank if isinstance(event, CallEnded | RanksChanged | PlaceSeen) else event.source.rank
-            )
+            rank = event.rank if isinstance(event, _OF_RANK) else event.source.rank
             found.setdefault(rank, []).append(_row_of(event))
         for rank, of_rank in found.items():
             self._write(rank, *of_rank)
@@ -251,6 +257,17 @@ def _row_of(event: _Kept) -> rows.Row:
             return rows.RanksRow(rank, num_ranks, step, reason, micros(began_at), micros(ended_at))
         case RankFoundSlow(source, record):
             return rows.SlowRow(source.module, record.from_step, record.rank, str(record))
+        case ReplicasDiverged():
+            return rows.DivergenceRow(
+                check=event.check,
+                step=event.step,
+                tensor=event.tensor,
+                num_differing=event.num_differing,
+                minority_ranks=event.minority_ranks,
+                agreed_at_step=event.agreed_at_step,
+                outcome=event.outcome,
+                at=micros(event.at),
+            )
         case PlaceSeen():
             return rows.PlaceRow(micros(event.at), event.step, event.words)
 

@@ -113,6 +113,19 @@ class SlowRow(NamedTuple):
     words: str
 
 
+class DivergenceRow(NamedTuple):
+    """Values that differ between ranks although they must be equal, as in `ReplicasDiverged`."""
+
+    check: str
+    step: int | None
+    tensor: str
+    num_differing: int
+    minority_ranks: Sequence[int]
+    agreed_at_step: int | None
+    outcome: str
+    at: int
+
+
 class PlaceRow(NamedTuple):
     """Where the rank was."""
 
@@ -139,6 +152,7 @@ Row = (
     | CallRow
     | RanksRow
     | SlowRow
+    | DivergenceRow
     | PlaceRow
     | EndRow
 )
@@ -154,6 +168,7 @@ _KINDS: dict[str, Any] = {
     "call": CallRow,
     "ranks": RanksRow,
     "slow": SlowRow,
+    "divergence": DivergenceRow,
     "place": PlaceRow,
     "end": EndRow,
 }

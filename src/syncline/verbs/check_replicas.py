@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from syncline.checkpoint.encoding import encode
 from syncline.checkpoint.train_state import TrainState
 from syncline.equality.fingerprint import digest_of, fingerprints
-from syncline.equality.locate import differing, divergence_error, locate
+from syncline.equality.locate import differing, divergence_error, emit_divergence, locate
 from syncline.gradients.wrapper_protocol import replica_of
 from syncline.optimizers.contents import OptimizerNumbers, is_setting, optimizer_leaves, parameters_of
 from syncline.session.world import transport_of
@@ -141,7 +141,7 @@ def check_replicas(target: Any, *, group: Group = None) -> ReplicaReport:
             )
             found = locate(names, values, transport, mine=compared)
             source = "src=<a rank of the majority>" if any(one.minority for one in found) else "src=..."
-            raise divergence_error(
+            error = divergence_error(
                 _TITLE,
                 found,
                 num_compared=len(compared),
@@ -150,6 +150,8 @@ def check_replicas(target: Any, *, group: Group = None) -> ReplicaReport:
                 "cause, such as a buffer that is not synchronized, seeds that differ, or an optimizer step that only "
                 "some ranks made.",
             )
+            emit_divergence(error, check=_TITLE, rank=transport.rank)
+            raise error
         noted = [] if len(set(rows)) == 1 else differing(read.names, mine, transport)
         equal = _without({one.index for one in noted}, read.values)
         record_equal([value for value in equal if isinstance(value, Tensor)], by_writing=False)

@@ -22,6 +22,7 @@ from torch.optim import Optimizer
 from syncline.checks import checked_choice, checked_count, store
 from syncline.equality.fingerprint import mixed
 from syncline.equality.leaves import Leaf, parameter_leaves
+from syncline.equality.locate import emit_divergence
 from syncline.errors import ReplicaDivergence
 from syncline.gradients.backward import Backward
 from syncline.gradients.riders.base import Holder, Reduced, Rider, Words
@@ -223,7 +224,11 @@ class ReplicaWatch:
             is_certain: whether fingerprints differed. If they did, it is an error if the search finds no difference.
         """
         in_run = self.steps_before + step
-        located = self._peers.search(self._coverage, self._buffer_coverage, in_run)
+        try:
+            located = self._peers.search(self._coverage, self._buffer_coverage, in_run)
+        except ReplicaDivergence as wrong_structure:
+            self._emit(wrong_structure, "raised")
+            raise
         if not located.differences:
             if is_certain:
                 error = self._peers.equal_again(in_run)
@@ -251,16 +256,23 @@ class ReplicaWatch:
         """
         policy = self.check.on_divergence
         if policy == "raise" or (policy == "repair" and repair is None):
+            self._emit(error, "raised")
             raise error
         text = str(error)
         if policy == "repair" and repair is not None:
             text += f"\nRepaired: {repair()} Training continues."
-        elif names <= self._warned:
+        self._emit(error, "repaired" if policy == "repair" else "warned")
+        if policy == "warn" and names <= self._warned:
             return  # there was a warning before
         if policy == "warn":
             self._warned |= names
         if self._peers.transport.rank == 0:
             warn_user(text)
+
+    def _emit(self, error: ReplicaDivergence, outcome: Literal["raised", "repaired", "warned"]) -> None:
+        peers = self._peers
+        rank = peers.ranks[peers.transport.rank]
+        emit_divergence(error, check=f"replica check of {peers.title}", rank=rank, outcome=outcome)
 
     def _repaired(self, located: Located, step: int) -> str:
         """Broadcast the values of the majority, and return a sentence that says so. This is a collective call."""

@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 
 from syncline._torch.profiler import profiled
 from syncline.equality.fingerprint import digest_of, fingerprints
+from syncline.equality.locate import emit_divergence
 from syncline.errors import ReplicaDivergence, SynclineError
 from syncline.events import OBSERVERS, ParametersSynced, Source, emit
 from syncline.optimizers.attached import AttachedOptimizer
@@ -186,7 +187,7 @@ class Rounds:
         digest = digest_of(fingerprints([parameter.detach() for parameter in self._executor.parameters]))
         title = f"before the first step of {self._title}"
         if len(set(exchange(self.transport, title, [], payload=digest))) > 1:
-            raise ReplicaDivergence(
+            error = ReplicaDivergence(
                 f"{title}: expected equal parameters on all ranks, but they differ. {self.strategy} needs an equal "
                 "start on all ranks. Call sl.broadcast_(ddp) to copy rank 0's parameters to all ranks, or "
                 "sl.check_replicas(ddp) for the names of the parameters that differ",
@@ -194,6 +195,8 @@ class Rounds:
                 num_differing=0,
                 minority_ranks=(),
             )
+            emit_divergence(error, check=title, rank=self.transport.rank)
+            raise error
         self.are_equal = True
         self._start()
 

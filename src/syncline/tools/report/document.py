@@ -14,6 +14,7 @@ from typing import Any
 
 from syncline.tools.plan import Machine
 from syncline.tools.report.analysis import EXPOSED, BucketFigures, Figures, figures_of
+from syncline.tools.report.divergences import divergences_in
 from syncline.tools.report.planned import predicted_rows
 from syncline.tools.report.run import Run
 from syncline.tools.report.steps import RankStep
@@ -152,8 +153,9 @@ def _shown(run: Run) -> list[int]:
     spans = max(1, sum(len(one.spans) + len(one.buckets) for one in run.steps[numbers[-1]].values()))
     most = min(MAX_STEPS, max(3, MAX_SPANS // spans))
     chosen = set(_choices(run).values())
-    for change in changes_in(run):
-        chosen |= {number for number in numbers if abs(number - change.step) <= 1}
+    events = [one.step for one in changes_in(run)] + [one.step for one in divergences_in(run)]
+    for step in events:
+        chosen |= {number for number in numbers if abs(number - step) <= 1}
     chosen |= set(_thinned(numbers, max(0, most - len(chosen))))
     return sorted(chosen)
 
@@ -234,6 +236,7 @@ def _events(run: Run) -> list[dict[str, Any]]:
         }
         for row in changes_in(run)
     ]
+    found += [{"step": one.step, "kind": "diverged", "words": str(one)} for one in divergences_in(run)]
     slow: dict[tuple[int, int], str] = {}
     for one in run.processes:
         for row in one.found:

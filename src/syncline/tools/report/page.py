@@ -29,6 +29,7 @@ _KINDS = {"problem": "Problem", "note": "Note", "fine": "Fine"}
 _EVENTS = {
     "ranks": "Ranks changed",
     "slow": "Slow",
+    "diverged": "Replicas differ",
     "discarded": "Step discarded",
     "failed": "Failed",
     "call": "Call",

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from syncline.tools.report.analysis import Figures
+from syncline.tools.report.divergences import divergences_in
 from syncline.tools.report.run import Run
 from syncline.tools.report.what_if import best_cap, link_of, wait_of
 from syncline.tracing import rows
@@ -19,6 +20,9 @@ Kind = Literal["problem", "note", "fine"]
 
 _NOTEWORTHY = 0.04
 """The part of a step from which on a loss of time is a finding."""
+
+_MAX_DIVERGENCES = 3
+"""The number of values that differ between replicas to name. The events of the report name all of them."""
 
 _SMALL_BYTES = 256 * 1024
 
@@ -68,7 +72,7 @@ class Finding:
 
 def verdict_on(run: Run, figures: Figures | None) -> list[Finding]:
     """Return the findings about a run, the most important first. The second one says where the time of a step goes."""
-    failed = list(_failures(run))
+    failed = [*_diverged(run), *_failures(run)]
     if figures is None:
         none = Finding(
             kind="note",
@@ -282,6 +286,35 @@ def _discarded(run: Run, figures: Figures) -> Iterator[Finding]:
         )
 
 
+_CURE_OF_DIVERGENCE = (
+    "Look for a write on some ranks only, seeds that differ, and operations whose result differs between ranks "
+    "(syncline doctor searches for such operations). A bit that flips in memory does this, too."
+)
+
+
+def _diverged(run: Run) -> Iterator[Finding]:
+    found = divergences_in(run)
+    for one in found[:_MAX_DIVERGENCES]:
+        is_repaired = one.row.outcome == "repaired"
+        checkpoint = (
+            f" Load a checkpoint of step {one.row.agreed_at_step} or earlier."
+            if one.row.agreed_at_step
+            else ""
+        )
+        yield Finding(
+            kind="note" if is_repaired else "problem",
+            headline=f"Step {one.step}: {one.fact}; {one.reaction}.",
+            detail=" ".join(filter(None, [f"Found by {one.row.check}.", one.minority, one.agreed])),
+            cure=_CURE_OF_DIVERGENCE + ("" if is_repaired else checkpoint),
+        )
+    more = len(found) - _MAX_DIVERGENCES
+    if more > 0:
+        yield Finding(
+            kind="problem",
+            headline=f"The replicas differ in {format_count(more, 'more value')}: see the events.",
+        )
+
+
 def _failures(run: Run) -> Iterator[Finding]:
     changes = changes_in(run)
     for row in changes:
@@ -320,6 +353,8 @@ def _failures(run: Run) -> Iterator[Finding]:
     elif errors and not changes:
         first = min(errors, key=lambda one: one.unix_seconds(one.end.at if one.end else 0))
         assert first.end is not None
+        if first.end.error.startswith("ReplicaDivergence:") and divergences_in(run):
+            return  # `_diverged` has a finding about it
         yield Finding(
             kind="problem",
             headline=f"Rank {first.process.rank} ended with an error: {first.end.error}",
