@@ -333,7 +333,7 @@ def test_replicas_that_differ_are_the_first_finding() -> None:
     )
     assert "Load a checkpoint of step 8 or earlier" in first.cure
     assert not any("ended with an error" in one.headline for one in others)  # it is said once
-    document = document_of(run)
+    document = document_of(run, UNMEASURED)
     assert document["findings"][0]["headline"] == first.headline
     (event,) = [one for one in document["events"] if one["kind"] == "diverged"]
     assert (event["step"], "layer1.weight" in event["words"]) == (10, True)
