@@ -20,6 +20,9 @@ TOKEN = "SYNCLINE_TOKEN"
 JOINS = "SYNCLINE_JOINS"
 """The variable that `syncline run --resilient` sets for a process that it starts in place of a lost one."""
 
+EXPLAIN = "SYNCLINE_EXPLAIN"
+"""The variable that `syncline explain` sets for its process, in which the other ranks are imitated."""
+
 _MIN_TOKEN_CHARS = 16
 
 
@@ -31,6 +34,16 @@ def variables() -> Mapping[str, str]:
 def joins_running_job() -> bool:
     """Return whether the launcher started this process in place of a lost one, while the other ranks train on."""
     return os.environ.get(JOINS) == "1"
+
+
+def is_explained() -> bool:
+    """Return whether `syncline explain` runs this process, in which the other ranks are imitated, and nothing is saved.
+
+    Examples:
+        >>> is_explained()
+        False
+    """
+    return bool(os.environ.get(EXPLAIN))
 
 
 def error_file() -> str | None:

@@ -92,6 +92,10 @@ class Transport(ABC):
             new transport is a part of it. Pass None to create a new board.
     """
 
+    imitates_peers = False
+    """Whether the other ranks are imitated by this process (`mirror.py`). Data that each rank writes into a place of its
+    own, and that are summed over the ranks, then lack the places of the others."""
+
     def __init__(self, *, rank: int, size: int, timeout_seconds: float, board: Board | None = None) -> None:
         if not 0 <= rank < size:
             raise ValueError(f"expected a rank from 0 to size - 1; got rank {rank} and size {size}")
