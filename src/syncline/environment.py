@@ -46,6 +46,27 @@ def is_explained() -> bool:
     return bool(os.environ.get(EXPLAIN))
 
 
+def explained(num_ranks: int) -> dict[str, str]:
+    """Return the variables of a process of `syncline explain`, which is rank 0 of `num_ranks` ranks of this host."""
+    variables = {
+        EXPLAIN: "1",
+        "RANK": "0",
+        "WORLD_SIZE": str(num_ranks),
+        "LOCAL_RANK": "0",
+        "LOCAL_WORLD_SIZE": str(num_ranks),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": "29500",  # nothing connects to it
+    }
+    if "OMP_NUM_THREADS" not in os.environ:
+        variables["OMP_NUM_THREADS"] = str(threads_per_rank(num_ranks))
+    return variables
+
+
+def wants_colours() -> bool:
+    """Return whether the user accepts colours on a terminal: NO_COLOR is not set, and the terminal has colours."""
+    return not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
+
+
 def error_file() -> str | None:
     """Return the path of the file in which the launcher expects an uncaught exception; None if there is none."""
     return os.environ.get("TORCHELASTIC_ERROR_FILE") or None

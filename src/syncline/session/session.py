@@ -18,6 +18,7 @@ import torch.distributed as dist
 
 from syncline import environment, launchers
 from syncline._torch.process_groups import (
+    HashStore,
     PrefixStore,
     Store,
     backends_of,
@@ -228,9 +229,7 @@ class Session:
         """Wait for the other ranks, compare the arguments, create torch's default group, and select its transport."""
         if env.launcher == "syncline explain":
             self._backend = register_mirror()
-            return self._connect(
-                dist.HashStore(), env.rank, env.size, device, asked, asked.timeout_seconds
-            )
+            return self._connect(HashStore(), env.rank, env.size, device, asked, asked.timeout_seconds)
         store = self._stores.of_next_init(env, asked.timeout_seconds)
         mine = Presence.of_this_process(env, device, asked.lines(device))
         everyone = wait_for_all(store, mine, asked.timeout_seconds)
