@@ -93,8 +93,8 @@ class Transport(ABC):
     """
 
     imitates_peers = False
-    """Whether this process imitates the other ranks (`mirror.py`). If each rank writes data into a place of its own, and
-    these are summed over the ranks, the sum then lacks the data of the others."""
+    """Whether this process imitates the other ranks (`mirror.py`). If each rank writes data into a place of its own,
+    and these are summed over the ranks, the sum then lacks the data of the others."""
 
     def __init__(self, *, rank: int, size: int, timeout_seconds: float, board: Board | None = None) -> None:
         if not 0 <= rank < size:

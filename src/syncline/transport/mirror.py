@@ -124,8 +124,10 @@ class MirrorTransport(Transport):
     def _start_all_gather(self, output: Tensor, input: Tensor, terms: int = 0) -> Work:
         self._check()
         with torch.inference_mode():
-            rows = output.detach().view(self.size, -1) if output.numel() else output
-            rows.copy_(input.detach().view(-1))
+            own = input.detach().view(-1)
+            if own.untyped_storage().data_ptr() == output.untyped_storage().data_ptr():
+                own = own.clone()  # a part of the output
+            output.detach().view(self.size, own.numel()).copy_(own)
         return DONE
 
     def _start_broadcast(self, tensor: Tensor, src: int) -> Work:
@@ -155,14 +157,22 @@ class MirrorTransport(Transport):
             self._expected.setdefault(src, deque()).append(arrival)
         return arrival
 
-    def _find(self, arrival: _Arrival) -> None:
-        """Fill a receive with a message to another rank than `src`, as where each rank sends to the next one."""
-        numel, dtype = arrival.target.numel(), arrival.target.dtype
-        for messages in self._sent.values():
-            if messages and messages[0].numel() == numel and messages[0].dtype is dtype:
-                arrival.fill(messages.popleft())
-                self._expected[arrival.src].remove(arrival)
+    def _find(self, src: int) -> None:
+        """Fill the receives from a rank with messages to other ranks, as where each rank sends to the next one.
+
+        Messages and receives are matched in their order. The numbers of elements and the dtypes must be equal.
+        """
+        expected = self._expected[src]
+        while expected:
+            target = expected[0].target
+            fitting = [
+                messages
+                for messages in self._sent.values()
+                if messages and messages[0].numel() == target.numel() and messages[0].dtype is target.dtype
+            ]
+            if not fitting:
                 return
+            expected.popleft().fill(fitting[0].popleft())
 
     def _check(self) -> None:
         if self._reason:
@@ -195,7 +205,7 @@ class _Arrival(Work):
 
     def is_completed(self) -> bool:
         if not self._is_filled:
-            self._transport._find(self)
+            self._transport._find(self.src)
         return self._is_filled
 
 

@@ -6,9 +6,10 @@ The script runs in a process of its own, so that it finds a fresh interpreter. T
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
+import os
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -114,9 +115,19 @@ def _run(args: argparse.Namespace, options: Options) -> int:
     variables = environment.for_child(environment.explained(args.n))
     with subprocess.Popen([sys.executable, *command], env=variables) as process:
         while process.returncode is None:
-            with contextlib.suppress(KeyboardInterrupt):  # the script has received Ctrl-C, too
+            try:
                 process.wait()
+            except KeyboardInterrupt:
+                if not _is_in_terminal():  # a terminal sends Ctrl-C to the script, too
+                    process.send_signal(signal.SIGINT)
     return process.returncode if process.returncode >= 0 else 128 - process.returncode
+
+
+def _is_in_terminal() -> bool:
+    try:
+        return os.tcgetpgrp(sys.stdin.fileno()) == os.getpgrp()
+    except (OSError, ValueError, AttributeError):  # no terminal, a closed stdin, or Windows
+        return False
 
 
 def _style(*, is_ascii: bool) -> Style:

@@ -103,9 +103,10 @@ def text_of(report: Report, options: Options, style: Style) -> str:
 def _notes(report: Report, options: Options) -> list[str]:
     notes = []
     if report.num_ranks > 1:
-        others = format_count(report.num_ranks - 1, "other rank")
+        is_pair = report.num_ranks == 2
+        others = "other rank" if is_pair else f"{report.num_ranks - 1:,} other ranks"
         notes.append(
-            f"The {others} did not run: this process imitated {'it' if report.num_ranks == 2 else 'them'}. To measure "
+            f"The {others} did not run: this process imitated {'it' if is_pair else 'them'}. To measure "
             "how long buckets are under way, and how long ranks wait, use `syncline run --trace DIR`, and then "
             "`syncline report DIR`."
         )
@@ -123,15 +124,15 @@ def _notes(report: Report, options: Options) -> list[str]:
 
 def nothing_shown(report: Report | None, program: str) -> str:
     """Return why no step can be shown, and what to do."""
-    why = f"{program} ended, and no step of a wrapped module was complete, so there is nothing to show. "
     if report is not None and report.uses_torch_class:
-        return (
-            why + "It uses torch.nn.parallel.DistributedDataParallel: replace this class by "
-            "sl.DistributedDataParallel, which takes the same arguments"
+        remedy = (
+            "It uses torch.nn.parallel.DistributedDataParallel: replace this class by sl.DistributedDataParallel, "
+            "which takes the same arguments"
         )
-    return (
-        why
-        + "A step is a forward and a backward of an sl.DistributedDataParallel in training mode. Wrap the module, "
-        "and check that the script trains when it is started like this. If it starts processes itself, they cannot be "
-        "seen: name a script that is one rank"
-    )
+    else:
+        remedy = (
+            "A step is a forward and a backward of an sl.DistributedDataParallel in training mode. Wrap the module, "
+            "and check that the script trains when it is started like this. Processes that the script starts, and "
+            "steps of an sl.EvolutionStrategy, cannot be shown"
+        )
+    return f"{program} ended, and no step of a wrapped module was complete, so there is nothing to show. {remedy}"
