@@ -7,6 +7,7 @@ import signal
 import subprocess
 import time
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -90,11 +91,9 @@ def test_a_script_with_sl_init(explain: Explain) -> None:
     assert "The other ranks were imitated" in text
     assert ".grad now holds the mean over 3 ranks" in text
     assert "waited" not in text
-    picture = [
-        line.split()[0] for line in lines[lines.index(next(x for x in lines if "on this rank" in x)) + 2 :]
-    ]
-    assert picture[:3] == ["buffers,", "forward", "backward"]
-    assert "optimizer" in picture
+    picture = text.partition("on this rank")[2]
+    for earlier, later in pairwise(["buffers, ", "forward ", "backward ", "bucket 0", "optimizer Adam"]):
+        assert picture.index(earlier) < picture.index(later)
     assert "\x1b" not in done.stdout
     assert "as rank 0 of 3" in done.stderr
 

@@ -61,9 +61,9 @@ def picture(rows: Sequence[Row], seconds: float, style: Style) -> list[str]:
     Examples:
         >>> rows = [Row("forward", "forward", [(0.0, 0.004)], "4.0 ms"), Row("bucket", "bucket 0", [(0.004, 0.008)])]
         >>> print(*picture(rows, 0.008, Style(columns=40, has_blocks=False)), sep="\\n")
-                  0                8.0 ms
-        forward   ############             4.0 ms
-        bucket 0              ...........>
+                  0               8.0 ms
+        forward   ###########             4.0 ms
+        bucket 0             ..........>
     """
     note_width = max((len(row.note) for row in rows), default=0)
     least = max((len(row.label) for row in rows), default=0)
