@@ -91,7 +91,7 @@ def test_a_script_with_sl_init(explain: Explain) -> None:
     assert "The other ranks were imitated" in text
     assert ".grad now holds the mean over 3 ranks" in text
     assert "waited" not in text
-    picture = text.partition("on this rank")[2]
+    picture = text.partition("to its last work")[2]
     for earlier, later in pairwise(["buffers, ", "forward ", "backward ", "bucket 0", "optimizer Adam"]):
         assert picture.index(earlier) < picture.index(later)
     assert "\x1b" not in done.stdout
