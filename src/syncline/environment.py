@@ -26,6 +26,9 @@ BUCKET_CAP_MB = "SYNCLINE_BUCKET_CAP_MB"
 TRANSPORT = "SYNCLINE_TRANSPORT"
 """The variable that sets the argument `transport` of `sl.init` where the program leaves it at "auto"."""
 
+EXPLAIN = "SYNCLINE_EXPLAIN"
+"""The variable that `syncline explain` sets for its process, in which the other ranks are imitated."""
+
 _MIN_TOKEN_CHARS = 16
 
 
@@ -62,6 +65,37 @@ def bucket_cap_mb() -> float | None:
 def transport() -> str | None:
     """Return the argument `transport` of `sl.init` that the user has set for all programs; None if there is none."""
     return os.environ.get(TRANSPORT) or None
+
+
+def is_explained() -> bool:
+    """Return whether `syncline explain` runs this process, in which the other ranks are imitated, and nothing is saved.
+
+    Examples:
+        >>> is_explained()
+        False
+    """
+    return bool(os.environ.get(EXPLAIN))
+
+
+def explained(num_ranks: int) -> dict[str, str]:
+    """Return the variables of a process of `syncline explain`, which is rank 0 of `num_ranks` ranks of this host."""
+    variables = {
+        EXPLAIN: "1",
+        "RANK": "0",
+        "WORLD_SIZE": str(num_ranks),
+        "LOCAL_RANK": "0",
+        "LOCAL_WORLD_SIZE": str(num_ranks),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": "29500",  # nothing connects to it
+    }
+    if "OMP_NUM_THREADS" not in os.environ:
+        variables["OMP_NUM_THREADS"] = str(threads_per_rank(num_ranks))
+    return variables
+
+
+def wants_colours() -> bool:
+    """Return whether the user accepts colours on a terminal: NO_COLOR is not set, and the terminal has colours."""
+    return not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
 
 
 def error_file() -> str | None:

@@ -96,9 +96,7 @@ def test_a_model_is_measured_in_as_many_processes_as_a_host_has_ranks(
         ("broken", "there is no data"),
     ],
 )
-def test_a_function_that_makes_no_model_is_explained(
-    model: str, function: str, words: str
-) -> None:
+def test_a_function_that_makes_no_model_is_explained(model: str, function: str, words: str) -> None:
     done = syncline("plan", f"{model}:{function}", "-n", "2")
     assert done.returncode == 1
     assert words in done.stderr
@@ -156,9 +154,7 @@ def test_a_program_without_a_step_is_explained(tmp_path: Path) -> None:
         (["--vary=size=1,2", "--tune", __file__], "an option"),
     ],
 )
-def test_wrong_usage_of_tune_is_explained(
-    options: list[str], words: str
-) -> None:
+def test_wrong_usage_of_tune_is_explained(options: list[str], words: str) -> None:
     done = syncline("plan", *options)
     assert done.returncode == 2
     assert words in done.stderr

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from syncline.tools.launch.supervise import worker_command
+from syncline.tools.launch.command import worker_command
 
 
 def run(folder: Path, *command: str) -> subprocess.CompletedProcess[str]:

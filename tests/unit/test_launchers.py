@@ -55,6 +55,13 @@ def test_no_variables_mean_alone() -> None:
     assert (found.launcher, found.rank, found.size, found.variables()["WORLD_SIZE"]) == ("alone", 0, 1, "1")
 
 
+def test_the_variables_of_explain() -> None:
+    found = parse(environment.explained(64))
+    assert (found.launcher, found.rank, found.size, found.local_size) == ("syncline explain", 0, 64, 64)
+    assert not found.ends_with_launcher
+    assert found.master_addr is not None
+
+
 def test_torchruns_variables() -> None:
     found = parse(TORCHRUN)
     assert found.launcher == "torchrun"

@@ -14,6 +14,7 @@ from syncline._torch.lookup import is_there, lookup
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import AllgatherOptions as AllgatherOptions
     from torch._C._distributed_c10d import Backend
+    from torch._C._distributed_c10d import HashStore as HashStore
     from torch._C._distributed_c10d import PrefixStore as PrefixStore
     from torch._C._distributed_c10d import Store as Store
     from torch._C._distributed_c10d import TCPStore as TCPStore
@@ -26,6 +27,7 @@ else:
     )
     # Public names, but missing if torch was built without torch.distributed.
     Store = lookup("torch.distributed:Store", "join other ranks")
+    HashStore = lookup("torch.distributed:HashStore", "imitate other ranks")
     TCPStore = lookup("torch.distributed:TCPStore", "join other ranks")
     PrefixStore = lookup("torch.distributed:PrefixStore", "join other ranks")
 

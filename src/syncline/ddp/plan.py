@@ -108,6 +108,8 @@ class Plan:
     """Number of copies of sharded parameters, if the ranks of a host use one copy; 0 if each rank has its own copy."""
     comm_hook: str | None = None
     """The name of the user's communication hook; None if there is none."""
+    imitates_peers: bool = False
+    """Whether this process imitates the other ranks, so that no time of communication was measured."""
     has_buffer_hook: bool = False
     optimizers: tuple[str, ...] = ()
     """The class names of the attached optimizers, with a description of their shards if they are sharded."""

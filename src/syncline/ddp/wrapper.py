@@ -282,6 +282,7 @@ class DistributedDataParallel(  # type: ignore[misc, override]
             is_training=self.training,
             buffers=self._replica.buffers.last_forward() if self._replica.buffers.were_sent else None,
             contract=lambda: self.contract,
+            explain=self.explain,
         )
         emit(OBSERVERS.forward_ended, event)
 

@@ -241,6 +241,7 @@ def first_plan(
         config=config,
         module=title,
         transport=transport.name,
+        imitates_peers=transport.imitates_peers,
         rank=transport.rank,
         num_ranks=transport.size,
         num_hosts=len(hosts.loads),

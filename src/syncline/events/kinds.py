@@ -39,6 +39,8 @@ class ForwardEnded(NamedTuple):
     """What was sent of the buffers; None if nothing was sent."""
     contract: Callable[[], Contract]
     """A function that returns the contract of the module, as `ddp.contract`."""
+    explain: Callable[[], str]
+    """A function that returns the timeline of the module's last step, as `ddp.explain()`."""
 
 
 class GradientReady(NamedTuple):

@@ -18,10 +18,12 @@ from syncline.errors import SynclineError
 from syncline.liveness.processes import refuse_in_forks
 from syncline.liveness.store import StoreConnection
 from syncline.session.ranks import default_group
+from syncline.torch_backend import MirrorProcessGroup
 from syncline.transport.base import Transport
 from syncline.transport.c10d import C10dTransport
 from syncline.transport.hierarchy import HierarchicalTransport
-from syncline.transport.shared_memory.core import SharedMemoryUnavailable
+from syncline.transport.mirror import MirrorTransport
+from syncline.transport.shared_memory.core import SharedMemoryUnavailable, find_library
 from syncline.transport.shared_memory.transport import SharedMemoryTransport
 from syncline.transport.threads import ThreadGroup
 from syncline.transport.watched import WatchedTransport
@@ -137,13 +139,17 @@ class Transports:
                 ranks passed different arguments to `init`.
             connection: see `C10dTransport`.
         """
-        c10d = C10dTransport(group, timeout_seconds=timeout_seconds, connection=connection)
-        try:
-            compare(c10d)
-            selected = self._best_over(c10d, asked)
-        except BaseException:
-            c10d.close()
-            raise
+        if isinstance(group, MirrorProcessGroup):
+            selected: Transport = _mirror(group, asked, timeout_seconds)
+            compare(selected)
+        else:
+            c10d = C10dTransport(group, timeout_seconds=timeout_seconds, connection=connection)
+            try:
+                compare(c10d)
+                selected = self._best_over(c10d, asked)
+            except BaseException:
+                c10d.close()
+                raise
         self._entries.setdefault(id(group), _Entry(group, is_default=True)).transport = selected
         return selected
 
@@ -218,3 +224,15 @@ class Transports:
                 if goes_on and isinstance(transport, WatchedTransport):
                     transport.drop_groups()
             self._entries.clear()
+
+
+def _mirror(group: MirrorProcessGroup, asked: str, timeout_seconds: float | None) -> MirrorTransport:
+    """Return a transport for a group whose other ranks are imitated. It imitates ranks of one host."""
+    own = group.transport
+    return MirrorTransport(
+        rank=own.rank,
+        size=own.size,
+        timeout_seconds=own.timeout_seconds if timeout_seconds is None else timeout_seconds,
+        has_shared_memory=asked == "shm" or (asked == "auto" and find_library() is not None),
+        group=group,
+    )

@@ -45,6 +45,10 @@ class Group:
     def options(self) -> Any:
         return self._options
 
+    def _is_elsewhere(self, tensor: Tensor) -> bool:
+        """Return whether a tensor is on a device that this group's transport does not serve."""
+        return not tensor.is_cpu
+
     def group_for(self, device: torch.device) -> dist.ProcessGroup:
         """Return the process group for tensors on `device`, which is not the CPU.
 

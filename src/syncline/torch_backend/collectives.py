@@ -66,7 +66,7 @@ class Reductions(Group):
         if len(tensors) != 1:
             return self.allreduce_coalesced(tensors, opts)
         tensor = tensors[0]
-        if not tensor.is_cpu:
+        if self._is_elsewhere(tensor):
             return self.group_for(tensor.device).allreduce(tensors, opts)
         if tensor.layout is torch.sparse_coo:
             return self._all_reduce_sparse(tensor, opts)
@@ -75,7 +75,7 @@ class Reductions(Group):
 
     def allreduce_coalesced(self, tensors: list[Tensor], opts: Any = None) -> dist.Work:
         opts = with_option(dist.AllreduceCoalescedOptions, opts, "reduceOp")
-        if tensors and not tensors[0].is_cpu:
+        if tensors and self._is_elsewhere(tensors[0]):
             return self.group_for(tensors[0].device).allreduce_coalesced(tensors, opts)
         by_dtype: defaultdict[torch.dtype, list[Tensor]] = defaultdict(list)
         for tensor in tensors:
@@ -90,7 +90,7 @@ class Reductions(Group):
 
     def reduce(self, tensors: list[Tensor], opts: Any) -> dist.Work:
         (tensor,) = tensors
-        if not tensor.is_cpu:
+        if self._is_elsewhere(tensor):
             return self.group_for(tensor.device).reduce(tensors, opts)
         is_root = self.transport.rank == opts.rootRank
         if is_root and tensor.is_contiguous():
@@ -103,7 +103,7 @@ class Reductions(Group):
 
     def reduce_scatter_single(self, output: Tensor, input: Tensor, opts: Any = None) -> dist.Work:
         opts = with_option(dist.ReduceScatterOptions, opts, "reduceOp")
-        if not output.is_cpu:
+        if self._is_elsewhere(output):
             return reduce_scatter_flat(self.group_for(output.device), output, input, opts)
         part, finish = fillable(output)
         work = self.transport.reduce_scatter(part, flat(input), _reduction(opts.reduceOp))
@@ -112,7 +112,7 @@ class Reductions(Group):
     def reduce_scatter(self, outputs: Any, inputs: Any, opts: Any = None, timeout: Any = None) -> dist.Work:
         output, parts = (outputs, inputs) if isinstance(outputs, Tensor) else (outputs[0], inputs[0])
         opts = with_option(dist.ReduceScatterOptions, opts, "reduceOp")
-        if not output.is_cpu:
+        if self._is_elsewhere(output):
             return self.group_for(output.device).reduce_scatter([output], [parts], opts)
         self._check_num_parts("reduce_scatter", parts)
         whole = torch.cat([part.detach().reshape(-1) for part in parts])
@@ -215,14 +215,14 @@ class Collectives(Reductions):
             works = [self.broadcast([tensor], asynchronous(opts)) for tensor in tensors]
             return self._combined(opts, works, tensors)
         tensor = tensors[0]
-        if not tensor.is_cpu:
+        if self._is_elsewhere(tensor):
             return self.group_for(tensor.device).broadcast(tensors, opts)
         wire = flat(tensor)
         work = self.transport.broadcast(wire, opts.rootRank)
         return self._ended_or_under_way(opts, work, tensors, copy_back((tensor, wire)))
 
     def all_gather_single(self, output: Tensor, input: Tensor, opts: Any = None) -> dist.Work:
-        if not output.is_cpu:
+        if self._is_elsewhere(output):
             group = self.group_for(output.device)
             return all_gather_flat(group, output, input, opts or AllgatherOptions())
         whole, finish = fillable(output)
@@ -231,7 +231,7 @@ class Collectives(Reductions):
 
     def allgather(self, outputs: Any, inputs: Any, opts: Any = None, timeout: Any = None) -> dist.Work:
         parts, input = (outputs, inputs) if isinstance(inputs, Tensor) else (outputs[0], inputs[0])
-        if not input.is_cpu:
+        if self._is_elsewhere(input):
             return self.group_for(input.device).allgather([parts], [input], opts or AllgatherOptions())
         self._check_num_parts("all_gather", parts)
         mine = flat(input)
@@ -259,7 +259,7 @@ class Collectives(Reductions):
 
     def gather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any) -> dist.Work:
         (input,) = inputs
-        if not input.is_cpu:
+        if self._is_elsewhere(input):
             return self.group_for(input.device).gather(outputs, inputs, opts)
         if self.transport.rank != opts.rootRank:
             return self._messages(opts, [(flat(input), opts.rootRank)], [])
@@ -270,7 +270,7 @@ class Collectives(Reductions):
 
     def scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any) -> dist.Work:
         (output,) = outputs
-        if not output.is_cpu:
+        if self._is_elsewhere(output):
             return self.group_for(output.device).scatter(outputs, inputs, opts)
         if self.transport.rank != opts.rootRank:
             return self._messages(opts, [], [(output, opts.rootRank)])
@@ -282,7 +282,7 @@ class Collectives(Reductions):
     def alltoall(
         self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None, timeout: Any = None
     ) -> dist.Work:
-        if not inputs[0].is_cpu:
+        if self._is_elsewhere(inputs[0]):
             return self.group_for(inputs[0].device).alltoall(outputs, inputs, opts or dist.AllToAllOptions())
         self._check_num_parts("all_to_all", outputs)
         self._check_num_parts("all_to_all", inputs)
@@ -300,7 +300,7 @@ class Collectives(Reductions):
         opts: Any = None,
         timeout: Any = None,
     ) -> dist.Work:
-        if not input.is_cpu:
+        if self._is_elsewhere(input):
             opts = opts or dist.AllToAllOptions()
             group = self.group_for(input.device)
             return group.alltoall_base(output, input, output_split_sizes, input_split_sizes, opts)
@@ -311,7 +311,7 @@ class Collectives(Reductions):
 
     def send(self, tensors: list[Tensor], dst: int, tag: int = 0) -> dist.Work:
         (tensor,) = tensors
-        if not tensor.is_cpu:
+        if self._is_elsewhere(tensor):
             return self.group_for(tensor.device).send(tensors, dst, tag)
         _check_tag(tag)
         wire = flat(tensor)
@@ -319,14 +319,14 @@ class Collectives(Reductions):
 
     def recv(self, tensors: list[Tensor], src: int, tag: int = 0) -> dist.Work:
         (tensor,) = tensors
-        if not tensor.is_cpu:
+        if self._is_elsewhere(tensor):
             return self.group_for(tensor.device).recv(tensors, src, tag)
         _check_tag(tag)
         target, finish = fillable(tensor)
         return self._under_way(self.transport.recv(target, src), tensors, finish, src)
 
     def recv_anysource(self, tensors: list[Tensor], tag: int = 0) -> dist.Work:
-        if not tensors[0].is_cpu:
+        if self._is_elsewhere(tensors[0]):
             return self.group_for(tensors[0].device).recv_anysource(tensors, tag)
         raise ValueError(
             "the syncline backend cannot receive a tensor from an unknown rank: pass the sender as src= to "

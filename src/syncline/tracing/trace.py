@@ -7,6 +7,7 @@ import os
 from pathlib import Path
 from types import TracebackType
 
+from syncline import environment
 from syncline.checks import checked_number, checked_path
 from syncline.session.ending import uncaught_exception
 from syncline.tracing.recorder import Recorder
@@ -20,7 +21,9 @@ class Trace:
 
     def __init__(self, directory: Path, max_bytes: int) -> None:
         self.directory = directory
-        self._recorder = Recorder(directory, max_bytes).start()
+        self._recorder = Recorder(directory, max_bytes)
+        if not environment.is_explained():
+            self._recorder.start()
         atexit.register(self._at_exit)
 
     def __repr__(self) -> str:

@@ -9,8 +9,9 @@ from typing import Any
 
 from syncline import environment
 from syncline.tools.bench.machine import describe_machine
+from syncline.tools.launch.command import worker_command
 from syncline.tools.launch.guardian import Guardian
-from syncline.tools.launch.supervise import run_on_this_host, worker_command
+from syncline.tools.launch.supervise import run_on_this_host
 from syncline.tools.plan import Coding, Cost, Gradient, Job, Machine
 
 NUMS_RANKS = (2, 4, 8)

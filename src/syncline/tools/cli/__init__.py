@@ -3,6 +3,7 @@
 __main__.py  `python -m syncline.tools.cli`
 bench.py     `syncline bench`
 doctor.py    `syncline doctor`
+explain.py   `syncline explain`
 options.py   the parser class of all commands, and the options of `syncline run`
 plan.py      `syncline plan`
 progress.py  messages about what a command does, while it prints nothing else
@@ -20,7 +21,7 @@ import sys
 from collections.abc import Sequence
 from importlib import metadata
 
-from syncline.tools.cli import bench, doctor, plan, report, run, watch
+from syncline.tools.cli import bench, doctor, explain, plan, report, run, watch
 from syncline.tools.cli.options import UsageError
 
 __all__ = ["main"]
@@ -28,6 +29,7 @@ __all__ = ["main"]
 
 _COMMANDS = {
     "run": run.main,
+    "explain": explain.main,
     "report": report.report,
     "compare": report.compare,
     "watch": watch.main,
@@ -43,6 +45,7 @@ Data-parallel PyTorch whose synchronization you can read, choose and trust.
 
 commands
   run       start a program on several processes, as torchrun does
+  explain   show one step of a program in words and as a picture, without a cluster
   report    say where the time of a step goes, from the trace of a run
   compare   put two traced runs side by side
   watch     show what each rank of a run is doing now, or where it hangs

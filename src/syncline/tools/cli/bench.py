@@ -22,6 +22,7 @@ from syncline.tools.bench.machine import total_memory_bytes
 from syncline.tools.bench.plot import SUFFIXES, can_plot, plot
 from syncline.tools.bench.tables import parse_size, report, size_text
 from syncline.tools.cli.options import CommandParser, UsageError
+from syncline.tools.launch.command import worker_command
 from syncline.tools.launch.guardian import Guardian
 from syncline.tools.plan import usual_path
 
@@ -85,7 +86,7 @@ def main(argv: Sequence[str]) -> int:
     print(f"syncline bench: starting {args.n} ranks", file=sys.stderr, flush=True)
     plan = _plan(args, sizes)
     from syncline.tools.bench.timing import summarize
-    from syncline.tools.launch.supervise import run_on_this_host, worker_command
+    from syncline.tools.launch.supervise import run_on_this_host
 
     with Guardian(environment.for_child({})) as guardian:
         output = guardian.folder / "measured.json"

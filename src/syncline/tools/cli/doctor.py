@@ -19,6 +19,7 @@ from syncline import environment
 from syncline.tools.cli.options import CommandParser, UsageError
 from syncline.tools.cli.progress import in_progress
 from syncline.tools.cli.run import check_program
+from syncline.tools.launch.command import worker_command
 from syncline.tools.launch.guardian import Guardian
 from syncline.words import format_count
 
@@ -99,7 +100,7 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
 
 def _examine_script(args: argparse.Namespace, guardian: Guardian) -> int:
     from syncline.tools.doctor.watch import WatchOptions
-    from syncline.tools.launch.supervise import run_on_this_host, worker_command
+    from syncline.tools.launch.supervise import run_on_this_host
 
     report = guardian.folder / "reports.jsonl"
     options = WatchOptions(step=args.step, continues=args.continues, report=str(report))
@@ -138,7 +139,7 @@ def _examine_script(args: argparse.Namespace, guardian: Guardian) -> int:
 def _examine_host(guardian: Guardian) -> int:
     with in_progress(_NAME, "examining this host"):  # the imports take seconds
         from syncline.tools.doctor.host import findings
-        from syncline.tools.launch.supervise import run_on_this_host, worker_command
+        from syncline.tools.launch.supervise import run_on_this_host
 
         found = findings()
     for finding in found:

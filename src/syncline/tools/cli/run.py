@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING
 from syncline import environment
 from syncline.session.listening import LOOPBACK, bound_socket, is_of_this_host
 from syncline.tools.cli.options import UsageError, parse_run
+from syncline.tools.launch.command import worker_command
 from syncline.tools.launch.guardian import Guardian
 from syncline.tracing.file import SUFFIX
 
@@ -254,7 +255,7 @@ def _check_port(args: argparse.Namespace, remedy: str) -> None:
 def _job(args: argparse.Namespace, guardian: Guardian) -> Job:
     from torch.distributed.run import config_from_args, get_args_parser
 
-    from syncline.tools.launch.supervise import Job, listen_at, worker_command
+    from syncline.tools.launch.supervise import Job, listen_at
 
     wants_torch_logs = _wants_torch_logs(args)
     keep_in = Path(args.log_dir) if args.log_dir else None

@@ -101,9 +101,6 @@ class _Rendezvous(StaticTCPRendezvous):
         return RendezvousInfo(store, self.rank, self.world_size, address)
 
 
-_WORKER = Path(__file__).with_name("worker.py")
-
-
 @dataclass(frozen=True, kw_only=True)
 class Job:
     """The settings of one job."""
@@ -128,27 +125,6 @@ class Job:
     """Whether the other ranks continue if one is lost in `sl.steps`."""
     verbose: bool = False
     """Whether to show the log lines of torch's launcher."""
-
-
-def worker_command(
-    program: Sequence[str],
-    *,
-    is_module: bool = False,
-    is_python: bool = True,
-    before: tuple[str, str] | None = None,
-) -> list[str]:
-    """Return the arguments with which Python runs a program as a rank. This process is the launcher of the rank.
-
-    Args:
-        program: a script, a module or a command, followed by its arguments.
-        is_module: whether the program is a module, as in python -m.
-        is_python: whether the program is a script or a module. False means that it is a command.
-        before: the name of a module and a text. The module's `main` is called with the text in the same process, before
-            the program runs. None means no call.
-    """
-    kind = ["-m"] if is_module else [] if is_python else ["--exec"]
-    first = ["--before", *before] if before is not None else []
-    return [str(_WORKER), str(os.getpid()), *first, *kind, *program]
 
 
 def run_on_this_host(

@@ -8,8 +8,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from syncline import environment
+from syncline.tools.launch.command import worker_command
 from syncline.tools.launch.guardian import Guardian
-from syncline.tools.launch.supervise import run_on_this_host, worker_command
+from syncline.tools.launch.supervise import run_on_this_host
 
 
 @dataclass(frozen=True, kw_only=True)

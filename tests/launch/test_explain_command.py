@@ -1,0 +1,252 @@
+"""`syncline explain` with real scripts, which know nothing of it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Callable
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+
+from forks import Forks
+from syncline.tools.cli import main
+
+Explain = Callable[..., subprocess.CompletedProcess[str]]
+
+TRAINS = """
+import argparse, sys
+import torch, torch.distributed as dist
+from torch import nn
+import syncline as sl
+
+parser = argparse.ArgumentParser()
+parser.add_argument("--lr", type=float, default=0.1)
+arguments = parser.parse_args()
+{start}
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(8, 64), nn.BatchNorm1d(64), nn.ReLU())
+        self.head = nn.Linear(64, 1)
+    def forward(self, x):
+        return self.head(self.body(x))
+ddp = sl.DistributedDataParallel(Net(), {wrapper})
+optimizer = torch.optim.Adam(ddp.parameters(), lr=arguments.lr)
+{attach}
+try:
+    for step in range(1, 1000):
+        print("step", step, dist.get_rank(), dist.get_world_size())
+        optimizer.zero_grad()
+        loss = ddp(torch.randn(4, 8)).square().mean()
+        loss.backward()
+        optimizer.step()
+        {end}
+finally:
+    print("cleaned up", arguments.lr)
+"""
+
+
+def program(**changes: str) -> str:
+    values = {"start": "sl.init()", "wrapper": "", "attach": "", "end": ""} | changes
+    return TRAINS.format(**values)
+
+
+ATTACHED = "ddp.attach(optimizer)"
+
+
+@pytest.fixture
+def explain(tmp_path: Path, forks: Forks) -> Explain:
+    """Writes a program and explains it."""
+
+    def run(code: str, *options: str, arguments: tuple[str, ...] = ()) -> subprocess.CompletedProcess[str]:
+        (tmp_path / "program.py").write_text(code)
+        return forks.launch(tmp_path, *options, "program.py", *arguments, command="explain").wait()
+
+    return run
+
+
+def words(text: str) -> str:
+    return " ".join(text.split())
+
+
+def test_a_script_with_sl_init(explain: Explain) -> None:
+    code = program(wrapper="bucket_cap_mb=0.001")
+    done = explain(code, "-n", "3", arguments=("--lr", "0.5"))
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    # The script ends in the next forward, and its `finally` runs.
+    assert lines[:5] == ["step 1 0 3", "step 2 0 3", "step 3 0 3", "step 4 0 3", "cleaned up 0.5"]
+    text = words(done.stdout)
+    assert (
+        "Contract: DistributedDataParallel(Net), 3 ranks on 1 host, transport: shared memory, imitated"
+        in text
+    )
+    assert "One step, as recorded on rank 0, step 3" in text
+    assert "head.bias, head.weight" in text
+    assert "-> bucket 1" in text
+    assert "The other ranks were imitated" in text
+    assert ".grad now holds the mean over 3 ranks" in text
+    assert "waited" not in text
+    picture = text.partition("to its last work")[2]
+    for earlier, later in pairwise(["buffers, ", "forward ", "backward ", "bucket 0", "optimizer Adam"]):
+        assert picture.index(earlier) < picture.index(later)
+    assert "\x1b" not in done.stdout
+    assert "as rank 0 of 3" in done.stderr
+
+
+def test_a_drop_in_under_torch_distributed(explain: Explain) -> None:
+    start = """
+dist.init_process_group("nccl", init_method="env://", device_id=torch.device("cpu"))
+x = torch.ones(2)
+dist.all_reduce(x)
+assert x.tolist() == [2.0, 2.0]
+found = [None, None]
+dist.all_gather_object(found, {"a": 1})
+assert found == [{"a": 1}] * 2
+group = dist.new_group([0, 1], backend="gloo")
+dist.barrier(group)
+assert dist.new_group([1]) is not None
+"""
+    done = explain(program(start=start), "--ascii")
+    assert done.returncode == 0, done.stderr
+    assert "2 ranks on 1 host" in done.stdout
+    assert "optimizer Adam" in done.stdout
+    assert "####" in done.stdout
+
+
+def test_a_strategy_and_a_later_step(explain: Explain) -> None:
+    done = explain(program(wrapper="strategy=sl.DiLoCo(6)", attach=ATTACHED))
+    assert done.returncode == 0, done.stderr
+    text = words(done.stdout)
+    assert "step 6" in text
+    assert "Step 6 on this rank" in text
+    assert "took the outer step of fragment 0" in text
+    assert "next after step 12" in text
+
+
+@pytest.mark.slow
+def test_shards_and_compression(explain: Explain) -> None:
+    done = explain(program(wrapper="sharded=True", attach=ATTACHED), "--step", "1", "-n", "4")
+    assert done.returncode == 0, done.stderr
+    assert "sent by reduce_scatter" in done.stdout
+    assert "steps its shard (1 of 4)" in words(done.stdout)
+    done = explain(program(wrapper="compression=sl.compression.TopK(0.1)"), "--step", "2")
+    assert done.returncode == 0, done.stderr
+    assert "sent by TopK" in done.stdout
+    assert "Step 2 on this rank" in done.stdout
+
+
+def test_the_resilient_loop_saves_and_traces_nothing(explain: Explain, tmp_path: Path) -> None:
+    code = """
+import torch, syncline as sl
+sl.init()
+sl.trace("trace")
+ddp = sl.DistributedDataParallel(torch.nn.Linear(2, 1))
+state = sl.TrainState(model=ddp, optimizer=torch.optim.SGD(ddp.parameters(), lr=0.1))
+checkpointer = sl.Checkpointer("saves")
+checkpointer.load(state)
+for step in sl.steps(state, until=50):
+    with step:
+        ddp(torch.ones(4, 2)).square().mean().backward()
+        state.named["optimizer"].step()
+    checkpointer.save(state)
+"""
+    done = explain(code)
+    assert done.returncode == 0, done.stderr
+    assert "Step 3 on this rank" in done.stdout
+    assert {
+        path.name for path in tmp_path.iterdir() if path.is_dir() and path.name in ("trace", "saves")
+    } == set()
+
+
+@pytest.mark.slow
+def test_a_function_that_is_launched(explain: Explain) -> None:
+    code = """
+import torch, syncline as sl
+def train(lr):
+    assert sl.init().size == 2
+    ddp = sl.DistributedDataParallel(torch.nn.Linear(2, 1))
+    for step in range(9):
+        ddp(torch.ones(4, 2)).square().mean().backward()
+if __name__ == "__main__":
+    sl.launch(train, ranks=2, args=(0.1,))
+"""
+    done = explain(code)
+    assert done.returncode == 0, done.stderr
+    assert "Step 3 on this rank" in done.stdout
+
+
+def test_a_script_that_fails(explain: Explain) -> None:
+    done = explain(program(end="assert step < 2, 'no luck'"))
+    assert done.returncode == 1
+    assert "AssertionError: no luck" in done.stderr
+    assert "worker.py" not in done.stderr
+    assert "program.py ended with exit code 1 after 2 complete steps" in done.stderr
+    assert "Contract" not in done.stdout
+    done = explain("import sys; sys.exit(7)")
+    assert done.returncode == 7
+
+
+def test_a_script_with_nothing_to_show(explain: Explain) -> None:
+    done = explain("print('hello')")
+    assert (done.returncode, done.stdout) == (1, "hello\n")
+    assert "program.py ended, and no step of a wrapped module was complete" in done.stderr
+    code = """
+import torch, torch.distributed as dist
+dist.init_process_group("gloo")
+ddp = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 1))
+ddp(torch.ones(1, 2)).sum().backward()
+"""
+    done = explain(code)
+    assert done.returncode == 1, done.stderr
+    assert "replace this class by sl.DistributedDataParallel" in words(done.stderr)
+
+
+def test_a_script_that_does_not_join(explain: Explain) -> None:
+    done = explain("import torch, syncline as sl\nsl.DistributedDataParallel(torch.nn.Linear(1, 1))")
+    assert done.returncode == 1
+    assert "launcher: syncline explain), but it has not joined the other ranks. Call sl.init()" in words(
+        done.stderr
+    )
+
+
+def test_ctrl_c(tmp_path: Path, forks: Forks) -> None:
+    code = "import time\nprint('ready', flush=True)\ntry:\n    time.sleep(60)\nfinally:\n    print('cleaned up')\n"
+    (tmp_path / "program.py").write_text(code)
+    started = forks.launch(tmp_path, "program.py", command="explain")
+    started.wait_for_lines(1)
+    began = time.monotonic()
+    os.kill(started.pid, signal.SIGINT)
+    done = started.wait()
+    assert time.monotonic() - began < 20
+    assert done.returncode == 128 + signal.SIGINT
+    assert done.stdout == "ready\ncleaned up\n"
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        ([], "expected a script: syncline explain SCRIPT"),
+        (["-n", "0", "x.py"], "-n 0: expected at least 1 rank"),
+        (["-n", "two", "x.py"], "invalid int value: 'two'"),
+        (["--step", "0", "x.py"], "--step 0: expected at least 1"),
+        (["--stop", "x.py"], "unknown option --stop: did you mean --step?"),
+        (["no_such_script.py"], "there is no script no_such_script.py"),
+        (["-m", "no_such_module"], "there is no module 'no_such_module'"),
+    ],
+)
+def test_wrong_usage(arguments: list[str], text: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["explain", *arguments]) == 2
+    assert text in capsys.readouterr().err
+
+
+def test_help(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["explain", "--help"]) == 0
+    text = capsys.readouterr().out
+    assert text.startswith("usage: syncline explain")
+    assert max(map(len, text.splitlines())) <= 88
