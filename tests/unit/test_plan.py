@@ -275,7 +275,7 @@ def test_without_a_measurement_the_figures_are_those_of_another_machine(
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert load_machine() is UNMEASURED
     (tmp_path / "syncline").mkdir()
-    measured = replace(UNMEASURED, is_measured=True, per_step=1.0)
+    measured = replace(UNMEASURED, is_measured=True, copy_per_byte=1.0)
     (tmp_path / "syncline" / "machine.json").write_text(json.dumps(measured.to_json()))
     assert load_machine() == measured
 

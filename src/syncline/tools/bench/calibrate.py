@@ -144,13 +144,23 @@ def _copy(transport: Transport) -> float:
 
 
 def _calls(transport: Transport) -> list[float]:
-    """Return how long the calls for a gradient, for a bucket and for a step take, in seconds."""
+    """Return the four figures of `Calls`."""
     few, many = (_sync_time(num, 25.0, transport) for num in (1, _NUM_SMALL))
     per_gradient = max(0.0, (many - few) / (2 * _NUM_SMALL - 2))
     divided = _sync_time(_NUM_SMALL, 0.001, transport)
     num_buckets = _NUM_SMALL * 2
     per_bucket = max(0.0, (divided - many) / (num_buckets - 1))
-    return [per_gradient, per_bucket, max(0.0, few)]
+    return [per_gradient, per_bucket, max(0.0, few), _update_time(transport)]
+
+
+def _update_time(transport: Transport) -> float:
+    """Return how long the step of an optimizer takes for one small parameter."""
+    small = [nn.Parameter(torch.ones(8)) for _ in range(2 * _NUM_SMALL)]
+    for one in small:
+        one.grad = torch.ones(8)
+    optimizer: torch.optim.Optimizer = torch.optim.AdamW(small, fused=True)
+    took, _ = _timed(optimizer.step, transport)
+    return took / len(small)
 
 
 def _sync_time(num_layers: int, cap_mb: float, transport: Transport) -> float:

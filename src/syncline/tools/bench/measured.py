@@ -12,7 +12,7 @@ from syncline.tools.bench.machine import describe_machine
 from syncline.tools.launch.command import worker_command
 from syncline.tools.launch.guardian import Guardian
 from syncline.tools.launch.supervise import run_on_this_host
-from syncline.tools.plan import Coding, Cost, Gradient, Job, Machine
+from syncline.tools.plan import Calls, Coding, Cost, Gradient, Job, Machine
 
 NUMS_RANKS = (2, 4, 8)
 """The numbers of ranks with which a machine is measured."""
@@ -76,7 +76,6 @@ def _measured(num_ranks: int, module: str, arguments: Sequence[str], *, num_thre
 def _machine(found: dict[int, dict[str, Any]]) -> Machine:
     described = describe_machine()
     two = found[2]
-    per_gradient, per_bucket, per_step = two["calls"]
     gloo = {num: Cost(*one["gloo"]) for num, one in found.items()}
     in_memory = {num: Cost(*one["shared_memory"]) for num, one in found.items() if one["shared_memory"]}
     return Machine(
@@ -84,9 +83,7 @@ def _machine(found: dict[int, dict[str, Any]]) -> Machine:
         shared_memory=in_memory or gloo,
         gloo=gloo,
         copy_per_byte=two["copy_per_byte"],
-        per_gradient=per_gradient,
-        per_bucket=per_bucket,
-        per_step=per_step,
+        calls={num: Calls(*one["calls"]) for num, one in found.items()},
         codings={code: Coding(*coding) for code, coding in two["codings"].items()},
         average_per_byte=two["average_per_byte"],
         outer_per_byte=two["outer_per_byte"],

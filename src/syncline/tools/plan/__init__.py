@@ -17,7 +17,7 @@ from __future__ import annotations
 from syncline.tools.plan.advice import Advice, advice_on
 from syncline.tools.plan.cluster import Cluster, Engine, parse_rate, parse_seconds
 from syncline.tools.plan.job import Gradient, Job, job_of_size
-from syncline.tools.plan.machine import UNMEASURED, Coding, Cost, Machine, load_machine, usual_path
+from syncline.tools.plan.machine import UNMEASURED, Calls, Coding, Cost, Machine, load_machine, usual_path
 from syncline.tools.plan.options import (
     CAPS_MB,
     CODECS,
@@ -36,6 +36,7 @@ __all__ = [
     "CODECS",
     "UNMEASURED",
     "Advice",
+    "Calls",
     "Cluster",
     "Codec",
     "Coding",

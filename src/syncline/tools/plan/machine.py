@@ -36,6 +36,19 @@ class Cost(NamedTuple):
         return Cost(*(factor * one for one in self))
 
 
+class Calls(NamedTuple):
+    """What calls cost that do not depend on bytes, in seconds."""
+
+    per_gradient: float
+    """The calls for one gradient in a synchronized backward."""
+    per_bucket: float
+    """The calls for one bucket."""
+    per_step: float
+    """The calls for one synchronized step."""
+    per_update: float
+    """The calls for one parameter in the optimizer's step, which are the same for a shard of it."""
+
+
 class Coding(NamedTuple):
     """What a compression costs for each value, in seconds."""
 
@@ -54,12 +67,8 @@ class Machine:
     """An all_reduce over Gloo within the host, by the number of ranks."""
     copy_per_byte: float
     """A copy of a gradient into its bucket, or out of it."""
-    per_gradient: float
-    """The calls for one gradient in a synchronized backward."""
-    per_bucket: float
-    """The calls for one bucket."""
-    per_step: float
-    """The calls for one synchronized step."""
+    calls: Mapping[int, Calls]
+    """Calls by the number of ranks on the host: ranks that share a core wait for it."""
     codings: Mapping[str, Coding] = field(default_factory=dict)
     """The compressions, by the text with which they are made: "Cast()"."""
     average_per_byte: float = 0.0
@@ -80,9 +89,12 @@ class Machine:
             num_ranks: the number of ranks on the host.
         """
         known = self.gloo if engine == "gloo" else self.shared_memory
-        smaller = [num for num in known if num <= num_ranks]
-        nearest = max(smaller) if smaller else min(known)
+        nearest = _nearest(known, num_ranks)
         return known[nearest].times(1.0 if engine == "nccl" else max(1.0, num_ranks / nearest))
+
+    def calls_of(self, num_ranks: int) -> Calls:
+        """Return the cost of calls if so many ranks are on a host."""
+        return self.calls[_nearest(self.calls, num_ranks)]
 
     def to_json(self) -> dict[str, Any]:
         """Return the figures as a dict for JSON."""
@@ -110,6 +122,7 @@ class Machine:
                 **plain,
                 shared_memory={int(num): Cost(*cost) for num, cost in found["shared_memory"].items()},
                 gloo={int(num): Cost(*cost) for num, cost in found["gloo"].items()},
+                calls={int(num): Calls(*calls) for num, calls in found["calls"].items()},
                 codings={name: Coding(*coding) for name, coding in found["codings"].items()},
             )
         except (KeyError, TypeError, AttributeError) as error:
@@ -118,7 +131,13 @@ class Machine:
             ) from None
 
 
-_NESTED = ("shared_memory", "gloo", "codings")
+_NESTED = ("shared_memory", "gloo", "calls", "codings")
+
+
+def _nearest(known: Mapping[int, object], num_ranks: int) -> int:
+    """Return the largest measured number of ranks that is not larger than this one; the smallest if there is none."""
+    smaller = [num for num in known if num <= num_ranks]
+    return max(smaller) if smaller else min(known)
 
 
 def usual_path() -> Path:
@@ -154,9 +173,7 @@ UNMEASURED = Machine(
     shared_memory={2: Cost(3e-5, 1e-10, 3e-5, 1e-10)},
     gloo={2: Cost(5e-4, 1e-9, 3e-4, 8e-10)},
     copy_per_byte=2e-10,
-    per_gradient=4e-6,
-    per_bucket=2e-5,
-    per_step=3e-4,
+    calls={2: Calls(4e-6, 1e-5, 3e-4, 2e-6)},
     codings={
         "Cast()": Coding(9e-10, 3.5e-9),
         "Quantize(8)": Coding(3.2e-9, 5.4e-9),
@@ -175,9 +192,7 @@ UNMEASURED_ACCELERATOR = Machine(
     shared_memory={2: Cost(3e-5, 1 / 150e9, 0.0, 0.0)},
     gloo={2: Cost(3e-5, 1 / 100e9, 0.0, 0.0)},
     copy_per_byte=2 / 1.5e12,
-    per_gradient=4e-6,
-    per_bucket=2e-5,
-    per_step=3e-4,
+    calls={2: Calls(4e-6, 1e-5, 3e-4, 2e-6)},
     codings={
         "Cast()": Coding(8 / 1.5e12, 8 / 1.5e12),
         "Quantize(8)": Coding(60 / 1.5e12, 60 / 1.5e12),

@@ -88,13 +88,14 @@ class Planner:
             found.append(reduction)
             total = total.plus(sending)
         exposed = exposed_time(found, job.backward)
+        of_calls = machine.calls_of(self.cluster.ranks_per_host)
         calls = (
-            machine.per_step + machine.per_bucket * len(buckets) + machine.per_gradient * len(job.gradients)
+            of_calls.per_step
+            + of_calls.per_bucket * len(buckets)
+            + of_calls.per_gradient * len(job.gradients)
         )
         saved = self._saved_by_sharding() if option.sharded else 0.0
-        return self._prediction(
-            option, exposed + self.cluster.crowding * calls - saved, total, num_buckets=len(buckets)
-        )
+        return self._prediction(option, exposed + calls - saved, total, num_buckets=len(buckets))
 
     def _reduction(
         self, bucket: Sequence[Gradient], option: Option, costs: Costs
@@ -119,9 +120,11 @@ class Planner:
 
     def _saved_by_sharding(self) -> float:
         """Return how much shorter the optimizer's step is if each rank steps its part."""
-        return (
-            self.job.update * (1 - 1 / self.cluster.ranks_per_host) if self.cluster.engine == "shm" else 0.0
-        )
+        if self.cluster.engine != "shm":
+            return 0.0
+        ranks = self.cluster.ranks_per_host
+        calls = self.machine.calls_of(ranks).per_update * len(self.job.gradients)
+        return max(0.0, self.job.update - calls) * (1 - 1 / ranks)
 
     # ------------------------------------------------------------------ strategies
 
