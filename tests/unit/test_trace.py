@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import errno
+import json
+import math
 import os
 import signal
 import subprocess
@@ -15,9 +17,20 @@ import torch
 from torch import nn
 
 import syncline as sl
-from syncline.events import OBSERVERS, PlaceSeen, RanksChanged
+from syncline.events import (
+    OBSERVERS,
+    BackwardEnded,
+    CallEnded,
+    ForwardEnded,
+    OptimizerStepped,
+    PlaceSeen,
+    RanksChanged,
+    Source,
+)
+from syncline.records import BufferRecord
 from syncline.tracing import rows
 from syncline.tracing.file import NUM_PARTS, TraceFile
+from syncline.tracing.lines import Event, Lines, row_of
 from syncline.transport import Transport, run_ranks
 
 
@@ -89,6 +102,69 @@ def test_a_fork_writes_nothing(tmp_path: Path) -> None:
     file.write(call(3))
     file.close()
     assert rows_in(tmp_path) == {"rank-0.000000.trace.jsonl": [call(1), call(3)]}
+
+
+# ---------------------------------------------------------------------- the lines of events
+
+NET = Source(0, 'a 100% "Net"')
+
+
+def forward(**changes: Any) -> ForwardEnded:
+    event = ForwardEnded(NET, 7, 1.0000019, 1.25, 2.5, True, None, lambda: pytest.fail("not needed"))
+    return event._replace(**changes)
+
+
+def backward(**changes: Any) -> BackwardEnded:
+    event = BackwardEnded(
+        *(NET, 7, 2.75, 9.0, True, ((0, 3.0, 4.0, 5.0), (2, 3.5, 5.0, 6.0000012)), 3),
+        *({"loss": 0.1, "%s": math.nan}, False, (), lambda: pytest.fail("not needed")),
+    )
+    return event._replace(**changes)
+
+
+STEP = OptimizerStepped(NET, "SGD", 2**40, 9.5, 10.0, False)
+BUFFERS = BufferRecord(num_tensors=2, payload_bytes=2**40, sent=True, reason="")
+
+
+@pytest.mark.parametrize(
+    "events",
+    [
+        [forward()],
+        [forward(is_training=False, buffers=BUFFERS)],
+        [backward()],
+        [backward(buckets=(), is_synchronized=False, metrics={})],
+        [backward(unused=("head.weight",))],
+        [STEP, STEP._replace(is_discarded=True), STEP._replace(optimizer="Adam")],
+        [CallEnded(0, "mean", 0.5, 1.5)],
+        [forward(), CallEnded(0, "mean", 0.5, 1.5), backward(), STEP, forward(step=8), backward(step=8)],
+        [forward(source=Source(1, "Net 2")), backward(layout=4), backward(metrics={"accuracy": 1.0})],
+    ],
+)
+def test_the_short_rows_of_a_line_come_back_as_rows(events: list[Event]) -> None:
+    lines = Lines()
+    for _ in range(2):  # the second time, the texts are known
+        found = list(rows.decode([lines.of(events)]))
+        assert repr(found) == repr([row._replace(**in_lists(row)) for row in map(row_of, events)])
+
+
+def in_lists(row: rows.Row) -> dict[str, Any]:
+    """The fields of a row as they are after it was encoded as a row, or in short form."""
+    if not isinstance(row, rows.BackwardRow):
+        return {}
+    return {"unused": [*row.unused], "buckets": [[*one] for one in row.buckets]} if row.unused else {}
+
+
+@pytest.mark.parametrize("numbers", ["", "AAAA", "%", None, "AAAAAAAA8D8="])
+def test_a_line_whose_numbers_are_damaged_has_no_short_rows(numbers: str | None) -> None:
+    line = json.dumps([["call", "mean", 5, 9], ["optimizer#", "Net", "SGD", False], ["numbers", numbers]])
+    assert [row for row in rows.decode([line.encode()]) if not isinstance(row, rows.CallRow)] == []
+
+
+def test_texts_of_events_are_not_kept_without_bound() -> None:
+    lines = Lines()
+    for number in range(2000):
+        assert len(list(rows.decode([lines.of([backward(layout=number)])]))) == 1
+    assert len(lines._texts) <= 256
 
 
 # ---------------------------------------------------------------------- sl.trace

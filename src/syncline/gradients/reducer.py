@@ -408,7 +408,7 @@ class GradientSync:
         facts = reduction.riders.record()
         self.ledger.note(backward, step=self.step, divisor=divisor, facts=facts, timing=timing)
         if OBSERVERS.backward_ended:
-            self._emitter.backward_ended(backward, facts.get("metrics", {}), self.ledger.last)
+            self._emitter.backward_ended(backward, facts.get("metrics", {}), self.ledger.present)
         if not is_local and not reduction.layout.order_is_learnt:
             reduction.layout.learn_order(backward.ready)
 

@@ -4,6 +4,7 @@ Imports: faces, words, checks, contract, user_code, events, liveness, session.
 
 file.py      the file of one rank, whose size is bounded
 launched.py  starts the trace in a rank of `syncline run --trace`
+lines.py     the lines of a file, made of events (pure functions)
 recorder.py  the observer that writes the events of a process
 rows.py      the rows of a file, as they are written and read (pure functions)
 trace.py     `sl.trace`

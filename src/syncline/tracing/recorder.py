@@ -32,6 +32,7 @@ from syncline.liveness.processes import clock_key
 from syncline.session.world import is_joined, world
 from syncline.tracing import rows
 from syncline.tracing.file import TraceFile
+from syncline.tracing.lines import Event, Lines
 from syncline.user_code import warn_user
 
 _SHORTEST_CALL_SECONDS = 0.0001
@@ -39,22 +40,6 @@ _SHORTEST_CALL_SECONDS = 0.0001
 
 _LONGEST_SECONDS = 0.05
 """How long events are kept before they are written."""
-
-_Kept = (
-    ForwardEnded
-    | BackwardEnded
-    | OptimizerStepped
-    | ParametersSynced
-    | CallEnded
-    | RanksChanged
-    | RankFoundSlow
-    | PlaceSeen
-)
-
-
-def micros(seconds: float) -> int:
-    """Return a time in whole microseconds."""
-    return int(1e6 * seconds)
 
 
 class Recorder(Observer):
@@ -78,27 +63,47 @@ class Recorder(Observer):
         """Whether this process is one rank, whose number can change (`sl.steps`). Otherwise, ranks are threads."""
         self._files: dict[int, TraceFile] = {}
         """The files, by rank; the file of a process that is one rank has the key 0."""
-        self._kept: list[_Kept] = []
+        self._kept: list[Event] = []
         """Events that are not written yet."""
-        self._written_at = 0.0
+        self._due_at = 0.0
+        """When they are to be written."""
+        self._lines = Lines()
         self._contracts: dict[Source, Callable[[], Contract]] = {}
         self._layouts: dict[Source, int] = {}
+        """The layouts of which the files have a row."""
+        self._last_source: Source | None = None
+        self._last_layout = 0
         self._has_ended = False
 
     # ------------------------------------------------------------------ events
 
+    # The first methods run in every step, when the caches are cold: each call and each lookup that they save counts.
+
     def forward_ended(self, event: ForwardEnded) -> None:
-        self._contracts[event.source] = event.contract
-        self._keep(event, event.ended_at)
+        self._kept.append(event)
+        if event.ended_at > self._due_at:
+            self._write_kept()
 
     def backward_ended(self, event: BackwardEnded) -> None:
+        if event.layout != self._last_layout or event.source is not self._last_source:
+            self._last_source, self._last_layout = event.source, event.layout
+            self._see_layout(event)
+        self._kept.append(event)
+        if event.ended_at > self._due_at:
+            self._write_kept()
+
+    def optimizer_stepped(self, event: OptimizerStepped) -> None:
+        self._kept.append(event)
+        if event.ended_at > self._due_at:
+            self._write_kept()
+
+    def _see_layout(self, event: BackwardEnded) -> None:
         if self._layouts.get(event.source) != event.layout:
             self._layouts[event.source] = event.layout
-            row = self._module_row(event)
             with self._lock:
                 self._write_kept()
-                self._write(event.source.rank, row, repeat_as=row.module)
-        self._keep(event, event.ended_at)
+                row = self._module_row(event)
+                self._write(event.source.rank, rows.encode(row), repeat_as=row.module)
 
     def _module_row(self, event: BackwardEnded) -> rows.ModuleRow:
         contract = self._contracts.get(event.source)
@@ -109,9 +114,6 @@ class Recorder(Observer):
             looks_for_unused=event.looks_for_unused,
             buckets=[(one.index, one.payload_bytes, one.parameters) for one in event.record().buckets],
         )
-
-    def optimizer_stepped(self, event: OptimizerStepped) -> None:
-        self._keep(event, event.ended_at)
 
     def parameters_synced(self, event: ParametersSynced) -> None:
         self._keep(event)
@@ -124,7 +126,7 @@ class Recorder(Observer):
         with self._lock:
             self._keep(event)
             # A part of the file begins with it, so it has to have the new rank.
-            self._write(event.rank, _process_row(event.rank), repeat_as="process")
+            self._write(event.rank, rows.encode(_process_row(event.rank)), repeat_as="process")
 
     def rank_found_slow(self, event: RankFoundSlow) -> None:
         self._keep(event)
@@ -147,37 +149,36 @@ class Recorder(Observer):
         with self._lock:
             self._write_kept()
             for rank in list(self._files):
-                self._write(rank, rows.EndRow(micros(time.perf_counter()), words))
+                self._write(rank, rows.encode(rows.EndRow(rows.micros(time.perf_counter()), words)))
             self._has_ended = True
             for file in self._files.values():
                 file.close()
             self._files.clear()
 
-    def _keep(self, event: _Kept, at: float | None = None) -> None:
-        """Keep an event, and write all that are kept if the last time is long ago, or if `at` is None."""
-        with self._lock:
-            self._kept.append(event)
-            if at is None or at - self._written_at > _LONGEST_SECONDS:
-                self._write_kept()
+    def _keep(self, event: Event) -> None:
+        """Keep an event, and write it together with all that were kept."""
+        self._kept.append(event)
+        self._write_kept()
 
     def _write_kept(self) -> None:
-        kept, self._kept = self._kept, []
-        found: dict[int, list[rows.Row]] = {}
-        for event in kept:
-            rank = (
-                event.rank if isinstance(event, CallEnded | RanksChanged | PlaceSeen) else event.source.rank
-            )
-            found.setdefault(rank, []).append(_row_of(event))
-        for rank, of_rank in found.items():
-            self._write(rank, *of_rank)
-        self._written_at = time.perf_counter()
+        with self._lock:
+            kept = self._kept[:]
+            del self._kept[: len(kept)]  # in place, because another thread may append meanwhile
+            by_rank: dict[int, list[Event]] = {}
+            for event in kept:
+                if isinstance(event, ForwardEnded):
+                    self._contracts[event.source] = event.contract
+                by_rank.setdefault(_rank_of(event), []).append(event)
+            for rank, of_rank in by_rank.items():
+                self._write(rank, self._lines.of(of_rank))
+            self._due_at = time.perf_counter() + _LONGEST_SECONDS
 
-    def _write(self, rank: int, *found: rows.Row, repeat_as: str = "") -> None:
+    def _write(self, rank: int, line: bytes, repeat_as: str = "") -> None:
         if self._has_ended:
             return
         try:
             file = self._files.get(0 if self._is_one_rank else rank) or self._open(rank)
-            file.write(*found, repeat_as=repeat_as)
+            file.write_line(line, repeat_as)
         except OSError as error:
             self._has_ended = True
             self.stop()
@@ -198,60 +199,8 @@ class Recorder(Observer):
         return file
 
 
-def _row_of(event: _Kept) -> rows.Row:
-    """Return the row of an event."""
-    match event:
-        case ForwardEnded():
-            return rows.ForwardRow(
-                module=event.source.module,
-                step=event.step,
-                began=micros(event.began_at),
-                computed_from=micros(event.computed_from),
-                ended=micros(event.ended_at),
-                is_training=event.is_training,
-                buffer_bytes=0 if event.buffers is None else event.buffers.payload_bytes,
-            )
-        case BackwardEnded():
-            return rows.BackwardRow(
-                module=event.source.module,
-                step=event.step,
-                began=micros(event.began_at),
-                ended=micros(event.ended_at),
-                layout=event.layout,
-                is_synchronized=event.is_synchronized,
-                buckets=[
-                    (index, micros(sent), micros(began), micros(ended))
-                    for index, sent, began, ended in event.buckets
-                ],
-                metrics=event.metrics,
-                unused=event.unused,
-            )
-        case OptimizerStepped():
-            return rows.OptimizerRow(
-                module=event.source.module,
-                optimizer=event.optimizer,
-                step=event.step,
-                began=micros(event.began_at),
-                ended=micros(event.ended_at),
-                is_discarded=event.is_discarded,
-            )
-        case ParametersSynced(source, began_at, ended_at, record):
-            return rows.SyncRow(
-                module=source.module,
-                step=record.step,
-                began=micros(began_at),
-                ended=micros(ended_at),
-                what=record.what,
-                payload_bytes=record.payload_bytes,
-            )
-        case CallEnded():
-            return rows.CallRow(event.name, micros(event.began_at), micros(event.ended_at))
-        case RanksChanged(rank, num_ranks, step, reason, began_at, ended_at):
-            return rows.RanksRow(rank, num_ranks, step, reason, micros(began_at), micros(ended_at))
-        case RankFoundSlow(source, record):
-            return rows.SlowRow(source.module, record.from_step, record.rank, str(record))
-        case PlaceSeen():
-            return rows.PlaceRow(micros(event.at), event.step, event.words)
+def _rank_of(event: Event) -> int:
+    return event.rank if isinstance(event, CallEnded | RanksChanged | PlaceSeen) else event.source.rank
 
 
 def _process_row(rank: int) -> rows.ProcessRow:
@@ -262,7 +211,7 @@ def _process_row(rank: int) -> rows.ProcessRow:
         host=socket.gethostname(),
         clock=clock_key(),
         pid=os.getpid(),
-        at=micros(time.perf_counter()),
+        at=rows.micros(time.perf_counter()),
         unix_seconds=time.time(),
         command=shlex.join(sys.argv),
         versions={"torch": str(torch.__version__), "python": platform.python_version()},
