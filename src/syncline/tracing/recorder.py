@@ -126,7 +126,9 @@ class Recorder(Observer):
         with self._lock:
             self._keep(event)
             # A part of the file begins with it, so it has to have the new rank.
-            self._write(event.rank, rows.encode(_process_row(event.rank)), repeat_as="process")
+            self._write(
+                event.rank, rows.encode(_process_row(event.rank, event.num_ranks)), repeat_as="process"
+            )
 
     def rank_found_slow(self, event: RankFoundSlow) -> None:
         self._keep(event)
@@ -137,6 +139,18 @@ class Recorder(Observer):
             self._keep(event)
 
     # ------------------------------------------------------------------ files
+
+    def begin(self, rank: int, num_ranks: int) -> None:
+        """Open the file of this process now, and not at its first event. The process is one rank of several.
+
+        So it is recorded where a rank is that hangs before its first step.
+        """
+        with self._lock:
+            self._is_one_rank = True
+            try:
+                self._files[0] = self._new_file(rank, num_ranks)
+            except OSError as error:
+                self._fail(rank, error)
 
     def end(self, error: BaseException | None = None) -> None:
         """Stop, and record in each file that the trace has ended.
@@ -180,22 +194,27 @@ class Recorder(Observer):
             file = self._files.get(0 if self._is_one_rank else rank) or self._open(rank)
             file.write_line(line, repeat_as)
         except OSError as error:
-            self._has_ended = True
-            self.stop()
-            warn_user(
-                f"rank {rank}: the trace in {self._directory} ends here, because it could not be written: {error}. "
-                "Training goes on. What was recorded before can be read"
-            )
+            self._fail(rank, error)
+
+    def _fail(self, rank: int, error: OSError) -> None:
+        self._has_ended = True
+        self.stop()
+        warn_user(
+            f"rank {rank}: the trace in {self._directory} ends here, because it could not be written: {error}. "
+            "Training goes on. What was recorded before can be read"
+        )
 
     def _open(self, rank: int) -> TraceFile:
         if self._is_one_rank is None:
             self._is_one_rank = is_joined() or world().size > 1
         number = world().rank if self._is_one_rank else rank
-        name = f"rank-{number:05d}.{socket.gethostname()}.{os.getpid()}"
-        file = self._files[0 if self._is_one_rank else rank] = TraceFile(
-            self._directory, name, self._max_bytes
-        )
-        file.write(_process_row(number), repeat_as="process")
+        file = self._files[0 if self._is_one_rank else rank] = self._new_file(number, world().size)
+        return file
+
+    def _new_file(self, rank: int, num_ranks: int) -> TraceFile:
+        name = f"rank-{rank:05d}.{socket.gethostname()}.{os.getpid()}"
+        file = TraceFile(self._directory, name, self._max_bytes)
+        file.write(_process_row(rank, num_ranks), repeat_as="process")
         return file
 
 
@@ -203,11 +222,11 @@ def _rank_of(event: Event) -> int:
     return event.rank if isinstance(event, CallEnded | RanksChanged | PlaceSeen) else event.source.rank
 
 
-def _process_row(rank: int) -> rows.ProcessRow:
+def _process_row(rank: int, num_ranks: int) -> rows.ProcessRow:
     return rows.ProcessRow(
         format=rows.FORMAT,
         rank=rank,
-        num_ranks=world().size,
+        num_ranks=num_ranks,
         host=socket.gethostname(),
         clock=clock_key(),
         pid=os.getpid(),

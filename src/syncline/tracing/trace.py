@@ -12,15 +12,19 @@ from syncline.session.ending import uncaught_exception
 from syncline.tracing.recorder import Recorder
 from syncline.words import one_line
 
-_BYTES_PER_MB = 1024 * 1024
+BYTES_PER_MB = 1024 * 1024
 
 
 class Trace:
     """A running trace of this process. `sl.trace` returns it. It is a context manager, which stops at its end."""
 
-    def __init__(self, directory: Path, max_bytes: int) -> None:
+    def __init__(
+        self, directory: Path, max_bytes: int, *, rank: int | None = None, num_ranks: int = 1
+    ) -> None:
         self.directory = directory
         self._recorder = Recorder(directory, max_bytes).start()
+        if rank is not None:
+            self._recorder.begin(rank, num_ranks)
         atexit.register(self._at_exit)
 
     def __repr__(self) -> str:
@@ -75,4 +79,4 @@ def trace(directory: str | os.PathLike[str], *, max_mb: float = 64.0) -> Trace:
     path = checked_path("directory", directory)
     if not path:
         raise ValueError("expected directory to be a path, got ''")
-    return Trace(Path(path), int(_BYTES_PER_MB * checked_number("max_mb", max_mb, above=0)))
+    return Trace(Path(path), int(BYTES_PER_MB * checked_number("max_mb", max_mb, above=0)))
