@@ -31,6 +31,7 @@ from syncline.records import BufferRecord
 from syncline.tracing import rows
 from syncline.tracing.file import NUM_PARTS, TraceFile
 from syncline.tracing.lines import Event, Lines, row_of
+from syncline.tracing.trace import Trace
 from syncline.transport import Transport, run_ranks
 
 
@@ -280,6 +281,25 @@ def test_places_before_the_first_event_are_not_recorded(tmp_path: Path) -> None:
         for receive in OBSERVERS.place_seen:
             receive(PlaceSeen(0, None, "before the first step", 1.0))
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_process_that_is_one_rank_records_places_before_its_first_event(tmp_path: Path) -> None:
+    trace = Trace(tmp_path, 1 << 20, rank=3, num_ranks=4)
+    for receive in OBSERVERS.place_seen:
+        receive(PlaceSeen(3, None, "before the first step, at train.py:9", 1.0))
+    trace.stop()
+    ((name, (process, place, _)),) = rows_in(tmp_path).items()
+    assert name.startswith("rank-00003.")
+    assert isinstance(process, rows.ProcessRow)
+    assert (process.rank, process.num_ranks) == (3, 4)
+    assert place == rows.PlaceRow(1_000_000, None, "before the first step, at train.py:9")
+
+
+def test_a_directory_that_cannot_be_written_is_warned_of_before_the_first_event(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.warns(RuntimeWarning, match="rank 3: the trace in .* ends here"):
+        Trace(tmp_path / "file", 1 << 20, rank=3, num_ranks=4)
+    assert OBSERVERS.backward_ended == ()
 
 
 def test_nothing_follows_the_end(tmp_path: Path) -> None:
