@@ -9,7 +9,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict
 from pathlib import Path
 
@@ -42,13 +42,16 @@ _LONGEST_SECONDS = 0.05
 """How long events are kept before they are written."""
 
 
+_WITH_RANK = (CallEnded, RanksChanged, PlaceSeen)
+
+
 class Recorder(Observer):
     """An observer that writes trace files.
 
     Events are kept until 50 ms have passed since the last time, and then written together: to write each on its own
-    costs three times as much. So a process that is killed loses the events of at most its last 50 ms, or the last one.
-    If a file cannot be written, for example because the disk is full, the recorder warns once and stops. Training goes
-    on.
+    costs several times as much. So a process that is killed loses the events of at most its last 50 ms, or the last
+    one. If a file cannot be written, for example because the disk is full, the recorder warns once and stops. Training
+    goes on.
 
     Args:
         directory: the directory of the trace.
@@ -71,8 +74,10 @@ class Recorder(Observer):
         self._contracts: dict[Source, Callable[[], Contract]] = {}
         self._layouts: dict[Source, int] = {}
         """The layouts of which the files have a row."""
-        self._last_source: Source | None = None
-        self._last_layout = 0
+        self._forward_of: Source | None = None
+        """The source of the last forward."""
+        self._backward_of: tuple[Source | None, int] = None, 0
+        """The source and the layout of the last backward."""
         self._has_ended = False
 
     # ------------------------------------------------------------------ events
@@ -80,13 +85,17 @@ class Recorder(Observer):
     # The first methods run in every step, when the caches are cold: each call and each lookup that they save counts.
 
     def forward_ended(self, event: ForwardEnded) -> None:
+        if event.source is not self._forward_of:
+            self._forward_of = event.source
+            self._contracts[event.source] = event.contract
         self._kept.append(event)
         if event.ended_at > self._due_at:
             self._write_kept()
 
     def backward_ended(self, event: BackwardEnded) -> None:
-        if event.layout != self._last_layout or event.source is not self._last_source:
-            self._last_source, self._last_layout = event.source, event.layout
+        source, layout = self._backward_of
+        if event.layout != layout or event.source is not source:
+            self._backward_of = event.source, event.layout
             self._see_layout(event)
         self._kept.append(event)
         if event.ended_at > self._due_at:
@@ -178,14 +187,17 @@ class Recorder(Observer):
         with self._lock:
             kept = self._kept[:]
             del self._kept[: len(kept)]  # in place, because another thread may append meanwhile
-            by_rank: dict[int, list[Event]] = {}
-            for event in kept:
-                if isinstance(event, ForwardEnded):
-                    self._contracts[event.source] = event.contract
-                by_rank.setdefault(_rank_of(event), []).append(event)
-            for rank, of_rank in by_rank.items():
+            for rank, of_rank in self._by_rank(kept):
                 self._write(rank, self._lines.of(of_rank))
             self._due_at = time.perf_counter() + _LONGEST_SECONDS
+
+    def _by_rank(self, kept: list[Event]) -> Iterable[tuple[int, list[Event]]]:
+        if self._is_one_rank and kept:
+            return ((_rank_of(kept[-1]), kept),)
+        found: dict[int, list[Event]] = {}
+        for event in kept:
+            found.setdefault(_rank_of(event), []).append(event)
+        return found.items()
 
     def _write(self, rank: int, line: bytes, repeat_as: str = "") -> None:
         if self._has_ended:
@@ -219,7 +231,7 @@ class Recorder(Observer):
 
 
 def _rank_of(event: Event) -> int:
-    return event.rank if isinstance(event, CallEnded | RanksChanged | PlaceSeen) else event.source.rank
+    return event.rank if isinstance(event, _WITH_RANK) else event.source.rank
 
 
 def _process_row(rank: int, num_ranks: int) -> rows.ProcessRow:

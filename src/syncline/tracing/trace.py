@@ -58,8 +58,8 @@ def trace(directory: str | os.PathLike[str], *, max_mb: float = 64.0) -> Trace:
     which rank and which bucket the others wait for.
 
     Each rank writes files of its own, and sends nothing. If the process is killed, all but its last 50 ms can be read.
-    A step costs 0.1 to 0.2 ms. If several hosts take part, the directory must
-    be on a file system that they share, or you copy the files of all hosts into one directory.
+    A step costs about 0.1 ms. If several hosts take part, the directory must be on a file system that they share, or
+    you copy the files of all hosts into one directory.
 
     Args:
         directory: the directory. It is created. Use one directory for each run.
