@@ -108,7 +108,7 @@ def test_of_a_run_that_hangs_it_says_where_each_rank_is(
 ) -> None:
     with SeenTerminal() as terminal:
         launcher = started(forks, tmp_path, HANGS, "--shutdown-timeout", "1", terminal=terminal)
-        terminal.wait_for("No rank has made progress", "Rank 0 waits for others; rank 1 does not")
+        terminal.wait_for("step 4, backward, bucket 0, waiting", "No rank has made progress for")
         os.kill(launcher.pid, number)
         done = launcher.wait()
         assert done.returncode == (-number if number == signal.SIGKILL else 128 + number)

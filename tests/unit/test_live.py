@@ -200,7 +200,7 @@ def test_the_picture_follows_the_ranks(tmp_path: Path) -> None:
     text = looked(ranks, 101.0)
     assert text.startswith("--- the ranks ---")
     assert "Training" in text
-    assert not ranks.stood_still
+    assert not ranks.hung()
 
 
 def test_the_ranks_of_another_attempt_replace_the_first(tmp_path: Path) -> None:
@@ -216,20 +216,56 @@ def test_the_ranks_of_another_attempt_replace_the_first(tmp_path: Path) -> None:
     assert looked(ranks, 105.0).count("before its first step") == 1
 
 
-def test_where_ranks_stood_stays_when_they_are_ended(tmp_path: Path) -> None:
-    ranks = LiveRanks(tmp_path)
+def hanging(directory: Path) -> LiveRanks:
+    """Two ranks that have been shown as ranks that hang."""
+    ranks = LiveRanks(directory)
     ranks.start([0, 1], 90.0)
     for number, found in enumerate(recorded(2)):
-        record(tmp_path, number, found, at=100.0)
+        record(directory, number, found, at=100.0)
         place = rows.PlaceRow(10**9, 21, f"step 21, waiting in all_reduce, at train.py:{number}")
-        record(tmp_path, number, [place], at=130.0)
+        record(directory, number, [place], at=130.0)
     assert "at train.py:1" in looked(ranks, 131.0)
-    assert ranks.stood_still
+    return ranks
+
+
+def test_where_ranks_stood_stays_when_they_are_ended(tmp_path: Path) -> None:
+    ranks = hanging(tmp_path)
+    assert ranks.hung()
     record(tmp_path, 0, [rows.EndRow(2 * 10**9, "KeyboardInterrupt")], at=132.0)
     assert looked(ranks, 133.0) == "(the last one stays)"
     record(tmp_path, 1, [rows.EndRow(2 * 10**9, "KeyboardInterrupt")], at=134.0)
     assert looked(ranks, 135.0) == "(the last one stays)"
-    assert ranks.stood_still
+    assert ranks.hung()
+
+
+@pytest.mark.parametrize("is_seen", [False, True])
+def test_ranks_that_went_on_or_ended_by_themselves_did_not_hang(is_seen: bool, tmp_path: Path) -> None:
+    """After their last step, ranks may for example evaluate for long, which is not recorded."""
+    ranks = hanging(tmp_path)
+    for number in range(2):
+        record(tmp_path, number, [rows.EndRow(2 * 10**9, "")], at=132.0)
+        if is_seen:
+            assert looked(ranks, 133.0) == "(the last one stays)"
+    assert not ranks.hung()
+    (tmp_path / "other").mkdir()
+    ranks = hanging(tmp_path / "other")
+    went_on = [rows.CallRow("mean", 10**9, 2 * 10**9), rows.EndRow(2 * 10**9, "ValueError: bad")]
+    for number in range(2):
+        record(tmp_path / "other", number, went_on, at=132.0)
+    if is_seen:
+        assert "All ranks have ended, ranks 0, 1 with an error." in looked(ranks, 133.0)
+    assert not ranks.hung()
+
+
+def test_ranks_that_record_nothing_do_not_hang(tmp_path: Path) -> None:
+    """They import packages for long, or make no step with Syncline."""
+    ranks = LiveRanks(tmp_path)
+    ranks.start([0, 1], 90.0)
+    for number, found in enumerate(recorded(2)):
+        record(tmp_path, number, found[:1], at=100.0)
+    assert "No rank has ended a step yet" in looked(ranks, 200.0)
+    record(tmp_path, 0, [rows.EndRow(2 * 10**9, "ValueError: bad")], at=201.0)
+    assert not ranks.hung()
 
 
 def test_only_the_ranks_of_this_host_are_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

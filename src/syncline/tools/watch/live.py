@@ -34,7 +34,8 @@ def terminal_fd() -> int | None:
 class Live(Display):
     """A display with a picture. It is a context manager, in which the messages of this process appear above it, too.
 
-    The picture disappears when the ranks have ended. If they stood still before, it stays: it says where each rank was.
+    The picture disappears when the ranks have ended. If they stood still and then did not end by themselves, it stays:
+    it says where each rank was.
 
     Args:
         directory: the directory of the trace that the ranks write.
@@ -77,7 +78,7 @@ class Live(Display):
         self._ended.set()
         if self._thread.is_alive():
             self._thread.join()
-        self._terminal.end(stays=self._ranks.stood_still)
+        self._terminal.end(stays=self._ranks.hung())
 
     def _show(self, fd: int, data: bytes) -> None:
         if fd in self._on_terminal:
@@ -117,9 +118,8 @@ class LiveRanks:
         """What is shown of each rank until its process has recorded something."""
         self._former: set[str] = set()
         """The names of the files of processes of a former attempt."""
-        self._num_ended = 0
-        self.stood_still = False
-        """Whether the last picture shows ranks that stand still, so that it has to stay."""
+        self._stood_still: tuple[int, int] | None = None
+        """If the last picture shows a run that stands still: its numbers of events, and of ranks that have ended."""
 
     def start(self, ranks: Sequence[int], now: float) -> None:
         """Note which ranks are started. They replace all others."""
@@ -127,7 +127,7 @@ class LiveRanks:
             self._former |= {name for name, _, _ in self._follower.new_rows()} | self._states.keys()
             self._states = {}
             self._started = [RankState(rank, started_at=now) for rank in ranks]
-            self.stood_still = False
+            self._stood_still = None
 
     def look(self, now: float, columns: int, lines: int) -> list[str] | None:
         """Return the lines of a new picture. Return None if the last one stays, because it says more.
@@ -140,22 +140,40 @@ class LiveRanks:
             lines: the height of the terminal.
         """
         with self._lock:
-            for name, found, at in self._follower.new_rows():
-                if name not in self._former:
-                    self._states.setdefault(name, RankState()).add(found, at)
-            states = present([*self._started, *filter(self._is_here, self._states.values())])
-            num_ended = sum(one.end is not None for one in states)
-            if self.stood_still and num_ended > self._num_ended:
-                return None
-            self.stood_still, self._num_ended = stand_still(states, now), num_ended
+            states = self._present()
+            num_events, num_ended = _num_events(states), sum(one.end is not None for one in states)
+            if self._stood_still is not None:
+                events_before, ended_before = self._stood_still
+                if num_events == events_before and num_ended > ended_before:
+                    return None
+            is_still = stand_still(states, now) and any(one.has_place for one in states)
+            self._stood_still = (num_events, num_ended) if is_still else None
             where = f" of this host ({len(states)} of {_num_ranks(states)})" if self._has_other_hosts else ""
             title = f"--- the ranks{where} "
             picture = screen(states, now, columns=columns, lines=max(6, 2 * lines // 3))
             return [title.ljust(min(columns - 1, 70), "-"), *picture.splitlines()]
 
+    def hung(self) -> bool:
+        """Return whether the last picture shows a run that stands still, which did not end by itself afterwards."""
+        with self._lock:
+            states = self._present()
+            if self._stood_still is None or self._stood_still[0] != _num_events(states):
+                return False
+            return any(one.end is None or one.end.error for one in states)
+
+    def _present(self) -> list[RankState]:
+        for name, found, at in self._follower.new_rows():
+            if name not in self._former:
+                self._states.setdefault(name, RankState()).add(found, at)
+        return present([*self._started, *filter(self._is_here, self._states.values())])
+
     def _is_here(self, state: RankState) -> bool:
         is_here = state.process is None or state.process.host == socket.gethostname()
         return is_here or not self._has_other_hosts
+
+
+def _num_events(states: Sequence[RankState]) -> int:
+    return sum(one.num_events for one in states)
 
 
 def _num_ranks(states: Sequence[RankState]) -> str:

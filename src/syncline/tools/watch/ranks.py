@@ -52,6 +52,8 @@ class RankState:
         """When it last recorded something but its place, in seconds since the epoch."""
         self.seen_at = started_at
         """When it last recorded anything."""
+        self.num_events = 0
+        """How many things it has recorded that have happened: all but its place, its beginning and its end."""
         self._module = ""
         """The module whose steps are counted: the first one."""
         self._phase = "before its first step"
@@ -90,6 +92,7 @@ class RankState:
                     self.end = row
                 case _:
                     pass
+            self.num_events += not isinstance(row, rows.ProcessRow | rows.EndRow)
             time = rows.time_of(row)
             self.changed_at = at if time is None else at - (last - time) / 1e6
         self.seen_at = at
@@ -134,6 +137,11 @@ class RankState:
         """Return whether the process shows no sign of life. One of several ranks shows one every 5 seconds."""
         several = self.process is not None and self.process.num_ranks > 1 and bool(self._place)
         return self.end is None and several and now - self.seen_at > _SILENT_SECONDS
+
+    @property
+    def has_place(self) -> bool:
+        """Whether it is known where the rank was."""
+        return bool(self.num_events or self._place)
 
     @property
     def is_waiting(self) -> bool:
