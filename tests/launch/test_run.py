@@ -165,7 +165,15 @@ def test_the_options_are_torchruns() -> None:
     theirs.pop("print_completion", None)  # torch 2.15: it completes the command `torchrun`
     # torch 2.11 has another default of the port, and no --shutdown-timeout; torch 2.15 has prefixes of lines.
     later = {"master_port": None, "shutdown_timeout": None, "log_line_prefix_template": ""}
-    assert ours == {**theirs, **later, "host": None, "verbose": False, "resilient": False, "trace": None}
+    assert ours == {
+        **theirs,
+        **later,
+        "host": None,
+        "verbose": False,
+        "resilient": False,
+        "trace": None,
+        "live": False,
+    }
     for action in get_args_parser()._actions:
         value = {float: "0.5", int: "7"}.get(action.type, "spawn")
         for name in action.option_strings:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import errno
+import json
+import math
 import os
 import signal
 import subprocess
@@ -15,10 +17,22 @@ import torch
 from torch import nn
 
 import syncline as sl
-from syncline.events import OBSERVERS, PlaceSeen, RanksChanged
+from syncline.events import (
+    OBSERVERS,
+    BackwardEnded,
+    CallEnded,
+    ForwardEnded,
+    OptimizerStepped,
+    PlaceSeen,
+    RanksChanged,
+    Source,
+)
+from syncline.records import BufferRecord
 from syncline.tools.cli import main
 from syncline.tracing import rows
 from syncline.tracing.file import NUM_PARTS, TraceFile
+from syncline.tracing.lines import Event, Lines, row_of
+from syncline.tracing.trace import Trace
 from syncline.transport import Transport, run_ranks
 
 
@@ -90,6 +104,69 @@ def test_a_fork_writes_nothing(tmp_path: Path) -> None:
     file.write(call(3))
     file.close()
     assert rows_in(tmp_path) == {"rank-0.000000.trace.jsonl": [call(1), call(3)]}
+
+
+# ---------------------------------------------------------------------- the lines of events
+
+NET = Source(0, 'a 100% "Net"')
+
+
+def forward(**changes: Any) -> ForwardEnded:
+    event = ForwardEnded(NET, 7, 1.0000019, 1.25, 2.5, True, None, lambda: pytest.fail("not needed"))
+    return event._replace(**changes)
+
+
+def backward(**changes: Any) -> BackwardEnded:
+    event = BackwardEnded(
+        *(NET, 7, 2.75, 9.0, True, ((0, 3.0, 4.0, 5.0), (2, 3.5, 5.0, 6.0000012)), 3),
+        *({"loss": 0.1, "%s": math.nan}, False, (), lambda: pytest.fail("not needed")),
+    )
+    return event._replace(**changes)
+
+
+STEP = OptimizerStepped(NET, "SGD", 2**40, 9.5, 10.0, False)
+BUFFERS = BufferRecord(num_tensors=2, payload_bytes=2**40, sent=True, reason="")
+
+
+@pytest.mark.parametrize(
+    "events",
+    [
+        [forward()],
+        [forward(is_training=False, buffers=BUFFERS)],
+        [backward()],
+        [backward(buckets=(), is_synchronized=False, metrics={})],
+        [backward(unused=("head.weight",))],
+        [STEP, STEP._replace(is_discarded=True), STEP._replace(optimizer="Adam")],
+        [CallEnded(0, "mean", 0.5, 1.5)],
+        [forward(), CallEnded(0, "mean", 0.5, 1.5), backward(), STEP, forward(step=8), backward(step=8)],
+        [forward(source=Source(1, "Net 2")), backward(layout=4), backward(metrics={"accuracy": 1.0})],
+    ],
+)
+def test_the_short_rows_of_a_line_come_back_as_rows(events: list[Event]) -> None:
+    lines = Lines()
+    for _ in range(2):  # the second time, the texts are known
+        found = list(rows.decode([lines.of(events)]))
+        assert repr(found) == repr([row._replace(**in_lists(row)) for row in map(row_of, events)])
+
+
+def in_lists(row: rows.Row) -> dict[str, Any]:
+    """The fields of a row as they are after it was encoded as a row, or in short form."""
+    if not isinstance(row, rows.BackwardRow):
+        return {}
+    return {"unused": [*row.unused], "buckets": [[*one] for one in row.buckets]} if row.unused else {}
+
+
+@pytest.mark.parametrize("numbers", ["", "AAAA", "%", None, "AAAAAAAA8D8="])
+def test_a_line_whose_numbers_are_damaged_has_no_short_rows(numbers: str | None) -> None:
+    line = json.dumps([["call", "mean", 5, 9], ["optimizer#", "Net", "SGD", False], ["numbers", numbers]])
+    assert [row for row in rows.decode([line.encode()]) if not isinstance(row, rows.CallRow)] == []
+
+
+def test_texts_of_events_are_not_kept_without_bound() -> None:
+    lines = Lines()
+    for number in range(2000):
+        assert len(list(rows.decode([lines.of([backward(layout=number)])]))) == 1
+    assert len(lines._texts) <= 256
 
 
 # ---------------------------------------------------------------------- sl.trace
@@ -229,6 +306,25 @@ def test_places_before_the_first_event_are_not_recorded(tmp_path: Path) -> None:
         for receive in OBSERVERS.place_seen:
             receive(PlaceSeen(0, None, "before the first step", 1.0))
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_process_that_is_one_rank_records_places_before_its_first_event(tmp_path: Path) -> None:
+    trace = Trace(tmp_path, 1 << 20, rank=3, num_ranks=4)
+    for receive in OBSERVERS.place_seen:
+        receive(PlaceSeen(3, None, "before the first step, at train.py:9", 1.0))
+    trace.stop()
+    ((name, (process, place, _)),) = rows_in(tmp_path).items()
+    assert name.startswith("rank-00003.")
+    assert isinstance(process, rows.ProcessRow)
+    assert (process.rank, process.num_ranks) == (3, 4)
+    assert place == rows.PlaceRow(1_000_000, None, "before the first step, at train.py:9")
+
+
+def test_a_directory_that_cannot_be_written_is_warned_of_before_the_first_event(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.warns(RuntimeWarning, match="rank 3: the trace in .* ends here"):
+        Trace(tmp_path / "file", 1 << 20, rank=3, num_ranks=4)
+    assert OBSERVERS.backward_ended == ()
 
 
 def test_nothing_follows_the_end(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from syncline.compression import HookState
 from syncline.compression import hook as compression_hook
 from syncline.ddp.config import Config
 from syncline.errors import SynclineError
-from syncline.events import OBSERVERS, OptimizerStepped, emit
+from syncline.events import OBSERVERS, OptimizerStepped
 from syncline.gradients.comm_hook import CommHook
 from syncline.gradients.reducer import GradientSync
 from syncline.optimizers.attached import AttachedOptimizer, Outcome, to_replace, weakly
@@ -321,7 +321,8 @@ class Registrations:
             ended_at=perf_counter(),
             is_discarded=is_discarded,
         )
-        emit(OBSERVERS.optimizer_stepped, event)
+        for receive in OBSERVERS.optimizer_stepped:
+            receive(event)
 
     def _before_optimizer_step(self, attached: AttachedOptimizer) -> None:
         self._step_began_at = perf_counter()

@@ -40,7 +40,7 @@ from syncline.ddp.wrapping import (
     group_of_mesh,
     refusals,
 )
-from syncline.events import OBSERVERS, ForwardEnded, emit
+from syncline.events import OBSERVERS, ForwardEnded
 from syncline.gradients.options import OnNonFinite
 from syncline.gradients.riders.replica_watch import ReplicaCheck
 from syncline.gradients.usage import when_backward_reaches_any
@@ -273,7 +273,7 @@ class DistributedDataParallel(  # type: ignore[misc, override]
         return output
 
     def _emit_forward(self, began_at: float, computed_from: float) -> None:
-        gradients = self._replica.gradients
+        gradients, buffers = self._replica.gradients, self._replica.buffers
         event = ForwardEnded(
             source=gradients.source,
             step=gradients.step + 1,
@@ -281,11 +281,12 @@ class DistributedDataParallel(  # type: ignore[misc, override]
             computed_from=computed_from,
             ended_at=perf_counter(),
             is_training=self.training,
-            buffers=self._replica.buffers.last_forward() if self._replica.buffers.were_sent else None,
+            buffers=buffers.last_forward() if buffers.were_sent else None,
             contract=lambda: self.contract,
             explain=self.explain,
         )
-        emit(OBSERVERS.forward_ended, event)
+        for receive in OBSERVERS.forward_ended:
+            receive(event)
 
     def _before_hooked_forward(self, hook: BufferHook, *, next_is_due: bool) -> None:
         hook.is_due = self._replica.buffers.leave_to_hook(next_is_due=next_is_due)

@@ -77,7 +77,7 @@ class Emitter:
         self,
         backward: Backward,
         metrics: Mapping[str, float],
-        record: Callable[[], BackwardRecord | None],
+        record: Callable[[], BackwardRecord],
         *,
         ends_step: bool,
     ) -> None:
@@ -89,42 +89,33 @@ class Emitter:
             record: a function that returns its record.
             ends_step: whether a step ends with it.
         """
-        buckets = tuple(
-            (one.plan.index, one.launched_at, one.reduced_at - one.waited_seconds, one.reduced_at)
-            for one in backward.sent
-        )
-
-        plans = [bucket.plan for bucket in backward.sent]
+        sent = backward.sent
+        plans = [one.plan for one in sent]
         if plans and plans != self._plans:
             self._plans, self._layout = plans, self._layout + 1
-
-        def known() -> BackwardRecord:
-            found = record()
-            assert found is not None
-            return found
-
-        emit(
-            OBSERVERS.backward_ended,
-            BackwardEnded(
-                source=self.source,
-                step=backward.step,
-                began_at=backward.began_at,
-                ended_at=perf_counter(),
-                is_synchronized=bool(buckets),
-                buckets=buckets,
-                layout=self._layout,
-                metrics=metrics,
-                looks_for_unused=self._looks_for_unused,
-                unused=self._unused(backward.ready),
-                record=known,
-                num_ranks=self._num_ranks,
-                ends_step=ends_step,
-            ),
+        buckets = [
+            (one.plan.index, one.launched_at, one.reduced_at - one.waited_seconds, one.reduced_at)
+            for one in sent
+        ]
+        event = BackwardEnded(
+            source=self.source,
+            step=backward.step,
+            began_at=backward.began_at,
+            ended_at=perf_counter(),
+            is_synchronized=bool(buckets),
+            buckets=tuple(buckets),
+            layout=self._layout,
+            metrics=metrics,
+            looks_for_unused=self._looks_for_unused,
+            unused=() if len(backward.ready) >= len(self._names) else self._unused(backward.ready),
+            record=record,
+            num_ranks=self._num_ranks,
+            ends_step=ends_step,
         )
+        for receive in OBSERVERS.backward_ended:
+            receive(event)
 
     def _unused(self, ready: Sequence[int]) -> tuple[str, ...]:
-        if len(ready) >= len(self._names):
-            return ()
         seen = set(ready)
         return tuple(name for index, name in enumerate(self._names) if index not in seen)
 

@@ -74,9 +74,12 @@ class Ledger:
 
     def last(self) -> BackwardRecord | None:
         """Return the record of the most recent backward. Returns None if there was no backward yet."""
+        return None if self._backward is None else self.present()
+
+    def present(self) -> BackwardRecord:
+        """Return the record of the most recent backward. There must have been one."""
         backward = self._backward
-        if backward is None:
-            return None
+        assert backward is not None
         ready, buckets = backward.ready, backward.sent
         position = {index: at for at, index in enumerate(ready)}
         return BackwardRecord(

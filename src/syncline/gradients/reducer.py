@@ -410,7 +410,7 @@ class GradientSync:
         self.ledger.note(backward, step=self.step, divisor=divisor, facts=facts, timing=timing)
         if OBSERVERS.backward_ended:
             metrics, ends_step = facts.get("metrics", {}), self.step == backward.step
-            self._emitter.backward_ended(backward, metrics, self.ledger.last, ends_step=ends_step)
+            self._emitter.backward_ended(backward, metrics, self.ledger.present, ends_step=ends_step)
         if not is_local and not reduction.layout.order_is_learnt:
             reduction.layout.learn_order(backward.ready)
 

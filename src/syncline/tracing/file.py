@@ -42,7 +42,7 @@ class TraceFile:
         max_bytes: the size of all parts together.
 
     Raises:
-        OSError: a row could not be written. Also raised by `write`.
+        OSError: a line could not be written. Also raised by `write`.
     """
 
     def __init__(self, directory: Path, name: str, max_bytes: int) -> None:
@@ -77,9 +77,12 @@ class TraceFile:
             repeat_as: a key, if the rows are needed to read later ones. Each part begins with the last rows of each
                 key.
         """
+        self.write_line(encode(*found), repeat_as)
+
+    def write_line(self, line: bytes, repeat_as: str = "") -> None:
+        """Append a line of rows; see `write`."""
         if os.getpid() != self._pid:
             return  # a fork, such as a worker of a DataLoader
-        line = encode(*found)
         if self._descriptor < 0:
             return
         if repeat_as:

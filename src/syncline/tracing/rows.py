@@ -1,17 +1,21 @@
 """The rows of a trace file. A line is a JSON list of rows. A row is a list of its kind, and its fields in order.
 
-Times are whole microseconds of the clock of the process that wrote the file (`time.perf_counter`). The first row of
-each file says which process that is. A reader skips rows of kinds that it does not know, and a last line that was cut
+Times are whole microseconds of the clock of the process that wrote the file (`time.perf_counter`). The rows that every
+step has are written in a short form: their kind ends with "#", and their numbers are in the last row of the line, of
+kind "numbers", as 64-bit floats in base 64; times are in seconds there. The first row of each file says which process
+has written it. A reader skips rows of kinds that it does not know, and a last line that was cut
 off when the process was killed.
 """
 
 from __future__ import annotations
 
 import json
+import struct
+from binascii import a2b_base64, b2a_base64
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-FORMAT = 1
+FORMAT = 2
 """The number of the format. A reader refuses files with a higher number."""
 
 
@@ -189,6 +193,54 @@ def time_of(row: Row) -> int | None:
 _ENCODER = json.JSONEncoder(separators=(",", ":"), check_circular=False)
 
 
+def text_of(row: Row) -> str:
+    """Return the text of one row.
+
+    Examples:
+        >>> text_of(CallRow("mean", 5, 9))
+        '["call","mean",5,9]'
+    """
+    return _ENCODER.encode((_NAMES[type(row)], *row))
+
+
+def forward_text(module: str, is_training: bool) -> str:
+    """Return the text of a short `ForwardRow`. Its numbers are its other fields, in order."""
+    return _ENCODER.encode(("forward#", module, is_training))
+
+
+def backward_text(
+    module: str, layout: int, is_synchronized: bool, indices: Sequence[int], metrics: Sequence[str]
+) -> str:
+    """Return the text of a short `BackwardRow` without unused parameters.
+
+    Its numbers are the step, when the backward began and ended, three times for each bucket, and the metrics.
+
+    Args:
+        module: the module.
+        layout: the number of the layout.
+        is_synchronized: whether the backward was synchronized.
+        indices: the indices of the buckets.
+        metrics: the names of the metrics.
+    """
+    return _ENCODER.encode(("backward#", module, layout, is_synchronized, indices, metrics))
+
+
+def optimizer_text(module: str, optimizer: str, is_discarded: bool) -> str:
+    """Return the text of a short `OptimizerRow`. Its numbers are its other fields, in order."""
+    return _ENCODER.encode(("optimizer#", module, optimizer, is_discarded))
+
+
+def numbers_text(numbers: Sequence[float]) -> str:
+    """Return the text of the row of numbers of a line. The line ends with it."""
+    packed = b2a_base64(struct.pack(f"<{len(numbers)}d", *numbers), newline=False)
+    return f'["numbers","{packed.decode()}"]'
+
+
+def line_of(texts: Iterable[str]) -> bytes:
+    """Return the line that has the rows with these texts."""
+    return f"[{','.join(texts)}]\n".encode()
+
+
 def encode(*found: Row) -> bytes:
     r"""Return rows as one line.
 
@@ -196,7 +248,7 @@ def encode(*found: Row) -> bytes:
         >>> encode(CallRow("mean", 5, 9), CallRow("gather", 10, 11))
         b'[["call","mean",5,9],["call","gather",10,11]]\n'
     """
-    return (_ENCODER.encode([(_NAMES[type(row)], *row) for row in found]) + "\n").encode()
+    return line_of(map(text_of, found))
 
 
 def decode(lines: Iterable[bytes]) -> Iterator[Row]:
@@ -205,16 +257,71 @@ def decode(lines: Iterable[bytes]) -> Iterator[Row]:
     Examples:
         >>> list(decode([b'[["call","mean",5,9]]\n', b'[["call","mea']))
         [CallRow(name='mean', began=5, ended=9)]
+        >>> list(decode([line_of([optimizer_text("Net", "SGD", False), numbers_text([3, 5e-6, 9e-6])])]))
+        [OptimizerRow(module='Net', optimizer='SGD', step=3, began=5, ended=9, is_discarded=False)]
     """
     for line in lines:
         try:
             found = json.loads(line)
-        except ValueError:
+            numbers = iter(_numbers_of(found))
+        except (ValueError, struct.error):
             continue
         for one in found if isinstance(found, list) else ():
             try:
                 name, *fields = one
-                kind = _KINDS[name]
-                yield kind(*fields[: len(kind._fields)])
-            except (ValueError, KeyError, TypeError):
+                if name in _SHORT:
+                    yield _SHORT[name](numbers, *fields)
+                elif name != "numbers":
+                    kind = _KINDS[name]
+                    yield kind(*fields[: len(kind._fields)])
+            except (ValueError, KeyError, TypeError, StopIteration):
                 continue
+
+
+def micros(seconds: float) -> int:
+    """Return a time in whole microseconds."""
+    return int(1e6 * seconds)
+
+
+def _numbers_of(found: Any) -> Sequence[float]:
+    match found:
+        case [*_, ["numbers", str(text)]]:
+            packed = a2b_base64(text)
+            return struct.unpack(f"<{len(packed) // 8}d", packed)
+        case _:
+            return ()
+
+
+def _short_forward(numbers: Iterator[float], module: str, is_training: bool) -> ForwardRow:
+    step, times = int(next(numbers)), map(micros, numbers)
+    began, computed_from, ended = next(times), next(times), next(times)
+    return ForwardRow(module, step, began, computed_from, ended, is_training, int(next(numbers)))
+
+
+def _short_backward(
+    numbers: Iterator[float],
+    module: str,
+    layout: int,
+    is_synchronized: bool,
+    indices: Sequence[int],
+    metrics: Sequence[str],
+) -> BackwardRow:
+    step, times = int(next(numbers)), map(micros, numbers)
+    began, ended = next(times), next(times)
+    buckets = [(index, next(times), next(times), next(times)) for index in indices]
+    means = {name: next(numbers) for name in metrics}
+    return BackwardRow(module, step, began, ended, layout, is_synchronized, buckets, means, ())
+
+
+def _short_optimizer(
+    numbers: Iterator[float], module: str, optimizer: str, is_discarded: bool
+) -> OptimizerRow:
+    step, times = int(next(numbers)), map(micros, numbers)
+    return OptimizerRow(module, optimizer, step, next(times), next(times), is_discarded)
+
+
+_SHORT: dict[str, Any] = {
+    "forward#": _short_forward,
+    "backward#": _short_backward,
+    "optimizer#": _short_optimizer,
+}

@@ -13,17 +13,21 @@ from syncline.session.ending import uncaught_exception
 from syncline.tracing.recorder import Recorder
 from syncline.words import one_line
 
-_BYTES_PER_MB = 1024 * 1024
+BYTES_PER_MB = 1024 * 1024
 
 
 class Trace:
     """A running trace of this process. `sl.trace` returns it. It is a context manager, which stops at its end."""
 
-    def __init__(self, directory: Path, max_bytes: int) -> None:
+    def __init__(
+        self, directory: Path, max_bytes: int, *, rank: int | None = None, num_ranks: int = 1
+    ) -> None:
         self.directory = directory
         self._recorder = Recorder(directory, max_bytes)
         if not environment.is_explained():
             self._recorder.start()
+            if rank is not None:
+                self._recorder.begin(rank, num_ranks)
         atexit.register(self._at_exit)
 
     def __repr__(self) -> str:
@@ -57,8 +61,8 @@ def trace(directory: str | os.PathLike[str], *, max_mb: float = 64.0) -> Trace:
     which rank and which bucket the others wait for.
 
     Each rank writes files of its own, and sends nothing. If the process is killed, all but its last 50 ms can be read.
-    A step costs 0.1 to 0.2 ms. If several hosts take part, the directory must
-    be on a file system that they share, or you copy the files of all hosts into one directory.
+    A step costs about 0.1 ms. If several hosts take part, the directory must be on a file system that they share, or
+    you copy the files of all hosts into one directory.
 
     Args:
         directory: the directory. It is created. Use one directory for each run.
@@ -78,4 +82,4 @@ def trace(directory: str | os.PathLike[str], *, max_mb: float = 64.0) -> Trace:
     path = checked_path("directory", directory)
     if not path:
         raise ValueError("expected directory to be a path, got ''")
-    return Trace(Path(path), int(_BYTES_PER_MB * checked_number("max_mb", max_mb, above=0)))
+    return Trace(Path(path), int(BYTES_PER_MB * checked_number("max_mb", max_mb, above=0)))

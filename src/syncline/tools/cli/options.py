@@ -54,6 +54,8 @@ hosts
 
 output
   --trace DIR              record every step in DIR, for syncline report DIR
+  --live                   show below the output, in a terminal, what each rank of
+                           this host is doing, and where it is if the run hangs
   --log-dir DIR            keep the output of each process in DIR
   --log-line-prefix-template TEXT
                            text before each line; ${rank}, ${local_rank},
@@ -214,6 +216,7 @@ def parse_run(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--resilient", action="store_true")
     parser.add_argument("--host")
     parser.add_argument("--trace")
+    parser.add_argument("--live", action="store_true")
     args = parser.parse_all(argv)
     if args.training_script is None:
         raise UsageError("expected a script: syncline run -n 2 SCRIPT [arguments]; see syncline run --help")

@@ -18,6 +18,7 @@ import socket
 import sys
 import uuid
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -26,10 +27,18 @@ from syncline.session.listening import LOOPBACK, bound_socket, is_of_this_host
 from syncline.tools.cli.options import UsageError, parse_run
 from syncline.tools.launch.command import worker_command
 from syncline.tools.launch.guardian import Guardian
+from syncline.tools.watch.live import Live, terminal_fd
 from syncline.tracing.file import SUFFIX
 
 if TYPE_CHECKING:
+    from syncline.tools.launch.display import Display
     from syncline.tools.launch.supervise import Job
+
+_TRACE_MAX_MB = 64
+"""The largest size of what one rank records with `--trace`."""
+
+_LIVE_MAX_MB = 8
+"""The largest size of what one rank records for `--live` alone. It is deleted at the end."""
 
 _CHECKED_BACKENDS = ("static", "c10d")
 """The rendezvous backends whose endpoint is a host and a port. This module chooses or checks that port."""
@@ -51,11 +60,13 @@ def main(argv: Sequence[str]) -> int:
         raise UsageError("needs Linux or macOS, but this system is Windows: start the ranks with torchrun")
     check_program(args.training_script, is_module=args.module, is_python=not args.no_python)
     num_processes = _num_processes(args.nproc_per_node)
+    _check_output_options(args)
     _choose_rendezvous(args)
     try:
         environment.token()
     except ValueError as error:
         raise UsageError(str(error)) from None
+    from syncline.tools.launch.display import Display
     from syncline.tools.launch.output import say
     from syncline.tools.launch.supervise import supervise
 
@@ -67,8 +78,8 @@ def main(argv: Sequence[str]) -> int:
     try:
         if args.verbose and "OMP_NUM_THREADS" in before:
             say(f"OMP_NUM_THREADS was not set; it is now {variables['OMP_NUM_THREADS']} (cores / processes)")
-        with Guardian(environment.for_child({})) as guardian:
-            return supervise(_job(args, guardian))
+        with Guardian(environment.for_child({})) as guardian, _display(args, guardian) as display:
+            return supervise(_job(args, guardian, display or Display()))
     finally:
         environment.restore(before)
 
@@ -252,7 +263,24 @@ def _check_port(args: argparse.Namespace, remedy: str) -> None:
 # ---------------------------------------------------------------------- the job
 
 
-def _job(args: argparse.Namespace, guardian: Guardian) -> Job:
+def _display(args: argparse.Namespace, guardian: Guardian) -> AbstractContextManager[Display | None]:
+    """Return a context with the display that `--live` asks for, or with None."""
+    if not args.live:
+        return nullcontext()
+    from syncline.tools.launch.output import say
+
+    if (fd := terminal_fd()) is None:
+        say(
+            "--live needs a terminal, but neither stderr nor stdout is one: the run goes on without it. With "
+            "--trace DIR, syncline watch DIR shows the same in another terminal"
+        )
+        args.live = False
+        return nullcontext()
+    directory = guardian.folder / "trace" if args.trace is None else Path(args.trace)
+    return Live(directory, fd, has_other_hosts=_num_hosts(args.nnodes)[1] > 1)
+
+
+def _job(args: argparse.Namespace, guardian: Guardian, display: Display) -> Job:
     from torch.distributed.run import config_from_args, get_args_parser
 
     from syncline.tools.launch.supervise import Job, listen_at
@@ -276,14 +304,10 @@ def _job(args: argparse.Namespace, guardian: Guardian) -> Job:
     if args.host is not None and config.rdzv_backend == "static":
         listen_at(config, args.host)
     is_python = not args.no_python
-    if args.trace is not None and not (is_python and not args.run_path):
-        raise UsageError("--trace needs a program in Python: call sl.trace in the program instead")
     if not args.run_path:
         command = command if is_python else sys.executable
         program = [args.training_script, *args.training_script_args]
-        before = None
-        if args.trace is not None:
-            before = ("syncline.tracing.launched", str(_trace_directory(args)))
+        before = _trace_call(args, guardian)
         arguments = worker_command(program, is_module=args.module, is_python=is_python, before=before)
     return Job(
         config=config,
@@ -296,7 +320,33 @@ def _job(args: argparse.Namespace, guardian: Guardian) -> Job:
         shutdown_seconds=args.shutdown_timeout,
         is_resilient=args.resilient,
         verbose=args.verbose,
+        display=display,
     )
+
+
+def _trace_call(args: argparse.Namespace, guardian: Guardian) -> tuple[str, str] | None:
+    """Return the module and the argument that start the trace in each rank; None if there is no trace."""
+    if args.trace is None and not args.live:
+        return None
+    from syncline.tracing.launched import argument
+
+    if args.trace is None:
+        text = argument(guardian.folder / "trace", _LIVE_MAX_MB)
+    else:
+        text = argument(_trace_directory(args), _TRACE_MAX_MB)
+    return "syncline.tracing.launched", text
+
+
+def _check_output_options(args: argparse.Namespace) -> None:
+    """Check that the options `--trace` and `--live` fit to the others."""
+    for name, is_given in (("--live", args.live), ("--trace", args.trace is not None)):
+        if is_given and (args.no_python or args.run_path):
+            raise UsageError(f"{name} needs a program in Python: call sl.trace in the program instead")
+    if args.live and _wants_torch_logs(args):
+        raise UsageError(
+            "--live cannot be combined with --tee, --redirects and the other options of torch's own log files: leave "
+            "--live out, and use --trace DIR and syncline watch DIR"
+        )
 
 
 def _trace_directory(args: argparse.Namespace) -> Path:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import io
 import os
-import select
 import selectors
 import socket
 import sys
@@ -25,6 +24,7 @@ from string import Template
 
 from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs
 
+from syncline.tools.launch.display import Display, Writer
 from syncline.tools.launch.failures import Failure, first_failure, read_error_file
 from syncline.tools.launch.stopping import Ended
 
@@ -117,12 +117,12 @@ class Forwarder:
     """
 
     def __init__(self, show: Callable[[int, bytes], None] | None = None) -> None:
-        self._print = show or self._write
+        self._writer = Writer()
+        self._print = show or self._writer.write
         self._streams: list[_Stream] = []
         self._selector = selectors.DefaultSelector()
         self._stop_read_fd, self._stop_write_fd = os.pipe()
         self._selector.register(self._stop_read_fd, selectors.EVENT_READ)
-        self._closed_fds: set[int] = set()
         self._thread = threading.Thread(target=self._run, name="syncline-output", daemon=True)
 
     def add(self, pipe: Path, *, to_fd: int, prefix: str, copy: Path | None = None) -> deque[bytes]:
@@ -182,7 +182,7 @@ class Forwarder:
         except BlockingIOError:
             return False
         if stream.copy_fd is not None:
-            self._write(stream.copy_fd, data)
+            self._writer.write(stream.copy_fd, data)
         self._show(stream, stream.lines.feed(data, time.monotonic()))
         return True
 
@@ -191,40 +191,30 @@ class Forwarder:
         if lines:
             self._print(stream.to_fd, b"".join(stream.prefix + line + b"\n" for line in lines))
 
-    def _write(self, fd: int, data: bytes) -> None:
-        """Write all of `data` to `fd`. If the reader of `fd` has closed it (as `| head` does), drop the data.
-
-        The job then continues without this output.
-        """
-        left = memoryview(data)
-        while left and fd not in self._closed_fds:
-            try:
-                left = left[os.write(fd, left) :]
-            except BlockingIOError:
-                select.select([], [fd], [])
-            except OSError:
-                self._closed_fds.add(fd)
-
 
 class RankLogs(LogsSpecs):
     """A specification for torch's launcher that sends the ranks' output through pipes to a `Forwarder`.
 
-    If stdout or stderr is a terminal and no logs are kept, rank 0 writes to this terminal directly. Progress bars
-    and colours of rank 0 then work as without a launcher.
+    If stdout or stderr is a terminal, no logs are kept and nothing else is drawn there, rank 0 writes to this terminal
+    directly. Progress bars and colours of rank 0 then work as without a launcher.
 
     Args:
         scratch: a private folder for pipes and error files. The caller removes it.
         keep_in: a folder in which to keep log files of the output. None means that no logs are kept.
         prefix: the template of the text before each line, with torch's macros (rank, local_rank, role_name, hostname).
+        display: where the lines appear. None means on stdout and stderr.
     """
 
-    def __init__(self, *, scratch: Path, keep_in: Path | None, prefix: str) -> None:
+    def __init__(
+        self, *, scratch: Path, keep_in: Path | None, prefix: str, display: Display | None = None
+    ) -> None:
         super().__init__(log_dir=str(keep_in or scratch))
         self.kept: Path | None = None
         """The folder with the logs of this job. It is None if no logs are kept or no rank was started."""
         self._scratch = scratch
         self._keep_in = keep_in
         self._prefix = Template(prefix)
+        self._display = display or Display()
         self._forwarder: Forwarder | None = None
         self._num_attempts = 0
         self._stderr_tails: dict[int, deque[bytes]] = {}
@@ -259,7 +249,9 @@ class RankLogs(LogsSpecs):
             self._say_restart(next(iter(envs.values())))
         self._ended = {}
         self._ranks = {local_rank: int(env["RANK"]) for local_rank, env in envs.items()}
-        forwarder = Forwarder()
+        self._display.start_ranks([*self._ranks.values()])
+        show = self._display.show
+        forwarder = Forwarder(show)
         dest = LogsDest()
         kept = self._folder_to_keep(envs)
         folder = self._scratch / f"attempt_{self._num_attempts}"
@@ -279,7 +271,7 @@ class RankLogs(LogsSpecs):
                 hostname=socket.gethostname(),
             )
             for name, fd, places in (("stdout", 1, dest.stdouts), ("stderr", 2, dest.stderrs)):
-                if env["RANK"] == "0" and os.isatty(fd) and not rank_kept:
+                if env["RANK"] == "0" and os.isatty(fd) and not rank_kept and show is None:
                     places[local_rank] = ""  # for torch, "" means inherit
                     continue
                 pipe, copy = rank_folder / name, rank_kept / f"{name}.log" if rank_kept else None

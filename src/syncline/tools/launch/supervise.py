@@ -21,7 +21,7 @@ import sys
 import traceback
 import uuid
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from torch.distributed.elastic.multiprocessing import LogsSpecs
@@ -40,6 +40,7 @@ from syncline import environment
 from syncline._torch.process_groups import PrefixStore, Store, TCPStore
 from syncline.session.listening import LOOPBACK, bound_socket, interface_of
 from syncline.session.stop_request import EXIT_STOPPED
+from syncline.tools.launch.display import Display
 from syncline.tools.launch.failures import Failure, describe, first_failure, read_error_file
 from syncline.tools.launch.guardian import Guardian
 from syncline.tools.launch.losses import Losses
@@ -125,6 +126,8 @@ class Job:
     """Whether the other ranks continue if one is lost in `sl.steps`."""
     verbose: bool = False
     """Whether to show the log lines of torch's launcher."""
+    display: Display = field(default_factory=Display)
+    """Where the lines of the ranks appear, unless torch's own log files are used."""
 
 
 def run_on_this_host(
@@ -179,7 +182,9 @@ def supervise(job: Job) -> int:
     config.log_line_prefix_template = prefix = config.log_line_prefix_template or DEFAULT_PREFIX
     logs: RankLogs | TorchLogs
     if job.torch_logs is None:
-        logs = RankLogs(scratch=job.guardian.folder, keep_in=job.keep_logs_in, prefix=prefix)
+        logs = RankLogs(
+            scratch=job.guardian.folder, keep_in=job.keep_logs_in, prefix=prefix, display=job.display
+        )
     else:
         logs = TorchLogs(job.torch_logs)
     config.logs_specs = logs
@@ -208,6 +213,7 @@ def supervise(job: Job) -> int:
             if failure is not None or interruption.received is not None:
                 workers.kill_left_behind()
             logs.stop()
+            job.display.end()
             return _report(job, logs, failure, workers, interruption)
     finally:
         environment.restore(before)

@@ -1,5 +1,7 @@
-"""`syncline watch`: what each rank of a run that still runs is doing, from its trace.
+"""`syncline watch` and `syncline run --live`: what each rank of a run that still runs is doing, from its trace.
 
-follow.py  reads what has been added to the files of a trace
-ranks.py   the present state of each rank, and what it means (pure functions)
+follow.py    reads what has been added to the files of a trace
+live.py      the display of `syncline run --live`
+ranks.py     the present state of each rank, and what it means (pure functions)
+terminal.py  the lower end of a terminal: a picture, and lines that appear above it
 """

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -39,10 +40,12 @@ class Follower:
                 yield name, found, paths[-1].stat().st_mtime
 
     def _added(self, path: Path) -> list[rows.Row]:
-        if not path.exists():  # deleted meanwhile, because the trace has become too large
+        try:
+            file = path.open("rb")
+        except FileNotFoundError:  # deleted meanwhile, because the trace has become too large
             return []
-        with path.open("rb") as file:
-            size = path.stat().st_size
+        with file:
+            size = os.fstat(file.fileno()).st_size
             start = self._read.get(path, 0)
             lines = []
             if path not in self._read and size > 2 * _FIRST_BYTES:

@@ -7,6 +7,7 @@ itself, but a thread of it still records where it is (`PlaceRow`).
 from __future__ import annotations
 
 import itertools
+import textwrap
 from collections import deque
 from collections.abc import Mapping, Sequence
 from statistics import median
@@ -30,6 +31,10 @@ _WAITING = "waiting in"
 class RankState:
     """What is known of one rank.
 
+    Args:
+        rank: the number of the rank, until it has recorded another one.
+        started_at: when its process was started, in seconds since the epoch.
+
     Examples:
         >>> state = RankState()
         >>> state.add([rows.PlaceRow(5, 3, "step 3, forward")], at=100.0)
@@ -37,16 +42,18 @@ class RankState:
         'step 3, forward'
     """
 
-    def __init__(self) -> None:
+    def __init__(self, rank: int = 0, *, started_at: float = 0.0) -> None:
         self.process: rows.ProcessRow | None = None
-        self.rank = 0
+        self.rank = rank
         self.step = 0
         """The last step whose backward has ended."""
         self.end: rows.EndRow | None = None
-        self.changed_at = 0.0
+        self.changed_at = started_at
         """When it last recorded something but its place, in seconds since the epoch."""
-        self.seen_at = 0.0
+        self.seen_at = started_at
         """When it last recorded anything."""
+        self.num_events = 0
+        """How many things it has recorded that have happened: all but its place, its beginning and its end."""
         self._module = ""
         """The module whose steps are counted: the first one."""
         self._phase = "before its first step"
@@ -85,6 +92,7 @@ class RankState:
                     self.end = row
                 case _:
                     pass
+            self.num_events += not isinstance(row, rows.ProcessRow | rows.EndRow)
             time = rows.time_of(row)
             self.changed_at = at if time is None else at - (last - time) / 1e6
         self.seen_at = at
@@ -131,36 +139,85 @@ class RankState:
         return self.end is None and several and now - self.seen_at > _SILENT_SECONDS
 
     @property
+    def has_place(self) -> bool:
+        """Whether it is known where the rank was."""
+        return bool(self.num_events or self._place)
+
+    @property
     def is_waiting(self) -> bool:
         """Whether the rank was last seen in a call in which it waits for others."""
         return _WAITING in self._place
 
 
 def present(states: Sequence[RankState]) -> list[RankState]:
-    """Return the newest process of each rank, without those that were replaced after a restart."""
+    """Return the newest process of each rank, without those that were replaced, or whose rank is no longer there."""
     found: dict[int, RankState] = {}
+    num_ranks = None
     for one in sorted(states, key=lambda one: one.process.unix_seconds if one.process else 0.0):
         found[one.rank] = one
-    return list(found.values())
+        if one.process is not None:
+            num_ranks = one.process.num_ranks
+    return [one for rank, one in found.items() if num_ranks is None or rank < num_ranks]
 
 
-def screen(states: Sequence[RankState], now: float) -> str:
-    """Return what `syncline watch` shows: a line for each rank, and what it means.
+def screen(
+    states: Sequence[RankState], now: float, *, columns: int | None = None, lines: int | None = None
+) -> str:
+    """Return a line for each rank, and what it means.
 
     Args:
         states: the states of all ranks.
         now: the time, in seconds since the epoch.
+        columns: where to wrap lines. None means nowhere.
+        lines: the largest number of lines. If not all ranks fit, those that say most are shown. None means no limit.
     """
-    ordered = sorted(states, key=lambda one: one.rank)
-    lines = [f"{'rank':>5}  {'step':>8}  {'a step':>9}  {'waits':>6}  now"]
-    for one in ordered[:_MAX_RANKS]:
-        seconds = one.step_seconds
-        length = "-" if seconds is None else format_time(seconds)
-        share = "-" if seconds is None else f"{100 * one.waiting_share:.0f} %"
-        lines.append(f"{one.rank:>5}  {one.step:>8}  {length:>9}  {share:>6}  {one.words(now)}")
-    if len(ordered) > _MAX_RANKS:
-        lines.append(f"       and {len(ordered) - _MAX_RANKS} more ranks")
-    return "\n".join([*lines, "", meaning(ordered, now)])
+    end = _wrapped(meaning(states, now), "", columns)
+    entries = {one.rank: _entry(one, now, columns) for one in states}
+    left = None if lines is None else lines - len(end) - 3
+    shown: list[int] = []
+    for one in sorted(states, key=lambda one: _says_little(one, now))[:_MAX_RANKS]:
+        if left is not None:
+            left -= len(entries[one.rank])
+            if left < 0 and shown:
+                break
+        shown.append(one.rank)
+    text = [f"{'rank':>5}  {'step':>8}  {'a step':>9}  {'waits':>6}  now"]
+    text += itertools.chain.from_iterable(entries[rank] for rank in sorted(shown))
+    if len(shown) < len(entries):
+        text.append(f"       and {len(entries) - len(shown)} more ranks")
+    return "\n".join([*text, "", *end])
+
+
+def _entry(one: RankState, now: float, columns: int | None) -> list[str]:
+    seconds = one.step_seconds
+    length = "-" if seconds is None else format_time(seconds)
+    share = "-" if seconds is None else f"{100 * one.waiting_share:.0f} %"
+    head = f"{one.rank:>5}  {one.step:>8}  {length:>9}  {share:>6}  "
+    return _wrapped(one.words(now), head, columns)
+
+
+def _wrapped(text: str, head: str, columns: int | None) -> list[str]:
+    if columns is None:
+        return [head + text]
+    indent = " " * (len(head) if columns >= 2 * len(head) else min(4, columns // 4))
+    return textwrap.wrap(
+        text, max(columns - 1, 20), initial_indent=head, subsequent_indent=indent, break_on_hyphens=False
+    )
+
+
+def _says_little(one: RankState, now: float) -> tuple[int, int]:
+    """Return a key by which ranks are sorted: first those that tell why a run does not go on."""
+    if one.end is not None and not one.end.error:
+        return 4, one.rank
+    if one.end is not None or one.is_gone(now):
+        return 0, one.rank
+    return (3 if not one.stands_still(now) else 2 if one.is_waiting else 1), one.rank
+
+
+def stand_still(states: Sequence[RankState], now: float) -> bool:
+    """Return whether all ranks that have not ended stand still."""
+    alive = [one for one in states if one.end is None]
+    return bool(alive) and all(one.stands_still(now) or one.is_gone(now) for one in alive)
 
 
 def meaning(states: Sequence[RankState], now: float) -> str:
@@ -182,6 +239,8 @@ def meaning(states: Sequence[RankState], now: float) -> str:
     waiting = [one.rank for one in still if one.is_waiting]
     others = [one.rank for one in still if not one.is_waiting]
     text = f"No rank has made progress for {format_time(seconds)}."
+    if not any(one.step for one in still):
+        text = f"No rank has ended a step yet, and none has made progress for {format_time(seconds)}."
     if waiting and others:
         verb = (
             "does not: look at the line where it is"
@@ -198,6 +257,8 @@ def meaning(states: Sequence[RankState], now: float) -> str:
 
 
 def _waits_for_whom(states: Mapping[int, RankState]) -> str:
+    if not states:
+        return "No rank has ended two steps yet."
     if len(states) < 2:
         return "Training."
     shares = {rank: one.waiting_share for rank, one in states.items()}

@@ -1,0 +1,44 @@
+"""Where the lines of the ranks appear: as they are, or above a picture of what the ranks are doing."""
+
+from __future__ import annotations
+
+import os
+import select
+from collections.abc import Callable, Sequence
+
+
+class Display:
+    """A display that shows the output of the ranks, and nothing else. `syncline run --live` has another one."""
+
+    show: Callable[[int, bytes], None] | None = None
+    """A function that prints complete lines, which is called with the file descriptor (1 or 2) and the bytes.
+
+    None means that they are written to the descriptor, and that rank 0 may write to a terminal directly.
+    """
+
+    def start_ranks(self, ranks: Sequence[int]) -> None:
+        """Note which ranks are started on this host now. They replace all ranks of a former attempt."""
+
+    def end(self) -> None:
+        """Show nothing more beside the output. Call this when the ranks have ended."""
+
+
+class Writer:
+    """Writes bytes to file descriptors. If the reader of one has closed it, as `| head` does, its bytes are dropped.
+
+    The job then continues without this output.
+    """
+
+    def __init__(self) -> None:
+        self._closed_fds: set[int] = set()
+
+    def write(self, fd: int, data: bytes) -> None:
+        """Write all of `data` to `fd`."""
+        left = memoryview(data)
+        while left and fd not in self._closed_fds:
+            try:
+                left = left[os.write(fd, left) :]
+            except BlockingIOError:
+                select.select([], [fd], [])
+            except OSError:
+                self._closed_fds.add(fd)

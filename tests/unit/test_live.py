@@ -1,0 +1,281 @@
+"""The picture of `syncline run --live`: what is drawn of the ranks, and how, on a terminal."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+from made_traces import MadeRank, MadeRun, rows
+
+from syncline.tools.watch.live import LiveRanks
+from syncline.tools.watch.ranks import RankState, meaning, present, screen, stand_still
+from syncline.tools.watch.terminal import Terminal
+from terminals import SeenTerminal, seen
+
+NAME = "rank-{:05d}.{}.{}.000000.trace.jsonl"
+
+
+def record(directory: Path, number: int, found: Sequence[rows.Row], *, at: float, host: str = "a") -> None:
+    """Append rows to the file of a process, as at a time."""
+    path = directory / NAME.format(number, host, number)
+    with path.open("ab") as file:
+        file.write(b"".join(rows.encode(row) for row in found))
+    os.utime(path, (at, at))
+
+
+def recorded(num_ranks: int, **settings: int) -> list[list[rows.Row]]:
+    return MadeRun(ranks=[MadeRank()] * num_ranks, **settings).rows()
+
+
+# ---------------------------------------------------------------------- the terminal
+
+
+def test_lines_appear_above_the_picture() -> None:
+    with SeenTerminal(columns=20) as shown:
+        terminal = Terminal(shown.fd)
+        terminal.draw(["--- 1 ---", "first"])
+        terminal.print(b"a line\nanother one that is longer than the terminal\n")
+        terminal.draw(["--- 2 ---", "a picture that is longer than the terminal", ""])
+        terminal.print(b"the last line\n")
+        assert shown.lines() == [
+            *("a line", "another one that is ", "longer than the term", "inal", "the last line"),
+            *("--- 2 ---", "a picture that is l", "", ""),
+        ]
+        terminal.end(stays=False)
+        terminal.print(b"after\n")
+        terminal.draw(["never drawn"])
+        assert shown.lines()[4:] == ["the last line", "after", ""]
+
+
+def test_a_picture_that_stays_is_like_lines_that_were_printed() -> None:
+    with SeenTerminal() as shown:
+        terminal = Terminal(shown.fd)
+        terminal.draw(["the", "picture"])
+        terminal.end(stays=True)
+        terminal.print(b"after\n")
+        assert shown.lines() == ["the", "picture", "after", ""]
+
+
+def test_characters_that_would_move_the_cursor_are_not_drawn() -> None:
+    with SeenTerminal() as shown:
+        terminal = Terminal(shown.fd)
+        terminal.draw(["a\tb\x1b[2J\rc \N{GREEK SMALL LETTER ALPHA} " + "\N{HIRAGANA LETTER A}" * 60])
+        (line, _) = shown.lines()
+        assert line.startswith("a?b?[2J?c \N{GREEK SMALL LETTER ALPHA} \N{HIRAGANA LETTER A}")
+        assert line.count("\N{HIRAGANA LETTER A}") == 43  # 99 columns, of which each takes two
+
+
+def test_a_terminal_whose_size_is_not_known() -> None:
+    ours, theirs = os.openpty()
+    try:
+        assert Terminal(theirs).size == (80, 24)
+    finally:
+        os.close(ours)
+        os.close(theirs)
+    assert Terminal(theirs).size == (80, 24)
+    Terminal(theirs).draw(["a terminal that was closed"])
+
+
+def test_threads_do_not_mix_lines_and_pictures() -> None:
+    with SeenTerminal() as shown:
+        terminal = Terminal(shown.fd)
+
+        def printing(number: int) -> None:
+            for line in range(100):
+                terminal.print(f"{number} {line}\n".encode())
+
+        threads = [threading.Thread(target=printing, args=(number,)) for number in range(3)]
+        for thread in threads:
+            thread.start()
+        for number in range(100):
+            terminal.draw([f"picture {number}"] * (1 + number % 3))
+        for thread in threads:
+            thread.join()
+        found = shown.lines()
+    assert found[300:] == ["picture 99", ""]
+    assert sorted(found[:300]) == sorted(f"{number} {line}" for number in range(3) for line in range(100))
+
+
+def test_what_is_seen_of_a_text() -> None:
+    assert seen("a\r\nb\r\n\033[1A\r\033[Jc") == ["a", "c"]
+    assert seen("abcde", columns=2) == ["ab", "cd", "e"]
+    with pytest.raises(AssertionError, match=r"\[2J"):
+        seen("\033[2J")
+
+
+# ---------------------------------------------------------------------- the picture
+
+
+def states(num_ranks: int, at: float = 100.0) -> list[RankState]:
+    found = []
+    for one in recorded(num_ranks):
+        found.append(RankState())
+        found[-1].add(one, at)
+    return found
+
+
+LONG = "step 21, backward, bucket 0, waiting in all_reduce(sum) of 10184 elements, at train.py:7"
+
+
+def test_long_lines_are_wrapped_below_their_beginning() -> None:
+    found = states(2)
+    found[0].add([rows.PlaceRow(int(1e12), 21, LONG)], 130.0)
+    found[1].add([rows.PlaceRow(int(1e12), 20, "step 20, at train.py:6 in load")], 130.0)
+    text = screen(found, 131.0, columns=80)
+    assert all(len(line) < 80 for line in text.splitlines())
+    assert "train.py:7" in text.splitlines()[3]
+    assert text.splitlines()[2].startswith(" " * 36 + "all_reduce")
+    narrow = screen(found, 131.0, columns=40)
+    assert all(len(line) < 40 for line in narrow.splitlines()[1:])
+
+
+def test_if_not_all_ranks_fit_those_are_shown_that_say_most() -> None:
+    found = states(12)
+    for one in found:
+        at_work = one.rank == 9
+        words = "step 20, at train.py:6 in load" if at_work else "step 21, waiting in all_reduce"
+        one.add([rows.PlaceRow(int(1e12), 21, words)], 130.0)
+    found[10].add([rows.EndRow(1, "ValueError: bad")], 130.0)
+    found[0].add([rows.EndRow(1, "")], 130.0)
+    text = screen(found, 131.0, columns=100, lines=9)
+    ranks = [line.split()[0] for line in text.splitlines()[1:6]]
+    assert ranks == ["1", "2", "9", "10", "and"]
+    assert "and 8 more ranks" in text
+    assert len(text.splitlines()) <= 9
+    assert "rank 9 does not" in text
+
+
+def test_ranks_that_have_not_recorded_anything_yet() -> None:
+    found = [RankState(rank, started_at=100.0) for rank in range(2)]
+    assert meaning(found, 101.0) == "No rank has ended two steps yet."
+    assert "before its first step" in screen(found, 101.0)
+    found[0].add([rows.PlaceRow(1, None, "before the first step, waiting in sl.mean, at a.py:3")], 130.0)
+    assert meaning(found, 131.0) == (
+        "No rank has ended a step yet, and none has made progress for 31.0 s. Rank 0 waits for others; rank 1 does "
+        "not: look at the line where it is."
+    )
+
+
+def test_a_rank_that_was_lost_is_no_longer_there_once_the_others_know() -> None:
+    found = states(3)
+    assert [one.rank for one in present(found)] == [0, 1, 2]
+    for one in (found[0], found[1]):
+        assert one.process is not None
+        one.add([one.process._replace(num_ranks=2, unix_seconds=2e9)], 101.0)
+    assert present(found) == found[:2]
+
+
+def test_a_run_stands_still_if_all_do_that_have_not_ended() -> None:
+    found = states(3)
+    assert not stand_still(found, 101.0)
+    assert stand_still(found, 131.0)
+    found[0].add([rows.CallRow("mean", 10**9, 10**9)], 131.0)
+    assert not stand_still(found, 132.0)
+    found[0].add([rows.EndRow(1, "")], 132.0)
+    assert stand_still(found, 133.0)
+    for one in found:
+        one.add([rows.EndRow(1, "")], 134.0)
+    assert not stand_still(found, 200.0)
+
+
+# ---------------------------------------------------------------------- the ranks of a launcher
+
+
+def looked(ranks: LiveRanks, now: float) -> str:
+    return "\n".join(ranks.look(now, 100, 24) or ["(the last one stays)"])
+
+
+def test_the_picture_follows_the_ranks(tmp_path: Path) -> None:
+    ranks = LiveRanks(tmp_path / "trace")
+    ranks.start([0, 1], 90.0)
+    assert looked(ranks, 91.0).count("before its first step") == 2
+    (tmp_path / "trace").mkdir()
+    first, second = recorded(2)
+    record(tmp_path / "trace", 0, first, at=100.0)
+    assert looked(ranks, 101.0).count("before its first step") == 1
+    record(tmp_path / "trace", 1, second, at=100.0)
+    text = looked(ranks, 101.0)
+    assert text.startswith("--- the ranks ---")
+    assert "Training" in text
+    assert not ranks.hung()
+
+
+def test_the_ranks_of_another_attempt_replace_the_first(tmp_path: Path) -> None:
+    ranks = LiveRanks(tmp_path)
+    ranks.start([0, 1], 90.0)
+    for number, found in enumerate(recorded(2)):
+        record(tmp_path, number, [*found, rows.EndRow(10**9, "ValueError: bad")], at=100.0)
+    assert "ValueError" in looked(ranks, 101.0)
+    ranks.start([0, 1], 102.0)
+    assert looked(ranks, 103.0).count("before its first step") == 2
+    record(tmp_path, 0, [rows.CallRow("mean", 10**9, 10**9)], at=103.0)  # of the former process 0
+    record(tmp_path, 7, recorded(2)[1], at=104.0)
+    assert looked(ranks, 105.0).count("before its first step") == 1
+
+
+def hanging(directory: Path) -> LiveRanks:
+    """Two ranks that have been shown as ranks that hang."""
+    ranks = LiveRanks(directory)
+    ranks.start([0, 1], 90.0)
+    for number, found in enumerate(recorded(2)):
+        record(directory, number, found, at=100.0)
+        place = rows.PlaceRow(10**9, 21, f"step 21, waiting in all_reduce, at train.py:{number}")
+        record(directory, number, [place], at=130.0)
+    assert "at train.py:1" in looked(ranks, 131.0)
+    return ranks
+
+
+def test_where_ranks_stood_stays_when_they_are_ended(tmp_path: Path) -> None:
+    ranks = hanging(tmp_path)
+    assert ranks.hung()
+    record(tmp_path, 0, [rows.EndRow(2 * 10**9, "KeyboardInterrupt")], at=132.0)
+    assert looked(ranks, 133.0) == "(the last one stays)"
+    record(tmp_path, 1, [rows.EndRow(2 * 10**9, "KeyboardInterrupt")], at=134.0)
+    assert looked(ranks, 135.0) == "(the last one stays)"
+    assert ranks.hung()
+
+
+@pytest.mark.parametrize("is_seen", [False, True])
+def test_ranks_that_went_on_or_ended_by_themselves_did_not_hang(is_seen: bool, tmp_path: Path) -> None:
+    """After their last step, ranks may for example evaluate for long, which is not recorded."""
+    ranks = hanging(tmp_path)
+    for number in range(2):
+        record(tmp_path, number, [rows.EndRow(2 * 10**9, "")], at=132.0)
+        if is_seen:
+            assert looked(ranks, 133.0) == "(the last one stays)"
+    assert not ranks.hung()
+    (tmp_path / "other").mkdir()
+    ranks = hanging(tmp_path / "other")
+    went_on = [rows.CallRow("mean", 10**9, 2 * 10**9), rows.EndRow(2 * 10**9, "ValueError: bad")]
+    for number in range(2):
+        record(tmp_path / "other", number, went_on, at=132.0)
+    if is_seen:
+        assert "All ranks have ended, ranks 0, 1 with an error." in looked(ranks, 133.0)
+    assert not ranks.hung()
+
+
+def test_ranks_that_record_nothing_do_not_hang(tmp_path: Path) -> None:
+    """They import packages for long, or make no step with Syncline."""
+    ranks = LiveRanks(tmp_path)
+    ranks.start([0, 1], 90.0)
+    for number, found in enumerate(recorded(2)):
+        record(tmp_path, number, found[:1], at=100.0)
+    assert "No rank has ended a step yet" in looked(ranks, 200.0)
+    record(tmp_path, 0, [rows.EndRow(2 * 10**9, "ValueError: bad")], at=201.0)
+    assert not ranks.hung()
+
+
+def test_only_the_ranks_of_this_host_are_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("syncline.tools.watch.live.socket.gethostname", lambda: "this")
+    ranks = LiveRanks(tmp_path, has_other_hosts=True)
+    ranks.start([2, 3], 90.0)
+    for number, found in enumerate(recorded(4)):
+        assert isinstance(found[0], rows.ProcessRow)
+        host = "this" if number > 1 else "other"
+        record(tmp_path, number, [found[0]._replace(host=host), *found[1:]], at=100.0, host=host)
+    text = looked(ranks, 101.0)
+    assert text.startswith("--- the ranks of this host (2 of 4) ---")
+    assert [line.split()[0] for line in text.splitlines()[2:4]] == ["2", "3"]
