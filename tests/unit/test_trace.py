@@ -111,15 +111,20 @@ def test_a_fork_writes_nothing(tmp_path: Path) -> None:
 NET = Source(0, 'a 100% "Net"')
 
 
+def _not_needed() -> Any:
+    pytest.fail("not needed")
+
+
 def forward(**changes: Any) -> ForwardEnded:
-    event = ForwardEnded(NET, 7, 1.0000019, 1.25, 2.5, True, None, lambda: pytest.fail("not needed"))
+    times = 1.0000019, 1.25, 2.5
+    event = ForwardEnded(NET, 7, *times, True, None, contract=_not_needed, explain=_not_needed)
     return event._replace(**changes)
 
 
 def backward(**changes: Any) -> BackwardEnded:
     event = BackwardEnded(
         *(NET, 7, 2.75, 9.0, True, ((0, 3.0, 4.0, 5.0), (2, 3.5, 5.0, 6.0000012)), 3),
-        *({"loss": 0.1, "%s": math.nan}, False, (), lambda: pytest.fail("not needed")),
+        *({"loss": 0.1, "%s": math.nan}, False, (), _not_needed, 2, True),
     )
     return event._replace(**changes)
 
