@@ -10,7 +10,7 @@ from syncline.tools.plan.cluster import Cluster, rate_text
 from syncline.tools.plan.job import Job
 from syncline.tools.plan.machine import Machine
 from syncline.tools.plan.predict import Planner, Prediction
-from syncline.words import format_bytes, format_time
+from syncline.words import format_bytes, format_count, format_time
 
 
 def plan_text(planner: Planner, advice: Advice) -> str:
@@ -22,13 +22,13 @@ def plan_text(planner: Planner, advice: Advice) -> str:
 
 
 def _head(job: Job, cluster: Cluster, machine: Machine) -> str:
-    many = f"{cluster.num_ranks:,} ranks on {cluster.hosts:,} host{'s' if cluster.hosts > 1 else ''}"
+    many = f"{format_count(cluster.num_ranks, 'rank')} on {format_count(cluster.hosts, 'host')}"
     link = ""
     if cluster.link_bytes_per_second is not None and cluster.hosts > 1:
         link = f", {rate_text(cluster.link_bytes_per_second)} between hosts"
     lines = [
         f"{job.name}: {_count(job.numel)} parameters, {format_bytes(job.num_bytes)} of gradients",
-        f"{many} of {cluster.cores_per_host} cores{link}",
+        f"{many} of {format_count(cluster.cores_per_host, 'core')}{link}",
         f"costs: {machine.name}",
     ]
     if not machine.is_measured:
@@ -58,7 +58,7 @@ def _sentence(planner: Planner, advice: Advice, one: Prediction) -> str:
         part = "less than the computation alone, because each rank steps only its part of the optimizer"
     return (
         f"a step takes about {format_time(one.step)}, {part}; {planner.cluster.num_ranks:,} ranks train "
-        f"{_times(advice.speedup)} times as fast as one"
+        f"{_times(advice.speedup)} times as fast as one process"
     )
 
 

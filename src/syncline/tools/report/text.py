@@ -66,6 +66,9 @@ def text_of(document: Mapping[str, Any]) -> str:
     if document["events"]:
         lines = [f"step {event['step']}: {event['words']}" for event in document["events"][:_MAX_ROWS]]
         parts.append("\n".join(short for line in lines for short in wrapped(line, indent="  ")))
+    if document["predicted"]:
+        rows = [(f"  {one['what']}", one["predicted"], one["measured"]) for one in document["predicted"]]
+        parts.append(table([("syncline plan", "predicted", "measured"), *rows], MAX_COLUMNS))
     return "\n\n".join(parts)
 
 
