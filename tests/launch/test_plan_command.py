@@ -117,7 +117,7 @@ def test_a_machine_is_calibrated(tmp_path: Path) -> None:
 
 
 def test_a_program_is_tried_with_the_best_settings(program: str) -> None:
-    options = ["--rounds", "1", "--steps", "6", "--vary=--size=4,8"]
+    options = ["--rounds", "1", "--steps", "6", "--vary", "size=4,8"]
     done = syncline("plan", "-n", "2", *options, "--tune", program)
     assert done.returncode == 0, done.stderr
     out, err = done.stdout, done.stderr
@@ -149,9 +149,9 @@ def test_a_program_without_a_step_is_explained(tmp_path: Path) -> None:
         (["--tune"], "expected a script"),
         (["--tune", "absent.py"], "absent.py"),
         (["--steps", "1", "--tune", __file__], "at least 5"),
-        (["--vary=--size", "--tune", __file__], "at least two positive numbers"),
-        (["--vary=--size=1,two", "--tune", __file__], "at least two positive numbers"),
-        (["--vary=size=1,2", "--tune", __file__], "an option"),
+        (["--vary", "size", "--tune", __file__], "at least two positive numbers"),
+        (["--vary", "size=1,two", "--tune", __file__], "at least two positive numbers"),
+        (["--vary", "=1,2", "--tune", __file__], "an option"),
     ],
 )
 def test_wrong_usage_of_tune_is_explained(options: list[str], words: str) -> None:

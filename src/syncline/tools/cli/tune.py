@@ -30,12 +30,12 @@ program is ended after these steps. What it writes before is written: let it wri
 a folder of its own.
 
   syncline plan -n 2 --tune train.py --lr 0.1
-  syncline plan -n 2 --vary=--batch-size=16,32,64 --tune train.py
+  syncline plan -n 2 --vary batch-size=16,32,64 --tune train.py
 
   -n, --ranks N           number of processes on this host (default: 2)
   --steps N               steps of each run (default: 15, of which the first 3 do not count)
   --rounds N              runs of each setting (default: 2)
-  --vary=OPTION=A,B,...   also try these values of an option of the program. Times are
+  --vary OPTION=A,B,...   also try these values of --OPTION of the program. Times are
                           compared for the same work, which is taken to grow with the
                           value; the first value is that of the program as it is
   -h, --help              show this text
@@ -95,11 +95,11 @@ def _varied(text: str) -> tuple[str, list[float]]:
         found = [float(value) for value in values.split(",")]
     except ValueError:
         found = []
-    if not option.startswith("-") or len(found) < 2 or min(found) <= 0:
+    if not option or len(found) < 2 or min(found) <= 0:
         raise argparse.ArgumentTypeError(
-            f"{text}: expected an option and at least two positive numbers, as in --vary=--batch-size=16,32"
+            f"{text}: expected an option and at least two positive numbers, as in --vary batch-size=16,32"
         )
-    return option, found
+    return (option if option.startswith("-") else f"--{option}"), found
 
 
 class _Trials:
