@@ -69,7 +69,8 @@ where
 
 real runs
   --tune SCRIPT         run a program for a few steps with the best settings, and say
-                        which has won; see syncline plan --tune --help
+                        which has won; also with values of one of its options, with
+                        --vary OPTION=A,B; see syncline plan --tune --help
 
   --format text|json    json has the same figures for other programs
   -h, --help            show this text
