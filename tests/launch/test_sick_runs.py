@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +41,29 @@ def report_of(directory: Path, capsys: pytest.CaptureFixture[str]) -> dict[str, 
     return found
 
 
+@pytest.fixture
+def first_screen(browser: Any, capsys: pytest.CaptureFixture[str]) -> Iterator[Callable[[Path], str]]:
+    """A function that returns the findings that a browser of 1280 x 900 pixels shows of a report, before it scrolls."""
+    pages = []
+
+    def shown(directory: Path) -> str:
+        assert main(["report", str(directory)]) == 0
+        made = browser.new_page(viewport={"width": 1280, "height": 900})
+        pages.append(made)
+        made.goto((directory / "report.html").as_uri())
+        made.wait_for_selector("html[data-ready=true]")
+        found: str = made.evaluate(
+            "[...document.querySelectorAll('#findings .finding')]"
+            ".filter(one => one.getBoundingClientRect().bottom <= innerHeight)"
+            ".map(one => one.textContent.replace(/\\s+/g, ' ')).join('\\n')"
+        )
+        return found
+
+    yield shown
+    for made in pages:
+        made.close()
+
+
 def first_lines(report: dict[str, Any]) -> str:
     """What the first screen says: the first findings, with their cures."""
     return "\n".join(" ".join(one.values()) for one in report["findings"][:4])
@@ -51,6 +75,36 @@ def share(report: dict[str, Any], part: str) -> float:
 
 def step_us(report: dict[str, Any]) -> float:
     return float(sum(one["us"] for one in report["parts"]))
+
+
+ILLNESSES = {
+    "slow loader": ("for rank 1, whose data loading", "DataLoader(num_workers="),
+    "tiny buckets": ("The gradients are cut into 24 buckets of", "leave bucket_cap_mb out"),
+    "one huge bucket": ("holds 100 % of the gradients", "with bucket_cap_mb="),
+    "slow link": ("The link between the ranks is slow: it carries 1", "Quantize(8)"),
+    "unused parameter": (
+        "2 parameters never get a gradient: head.bias, head.weight",
+        "leave find_unused_parameters out",
+    ),
+    "lost rank": ("Rank 1 was lost after step 9", "syncline run --resilient"),
+}
+"""What the report of each illness says, and the cure that it names."""
+
+LINKS = {"one huge bucket": 200.0, "slow link": 100.0}
+"""The bandwidths of the runs over a link, in Mbit/s."""
+
+
+@pytest.mark.parametrize("illness", ILLNESSES)
+def test_a_browser_shows_the_illness_and_its_cure_at_once(
+    illness: str, tmp_path: Path, first_screen: Callable[[Path], str]
+) -> None:
+    if illness in LINKS:
+        run_over_a_link(illness, tmp_path / "sick", LINKS[illness])
+    else:
+        run_here(illness, tmp_path / "sick")
+    shown = first_screen(tmp_path / "sick")
+    for words in ILLNESSES[illness]:
+        assert words in shown
 
 
 def test_a_slow_loader_on_one_rank(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
