@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from made_traces import MadeRank, MadeRun, rows
 
-from syncline.tools.watch.live import LiveRanks
+from syncline.tools.watch.live import Live, LiveRanks
 from syncline.tools.watch.ranks import RankState, meaning, present, screen, stand_still
 from syncline.tools.watch.terminal import Terminal
 from terminals import SeenTerminal, seen
@@ -266,6 +266,20 @@ def test_ranks_that_record_nothing_do_not_hang(tmp_path: Path) -> None:
     assert "No rank has ended a step yet" in looked(ranks, 200.0)
     record(tmp_path, 0, [rows.EndRow(2 * 10**9, "ValueError: bad")], at=201.0)
     assert not ranks.hung()
+
+
+def test_a_defect_of_the_picture_ends_the_picture_and_not_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(LiveRanks, "look", lambda *_: 1 / 0)
+    with SeenTerminal() as shown:
+        live = Live(tmp_path, shown.fd)
+        live.start_ranks([0])
+        live._thread.join(60)
+        live.start_ranks([0])  # a restart
+        live.end()
+        assert shown.lines() == [""]
+    assert "the live picture ends here: ZeroDivisionError" in capsys.readouterr().err
 
 
 def test_only_the_ranks_of_this_host_are_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -69,7 +69,7 @@ class Live(Display):
 
     def start_ranks(self, ranks: Sequence[int]) -> None:
         self._ranks.start(ranks, time.time())
-        if not self._thread.is_alive():
+        if self._thread.ident is None:  # a thread starts once
             self._thread.start()
 
     def end(self) -> None:

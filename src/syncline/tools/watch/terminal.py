@@ -95,7 +95,7 @@ def _width_of(character: str) -> int:
 
 
 def _cut(line: str, columns: int) -> str:
-    """Return a line without characters that move the cursor, and as much of it as fits.
+    r"""Return a line without characters that move the cursor, and as much of it as fits.
 
     Examples:
         >>> _cut("a\tb\x1b[2Jc", 6)
