@@ -8,7 +8,8 @@ synchronization, and from this the planner predicts the step. Then each bucket s
 
 "error" is the predicted step divided by the measured one, minus 1, for the automatic bucket size. "choice" is by how
 much the measured step with the planner's bucket size (for the exact ways also its choice of sharded=True) is longer
-than the shortest of all measured ones. Links are cables between network namespaces, limited by tc tbf (root, Linux).
+than the shortest of all measured ones; "automatic" is the same for the defaults. Sizes that make the same buckets count
+as one setting. Links are cables between network namespaces, limited by tc tbf (root, Linux).
 """
 
 from __future__ import annotations
@@ -37,7 +38,18 @@ from syncline.tools.bench.machine import describe_machine
 from syncline.tools.bench.measured import calibrated
 from syncline.tools.bench.tables import seconds_text, table
 from syncline.tools.bench.workloads import GPT, SIZES, random_batch
-from syncline.tools.plan import CAPS_MB, Cluster, Gradient, Job, Machine, Option, Planner, codec_of, with_caps
+from syncline.tools.plan import (
+    CAPS_MB,
+    Cluster,
+    Gradient,
+    Job,
+    Machine,
+    Option,
+    Planner,
+    best_of,
+    codec_of,
+    with_caps,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -201,38 +213,46 @@ def as_row(one: Any) -> list[Any]:
 def audited(configuration: Configuration, machine: Machine, num_rounds: int) -> dict[str, Any]:
     command = [sys.executable, __file__, "--as-rank", configuration.name, "--rounds", str(num_rounds)]
     with started(configuration, command) as line:
-        found = json.loads("{" + line)
+        return judged(configuration, json.loads("{" + line), machine)
+
+
+def judged(configuration: Configuration, found: dict[str, Any], machine: Machine) -> dict[str, Any]:
+    """Compare what the ranks have measured with what the planner predicts."""
     num_cores = describe_machine()["num_cores"]
     cluster = configuration.cluster(num_cores)
     # The unsynchronized steps take turns with the others, so that other load on the machine affects all of them.
     local = statistics.median(found["times"]["local"])
     job = job_of(found["job"])
     planner = Planner.of(job.slower(local / job.compute), cluster, machine)
-    rows = []
-    for option in configuration.options:
-        for one in with_caps(option, CAPS):
-            times = found["times"][one.words]
-            rows.append(
-                {
-                    "option": one.words,
-                    "is_default": one.cap_mb is None,
-                    "predicted": planner.predict(one).step,
-                    "measured": statistics.median(times),
-                    "rounds": times,
-                    "num_buckets": planner.predict(one).num_buckets,
-                }
-            )
-    best = min(row["measured"] for row in rows)
-    chosen = min(rows, key=lambda row: float(row["predicted"]))
+    rows = [
+        {
+            "option": one.words,
+            "layout": [option.words, planner.predict(one).num_buckets],
+            "predicted": planner.predict(one).step,
+            "measured": statistics.median(found["times"][one.words]),
+            "rounds": found["times"][one.words],
+        }
+        for option in configuration.options
+        for one in with_caps(option, CAPS)
+    ]
+    # Bucket sizes with the same buckets are the same setting: their rounds count together.
+    pooled: dict[tuple[Any, ...], list[float]] = {}
+    for row in rows:
+        pooled.setdefault(tuple(row["layout"]), []).extend(row["rounds"])
+    medians = {layout: statistics.median(times) for layout, times in pooled.items()}
+    best = min(medians.values())
+    chosen = min((best_of(planner, option) for option in configuration.options), key=lambda one: one.step)
+    of_chosen = next(row for row in rows if row["option"] == chosen.option.words)
     return {
         "name": configuration.name,
         "transport": found["transport"],
         "local": local,
         "compute": planner.job.compute,
+        "job": asdict(planner.job),
         "rows": rows,
-        "chosen": chosen["option"],
-        "choice": chosen["measured"] / best - 1,
-        "default": rows[0]["measured"] / best - 1,
+        "chosen": chosen.option.words,
+        "choice": medians[tuple(of_chosen["layout"])] / best - 1,
+        "default": medians[tuple(rows[0]["layout"])] / best - 1,
         "error": rows[0]["predicted"] / rows[0]["measured"] - 1,
     }
 
@@ -257,7 +277,7 @@ def report(audits: list[dict[str, Any]], *, shows_all: bool) -> str:
         rows = [
             [
                 row["option"],
-                str(row["num_buckets"]),
+                str(row["layout"][1]),
                 seconds_text(row["predicted"]),
                 seconds_text(row["measured"]),
                 f"{row['predicted'] / row['measured'] - 1:+.0%}",

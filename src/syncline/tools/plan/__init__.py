@@ -14,7 +14,7 @@ timeline.py  when gradients are sent, and how long a step waits for them
 
 from __future__ import annotations
 
-from syncline.tools.plan.advice import Advice, advice_on
+from syncline.tools.plan.advice import Advice, advice_on, best_of
 from syncline.tools.plan.cluster import Cluster, Engine, parse_rate, parse_seconds
 from syncline.tools.plan.job import Gradient, Job, job_of_size
 from syncline.tools.plan.machine import UNMEASURED, Calls, Coding, Cost, Machine, load_machine, usual_path
@@ -51,6 +51,7 @@ __all__ = [
     "Prediction",
     "Reduction",
     "advice_on",
+    "best_of",
     "codec_of",
     "exposed_time",
     "job_of_size",

@@ -112,6 +112,18 @@ class Costs:
                 left, right = factor_values(gradients, codec.rank)
                 return self.all_reduce(4 * left).plus(self.all_reduce(4 * right) if right else _NOTHING)
 
+    def blocked(self, codec: Codec | None) -> float:
+        """Return how long a rank waits in its backward for the first message of a bucket, before it sends the second.
+
+        Only compressions that send two messages for a bucket wait. The bytes are not part of it.
+        """
+        has_two = codec is not None and (
+            codec.kind == "factors" or (codec.kind == "codes" and self.cluster.num_ranks > 2)
+        )
+        if not has_two or self.cluster.hosts == 1:
+            return 0.0
+        return 2 * self.cluster.crowding * self.machine.cost("gloo", 2).work_fixed
+
     def coding(self, codec: Codec | None) -> Coding:
         """Return what a compression costs for each value on this machine."""
         if codec is None:
@@ -133,9 +145,15 @@ class Costs:
         assert self.cluster.link_bytes_per_second is not None
         software: Cost = self.machine.cost("gloo", 2)
         on_wire = num_bytes / self.cluster.link_bytes_per_second
+        on_link = max(on_wire, software.per_byte * num_bytes) + rounds * self.cluster.latency_seconds
+        fixed = software.fixed
+        if not self.cluster.has_idle_cores:
+            # The threads of the transport wait for a core before they can send the next bucket. Cores that are busy
+            # do not have to wake up, so only the work of a message counts.
+            on_link, fixed = on_link + self.cluster.crowding * software.work_fixed, 0.0
         return Sending(
-            on_link=max(on_wire, software.per_byte * num_bytes) + rounds * self.cluster.latency_seconds,
-            beside=software.fixed,
+            on_link=on_link,
+            beside=fixed,
             work=software.work(num_bytes),
             wire_bytes=num_bytes,
         )

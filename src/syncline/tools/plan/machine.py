@@ -170,20 +170,32 @@ def load_machine(path: Path | None = None, *, engine: str = "shm") -> Machine:
 
 UNMEASURED = Machine(
     name="another machine: 2 cores of an AMD EPYC",
-    shared_memory={2: Cost(3e-5, 1e-10, 3e-5, 1e-10)},
-    gloo={2: Cost(5e-4, 1e-9, 3e-4, 8e-10)},
-    copy_per_byte=2e-10,
-    calls={2: Calls(4e-6, 1e-5, 3e-4, 2e-6)},
-    codings={
-        "Cast()": Coding(9e-10, 3.5e-9),
-        "Quantize(8)": Coding(3.2e-9, 5.4e-9),
-        "Quantize(4)": Coding(3.5e-9, 6.5e-9),
-        "PowerSGD(4)": Coding(1e-9, 1.1e-8),
-        "PowerSGD(2)": Coding(9e-10, 7e-9),
-        "TopK(0.01)": Coding(4e-9, 1e-9),
+    shared_memory={
+        2: Cost(5.9e-06, 3.7e-11, 5.9e-06, 3.7e-11),
+        4: Cost(0.00011, 2.8e-10, 4.5e-05, 1.3e-10),
+        8: Cost(0.00026, 8.5e-10, 6.3e-05, 1.8e-10),
     },
-    average_per_byte=4.5e-10,
-    outer_per_byte=1.3e-9,
+    gloo={
+        2: Cost(0.0018, 7e-10, 0.001, 5.8e-10),
+        4: Cost(0.0058, 1.1e-09, 0.0021, 5.2e-10),
+        8: Cost(0.02, 2.2e-09, 0.004, 5.7e-10),
+    },
+    copy_per_byte=1.5e-10,
+    calls={
+        2: Calls(4.5e-06, 3.8e-06, 0.00029, 3.6e-06),
+        4: Calls(6.7e-06, 1.4e-05, 0.00029, 9.5e-06),
+        8: Calls(4.9e-06, 1.6e-05, 0.00045, 3.5e-05),
+    },
+    codings={
+        "Cast()": Coding(8.2e-10, 6.2e-10),
+        "Quantize(8)": Coding(3.1e-09, 2.8e-09),
+        "Quantize(4)": Coding(3.5e-09, 3.8e-09),
+        "PowerSGD(4)": Coding(8.3e-10, 4.2e-09),
+        "PowerSGD(2)": Coding(7.5e-10, 3.3e-09),
+        "TopK(0.01)": Coding(3.7e-09, 1.2e-09),
+    },
+    average_per_byte=2e-10,
+    outer_per_byte=8.2e-10,
     is_measured=False,
 )
 

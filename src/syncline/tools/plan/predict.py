@@ -114,7 +114,7 @@ class Planner:
             on_link=sending.on_link,
             beside=sending.beside,
             encoding=copies + crowding * coding.encoding * numel,
-            stolen=0.0 if is_idle else sending.work,
+            stolen=(0.0 if is_idle else sending.work) + costs.blocked(option.compression),
             decoding=(0.0 if option.sharded else copies) + crowding * coding.decoding * numel,
         ), sending
 
