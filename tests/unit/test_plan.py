@@ -105,7 +105,7 @@ def test_the_bytes_of_power_sgd_are_those_that_its_encoder_sends(rank: int) -> N
     assert planned.sent_bytes == sent
 
 
-@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("bits", [8, 4, 2])
 def test_the_bytes_of_codes_are_those_that_are_sent(bits: int) -> None:
     job = job_of([Gradient("w", (128, 1000), 1.0)])
     planned = planner_of(job).predict(Option(compression=codec_of(f"Quantize({bits})")))
@@ -278,6 +278,12 @@ def test_without_a_measurement_the_figures_are_those_of_another_machine(
     measured = replace(UNMEASURED, is_measured=True, copy_per_byte=1.0)
     (tmp_path / "syncline" / "machine.json").write_text(json.dumps(measured.to_json()))
     assert load_machine() == measured
+
+
+def test_a_compression_that_was_not_measured_costs_as_much_as_the_slowest() -> None:
+    known = {"Cast()": UNMEASURED.coding("Cast()"), "Quantize(4)": UNMEASURED.coding("Quantize(4)")}
+    few = replace(UNMEASURED, codings=known)
+    assert few.coding("PowerSGD(2)") == known["Quantize(4)"]
 
 
 @pytest.mark.parametrize("text", ["", "fast", "0Mbit", "10", "Gbit", "1.2.3Gbit"])

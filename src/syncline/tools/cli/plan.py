@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TypeVar
@@ -208,9 +209,14 @@ def _cluster(args: argparse.Namespace) -> Cluster:
         threads_per_rank=max(1, cores // ranks) if args.cores else threads_per_rank(ranks),
         link_bytes_per_second=args.bandwidth,
         latency_seconds=args.latency,
-        memory_bytes=args.memory or (None if args.engine == "nccl" else total_memory_bytes()),
+        memory_bytes=args.memory or _memory_here(args.engine),
         engine=args.engine or "shm",
     )
+
+
+def _memory_here(engine: str | None) -> int | None:
+    """Return the memory of this host; None if it is not that of the plan, or if the system does not say it."""
+    return total_memory_bytes() if engine != "nccl" and hasattr(os, "sysconf") else None
 
 
 def _measured(args: argparse.Namespace, cluster: Cluster) -> Job:

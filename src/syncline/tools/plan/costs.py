@@ -128,7 +128,7 @@ class Costs:
         """Return what a compression costs for each value on this machine."""
         if codec is None:
             return Coding(0.0, 0.0)
-        return self.machine.codings.get(codec.code, Coding(0.0, 0.0))
+        return self.machine.coding(codec.code)
 
     # ------------------------------------------------------------------ parts
 

@@ -96,6 +96,16 @@ class Machine:
         """Return the cost of calls if so many ranks are on a host."""
         return self.calls[_nearest(self.calls, num_ranks)]
 
+    def coding(self, code: str) -> Coding:
+        """Return what a compression costs for each value; of one that was not measured, the most of all."""
+        if code in self.codings:
+            return self.codings[code]
+        known = self.codings.values()
+        return Coding(
+            max((one.encoding for one in known), default=0.0),
+            max((one.decoding for one in known), default=0.0),
+        )
+
     def to_json(self) -> dict[str, Any]:
         """Return the figures as a dict for JSON."""
         return {

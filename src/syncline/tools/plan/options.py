@@ -33,6 +33,7 @@ CODECS = (
     Codec(code="Cast()", kind="narrow", bits=16),
     Codec(code="Quantize(8)", kind="codes", bits=8 + _SCALE_BITS),
     Codec(code="Quantize(4)", kind="codes", bits=4 + _SCALE_BITS),
+    Codec(code="Quantize(2)", kind="codes", bits=2 + _SCALE_BITS),
     Codec(code="PowerSGD(4)", kind="factors", rank=4),
     Codec(code="PowerSGD(2)", kind="factors", rank=2),
     Codec(code="TopK(0.01)", kind="pairs", bits=64, ratio=0.01),
