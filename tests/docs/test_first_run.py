@@ -104,5 +104,8 @@ def test_the_scripts_of_ten_lines_run_before_and_after_each_change(tmp_path: Pat
         (tmp_path / "model.pt").unlink()
     assert saved == [{"weight", "bias"}] * 2
     for code in with_torch:
-        done = run(tmp_path, "torchrun --nproc-per-node 2 train.py", code)
+        for _ in range(3):
+            done = run(tmp_path, "torchrun --nproc-per-node 2 train.py", code)
+            if "terminate called without an active exception" not in done.stderr:
+                break  # otherwise a thread of Gloo has outlived the interpreter: seen with torch's own class, too
         assert done.returncode == 0, f"{code}\n{done.stderr}"

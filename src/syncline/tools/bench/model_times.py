@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import inspect
 import json
-import resource
 import runpy
 import sys
 from collections.abc import Mapping, Sequence
@@ -99,6 +98,11 @@ def _shown(found: Any) -> str:
 
 
 def _peak_bytes() -> int:
+    """Return the largest memory of this process so far; 0 where the system does not say it."""
+    if sys.platform == "win32":
+        return 0
+    import resource
+
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024
 

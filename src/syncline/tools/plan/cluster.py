@@ -79,8 +79,8 @@ def parse_seconds(text: str) -> float:
     """Return a time in seconds.
 
     Examples:
-        >>> parse_seconds("50us"), parse_seconds("0.2 s")
-        (5e-05, 0.2)
+        >>> parse_seconds("12ms"), parse_seconds("0.2 s")
+        (0.012, 0.2)
 
     Raises:
         ValueError: the text is no time.

@@ -181,10 +181,10 @@ def memory_bytes(job: Job, cluster: Cluster, option: Option) -> float:
 
     Examples:
         >>> from syncline.tools.plan.job import job_of_size
-        >>> job = job_of_size(1_000_000, compute=0.1)
-        >>> memory_bytes(job, Cluster(cores_per_host=8, ranks_per_host=4), Option()) / 4e6
+        >>> job, cluster = job_of_size(1_000_000, compute=0.1), Cluster(cores_per_host=8, ranks_per_host=4)
+        >>> memory_bytes(job, cluster, Option()) / job.num_bytes
         5.0
-        >>> memory_bytes(job, Cluster(cores_per_host=8, ranks_per_host=4), Option(sharded=True)) / 4e6
+        >>> memory_bytes(job, cluster, Option(sharded=True)) / job.num_bytes
         2.0
     """
     one = job.num_bytes
