@@ -121,8 +121,7 @@ def test_an_exception_on_one_rank_ends_all_ranks(tmp_path: Path, rank: int) -> N
 def test_an_exception_ends_ranks_that_are_forked_or_spawned(tmp_path: Path) -> None:
     done = run_failing(tmp_path, 1, "syncline_fork", "syncline_spawn")
     assert done.returncode == 0, done.stderr
-    for strategy in (
-        "syncline_fork",
-        "syncline_spawn",
-    ):  # torch shows the error of one rank, and ends the others
-        assert re.search(rf"{strategy} .*?RuntimeError: no more on rank 1", done.stdout, re.S)
+    # torch shows the error of one rank, and ends the others. Rank 0 ends a moment later, because rank 1 has left.
+    forked, spawned = re.split("^syncline_spawn ", done.stdout, flags=re.M)
+    for shown in (forked, spawned):
+        assert "RuntimeError: no more on rank 1" in shown or re.search(r"PeerFailed.*rank 1", shown, re.S), shown
