@@ -124,4 +124,6 @@ def test_an_exception_ends_ranks_that_are_forked_or_spawned(tmp_path: Path) -> N
     # torch shows the error of one rank, and ends the others. Rank 0 ends a moment later, because rank 1 has left.
     forked, spawned = re.split("^syncline_spawn ", done.stdout, flags=re.M)
     for shown in (forked, spawned):
-        assert "RuntimeError: no more on rank 1" in shown or re.search(r"PeerFailed.*rank 1", shown, re.S), shown
+        assert "RuntimeError: no more on rank 1" in shown or re.search(r"PeerFailed.*rank 1", shown, re.S), (
+            shown
+        )
