@@ -41,7 +41,6 @@ from syncline.tools.bench.workloads import GPT, SIZES, random_batch
 from syncline.tools.plan import (
     CAPS_MB,
     Cluster,
-    Gradient,
     Job,
     Machine,
     Option,
@@ -201,15 +200,6 @@ def started(configuration: Configuration, command: list[str]) -> Iterator[str]:
         yield outputs[0][1].strip().splitlines()[-1].partition("{")[2]
 
 
-def job_of(found: dict[str, Any]) -> Job:
-    gradients = [Gradient(one[0], tuple(one[1]), *one[2:]) for one in map(as_row, found["gradients"])]
-    return Job(**{**found, "gradients": gradients})
-
-
-def as_row(one: Any) -> list[Any]:
-    return list(one.values()) if isinstance(one, dict) else list(one)
-
-
 def audited(configuration: Configuration, machine: Machine, num_rounds: int) -> dict[str, Any]:
     command = [sys.executable, __file__, "--as-rank", configuration.name, "--rounds", str(num_rounds)]
     with started(configuration, command) as line:
@@ -222,7 +212,7 @@ def judged(configuration: Configuration, found: dict[str, Any], machine: Machine
     cluster = configuration.cluster(num_cores)
     # The unsynchronized steps take turns with the others, so that other load on the machine affects all of them.
     local = statistics.median(found["times"]["local"])
-    job = job_of(found["job"])
+    job = Job.from_json(found["job"])
     planner = Planner.of(job.slower(local / job.compute), cluster, machine)
     rows = [
         {

@@ -66,6 +66,8 @@ def clean_environment() -> dict[str, str]:
             ],
             "--host 127.0.0.1: --rdzv-backend c10d cannot use --host",
         ),
+        (["--live", "--no-python", "sh"], "--live needs a program in Python"),
+        (["--live", "--tee", "3", "program.py"], "--live cannot be combined with --tee"),
     ],
 )
 def test_a_mistake_is_one_line_and_exit_code_2(

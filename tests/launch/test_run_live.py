@@ -13,7 +13,6 @@ from pathlib import Path
 import pytest
 
 from forks import Forks, Process
-from syncline.tools.cli import main
 from terminals import SeenTerminal
 
 TRAINS = """
@@ -156,24 +155,3 @@ def test_a_terminal_that_cannot_move_its_cursor(forks: Forks, tmp_path: Path) ->
         first, *others = terminal.lines()
         assert first.startswith("syncline run: --live needs a terminal")
         assert "line" in others
-
-
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        (["--no-python", "sh"], "--live needs a program in Python"),
-        (["--tee", "3", "program.py"], "--live cannot be combined with --tee"),
-    ],
-)
-def test_a_mistake_is_one_line_and_exit_code_2(
-    arguments: list[str],
-    words: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    (tmp_path / "program.py").write_text("")
-    monkeypatch.chdir(tmp_path)
-    assert main(["run", "--live", *arguments]) == 2
-    (line,) = capsys.readouterr().err.splitlines()
-    assert words in line

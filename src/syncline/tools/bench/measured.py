@@ -12,7 +12,7 @@ from syncline.tools.bench.machine import describe_machine
 from syncline.tools.launch.command import worker_command
 from syncline.tools.launch.guardian import Guardian
 from syncline.tools.launch.supervise import run_on_this_host
-from syncline.tools.plan import Calls, Coding, Cost, Gradient, Job, Machine
+from syncline.tools.plan import Calls, Coding, Cost, Job, Machine
 
 NUMS_RANKS = (2, 4, 8)
 """The numbers of ranks with which a machine is measured."""
@@ -58,8 +58,7 @@ def measured_model(model: str, *, num_ranks: int, num_threads: int) -> Job:
         MeasurementFailed: a rank has failed.
     """
     found = _measured(num_ranks, "syncline.tools.bench.model_times", [model], num_threads=num_threads)
-    gradients = [Gradient(name, tuple(shape), *rest) for name, shape, *rest in found["gradients"]]
-    return Job(**{**found, "gradients": gradients, "ranks_beside": num_ranks})
+    return Job.from_json(found)
 
 
 def _measured(num_ranks: int, module: str, arguments: Sequence[str], *, num_threads: int) -> dict[str, Any]:

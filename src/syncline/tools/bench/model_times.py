@@ -76,10 +76,9 @@ def built(path: str, name: str) -> tuple[nn.Module, tuple[Any, ...]]:
 
 def loss_of(output: Any) -> Tensor:
     """Return a scalar of which a backward can be made: the loss in an output, or the sum of its first tensor."""
-    for key in ("loss",):
-        found = output.get(key) if isinstance(output, Mapping) else getattr(output, key, None)
-        if isinstance(found, Tensor):
-            return found
+    loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
+    if isinstance(loss, Tensor):
+        return loss
     if isinstance(output, Mapping):
         output = list(output.values())
     while isinstance(output, list | tuple) and output:

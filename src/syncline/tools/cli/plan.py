@@ -12,6 +12,7 @@ from typing import TypeVar
 from syncline.environment import num_cores, threads_per_rank
 from syncline.tools.bench.machine import total_memory_bytes
 from syncline.tools.cli.options import CommandParser, UsageError
+from syncline.tools.cli.report import run_in
 from syncline.tools.cli.tune import tune
 from syncline.tools.plan import (
     Cluster,
@@ -27,9 +28,7 @@ from syncline.tools.plan import (
     plan_text,
 )
 from syncline.tools.report.analysis import figures_of
-from syncline.tools.report.load import NoTrace, load
 from syncline.tools.report.planned import cluster_of, job_of
-from syncline.tools.report.run import run_of
 
 T = TypeVar("T")
 
@@ -232,10 +231,7 @@ def _measured(args: argparse.Namespace, cluster: Cluster) -> Job:
 
 def _traced(args: argparse.Namespace) -> tuple[Job, Cluster]:
     """Return the job of a trace, and the cluster of the options, or of the trace where there are none."""
-    try:
-        run = run_of(load(args.trace))
-    except NoTrace as error:
-        raise UsageError(str(error)) from None
+    run = run_in(args.trace)
     figures = figures_of(run)
     if figures is None or not figures.buckets:
         raise UsageError(

@@ -67,10 +67,10 @@ def report(argv: Sequence[str]) -> int:
     if args.directory is None:
         raise UsageError("expected the directory of a trace: syncline report DIR; see syncline report --help")
     directory = Path(args.directory)
-    run = _run(directory)
+    run = run_in(directory)
     if args.format == "chrome":
         return _write_chrome(run, directory / "chrome" if args.out is None else Path(args.out))
-    document = document_of(run, _machine())
+    document = document_of(run, machine_here())
     if args.format == "html":
         found = page(document)
     else:
@@ -100,19 +100,28 @@ def compare(argv: Sequence[str]) -> int:
     args = parser.parse_all(argv)
     if len(args.directories) != 2:
         raise UsageError("expected two directories: syncline compare DIR DIR; see syncline compare --help")
-    print(compared(args.directories, [document_of(_run(Path(one)), _machine()) for one in args.directories]))
+    print(
+        compared(
+            args.directories, [document_of(run_in(Path(one)), machine_here()) for one in args.directories]
+        )
+    )
     return 0
 
 
-def _run(directory: Path) -> Run:
+def run_in(directory: Path) -> Run:
+    """Return the run whose trace is in a directory.
+
+    Raises:
+        UsageError: there is no trace.
+    """
     try:
         return run_of(load(directory))
     except NoTrace as error:
         raise UsageError(str(error)) from None
 
 
-def _machine() -> Machine:
-    """Return the figures of this machine. A report does not fail because of them."""
+def machine_here() -> Machine:
+    """Return the figures of this machine. A command that looks at a run does not fail because of them."""
     try:
         return load_machine()
     except ValueError:

@@ -12,8 +12,9 @@ from pathlib import Path
 
 from syncline import environment
 from syncline.tools.cli.options import CommandParser, UsageError
+from syncline.tools.cli.report import machine_here
 from syncline.tools.cli.run import check_program
-from syncline.tools.plan import Option, Planner, load_machine
+from syncline.tools.plan import Option, Planner
 from syncline.tools.report.analysis import figures_of
 from syncline.tools.report.load import NoTrace, load
 from syncline.tools.report.planned import cluster_of, job_of, option_of
@@ -187,7 +188,7 @@ def _planner(run: Run) -> Planner | None:
     figures, option = figures_of(run), option_of(run)
     if figures is None or option is None or not figures.buckets:
         return None
-    return Planner.of(job_of(run, figures), cluster_of(run, figures), load_machine())
+    return Planner.of(job_of(run, figures), cluster_of(run, figures), machine_here())
 
 
 def _predicted(planner: Planner, settings: Sequence[Setting]) -> dict[Setting, float]:

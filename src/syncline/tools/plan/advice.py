@@ -27,7 +27,7 @@ _RANGE = (1e3, 1e13)
 
 @dataclass(frozen=True, kw_only=True)
 class Alternative:
-    """An option that was not recommended first."""
+    """The best option of one kind, which a user could choose instead."""
 
     prediction: Prediction
     pays: str

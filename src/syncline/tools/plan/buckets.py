@@ -7,8 +7,6 @@ from collections.abc import Sequence
 from syncline.tools.plan.cluster import Cluster
 from syncline.tools.plan.job import Gradient, Job
 
-MIB = 1 << 20
-
 
 def buckets_of(job: Job, cluster: Cluster, cap_mb: float | None) -> list[Sequence[Gradient]]:
     """Return the gradients of each bucket, in the order in which buckets are sent.
@@ -20,6 +18,7 @@ def buckets_of(job: Job, cluster: Cluster, cap_mb: float | None) -> list[Sequenc
     """
     # Imports torch, which a report of a trace does not need.
     from syncline.gradients.bucket_plan import (
+        MIB,
         BucketCaps,
         HostLoad,
         ParameterSpec,

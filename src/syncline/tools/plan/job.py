@@ -6,9 +6,9 @@ Times are in seconds, for one rank that computes beside the other ranks of its h
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 ADAM_STATE = 2.0
 """AdamW keeps two values for each parameter."""
@@ -46,8 +46,6 @@ class Job:
     """The optimizer's step and everything else from the backward to the end of the step."""
     data: float = 0.0
     """What comes before the forward."""
-    ranks_beside: int = 1
-    """The number of ranks that computed on the host while these times were measured."""
     state_values: float = ADAM_STATE
     """The number of values that the optimizer keeps for each parameter."""
     activation_bytes: int = 0
@@ -67,6 +65,12 @@ class Job:
     def compute(self) -> float:
         """How long a step takes without any synchronization."""
         return self.data + self.forward + self.backward + self.update
+
+    @staticmethod
+    def from_json(found: Mapping[str, Any]) -> Job:
+        """Return the job whose `dataclasses.asdict` has become JSON."""
+        gradients = [Gradient(name, tuple(shape), *rest) for name, shape, *rest in found["gradients"]]
+        return Job(**{**found, "gradients": gradients})
 
     def slower(self, factor: float) -> Job:
         """Return the same job on ranks that compute more slowly by this factor."""

@@ -37,11 +37,6 @@ class Prediction:
         """How much longer a step is than its computation."""
         return self.step - self.compute
 
-    @property
-    def efficiency(self) -> float:
-        """The part of a step in which ranks compute."""
-        return self.compute / self.step
-
 
 @dataclass(frozen=True, kw_only=True)
 class Planner:

@@ -65,14 +65,18 @@ def _sentence(planner: Planner, advice: Advice, one: Prediction) -> str:
 def _reasons(planner: Planner, advice: Advice) -> str:
     """Return the three numbers that have decided."""
     job, exact = planner.job, advice.exact
-    between = "on the link" if planner.cluster.hosts > 1 else "in the transport"
+    has_link = planner.cluster.hosts > 1
+    can_hide = has_link or planner.cluster.has_idle_cores
     rows = [
         ["a step's computation on each rank", format_time(job.compute)],
-        [f"all gradients {between}, uncompressed", format_time(exact.on_link)],
-        ["the backward, which can hide them", format_time(job.backward)],
+        [
+            f"all gradients {'on the link' if has_link else 'in the transport'}, uncompressed",
+            format_time(exact.on_link),
+        ],
+        ["the backward, which can hide them", format_time(job.backward)]
+        if can_hide
+        else ["idle cores, which could hide them", "none"],
     ]
-    if not planner.cluster.has_idle_cores:
-        rows[2] = ["idle cores, which could hide them", "none"] if planner.cluster.hosts == 1 else rows[2]
     return "The numbers that decided\n" + _indented(table(rows))
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter
-from collections.abc import Sequence
 
 from syncline.tools.plan import CODECS, Cluster, Codec, Engine, Gradient, Job, Machine, Option, Planner
 from syncline.tools.report.analysis import BucketFigures, Figures
@@ -51,22 +50,29 @@ def _engine_of(run: Run) -> Engine:
 
 def job_of(run: Run, figures: Figures) -> Job:
     """Return the job of a run: its gradients, and how long a rank computes."""
-    ordered = sorted(figures.buckets, key=lambda one: one.sent)
-    backward = max(figures.backward, max((one.sent for one in ordered), default=0.0), 1.0)
-    gradients: list[Gradient] = []
-    before = 0.0
-    for bucket in ordered:
-        gradients += _gradients_of(bucket, before / backward, bucket.sent / backward)
-        before = bucket.sent
     return Job(
         name=str(run.module),
-        gradients=gradients,
+        gradients=[gradient for bucket in _buckets_of(figures) for gradient in bucket],
         forward=figures.parts.get("forward", 0.0) * _SECONDS,
-        backward=backward * _SECONDS,
+        backward=_backward_of(figures) * _SECONDS,
         update=figures.parts.get("update", 0.0) * _SECONDS,
         data=figures.parts.get("data", 0.0) * _SECONDS,
-        ranks_beside=max(Counter(one.process.host for one in run.processes).values()),
     )
+
+
+def _backward_of(figures: Figures) -> float:
+    """Return how long the backward takes, in microseconds: at least until the last bucket is sent."""
+    return max(figures.backward, max((one.sent for one in figures.buckets), default=0.0), 1.0)
+
+
+def _buckets_of(figures: Figures) -> list[list[Gradient]]:
+    """Return the gradients of each bucket, in the order in which buckets are sent."""
+    backward, before = _backward_of(figures), 0.0
+    found = []
+    for bucket in sorted(figures.buckets, key=lambda one: one.sent):
+        found.append(_gradients_of(bucket, before / backward, bucket.sent / backward))
+        before = bucket.sent
+    return found
 
 
 def _gradients_of(bucket: BucketFigures, begin: float, end: float) -> list[Gradient]:
@@ -117,8 +123,7 @@ def predicted_rows(run: Run, figures: Figures, machine: Machine) -> list[dict[st
     if option is None or run.num_ranks < 2 or not figures.buckets:
         return []
     job, cluster = job_of(run, figures), cluster_of(run, figures)
-    buckets = _buckets_of(job, figures.buckets)
-    planner = Planner(job=job, cluster=cluster, machine=machine, buckets={None: buckets})
+    planner = Planner(job=job, cluster=cluster, machine=machine, buckets={None: _buckets_of(figures)})
     waits = planner.waits(option)
     measured = (figures.parts.get("transfer", 0.0) + figures.parts.get("late", 0.0)) * _SECONDS
     rest = sum(figures.parts.values()) * _SECONDS - measured
@@ -135,12 +140,3 @@ def predicted_rows(run: Run, figures: Figures, machine: Machine) -> list[dict[st
             "measured": format_time(measured),
         },
     ]
-
-
-def _buckets_of(job: Job, buckets: Sequence[BucketFigures]) -> list[Sequence[Gradient]]:
-    found, at = [], 0
-    for bucket in sorted(buckets, key=lambda one: one.sent):
-        num = len(bucket.parameters or ("?",))
-        found.append(job.gradients[at : at + num])
-        at += num
-    return found
