@@ -47,13 +47,11 @@ class Observer:
         >>> import torch, syncline as sl
         >>> class Printer(sl.Observer):
         ...     def backward_ended(self, event):
-        ...         print(f"step {event.step} of {event.source.module}: {event.record().num_gradients} gradients")
-        >>> class Net(torch.nn.Linear):
-        ...     pass
-        >>> ddp = sl.DistributedDataParallel(Net(2, 1))
+        ...         print(f"step {event.step}: {event.record().num_gradients} gradients")
+        >>> ddp = sl.DistributedDataParallel(torch.nn.Linear(2, 1))
         >>> with Printer():
         ...     ddp(torch.ones(1, 2)).sum().backward()
-        step 1 of Net: 2 gradients
+        step 1: 2 gradients
     """
 
     def forward_ended(self, event: ForwardEnded) -> None:
