@@ -19,7 +19,7 @@ PROGRAM = Path(__file__).with_name("other_system.py")
 
 NEEDS_LINUX_OR_MACOS = ("tools/", "testing/")
 """The launcher, the benchmarks and the rank pool."""
-NEEDS_LINUX = ("transport/shared_memory/",)
+NEEDS_LINUX = ("native/", "transport/shared_memory/")
 
 
 def outputs_of(processes: list[subprocess.Popen[str]]) -> list[str]:

@@ -19,7 +19,7 @@ import torch
 from syncline.testing.ports import held_port, variables_of_rank
 
 ROOT = Path(__file__).parents[2]
-CORE = "syncline/transport/shared_memory/libsyncline_core.so"
+CORE = "syncline/native/libsyncline_core.so"
 EM_X86_64, EM_AARCH64 = 62, 183
 """The processor in the header of an ELF file."""
 
@@ -154,5 +154,5 @@ def test_the_sdist_holds_what_a_build_and_a_reader_need(dist: Path) -> None:
     assert names >= {
         "CMakeLists.txt",
         "tools/build_backend.py",
-        "src/syncline/transport/shared_memory/native/core.c",
+        "src/syncline/native/core.c",
     }

@@ -16,7 +16,7 @@ import time
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 import soak
@@ -27,18 +27,17 @@ from torch import Tensor
 import syncline as sl
 from failure_rows import record
 from syncline import PeerLost, SynclineError
+from syncline.native import NativeUnavailable, find_library
 from syncline.session import transport_of
 from syncline.testing import RankPool
 from syncline.transport import C10dTransport, Transport
 from syncline.transport.shared_memory import (
     SharedMemoryTransport,
     SharedMemoryUnavailable,
-    find_library,
+    core,
     hub,
-    library,
     memory,
 )
-from syncline.transport.shared_memory import core as library_module
 
 pytestmark = pytest.mark.skipif(find_library() is None, reason="the native core was not built")
 
@@ -339,6 +338,7 @@ import torch
 import torch.distributed as dist
 import syncline as sl
 from syncline import SynclineError
+from syncline.native import find_library, library, loading
 from syncline.session import transport_of
 dist.init_process_group("gloo", init_method=sys.argv[3], rank=rank, world_size=2)
 sl.init()
@@ -452,13 +452,14 @@ def test_a_stranger_is_turned_away_and_the_ranks_still_meet(who: str) -> None:
 
 @contextlib.contextmanager
 def without_library() -> Iterator[None]:
-    library_module.find_library = lambda: None  # type: ignore[assignment]
-    library.cache_clear()
+    def missing() -> NoReturn:
+        raise NativeUnavailable("the native library was not built")
+
+    found, core.native_library = core.native_library, missing  # type: ignore[assignment]
     try:
         yield
     finally:
-        library_module.find_library = find_library
-        library.cache_clear()
+        core.native_library = found
 
 
 def assert_falls_back(reason: str) -> None:

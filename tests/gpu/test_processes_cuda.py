@@ -20,8 +20,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import syncline as sl
+from syncline.native import library
 from syncline.transport.shared_memory import SharedMemoryUnavailable
-from syncline.transport.shared_memory.core import library
 
 DEVICE = os.environ.get("TEST_GPU_DEVICE", "cuda")
 pytestmark = [

@@ -12,7 +12,7 @@ from types import ModuleType
 import pytest
 
 from forks import Forks
-from syncline.transport.shared_memory import find_library
+from syncline.native import find_library
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples"

@@ -35,7 +35,7 @@
 #define syncline_abort_text NAME(abort_text)
 #define syncline_called NAME(called)
 #ifndef CORE
-#define CORE "../../src/syncline/transport/shared_memory/native/core.c"
+#define CORE "../../src/syncline/native/core.c"
 #endif
 #include CORE
 

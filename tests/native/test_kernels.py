@@ -12,8 +12,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from syncline.native import find_library, library
 from syncline.transport import REDUCE_OPS
-from syncline.transport.shared_memory import find_library, library
 from syncline.transport.shared_memory.engine import code_of
 
 pytestmark = pytest.mark.skipif(find_library() is None, reason="the native core was not built")

@@ -12,7 +12,7 @@ import pytest
 pytestmark = pytest.mark.slow
 
 HERE = Path(__file__).parent
-CORE = HERE.parents[1] / "src/syncline/transport/shared_memory/native/core.c"
+CORE = HERE.parents[1] / "src/syncline/native/core.c"
 COMPILERS = ("gcc", "clang")
 MAX_RANKS = 5
 COMMON = ("-std=c11", "-g", "-O1", "-ffp-contract=off", "-pthread")

@@ -22,8 +22,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from syncline import CollectiveMismatch, SynclineError
+from syncline.native import find_library, library
 from syncline.transport import C10dTransport, ReduceOp, Transport, Work
-from syncline.transport.shared_memory import SPARE_MEMORY, SharedMemoryTransport, find_library, library
+from syncline.transport.shared_memory import SPARE_MEMORY, SharedMemoryTransport
 from syncline.transport.shared_memory.engine import Engine, EngineLane, LaneSizes
 from syncline.transport.shared_memory.memory import SharedMemory, available_bytes
 from syncline.transport.shared_memory.spare import SpareMemory

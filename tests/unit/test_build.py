@@ -17,11 +17,10 @@ from types import ModuleType
 import pytest
 
 import syncline as sl
-from syncline.transport.shared_memory import core as module
-from syncline.transport.shared_memory import find_library
+from syncline.native import find_library, loading
 
 ROOT = Path(__file__).parents[2]
-LIBRARY = "syncline/transport/shared_memory/libsyncline_core.so"
+LIBRARY = "syncline/native/libsyncline_core.so"
 
 
 def is_installed(name: str) -> bool:
@@ -142,10 +141,10 @@ def test_the_version_is_the_same_everywhere() -> None:
 
 @pytest.fixture
 def source_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An empty folder in which find_library.py believes to lie."""
+    """An empty folder in which loading.py believes to lie."""
     folder = tmp_path / "source"
     folder.mkdir()
-    monkeypatch.setattr(module, "__file__", str(folder / "find_library.py"))
+    monkeypatch.setattr(loading, "__file__", str(folder / "loading.py"))
     return folder
 
 

@@ -17,13 +17,14 @@ from syncline._torch.process_groups import is_living
 from syncline.errors import SynclineError
 from syncline.liveness.processes import refuse_in_forks
 from syncline.liveness.store import StoreConnection
+from syncline.native import find_library
 from syncline.session.ranks import default_group
 from syncline.torch_backend import MirrorProcessGroup
 from syncline.transport.base import Transport
 from syncline.transport.c10d import C10dTransport
 from syncline.transport.hierarchy import HierarchicalTransport
 from syncline.transport.mirror import MirrorTransport
-from syncline.transport.shared_memory.core import SharedMemoryUnavailable, find_library
+from syncline.transport.shared_memory.core import SharedMemoryUnavailable
 from syncline.transport.shared_memory.transport import SharedMemoryTransport
 from syncline.transport.threads import ThreadGroup
 from syncline.transport.watched import WatchedTransport

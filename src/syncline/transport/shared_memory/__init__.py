@@ -1,6 +1,6 @@
 """The engine for the ranks of one host, over memory that all of them have mapped.
 
-core.py       find and load the native core, a library in C
+core.py       what the native core returns, its limits, and the error of ranks that cannot share memory
 engine.py     handles of the native core, codes of calls, and tensors in shared memory
 hub.py        connections between the ranks of a host, over which memory is passed on
 memory.py     create and map memory, and measure how much memory is available
@@ -12,8 +12,8 @@ work.py       an operation in shared memory, and the wait for it
 
 from __future__ import annotations
 
-from syncline.transport.shared_memory.core import SharedMemoryUnavailable, find_library, library
+from syncline.transport.shared_memory.core import SharedMemoryUnavailable
 from syncline.transport.shared_memory.spare import SPARE_MEMORY
 from syncline.transport.shared_memory.transport import SharedMemoryTransport
 
-__all__ = ["SPARE_MEMORY", "SharedMemoryTransport", "SharedMemoryUnavailable", "find_library", "library"]
+__all__ = ["SPARE_MEMORY", "SharedMemoryTransport", "SharedMemoryUnavailable"]

@@ -82,12 +82,12 @@ typedef void (*reduce_fn)(void *target, const void *const *sources, int num_sour
 
 #define ISA baseline
 #define ISA_TARGET
-#include "kernels.h"
+#include "reduce.h"
 
 #if defined(__x86_64__)
 #define ISA avx2
 #define ISA_TARGET __attribute__((target("avx2")))
-#include "kernels.h"
+#include "reduce.h"
 #define ISA avx512
 #define AVX512 "avx512f,avx512bw,avx512vl,avx512dq"
 #if defined(__clang__) /* clang ignores a whole target attribute of which it does not know a part */
@@ -95,7 +95,7 @@ typedef void (*reduce_fn)(void *target, const void *const *sources, int num_sour
 #else
 #define ISA_TARGET __attribute__((target(AVX512 ",prefer-vector-width=512")))
 #endif
-#include "kernels.h"
+#include "reduce.h"
 #endif
 
 static const struct {
