@@ -106,7 +106,8 @@ def test_a_missing_release_would_be_found(tmp_path: Path, before: str, after: st
     assert text.count(before) == 1
     mutant = tmp_path / "core.c"
     mutant.write_text(text.replace(before, after))
-    shutil.copy(CORE.with_name("kernels.h"), tmp_path)
+    for header in CORE.parent.glob("*.h"):
+        shutil.copy(header, tmp_path)
     program = built(compiler, (*THREADS, *quiet(compiler)), tmp_path, mutant)
     for seed in range(1, 9):  # a race is found where the threads happen to meet in it
         code, output = run(program, 3, 100, seed)
