@@ -298,6 +298,8 @@ class Thread:
     round: int = 1
     num_rings: int = 0
     to_ring: tuple[int, ...] = ()
+    is_to_ring: bool = False
+    """Whether the thread has completed a count within an operation, and rings for it before it sleeps."""
 
 
 @dataclass(frozen=True)
@@ -316,12 +318,14 @@ class SleepModel:
         rank_of: the rank of each thread; threads of one rank share a bit and a doorbell.
         counts: whether each thread counts, or only waits.
         num_rounds: how often they meet.
+        defers: whether the last to count may do more work before it rings.
         broken: the rule that is not kept.
     """
 
     rank_of: tuple[int, ...]
     counts: tuple[bool, ...]
     num_rounds: int
+    defers: bool = False
     broken: str = ""
 
     def start(self) -> Bells:
@@ -352,6 +356,8 @@ class SleepModel:
             if self.broken == "sleepers are looked for before it is published" and count == needed:
                 asleep = tuple(sorted(state.sleeping))
                 return go("publish", to_ring=asleep)
+            if rings and self.defers:
+                return go("look", replace(state, count=count), is_to_ring=True)
             return go("find sleepers" if rings else "look", replace(state, count=count))
         if thread.at == "publish":
             return go("exchange" if thread.to_ring else "look", replace(state, count=state.count + 1))
@@ -364,6 +370,9 @@ class SleepModel:
             return self.ring(state, t, thread)
 
         if thread.at in ("look", "look again"):
+            may_end = thread.round == self.num_rounds or state.count < needed
+            if thread.is_to_ring and may_end and self.broken != "it sleeps before it rings":
+                return go("find sleepers", is_to_ring=False)
             if state.count >= needed:
                 if thread.round == self.num_rounds:
                     return go("end", num_rings=0)
@@ -409,6 +418,8 @@ MEETINGS = {
     "2 ranks": SleepModel((0, 1), (True, True), 3),
     "3 ranks": SleepModel((0, 1, 2), (True, True, True), 2),
     "2 ranks, two threads of one": SleepModel((0, 0, 1), (True, False, True), 2),
+    "2 ranks that ring later": SleepModel((0, 1), (True, True), 4, defers=True),
+    "3 ranks that ring later": SleepModel((0, 1, 2), (True, True, True), 2, defers=True),
 }
 
 
@@ -429,6 +440,7 @@ def test_nobody_sleeps_for_ever(meeting: str) -> None:
         ("2 ranks", "the first rings, not the last"),
         ("2 ranks", "sleepers are looked for before it is published"),
         ("2 ranks, two threads of one", "only one sleeper is woken"),
+        ("2 ranks that ring later", "it sleeps before it rings"),
     ],
 )
 def test_a_rule_of_sleeping_that_is_broken_is_noticed(meeting: str, broken: str) -> None:

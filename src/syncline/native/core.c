@@ -49,6 +49,7 @@
 #define EXPORT __attribute__((visibility("default")))
 #define ABI 3
 
+enum { RING_EVERY = 4, LEAST_SPIN_NANOSECONDS = 4000, SHORT_NANOSECONDS = 200000 };
 enum { BRIEF_BYTES = 64 * 1024, BRIEF_LOOKS = 100, MAX_DISAGREED = 64 };
 enum { LINE_BYTES = 128, MAX_RANKS = 256, ABORT_BYTES = 65536, MESSAGE_SLOTS = 4 };
 enum { PIECE_BYTES = 256 * 1024, STRIP_BYTES = 16 * 1024, BLOCK_NUMEL = 1024, SPLIT_RANKS = 4, SPLIT_BYTES = 16384 };
@@ -237,8 +238,10 @@ struct group {
     _Atomic int num_holders; /* number of references: the caller's and one per lane */
     struct group_memory *memory;
     int rank, size;
-    uint64_t spin_nanoseconds;
-    int num_yields;
+    uint64_t most_spin_nanoseconds; /* 0 if the ranks do not have a processor each */
+    int most_yields;
+    _Atomic uint64_t spin_nanoseconds; /* how long a wait spins at present */
+    _Atomic int num_yields;            /* how often it yields at present */
 };
 
 struct lane {
@@ -251,6 +254,7 @@ struct lane {
     uint64_t fill_at, reduce_at, consume_at; /* chunks of all collectives so far */
     struct queue collectives, *sends, *receives; /* the latter by peer */
     uint64_t num_pending_messages;
+    int num_unrung;    /* counters completed for which no rank was woken yet; 0 while the lane is not locked */
     bool is_undecided; /* whether the chunk filled last has terms and was not compared yet */
     _Atomic int num_disagreed; /* length of the next list */
     uint64_t disagreed[MAX_DISAGREED]; /* tickets of collectives on which the ranks disagreed, until a wait for them */
@@ -328,9 +332,16 @@ static char *data_of(struct lane *lane, uint64_t at, int rank) {
     return cell_of(lane, at, rank) + sizeof(struct header);
 }
 
-static bool count_up(struct lane *lane, counter *count, uint64_t all) {
+static void ring_for_events(struct lane *lane) {
+    if (lane->num_unrung) ring_all(lane->group);
+    lane->num_unrung = 0;
+}
+
+/* Sleepers are woken at the end of an operation, and after a few chunks within one, because a rank that is woken for
+ * each chunk falls asleep again at once. The function `progress` rings for the rest when it can do no more. */
+static bool count_up(struct lane *lane, counter *count, uint64_t all, bool ends_operation) {
     bool is_last = atomic_fetch_add(count, 1) + 1 == all;
-    if (is_last) ring_all(lane->group);
+    if (is_last && (++lane->num_unrung == RING_EVERY || ends_operation)) ring_for_events(lane);
     return is_last;
 }
 
@@ -391,9 +402,10 @@ static bool fill(struct lane *lane) {
     header->terms = o->num_filled ? 0 : o->terms;
     lane->is_undecided = header->terms != 0;
     copy_in(lane, o, (char *)(header + 1));
-    if (++o->num_filled == o->num_chunks) queue->num_filled++;
+    bool is_last_chunk = ++o->num_filled == o->num_chunks;
+    if (is_last_chunk) queue->num_filled++;
     lane->fill_at++;
-    count_up(lane, &slot->arrived, all_of(lane, at));
+    count_up(lane, &slot->arrived, all_of(lane, at), is_last_chunk);
     return true;
 }
 
@@ -503,9 +515,10 @@ static bool reduce_next(struct lane *lane) {
     if (((const struct header *)cell_of(lane, at, lane->group->rank))->terms) lane->is_undecided = false;
     if (o->is_split) reduce_own_part(lane, o, at);
     if (o->kind == REDUCE_SCATTER_IN_PLACE) reduce_own_span(lane, o);
-    if (++o->num_reduced == o->num_chunks) queue->num_reduced++;
+    bool is_last_chunk = ++o->num_reduced == o->num_chunks;
+    if (is_last_chunk) queue->num_reduced++;
     lane->reduce_at++;
-    if (has_two_phases(o)) count_up(lane, &slot->reduced, (uint64_t)lane->group->size);
+    if (has_two_phases(o)) count_up(lane, &slot->reduced, (uint64_t)lane->group->size, is_last_chunk);
     return true;
 }
 
@@ -567,7 +580,7 @@ static bool consume(struct lane *lane, bool is_waiting) {
     copy_out(lane, o, at);
     bool is_operation_complete = ++o->num_consumed == o->num_chunks;
     lane->consume_at++;
-    if (count_up(lane, &slot->consumed, all_of(lane, at))) {
+    if (count_up(lane, &slot->consumed, all_of(lane, at), is_operation_complete)) {
         atomic_store_explicit(&slot->reduced, 0, memory_order_relaxed);
         atomic_store_explicit(&slot->claimed, 0, memory_order_relaxed);
         atomic_store_explicit(&slot->done, 0, memory_order_relaxed);
@@ -659,6 +672,7 @@ static bool progress(struct lane *lane, bool is_waiting) {
             }
         has_moved |= moves;
     }
+    ring_for_events(lane);
     return has_moved;
 }
 
@@ -764,8 +778,8 @@ EXPORT struct group *syncline_group_open(void *memory, int rank, int size, uint6
     group->memory = memory;
     group->rank = rank;
     group->size = size;
-    group->spin_nanoseconds = spin_nanoseconds;
-    group->num_yields = num_yields;
+    group->spin_nanoseconds = group->most_spin_nanoseconds = spin_nanoseconds;
+    group->num_yields = group->most_yields = num_yields;
     return group;
 }
 
@@ -861,7 +875,7 @@ static uint64_t start(struct lane *lane, int queue_number, const struct operatio
     }
     *is_done = ticket && has_completed(queue, ticket);
     /* Ranks in step arrive within a microsecond of each other. Waiting here for so long avoids a second call. */
-    if (ticket && !*is_done && lane->group->spin_nanoseconds && o->numel * o->itemsize <= BRIEF_BYTES)
+    if (ticket && !*is_done && lane->group->most_spin_nanoseconds && o->numel * o->itemsize <= BRIEF_BYTES)
         for (int i = 0; i < BRIEF_LOOKS && !*is_done && !lane->is_mismatched && !is_aborted(lane->group); i++) {
             pause_briefly();
             progress(lane, false);
@@ -941,12 +955,33 @@ EXPORT int syncline_poll(struct lane *lane, int queue_number, uint64_t ticket) {
     return outcome == DONE ? outcome_of(lane, queue, ticket, false) : outcome;
 }
 
+/* Adapt the patience of later waits to one that slept. A short one should not have slept. A long one spun for nothing:
+ * its peers are late, or other programs use the processors, and spinning takes time from both. */
+static void has_slept(struct group *group, uint64_t nanoseconds) {
+    uint64_t spin = atomic_load_explicit(&group->spin_nanoseconds, memory_order_relaxed) / 2;
+    if (spin < LEAST_SPIN_NANOSECONDS) spin = LEAST_SPIN_NANOSECONDS;
+    if (nanoseconds < SHORT_NANOSECONDS) {
+        spin = group->most_spin_nanoseconds;
+        atomic_store_explicit(&group->num_yields, group->most_yields, memory_order_relaxed);
+    }
+    if (group->most_spin_nanoseconds) atomic_store_explicit(&group->spin_nanoseconds, spin, memory_order_relaxed);
+}
+
+/* Yield the processor. If it comes back late, other programs use it, and a rank that sleeps gets it sooner when it is
+ * woken up. Then later waits yield less. */
+static void yield_processor(struct group *group, uint64_t now) {
+    sched_yield();
+    int num_yields = atomic_load_explicit(&group->num_yields, memory_order_relaxed);
+    if (now_nanoseconds() - now > SHORT_NANOSECONDS)
+        atomic_store_explicit(&group->num_yields, num_yields / 4, memory_order_relaxed);
+}
+
 static enum outcome wait_for(struct lane *lane, struct queue *queue, uint64_t ticket, uint64_t timeout_nanoseconds) {
     struct group *group = lane->group;
     _Atomic uint32_t *doorbell = &group->memory->doorbells[group->rank].num_rings;
     counter *sleeping = &group->memory->sleeping[group->rank / 64];
     uint64_t bit = UINT64_C(1) << (group->rank % 64);
-    uint64_t began = 0, spin_from = 0;
+    uint64_t began = 0, stalled_from = 0;
     int num_looks = 0, num_yields = 0;
     bool has_moved, has_foreign;
     for (;;) {
@@ -954,21 +989,21 @@ static enum outcome wait_for(struct lane *lane, struct queue *queue, uint64_t ti
         if (outcome != PENDING) return outcome;
         if (has_moved) {
             num_looks = num_yields = 0;
-            spin_from = 0;
+            stalled_from = 0;
             continue;
         }
-        if (group->spin_nanoseconds && (++num_looks & 31)) {
+        if (group->most_spin_nanoseconds && (++num_looks & 31)) {
             pause_briefly();
             continue;
         }
         uint64_t now = now_nanoseconds();
         if (!began) began = now;
-        if (!spin_from) spin_from = now;
+        if (!stalled_from) stalled_from = now;
         if (now - began >= timeout_nanoseconds) return look(lane, queue, ticket, true, &has_moved);
-        if (now - spin_from < group->spin_nanoseconds) continue;
+        if (now - stalled_from < atomic_load_explicit(&group->spin_nanoseconds, memory_order_relaxed)) continue;
         if (progress_others(lane, &has_foreign)) continue;
-        if (num_yields++ < group->num_yields) {
-            sched_yield();
+        if (num_yields++ < atomic_load_explicit(&group->num_yields, memory_order_relaxed)) {
+            yield_processor(group, now);
             continue;
         }
         uint32_t num_rings = atomic_load(doorbell);
@@ -981,8 +1016,9 @@ static enum outcome wait_for(struct lane *lane, struct queue *queue, uint64_t ti
         if (has_foreign && left > 1000000) left = 1000000;
         struct timespec timeout = {.tv_sec = (time_t)(left / 1000000000u), .tv_nsec = (long)(left % 1000000000u)};
         futex(doorbell, FUTEX_WAIT, num_rings, &timeout);
+        has_slept(group, now_nanoseconds() - stalled_from);
         num_looks = num_yields = 0;
-        spin_from = 0;
+        stalled_from = 0;
     }
 }
 

@@ -149,13 +149,20 @@ def call_of(code: int, numel: int, *, size: int, peer: int | None = None) -> Cal
 
 
 _SPIN_NANOSECONDS = 200_000
-"""How long a wait polls in a loop before it sleeps, if there are at least as many CPU cores as ranks."""
+"""How long a wait polls in a loop before it sleeps, if there are at least as many CPU cores as ranks.
+
+The core shortens this time while it is of no use.
+"""
 
 _NUM_YIELDS = 30
-"""How many times a wait yields the processor to other processes before it sleeps."""
+"""How many times a wait yields the processor before it sleeps, if there are fewer CPU cores than ranks."""
 
 _MAX_UNDER_WAY = 256
 """How many operations a lane records before it removes the complete ones. (Usually the wait for an operation does.)"""
+
+
+_SLOT_BYTES = 2**20
+"""The size of a slot with the chunks of all ranks, where the chunks have a reasonable size."""
 
 
 class LaneSizes:
@@ -170,19 +177,20 @@ class LaneSizes:
         chunk_bytes: size of one rank's chunk in one slot. The chunks of all ranks should fit in the L2 caches.
         message_bytes: size of the pieces into which a message between two ranks is cut.
         total_bytes: size of the memory of the lane.
-        populated_bytes: how much of it collectives use. The rest is for messages, which few programs send, so its pages
-            are allocated by the first messages.
+        populated_bytes: how much of it small collectives use first. The rest is for large tensors and messages, so its
+            pages are allocated at their first use.
     """
 
     def __init__(self, size: int, *, has_messages: bool = True) -> None:
-        self.num_slots = 4
-        self.chunk_bytes = 128 * 1024 if size <= 16 else 64 * 1024
+        self.num_slots = 8
+        least = 128 * 1024 if size <= 16 else 64 * 1024
+        self.chunk_bytes = max(least, _SLOT_BYTES // size // 4096 * 4096)
         most = 256 * 1024 if has_messages else 8 * 1024
         self.message_bytes = min(most, max(2048, 2**20 // size**2 // 128 * 128))
         self.total_bytes: int = library().lane_bytes(
             size, self.num_slots, self.chunk_bytes, self.message_bytes
         )
-        self.populated_bytes: int = library().lane_bytes(size, self.num_slots, self.chunk_bytes, 0)
+        self.populated_bytes: int = library().lane_bytes(size, 1, self.chunk_bytes, 0)
 
 
 class Engine:
@@ -198,8 +206,8 @@ class Engine:
         self.rank = rank
         self.size = size
         self.memory = memory
-        spin = _SPIN_NANOSECONDS if size <= num_cores() else 0
-        self.handle = library().group_open(memory.address, rank, size, spin, _NUM_YIELDS)
+        spin, num_yields = (_SPIN_NANOSECONDS, 0) if size <= num_cores() else (0, _NUM_YIELDS)
+        self.handle = library().group_open(memory.address, rank, size, spin, num_yields)
         if not self.handle:
             raise MemoryError
         weakref.finalize(self, library().group_close, self.handle).atexit = False
