@@ -24,7 +24,7 @@ FRAMEWORKS_STAMP := $(FRAMEWORKS)/.installed
 TEST_FRAMEWORKS ?= tests/frameworks
 
 .PHONY: help setup train test test-all test-gpu test-torch test-frameworks docs docs-serve wheels soak failure-matrix fuzz check \
-	format bench clean
+	format bench bench-baseline bench-compare clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -113,15 +113,26 @@ test-frameworks: $(FRAMEWORKS_STAMP) ## test the recipes with the real Accelerat
 	$(FRAMEWORKS)/bin/python -m pytest -p no:cacheprovider -W default $(IN_WORKERS) $(TEST_FRAMEWORKS)
 
 MPI_VENVS ?=
-bench: $(STAMP) ## print the benchmark tables (keep the machine quiet)
-	$(BIN)/syncline run -n 2 benchmarks/collectives.py $(if $(MPI_VENVS),--mpi-venvs $(MPI_VENVS))
+BENCH ?= build/bench
+BASELINE ?= build/bench-baseline
+bench: $(STAMP) ## print the benchmark tables and the goals they meet (keep the machine quiet); BENCH=folder
+	rm -rf $(BENCH)
+	$(BIN)/syncline run -n 2 benchmarks/collectives.py --json $(BENCH)/collectives.json \
+		$(if $(MPI_VENVS),--mpi-venvs $(MPI_VENVS))
 	$(BIN)/syncline run -n 4 benchmarks/collectives.py $(if $(MPI_VENVS),--mpi-venvs $(MPI_VENVS))
-	$(BIN)/syncline run -n 1 benchmarks/step.py
-	$(BIN)/syncline run -n 2 benchmarks/step.py
+	$(BIN)/syncline run -n 1 benchmarks/step.py --json $(BENCH)/step-1.json
+	$(BIN)/syncline run -n 2 benchmarks/step.py --json $(BENCH)/step-2.json
 	$(BIN)/syncline run -n 2 benchmarks/step.py --variants
 	$(BIN)/syncline run -n 2 benchmarks/verbs.py
 	$(BIN)/syncline run -n 2 benchmarks/backend.py
 	$(BIN)/python benchmarks/memory.py
+	$(BIN)/python benchmarks/compare.py $(BENCH)
+
+bench-baseline: ## measure the baseline for make bench-compare
+	$(MAKE) bench BENCH=$(BASELINE)
+
+bench-compare: bench ## measure again, and fail if a figure is worse than in the baseline by more than noise
+	$(BIN)/python benchmarks/compare.py $(BASELINE) $(BENCH)
 
 clean: ## remove .venv and caches (downloaded data stays)
 	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis

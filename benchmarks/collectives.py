@@ -22,7 +22,6 @@ that was allocated by torch, "in place" one from `transport.allocate`.
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
@@ -30,7 +29,8 @@ from pathlib import Path
 from typing import Any
 
 import syncline as sl
-from rounds import RoundsParser, judged
+from rounds import RoundsParser, judged, write_figures
+from syncline.tools.bench.goals import figures_of
 from syncline.tools.bench.mpi import find_mpi
 from syncline.tools.bench.ranks import Plan, measure
 from syncline.tools.bench.tables import parse_size, report, size_text, table
@@ -171,8 +171,7 @@ def main() -> None:
     print(report(summary))
     print("\nGoals")
     print(table([["goal", "plain", "in place", "sum only, plain"], *goals(summary)]))
-    if arguments.json:
-        arguments.json.write_text(json.dumps(summary, indent=2) + "\n")
+    write_figures(arguments.json, figures_of(summary), **summary)
 
 
 if __name__ == "__main__":

@@ -6,14 +6,16 @@ The figures are those of `syncline.tools.bench`.
 from __future__ import annotations
 
 import argparse
+import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from syncline import World
 from syncline.session import transport_of
+from syncline.tools.bench.goals import Figure, judged, to_json
 from syncline.tools.bench.timing import alternate, timer
 
-__all__ = ["RoundsParser", "judged", "take_turns"]
+__all__ = ["Figure", "RoundsParser", "judged", "take_turns", "write_figures"]
 
 
 class RoundsParser(argparse.ArgumentParser):
@@ -67,32 +69,8 @@ def take_turns(
     return alternate(timers, num_rounds=num_rounds, num_calls=num_calls, transport=transport)
 
 
-def judged(
-    found: tuple[float, float, float],
-    *,
-    at_most: float | None = None,
-    at_least: float | None = None,
-    form: str = "{:.2f}",
-) -> str:
-    """Format a measured number with its interval, and say whether the median meets its goal.
-
-    "within noise" means that one end of the interval meets the goal and the other does not.
-
-    Args:
-        found: the median and its interval.
-        at_most: the upper bound that is the goal; give this or `at_least`.
-        at_least: the lower bound that is the goal.
-        form: the format of each figure.
-
-    Example:
-        >>> judged((1.1, 1.0, 1.3), at_most=1.2), judged((1.1, 1.0, 1.2), at_most=1.2)
-        ('1.10 [1.00, 1.30] met, within noise', '1.10 [1.00, 1.20] met')
-        >>> judged((9.0, 8.0, 10.0), at_least=10, form="{:.0f}x"), judged((4.0, 3.0, 4.5), at_least=5)
-        ('9x [8x, 10x] not met, within noise', '4.00 [3.00, 4.50] not met')
-    """
-    assert (at_most is None) != (at_least is None)
-    answers = {one <= at_most if at_most is not None else one >= (at_least or 0) for one in found[1:]}
-    middle, low, high = found
-    is_met = middle <= at_most if at_most is not None else middle >= (at_least or 0)
-    noise = ", within noise" if len(answers) > 1 else ""
-    return f"{form.format(middle)} [{form.format(low)}, {form.format(high)}] {'met' if is_met else 'not met'}{noise}"
+def write_figures(path: Path | None, figures: Sequence[Figure], **more: object) -> None:
+    """Write figures, and whatever else is to be kept, to a file that `compare.py` reads. Without a path, do nothing."""
+    if path is not None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps({"figures": to_json(figures), **more}, indent=1) + "\n")

@@ -13,9 +13,9 @@ over rounds.
 
 Without --variants the model is a GPT and torch's class runs with and without gradient_as_bucket_view, and the better
 one is what all are divided by; the last line divides our better one by it. "exposed" is what a step takes longer than
-one of the bare module, which synchronizes nothing, in percent of that. Part of it no synchronization can avoid: ranks
-that wait for each other in every step take the sum of the slowest steps. "bare module, in step" shows it: its ranks
-reduce one number after each backward. Our class with sharded=True is a row as well.
+one of the module alone, which synchronizes nothing, in percent of that. Part of it no synchronization can avoid: ranks
+that wait for each other in every step take the sum of the slowest steps. The row "not synchronized, in step" shows it:
+its ranks reduce one number after each backward. Our class with sharded=True is a row as well.
 With --variants, each variant of `step_variants.py` is a row: both classes are given the same model and the same
 switches.
 """
@@ -24,7 +24,6 @@ from __future__ import annotations
 
 import argparse
 import copy
-import json
 import os
 import platform
 import statistics
@@ -40,30 +39,31 @@ from torch import nn
 
 import syncline as sl
 from models import GPT, SIZES, random_batch
-from rounds import take_turns
+from rounds import Figure, take_turns, write_figures
 from step_variants import GOAL, VARIANTS, steps_of, verdict
 from syncline.session import transport_of
+from syncline.tools.bench.goals import step_figures
 from syncline.tools.bench.timing import ratio
-from syncline.tools.bench.workloads import SHARDED
+from syncline.tools.bench.workloads import BUCKET_VIEW, LOCAL, OURS, SHARDED
 
 Wrap = Callable[[nn.Module], nn.Module]
 
-BARE, IN_STEP = "bare module", "bare module, in step"
+BARE, IN_STEP, THEIRS = LOCAL, f"{LOCAL}, in step", ("torch DDP", "torch DDP, bucket view")
 
 
 def wrappers(num_ranks: int) -> dict[str, Wrap]:
     """How each competitor wraps the module."""
     ours: dict[str, Wrap] = {
-        "syncline": lambda m: sl.DistributedDataParallel(m),
-        "syncline, bucket view": lambda m: sl.DistributedDataParallel(m, gradient_as_bucket_view=True),
+        OURS: lambda m: sl.DistributedDataParallel(m),
+        BUCKET_VIEW: lambda m: sl.DistributedDataParallel(m, gradient_as_bucket_view=True),
     }
     bare: dict[str, Wrap] = {BARE: lambda m: m}
     if num_ranks == 1:
         return bare | ours
     torch_ddp = torch.nn.parallel.DistributedDataParallel
     theirs: dict[str, Wrap] = {
-        "torch DDP": lambda m: torch_ddp(m),
-        "torch DDP, bucket view": lambda m: torch_ddp(m, gradient_as_bucket_view=True),
+        THEIRS[0]: lambda m: torch_ddp(m),
+        THEIRS[1]: lambda m: torch_ddp(m, gradient_as_bucket_view=True),
     }
     ours[SHARDED] = lambda m: sl.DistributedDataParallel(m, sharded=True)
     return bare | {IN_STEP: lambda m: m} | theirs | ours
@@ -108,6 +108,17 @@ def measure(size: str, *, num_rounds: int, num_steps: int, world: sl.World) -> d
     return take_turns(steps, num_rounds=num_rounds, num_steps=num_steps, world=world)
 
 
+def figures_of(size: str, seconds: dict[str, list[float]]) -> list[Figure]:
+    """What is compared between two measurements."""
+    if any(name not in seconds for name in THEIRS):
+        values = [a / b for a, b in zip(seconds[OURS], seconds[BARE], strict=True)]
+        return [Figure(f"step of GPT {size}, 1 rank: {OURS} / {BARE}", values)]
+    rival = min(THEIRS, key=lambda name: statistics.median(seconds[name]))
+    best = min((OURS, BUCKET_VIEW), key=lambda name: statistics.median(seconds[name]))
+    values = [a / b for a, b in zip(seconds[best], seconds[rival], strict=True)]
+    return [Figure(f"step of GPT {size}: syncline / torch", values), *step_figures(f"GPT {size}", seconds)]
+
+
 def count_python_calls(size: str, world: sl.World) -> tuple[int, int, int]:
     """Python functions of this package that one step calls, with the number of parameters and buckets."""
     competitor = Competitor(GPT(SIZES[size]), lambda m: sl.DistributedDataParallel(m))
@@ -142,7 +153,7 @@ def report(size: str, seconds: dict[str, list[float]], calls: tuple[int, int, in
     for name, median in medians.items():
         middle, low, high = ratio(seconds[name], seconds[rival])
         rows[name] = {"median_ms": median * 1e3, "ratio": middle, "ratio_low": low, "ratio_high": high}
-        line = f"  {name:24} {median * 1e3:8.2f} ms   {middle:.3f}  [{low:.3f}, {high:.3f}]"
+        line = f"  {name:26} {median * 1e3:8.2f} ms   {middle:.3f}  [{low:.3f}, {high:.3f}]"
         if BARE not in (name, rival):
             exposed = [x - 1 for x in ratio(seconds[name], seconds[BARE])]
             rows[name] |= dict(zip(("exposed", "exposed_low", "exposed_high"), exposed, strict=True))
@@ -235,6 +246,7 @@ def main() -> None:
             f"syncline over {name_of_transport}"
         )
     results: dict[str, Any] = {"num_ranks": world.size}
+    figures: list[Figure] = []
     often = {"num_rounds": arguments.rounds, "num_steps": arguments.steps}
     if arguments.variants is None:
         results["sizes"] = {}
@@ -243,11 +255,12 @@ def main() -> None:
             calls = count_python_calls(size, world)
             if world.rank == 0:
                 results["sizes"][size] = report(size, seconds, calls)
+                figures += figures_of(size, seconds)
     else:
         names = arguments.variants or list(VARIANTS)
         results["variants"] = compare_variants(names, arguments.sizes, **often, world=world)
-    if world.rank == 0 and arguments.json:
-        arguments.json.write_text(json.dumps(results, indent=2) + "\n")
+    if world.rank == 0:
+        write_figures(arguments.json, figures, **results)
     sl.shutdown()
 
 

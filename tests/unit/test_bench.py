@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from syncline.tools.bench import workloads as reductions
+from syncline.tools.bench.goals import Figure, compared, figures_of, from_json, goals_table, to_json
 from syncline.tools.bench.mpi import MPI, MPIPeer, find_mpi
 from syncline.tools.bench.plot import can_plot, plot
 from syncline.tools.bench.tables import parse_size, report, size_text, table
@@ -357,7 +358,60 @@ def test_what_a_program_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[st
 
 def test_the_examples_of_what_the_programs_share() -> None:
     found = doctest.testmod(program("rounds"))
-    assert (found.failed, found.attempted > 3) == (0, True)
+    assert (found.failed, found.attempted) == (0, 2)
+
+
+def test_a_figure_is_worse_if_it_is_worse_beyond_noise() -> None:
+    before = [
+        Figure("slower", [1.0, 1.1, 1.0]),
+        Figure("noisy", [1.0, 2.0, 3.0]),
+        Figure("fewer times", [9.0, 9.5, 9.0], at_least=5.0),
+        Figure("more times", [3.0, 3.5, 3.0], at_least=5.0),
+        Figure("gone", [1.0, 1.0, 1.0]),
+        Figure("percent", [-1.0, -1.0, -1.0], form="{:+.0f} %"),
+    ]
+    after = [
+        Figure("slower", [1.3, 1.4, 1.3]),
+        Figure("noisy", [2.0, 3.0, 4.0]),
+        Figure("fewer times", [6.0, 6.5, 6.0], at_least=5.0),
+        Figure("more times", [6.0, 6.5, 6.0], at_least=5.0),
+        Figure("percent", [3.0, 3.0, 3.0], form="{:+.0f} %"),
+        Figure("new", [1.0, 1.0, 1.0]),
+    ]
+    text, worse = compared(before, after)
+    assert worse == ["slower", "fewer times", "percent"]
+    ends = {line.split("  ")[0]: line.split()[-1] for line in text.splitlines()[1:]}
+    assert ends["noisy"] == "times"
+    assert ends["more times"] == "better"
+    assert (ends["new"], ends["gone"]) == ("new", "measured")
+
+
+def test_figures_survive_a_file() -> None:
+    figures = figures_of(summarize(raw()))
+    assert [figure.name for figure in figures][:1] == ["all_reduce of 1 KiB: syncline / Gloo"]
+    assert from_json(json.loads(json.dumps({"figures": to_json(figures)}))) == figures
+    with pytest.raises(ValueError, match="expected the figures of a benchmark"):
+        from_json({"figures": [{"size": 3}]})
+
+
+def test_more_ranks_than_processors_have_no_goals() -> None:
+    crowded = raw(num_ranks=4)
+    assert goals_table(figures_of(summarize(crowded))) == ""
+
+
+def test_the_baseline_is_read_before_anything_is_measured(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "before.json"
+    for text, reason in (
+        (None, "No such file"),
+        ("{", "Expecting"),
+        ("{}", "expected a file that syncline bench"),
+    ):
+        if text is not None:
+            path.write_text(text)
+        assert main(["bench", "--compare", str(path)]) == 2
+        assert reason in capsys.readouterr().err
 
 
 def test_goals_are_judged_with_their_figures() -> None:

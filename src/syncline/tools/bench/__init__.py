@@ -1,6 +1,7 @@
 """The measurement of `syncline bench`. Competitors take turns, and their times are shown in tables and pictures.
 
 calibrate.py   the program of each rank of `syncline bench --calibrate`
+goals.py       figures with goals, and the comparison of two measurements (pure functions)
 job_times.py   how long the parts of a step take on one rank, without synchronization
 machine.py     describes this machine (imports no torch)
 measured.py    runs the ranks of `calibrate.py` and `model_times.py`, and reads what they have found

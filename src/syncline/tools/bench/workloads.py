@@ -199,6 +199,8 @@ def random_batch(config: GPTConfig, *, seed: int) -> tuple[Tensor, Tensor]:
 
 LOCAL = "not synchronized"
 
+BUCKET_VIEW = "syncline, bucket view"
+
 SHARDED = "syncline, sharded"
 
 Wrap = Callable[[nn.Module], nn.Module]
@@ -221,8 +223,8 @@ def wrappers(backend: dist.ProcessGroup | None) -> dict[str, Wrap]:
         "torch DDP, gloo": theirs,
         "torch DDP, gloo, bucket view": partial(theirs, gradient_as_bucket_view=True),
         **(on_backend if backend is not None else {}),
-        "syncline": ours,
-        "syncline, bucket view": partial(ours, gradient_as_bucket_view=True),
+        OURS: ours,
+        BUCKET_VIEW: partial(ours, gradient_as_bucket_view=True),
         SHARDED: partial(ours, sharded=True),
     }
 

@@ -27,6 +27,7 @@ from syncline.tools.launch.guardian import Guardian
 from syncline.tools.plan import usual_path
 
 if TYPE_CHECKING:
+    from syncline.tools.bench.goals import Figure
     from syncline.tools.bench.ranks import Plan
 
 
@@ -40,7 +41,8 @@ two minutes. Keep the machine idle meanwhile.
 
   syncline bench                              2 ranks, everything
   syncline bench -n 4 --sizes 1K,1M,25M --no-steps
-  syncline bench --json bench.json --plot bench.png
+  syncline bench --json before.json --plot bench.png
+  syncline bench --compare before.json        what has changed since then
   syncline bench --calibrate                  measure what syncline plan needs
 
   -n RANKS              number of processes, from 2 (default: 2); each has 1 thread
@@ -54,6 +56,8 @@ two minutes. Keep the machine idle meanwhile.
                         for syncline plan and syncline report, and keep it for this
                         user (with --json FILE: write it to FILE instead)
   --json FILE           write the results, with the times of each round, to FILE
+  --compare FILE        compare with the results of --json FILE from before; the exit
+                        status is 1 if a figure is worse by more than noise
   --plot FILE           draw the results in FILE, a .png or .svg; this needs
                         matplotlib: pip install 'syncline[bench]'
   -h, --help            show this text
@@ -73,18 +77,21 @@ def main(argv: Sequence[str]) -> int:
     """Run `syncline bench` with these arguments.
 
     Returns:
-        The exit code. 0 means that the measurement is complete. After a failure, the result is the exit code of the
+        The exit code. 0 means that the measurement is complete. 1 means that a figure is worse than in the results of
+        --compare. After a failure, the result is the exit code of the
         rank that failed first. If a signal ended the measurement, the result is 128 + the number of the signal.
 
     Raises:
         UsageError: the arguments are invalid. No rank was started.
     """
     args = _parse(argv)
+    before = None if args.compare is None else _figures_in(args.compare)
     if args.calibrate:
         return _calibrate(args.json)
     sizes = _sizes(args)
     print(f"syncline bench: starting {args.n} ranks", file=sys.stderr, flush=True)
     plan = _plan(args, sizes)
+    from syncline.tools.bench.goals import figures_of, goals_table, to_json
     from syncline.tools.bench.timing import summarize
     from syncline.tools.launch.supervise import run_on_this_host
 
@@ -97,13 +104,16 @@ def main(argv: Sequence[str]) -> int:
             return code
         summary = summarize(json.loads(output.read_text()))
     print(report(summary))
+    figures = figures_of(summary)
+    if goals := goals_table(figures):
+        print(f"\nGoals\n{goals}")
     if args.quick:
         print("\n--quick: these results only show that the benchmark runs, not how fast the engines are")
     if args.json is not None:
-        args.json.write_text(json.dumps(summary, indent=2) + "\n")
+        args.json.write_text(json.dumps({**summary, "figures": to_json(figures)}, indent=2) + "\n")
     if args.plot is not None:
         plot(summary, args.plot)
-    return 0
+    return 0 if before is None else _compare(args.compare, before, figures)
 
 
 def _parse(argv: Sequence[str]) -> argparse.Namespace:
@@ -115,12 +125,15 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--calibrate", action="store_true")
     parser.add_argument("--json", type=Path)
+    parser.add_argument("--compare", type=Path)
     parser.add_argument("--plot", type=Path)
     args = parser.parse_all(argv)
     if args.n < 2:
         raise UsageError(
             f"-n {args.n}: expected at least 2 ranks, because one rank has no peer to synchronize with"
         )
+    if args.compare is not None and args.quick:
+        raise UsageError("--compare and --quick exclude each other: the times of --quick are not reliable")
     if args.rounds is not None and args.rounds < 2:
         raise UsageError(f"--rounds {args.rounds}: expected at least 2 rounds")
     for option, path in (("--json", args.json), ("--plot", args.plot)):
@@ -137,6 +150,34 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
             "--plot needs matplotlib, which is not installed: pip install 'syncline[bench]', or leave --plot out"
         )
     return args
+
+
+def _figures_in(path: Path) -> list[Figure]:
+    """Return the figures in the results of an earlier measurement.
+
+    Raises:
+        UsageError: the file cannot be read, or has no figures.
+    """
+    from syncline.tools.bench.goals import from_json
+
+    try:
+        found = from_json(json.loads(path.read_text()))
+    except (OSError, ValueError) as error:
+        raise UsageError(f"--compare {path}: {error}") from None
+    if not found:
+        raise UsageError(f"--compare {path}: expected a file that syncline bench --json has written")
+    return found
+
+
+def _compare(path: Path, before: list[Figure], after: list[Figure]) -> int:
+    """Print what has changed. Return 1 if a figure is worse, else 0."""
+    from syncline.tools.bench.goals import compared
+
+    text, worse = compared(before, after)
+    print(f"\nCompared with {path}: median [95 % interval]\n{text}")
+    if worse:
+        print(f"syncline bench: worse by more than noise: {', '.join(worse)}", file=sys.stderr)
+    return 1 if worse else 0
 
 
 def _calibrate(path: Path | None) -> int:
