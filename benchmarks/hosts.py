@@ -1,10 +1,12 @@
-"""What is a hierarchy worth? all_reduce over two hosts, against Gloo among all ranks alike.
+"""What is a hierarchy worth? all_reduce over several hosts, against Gloo among all ranks alike, and against the wire.
 
     python benchmarks/hosts.py [--ranks aabb] [--megabits 100 1000] [--sizes 1KiB 1MiB 25MiB] [--rounds 15]
+    python benchmarks/hosts.py --ranks aaaabbbbccccdddd --megabits 100 --sizes 25MiB      # four hosts with four ranks
 
-The hosts are network namespaces of this machine, joined by a cable of the given speeds (root, Linux). Both ways run in
+The hosts are network namespaces of this machine, joined by cables of the given speeds (root, Linux). Both ways run in
 the same processes and take turns; a round's time is the slowest rank's, a ratio the median over rounds with its 95 %
-confidence interval. Each all_reduce is checked.
+confidence interval. Each all_reduce is checked. "the wire" is the time in which a cable carries the bytes that a ring
+among the hosts sends and receives on it: 2 (n - 1) / n times the tensor, for n hosts.
 """
 
 from __future__ import annotations
@@ -21,10 +23,11 @@ from typing import Any
 import torch
 
 import syncline as sl
-from rounds import take_turns
+from rounds import Figure, take_turns, write_figures
 from syncline.session import transport_of
-from syncline.testing import HostsUnavailable, two_hosts
-from syncline.tools.bench.timing import ratio
+from syncline.testing import HostsUnavailable, simulated_hosts
+from syncline.tools.bench.goals import goals_table
+from syncline.tools.bench.timing import median_interval, ratio
 from syncline.transport import C10dTransport, Transport
 
 UNITS = {"KiB": 2**10, "MiB": 2**20}
@@ -58,7 +61,7 @@ def measure(sizes: list[str], num_rounds: int) -> None:
 
 def measured(rate: float, arguments: argparse.Namespace) -> list[dict[str, Any]]:
     """What rank 0 has printed, with a cable of that speed."""
-    with two_hosts(megabits_per_second=rate) as hosts:
+    with simulated_hosts(len(set(arguments.ranks)), megabits_per_second=rate) as hosts:
         command = ["--sizes", *arguments.sizes, "--rounds", str(arguments.rounds)]
         hosts.start([sys.executable, __file__, *command], arguments.ranks)
         outputs = hosts.outputs(timeout_seconds=900)
@@ -68,15 +71,42 @@ def measured(rate: float, arguments: argparse.Namespace) -> list[dict[str, Any]]
     return [json.loads(line) for line in outputs[0][1].splitlines() if line.startswith("{")]
 
 
+def times_the_wire(rate: float, ranks: str, row: dict[str, Any]) -> list[float]:
+    """The times of the hierarchy, divided by the time that a ring among the hosts needs the cable for."""
+    num_hosts = len(set(ranks))
+    wire_seconds = 2 * (num_hosts - 1) / num_hosts * num_bytes_of(row["size"]) * 8 / (rate * 1e6)
+    return [seconds / wire_seconds for seconds in row["seconds"][HIERARCHY]]
+
+
+def figures_of(rate: float, ranks: str, rows: list[dict[str, Any]]) -> list[Figure]:
+    """What is compared between two measurements. A tensor of 10 MiB or more has a goal."""
+    where = f"on {len(set(ranks))} hosts with {len(ranks)} ranks, {rate:g} Mbit/s"
+    found = []
+    for row in rows:
+        flat, best = (row["seconds"][name] for name in (FLAT, HIERARCHY))
+        quotients = [a / b for a, b in zip(best, flat, strict=True)]
+        found.append(Figure(f"all_reduce of {row['size']} {where}: hierarchy / Gloo", quotients))
+        if num_bytes_of(row["size"]) >= 10 * 2**20:
+            values = times_the_wire(rate, ranks, row)
+            found.append(
+                Figure(f"all_reduce of {row['size']} {where}: time / the wire", values, at_most=1.15)
+            )
+    return found
+
+
 def show(rate: float, ranks: str, rows: list[dict[str, Any]]) -> None:
     """One table."""
     print(f"\n{len(ranks)} ranks ({ranks}), {rate:g} Mbit/s")
-    print(f"{'all_reduce':>10} {FLAT:>22} {HIERARCHY:>15}   times as fast")
+    print(f"{'all_reduce':>10} {FLAT:>22} {HIERARCHY:>15}   times as fast         times the wire")
     for row in rows:
         seconds = row["seconds"]
+        of_wire = median_interval(times_the_wire(rate, ranks, row))
         flat, best = (statistics.median(seconds[name]) * 1e3 for name in (FLAT, HIERARCHY))
         middle, low, high = ratio(seconds[FLAT], seconds[HIERARCHY])
-        print(f"{row['size']:>10} {flat:>19.2f} ms {best:>12.2f} ms   {middle:.2f} [{low:.2f}, {high:.2f}]")
+        print(
+            f"{row['size']:>10} {flat:>19.2f} ms {best:>12.2f} ms   "
+            f"{middle:.2f} [{low:.2f}, {high:.2f}]   {of_wire[0]:.2f} [{of_wire[1]:.2f}, {of_wire[2]:.2f}]"
+        )
 
 
 def main() -> None:
@@ -95,17 +125,17 @@ def main() -> None:
         return
     if arguments.quick:
         arguments.megabits, arguments.sizes, arguments.rounds = [1000], ["1KiB", "64KiB"], 2
-    results = {}
+    results: dict[float, Any] = {}
+    figures: list[Figure] = []
     try:
         for rate in arguments.megabits:
             results[rate] = measured(rate, arguments)
             show(rate, arguments.ranks, results[rate])
+            figures += figures_of(rate, arguments.ranks, results[rate])
     except HostsUnavailable as error:
         sys.exit(str(error))
-    if arguments.json:
-        arguments.json.write_text(
-            json.dumps({"ranks": arguments.ranks, "megabits": results}, indent=2) + "\n"
-        )
+    print(f"\n{goals_table(figures)}")
+    write_figures(arguments.json, figures, ranks=arguments.ranks, megabits=results)
 
 
 if __name__ == "__main__":

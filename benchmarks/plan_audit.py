@@ -32,7 +32,7 @@ from torch import nn
 
 import syncline as sl
 from syncline.session import transport_of
-from syncline.testing import two_hosts
+from syncline.testing import simulated_hosts
 from syncline.tools.bench.job_times import measure_job
 from syncline.tools.bench.machine import describe_machine
 from syncline.tools.bench.measured import calibrated
@@ -190,7 +190,7 @@ def started(configuration: Configuration, command: list[str]) -> Iterator[str]:
             sys.exit(f"{configuration.name}: {done.stderr}")
         yield next(line for line in done.stdout.splitlines() if "{" in line).partition("{")[2]
         return
-    with two_hosts(megabits_per_second=configuration.megabits) as hosts:
+    with simulated_hosts(megabits_per_second=configuration.megabits) as hosts:
         per_host = configuration.ranks // 2
         hosts.start(command, "a" * per_host + "b" * per_host)
         outputs = hosts.outputs(timeout_seconds=900)

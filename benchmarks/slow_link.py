@@ -44,7 +44,7 @@ import syncline as sl
 from loss_against_bytes import Pace, crossover, rate_text
 from syncline.compression import PowerSGD, Quantize
 from syncline.session import transport_of
-from syncline.testing import HostsUnavailable, TwoHosts, two_hosts
+from syncline.testing import HostsUnavailable, SimulatedHosts, simulated_hosts
 from syncline.tools.bench.machine import describe_machine
 from syncline.tools.bench.tables import table
 from syncline.tools.bench.workloads import GPT, GPTConfig
@@ -232,7 +232,7 @@ def way_of(name: str, arguments: argparse.Namespace) -> Way:
     return WAYS[name] if rate is None else replace(WAYS[name], learning_rate=rate)
 
 
-def job(hosts: TwoHosts, way: Way, arguments: argparse.Namespace, **changes: Any) -> dict[str, Any]:
+def job(hosts: SimulatedHosts, way: Way, arguments: argparse.Namespace, **changes: Any) -> dict[str, Any]:
     """Train on the hosts; what rank 0 says."""
     options = ("width", "layers", "batch_size", "seed", "max_steps", "target", "limit", "learning_rate")
     values = {name: getattr(arguments, name) for name in options} | changes
@@ -262,7 +262,7 @@ def num_steps(told: dict[str, Any]) -> int:
 def measured(ways: list[Way], arguments: argparse.Namespace) -> tuple[list[Outcome], dict[str, Any]]:
     """All ways: first over a cable without a limit, then over the slow one."""
     raw: dict[str, Any] = {"fast": {}, "slow": {}}
-    with two_hosts() as hosts:
+    with simulated_hosts() as hosts:
         for way in ways:
             say(f"{way.name}: a step over a cable without a limit")
             raw["fast"][way.name] = job(
@@ -274,7 +274,7 @@ def measured(ways: list[Way], arguments: argparse.Namespace) -> tuple[list[Outco
             told = job(hosts, WAYS[EXACT], arguments, limit=1e9)
             exact_steps = num_steps(told) if told["reached"] else None
             raw["exact"] = told
-    with two_hosts(megabits_per_second=arguments.megabits) as hosts:
+    with simulated_hosts(megabits_per_second=arguments.megabits) as hosts:
         for way in ways:
             say(f"{way.name}: to {arguments.target} nats at {arguments.megabits:g} Mbit/s")
             raw["slow"][way.name] = job(hosts, way, arguments, limit=arguments.limit if way.is_exact else 1e9)

@@ -147,7 +147,7 @@ class Forks:
             ignored: signals that it ignores from the beginning, as under nohup.
             terminal: a device that is its stdout and stderr, in place of files.
             warm_ranks: its ranks have imported torch when they begin.
-            host: the name of one of `TwoHosts`, on which it runs; "" for this one.
+            host: the name of one of `SimulatedHosts`, on which it runs; "" for this one.
             variables: more environment variables.
         """
         return self._start(
@@ -170,7 +170,7 @@ class Forks:
         host: str = "",
         warm_ranks: bool = False,
     ) -> Process:
-        """Start `python PROGRAM ARGUMENTS` in `cwd`, with more environment variables, perhaps on one of `TwoHosts`.
+        """Start `python PROGRAM ARGUMENTS` in `cwd`, with more environment variables, perhaps on a simulated host.
 
         If it is a launcher, its ranks can be warm.
         """

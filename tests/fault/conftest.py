@@ -9,24 +9,24 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from syncline.testing import HostsUnavailable, TwoHosts, two_hosts
+from syncline.testing import HostsUnavailable, SimulatedHosts, simulated_hosts
 
 if TYPE_CHECKING:
     from forks import Forks
 
 
 @pytest.fixture
-def hosts() -> Iterator[TwoHosts]:
+def hosts() -> Iterator[SimulatedHosts]:
     """Two hosts: network namespaces of this machine, joined by a cable of the kernel's. Needs root; skips otherwise."""
     try:
-        with two_hosts() as made:
+        with simulated_hosts() as made:
             yield made
     except HostsUnavailable as error:
         pytest.skip(str(error))
 
 
 @pytest.fixture
-def job_of(hosts: TwoHosts, tmp_path: Path, forks: Forks) -> Iterator[Callable[[type[Any]], Any]]:
+def job_of(hosts: SimulatedHosts, tmp_path: Path, forks: Forks) -> Iterator[Callable[[type[Any]], Any]]:
     """Makes a job of a class of `elastic_hosts`, and ends what a failed test has left of it."""
     with contextlib.ExitStack() as stack:
         yield lambda kind: stack.enter_context(contextlib.closing(kind(hosts, tmp_path, forks)))

@@ -17,7 +17,7 @@ import elastic_program
 from elastic import Fault, Plan
 
 from forks import Forks, Process, is_running
-from syncline.testing import TwoHosts
+from syncline.testing import SimulatedHosts
 
 __all__ = ["NUM_ON_A", "Job", "Training"]
 
@@ -34,7 +34,7 @@ NUM_ON_A = 3
 class Job:
     """One launcher on each host."""
 
-    hosts: TwoHosts
+    hosts: SimulatedHosts
     folder: Path
     forks: Forks
     launchers: dict[str, Process] = field(default_factory=dict)
@@ -44,7 +44,7 @@ class Job:
             "--node-rank",
             "ab".index(letter),
             "--master-addr",
-            TwoHosts.address_of("a"),
+            SimulatedHosts.address_of("a"),
             "-n",
             num_ranks,
         )

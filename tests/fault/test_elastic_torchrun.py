@@ -13,7 +13,7 @@ import pytest
 from elastic import Fault
 from elastic_hosts import Job, Training
 
-from syncline.testing import TwoHosts
+from syncline.testing import SimulatedHosts
 
 pytestmark = pytest.mark.slow
 
@@ -37,13 +37,18 @@ class StartsTorchrun(Job):
     num_restarts = 0
 
     def start(self, letter: str, num_ranks: int, *command: object) -> None:
-        torchrun, first = self.folder.with_suffix(".py"), TwoHosts.address_of("a")
+        torchrun, first = self.folder.with_suffix(".py"), SimulatedHosts.address_of("a")
         torchrun.write_text(TORCHRUN)
         number = "ab".index(letter)
         where: list[object] = ["--node-rank", number, "--master-addr", first, "--master-port", "29611"]
         if self.rendezvous == "c10d":
             where = ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"{first}:29611", "--rdzv-id", "one"]
-            where += ["--local-addr", TwoHosts.address_of(letter), "--rdzv-conf", f"is_host={1 - number}"]
+            where += [
+                "--local-addr",
+                SimulatedHosts.address_of(letter),
+                "--rdzv-conf",
+                f"is_host={1 - number}",
+            ]
         options = ("--nnodes", 2, "--nproc-per-node", num_ranks, "--max-restarts", self.num_restarts)
         self.launchers[letter] = self.forks.start(
             self.folder,

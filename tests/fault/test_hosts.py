@@ -25,7 +25,7 @@ import torch
 import syncline as sl
 from syncline import SynclineError
 from syncline.session import transport_of
-from syncline.testing import TwoHosts
+from syncline.testing import HostsUnavailable, SimulatedHosts, simulated_hosts
 
 if TYPE_CHECKING:
     from forks import Forks, Process
@@ -53,7 +53,7 @@ Start = Callable[..., Ranks]
 
 
 @pytest.fixture
-def start(hosts: TwoHosts, forks: Forks, tmp_path: Path) -> Start:
+def start(hosts: SimulatedHosts, forks: Forks, tmp_path: Path) -> Start:
     """Starts a program of this file on ranks; "aab" is two on host a, one on host b."""
 
     def started(program: str, ranks: str, **variables: str) -> Ranks:
@@ -259,6 +259,20 @@ def test_two_hosts_have_a_copy_each_where_both_can(start: Start, ranks: str, cop
         assert copies in out, out
 
 
+def test_four_hosts_reach_each_other() -> None:
+    program = "import syncline as sl; w = sl.init(device='cpu'); print(sl.mean(float(w.rank)), w.size); sl.shutdown()"
+    try:
+        with simulated_hosts(4, megabits_per_second=200) as hosts:
+            hosts.start([sys.executable, "-c", program], "abcd")
+            outputs = hosts.outputs(90)
+    except HostsUnavailable as error:
+        pytest.skip(str(error))
+    assert [out.splitlines()[-1] for _, out, _ in outputs] == ["1.5 4"] * 4, outputs
+    assert [code for code, _, _ in outputs] == [0] * 4
+    with pytest.raises(ValueError, match="expected a number from 2 to 26"), simulated_hosts(27):
+        raise AssertionError
+
+
 @pytest.mark.parametrize("ranks", ["aabb", "abab"])
 def test_hosts_drift_apart_and_meet(start: Start, ranks: str) -> None:
     for rank, (code, _, err) in enumerate(start("drift_between_hosts", ranks, HOSTS=ranks).outputs(90)):
@@ -275,7 +289,7 @@ def test_shared_memory_over_two_hosts_is_refused_with_a_way_out(start: Start) ->
 
 
 def start_with_disks(
-    start: Start, program: str, disks: Path, hosts: TwoHosts, *, one_for_all: bool
+    start: Start, program: str, disks: Path, hosts: SimulatedHosts, *, one_for_all: bool
 ) -> tuple[Ranks, Path]:
     """Two ranks on each host, which find a disk at the same path: each host its own, or all the same one."""
     mounted = disks / "mounted"
@@ -287,7 +301,7 @@ def start_with_disks(
     return start(program, "aabb", **variables), mounted
 
 
-def test_hosts_that_see_one_disk_save_and_load(start: Start, hosts: TwoHosts, tmp_path: Path) -> None:
+def test_hosts_that_see_one_disk_save_and_load(start: Start, hosts: SimulatedHosts, tmp_path: Path) -> None:
     job, mounted = start_with_disks(start, "saves_and_loads", tmp_path, hosts, one_for_all=True)
     for rank, (code, out, err) in enumerate(job.outputs(90)):
         assert (code, out, err) == (0, f"rank {rank} of 4 was there\n", ""), f"rank {rank}: {err}"
@@ -306,7 +320,7 @@ def test_hosts_that_see_one_disk_save_and_load(start: Start, hosts: TwoHosts, tm
 
 
 def test_hosts_that_see_different_disks_are_refused_with_a_way_out(
-    start: Start, hosts: TwoHosts, tmp_path: Path
+    start: Start, hosts: SimulatedHosts, tmp_path: Path
 ) -> None:
     program = "refused_without_a_common_directory"
     job, mounted = start_with_disks(start, program, tmp_path, hosts, one_for_all=False)
@@ -338,7 +352,7 @@ def test_a_killed_rank_is_an_error_on_both_hosts_within_seconds(start: Start, vi
         assert f"rank {victim}" in told["text"] or "connection to a peer is lost" in told["text"], told
 
 
-def test_a_cable_that_is_pulled_is_an_error_and_no_hang(hosts: TwoHosts) -> None:
+def test_a_cable_that_is_pulled_is_an_error_and_no_hang(hosts: SimulatedHosts) -> None:
     """Of programs that the hosts start, as benchmarks do."""
     from failure_rows import record  # not above: see the other test
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from syncline.testing import HostsUnavailable, TwoHosts, two_hosts
+from syncline.testing import HostsUnavailable, SimulatedHosts, simulated_hosts
 
 pytestmark = pytest.mark.slow
 
@@ -40,7 +40,7 @@ def commands() -> str:
 
 
 @contextmanager
-def names_resolved(hosts: TwoHosts) -> Iterator[None]:
+def names_resolved(hosts: SimulatedHosts) -> Iterator[None]:
     """Give both hosts an /etc/hosts with their names, as hosts of a cluster have. `ip netns exec` mounts the file."""
     lines = [f"{hosts.address_of(letter)} {name}\n" for letter, name in hosts.names.items()]
     folders = [Path("/etc/netns", name) for name in hosts.names.values()]
@@ -63,7 +63,7 @@ def test_the_commands_of_the_page_train_on_two_hosts(tmp_path: Path) -> None:
     clean = "unset RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE MASTER_ADDR MASTER_PORT GLOO_SOCKET_IFNAME"
     script = f'{clean}; export PATH="{tmp_path}:$PATH"; cd {tmp_path}\n{commands()}'
     try:
-        with two_hosts() as hosts, names_resolved(hosts):
+        with simulated_hosts() as hosts, names_resolved(hosts):
             hosts.start(["bash", "-c", script], "ab")
             outputs = hosts.outputs(240)
     except HostsUnavailable as error:

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from syncline.testing import HostsUnavailable, two_hosts
+from syncline.testing import HostsUnavailable, simulated_hosts
 from syncline.tools.cli import main
 
 PROGRAM = Path(__file__).with_name("sick_program.py")
@@ -26,7 +26,7 @@ def run_here(illness: str, directory: Path, *options: str) -> subprocess.Complet
 
 def run_over_a_link(illness: str, directory: Path, megabits_per_second: float) -> None:
     try:
-        with two_hosts(megabits_per_second=megabits_per_second) as hosts:
+        with simulated_hosts(megabits_per_second=megabits_per_second) as hosts:
             hosts.start([sys.executable, str(PROGRAM), illness, str(directory)], on="ab")
             for code, _, errors in hosts.outputs(120):
                 assert code == 0, errors

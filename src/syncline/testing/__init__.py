@@ -17,8 +17,8 @@ from syncline.faces import hand_out
 
 if TYPE_CHECKING:
     from syncline.testing.hosts import HostsUnavailable as HostsUnavailable
-    from syncline.testing.hosts import TwoHosts as TwoHosts
-    from syncline.testing.hosts import two_hosts as two_hosts
+    from syncline.testing.hosts import SimulatedHosts as SimulatedHosts
+    from syncline.testing.hosts import simulated_hosts as simulated_hosts
     from syncline.testing.pool import Outcome as Outcome
     from syncline.testing.pool import RankPool as RankPool
     from syncline.testing.pool import Task as Task

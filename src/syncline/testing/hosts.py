@@ -1,7 +1,7 @@
-"""Two simulated hosts on one machine. They are network namespaces, joined by a virtual cable that can be slowed or cut.
+"""Simulated hosts on one machine: network namespaces, joined by a switch and cables that can be slowed or cut.
 
 Ranks in different namespaces have different addresses and host names, and Syncline shares no memory between them. Only
-root can create such namespaces, and only on Linux. If `two_hosts` cannot create them, it raises `HostsUnavailable`.
+root can create such namespaces, and only on Linux. Elsewhere `simulated_hosts` raises `HostsUnavailable`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,10 @@ from dataclasses import dataclass, field
 from syncline import environment
 from syncline.launchers import Environment
 
-_LETTERS = ("a", "b")
+_LETTERS = "abcdefghijklmnopqrstuvwxyz"
+
+_SWITCH = "switch"
+"""The name of the bridge, and the end of the name of its namespace."""
 
 _INTERFACE = "lan"
 
@@ -33,41 +36,49 @@ _TOOLS = ("ip", "unshare", "tc")
 
 
 class HostsUnavailable(RuntimeError):
-    """An error that `two_hosts` raises if it cannot create network namespaces. Its text says why."""
+    """An error that `simulated_hosts` raises if it cannot create network namespaces. Its text says why."""
 
 
 @contextmanager
-def two_hosts(*, megabits_per_second: float | None = None) -> Iterator[TwoHosts]:
-    """Create two simulated hosts, "a" and "b". At the end of the context, kill the ranks on them, and remove the hosts.
+def simulated_hosts(
+    num_hosts: int = 2, *, megabits_per_second: float | None = None
+) -> Iterator[SimulatedHosts]:
+    """Create simulated hosts "a", "b", and so on.
+
+    At the end of the context, the ranks on them are killed, and the hosts are removed.
 
     Args:
-        megabits_per_second: the bandwidth of the cable in each direction. None means no limit.
+        num_hosts: the number of hosts, from 2 to 26.
+        megabits_per_second: the bandwidth of each host's cable in each direction. None means no limit.
 
     Raises:
+        ValueError: the number of hosts is not between 2 and 26.
         HostsUnavailable: the system is not Linux, the user is not root, or a required tool is missing.
 
     Examples:
         >>> try:
-        ...     with two_hosts(megabits_per_second=100) as hosts:
+        ...     with simulated_hosts(2, megabits_per_second=100) as hosts:
         ...         hosts.start(["sh", "-c", "echo rank $RANK of $WORLD_SIZE"], "aab")
         ...         [out for code, out, err in hosts.outputs(timeout_seconds=20)]
         ... except HostsUnavailable:
         ...     ["rank 0 of 3\\n", "rank 1 of 3\\n", "rank 2 of 3\\n"]
         ['rank 0 of 3\\n', 'rank 1 of 3\\n', 'rank 2 of 3\\n']
     """
+    if not 2 <= num_hosts <= len(_LETTERS):
+        raise ValueError(f"num_hosts={num_hosts!r}: expected a number from 2 to {len(_LETTERS)}")
     missing = [tool for tool in _TOOLS if shutil.which(tool) is None]
     if not hasattr(os, "geteuid") or os.geteuid() != 0 or missing:
         reason = f"PATH has no {', '.join(missing)}" if missing else "this process does not run as root"
         raise HostsUnavailable(
-            f"two_hosts needs Linux, root and the programs {', '.join(_TOOLS)}, but {reason}"
+            f"simulated_hosts needs Linux, root and the programs {', '.join(_TOOLS)}, but {reason}"
         )
-    hosts = TwoHosts({letter: f"syncline-{os.getpid()}-{letter}" for letter in _LETTERS})
+    hosts = SimulatedHosts({letter: f"syncline-{os.getpid()}-{letter}" for letter in _LETTERS[:num_hosts]})
     try:
         try:
             hosts._connect(megabits_per_second)
         except subprocess.CalledProcessError as error:
             raise HostsUnavailable(
-                f"this system did not allow two_hosts to create network namespaces: {error.stderr.strip()}"
+                f"this system did not allow simulated_hosts to create network namespaces: {error.stderr.strip()}"
             ) from error
         yield hosts
     finally:
@@ -75,19 +86,19 @@ def two_hosts(*, megabits_per_second: float | None = None) -> Iterator[TwoHosts]
 
 
 @dataclass
-class TwoHosts:
-    """Two simulated hosts, which are network namespaces with one address each. `two_hosts` creates this object."""
+class SimulatedHosts:
+    """Simulated hosts, which are network namespaces with one address each. `simulated_hosts` creates this object."""
 
     names: dict[str, str]
     processes: list[subprocess.Popen[str]] = field(default_factory=list)
 
     @staticmethod
     def address_of(letter: str) -> str:
-        """Return the IP address of host "a" or "b"."""
+        """Return the IP address of a host, which is named by its letter."""
         return f"10.213.77.{1 + _LETTERS.index(letter)}"
 
     def start(self, command: Sequence[str], on: str, variables: Mapping[str, str] | None = None) -> None:
-        """Start the ranks of a job on the two hosts, with torchrun's environment variables.
+        """Start the ranks of a job on the hosts, with torchrun's environment variables.
 
         Args:
             command: the program that each rank runs, and its arguments.
@@ -166,37 +177,54 @@ class TwoHosts:
         return found
 
     def cut(self) -> None:
-        """Cut the cable between the hosts. It stays cut until `mend`."""
+        """Cut the cable of host "b". It stays cut until `mend`."""
         _run("ip", "-n", self.names["b"], "link", "set", _INTERFACE, "down")
 
     def mend(self) -> None:
-        """Connect the hosts again, after `cut`."""
+        """Connect host "b" again, after `cut`."""
         _run("ip", "-n", self.names["b"], "link", "set", _INTERFACE, "up")
 
+    @property
+    def _switch(self) -> str:
+        """The namespace of the switch, which is not a host."""
+        return f"{self.names['a'].removesuffix('-a')}-{_SWITCH}"
+
     def _connect(self, megabits_per_second: float | None) -> None:
-        for name in self.names.values():
-            _run("ip", "netns", "add", name)
-        a, b = self.names.values()
-        peer = ("peer", "name", _INTERFACE, "netns", b)
-        _run("ip", "link", "add", _INTERFACE, "netns", a, "type", "veth", *peer)
+        _run("ip", "netns", "add", self._switch)
+        _run("ip", "-n", self._switch, "link", "add", _SWITCH, "type", "bridge")
+        _run("ip", "-n", self._switch, "link", "set", _SWITCH, "up")
         for letter, name in self.names.items():
-            _run("ip", "-n", name, "addr", "add", f"{self.address_of(letter)}/24", "dev", _INTERFACE)
-            for device in ("lo", _INTERFACE):
-                _run("ip", "-n", name, "link", "set", device, "up")
+            self._connect_host(letter, name)
             if megabits_per_second is not None:
-                burst_bytes = max(16_000, int(megabits_per_second * 1e6 / 8 * _BURST_SECONDS))
-                limits = ("rate", f"{megabits_per_second}mbit", "burst", str(burst_bytes))
-                latency = ("latency", f"{_QUEUE_SECONDS * 1e3:.0f}ms")
-                _run("tc", "-n", name, "qdisc", "add", "dev", _INTERFACE, "root", "tbf", *limits, *latency)
+                _limit(name, _INTERFACE, megabits_per_second)
+                _limit(self._switch, f"to-{letter}", megabits_per_second)
+
+    def _connect_host(self, letter: str, name: str) -> None:
+        port = f"to-{letter}"
+        _run("ip", "netns", "add", name)
+        peer = ("peer", "name", port, "netns", self._switch)
+        _run("ip", "link", "add", _INTERFACE, "netns", name, "type", "veth", *peer)
+        _run("ip", "-n", self._switch, "link", "set", port, "master", _SWITCH, "up")
+        _run("ip", "-n", name, "addr", "add", f"{self.address_of(letter)}/24", "dev", _INTERFACE)
+        for device in ("lo", _INTERFACE):
+            _run("ip", "-n", name, "link", "set", device, "up")
 
     def _close(self) -> None:
         for process in self.processes:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
             process.communicate()
-        for name in self.names.values():
+        for name in (*self.names.values(), self._switch):
             with contextlib.suppress(subprocess.CalledProcessError):
                 _run("ip", "netns", "del", name)
+
+
+def _limit(name: str, device: str, megabits_per_second: float) -> None:
+    """Limit what a device of a namespace sends."""
+    burst_bytes = max(16_000, int(megabits_per_second * 1e6 / 8 * _BURST_SECONDS))
+    limits = ("rate", f"{megabits_per_second}mbit", "burst", str(burst_bytes))
+    latency = ("latency", f"{_QUEUE_SECONDS * 1e3:.0f}ms")
+    _run("tc", "-n", name, "qdisc", "add", "dev", device, "root", "tbf", *limits, *latency)
 
 
 def _run(*command: str) -> None:
