@@ -168,7 +168,7 @@ def test_what_will_be_rounded_is_judged_as_rounded() -> None:
 def test_rank_and_parameter_are_named_wherever_it_lies(name: str, cap_mb: float | None, view: bool) -> None:
     def rank(t: Transport) -> None:
         ddp = poisoned(t, name, bucket_cap_mb=cap_mb, gradient_as_bucket_view=view, on_nonfinite="raise")
-        assert len(ddp._replica.gradients.layout.buckets) == (1 if cap_mb is None else 3)
+        assert len(ddp._replica.gradients.layout.plans) == (1 if cap_mb is None else 3)
         backward(ddp, batch(t))
 
     error = raised(rank)

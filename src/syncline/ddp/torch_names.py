@@ -181,7 +181,7 @@ class TorchNames:
             gradients.reduction.out_of_step,
         )
         parameters = self._module_parameters
-        plans = [bucket.plan for bucket in gradients.layout.buckets]
+        plans = gradients.layout.plans
         bucket_sizes = ", ".join(str(plan.numel * plan.itemsize_bytes) for plan in plans)
         data: dict[str, Any] = {
             "world_size": replica.transport.size,

@@ -387,7 +387,7 @@ class DistributedDataParallel(  # type: ignore[misc, override]
         return explain(
             self._replica.plan,
             self._replica.evidence(looks_ahead=True),
-            [b.plan for b in gradients.layout.buckets],
+            gradients.layout.plans,
             gradients.names,
         )
 

@@ -115,6 +115,10 @@ class Bucket(ABC):
         self._work = None
         self._enter(BucketState.REDUCED)
 
+    @abstractmethod
+    def free(self) -> None:
+        """Free the memory of the bucket, which is not used again. Its plan and its times stay known."""
+
     def _grad_bucket(self, buffer: Tensor, gradients: Sequence[Tensor]) -> GradBucket:
         """Return the `GradBucket` that describes this bucket to a communication hook."""
         return GradBucket(
@@ -259,6 +263,10 @@ class DenseBucket(Bucket):
         for parameter, view in zip(self.members, self.views, strict=True):
             if parameter.grad is view:
                 parameter.grad = view.clone()
+
+    def free(self) -> None:
+        self.flat = self._small = self._gradients = self._tail = self.flat.new_empty(0)
+        self.views = ()
 
     def own(self) -> Tensor:
         return self._gradients

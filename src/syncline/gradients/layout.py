@@ -1,12 +1,14 @@
 """The layout of gradients in buckets.
 
-Buckets are laid out at the start, in reverse order of the parameters. After the first synchronized backward they are
-laid out once more, in the order in which gradients were ready in that backward. Sharded buckets are laid out only once.
+Buckets are laid out at the start, in reverse order of the parameters. They get their memory when the first synchronized
+backward begins, because under some strategies no backward is synchronized. After this backward they are laid out once
+more, in the order in which its gradients were ready. Sharded buckets are laid out only once, and get their memory at
+the start.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 
 import torch
@@ -56,7 +58,7 @@ def parameter_specs(
 class BucketLayout:
     """The buckets for a list of parameters, and the place of each gradient in them. All ranks have the same layout.
 
-    There are no buckets until `build` is called.
+    There are no plans until `build` is called, and no buckets until `make_buckets` is called.
 
     Args:
         named_parameters: the names and parameters. Each parameter occurs once.
@@ -70,7 +72,10 @@ class BucketLayout:
         transport: Transport,
         options: GradientOptions,
     ) -> None:
+        self.plans: tuple[BucketPlan, ...] = ()
+        """The plan of each bucket."""
         self.buckets: list[Bucket] = []
+        """The buckets with their memory; empty until `make_buckets` is called."""
         self.places: list[tuple[Bucket, Tensor | None]] = []
         """For each parameter, its bucket and the view into which its gradient is copied as soon as it is ready. The
         view is None if the gradient is copied at launch. The list stays the same object, because hooks refer to it."""
@@ -92,14 +97,13 @@ class BucketLayout:
         self.comm_hook: CommHook | None = None
         """The communication hook that reduces the buckets; None for the transport's all_reduce."""
         self._kinds: list[tuple[Tensor, torch.dtype, torch.device]] = []
-        self._order_before: list[int] = []
-        """The order of the buckets, after `free_memory`."""
 
     def reserve_tail(self, widths: Sequence[int]) -> None:
         """Reserve space in the tail for the words that the riders of each rank send.
 
         Buckets that are already laid out for a tail of another form are laid out again, in the same order. Call this
-        method between two backwards. It is a collective call if the transport allocates the memory of the buckets.
+        method between two backwards. It is a collective call if the transport allocates the memory of the buckets, and
+        they have it already.
 
         Args:
             widths: the number of bits of each rider's word.
@@ -108,7 +112,7 @@ class BucketLayout:
         if form == self.form:
             return
         self.form = form
-        if not self.buckets:
+        if not self.plans:
             return  # not laid out yet, or nothing is sent
         if self.message is not None:
             self.message = TailMessage(self._transport, form.numel)
@@ -116,7 +120,9 @@ class BucketLayout:
         self._build_anew(self._order)
 
     def build(self, comm_hook: CommHook | None, order: Sequence[int] | None = None) -> None:
-        """Lay out the buckets. This is a collective call if they are sharded, or if their order is given.
+        """Lay out the buckets, and free the memory of former ones.
+
+        If they are sharded, or if their order is given, they get their memory now, and this is a collective call.
 
         Args:
             comm_hook: the communication hook that reduces the buckets; None for the transport's all_reduce.
@@ -125,10 +131,14 @@ class BucketLayout:
                 get their gradients first.
         """
         self.comm_hook = comm_hook
+        gets_memory = self._options.sharded or order is not None
         if order is None and self.order_is_learnt:
             order = self._order
         self.order_is_learnt = order is not None
-        self._build(range(len(self._parameters))[::-1] if order is None else order)
+        self.free_memory()
+        self._lay_out(range(len(self._parameters))[::-1] if order is None else order)
+        if gets_memory:
+            self.make_buckets()
 
     def order_of_rank_0(self, transport: Transport) -> list[int] | None:
         """Return the order that rank 0 of a new group has learnt, or None if it has learnt none. A collective call."""
@@ -141,8 +151,8 @@ class BucketLayout:
 
         This happens once, at the end of the first synchronized backward. Every rank uses rank 0's order, because
         buckets must be the same on all ranks. Only now does the transport allocate the buckets' memory, by a
-        collective call. Before the first backward, ranks can run different code: a single rank can copy a wrapped
-        module, for example. Sharded buckets are not laid out again.
+        collective call, because only now have all ranks waited for each other: a rank may reach its first backward
+        much later than another. Sharded buckets are not laid out again. Buckets that would not change are kept.
 
         Args:
             ready: parameter indices in the order in which this rank's gradients were ready.
@@ -151,17 +161,16 @@ class BucketLayout:
         if self._options.sharded:
             return
         order = self._order
-        if len(self.buckets) > 1:
+        if len(self.plans) > 1:
             seen = set(ready)
             order = _of_rank_0([*ready, *(i for i in order if i not in seen)], self._transport)
-        elif not self._uses_transport_memory:
-            return
-        self._build_anew(order)
+        if self._uses_transport_memory or self._planned(order) != self.plans:
+            self._build_anew(order)
 
     @property
     def _order(self) -> list[int]:
         """The indices of the parameters, in the order of the buckets."""
-        return [i for bucket in self.buckets for i in bucket.plan.parameters] or self._order_before
+        return [i for plan in self.plans for i in plan.parameters]
 
     @property
     def _uses_transport_memory(self) -> bool:
@@ -174,15 +183,23 @@ class BucketLayout:
         return can_use and (self.order_is_learnt or self._options.sharded)
 
     def _build_anew(self, order: Sequence[int]) -> None:
-        """Build the buckets again. Replace each `.grad` that was a view of a former bucket by a view of a new one."""
-        former = self._dense()  # held, so that no new tensor gets the id of a former view
-        former_views = {id(view) for bucket in former for view in bucket.views}
-        self._build(order)
-        if self._options.as_bucket_view:
-            for bucket in self._dense():
-                for parameter, view in zip(bucket.members, bucket.views, strict=True):
-                    if id(parameter.grad) in former_views:
-                        parameter.grad = view.copy_(parameter.grad)  # type: ignore[arg-type]
+        """Lay the buckets out again. If they had memory, free it, and give memory to the new buckets.
+
+        Replace each `.grad` that was a view of a former bucket by a view of a new one.
+        """
+        viewing = {
+            index
+            for bucket in self._dense()
+            for index, parameter, view in zip(
+                bucket.plan.parameters, bucket.members, bucket.views, strict=True
+            )
+            if parameter.grad is view
+        }
+        had_memory = bool(self.buckets)
+        self.free_memory()
+        self._lay_out(order)
+        if had_memory:
+            self.make_buckets(viewing)
 
     def give_back_views(self) -> None:
         """Replace each `.grad` that is a view of a bucket by a copy in memory of its own."""
@@ -190,9 +207,10 @@ class BucketLayout:
             bucket.give_back_views()
 
     def free_memory(self) -> None:
-        """Free the memory of the buckets, so that the layout that follows can have it. Their order stays known."""
-        self._order_before = self._order
-        self.buckets, self.message = [], None
+        """Free the memory of the buckets, so that the layout that follows can have it. Their plans stay known."""
+        for bucket in self.buckets:  # the record of the last backward still refers to them
+            bucket.free()
+        self.buckets = []
         self.places.clear()
 
     def fits(self) -> bool:
@@ -202,28 +220,47 @@ class BucketLayout:
         """
         return all(p.dtype is dtype and p.device == device for p, dtype, device in self._kinds)
 
-    def _build(self, order: Sequence[int]) -> None:
-        numel, sharded = self.form.numel, self._options.sharded
-        # A separate message carries the tail in four cases: a communication hook's buffer must hold gradients only;
-        # beside sparse gradients the last dense bucket may be sent too early; the last bucket may be unused and not be
-        # sent; and each rank reads only its shard of a sharded bucket.
-        is_apart = (
-            self.comm_hook is not None or bool(self._options.sparse) or self._options.skip_unused or sharded
-        )
-        self.message = TailMessage(self._transport, numel) if is_apart else None
+    def _lay_out(self, order: Sequence[int]) -> None:
+        """Plan the buckets for parameters in this order."""
+        self.message = TailMessage(self._transport, self.form.numel) if self._tail_is_apart else None
+        self.plans = self._planned(order)
+        firsts = [self._parameters[plan.parameters[0]] for plan in self.plans]
+        self._kinds = [(first, first.dtype, first.device) for first in firsts]
+
+    @property
+    def _tail_is_apart(self) -> bool:
+        """Whether a separate message carries the tail.
+
+        There are four such cases: a communication hook's buffer must hold gradients only; beside sparse gradients the
+        last dense bucket may be sent too early; the last bucket may be unused and not be sent; and each rank reads only
+        its shard of a sharded bucket.
+        """
+        options = self._options
+        return self.comm_hook is not None or bool(options.sparse) or options.skip_unused or options.sharded
+
+    def _planned(self, order: Sequence[int]) -> tuple[BucketPlan, ...]:
+        sharded = self._options.sharded
         num_shards = self._transport.team(self._parameters[0].device).size if sharded else 1
-        plans = plan_buckets(
+        return plan_buckets(
             self._specs,
             order,
             caps=self._options.caps,
-            tail_numel=0 if is_apart else numel,
+            tail_numel=0 if self._tail_is_apart else self.form.numel,
             align_numel=ALIGNMENT_NUMEL if sharded else 1,
             multiple_of=num_shards * ALIGNMENT_NUMEL if sharded else 1,
         )
-        if sharded:
-            self.buckets = self._make_sharded_buckets(plans)
+
+    def make_buckets(self, viewing: Collection[int] = ()) -> None:
+        """Make the planned buckets with their memory. This is a collective call if the transport allocates the memory.
+
+        Args:
+            viewing: indices of the parameters whose `.grad` is a view of a former bucket. It becomes a view of a new
+                one. The memory of a former bucket is freed as soon as no `.grad` is a view of it.
+        """
+        if self._options.sharded:
+            self.buckets = self._make_sharded_buckets(self.plans)
         else:
-            self.buckets = [self._make_bucket(plan) for plan in plans]
+            self.buckets = [self._make_bucket(plan, viewing) for plan in self.plans]
         for bucket in self.buckets:
             bucket.reduce_by(self.comm_hook, is_last=bucket is self.buckets[-1])
         places = {
@@ -232,10 +269,8 @@ class BucketLayout:
             for at, index in enumerate(bucket.plan.parameters)
         }
         self.places[:] = [places[index] for index in range(len(self._parameters))]
-        firsts = [bucket.members[0] for bucket in self.buckets]
-        self._kinds = [(first, first.dtype, first.device) for first in firsts]
 
-    def _make_bucket(self, plan: BucketPlan) -> Bucket:
+    def _make_bucket(self, plan: BucketPlan, viewing: Collection[int]) -> Bucket:
         if plan.sparse:
             return SparseBucket(plan, self._parameters, self._transport)
         # `.grad` cannot be a view of a bucket if the parameters' dtype is another one.
@@ -244,7 +279,11 @@ class BucketLayout:
             for spec, parameter in zip(self._specs, self._parameters, strict=True)
         )
         flat = self._allocate(plan)
-        return DenseBucket(plan, self._parameters, self._transport, flat, as_view=has_views)
+        bucket = DenseBucket(plan, self._parameters, self._transport, flat, as_view=has_views)
+        for index, parameter, view in zip(plan.parameters, bucket.members, bucket.views, strict=True):
+            if index in viewing:
+                parameter.grad = view.copy_(parameter.grad)  # type: ignore[arg-type]
+        return bucket
 
     def _allocate(self, plan: BucketPlan) -> Tensor:
         """Allocate the flat tensor of a bucket. This is a collective call if the transport allocates it."""

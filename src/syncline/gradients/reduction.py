@@ -97,15 +97,10 @@ class Reduction:
                 text = former.out_of_step.text
             else:  # the ranks are in step, at the same place of the program: the buckets get their final memory now
                 order = former.layout.order_of_rank_0(transport)
-                former.free_memory()
+                former.layout.free_memory()
         self.out_of_step: OutOfStep = OutOfStep(transport.rank, names, text=text)
         if transport.size > 1 or comm_hook is not None:
             self.layout.build(comm_hook, order)
-
-    def free_memory(self) -> None:
-        """Free the memory of the buckets, so that the reduction that follows can have it."""
-        self.layout.free_memory()
-        self.backward.sent.clear()
 
     def _unreduced_among(self, parameters: Sequence[Tensor]) -> set[int]:
         """Return the indices of those items of `parameters` whose gradients were not reduced."""
@@ -163,6 +158,8 @@ class Reduction:
     def _begin_step(self) -> None:
         board, step = self.transport.board, self.backward.step
         board.step, board.phase = step, "backward"
+        if not self.layout.buckets:
+            self.layout.make_buckets()
         for bucket in self.layout.buckets:
             bucket.reset()
         self.riders.begin_step(step)

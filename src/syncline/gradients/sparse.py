@@ -81,6 +81,9 @@ class SparseBucket(Bucket):
         kept = kept.to(parameter.device)
         self._sum = sparse_tensor(all_indices[kept][None], all_values[kept], parameter.shape).coalesce()
 
+    def free(self) -> None:
+        self._own, self._sum = _no_rows(self._parameter), None
+
     def own(self) -> Tensor:
         return stored_values(self._own)
 
@@ -102,7 +105,7 @@ class SparseBucket(Bucket):
         """Set `.grad` to the sum over all ranks, unless the parameter is in `skip`. The sum has no autograd graph."""
         if self.plan.parameters[0] not in skip:
             self._parameter.grad = self._sum
-        self._own, self._sum = _no_rows(self._parameter), None
+        self.free()
 
 
 def _no_rows(parameter: Tensor) -> Tensor:

@@ -1,0 +1,179 @@
+"""How much memory the buckets have, and when: counted by the storages that are alive."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+
+import syncline as sl
+from syncline.gradients import bucket
+from syncline.session import transport_of
+from syncline.testing import run_ranks
+from syncline.transport import Transport
+
+WIDTH = 64
+NUM_LAYERS = 8
+PARAMETER_BYTES = NUM_LAYERS * WIDTH * WIDTH * 4
+
+
+class Shuffled(nn.Module):
+    """Layers that are used in another order than that of their registration, so that buckets are laid out again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(NUM_LAYERS))
+        for number, parameter in enumerate(
+            self.parameters()
+        ):  # the same values in all ranks, which are threads
+            nn.init.normal_(parameter, std=0.1, generator=torch.Generator().manual_seed(number))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for at in (3, 0, 6, 1, 7, 2, 5, 4):
+            x = self.layers[at](x)
+        return x
+
+
+class Straight(Shuffled):
+    """Layers that are used in the order of their registration, so that the first layout is the final one."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+class Watched:
+    """The memory of all buckets that one rank has made."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, *, rank: int) -> None:
+        self._rank = rank
+        self._made: list[tuple[StorageWeakRef, int]] = []
+        self.most_bytes = 0
+        """The largest number of bytes that were alive when a bucket had been made."""
+        original = bucket.DenseBucket.__init__
+
+        def init(
+            made: Any, plan: Any, parameters: Any, transport: Transport, flat: Tensor, **options: Any
+        ) -> None:
+            original(made, plan, parameters, transport, flat, **options)
+            if transport.rank == self._rank:
+                self._made.append((StorageWeakRef(flat.untyped_storage()), flat.nbytes))
+                self.most_bytes = max(self.most_bytes, self.live_bytes)
+
+        monkeypatch.setattr(bucket.DenseBucket, "__init__", init)
+
+    @property
+    def num_made(self) -> int:
+        return len(self._made)
+
+    @property
+    def live_bytes(self) -> int:
+        return sum(num_bytes for storage, num_bytes in self._made if not storage.expired())
+
+
+def wrapped(
+    transport: Transport, *, module: type[nn.Module] = Shuffled, **options: Any
+) -> sl.DistributedDataParallel:
+    ddp: Any = sl.DistributedDataParallel
+    made: sl.DistributedDataParallel = ddp(module(), process_group=transport, bucket_cap_mb=0.04, **options)
+    return made
+
+
+def backward(ddp: nn.Module) -> None:
+    ddp(torch.ones(2, WIDTH)).square().sum().backward()
+
+
+def check_first_steps(ddp: sl.DistributedDataParallel, watched: Watched, *, one_bucket_bytes: int) -> None:
+    assert watched.num_made == 0, "the wrapper alone needs no buckets"
+    with ddp.no_sync():
+        backward(ddp)
+    assert watched.num_made == 0, "a local backward needs no buckets"
+    backward(ddp)
+    assert ddp.last_step is not None
+    assert len(ddp.last_step.buckets) == 4
+    num_made = watched.num_made
+    assert num_made == 8, "the order was learnt"
+    tail_bytes = watched.live_bytes - PARAMETER_BYTES
+    assert 0 < tail_bytes < 2048, "the buckets of the first layout are freed"
+    assert watched.most_bytes <= PARAMETER_BYTES + 2048 + one_bucket_bytes
+    backward(ddp)
+    assert watched.num_made == num_made
+    assert len(ddp.last_step.buckets) == 4
+
+
+@pytest.mark.parametrize("as_view", [False, True])
+def test_a_gradient_has_one_place_in_buckets_even_when_they_are_laid_out_again(
+    as_view: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    watched = Watched(monkeypatch, rank=0)
+
+    def rank(transport: Transport) -> None:
+        ddp = wrapped(transport, gradient_as_bucket_view=as_view)
+        if transport.rank == 0:
+            # With views, a former bucket lives until the last of its gradients has moved.
+            check_first_steps(ddp, watched, one_bucket_bytes=PARAMETER_BYTES // 2 if as_view else 0)
+        else:
+            with ddp.no_sync():
+                backward(ddp)
+            backward(ddp)
+            backward(ddp)
+
+    run_ranks(2, rank)
+
+
+@pytest.mark.ranks(2)
+def test_the_memory_of_the_transport_replaces_the_first_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
+    transport = transport_of(None)
+    assert transport.reduces_in_place
+    watched = Watched(monkeypatch, rank=transport.rank)
+    check_first_steps(wrapped(transport), watched, one_bucket_bytes=0)
+
+
+def test_gradients_that_are_views_keep_their_values_when_buckets_are_laid_out_again() -> None:
+    def rank(transport: Transport) -> list[list[float]]:
+        found = []
+        for as_view in (False, True):
+            ddp = wrapped(transport, gradient_as_bucket_view=as_view)
+            backward(ddp)
+            found.append([value for p in ddp.parameters() for value in p.grad.flatten().tolist()])  # type: ignore[union-attr]
+            assert any(found[-1])
+        return found
+
+    for copied, viewed in run_ranks(2, rank):
+        assert copied == viewed
+
+
+def test_a_layout_that_would_not_change_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    watched = Watched(monkeypatch, rank=0)
+
+    def rank(transport: Transport) -> None:
+        ddp = wrapped(transport, module=Straight)
+        backward(ddp)
+        backward(ddp)
+
+    run_ranks(2, rank)
+    assert watched.num_made == 4
+
+
+@pytest.mark.parametrize(
+    "strategy", [sl.LocalSGD(every=1), sl.DiLoCo(every=1), sl.Manual()], ids=["LocalSGD", "DiLoCo", "Manual"]
+)
+def test_a_strategy_without_mean_gradients_has_no_buckets(
+    strategy: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    watched = Watched(monkeypatch, rank=0)
+
+    def rank(transport: Transport) -> None:
+        ddp = wrapped(transport, strategy=strategy)
+        optimizer = ddp.attach(torch.optim.SGD(ddp.parameters(), lr=0.1))
+        for _ in range(2):
+            backward(ddp)
+            optimizer.step()
+        assert ddp.explain()
+
+    run_ranks(2, rank)
+    assert watched.num_made == 0
