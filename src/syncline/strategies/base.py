@@ -176,6 +176,10 @@ class OuterCopies(Mechanism):
     """Whether a rank keeps the changes that its steps make during the averaging of a fragment.
 
     If so, these changes are added to the fragment's new values."""
+    replaces: bool = False
+    """Whether each `SendOuter` is directly followed by its `ReceiveOuter`, which mixes in no values of the rank.
+
+    If so, the mean outer gradient may be computed in the memory of the parameters."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -202,7 +202,13 @@ class DiLoCo(LocalSteps[_State]):
 
     def mechanism(self, spec: Spec) -> Mechanism:
         fragments = plan_fragments(spec.sizes_numel, self.fragments)
-        return OuterCopies(fragments, self.outer, self.compression, keeps_sent=self._mixing is None)
+        return OuterCopies(
+            fragments,
+            self.outer,
+            self.compression,
+            keeps_sent=self._mixing is None,
+            replaces=not self.delay and not self._mixing,
+        )
 
     def at_step(self, state: _State, progress: Progress, inbox: Sequence[Message] = ()) -> Decision[_State]:
         step = progress.step

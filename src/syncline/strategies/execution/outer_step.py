@@ -19,9 +19,11 @@ from syncline.strategies.base import (
     RestartOuter,
     SendOuter,
 )
-from syncline.strategies.execution.flat import FlatGroup, flat_groups
+from syncline.strategies.execution.flat import flat_groups
+from syncline.strategies.execution.in_place import InPlaceMean, Wires
 from syncline.strategies.execution.kept import Kept
 from syncline.strategies.execution.standing import Standing
+from syncline.tensors.targets import as_real
 from syncline.transport.base import Transport
 
 
@@ -63,8 +65,9 @@ class OuterLoop(Kept):
             ),
         )
         self.num_fragments = len(copies.fragments)
+        wires = Wires(transport, self._local.values())
         self._fragments = [
-            _Fragment([named[i][1] for i in indices], [common[i] for i in indices], copies, transport)
+            _Fragment([named[i][1] for i in indices], [common[i] for i in indices], copies, wires)
             for indices in copies.fragments
         ]
 
@@ -92,8 +95,13 @@ class OuterLoop(Kept):
                 super().run(action)
 
     def _step(self, fragment: int, mixing: float | None) -> None:
-        self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
+        try:
+            self.optimizer.step()
+        except BaseException:
+            self._fragments[fragment].undo()
+            raise
+        finally:
+            self.optimizer.zero_grad(set_to_none=True)
         self._fragments[fragment].write(mixing)
 
     def follow(self, transport: Transport) -> None:
@@ -102,8 +110,9 @@ class OuterLoop(Kept):
         The copies, their optimizer and the residuals of this rank stay.
         """
         self.optimizer.zero_grad(set_to_none=True)
+        wires = Wires(transport, self._local.values())
         for fragment in self._fragments:
-            fragment.follow(transport)
+            fragment.follow(wires)
 
     # ------------------------------------------------------------------ saving and loading
 
@@ -151,17 +160,17 @@ class _Fragment:
     Args:
         local: the module's parameters that belong to the fragment.
         common: the outer optimizer's copies of these parameters, in the same order.
-        copies: the settings of DiLoCo, of which `compression` and `keeps_sent` are used.
-        transport: the lane that carries the outer gradients.
+        copies: the settings of DiLoCo, of which `compression`, `keeps_sent` and `replaces` are used.
+        wires: the lane that carries the outer gradients, and memory for averages in place.
     """
 
     def __init__(
-        self, local: Sequence[Tensor], common: Sequence[Tensor], copies: OuterCopies, transport: Transport
+        self, local: Sequence[Tensor], common: Sequence[Tensor], copies: OuterCopies, wires: Wires
     ) -> None:
         self._local, self._common = local, common
         self._groups = flat_groups(common)
-        self._compression = copies.compression
-        self._exchanges = self._new_exchanges(transport)
+        self._wires, self._compression = wires, copies.compression
+        self._exchanges = self._new_exchanges(wires.transport)
         self._is_open = False
         """Whether the fragment's outer gradient was sent, and its outer step was not written yet."""
         self._arrived: list[Tensor] | None = None
@@ -169,6 +178,9 @@ class _Fragment:
         self._keeps_sent = copies.keeps_sent
         self._sent: list[Tensor] = []
         """The values of the parameters at the last send; empty if they are not needed."""
+        self._may_replace = copies.replaces and copies.compression is None
+        self._in_place: InPlaceMean | None = None
+        """The mean outer gradient in the memory of the parameters, until the outer step is written; None otherwise."""
 
     @property
     def is_under_way(self) -> bool:
@@ -183,15 +195,16 @@ class _Fragment:
             for group in self._groups
         ]
 
-    def follow(self, transport: Transport) -> None:
+    def follow(self, wires: Wires) -> None:
         """Average over the ranks of this lane from now on. An average that was not written does not count."""
-        former, self._exchanges = self._exchanges, self._new_exchanges(transport)
+        self._wires = wires
+        former, self._exchanges = self._exchanges, self._new_exchanges(wires.transport)
         for before, exchange in zip(former, self._exchanges, strict=True):
             if self._is_open:
                 before._undo()
             for index, memory in enumerate(before.memory()):
                 exchange.remember(index, memory)
-        self._arrived, self._sent, self._is_open = None, [], False
+        self._arrived, self._in_place, self._sent, self._is_open = None, None, [], False
 
     def send(self, *, keeps: bool) -> None:
         """Start to average the outer gradient.
@@ -199,18 +212,40 @@ class _Fragment:
         Args:
             keeps: whether the average may be discarded, so that the present residuals are kept until its outer step.
         """
-        # The copy is first rounded as it was written into the parameters. Otherwise that rounding would count as a
-        # move, and the outer step would undo it.
-        moved = [
-            common.detach().to(local.dtype).to(common.dtype) - local.detach().to(common.dtype)
-            for common, local in zip(self._common, self._local, strict=True)
-        ]
         self._is_open = True
+        self._in_place = InPlaceMean(self._local, self._common) if self._replaces(keeps=keeps) else None
+        if self._in_place is not None:
+            return  # the call that receives the mean follows at once
         for group, exchange in zip(self._groups, self._exchanges, strict=True):
             if keeps:
                 exchange._keep()
-            exchange.start(FlatGroup([moved[i] for i in group.indices], group.indices).read())
+            flat = torch.empty(group.numel, dtype=group.dtype, device=group.device)
+            for index, moved in zip(group.indices, group.views(flat), strict=True):
+                common, local = as_real(self._common[index]), as_real(self._local[index])
+                # The copy is first rounded as it was written into the parameters. Otherwise that rounding would count
+                # as a move, and the outer step would undo it.
+                torch.sub(common.to(local.dtype).to(common.dtype), local, out=moved)
+            exchange.start(flat)
         self._sent = [local.detach().clone() for local in self._local] if self._keeps_sent else []
+
+    def _replaces(self, *, keeps: bool) -> bool:
+        """Return whether the mean outer gradient replaces the values of the parameters until the outer step.
+
+        Args:
+            keeps: whether the average may be discarded, so that the parameters must keep their values.
+        """
+        transport = self._wires.transport
+        return (
+            self._may_replace
+            and not keeps
+            and transport.size > 1
+            and all(
+                local.dtype is common.dtype
+                and not local.is_complex()
+                and transport.sending_device(local.device) == local.device
+                for local, common in zip(self._local, self._common, strict=True)
+            )
+        )
 
     def advance(self) -> None:
         for exchange in self._exchanges:
@@ -218,6 +253,11 @@ class _Fragment:
 
     def receive_gradients(self) -> None:
         """Wait for the mean outer gradients, and store them in `.grad` of the copies."""
+        if self._in_place is not None:
+            self._in_place.run(self._wires)
+            for local, common in zip(self._local, self._common, strict=True):
+                common.grad = local.data
+            return
         means = self._arrived or [exchange.wait() for exchange in self._exchanges]
         self._arrived = None
         for group, mean in zip(self._groups, means, strict=True):
@@ -241,7 +281,13 @@ class _Fragment:
             else:
                 local.data.copy_(common.detach())
         torch.autograd.graph.increment_version(list(self._local))
-        self._sent, self._is_open = [], False
+        self._in_place, self._sent, self._is_open = None, [], False
+
+    def undo(self) -> None:
+        """Restore the parameters, because the outer step has failed."""
+        if self._in_place is not None:
+            self._in_place.undo()
+            self._in_place = None
 
     def state_dict(self) -> dict[str, Any]:
         if self._arrived is None and self.is_under_way:
