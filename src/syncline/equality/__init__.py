@@ -9,6 +9,6 @@ locate.py       the search for values, elements and ranks that differ; the error
 
 from __future__ import annotations
 
-from syncline.equality.fingerprint import SliceHash
+from syncline.equality.fingerprint import SliceHash, hash_of, hash_of_sample
 
-__all__ = ["SliceHash"]
+__all__ = ["SliceHash", "hash_of", "hash_of_sample"]

@@ -33,6 +33,12 @@ _SECOND = -0x6B2FB644ECCEEE15  # 0x94D049BB133111EB
 
 _WORD = 1 << 64
 
+_NUM_SAMPLED = 16
+"""The number of tensors of which a sample is taken."""
+
+_SAMPLED_NUMEL = 1024
+"""The number of elements of each of these tensors in a sample."""
+
 
 def fingerprints(values: Sequence[Any]) -> list[int]:
     """Return the 64-bit fingerprint of each value. For values other than tensors, see `fingerprint_of`.
@@ -211,6 +217,34 @@ class SliceHash:
         for leaf, number in self._resolved():
             found[leaf] = mixed(found.get(leaf, 0), number)
         return found
+
+
+def hash_of(tensors: Sequence[Tensor]) -> bytes:
+    """Return an 8-byte hash of all values of some tensors. It does not depend on their strides."""
+    found = SliceHash()
+    for index, tensor in enumerate(tensors):
+        found.add(index, tensor, 0, tensor.numel(), in_memory_order=False)
+    return found.value().to_bytes(8, "little")
+
+
+def hash_of_sample(tensors: Sequence[Tensor]) -> bytes:
+    """Return an 8-byte hash of a few values in the middle of a few tensors. It costs next to nothing.
+
+    If tensors have the same strides on all ranks, ranks with different hashes have different values. Replicas that were
+    trained apart differ almost everywhere, so this hash nearly always finds that they differ.
+
+    Examples:
+        >>> x = torch.zeros(4096)
+        >>> before = hash_of_sample([x])
+        >>> x[2048] = 1
+        >>> hash_of_sample([x]) == before
+        False
+    """
+    found = SliceHash()
+    for index in range(0, len(tensors), max(1, len(tensors) // _NUM_SAMPLED)):
+        start = tensors[index].numel() // 2 // 64 * 64
+        found.add(index, tensors[index], start, start + _SAMPLED_NUMEL)
+    return found.value().to_bytes(8, "little")
 
 
 def _is_in_host_memory(tensor: Tensor) -> bool:

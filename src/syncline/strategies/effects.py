@@ -70,6 +70,16 @@ def make_equal(actions: Sequence[Action], *, num_fragments: int) -> bool:
     return 0 < num_fragments == len(replaced)
 
 
+def without_average(actions: Sequence[Action]) -> list[Action]:
+    """Return the actions for tensors that are equal already: of each `Average`, only the sync of buffers remains.
+
+    Examples:
+        >>> without_average([Average(), RestartOuter()])
+        [AverageBuffers(), RestartOuter()]
+    """
+    return [AverageBuffers() if isinstance(action, Average) else action for action in actions]
+
+
 def are_blocking(actions: Sequence[Action]) -> bool:
     """Return whether the actions average parameters over all ranks, so that all ranks wait for each other.
 

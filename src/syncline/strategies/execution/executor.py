@@ -189,13 +189,20 @@ class Executor:
                 case _:
                     self.kept.run(action)
 
+    def averaged_by(self, actions: Sequence[Action]) -> list[Tensor]:
+        """Return the tensors that actions replace by their plain mean, without the buffers. There may be none."""
+        plain = [action for action in actions if isinstance(action, Average) and not action.by_weight]
+        if not plain or self._lane.size == 1:
+            return []
+        with_state = any(action.optimizer_state for action in plain)
+        state = self._optimizers.floating_state() if with_state else []
+        return [*self.parameters, *(tensor for _, tensor in state)]
+
     def _average(self, action: Average) -> None:
         if action.by_weight:
             self.kept.run(action)
             return
-        tensors = list(self.parameters)
-        if action.optimizer_state:
-            tensors += [tensor for _, tensor in self._optimizers.floating_state()]
+        tensors = self.averaged_by([action])
         if not self._standing.confirms:
             TensorReducer(tensors, self._lane, "mean", rounds_once=True).run()
             return
