@@ -9,13 +9,19 @@ the two times of one round; its 95 % confidence interval is bootstrapped over ro
 
 "one flat all_reduce" reduces a contiguous tensor of the same values, by "mean", over the same transport. "a loop
 of dist.all_reduce" is what one writes by hand: one call and one division a parameter, over Gloo. "weighted" has another
-weight on each rank. check_replicas and sync_gradients_ are there for orientation. A goal is judged by the median;
-"within noise" says that the interval holds both answers.
+weight on each rank. check_replicas and sync_gradients_ are there for orientation.
+
+ddp.sync_parameters_ is called when all parameters are equal, and when one value differs. A hash of a few values of each
+rank finds nearly every difference ("sample"); if it finds none, all values are hashed and compared ("all values"). Both
+are measured without the call, too: this is what a call costs in vain if parameters differ.
+
+A goal is judged by the median; "within noise" says that the interval holds both answers.
 """
 
 from __future__ import annotations
 
 import argparse
+import copy
 import json
 import statistics
 import sys
@@ -29,18 +35,24 @@ from torch import nn
 import syncline as sl
 from models import GPT, SIZES, Chain
 from rounds import RoundsParser, judged
+from syncline.equality import hash_of, hash_of_sample
 from syncline.session import transport_of
 from syncline.tools.bench.tables import table
 from syncline.tools.bench.timing import alternate, calls_for, ratio, timer
 from syncline.transport import C10dTransport, Transport
+from syncline.transport.agreement import exchange
 
 FLAT, LOOP, AVERAGE = "one flat all_reduce", "a loop of dist.all_reduce", "sl.average_"
 WEIGHTED, GRADIENTS, CHECK = "sl.average_, weighted", "sl.sync_gradients_", "sl.check_replicas"
+EQUAL, DIFFERENT = "ddp.sync_parameters_, equal", "ddp.sync_parameters_, one value differs"
+SAMPLE, ALL_VALUES = "comparison of a sample", "comparison of all values"
 
 TIMES_FLAT = 1.2
 """What average_ of the large module may take, in times of the flat all_reduce."""
 TIMES_LOOP = 5.0
 """How many times as fast as the loop it has to be on the small parameters."""
+TIMES_AVERAGE = 0.1
+"""What a comparison may take that finds a difference, in times of average_."""
 
 Rounds = Mapping[str, Sequence[float]]
 """Seconds of each round, by competitor."""
@@ -59,12 +71,25 @@ def competitors(module: nn.Module, transport: Transport) -> dict[str, Callable[[
             dist.all_reduce(parameter.data)
             parameter.data.div_(transport.size)
 
+    replica = copy.deepcopy(module)
+    ddp = sl.DistributedDataParallel(replica, process_group=transport, strategy=sl.Manual())
+    tensors = list(replica.parameters())
+    middle = tensors[0].data.view(-1)[tensors[0].numel() // 2 :]
+
+    def sync_different() -> None:
+        middle[0] = float(transport.rank)  # within the sample
+        ddp.sync_parameters_()
+
     calls: dict[str, Callable[[], object]] = {
         FLAT: lambda: transport.all_reduce(flat, "mean").wait(),
         AVERAGE: lambda: sl.average_(module, group=transport),
         WEIGHTED: lambda: sl.average_(module, 1.0 + transport.rank, group=transport),
         GRADIENTS: lambda: sl.sync_gradients_(module, group=transport),
         CHECK: lambda: sl.check_replicas(module, group=transport),
+        EQUAL: ddp.sync_parameters_,
+        DIFFERENT: sync_different,
+        SAMPLE: lambda: hash_of_sample(tensors),
+        ALL_VALUES: lambda: exchange(transport, "hash", [], payload=hash_of(tensors)),
     }
     return calls | {LOOP: loop} if transport.name == "gloo" else calls
 
@@ -93,6 +118,10 @@ def goals(large: Mapping[str, Rounds], small: Rounds) -> list[list[str]]:
         times = ratio(rounds[AVERAGE], rounds[FLAT])
         what = f"19 M parameters, {name}: at most {TIMES_FLAT:g}x one flat all_reduce"
         found.append([what, judged(times, at_most=TIMES_FLAT)])
+    for comparison in (SAMPLE, ALL_VALUES):
+        times = ratio(large["gloo"][comparison], large["gloo"][AVERAGE])
+        what = f"19 M parameters, gloo: {comparison}, at most {TIMES_AVERAGE:g} of average_"
+        found.append([what, judged(times, at_most=TIMES_AVERAGE)])
     times = ratio(small[LOOP], small[AVERAGE])
     what = f"500 parameters, gloo: at least {TIMES_LOOP:g}x as fast as the loop"
     return [*found, [what, judged(times, at_least=TIMES_LOOP)]]
