@@ -29,15 +29,14 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 import syncline as sl
-from syncline.gradients.layout import POOL_BYTES
+from syncline.gradients.bucket_plan import POOL_BYTES
 from syncline.tools.bench.machine import total_memory_bytes
 from syncline.tools.bench.tables import size_text, table
 
@@ -70,8 +69,7 @@ def ours(module: nn.Module, **options: Any) -> Wrapped:
     return ddp, ddp.attach(adamw(ddp))
 
 
-@dataclass(frozen=True)
-class Way:
+class Way(NamedTuple):
     """A way to train, and the memory that its tensors take by our count."""
 
     wrap: Callable[[nn.Module], Wrapped]

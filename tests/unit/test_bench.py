@@ -444,9 +444,41 @@ def test_more_ranks_than_cores_have_a_goal_of_their_own() -> None:
 def test_memory_reads_the_kernels_figure_and_counts_like_people() -> None:
     memory = program("memory")
     assert memory.pss_bytes("Rss: 9 kB\nPss:     12 kB\nPss_Anon: 3 kB\n") == 12 * 1024
+    assert memory.pss_of("0") == 0, "a process that has ended"
     assert memory.parse_count("1.5M") == 1_500_000
-    rows = {
-        "torch DDP": {"pss_bytes": 3 << 30, "before_bytes": 1 << 30},
-        "syncline": {"pss_bytes": 2 << 30, "before_bytes": 1 << 30},
-    }
-    assert memory.report(rows).splitlines()[2].split() == ["syncline", "2", "GiB", "0.67", "1", "GiB", "0.50"]
+    count = 100 << 20
+
+    def figures(peak: float) -> list[dict[str, int]]:
+        """Of three rounds, in which the peak of two ranks is 1 byte a parameter less, as given, and 3 more."""
+        return [
+            {
+                "num_parameters": count,
+                "before_bytes": 1 << 30,
+                "held_bytes": (1 << 30) + 2 * count * 10,
+                "peak_bytes": (1 << 30) + round(2 * count * (peak + extra)),
+            }
+            for extra in (-1, 0, 3)
+        ]
+
+    peaks = dict.fromkeys(memory.WAYS, 20.5)
+    peaks |= {"syncline, Gloo": 20.7, "syncline, sharded": 9.2, "syncline, DiLoCo": 26.0}
+    rows = memory.report({name: figures(peak) for name, peak in peaks.items()}, 2).splitlines()
+    assert rows[1].split() == [
+        "torch's",
+        "class,",
+        "Gloo",
+        "2.002",
+        "GiB",
+        "20.50",
+        "20.00",
+        "10.00",
+        "1.000",
+        "1.00",
+    ]
+    words = [" ".join(row.split()) for row in rows[2:]]
+    assert words == [
+        "syncline, Gloo 2.021 GiB 20.70 20.00 10.00 1.010 1 of torch's not met 1.01",
+        "syncline, shared memory 2.002 GiB 20.50 20.00 10.00 1.000 1 of torch's met 1.00",
+        "syncline, sharded 920 MiB 9.20 8.96 10.00 0.449 1.05 of computed met 0.56",
+        "syncline, DiLoCo 2.539 GiB 26.00 24.00 10.00 1.268 1.05 of computed not met 1.21",
+    ]

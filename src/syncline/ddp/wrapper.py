@@ -320,7 +320,7 @@ class DistributedDataParallel(  # type: ignore[misc, override]
         Under a strategy that lets replicas drift, this runs a parameter sync of the strategy, such as an average or an
         outer step. Call this method before an evaluation, before a checkpoint, and at the end of training. Buffers are
         synchronized by the buffer policy. Under `EveryStep` the parameters are already equal, so only buffers are
-        synchronized.
+        synchronized. The same holds if a mean is due, and a comparison of hashes finds that the values are equal.
 
         Raises:
             ContractMismatch: the ranks have run different numbers of steps, or their attached optimizers differ.

@@ -21,6 +21,9 @@ from dataclasses import dataclass
 
 MIB = 1024 * 1024
 
+POOL_BYTES = 96 * MIB
+"""Approximate size of the memory pool of sharded buckets. If they need more in total, they use the pool in turn."""
+
 LARGE_GRADIENT_NUMEL = 16 * 1024
 """A gradient with at least this number of elements (64 KiB in fp32) is large: it is copied as soon as it is ready."""
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from syncline.gradients.bucket import Bucket, DenseBucket, ShardedBucket
-from syncline.gradients.bucket_plan import BucketPlan, ParameterSpec, plan_buckets
+from syncline.gradients.bucket_plan import POOL_BYTES, BucketPlan, ParameterSpec, plan_buckets
 from syncline.gradients.comm_hook import CommHook
 from syncline.gradients.options import GradientOptions
 from syncline.gradients.shard import BucketShard
@@ -24,9 +24,6 @@ from syncline.gradients.sparse import SparseBucket
 from syncline.gradients.step_times import NUM_DIGITS
 from syncline.gradients.tail import TailForm, TailMessage
 from syncline.transport.base import Transport
-
-POOL_BYTES = 96 * 1024 * 1024
-"""Approximate size of the memory pool of sharded buckets. If they need more in total, they use the pool in turn."""
 
 _MIN_TURNS = 3
 """The pool always has memory for at least this number of buckets at the same time."""

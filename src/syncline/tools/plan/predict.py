@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from syncline.gradients.bucket_plan import POOL_BYTES
 from syncline.tools.plan.buckets import buckets_of
 from syncline.tools.plan.cluster import Cluster
 from syncline.tools.plan.costs import Costs, Sending, factor_values
@@ -185,11 +186,11 @@ def memory_bytes(job: Job, cluster: Cluster, option: Option) -> float:
     one = job.num_bytes
     state = job.state_values * one
     if option.sharded:
-        # One copy of the parameters, and of the optimizer's state, for the ranks that share memory. Gradients exist
-        # as buckets, and until they are in a bucket.
+        # One copy of the parameters, and of the optimizer's state, for the ranks that share memory. Each rank keeps its
+        # shard of the gradients. Buckets take turns in a pool.
         share = cluster.ranks_per_host if cluster.engine == "shm" else cluster.num_ranks
         parameters = one / share if cluster.engine == "shm" else one
-        return parameters + one + (state + one) / share + job.activation_bytes
+        return parameters + min(one, POOL_BYTES) + (state + one) / share + job.activation_bytes
     total = 2 * one + state + job.activation_bytes
     if option.strategy == "EveryStep":
         total += one  # the buckets
