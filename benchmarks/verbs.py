@@ -121,7 +121,7 @@ def goals(large: Mapping[str, Rounds], small: Rounds) -> list[list[str]]:
     for comparison in (SAMPLE, ALL_VALUES):
         times = ratio(large["gloo"][comparison], large["gloo"][AVERAGE])
         what = f"19 M parameters, gloo: {comparison}, at most {TIMES_AVERAGE:g} of average_"
-        found.append([what, judged(times, at_most=TIMES_AVERAGE)])
+        found.append([what, judged(times, at_most=TIMES_AVERAGE, form="{:.3f}")])
     times = ratio(small[LOOP], small[AVERAGE])
     what = f"500 parameters, gloo: at least {TIMES_LOOP:g}x as fast as the loop"
     return [*found, [what, judged(times, at_least=TIMES_LOOP)]]
