@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 import syncline as sl
 from syncline.gradients import bucket
 from syncline.session import transport_of
+from syncline.strategies import Progress
 from syncline.testing import run_ranks
 from syncline.transport import Transport
 
@@ -177,3 +179,48 @@ def test_a_strategy_without_mean_gradients_has_no_buckets(
 
     run_ranks(2, rank)
     assert watched.num_made == 0
+
+
+def steps_of(strategy: Any, watched: Watched, num_steps: int) -> list[tuple[bool, int]]:
+    """Return for each step whether its backward was reduced, and the bytes of all buckets of rank 0 after it."""
+
+    def rank(transport: Transport) -> list[tuple[bool, int]]:
+        ddp = wrapped(transport, strategy=strategy)
+        optimizer = ddp.attach(torch.optim.SGD(ddp.parameters(), lr=0.1))
+        found = []
+        for _ in range(num_steps):
+            optimizer.zero_grad()
+            backward(ddp)
+            assert ddp.last_step is not None
+            found.append((ddp.last_step.synchronized, watched.live_bytes if transport.rank == 0 else 0))
+            optimizer.step()
+        return found
+
+    return run_ranks(2, rank)[0]
+
+
+@pytest.mark.parametrize(
+    "strategy", [sl.LocalSGD(2, warmup=2), sl.DiLoCo(2, warmup=2)], ids=["LocalSGD", "DiLoCo"]
+)
+def test_buckets_are_freed_after_a_warm_up(strategy: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = steps_of(strategy, Watched(monkeypatch, rank=0), 5)
+    assert [(reduced, num_bytes > 0) for reduced, num_bytes in found] == [(True, True)] * 2 + [
+        (False, False)
+    ] * 3
+
+
+@dataclass(frozen=True, repr=False)
+class ByTurns(sl.LocalSGD):
+    """Local SGD that averages the gradients of each second step, too."""
+
+    def at_backward(self, state: Any, progress: Progress) -> tuple[Any, ...]:
+        is_reduced = progress.step % 2 == 0
+        return super().at_backward(state, Progress(step=0)) if is_reduced else ()
+
+
+def test_buckets_that_are_needed_again_are_kept_then(monkeypatch: pytest.MonkeyPatch) -> None:
+    watched = Watched(monkeypatch, rank=0)
+    found = steps_of(ByTurns(1, warmup=1), watched, 6)
+    assert [reduced for reduced, _ in found] == [True, False] * 3
+    assert [num_bytes > 0 for _, num_bytes in found] == [True, False, True, True, True, True]
+    assert watched.num_made == 4 + 4 + 4

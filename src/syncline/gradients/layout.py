@@ -94,6 +94,8 @@ class BucketLayout:
         self.comm_hook: CommHook | None = None
         """The communication hook that reduces the buckets; None for the transport's all_reduce."""
         self._kinds: list[tuple[Tensor, torch.dtype, torch.device]] = []
+        self._was_freed: bool = False
+        """Whether `free_unused` has freed the memory of buckets."""
 
     def reserve_tail(self, widths: Sequence[int]) -> None:
         """Reserve space in the tail for the words that the riders of each rank send.
@@ -209,6 +211,16 @@ class BucketLayout:
             bucket.free()
         self.buckets = []
         self.places.clear()
+
+    def free_unused(self) -> None:
+        """Free the memory of the buckets, because a backward begins that a strategy does not reduce.
+
+        Usually a warm-up has ended, and no later backward is reduced. If one is, the buckets get memory again, and then
+        they keep it.
+        """
+        if self.buckets and not self._was_freed:
+            self._was_freed = True
+            self.free_memory()
 
     def fits(self) -> bool:
         """Return whether the parameters still have the dtype and the device that the buckets were made for.
