@@ -36,7 +36,9 @@ import torch
 from torch import Tensor, nn
 
 import syncline as sl
+from rounds import Figure, write_figures
 from syncline.gradients.bucket_plan import POOL_BYTES
+from syncline.tools.bench.goals import goals_table
 from syncline.tools.bench.machine import total_memory_bytes
 from syncline.tools.bench.tables import size_text, table
 
@@ -205,20 +207,8 @@ def net(figures: Mapping[str, int], what: str) -> int:
 
 
 def report(rounds: Rounds, num_ranks: int) -> str:
-    """A line for each way to train: medians over rounds, and whether the goal is met."""
-    cells = [
-        [
-            "a rank, at its peak",
-            "memory",
-            "B/parameter",
-            "computed",
-            "held",
-            "of torch's",
-            "goal",
-            "",
-            "gross",
-        ]
-    ]
+    """A line for each way to train, with medians over rounds."""
+    cells = [["a rank, at its peak", "memory", "B/parameter", "computed", "held", "of torch's", "gross"]]
     for name, found in rounds.items():
         count = found[0]["num_parameters"]
         shares = count * num_ranks
@@ -226,7 +216,6 @@ def report(rounds: Rounds, num_ranks: int) -> str:
             statistics.median(net(one, what) for one in found) / shares
             for what in ("peak_bytes", "held_bytes")
         )
-        computed = WAYS[name].computed_bytes(count, num_ranks) / count
         of_torch, gross = (
             statistics.median(of(one) / of(other) for one, other in zip(found, rounds[TORCH], strict=True))
             for of in (lambda one: net(one, "peak_bytes"), lambda one: one["peak_bytes"])
@@ -236,28 +225,31 @@ def report(rounds: Rounds, num_ranks: int) -> str:
                 name,
                 size_text(round(peak * count)),
                 f"{peak:.2f}",
-                f"{computed:.2f}",
+                f"{WAYS[name].computed_bytes(count, num_ranks) / count:.2f}",
                 f"{held:.2f}",
                 f"{of_torch:.3f}",
-                *goal_of(name, of_torch, peak / computed),
                 f"{gross:.2f}",
             ]
         )
     return table(cells)
 
 
-def goal_of(name: str, of_torch: float, of_computed: float) -> tuple[str, str]:
-    """The goal of one way to train, and whether it is met.
-
-    Example:
-        >>> goal_of("syncline, Gloo", 1.0, 1.02), goal_of("syncline, DiLoCo", 1.2, 1.06)
-        (("1 of torch's", 'met'), ('1.05 of computed', 'not met'))
-    """
-    if name == TORCH:
-        return "", ""
-    if WAYS[name].whole == WAYS[TORCH].whole:
-        return "1 of torch's", "met" if of_torch <= NO_MORE_THAN_TORCH else "not met"
-    return f"{TIMES_COMPUTED} of computed", "met" if of_computed <= TIMES_COMPUTED else "not met"
+def figures_of(rounds: Rounds, num_ranks: int) -> list[Figure]:
+    """The peak of each way to train, by that of torch's class, or by what is computed, with its goal."""
+    figures = []
+    for name, found in rounds.items():
+        peaks = [net(one, "peak_bytes") for one in found]
+        if WAYS[name].whole == WAYS[TORCH].whole:
+            theirs = [net(one, "peak_bytes") for one in rounds[TORCH]]
+            by, goal = "torch's class", NO_MORE_THAN_TORCH
+        else:
+            computed = WAYS[name].computed_bytes(found[0]["num_parameters"], num_ranks)
+            theirs = [round(computed) * num_ranks] * len(peaks)
+            by, goal = "computed", TIMES_COMPUTED
+        values = [one / other for one, other in zip(peaks, theirs, strict=True)]
+        if name != TORCH:
+            figures.append(Figure(f"memory at the peak: {name} / {by}", values, at_most=goal, form="{:.3f}"))
+    return figures
 
 
 def parse_count(text: str) -> int:
@@ -299,18 +291,16 @@ def main() -> None:
         )
     found: dict[str, list[dict[str, int]]] = {name: [] for name in WAYS}
     for _ in range(arguments.rounds):
-        for name, figures in found.items():
-            figures.append(run_job(name, arguments))
+        for name, jobs in found.items():
+            jobs.append(run_job(name, arguments))
     count = found[TORCH][0]["num_parameters"]
     print(
         f"{arguments.ranks} ranks, {count / 1e6:.1f} M parameters, fp32, AdamW, medians of {arguments.rounds} rounds; "
-        f"gross: of torch's, with Python and torch"
+        "gross: of torch's, with Python and torch"
     )
-    print(report(found, arguments.ranks))
-    if arguments.json:
-        arguments.json.write_text(
-            json.dumps({"num_ranks": arguments.ranks, "rounds": found}, indent=2) + "\n"
-        )
+    figures = figures_of(found, arguments.ranks)
+    print(f"{report(found, arguments.ranks)}\n\n{goals_table(figures)}")
+    write_figures(arguments.json, figures, num_ranks=arguments.ranks, rounds=found)
 
 
 if __name__ == "__main__":
