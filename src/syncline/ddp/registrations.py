@@ -311,6 +311,9 @@ class Registrations:
             self._emit_step(attached, is_discarded=outcome is Outcome.DISCARDED)
         if self._rounds is not None and outcome is not Outcome.DISCARDED:
             self._rounds.step_ended(attached, has_failed=outcome is Outcome.FAILED)
+            gradients = self._gradients
+            if gradients.layout.can_be_freed and not gradients.is_in_backward and not self._rounds.reduces():
+                gradients.layout.free_unused()
 
     def _emit_step(self, attached: AttachedOptimizer, *, is_discarded: bool) -> None:
         event = OptimizerStepped(

@@ -94,8 +94,8 @@ class BucketLayout:
         self.comm_hook: CommHook | None = None
         """The communication hook that reduces the buckets; None for the transport's all_reduce."""
         self._kinds: list[tuple[Tensor, torch.dtype, torch.device]] = []
-        self._was_freed: bool = False
-        """Whether `free_unused` has freed the memory of buckets."""
+        self.can_be_freed: bool = not options.sharded
+        """Whether `free_unused` may be called, and was not called before."""
 
     def reserve_tail(self, widths: Sequence[int]) -> None:
         """Reserve space in the tail for the words that the riders of each rank send.
@@ -213,14 +213,13 @@ class BucketLayout:
         self.places.clear()
 
     def free_unused(self) -> None:
-        """Free the memory of the buckets, because a backward begins that a strategy does not reduce.
+        """Free the memory of the buckets, because the strategy does not reduce the backwards of the next step.
 
         Usually a warm-up has ended, and no later backward is reduced. If one is, the buckets get memory again, and then
-        they keep it.
+        they keep it. All ranks must make this call after the same step.
         """
-        if self.buckets and not self._was_freed:
-            self._was_freed = True
-            self.free_memory()
+        self.can_be_freed = False
+        self.free_memory()
 
     def fits(self) -> bool:
         """Return whether the parameters still have the dtype and the device that the buckets were made for.

@@ -315,17 +315,14 @@ class GradientSync:
         """
         controls, reduction = self.controls, self.reduction
         state, has_graph = BackwardState.LOCAL, False
-        if controls.enabled and reduction.sends:
-            if controls.decide():
-                state, has_graph = BackwardState.FILLING, torch.is_grad_enabled()
-                if has_graph:
-                    reduction.check_graph(self.step + 1)
-                static = reduction.usage.static
-                is_learning = static is not None and not static.is_learnt
-                if has_graph or context_id is not None or is_learning:
-                    state = BackwardState.DEFERRED
-            else:
-                reduction.layout.free_unused()
+        if controls.enabled and reduction.sends and controls.decide():
+            state, has_graph = BackwardState.FILLING, torch.is_grad_enabled()
+            if has_graph:
+                reduction.check_graph(self.step + 1)
+            static = reduction.usage.static
+            is_learning = static is not None and not static.is_learnt
+            if has_graph or context_id is not None or is_learning:
+                state = BackwardState.DEFERRED
         num_items = reduction.normalizer.count.take_for_reduction() if controls.enabled else None
         num_ranks = controls.take_num_contributing() or reduction.transport.size
         is_sum = num_items is not None or reduction.layout.comm_hook is not None
