@@ -7,7 +7,7 @@ module has changed since it was wrapped.
 from __future__ import annotations
 
 import operator
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from itertools import chain
@@ -238,7 +238,7 @@ class Inventory:
             for table in (submodule._parameters, submodule._modules)
             if table
         ]
-        self._members = list(self._current())
+        self._members = list(chain.from_iterable(map(dict.values, self._compared)))
         self._frozen = [
             member
             for member in self._members
@@ -253,9 +253,8 @@ class Inventory:
         """
         return (
             sum(map(len, self._tables)) != self._num_entries
-            or not all(map(operator.is_, self._current(), self._members))
+            or not all(
+                map(operator.is_, chain.from_iterable(map(dict.values, self._compared)), self._members)
+            )
             or any(map(_requires_grad, self._frozen))
         )
-
-    def _current(self) -> Iterator[object]:
-        return chain.from_iterable(map(dict.values, self._compared))

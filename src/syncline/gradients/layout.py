@@ -92,6 +92,8 @@ class BucketLayout:
         self.comm_hook: CommHook | None = None
         """The communication hook that reduces the buckets; None for the transport's all_reduce."""
         self._kinds: list[tuple[Tensor, torch.dtype, torch.device]] = []
+        self._converting: set[str] = set()
+        """The dtypes of buckets into which gradients of another dtype are converted."""
         self._order_before: list[int] = []
         """The order of the buckets, after `free_memory`."""
 
@@ -200,7 +202,14 @@ class BucketLayout:
 
         Only one parameter per bucket is checked, because a module is converted or moved as a whole.
         """
-        return all(p.dtype is dtype and p.device == device for p, dtype, device in self._kinds)
+        for (
+            parameter,
+            dtype,
+            device,
+        ) in self._kinds:  # every forward calls this, and a generator would cost more
+            if parameter.dtype is not dtype or parameter.device != device:
+                return False
+        return True
 
     def _build(self, order: Sequence[int]) -> None:
         numel, sharded = self.form.numel, self._options.sharded
@@ -220,6 +229,11 @@ class BucketLayout:
             align_numel=ALIGNMENT_NUMEL if sharded else 1,
             multiple_of=num_shards * ALIGNMENT_NUMEL if sharded else 1,
         )
+        self._converting = {
+            spec.dtype
+            for spec, parameter in zip(self._specs, self._parameters, strict=True)
+            if str(parameter.dtype) != f"torch.{spec.dtype}"
+        }
         if sharded:
             self.buckets = self._make_sharded_buckets(plans)
         else:
@@ -239,10 +253,7 @@ class BucketLayout:
         if plan.sparse:
             return SparseBucket(plan, self._parameters, self._transport)
         # `.grad` cannot be a view of a bucket if the parameters' dtype is another one.
-        has_views = self._options.as_bucket_view and all(
-            spec.dtype != plan.dtype or str(parameter.dtype) == f"torch.{plan.dtype}"
-            for spec, parameter in zip(self._specs, self._parameters, strict=True)
-        )
+        has_views = self._options.as_bucket_view and plan.dtype not in self._converting
         flat = self._allocate(plan)
         return DenseBucket(plan, self._parameters, self._transport, flat, as_view=has_views)
 
@@ -293,18 +304,16 @@ class BucketLayout:
         """Return this rank's shard of each bucket, in order. The list is empty if gradients are not sharded."""
         return [bucket.shard for bucket in self.buckets if isinstance(bucket, ShardedBucket)]
 
-    def stand_in_of(self, index: int) -> Tensor | None:
-        """Return the stand-in that replaces `.grad` of a parameter once the gradient is copied into its bucket.
+    def stand_ins(self) -> list[Tensor | None]:
+        """Return the stand-in of each parameter, which replaces `.grad` once the gradient is copied into its bucket.
 
-        Returns None if gradients are not sharded.
-
-        Args:
-            index: index of the parameter.
+        The stand-ins are None if gradients are not sharded.
         """
+        found: list[Tensor | None] = [None] * len(self._parameters)
         for shard in self.shards():
-            if index in shard.plan.parameters:
-                return shard.stand_ins[shard.plan.parameters.index(index)]
-        return None
+            for index, stand_in in zip(shard.plan.parameters, shard.stand_ins, strict=True):
+                found[index] = stand_in
+        return found
 
     def _dense(self) -> list[DenseBucket]:
         return [bucket for bucket in self.buckets if isinstance(bucket, DenseBucket)]

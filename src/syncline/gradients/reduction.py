@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from functools import partial
 
@@ -201,7 +202,7 @@ class Reduction:
         ready = self.backward.ready
         seen = set(ready)
         if len(seen) != len(ready):
-            twice = [index for index in seen if ready.count(index) > 1]
+            twice = [index for index, number in Counter(ready).items() if number > 1]
             raise self.out_of_step.twice(self.backward.step, twice)
         if self.options.allow_unused:  # the hook of an undefined gradient is called, but there is no value
             seen = {index for index in seen if self.parameters[index].grad is not None}
@@ -388,7 +389,8 @@ class Reduction:
         """
         backward, riders, transport = self.backward, self.riders, self.transport
         backward.missing = self.missing()
-        riders.missing.check_alone(backward, rank=transport.rank, num_ranks=transport.size)
+        if backward.missing:
+            riders.missing.check_alone(backward, rank=transport.rank, num_ranks=transport.size)
         if riders.static_graph is not None:
             riders.static_graph.check_alone(backward, rank=transport.rank, num_ranks=transport.size)
         divisor = 1
@@ -397,7 +399,7 @@ class Reduction:
             foreach_div_([p.grad for p in self.parameters if p.grad is not None], float(divisor))
         if self.usage.static is not None:
             self.usage.static.learn()
-        if transport.size == 1:
+        if transport.size == 1 and self.options.on_nonfinite != "ignore":
             self.check_finite_alone(backward.step)
         riders.metrics.conclude_alone()
         return divisor
