@@ -167,8 +167,9 @@ def _check_initialised(module: nn.Module, lazy: Sequence[str]) -> None:
 def _check_devices(
     module: nn.Module, parameters: Sequence[tuple[str, Tensor]], buffers: Sequence[tuple[str, Tensor]]
 ) -> None:
-    first_on = {parameter.device.type: name for name, parameter in reversed(parameters)}
-    if len(first_on) > 1:
+    kinds = {device.type for device in {parameter.device for _, parameter in parameters}}
+    if len(kinds) > 1:
+        first_on = {parameter.device.type: name for name, parameter in reversed(parameters)}
         where = ", ".join(f"{name} on {kind}" for kind, name in sorted(first_on.items()))
         raise ValueError(
             "DistributedDataParallel's input module must be on the same type of devices, but the parameters of "
@@ -181,7 +182,7 @@ def _check_devices(
             f"{type(module).__name__} has tensors on the meta device, which have no values: {', '.join(empty[:5])}. "
             "Call module.to_empty(device=...), then initialize or load the module, then wrap it"
         )
-    if "cpu" not in first_on:
+    if "cpu" not in kinds:
         return
     for path, submodule in module.named_modules():
         # A subclass with its own forward, such as sl.nn.SyncBatchNorm, may support the CPU.

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -35,6 +36,7 @@ def parameter_specs(
 ) -> list[ParameterSpec]:
     """Return one `ParameterSpec` per parameter, with the facts that are needed to plan buckets."""
     specs = []
+    name_of = cache(str)  # a few dtypes and devices, for perhaps many parameters
     for name, parameter in named_parameters:
         dtype = parameter.dtype
         if options.reduce_dtype is not None and dtype.is_floating_point and name not in options.sparse:
@@ -44,8 +46,8 @@ def parameter_specs(
                 name=name,
                 numel=parameter.numel(),
                 itemsize_bytes=dtype.itemsize,
-                dtype=str(dtype).removeprefix("torch."),
-                device=str(parameter.device),
+                dtype=name_of(dtype).removeprefix("torch."),
+                device=name_of(parameter.device),
                 sparse=name in options.sparse,
                 delayed=name in options.delayed,
             )
@@ -229,11 +231,8 @@ class BucketLayout:
             align_numel=ALIGNMENT_NUMEL if sharded else 1,
             multiple_of=num_shards * ALIGNMENT_NUMEL if sharded else 1,
         )
-        self._converting = {
-            spec.dtype
-            for spec, parameter in zip(self._specs, self._parameters, strict=True)
-            if str(parameter.dtype) != f"torch.{spec.dtype}"
-        }
+        kinds = {(spec.dtype, p.dtype) for spec, p in zip(self._specs, self._parameters, strict=True)}
+        self._converting = {name for name, dtype in kinds if str(dtype) != f"torch.{name}"}
         if sharded:
             self.buckets = self._make_sharded_buckets(plans)
         else:

@@ -184,7 +184,7 @@ class GradientSync:
             hook.refuse_own_division(
                 "Use either this hook or normalize_by. To use the hook, leave the block of normalize_by first"
             )
-        self.layout.build(hook)
+        self.reduction.use_comm_hook(hook)
 
     def compare_replicas_by(self, watch: ReplicaWatch | None) -> None:
         """Let `watch` compare the replicas in each synchronized backward from now on.
@@ -258,7 +258,7 @@ class GradientSync:
         """Record that a forward begins, so that later gradients are not attributed to a backward that has ended."""
         if self.tasks.has_ended_inside:
             self.tasks.forward_begins()
-        if torch.is_grad_enabled():
+        if self.reduction.sends and torch.is_grad_enabled():
             self.reduction.clock.enter(FORWARD)
         if self._hooks.contexts.handles:
             self._hooks.contexts.forward_begins()
@@ -299,7 +299,8 @@ class GradientSync:
             self._abandon()
         elif entry is Entry.TOO_LATE:
             raise reduction.out_of_step.too_late(self.step)
-        reduction.clock.enter(BACKWARD)
+        if reduction.sends:
+            reduction.clock.enter(BACKWARD)
         num_contributing = self.controls.backward_begins()
         reduction.riders.nonfinite.backward_begins(has_hook=reduction.layout.comm_hook is not None)
         reduction.normalizer.count.backward_begins()
@@ -368,20 +369,12 @@ class GradientSync:
             is_copied: whether an earlier call has found that the backward ends with `task`, and has sent its gradients.
         """
         reduction = self.reduction
-        is_complete = len(reduction.backward.ready) >= len(reduction.parameters)
+        backward, nonfinite = reduction.backward, reduction.riders.nonfinite
+        is_complete = len(backward.ready) >= len(reduction.parameters)
         if not is_copied and not self.tasks.ends_backward(task, is_complete=is_complete):
             return
         records_graph = torch.is_grad_enabled()
         set_grad_enabled(False)
-        try:
-            self._end(task, is_copied=is_copied)
-        finally:
-            set_grad_enabled(records_graph)
-
-    def _end(self, task: int, *, is_copied: bool) -> None:
-        """End the backward, whose last graph task is `task`. The arguments are those of `_end_of_task`."""
-        reduction = self.reduction
-        backward, nonfinite = reduction.backward, reduction.riders.nonfinite
         try:
             is_local, is_ordinary = backward.state is BackwardState.LOCAL, backward.context_id is None
             if self.ownership.rivals and not is_copied and not is_local and is_ordinary:
@@ -398,8 +391,11 @@ class GradientSync:
             nonfinite.failed()
             self._leave(BackwardState.FAILED)
             raise
-        self._leave(BackwardState.ENDED)
-        self.controls.backward_ends()
+        else:
+            self._leave(BackwardState.ENDED)
+            self.controls.backward_ends()
+        finally:
+            set_grad_enabled(records_graph)
 
     def _finish(self, backward: Backward) -> None:
         """Reduce the gradients of a backward, unless it runs under `no_sync`. Then record the backward."""
@@ -419,10 +415,10 @@ class GradientSync:
                     divisor = self._reduce(backward)
             reduction.unreduced.clear()
         timing = None
-        if is_local:
-            reduction.clock.enter(DATA)
-        else:
+        if not is_local:
             timing = reduction.end_step(self.step)
+        elif reduction.sends:
+            reduction.clock.enter(DATA)
         facts = reduction.riders.record()
         self.ledger.note(backward, step=self.step, divisor=divisor, facts=facts, timing=timing)
         if OBSERVERS.backward_ended:

@@ -100,8 +100,15 @@ class Reduction:
                 order = former.layout.order_of_rank_0(transport)
                 former.free_memory()
         self.out_of_step: OutOfStep = OutOfStep(transport.rank, names, text=text)
-        if transport.size > 1 or comm_hook is not None:
+        self.sends: bool = transport.size > 1 or comm_hook is not None
+        """Whether buckets can be sent: there are other ranks, or a communication hook is registered."""
+        if self.sends:
             self.layout.build(comm_hook, order)
+
+    def use_comm_hook(self, hook: CommHook) -> None:
+        """Let `hook` reduce the buckets from now on. Call this method between two backwards."""
+        self.layout.build(hook)
+        self.sends = True
 
     def free_memory(self) -> None:
         """Free the memory of the buckets, so that the reduction that follows can have it."""
@@ -112,11 +119,6 @@ class Reduction:
         """Return the indices of those items of `parameters` whose gradients were not reduced."""
         unreduced = {id(self.parameters[index]) for index in self.unreduced}
         return {index for index, parameter in enumerate(parameters) if id(parameter) in unreduced}
-
-    @property
-    def sends(self) -> bool:
-        """Whether buckets can be sent: there are other ranks, or a communication hook is registered."""
-        return self.transport.size > 1 or self.layout.comm_hook is not None
 
     # ------------------------------------------------------------------ during backward
 
