@@ -61,16 +61,17 @@ def mlp() -> nn.Module:
     return nn.Sequential(nn.Linear(128, 128), nn.ReLU(), nn.Linear(128, 128), nn.ReLU(), nn.Linear(128, 10))
 
 
-def cpu_seconds(call: Callable[[], Any], num_calls: int = 1) -> tuple[float, Any]:
-    """Return the CPU seconds of one call, and what it returns."""
+def timed(call: Callable[[], Any], num_calls: int = 1) -> tuple[float, float, Any]:
+    """Return the CPU seconds and the seconds of one call, and what it returns."""
     sl.barrier()
     gc.collect()
     gc.disable()
     try:
-        start = time.process_time()
+        start, cpu_start = time.perf_counter(), time.process_time()
         for _ in range(num_calls):
             result = call()
-        return (time.process_time() - start) / num_calls, result
+        cpu, wall = time.process_time() - cpu_start, time.perf_counter() - start
+        return cpu / num_calls, wall / num_calls, result
     finally:
         gc.enable()
 
@@ -112,7 +113,7 @@ def measure(count: int, names: Sequence[str], *, num_rounds: int, sharded: bool,
         steps, wrapped = {}, {}
         for name in names if number % 2 else names[::-1]:
             module = ManyTensors(count)
-            seconds, wrapped[name] = cpu_seconds(partial(wrap, name, module, sharded=sharded))
+            seconds, _, wrapped[name] = timed(partial(wrap, name, module, sharded=sharded))
             if name != BARE:
                 note("construct", name, seconds)
             steps[name], optimizer = stepper(wrapped[name], [torch.ones(())], lambda output: output)
@@ -124,9 +125,9 @@ def measure(count: int, names: Sequence[str], *, num_rounds: int, sharded: bool,
                 steps[name]()
         for _ in range(2):
             for name, step in steps.items():
-                note("step", name, cpu_seconds(step, 2)[0])
+                note("step", name, timed(step, 2)[0])
         for operation, call in operations(wrapped[OURS], state, folder / f"{count}-{number}").items():
-            note(operation, OURS, cpu_seconds(call)[0])
+            note(operation, OURS, timed(call)[0])
     return times
 
 
@@ -219,10 +220,9 @@ def measure_tiny(rival: str, *, num_rounds: int, batch_size: int) -> dict[str, A
     rounds: dict[str, list[tuple[float, float]]] = {name: [] for name in steps}
     for number in range(-2, num_rounds):
         for name in list(steps)[:: 1 if number % 2 else -1]:
-            start = time.perf_counter()
-            cpu, _ = cpu_seconds(steps[name], 20)
+            cpu, wall, _ = timed(steps[name], 20)
             if number >= 0:
-                rounds[name].append((cpu, (time.perf_counter() - start) / 20))
+                rounds[name].append((cpu, wall))
     found: dict[str, Any] = {"rival": rival}
     for at, kind in enumerate(("CPU", "wall")):
         ours, theirs = ([one[at] for one in rounds[name]] for name in (OURS, rival))
