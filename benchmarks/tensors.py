@@ -20,7 +20,6 @@ CPU time is that of all threads of this rank. The collector of garbage runs betw
 from __future__ import annotations
 
 import gc
-import json
 import math
 import os
 import shutil
@@ -36,7 +35,7 @@ import torch
 from torch import Tensor, nn
 
 import syncline as sl
-from rounds import RoundsParser
+from rounds import Figure, RoundsParser, write_figures
 
 OURS, TORCH, BARE = "syncline", "torch", "bare module"
 
@@ -169,22 +168,26 @@ def exponent(seconds: Mapping[int, float]) -> float:
     return statistics.linear_regression(*zip(*points, strict=True)).slope
 
 
-def quartiles(ours: Sequence[float], theirs: Sequence[float]) -> list[float]:
-    """Return the median and the quartiles of the ratios of the rounds."""
-    ratios = [a / b for a, b in zip(ours, theirs, strict=True)]
-    low, middle, high = statistics.quantiles(ratios, n=4) if len(ratios) > 1 else ratios * 3
-    return [middle, low, high]
+def ratios(ours: Sequence[float], theirs: Sequence[float]) -> list[float]:
+    """Return the ratio of each round."""
+    return [a / b for a, b in zip(ours, theirs, strict=True)]
 
 
-def report(found: Mapping[int, Times]) -> dict[str, Any]:
-    """Print one row for each operation; return what it shows."""
+def quartiles(values: Sequence[float]) -> str:
+    """Return the median and the quartiles as text."""
+    low, middle, high = statistics.quantiles(values, n=4) if len(values) > 1 else list(values) * 3
+    return f"{middle:.3f} [{low:.3f}, {high:.3f}]"
+
+
+def report(found: Mapping[int, Times]) -> list[Figure]:
+    """Print one row for each operation; return the exponents, and the ratios to torch's class."""
     counts = list(found)
     print(
         f"{'CPU ms of one rank':24}"
         + "".join(f"{count:>11,}" for count in counts)
         + "   exponent   ratio to torch"
     )
-    rows: dict[str, Any] = {}
+    figures = []
     for operation in found[counts[0]]:
         for name in (OURS, TORCH, BARE):
             medians = {
@@ -194,25 +197,32 @@ def report(found: Mapping[int, Times]) -> dict[str, Any]:
             }
             if not medians:
                 continue
-            row: dict[str, Any] = {"seconds": medians, "exponent": exponent(medians)}
+            slope = exponent(medians)
             cells = "".join(f"{medians[c] * 1e3:11.2f}" if c in medians else f"{'':11}" for c in counts)
-            line = f"{operation + ('' if name == OURS else f', {name}'):24}{cells}   {row['exponent']:8.2f}"
-            both = [count for count in counts if TORCH in found[count][operation]]
-            if name == OURS and both:
-                here = found[both[-1]][operation]
-                row["ratio"], row["ratio_at"] = quartiles(here[OURS], here[TORCH]), both[-1]
-                line += "   {:.2f} [{:.2f}, {:.2f}]".format(*row["ratio"]) + f" at {both[-1]:,}"
+            line = f"{operation + ('' if name == OURS else f', {name}'):24}{cells}   {slope:8.2f}"
+            if name == OURS:
+                figures.append(Figure(f"{operation}: exponent", [slope], at_most=1.1))
+                both = [count for count in counts if TORCH in found[count][operation]]
+                for count in both:
+                    here = found[count][operation]
+                    values = ratios(here[OURS], here[TORCH])
+                    goal = 1.0 if count >= 10_000 else None
+                    figures.append(
+                        Figure(f"{operation}, {count} parameters: syncline / torch", values, at_most=goal)
+                    )
+                if both:
+                    line += f"   {quartiles(figures[-1].values)} at {both[-1]:,}"
             print(line)
-            rows.setdefault(operation, {})[name] = row
-    return rows
+    return figures
 
 
 # ---------------------------------------------------------------------- the tiny step
 
 
-def measure_tiny(rival: str, *, num_rounds: int, batch_size: int) -> dict[str, Any]:
+def measure_tiny(rival: str, *, num_rounds: int, batch_size: int) -> list[Figure]:
     """Compare the tiny step with a rival's, print the comparison and return it."""
-    torch.manual_seed(sl.world().rank)
+    world = sl.world()
+    torch.manual_seed(world.rank)
     batch = [torch.randn(batch_size, 128), torch.randint(10, (batch_size,))]
     steps = {
         name: stepper(wrap(name, mlp()), batch, nn.functional.cross_entropy)[0] for name in (OURS, rival)
@@ -223,17 +233,22 @@ def measure_tiny(rival: str, *, num_rounds: int, batch_size: int) -> dict[str, A
             cpu, wall, _ = timed(steps[name], 20)
             if number >= 0:
                 rounds[name].append((cpu, wall))
-    found: dict[str, Any] = {"rival": rival}
+    figures = []
     for at, kind in enumerate(("CPU", "wall")):
         ours, theirs = ([one[at] for one in rounds[name]] for name in (OURS, rival))
-        found[kind] = {"ratio": quartiles(ours, theirs), "seconds": statistics.median(ours)}
-        if sl.world().rank == 0:
+        figures.append(
+            Figure(
+                f"tiny step, {world.size} rank(s), {kind}: syncline / {rival}",
+                ratios(ours, theirs),
+                at_most=1.05 if rival == BARE else 0.9,
+            )
+        )
+        if world.rank == 0:
             print(
                 f"tiny step, {kind:4}: {statistics.median(ours) * 1e6:6.0f} us, {rival} "
-                f"{statistics.median(theirs) * 1e6:6.0f} us, ratio "
-                + "{:.3f} [{:.3f}, {:.3f}]".format(*found[kind]["ratio"])
+                f"{statistics.median(theirs) * 1e6:6.0f} us, ratio {quartiles(figures[-1].values)}"
             )
-    return found
+    return figures
 
 
 def main() -> None:
@@ -252,7 +267,7 @@ def main() -> None:
     gc.freeze()
     if arguments.tiny:
         rival = TORCH if world.size > 1 else BARE
-        results: Any = measure_tiny(rival, num_rounds=8 * arguments.rounds, batch_size=arguments.batch_size)
+        figures = measure_tiny(rival, num_rounds=8 * arguments.rounds, batch_size=arguments.batch_size)
     else:
         counts = [20, 40] if arguments.quick else arguments.counts
         found = {}
@@ -266,9 +281,9 @@ def main() -> None:
             )
         sl.barrier()
         shutil.rmtree(folder, ignore_errors=True)
-        results = report(found) if world.rank == 0 else None
-    if world.rank == 0 and arguments.json:
-        arguments.json.write_text(json.dumps(results, indent=2) + "\n")
+        figures = report(found) if world.rank == 0 else []
+    if world.rank == 0:
+        write_figures(arguments.json, figures)
     sl.shutdown()
 
 
