@@ -23,9 +23,8 @@ HARMLESS = {
     "_get_active_ddp_module": "reads _active_ddp_module",
     "_get_data_parallel_params": "lists parameters",
     "_get_parameters": "lists parameters",
-    "_inside_ddp_forward": "sets _active_ddp_module",
+    "_inside_ddp_forward": "sets _active_ddp_module; our forward calls it if something reads that",
     "_log_and_throw": "raises what it is given; there is no logger",
-    "_run_ddp_forward": "our forward calls it to run the module",
     "_set_params_and_buffers_to_ignore_for_model": "marks the module, which is read when it is wrapped",
     "gather": "of outputs, which nobody calls",
     "scatter": "of inputs, which nobody calls",
@@ -100,6 +99,38 @@ def test_a_subclass_may_replace_how_the_module_runs_as_in_torch() -> None:
     module = nn.Linear(1, 1)
     x = torch.ones(1, 1)
     assert torch.equal(Doubled(module)(x), 2 * module(x))
+
+
+def test_torch_compile_finds_the_wrapper_in_whose_forward_it_compiles() -> None:
+    """By it, torch splits graphs at the buckets. In a step that compiles nothing it is not set, which would cost."""
+    found = []
+
+    class Net(nn.Linear):
+        def forward(self, x: Any) -> Any:
+            found.append(TorchDDP._get_active_ddp_module())
+            return self.run(x)
+
+    torch.compiler.reset()  # an earlier test of this process may have compiled
+    outside = TorchDDP._get_active_ddp_module()  # torch restores it wrongly for ranks that are threads
+    net = Net(1, 1)
+    net.run = super(Net, net).forward
+    ddp = sl.DistributedDataParallel(net)
+    for _ in range(2):
+        ddp(torch.ones(1, 1)).sum().backward()
+    assert found == [ddp, outside]
+    found.clear()
+
+    def backend(graph: Any, _: Any) -> Any:
+        found.append(TorchDDP._get_active_ddp_module())
+        return graph.forward
+
+    net.run = torch.compile(net.run, backend=backend)
+    try:
+        ddp(torch.ones(1, 1)).sum().backward()
+    finally:
+        torch.compiler.reset()
+    assert found == [ddp, ddp]
+    assert TorchDDP._get_active_ddp_module() is outside
 
 
 @pytest.mark.ranks(2)

@@ -356,9 +356,9 @@ def test_what_a_program_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert "3 short rounds: figures without meaning" in shown
 
 
-def test_the_examples_of_what_the_programs_share() -> None:
-    found = doctest.testmod(program("rounds"))
-    assert (found.failed, found.attempted) == (0, 2)
+@pytest.mark.parametrize(("name", "num_examples"), [("rounds", 2), ("tensors", 1)])
+def test_the_examples_of_the_programs(name: str, num_examples: int) -> None:
+    assert doctest.testmod(program(name)) == (0, num_examples)
 
 
 def test_a_figure_is_worse_if_it_is_worse_beyond_noise() -> None:

@@ -44,6 +44,11 @@ will_execute_node: Callable[[Node], bool] = lookup(
 )
 """Return whether the current graph task will execute a node of the autograd graph."""
 
+set_grad_enabled: Callable[[bool], None] = lookup(
+    "torch._C:_set_grad_enabled", "work on gradients without recording a graph"
+)
+"""Enable or disable gradients in this thread. `torch.no_grad` as a decorator calls nine Python functions beside it."""
+
 # ---------------------------------------------------------------------- nested backwards
 
 # Activation checkpointing with `use_reentrant=True` runs a separate backward for each checkpoint, inside the backward

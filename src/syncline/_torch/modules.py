@@ -39,6 +39,18 @@ def is_compiler_loaded() -> bool:
     return _COMPILER in sys.modules
 
 
+def is_compiler_in_use() -> bool:
+    """Return whether the program has passed a function or module to torch.compile. If unknown, return True.
+
+    Optimizers load the compiler, too, so a loaded compiler need not be in use.
+    """
+    contexts = sys.modules.get(f"{_COMPILER}.eval_frame")
+    backends: dict[int, object] = getattr(contexts, "cached_backends", {0: True})
+    return contexts is not None and any(
+        backends.values()
+    )  # code that is not to be compiled has the backend None
+
+
 def import_compiler() -> None:
     """Import torch's compiler now. Otherwise an optimizer's first step or an activation checkpoint would import it."""
     importlib.import_module(_COMPILER)
@@ -62,14 +74,15 @@ class NotTraced:
     def __get__(self, instance: object, owner: type) -> Any:
         if instance is None:
             return self._function
-        _keep_out_of_compilation()
+        if not _is_kept_out:  # each forward gets here, so the usual case needs no further call
+            _keep_out_of_compilation()
         return MethodType(self._function, instance)
 
 
 def _keep_out_of_compilation() -> None:
-    """Exclude the functions of Syncline from compilation if the compiler is loaded, but only once."""
+    """Exclude the functions of Syncline from compilation, if the compiler is loaded."""
     global _is_kept_out
-    if _is_kept_out or not is_compiler_loaded():
+    if not is_compiler_loaded():
         return
     # The name is looked up here, because the lookup waits if another thread is importing the compiler.
     add = lookup(f"{_COMPILER}:trace_rules.add", "exclude its functions from torch.compile")
@@ -134,7 +147,10 @@ def while_in_forward_of_ddp(wrapper: nn.Module) -> AbstractContextManager[Any]:
 
 
 def wrapper_in_forward() -> nn.Module | None:
-    """Return the innermost DistributedDataParallel whose forward runs now, torch's or ours; None if there is none."""
+    """Return the innermost DistributedDataParallel whose forward runs now, torch's or ours; None if there is none.
+
+    It is known only for code inside of `while_in_forward_of_ddp`.
+    """
     wrapper: nn.Module | None = getattr(DistributedDataParallel, "_active_ddp_module", None)
     return wrapper
 

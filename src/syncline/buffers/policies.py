@@ -123,8 +123,8 @@ class BufferSync:
 
     def before_forward(
         self, *, next_is_due: bool, src: int = 0, counts: bool = True, num_counting: int | None = None
-    ) -> None:
-        """Synchronize the buffers if this is due, and record whether it was done.
+    ) -> bool:
+        """Synchronize the buffers if this is due. Record and return whether it was done.
 
         Args:
             next_is_due: whether the next forward synchronizes buffers.
@@ -148,6 +148,7 @@ class BufferSync:
             with profiled("buffers"):
                 self._synchronize(src, counts=counts, num_counting=num_counting)
             self._last = (True, "")
+        return self._last[0]
 
     def sync(self) -> int:
         """Synchronize the buffers now, for a checkpoint or an evaluation. This is a collective call.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -32,6 +33,8 @@ class Averager:
         self._residual: Tensor | None = None
         if compression is not None and compression.feeds_back:
             self._residual = torch.zeros(layout.numel, dtype=layout.dtype, device=layout.device)
+        self._offsets = list(accumulate(layout.numels, initial=0))
+        """The place of each tensor in the flat tensor, where its residual is."""
         self._kept: tuple[Tensor | None, list[dict[str, Tensor]]] | None = None
         """The residual and the encoder's memory at the last call of `keep`; None before the first call."""
         self._spare: Tensor | None = None
@@ -76,10 +79,12 @@ class Averager:
 
         If a tensor of the layout has no state, its dict is empty.
         """
-        kept = [dict(tensors) for tensors in self._encoder.memory()]
+        return [self._memory_of(index) for index in range(len(self.layout.shapes))]
+
+    def _memory_of(self, index: int) -> dict[str, Tensor]:
+        kept = dict(self._encoder.memory_of(index))
         if self._residual is not None:
-            for tensors, piece in zip(kept, self._residual.split(self.layout.numels), strict=True):
-                tensors["residual"] = piece
+            kept["residual"] = self._residual[self._offsets[index] : self._offsets[index + 1]]
         return kept
 
     def remember(self, index: int, tensors: Mapping[str, Tensor]) -> None:
@@ -93,7 +98,7 @@ class Averager:
             ValueError: the state is of another compression, or of a tensor of another shape.
         """
         self._check(index, tensors)
-        for name, tensor in self.memory()[index].items():
+        for name, tensor in self._memory_of(index).items():
             tensor.copy_(tensors[name])
 
     def state_dict(self) -> dict[str, Tensor]:
@@ -124,7 +129,7 @@ class Averager:
         """Raise ValueError if the names or shapes of a saved state do not fit the tensor with this index."""
         own, given = (
             {name: tuple(tensor.shape) for name, tensor in state.items()}
-            for state in (self.memory()[index], tensors)
+            for state in (self._memory_of(index), tensors)
         )
         if own != given:
             raise ValueError(

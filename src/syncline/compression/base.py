@@ -157,11 +157,18 @@ class Encoder(ABC):
         return ()
 
     def memory(self) -> list[dict[str, Tensor]]:
-        """Return the state of each tensor of the layout, as a dict of tensors.
+        """Return the state of each tensor of the layout; see `memory_of`."""
+        return [self.memory_of(index) for index in range(len(self.layout.shapes))]
+
+    def memory_of(self, index: int) -> dict[str, Tensor]:
+        """Return the state of one tensor of the layout, as a dict of tensors. It is empty if there is no state.
 
         Callers can read these tensors. They can also copy values into them, to restore a state.
+
+        Args:
+            index: the index of the tensor in the layout.
         """
-        return [{} for _ in self.layout.shapes]
+        return {}
 
 
 class PlainEncoder(Encoder):

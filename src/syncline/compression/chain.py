@@ -126,8 +126,8 @@ class _ChainEncoder(Encoder):
         self._of_means = [rest.encoder(inner) for inner in self._first.means()]
         self._of_rows = rest if isinstance(rest, Codec) else None
 
-    def memory(self) -> list[dict[str, Tensor]]:
-        return self._first.memory()
+    def memory_of(self, index: int) -> dict[str, Tensor]:
+        return self._first.memory_of(index)
 
     def mean(self, values: Tensor, *, wants_lost: bool) -> Averaging:
         stage = self._first.mean(values, wants_lost=wants_lost)
@@ -219,13 +219,13 @@ class _AfterEncoder(Encoder):
         # A tensor, so that it is saved and loaded with the others. On the CPU, because it is read in each averaging.
         self._count = torch.zeros((), dtype=torch.int64)
 
-    def memory(self) -> list[dict[str, Tensor]]:
-        return [
-            then
+    def memory_of(self, index: int) -> dict[str, Tensor]:
+        before = self._before.memory_of(index)
+        return (
+            self._then.memory_of(index)
             | {"num_averagings": self._count}
             | {f"before_{name}": tensor for name, tensor in before.items()}
-            for then, before in zip(self._then.memory(), self._before.memory(), strict=True)
-        ]
+        )
 
     def mean(self, values: Tensor, *, wants_lost: bool) -> Averaging:
         encoder = self._before if self._count.item() < self._num_averagings else self._then

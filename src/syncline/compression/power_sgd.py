@@ -172,9 +172,8 @@ class _PowerSGDEncoder(Encoder):
         first = self.layout.flat(left + rest)
         return (first, self.layout.flat(right)) if right else (first,)
 
-    def memory(self) -> list[dict[str, Tensor]]:
-        indices = range(len(self.layout.shapes))
-        return [{"start": self._starts[index]} if index in self._starts else {} for index in indices]
+    def memory_of(self, index: int) -> dict[str, Tensor]:
+        return {"start": self._starts[index]} if index in self._starts else {}
 
     def mean(self, values: Tensor, *, wants_lost: bool) -> Averaging:
         pieces = values.split(self.layout.numels)

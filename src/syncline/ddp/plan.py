@@ -230,4 +230,4 @@ def sizes_of(chosen: Selection) -> Sizes:
 
 
 def _size(named: Sequence[tuple[str, Tensor]]) -> Size:
-    return Size(len(named), sum(tensor.numel() * tensor.element_size() for _, tensor in named))
+    return Size(len(named), sum([tensor.nbytes for _, tensor in named]))

@@ -7,7 +7,7 @@ module has changed since it was wrapped.
 from __future__ import annotations
 
 import operator
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from itertools import chain
@@ -167,8 +167,9 @@ def _check_initialised(module: nn.Module, lazy: Sequence[str]) -> None:
 def _check_devices(
     module: nn.Module, parameters: Sequence[tuple[str, Tensor]], buffers: Sequence[tuple[str, Tensor]]
 ) -> None:
-    first_on = {parameter.device.type: name for name, parameter in reversed(parameters)}
-    if len(first_on) > 1:
+    kinds = {device.type for device in {parameter.device for _, parameter in parameters}}
+    if len(kinds) > 1:
+        first_on = {parameter.device.type: name for name, parameter in reversed(parameters)}
         where = ", ".join(f"{name} on {kind}" for kind, name in sorted(first_on.items()))
         raise ValueError(
             "DistributedDataParallel's input module must be on the same type of devices, but the parameters of "
@@ -181,7 +182,7 @@ def _check_devices(
             f"{type(module).__name__} has tensors on the meta device, which have no values: {', '.join(empty[:5])}. "
             "Call module.to_empty(device=...), then initialize or load the module, then wrap it"
         )
-    if "cpu" not in first_on:
+    if "cpu" not in kinds:
         return
     for path, submodule in module.named_modules():
         # A subclass with its own forward, such as sl.nn.SyncBatchNorm, may support the CPU.
@@ -238,7 +239,7 @@ class Inventory:
             for table in (submodule._parameters, submodule._modules)
             if table
         ]
-        self._members = list(self._current())
+        self._members = list(chain.from_iterable(map(dict.values, self._compared)))
         self._frozen = [
             member
             for member in self._members
@@ -253,9 +254,8 @@ class Inventory:
         """
         return (
             sum(map(len, self._tables)) != self._num_entries
-            or not all(map(operator.is_, self._current(), self._members))
+            or not all(
+                map(operator.is_, chain.from_iterable(map(dict.values, self._compared)), self._members)
+            )
             or any(map(_requires_grad, self._frozen))
         )
-
-    def _current(self) -> Iterator[object]:
-        return chain.from_iterable(map(dict.values, self._compared))

@@ -115,10 +115,6 @@ class TorchNames:
     _use_python_reducer = False
     should_finalize_after_backward = False
 
-    if TYPE_CHECKING:
-
-        def _run_ddp_forward(self, *inputs: Any, **kwargs: Any) -> Any: ...
-
     # ------------------------------------------------------------------ facts
 
     @property

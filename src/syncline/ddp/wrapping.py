@@ -300,7 +300,7 @@ def check_one_copy(module: nn.Module, transport: Transport) -> None:
 def broadcast_values(chosen: Selection, transport: Transport, *, src: int, buffers: bool) -> None:
     """Broadcast parameters from rank `src`, and buffers too if `buffers` is True. A collective call."""
     tensors = [p for _, p in chosen.parameters] + ([b for _, b in chosen.buffers] if buffers else [])
-    TensorBroadcaster([t.detach() for t in tensors], transport).start(src).wait()
+    TensorBroadcaster(tensors, transport).start(src).wait()
 
 
 def describe_new_values(chosen: Selection, before: Selection) -> list[str]:

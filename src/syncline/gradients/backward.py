@@ -75,7 +75,8 @@ class GraphTasks:
         """The outermost task, which does not run inside another task; None if the outermost task is unknown."""
         self._is_inside = is_inside
         self._tasks: set[int] = set()
-        self._has_ended_inside = False
+        self.has_ended_inside = False
+        """Whether the last backward was ended inside a task that can still produce gradients (see `ends_backward`)."""
 
     @property
     def is_running(self) -> bool:
@@ -95,9 +96,9 @@ class GraphTasks:
             if task < max(self._tasks) or self._is_inside():
                 return Entry.CONTINUES
             return Entry.INTERRUPTS
-        if self._has_ended_inside and self._is_inside():
+        if self.has_ended_inside and self._is_inside():
             return Entry.TOO_LATE
-        self._has_ended_inside = False
+        self.has_ended_inside = False
         return Entry.BEGINS
 
     def join(self, task: int) -> None:
@@ -125,7 +126,7 @@ class GraphTasks:
         if self._is_inside():
             # The task ran inside another one that has produced no gradient yet. If all gradients are ready, no
             # more should follow.
-            self._has_ended_inside = is_complete
+            self.has_ended_inside = is_complete
             return is_complete
         return True
 
@@ -137,7 +138,7 @@ class GraphTasks:
 
     def forward_begins(self) -> None:
         """Record that a forward begins, so that later gradients are not attributed to a backward that has ended."""
-        self._has_ended_inside = False
+        self.has_ended_inside = False
 
 
 _births = itertools.count()
@@ -236,6 +237,8 @@ class BackwardState(enum.Enum):
     SENT = "sent"
     ENDED = "ended"
     FAILED = "failed"
+
+    __hash__ = object.__hash__  # that of enum.Enum is a Python function, and slower
 
 
 ALLOWED_MOVES: dict[BackwardState, frozenset[BackwardState]] = {

@@ -30,6 +30,8 @@ class BucketState(enum.Enum):
     REDUCED = "reduced"
     """The bucket holds the result of the reduction, until the next backward begins."""
 
+    __hash__ = object.__hash__  # that of enum.Enum is a Python function, and slower
+
 
 _ALLOWED_MOVES: dict[BucketState, frozenset[BucketState]] = {
     BucketState.FILLING: frozenset({BucketState.IN_FLIGHT, BucketState.FILLING}),

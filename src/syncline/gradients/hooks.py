@@ -35,6 +35,7 @@ def gradient_hook(
     reduction: Reduction,
     tasks: GraphTasks,
     *,
+    stand_in: Tensor | None,
     begin: Callable[[], bool],
     rivals: Sequence[object],
 ) -> Callable[[Tensor], None]:
@@ -46,6 +47,7 @@ def gradient_hook(
         index: index of the parameter.
         reduction: the reduction, which holds the present backward and the buckets.
         tasks: the graph tasks of the present backward.
+        stand_in: the tensor that replaces `.grad` when the gradient is copied; None if gradients are not sharded.
         begin: a function that registers the running graph task. It returns False if the task belongs to another
             wrapper.
         rivals: the list `Ownership.rivals`, which is empty if no other wrapper has any of the same parameters.
@@ -57,7 +59,8 @@ def gradient_hook(
     has_views = reduction.options.as_bucket_view and reduction.options.reduce_dtype is None
     # While `.grad` may still get another gradient, or be read by another wrapper, it must not become a view.
     as_view = has_views and static is None and not reads_graph
-    stand_in = None if static is not None else reduction.layout.stand_in_of(index)
+    if static is not None:  # `.grad` may still get another gradient
+        stand_in = None
 
     def gradient_is_ready(parameter: Tensor) -> None:
         if current_task() != tasks.current and not begin():
@@ -106,9 +109,13 @@ class ParameterHooks:
         self._tasks = tasks
         self._handles = [
             parameter.register_post_accumulate_grad_hook(
-                gradient_hook(index, reduction, tasks, begin=begin, rivals=ownership.rivals)
+                gradient_hook(
+                    index, reduction, tasks, stand_in=stand_in, begin=begin, rivals=ownership.rivals
+                )
             )
-            for index, parameter in enumerate(reduction.parameters)
+            for index, (parameter, stand_in) in enumerate(
+                zip(reduction.parameters, reduction.layout.stand_ins(), strict=True)
+            )
         ]
         self.contexts = AutogradContexts(reduction, tasks, begin)
         self._handles += self.contexts.handles
@@ -166,8 +173,6 @@ class AutogradContexts:
 
     def forward_begins(self) -> None:
         """Store the id of this thread's distributed autograd context. The threads of a backward cannot look it up."""
-        if not self.handles:
-            return
         self._ids = {context_id for context_id in self._ids if gradients_in_context(context_id) is not None}
         here = current_context_id()
         if here is not None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import replace
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -34,6 +35,7 @@ def parameter_specs(
 ) -> list[ParameterSpec]:
     """Return one `ParameterSpec` per parameter, with the facts that are needed to plan buckets."""
     specs = []
+    name_of = cache(str)  # a few dtypes and devices, for perhaps many parameters
     for name, parameter in named_parameters:
         dtype = parameter.dtype
         if options.reduce_dtype is not None and dtype.is_floating_point and name not in options.sparse:
@@ -43,8 +45,8 @@ def parameter_specs(
                 name=name,
                 numel=parameter.numel(),
                 itemsize_bytes=dtype.itemsize,
-                dtype=str(dtype).removeprefix("torch."),
-                device=str(parameter.device),
+                dtype=name_of(dtype).removeprefix("torch."),
+                device=name_of(parameter.device),
                 sparse=name in options.sparse,
                 delayed=name in options.delayed,
             )
@@ -96,6 +98,8 @@ class BucketLayout:
         self._kinds: list[tuple[Tensor, torch.dtype, torch.device]] = []
         self.can_be_freed: bool = not options.sharded
         """Whether `free_unused` may be called, and was not called before."""
+        self._converting: set[str] = set()
+        """The dtypes of buckets into which gradients of another dtype are converted."""
 
     def reserve_tail(self, widths: Sequence[int]) -> None:
         """Reserve space in the tail for the words that the riders of each rank send.
@@ -226,7 +230,11 @@ class BucketLayout:
 
         Only one parameter per bucket is checked, because a module is converted or moved as a whole.
         """
-        return all(p.dtype is dtype and p.device == device for p, dtype, device in self._kinds)
+        # Every forward calls this, and a generator would cost more.
+        for parameter, dtype, device in self._kinds:
+            if parameter.dtype is not dtype or parameter.device != device:
+                return False
+        return True
 
     def _lay_out(self, order: Sequence[int]) -> None:
         """Plan the buckets for parameters in this order."""
@@ -234,6 +242,8 @@ class BucketLayout:
         self.plans = self._planned(order)
         firsts = [self._parameters[plan.parameters[0]] for plan in self.plans]
         self._kinds = [(first, first.dtype, first.device) for first in firsts]
+        kinds = {(spec.dtype, p.dtype) for spec, p in zip(self._specs, self._parameters, strict=True)}
+        self._converting = {name for name, dtype in kinds if str(dtype) != f"torch.{name}"}
 
     @property
     def _tail_is_apart(self) -> bool:
@@ -282,10 +292,7 @@ class BucketLayout:
         if plan.sparse:
             return SparseBucket(plan, self._parameters, self._transport)
         # `.grad` cannot be a view of a bucket if the parameters' dtype is another one.
-        has_views = self._options.as_bucket_view and all(
-            spec.dtype != plan.dtype or str(parameter.dtype) == f"torch.{plan.dtype}"
-            for spec, parameter in zip(self._specs, self._parameters, strict=True)
-        )
+        has_views = self._options.as_bucket_view and plan.dtype not in self._converting
         flat = self._allocate(plan)
         bucket = DenseBucket(plan, self._parameters, self._transport, flat, as_view=has_views)
         for index, parameter, view in zip(plan.parameters, bucket.members, bucket.views, strict=True):
@@ -340,18 +347,16 @@ class BucketLayout:
         """Return this rank's shard of each bucket, in order. The list is empty if gradients are not sharded."""
         return [bucket.shard for bucket in self.buckets if isinstance(bucket, ShardedBucket)]
 
-    def stand_in_of(self, index: int) -> Tensor | None:
-        """Return the stand-in that replaces `.grad` of a parameter once the gradient is copied into its bucket.
+    def stand_ins(self) -> list[Tensor | None]:
+        """Return the stand-in of each parameter, which replaces `.grad` once the gradient is copied into its bucket.
 
-        Returns None if gradients are not sharded.
-
-        Args:
-            index: index of the parameter.
+        The stand-ins are None if gradients are not sharded.
         """
+        found: list[Tensor | None] = [None] * len(self._parameters)
         for shard in self.shards():
-            if index in shard.plan.parameters:
-                return shard.stand_ins[shard.plan.parameters.index(index)]
-        return None
+            for index, stand_in in zip(shard.plan.parameters, shard.stand_ins, strict=True):
+                found[index] = stand_in
+        return found
 
     def _dense(self) -> list[DenseBucket]:
         return [bucket for bucket in self.buckets if isinstance(bucket, DenseBucket)]

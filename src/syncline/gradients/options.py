@@ -47,10 +47,6 @@ def _always() -> bool:
     return True
 
 
-def _nothing() -> None:
-    pass
-
-
 class Controls:
     """The requests of one wrapper for its next backwards.
 
@@ -65,8 +61,8 @@ class Controls:
         """A function that is called when a backward begins. It returns whether the gradients are reduced."""
         self._num_contributing: int | None = None
         """Number of ranks whose gradients count in the next backward (see `join`); None for all ranks."""
-        self.on_reduced: Callable[[], None] = _nothing
-        """A function that is called at the end of each backward, except under `no_sync`."""
+        self.on_reduced: Callable[[], None] | None = None
+        """A function that is called at the end of each backward, except under `no_sync`; None to call nothing."""
         self._before_reduction: Callable[[], None] | None = None
         self._futures: list[torch.futures.Future[Any]] = []
 
@@ -99,7 +95,7 @@ class Controls:
 
         `action` is not called under `no_sync`. Pass None to call nothing.
         """
-        self.on_reduced = _nothing if action is None else action
+        self.on_reduced = action
 
     def do_before_reduction(self, action: Callable[[], None] | None) -> None:
         """Call `action` once, when the next backward outside of `no_sync` begins. Pass None to call nothing.
@@ -114,24 +110,23 @@ class Controls:
 
     # ------------------------------------------------------------------ for the reducer
 
-    def backward_begins(self) -> None:
-        """Call the action that was given to `do_before_reduction`, if there is one."""
+    def backward_begins(self) -> int | None:
+        """Call the action that was given to `do_before_reduction`, if there is one.
+
+        Returns:
+            The number of ranks that was given to `count_ranks`; None if no number was given for this backward. The
+            number is then forgotten, because it is valid for one backward only.
+        """
         if self._before_reduction is not None and self.enabled:
             self._before_reduction()
             self._before_reduction = None  # only now: if it raised, the next backward calls it again
+        num_ranks, self._num_contributing = self._num_contributing, None
+        return num_ranks
 
     def backward_ends(self) -> None:
         """Wait for the futures, and call the action that was given to `do_after_reduction`."""
         for future in self._futures:
             future.wait()
         self._futures.clear()
-        if self.enabled:
+        if self.enabled and self.on_reduced is not None:
             self.on_reduced()
-
-    def take_num_contributing(self) -> int | None:
-        """Return the number of ranks that was given to `count_ranks`; None if no number was given for this backward.
-
-        The number is then forgotten, because it is valid for one backward only.
-        """
-        num_ranks, self._num_contributing = self._num_contributing, None
-        return num_ranks

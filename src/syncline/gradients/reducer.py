@@ -20,7 +20,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from syncline._torch.autograd import current_graph_task_id, queue_callback
+from syncline._torch.autograd import current_graph_task_id, queue_callback, set_grad_enabled
 from syncline.events import OBSERVERS, Source
 from syncline.gradients.backward import (
     Backward,
@@ -184,7 +184,7 @@ class GradientSync:
             hook.refuse_own_division(
                 "Use either this hook or normalize_by. To use the hook, leave the block of normalize_by first"
             )
-        self.layout.build(hook)
+        self.reduction.use_comm_hook(hook)
 
     def compare_replicas_by(self, watch: ReplicaWatch | None) -> None:
         """Let `watch` compare the replicas in each synchronized backward from now on.
@@ -256,10 +256,12 @@ class GradientSync:
 
     def forward_begins(self) -> None:
         """Record that a forward begins, so that later gradients are not attributed to a backward that has ended."""
-        self.tasks.forward_begins()
-        if torch.is_grad_enabled():
+        if self.tasks.has_ended_inside:
+            self.tasks.forward_begins()
+        if self.reduction.sends and torch.is_grad_enabled():
             self.reduction.clock.enter(FORWARD)
-        self._hooks.contexts.forward_begins()
+        if self._hooks.contexts.handles:
+            self._hooks.contexts.forward_begins()
 
     def outermost_hook(self) -> Callable[[object], None]:
         """Return a hook that detects the outermost graph task of a backward. Register it on outputs of the forward."""
@@ -284,7 +286,8 @@ class GradientSync:
         if self.ownership.rivals and not self.tasks.knows(task) and not self.ownership.owns(task):
             return False
         reduction = self.reduction
-        reduction.out_of_step.raise_again()
+        if reduction.out_of_step.text is not None:
+            reduction.out_of_step.raise_again()
         if self.parameters[0].is_cuda:
             refuse_graph_capture(rank=reduction.transport.rank, step=self.step + 1, phase="backward")
         entry = self.tasks.enter(task)
@@ -296,11 +299,12 @@ class GradientSync:
             self._abandon()
         elif entry is Entry.TOO_LATE:
             raise reduction.out_of_step.too_late(self.step)
-        reduction.clock.enter(BACKWARD)
-        self.controls.backward_begins()
+        if reduction.sends:
+            reduction.clock.enter(BACKWARD)
+        num_contributing = self.controls.backward_begins()
         reduction.riders.nonfinite.backward_begins(has_hook=reduction.layout.comm_hook is not None)
         reduction.normalizer.count.backward_begins()
-        reduction.begin(self._new_backward(context_id))
+        reduction.begin(self._new_backward(num_contributing, context_id))
         self._join_task(task)
         return True
 
@@ -308,10 +312,14 @@ class GradientSync:
         self.tasks.join(task)
         queue_callback(partial(self._end_of_task, task))
 
-    def _new_backward(self, context_id: int | None) -> Backward:
+    def _new_backward(self, num_contributing: int | None, context_id: int | None) -> Backward:
         """Return a `Backward` for the backward that begins now.
 
         Its state says whether this backward is reduced, and when the buckets are filled.
+
+        Args:
+            num_contributing: the number of ranks whose gradients count; None for all ranks.
+            context_id: the id of the context in distributed autograd; None for an ordinary backward.
         """
         controls, reduction = self.controls, self.reduction
         state, has_graph = BackwardState.LOCAL, False
@@ -324,7 +332,7 @@ class GradientSync:
             if has_graph or context_id is not None or is_learning:
                 state = BackwardState.DEFERRED
         num_items = reduction.normalizer.count.take_for_reduction() if controls.enabled else None
-        num_ranks = controls.take_num_contributing() or reduction.transport.size
+        num_ranks = num_contributing or reduction.transport.size
         is_sum = num_items is not None or reduction.layout.comm_hook is not None
         return Backward(
             step=self.step + 1,
@@ -353,7 +361,6 @@ class GradientSync:
 
     # ------------------------------------------------------------------ a backward ends
 
-    @torch.no_grad()
     def _end_of_task(self, task: int, *, is_copied: bool = False) -> None:
         """End the backward if `task` was its last graph task.
 
@@ -366,6 +373,8 @@ class GradientSync:
         is_complete = len(backward.ready) >= len(reduction.parameters)
         if not is_copied and not self.tasks.ends_backward(task, is_complete=is_complete):
             return
+        records_graph = torch.is_grad_enabled()
+        set_grad_enabled(False)
         try:
             is_local, is_ordinary = backward.state is BackwardState.LOCAL, backward.context_id is None
             if self.ownership.rivals and not is_copied and not is_local and is_ordinary:
@@ -375,14 +384,18 @@ class GradientSync:
                 queue_callback(partial(self._end_of_task, task, is_copied=True))
                 return
             self._finish(backward)
-            reduction.normalizer.backward_is_done()
+            if reduction.normalizer.count.open_was_used:
+                reduction.normalizer.backward_is_done()
             nonfinite.act()
         except BaseException:
             nonfinite.failed()
             self._leave(BackwardState.FAILED)
             raise
-        self._leave(BackwardState.ENDED)
-        self.controls.backward_ends()
+        else:
+            self._leave(BackwardState.ENDED)
+            self.controls.backward_ends()
+        finally:
+            set_grad_enabled(records_graph)
 
     def _finish(self, backward: Backward) -> None:
         """Reduce the gradients of a backward, unless it runs under `no_sync`. Then record the backward."""
@@ -402,10 +415,10 @@ class GradientSync:
                     divisor = self._reduce(backward)
             reduction.unreduced.clear()
         timing = None
-        if is_local:
-            reduction.clock.enter(DATA)
-        else:
+        if not is_local:
             timing = reduction.end_step(self.step)
+        elif reduction.sends:
+            reduction.clock.enter(DATA)
         facts = reduction.riders.record()
         self.ledger.note(backward, step=self.step, divisor=divisor, facts=facts, timing=timing)
         if OBSERVERS.backward_ended:

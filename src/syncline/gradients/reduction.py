@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from functools import partial
 
@@ -99,18 +100,20 @@ class Reduction:
                 order = former.layout.order_of_rank_0(transport)
                 former.layout.free_memory()
         self.out_of_step: OutOfStep = OutOfStep(transport.rank, names, text=text)
-        if transport.size > 1 or comm_hook is not None:
+        self.sends: bool = transport.size > 1 or comm_hook is not None
+        """Whether buckets can be sent: there are other ranks, or a communication hook is registered."""
+        if self.sends:
             self.layout.build(comm_hook, order)
+
+    def use_comm_hook(self, hook: CommHook) -> None:
+        """Let `hook` reduce the buckets from now on. Call this method between two backwards."""
+        self.layout.build(hook)
+        self.sends = True
 
     def _unreduced_among(self, parameters: Sequence[Tensor]) -> set[int]:
         """Return the indices of those items of `parameters` whose gradients were not reduced."""
         unreduced = {id(self.parameters[index]) for index in self.unreduced}
         return {index for index, parameter in enumerate(parameters) if id(parameter) in unreduced}
-
-    @property
-    def sends(self) -> bool:
-        """Whether buckets can be sent: there are other ranks, or a communication hook is registered."""
-        return self.transport.size > 1 or self.layout.comm_hook is not None
 
     # ------------------------------------------------------------------ during backward
 
@@ -198,7 +201,7 @@ class Reduction:
         ready = self.backward.ready
         seen = set(ready)
         if len(seen) != len(ready):
-            twice = [index for index in seen if ready.count(index) > 1]
+            twice = [index for index, number in Counter(ready).items() if number > 1]
             raise self.out_of_step.twice(self.backward.step, twice)
         if self.options.allow_unused:  # the hook of an undefined gradient is called, but there is no value
             seen = {index for index in seen if self.parameters[index].grad is not None}
@@ -385,7 +388,8 @@ class Reduction:
         """
         backward, riders, transport = self.backward, self.riders, self.transport
         backward.missing = self.missing()
-        riders.missing.check_alone(backward, rank=transport.rank, num_ranks=transport.size)
+        if backward.missing:
+            riders.missing.check_alone(backward, rank=transport.rank, num_ranks=transport.size)
         if riders.static_graph is not None:
             riders.static_graph.check_alone(backward, rank=transport.rank, num_ranks=transport.size)
         divisor = 1
@@ -394,7 +398,7 @@ class Reduction:
             foreach_div_([p.grad for p in self.parameters if p.grad is not None], float(divisor))
         if self.usage.static is not None:
             self.usage.static.learn()
-        if transport.size == 1:
+        if transport.size == 1 and self.options.on_nonfinite != "ignore":
             self.check_finite_alone(backward.step)
         riders.metrics.conclude_alone()
         return divisor

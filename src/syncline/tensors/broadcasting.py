@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
+from functools import cache, partial
 
 import torch
 from torch import Tensor
@@ -11,7 +11,7 @@ from torch import Tensor
 from syncline._torch.tensors import foreach_copy_
 from syncline.tensors.in_flight import run_pieces
 from syncline.tensors.packing import plan_pieces
-from syncline.tensors.targets import as_bytes, is_plain, mark_written
+from syncline.tensors.targets import as_bytes, as_flat, is_plain, mark_written
 from syncline.transport.base import Transport
 from syncline.transport.work import CombinedWork, Work
 
@@ -98,8 +98,9 @@ class TensorBroadcaster:
             self._plan()
 
     def _plan(self) -> None:
-        devices = [self._transport.sending_device(tensor.device) for tensor in self._tensors]
-        sizes_bytes = [tensor.numel() * tensor.element_size() for tensor in self._tensors]
+        sending_device = cache(self._transport.sending_device)
+        devices = [sending_device(tensor.device) for tensor in self._tensors]
+        sizes_bytes = [tensor.nbytes for tensor in self._tensors]
         # `.data` shares the memory but neither graph nor version counter, so writing to it is always allowed.
         self._pieces = [
             _BytesPiece([self._tensors[i].data for i in piece], devices[piece[0]])
@@ -113,16 +114,18 @@ class _BytesPiece:
 
     def __init__(self, tensors: Sequence[Tensor], device: torch.device) -> None:
         self._device = device
-        self._num_bytes = [tensor.numel() * tensor.element_size() for tensor in tensors]
+        self._num_bytes = [tensor.nbytes for tensor in tensors]
         # Bytes of contiguous tensors can be copied as they are, at any offset. Other tensors (strided, or with a
         # pending conjugation) are first copied to a contiguous twin.
         self._strided = [tensor for tensor in tensors if not is_plain(tensor)]
         self._tensors = tensors
         self.is_copied = len(tensors) > 1 or bool(self._strided) or tensors[0].device != device
         self._twins: list[Tensor] = []
-        self._bytes: list[Tensor] = []
+        self._parts: list[Tensor] = []
+        """Flat views of the tensors or of their twins."""
         self._wire: Tensor | None = None
         self._slots: list[Tensor] = []
+        """The places of the parts in the memory that is sent, of the same dtypes."""
 
     def launch(self, transport: Transport, src: int) -> Work:
         if self._wire is None:
@@ -133,27 +136,35 @@ class _BytesPiece:
                 for twin, tensor in zip(self._twins, self._strided, strict=True):
                     twin.copy_(tensor)
                 if self._slots:
-                    foreach_copy_(self._slots, self._bytes)
+                    foreach_copy_(self._slots, self._parts)
         return transport.broadcast(self._wire, src)
 
     @torch.inference_mode()  # see `launch`
     def land(self) -> None:
         """Write the values that this rank has received into the tensors."""
         if self._slots:
-            foreach_copy_(self._bytes, self._slots)
+            foreach_copy_(self._parts, self._slots)
         # One at a time, because the batched call cannot write to a tensor with a pending conjugation.
         for twin, tensor in zip(self._twins, self._strided, strict=True):
             tensor.copy_(twin)
 
     def drop_copies(self) -> None:
-        self._twins, self._bytes, self._slots, self._wire = [], [], [], None
+        self._twins, self._parts, self._slots, self._wire = [], [], [], None
 
     def _allocate(self) -> None:
         self._twins = [torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in self._strided]
-        twins = iter(self._twins)
-        self._bytes = [as_bytes(t if is_plain(t) else next(twins)) for t in self._tensors]
-        if len(self._bytes) == 1 and self._bytes[0].device == self._device:
-            self._wire = self._bytes[0]
+        plain: Sequence[Tensor] = self._tensors
+        if self._strided:
+            twins = iter(self._twins)
+            plain = [tensor if is_plain(tensor) else next(twins) for tensor in plain]
+        if len(plain) == 1 and plain[0].device == self._device:
+            self._wire = as_bytes(plain[0])
             return
         self._wire = torch.empty(sum(self._num_bytes), dtype=torch.uint8, device=self._device)
-        self._slots = list(torch.split(self._wire, self._num_bytes))
+        dtypes = {tensor.dtype for tensor in plain}
+        if len(dtypes) == 1:  # no view as bytes for each tensor
+            self._parts = [as_flat(tensor) for tensor in plain]
+            self._slots = list(self._wire.view(*dtypes).split([part.numel() for part in self._parts]))
+        else:
+            self._parts = [as_bytes(tensor) for tensor in plain]
+            self._slots = list(self._wire.split(self._num_bytes))

@@ -200,9 +200,11 @@ class ItemNormalizer:
             self.count.close()
 
     def backward_is_done(self) -> None:
-        """Store the version counters of `.grad` inside a block, so that a later change of `.grad` can be detected."""
-        if self.count.is_open:
-            self._versions = self._current_versions()
+        """Store the version counters of `.grad`, so that a later change of `.grad` can be detected.
+
+        Call this method at the end of a backward inside a block.
+        """
+        self._versions = self._current_versions()
 
     def standing(self) -> Standing:
         """Return the state of the item counts. If `.grad` was cleared, reset the counts first.

@@ -95,7 +95,10 @@ class Metrics(Rider):
 
     def conclude_alone(self) -> None:
         """Use this rank's own means as the result, because there is one rank or this backward is not reduced."""
-        self._average([self._own_word()] if self._reports else [])
+        if not self._reports:  # as in almost every step
+            self._means = {}
+            return
+        self._average([self._own_word()])
         self._reports.clear()
 
     def record(self) -> Mapping[str, Any]:
