@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import os
+import socket
+import struct
 import time
 from collections import Counter
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 import syncline as sl
@@ -26,7 +29,7 @@ def open_files() -> Counter[str]:
 
 
 def assert_shared_memory_adds_a_socket_for_each_neighbour() -> None:
-    beneath = C10dTransport()
+    beneath = C10dTransport(exchanges_notices=False)  # as in sl.init
     beneath.barrier().wait()  # Gloo's connections are made
     before = open_files()
     t = SharedMemoryTransport.over(beneath)
@@ -50,3 +53,49 @@ def test_with_two_ranks_there_is_one_more_socket() -> None:
 @pytest.mark.ranks(4)
 def test_with_four_ranks_there_is_one_more_on_rank_0_and_no_more_than_two() -> None:
     assert_shared_memory_adds_a_socket_for_each_neighbour()
+
+
+def store_traffic(port: int) -> tuple[int, int, int]:
+    """Return how many connections this process has to the store, how many files of the store, and how many requests.
+
+    The kernel counts the segments with data of each connection. torch sends a small request as one segment.
+    """
+    connections = files = requests = 0
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):  # the listing itself, or a socket that is not connected
+            if not os.readlink(f"/proc/self/fd/{name}").startswith("socket:"):
+                continue
+            with socket.socket(fileno=os.dup(int(name))) as one:
+                if one.family not in (socket.AF_INET, socket.AF_INET6):
+                    continue
+                files += one.getsockname()[1] == port
+                if one.getpeername()[1] == port:
+                    connections += 1
+                    info = one.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 192)
+                    requests += struct.unpack_from("=156xI", info)[0]
+    return connections, files, requests
+
+
+def assert_a_rank_needs_no_more_of_the_store_among_more_ranks() -> None:
+    dist.destroy_process_group()
+    world = sl.init("shm")
+    ddp = sl.DistributedDataParallel(nn.Linear(20, 10))
+    for _ in range(3):
+        ddp(torch.ones(3, 20)).sum().backward()
+    sl.barrier()
+    connections, files, requests = store_traffic(int(os.environ["MASTER_PORT"]))
+    sl.barrier()
+    sl.shutdown()
+    assert connections == 1
+    assert files <= (2 + world.size if world.rank == 0 else 0)  # the test holds the port, too
+    assert 10 < requests <= 30  # with 4 ranks as with 8; Gloo alone sends 2 for each other rank
+
+
+@pytest.mark.ranks(4)
+def test_of_four_ranks_each_sends_few_requests_to_the_store_by_one_connection() -> None:
+    assert_a_rank_needs_no_more_of_the_store_among_more_ranks()
+
+
+@pytest.mark.ranks(8)
+def test_of_eight_ranks_each_sends_as_few() -> None:
+    assert_a_rank_needs_no_more_of_the_store_among_more_ranks()

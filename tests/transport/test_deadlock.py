@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from typing import ClassVar
+
 import pytest
 
 from syncline.liveness import Place, Wait
@@ -125,3 +128,23 @@ def test_a_call_of_torch_that_may_end_is_no_deadlock(started: dict[str, int]) ->
 def test_calls_of_torch_are_not_compared_by_number_for_it_counts_messages_as_well() -> None:
     barrier = Wait(lane="torch group 0", call=7, words="torch.distributed.barrier", is_torchs=True)
     assert different_calls({0: in_torch(7), 1: Place(wait=barrier)}) == []
+
+
+class CountedLookups(dict[str, int]):
+    """A map that counts how often it is asked."""
+
+    lookups: ClassVar[Counter[str]] = Counter()
+
+    def get(self, key: str, default: int = 0) -> int:  # type: ignore[override]
+        self.lookups["get"] += 1
+        return super().get(key, default)
+
+
+@pytest.mark.parametrize("size", [8, 16])
+def test_each_place_is_looked_at_once_for_each_call_in_which_ranks_wait(size: int) -> None:
+    CountedLookups.lookups.clear()
+    wait = Wait(lane="main", call=2, words="barrier")
+    places = {rank: Place(wait=wait, num_started=CountedLookups(main=2)) for rank in range(1, size)}
+    places[0] = Place(num_started=CountedLookups(main=1))
+    assert stuck_ranks(places) == []
+    assert CountedLookups.lookups["get"] == size

@@ -15,7 +15,16 @@ import torch.distributed as dist
 
 from meeting import meet_at_the_store
 from syncline import CollectiveMismatch, CollectiveTimeout, PeerFailed, PeerLost, SynclineError
-from syncline.liveness import Board, FailedWait, Failure, Health, Lane, Notices, StoreConnection
+from syncline.liveness import (
+    Board,
+    FailedWait,
+    Failure,
+    Health,
+    Lane,
+    Notices,
+    StoreConnection,
+    StoreMedium,
+)
 from syncline.transport import C10dTransport, C10dWork, c10d
 
 
@@ -82,7 +91,7 @@ def test_a_lost_rank_is_named_without_the_store(monkeypatch: pytest.MonkeyPatch)
     meet_at_the_store()
     if t.rank == 2:
         os.kill(os.getpid(), signal.SIGKILL)
-    monkeypatch.setattr(t.health.notices, "_store", None)
+    monkeypatch.setattr(t.health.notices._medium, "_store", None)
     with pytest.raises(PeerLost, match="rank 2: its process has ended"):
         t.all_reduce(torch.zeros(100)).wait()
 
@@ -252,7 +261,9 @@ def test_the_timeout_that_a_peer_gave_up_for_is_told_rather_than_its_lost_connec
 
 def test_of_two_ranks_that_tell_at_once_the_first_is_believed(monkeypatch: pytest.MonkeyPatch) -> None:
     store = dist.HashStore()
-    first, second = (Notices(StoreConnection(store), rank=rank, size=2) for rank in range(2))
+    first, second = (Notices(rank=rank, size=2) for rank in range(2))
+    for rank, notices in enumerate((first, second)):
+        notices.use(StoreMedium(StoreConnection(store), rank=rank, size=2))
     monkeypatch.setattr(second, "failure", lambda: None)  # it looked just before the first one told
     first.publish(Failure(PeerFailed, "the cause"))
     second.publish(Failure(PeerLost, "the consequence"))

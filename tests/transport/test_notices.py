@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 
 from syncline import PeerFailed, SynclineError
-from syncline.liveness import Board, Failure, Notices, Place, StoreConnection
+from syncline.liveness import Board, Failure, Notices, Place, StoreConnection, StoreMedium
 from syncline.liveness import notices as publisher_module
 from syncline.liveness import store as store_line
 from syncline.liveness.notices import Publisher
@@ -61,6 +61,12 @@ class Rank:
             if place is not None:
                 self.posted.append(place)
             self.was_posted.notify_all()
+
+
+def notices_at(store: dist.Store, rank: int) -> Notices:
+    notices = Notices(rank=rank, size=2)
+    notices.use(StoreMedium(StoreConnection(store), rank=rank, size=2))
+    return notices
 
 
 @pytest.fixture
@@ -124,7 +130,7 @@ def test_nothing_is_kept_alive(publisher: Publisher) -> None:
 
 
 def test_a_fork_says_nothing_on_its_parents_connection() -> None:
-    notices = Notices(StoreConnection(dist.HashStore()), rank=0, size=2)
+    notices = notices_at(dist.HashStore(), rank=0)
     notices.post(lambda: Place(step=1))
     child = os.fork()
     if child == 0:
@@ -135,7 +141,7 @@ def test_a_fork_says_nothing_on_its_parents_connection() -> None:
 
 
 def test_who_has_left_has_the_last_word() -> None:
-    notices = Notices(StoreConnection(dist.HashStore()), rank=1, size=2)
+    notices = notices_at(dist.HashStore(), rank=1)
     notices.leave(Place(step=3, has_left=True))
     notices.post(lambda: Place(step=4))
     assert notices.places() == {1: Place(step=3, has_left=True)}
@@ -156,7 +162,7 @@ def test_a_store_that_is_gone_is_seen_without_asking_it(capfd: pytest.CaptureFix
     store = dist.TCPStore("127.0.0.1", port, None, False, wait_for_workers=False)
     clone, line = clone_of(dist.PrefixStore("a", store), timedelta(seconds=1))
     assert line is not None
-    notices = Notices(StoreConnection(store), rank=0, size=2)
+    notices = notices_at(store, rank=0)
     notices.post(lambda: Place(step=1))
     assert notices.places() == {0: Place(step=1)}
     clone.set("here", "1")

@@ -119,7 +119,7 @@ def test_two_processes_that_are_the_same_rank_are_named() -> None:
 def test_ranks_that_count_differently_are_told_who() -> None:
     errors = met(presence(0, 2), presence(1, 2), presence(2, 3))
     assert isinstance(errors[2], SynclineError)
-    assert "2 on rank 1 (pid 101 on h)" in str(errors[2])
+    assert "2 on rank 0 (pid 100 on h)" in str(errors[2])
     assert "3 on rank 2 (pid 102 on h)" in str(errors[2])
     record("world size", "", errors[2])
 

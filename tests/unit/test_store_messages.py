@@ -13,7 +13,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from syncline import SynclineError
-from syncline.liveness import Failure, Notices, Place, SignedStore, StoreConnection, Wait, decode
+from syncline.liveness import (
+    Failure,
+    Notices,
+    Place,
+    SignedStore,
+    StoreConnection,
+    StoreMedium,
+    Wait,
+    decode,
+)
 from syncline.session import Presence, wait_for_all
 from syncline.transport.shared_memory.hub import Hub, store_exchange
 
@@ -235,9 +244,15 @@ def test_junk_from_a_rank_on_how_it_shares_memory_is_a_named_error() -> None:
     holds()
 
 
+def notices_at(store: dist.Store, rank: int) -> Notices:
+    notices = Notices(rank=rank, size=2)
+    notices.use(StoreMedium(StoreConnection(store), rank=rank, size=2))
+    return notices
+
+
 def test_junk_among_notices_is_a_reason_or_left_out() -> None:
     store = dist.HashStore()
-    notices = Notices(StoreConnection(store), rank=0, size=2)
+    notices = notices_at(store, rank=0)
     assert notices.failure() is None
     store.set("syncline/1/place/1", b"junk")
     notices.post(lambda: Place(step=1))
@@ -254,4 +269,4 @@ def test_junk_in_the_count_of_notices_is_a_named_error() -> None:
     store = dist.HashStore()
     store.set("syncline/epoch/0", b"junk")
     with pytest.raises(SynclineError, match="key 'epoch/0' at the store: expected"):
-        Notices(StoreConnection(store), rank=0, size=2)
+        notices_at(store, rank=0)

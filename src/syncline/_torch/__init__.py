@@ -8,6 +8,7 @@ Imports: errors.
 
 autograd.py        the graph tasks of the autograd engine, which are its runs
 elastic.py         torch's elastic agent, on which the launcher is based
+gloo.py            Gloo groups whose ranks get the addresses of all from rank 0
 lookup.py          the lookup of a private name, and the error if the name is missing
 modules.py         modules, joinables, torch's own DistributedDataParallel, torch.compile
 optimizers.py      optimizers that step inside backward; hooks of optimizers' state dicts; GradScalers

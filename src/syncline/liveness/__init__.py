@@ -7,8 +7,9 @@ calls.py        the calls in which ranks wait, of Syncline or of torch.distribut
 deadlock.py     detection of waits that can never end, by pure functions of the places of all ranks
 destructors.py  threads in which destructors of process groups run; the end of the process waits for them
 failed_wait.py  the search for the cause of a failed wait, and the error that names the cause
+gathering.py    texts of all ranks, gathered at the store by way of rank 0
 health.py       the state of a group: whether the group can still be used, and the positions of its ranks
-notices.py      failures and positions that ranks publish for each other through the store
+notices.py      failures and positions that ranks publish for each other, at the store or in shared memory
 processes.py    whether the process of a rank has ended, is stopped, or is a fork of a rank
 store.py        messages at the store, signed and checked; this process's connection to the store
 """
@@ -19,7 +20,7 @@ from syncline.liveness.board import Board, Place, Wait
 from syncline.liveness.calls import Failure
 from syncline.liveness.failed_wait import FailedWait
 from syncline.liveness.health import Health, Lane
-from syncline.liveness.notices import Notices
+from syncline.liveness.notices import Notices, StoreMedium
 from syncline.liveness.processes import RankProcess
 from syncline.liveness.store import SignedStore, StoreConnection, decode
 
@@ -34,6 +35,7 @@ __all__ = [
     "RankProcess",
     "SignedStore",
     "StoreConnection",
+    "StoreMedium",
     "Wait",
     "decode",
 ]

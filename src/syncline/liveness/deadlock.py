@@ -51,10 +51,14 @@ def stuck_ranks(places: Places) -> list[int]:
     Rank A waits for rank B if B has not started the call in which A waits. B cannot start this call while B itself
     waits. So if B waits for A, or for another rank that waits for A, neither wait can end.
     """
+    absent: dict[tuple[str, int | None], Collection[int]] = {}  # many ranks wait in the same call
     waits_for: dict[int, Collection[int]] = {}
     for rank, place in places.items():
         if place.wait is not None and place.wait.blocks_rank:
-            waits_for[rank] = absent_ranks(place.wait, places)
+            call = place.wait.lane, place.wait.call
+            if call not in absent:
+                absent[call] = absent_ranks(place.wait, places)
+            waits_for[rank] = absent[call]
     return stuck_among(waits_for)
 
 
@@ -63,15 +67,31 @@ def stuck_among(waits_for: Mapping[int, Collection[int]]) -> list[int]:
 
     Args:
         waits_for: for each rank that does nothing but wait, the ranks for which it waits. Its wait ends only after
-            all of these ranks have acted.
+            all of these ranks have acted. Ranks that wait for the same ones may share one collection.
 
     Examples:
         >>> stuck_among({0: [1], 1: [0, 2], 3: [1], 4: [2]})
         [0, 1, 3]
     """
     stuck = set(waits_for)
-    while can_continue := {rank for rank in stuck if stuck.isdisjoint(waits_for[rank])}:
-        stuck -= can_continue
+    awaited = {id(ranks): ranks for ranks in waits_for.values()}
+    waiting: dict[int, list[int]] = {}  # by the collection for which they wait
+    for rank, ranks in waits_for.items():
+        waiting.setdefault(id(ranks), []).append(rank)
+    # How many of the awaited ranks cannot continue, and which collections contain a rank
+    num_stuck = {one: sum(rank in stuck for rank in set(ranks)) for one, ranks in awaited.items()}
+    contained_in: dict[int, list[int]] = {}
+    for one, ranks in awaited.items():
+        for rank in set(ranks):
+            contained_in.setdefault(rank, []).append(one)
+    can_continue = [one for one, number in num_stuck.items() if number == 0]
+    while can_continue:
+        for rank in waiting[can_continue.pop()]:
+            stuck.remove(rank)
+            for one in contained_in.get(rank, ()):
+                num_stuck[one] -= 1
+                if num_stuck[one] == 0:
+                    can_continue.append(one)
     return sorted(stuck)
 
 

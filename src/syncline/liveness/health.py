@@ -161,8 +161,12 @@ class Health:
         If a peer has already published a failure whose text is common to all ranks, record that failure instead.
         """
         if self.failure is None:
+            self.failure = (
+                failure  # first, because a published failure may end the waits of this rank's other threads
+            )
             first = failure if self.notices is None else self.notices.publish(failure)
-            self.failure = first if first.is_common else failure
+            if first.is_common:
+                self.failure = first
             for inform_peers in self.on_failure:
                 inform_peers(self.failure)
             self._keep_groups()

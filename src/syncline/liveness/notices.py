@@ -1,9 +1,11 @@
-"""Notices that ranks exchange through the store of their process group, and the thread that publishes them.
+"""Notices that the ranks of a group leave for each other, and the thread that publishes them.
 
 There are three kinds of notices: the failure of the group, the place of each rank, and the process of each rank. The
 first rank that detects a failure publishes the failure, and the others read it while they wait. A waiting rank reads
-the places of its peers to show them in an error. If the store has ended, ranks exchange no notices, but they still
-raise errors.
+the places of its peers to show them in an error.
+
+The notices are at the store of the process group, or in shared memory if all ranks have mapped the same memory. If the
+store has ended, ranks exchange no notices, but they still raise errors.
 
 A `Publisher` is a thread that publishes the place of this rank at regular intervals. Each process has one publisher.
 The publisher keeps no transport alive. The thread ends before the interpreter does, because a thread that runs C++ code
@@ -18,7 +20,7 @@ import functools
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Protocol, TypeVar
 from weakref import WeakKeyDictionary
@@ -37,10 +39,27 @@ _MAX_READS = 100
 """The maximum number of times that a rank reads the processes of other ranks in quick succession."""
 
 
-class Notices:
-    """The object by which a rank publishes and reads the notices of its group.
+class Medium(Protocol):
+    """A place where the ranks of a group leave texts for each other. Each text has a name."""
 
-    All threads of the process that created the object can use it. In a fork of the process it does nothing.
+    def write(self, name: str, text: str) -> None:
+        """Replace the text of this name, which no other rank writes."""
+
+    def write_first(self, name: str, text: str) -> str | None:
+        """Write a text, unless a rank has written one of this name before. Return the text that is there then.
+
+        Returns None if that is unknown.
+        """
+
+    def read(self, name: str) -> str | None:
+        """Return the text of this name; None if there is none."""
+
+    def read_all(self, kind: str) -> dict[int, str]:
+        """Return the texts of all ranks whose names are `kind/rank`, by rank. Missing texts are left out."""
+
+
+class StoreMedium:
+    """A medium at a store of torch.distributed.
 
     Args:
         connection: a connection to the store of the group, for keys of this group only. It is not that of the group, so
@@ -50,27 +69,95 @@ class Notices:
     """
 
     def __init__(self, connection: StoreConnection, *, rank: int, size: int) -> None:
-        self._rank = rank
-        self._size = size
-        self._pid = os.getpid()
-        self._has_left = False
         self.connection = connection
+        self._size = size
         self._store: SignedStore | None = SignedStore(connection.under("syncline").store)
         # Old notices stay in the store, and a group created again under the same name must not read them. Each rank
         # counts the creations separately, because a common count would mean waiting for another rank.
         self._epoch = self._ask(lambda store: store.count_up(f"epoch/{rank}"))
+
+    def write(self, name: str, text: str) -> None:
+        """Replace the text of this name."""
+        self._ask(lambda store: store.set(self._key(name), text))
+
+    def write_first(self, name: str, text: str) -> str | None:
+        """Write a text, unless a rank has written one of this name before. Return the text that is there then."""
+        return self._ask(lambda store: store.set_first(self._key(name), text))
+
+    def read(self, name: str) -> str | None:
+        """Return the text of this name; None if there is none."""
+        key = self._key(name)
+        return self._ask(lambda store: store.get(key) if store.has(key) else None)
+
+    def read_all(self, kind: str) -> dict[int, str]:
+        """Return the texts of all ranks. Missing and unreadable texts are left out."""
+        keys = {self._key(f"{kind}/{rank}"): rank for rank in range(self._size)}
+        found = self._ask(lambda store: store.readable(list(keys))) or {}
+        return {keys[key]: text for key, text in found.items()}
+
+    def _key(self, name: str) -> str:
+        return f"{self._epoch}/{name}"
+
+    def _ask(self, question: Callable[[SignedStore], T]) -> T | None:
+        """Return the store's answer to a question. Return None if the store has ended."""
+        with self.connection.lock:
+            if self._store is not None and self.connection.is_open():
+                try:
+                    return question(self._store)
+                except SynclineError:
+                    raise  # the store still answers, but the message is not one of Syncline
+                except RuntimeError:
+                    pass
+            self._store = None
+        return None
+
+
+class Notices:
+    """The object by which a rank publishes and reads the notices of its group.
+
+    All threads of the process that created the object can use it. In a fork of the process it does nothing. It also
+    does nothing until the ranks have selected a medium.
+
+    Args:
+        rank: this rank in the group.
+        size: the number of ranks in the group.
+    """
+
+    def __init__(self, *, rank: int, size: int) -> None:
+        self._rank = rank
+        self._size = size
+        self._pid = os.getpid()
+        self._has_left = False
+        self._medium: Medium | None = None
+        self._writes = threading.RLock()
+        """The lock that a thread holds while it publishes a place, so that no older place replaces a newer one."""
         self._process = RankProcess.own()
         self._processes: dict[int, RankProcess] = {}
         self._num_reads = 0
-        if (process := self._process) is not None:
-            key = self._key(f"process/{rank}")
-            self._ask(lambda store: store.set(key, process.to_json()))
+
+    @property
+    def connection(self) -> StoreConnection | None:
+        """The connection to the store; None if the notices are not at a store."""
+        return self._medium.connection if isinstance(self._medium, StoreMedium) else None
+
+    def use(self, medium: Medium, processes: Mapping[int, RankProcess] | None = None) -> None:
+        """Exchange notices by a medium from now on. All ranks of the group select the same one.
+
+        Args:
+            medium: the medium.
+            processes: the processes of the other ranks on this host, if they are known.
+        """
+        self._medium = medium
+        if self._process is not None:
+            self._processes.update(processes or {})
+            self._processes[self._rank] = self._process
+            medium.write(f"process/{self._rank}", self._process.to_json())
 
     def publish(self, failure: Failure) -> Failure:
         """Publish a failure of the group, unless a rank has published one before. Return the one that was first."""
         mine = failure.to_json(self._rank)
         try:
-            first = self._ask(lambda store: store.set_first(self._key("failure"), mine))
+            first = None if (medium := self._usable()) is None else medium.write_first("failure", mine)
         except SynclineError:  # the published failure is unreadable, so this rank's own failure says more
             return failure
         return failure if first is None or first == mine else self._parsed(first)
@@ -80,9 +167,8 @@ class Notices:
 
         An unreadable notice also counts as a failure. The text of this failure says that the notice is unreadable.
         """
-        key = self._key("failure")
         try:
-            text = self._ask(lambda store: store.get(key) if store.has(key) else None)
+            text = None if (medium := self._usable()) is None else medium.read("failure")
         except SynclineError as error:
             return Failure(SynclineError, str(error))
         return None if text is None else self._parsed(text)
@@ -100,14 +186,12 @@ class Notices:
             place: a function that returns the place to publish, or None if it is already published. The function runs
                 while the thread holds the lock. So if two threads publish, the later thread publishes the newer place.
         """
-        key = self._key(f"place/{self._rank}")
-
-        def write(store: SignedStore) -> None:
+        if (medium := self._usable()) is None:
+            return
+        with self._writes:
             here = None if self._has_left else place()
             if here is not None:
-                store.set(key, here.to_json())
-
-        self._ask(write)
+                medium.write(f"place/{self._rank}", here.to_json())
 
     def leave(self, place: Place) -> None:
         """Publish this rank's last place. Later calls of `post` publish nothing.
@@ -115,13 +199,11 @@ class Notices:
         This method does not wait for an answer of the store. At the end of a program, the process that holds the store
         may end at any moment. torch prints a C++ stack trace to stderr if the connection closes during such a wait.
         """
-
-        def write(store: SignedStore) -> None:
+        if (medium := self._usable()) is None:
+            return
+        with self._writes:
             self._has_left = True
-            store.set(key, place.to_json())
-
-        key = self._key(f"place/{self._rank}")
-        self._ask(write)
+            medium.write(f"place/{self._rank}", place.to_json())
 
     def places(self) -> dict[int, Place]:
         """Return the last published place of each rank, by rank. Ranks that have published no place are left out."""
@@ -130,7 +212,7 @@ class Notices:
     def processes_here(self) -> dict[int, RankProcess]:
         """Return the processes of the other ranks on this host, by rank.
 
-        Once the processes of all ranks are known, the store is not read again.
+        Once the processes of all ranks are known, they are not read again.
         """
         if self._process is not None and len(self._processes) < self._size:
             self._num_reads += 1
@@ -138,7 +220,7 @@ class Notices:
         return self.known_processes_here()
 
     def known_processes_here(self) -> dict[int, RankProcess]:
-        """Do what `processes_here` does, but never read the store."""
+        """Do what `processes_here` does, but never read."""
         own = self._process
         return {
             rank: process
@@ -148,36 +230,22 @@ class Notices:
 
     @property
     def is_learning(self) -> bool:
-        """Whether some rank has not yet published its process, so that the store should be read again soon."""
+        """Whether some rank has not yet published its process, so that the processes should be read again soon."""
         is_complete = self._process is None or len(self._processes) == self._size
         return not is_complete and self._num_reads < _MAX_READS
 
-    def _read_all(self, name: str, parsed: Callable[[str], T]) -> dict[int, T]:
-        """Return each rank's notice called `name`, by rank. Missing and unreadable notices are left out."""
-        keys = {self._key(f"{name}/{rank}"): rank for rank in range(self._size)}
+    def _read_all(self, kind: str, parsed: Callable[[str], T]) -> dict[int, T]:
+        """Return each rank's notice of a kind, by rank. Missing and unreadable notices are left out."""
         found = {}
-        for key, text in (self._ask(lambda store: store.readable(list(keys))) or {}).items():
+        medium = self._usable()
+        for rank, text in ({} if medium is None else medium.read_all(kind)).items():
             with contextlib.suppress(SynclineError):  # such a notice only adds details to an error
-                found[keys[key]] = parsed(text)
+                found[rank] = parsed(text)
         return found
 
-    def _key(self, name: str) -> str:
-        return f"{self._epoch}/{name}"
-
-    def _ask(self, question: Callable[[SignedStore], T]) -> T | None:
-        """Return the store's answer to a question. Return None if the store has ended, or if this process is a fork."""
-        if os.getpid() != self._pid:
-            return None
-        with self.connection.lock:
-            if self._store is not None and self.connection.is_open():
-                try:
-                    return question(self._store)
-                except SynclineError:
-                    raise  # the store still answers, but the message is not one of Syncline
-                except RuntimeError:
-                    pass
-            self._store = None
-        return None
+    def _usable(self) -> Medium | None:
+        """Return the medium. Return None if there is none yet, or if this process is a fork."""
+        return self._medium if os.getpid() == self._pid else None
 
 
 _PERIOD_SECONDS = 0.5

@@ -32,7 +32,7 @@ import sys
 import threading
 import types
 import typing
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import MISSING, fields, is_dataclass
 from datetime import timedelta
 from typing import Any, NoReturn, TypeVar
@@ -88,9 +88,14 @@ class SignedStore:
             )  # a store without libuv does not wake up waiting clients for compare_set
         return self._read(key, held)
 
-    def get(self, key: str) -> str:
-        """Return the message of a key. If the key has no message yet, wait for it, at most for the store's timeout."""
-        return self._read(key, self._store.get(key))
+    def get(self, key: str, *, max_bytes: int = _MAX_BYTES) -> str:
+        """Return the message of a key. If the key has no message yet, wait for it, at most for the store's timeout.
+
+        Args:
+            key: the key.
+            max_bytes: the size of the largest message that is accepted.
+        """
+        return self._read(key, self._store.get(key), max(max_bytes, _MAX_BYTES))
 
     def multi_get(self, keys: Sequence[str]) -> list[str]:
         """Return the messages of several keys. Wait for missing messages, at most for the store's timeout."""
@@ -115,6 +120,11 @@ class SignedStore:
         """Wait until all of these keys have messages, at most for the time `timeout`."""
         self._store.wait(list(keys), timeout)
 
+    def delete(self, key: str) -> None:
+        """Delete the message of a key, if the store can delete keys."""
+        with contextlib.suppress(RuntimeError):
+            self._store.delete_key(key)
+
     def count_up(self, key: str) -> int:
         """Add 1 to the number that is the message of a key, and return the new number. A missing number counts as 0.
 
@@ -138,10 +148,10 @@ class SignedStore:
         signed = b"%d %b%b" % (len(name), name, text)
         return hmac.new(self._token.encode(), signed, hashlib.sha256).hexdigest().encode()
 
-    def _read(self, key: str, value: bytes) -> str:
+    def _read(self, key: str, value: bytes, max_bytes: int = _MAX_BYTES) -> str:
         where = _at(key)
-        if len(value) > _MAX_BYTES:
-            _refuse(where, f"a message of at most {_MAX_BYTES} bytes, not of {len(value)} bytes", value)
+        if len(value) > max_bytes:
+            _refuse(where, f"a message of at most {max_bytes} bytes, not of {len(value)} bytes", value)
         if self._token is None:
             if value.startswith(_SIGNED):
                 _refuse(
@@ -195,60 +205,75 @@ def decode(kind: type[T], text: str | bytes, where: str) -> T:
     """
     try:
         value = json.loads(text)
-        found: T = _converted(value, kind)
+        kinds: Any = kind
+        found: T = _converter(kinds)(value)
     except (ValueError, TypeError, OverflowError, RecursionError):
         _refuse(where, f"the JSON text of a {kind.__name__.strip('_')}", text)
     return found
 
 
-def _converted(value: Any, hint: Any) -> Any:
-    """Convert `value`, a part of parsed JSON, to the type `hint`.
+Convert = Callable[[Any], Any]
+"""A function that converts a part of parsed JSON to a type. It raises TypeError or ValueError if that is impossible."""
 
-    Raises:
-        TypeError, ValueError: `value` does not represent an object of this type.
+
+@functools.cache
+def _converter(hint: Any) -> Convert:
+    """Return the function that converts a part of parsed JSON to the type `hint`.
+
+    Each rank decodes messages of all ranks, so the types are looked at once, and not for each message.
     """
     if isinstance(hint, types.UnionType):
-        choices = typing.get_args(hint)
-        if value is None and types.NoneType in choices:
-            return None
-        (only,) = (choice for choice in choices if choice is not types.NoneType)
-        return _converted(value, only)
+        (only,) = (choice for choice in typing.get_args(hint) if choice is not types.NoneType)
+        convert = _converter(only)
+        return lambda value: None if value is None else convert(value)
     if is_dataclass(hint) and isinstance(hint, type):
-        return _as_dataclass(value, hint)
-    if typing.get_origin(hint) is list:
-        (of,) = typing.get_args(hint)
-        return [_converted(item, of) for item in _checked(value, list)]
-    if typing.get_origin(hint) is tuple:
-        of, _ = typing.get_args(hint)
-        return tuple(_converted(item, of) for item in _checked(value, list))
-    if typing.get_origin(hint) is dict:
-        _, of = typing.get_args(hint)
-        return {_converted(key, str): _converted(item, of) for key, item in _checked(value, dict).items()}
+        return _converter_of_dataclass(hint)
+    origin = typing.get_origin(hint)
+    if origin is list:
+        item = _converter(typing.get_args(hint)[0])
+        return lambda value: [item(one) for one in _checked(value, list)]
+    if origin is tuple:
+        item = _converter(typing.get_args(hint)[0])
+        return lambda value: tuple(item(one) for one in _checked(value, list))
+    if origin is dict:
+        item = _converter(typing.get_args(hint)[1])
+        return lambda value: {_as_text(key): item(one) for key, one in _checked(value, dict).items()}
     if hint is float:
-        number = float(_checked(value, int) if type(value) is int else _checked(value, float))
-        if not math.isfinite(number):
-            raise ValueError(value)
-        return number
+        return _as_float
     if hint is str:
-        _checked(value, str).encode()  # raises for half a surrogate pair
-    return _checked(value, hint)
+        return _as_text
+    return lambda value: _checked(value, hint)
 
 
-def _as_dataclass(value: Any, kind: type) -> Any:
-    given = dict(_checked(value, dict))
-    hints = _hints(kind)
-    found = {}
-    for field in fields(kind):
-        if field.name in given:
-            found[field.name] = _converted(given.pop(field.name), hints[field.name])
-        elif field.default is MISSING and field.default_factory is MISSING:
-            raise ValueError(field.name)
-    if given:
-        raise ValueError(f"unknown: {given}")
-    return kind(**found)
+def _converter_of_dataclass(kind: type) -> Convert:
+    hints = typing.get_type_hints(kind)
+    converters = {field.name: _converter(hints[field.name]) for field in fields(kind)}
+    required = {
+        field.name for field in fields(kind) if field.default is MISSING and field.default_factory is MISSING
+    }
+
+    def convert(value: Any) -> Any:
+        given = _checked(value, dict)
+        if not required <= given.keys() <= converters.keys():
+            raise ValueError(
+                f"missing: {required - given.keys()}, unknown: {given.keys() - converters.keys()}"
+            )
+        return kind(**{name: converters[name](one) for name, one in given.items()})
+
+    return convert
 
 
-_hints = functools.cache(typing.get_type_hints)
+def _as_float(value: Any) -> float:
+    number = float(value if type(value) is float else _checked(value, int))
+    if not math.isfinite(number):
+        raise ValueError(value)
+    return number
+
+
+def _as_text(value: Any) -> str:
+    text: str = _checked(value, str)
+    text.encode()  # raises for half a surrogate pair
+    return text
 
 
 def _checked(value: Any, kind: type) -> Any:

@@ -1,7 +1,7 @@
 """The rendezvous of a job's ranks at a store, before the first collective.
 
-Every rank writes a message with its identity and its arguments of `sl.init` to the store, and reads the messages of all
-ranks. This has four advantages:
+Every rank writes a message with its identity and its arguments of `sl.init` to the store, and gets the messages of all
+ranks (see `liveness/gathering.py`). This has four advantages:
 
 - After a timeout, the error names the missing ranks.
 - If two processes claim one rank, the second process raises an error that names both processes.
@@ -29,6 +29,7 @@ from syncline import environment
 from syncline._torch.process_groups import PrefixStore, Store, TCPStore
 from syncline.errors import CollectiveTimeout, ContractMismatch, PeerLost, SynclineError
 from syncline.launchers import Environment
+from syncline.liveness.gathering import MissingRanks, first_of, gathered
 from syncline.liveness.processes import RankProcess
 from syncline.liveness.store import SignedStore, decode
 from syncline.session.listening import bound_socket, is_loopback
@@ -299,28 +300,39 @@ def _wait_for_all(store: Store, mine: Presence, timeout_seconds: float) -> list[
             "If the first process belongs to an earlier job, end that process, or use another MASTER_PORT"
         )
     try:
-        texts = messages.multi_get(keys)
-    except dist.DistStoreError as error:
-        missing = [rank for rank, key in enumerate(keys) if not messages.has(key)]
-        if missing:
-            raise CollectiveTimeout(
-                f"rank {mine.rank} waited {timeout_seconds:g} s in sl.init, but {describe_ranks(missing)} of "
-                f"{mine.size} did not call sl.init. Check whether these ranks failed before that call, and whether "
-                "they can reach the host of rank 0"
-            ) from error
-        texts = messages.multi_get(keys)  # the last rank arrived just after the deadline
-    everyone = [_parsed(text, rank) for rank, text in enumerate(texts)]
-    sizes = {presence.size for presence in everyone}
-    if len(sizes) > 1:
-        sizes_in_words = ", ".join(f"{p.size} on rank {p.rank} ({p})" for p in everyone)
-        raise SynclineError(
-            f"the ranks have different world sizes: {sizes_in_words}. Set the same WORLD_SIZE on all ranks"
-        )
+        everyone = _messages_of_all(messages, keys, mine, timeout_seconds)
+    except MissingRanks as missing:
+        raise CollectiveTimeout(
+            f"rank {mine.rank} waited {timeout_seconds:g} s in sl.init, but {describe_ranks(missing.ranks)} of "
+            f"{mine.size} did not call sl.init. Check whether these ranks failed before that call, and whether "
+            "they can reach the host of rank 0"
+        ) from missing
     difference = _difference(everyone)
     if difference is not None:
         _let_all_read(store, mine, timeout_seconds)
         raise difference
     return everyone
+
+
+def _messages_of_all(
+    messages: SignedStore, keys: Sequence[str], mine: Presence, timeout_seconds: float
+) -> list[Presence]:
+    """Return the messages of all ranks in rank order. Each rank reads that of rank 0 first, and compares the sizes."""
+    if mine.rank != 0:
+        _check_sizes([_parsed(first_of(messages, keys, timeout_seconds), 0), mine])
+    texts = gathered(messages, keys, mine.rank, timeout_seconds)
+    everyone = [_parsed(text, rank) for rank, text in enumerate(texts)]
+    _check_sizes(everyone)
+    return everyone
+
+
+def _check_sizes(presences: Sequence[Presence]) -> None:
+    """Raise an error if these ranks have different world sizes."""
+    if len({presence.size for presence in presences}) > 1:
+        sizes_in_words = ", ".join(f"{p.size} on rank {p.rank} ({p})" for p in presences)
+        raise SynclineError(
+            f"the ranks have different world sizes: {sizes_in_words}. Set the same WORLD_SIZE on all ranks"
+        )
 
 
 def _difference(everyone: Sequence[Presence]) -> Exception | None:

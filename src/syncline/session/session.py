@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 from syncline import environment, launchers
+from syncline._torch.gloo import addresses_gathered
 from syncline._torch.process_groups import (
     HashStore,
     PrefixStore,
@@ -28,7 +29,8 @@ from syncline._torch.process_groups import (
 )
 from syncline.errors import CollectiveTimeout, PeerLost, SynclineError
 from syncline.launchers import Environment
-from syncline.liveness.store import StoreConnection
+from syncline.liveness.gathering import Ended, StoreGathering
+from syncline.liveness.store import SignedStore, StoreConnection
 from syncline.session import process
 from syncline.session.asked import Asked
 from syncline.session.ending import (
@@ -235,7 +237,15 @@ class Session:
         everyone = wait_for_all(store, mine, asked.timeout_seconds)
         self._backend = backend_for(everyone, warn=env.local_rank == 0)
         try:
-            return self._connect(store, env.rank, env.size, device, asked, asked.timeout_seconds)
+            return self._connect(
+                store,
+                env.rank,
+                env.size,
+                device,
+                asked,
+                asked.timeout_seconds,
+                has_ended=lambda ranks: [rank for rank in ranks if everyone[rank].has_ended(mine)],
+            )
         except RuntimeError as error:
             named = failed_connection(error, mine, everyone, asked.timeout_seconds)
             if named is None:
@@ -251,6 +261,7 @@ class Session:
         asked: Asked,
         seconds: float,
         connection: StoreConnection | None = None,
+        has_ended: Ended | None = None,
     ) -> dist.ProcessGroup:
         """Create torch's default group between ranks that have met at a store, and select its transport.
 
@@ -261,21 +272,34 @@ class Session:
             asked: the arguments of `init`.
             seconds: how long the ranks may take to connect. Their operations have the timeout of `asked`.
             connection: see `C10dTransport`.
+            has_ended: a function that finds ended ranks; None if their processes are not known.
         """
-        dist.init_process_group(
-            self._backend,
-            store=store,
+        gather = StoreGathering(
+            SignedStore(store),
+            "syncline/connect",
             rank=rank,
-            world_size=size,
-            timeout=timedelta(seconds=seconds),
-            device_id=device if "nccl" in self._backend else None,
+            size=size,
+            timeout_seconds=seconds,
+            purpose="in sl.init, while the ranks connected to each other",
+            has_ended=has_ended,
         )
+        with addresses_gathered(gather):
+            dist.init_process_group(
+                self._backend,
+                store=store,
+                rank=rank,
+                world_size=size,
+                timeout=timedelta(seconds=seconds),
+                device_id=device if "nccl" in self._backend else None,
+            )
         group = default_group()
         assert group is not None
         if seconds != asked.timeout_seconds:
             set_timeout(group, timedelta(seconds=asked.timeout_seconds))
         try:
-            self.transports.select(group, asked.transport, asked.timeout_seconds, connection=connection)
+            self.transports.select(
+                group, asked.transport, asked.timeout_seconds, connection=connection, gather=gather
+            )
         except BaseException:
             dist.destroy_process_group()
             raise

@@ -25,6 +25,7 @@ from syncline.transport.c10d import C10dTransport
 from syncline.transport.hierarchy import HierarchicalTransport
 from syncline.transport.mirror import MirrorTransport
 from syncline.transport.shared_memory.core import SharedMemoryUnavailable
+from syncline.transport.shared_memory.hub import Exchange
 from syncline.transport.shared_memory.transport import SharedMemoryTransport
 from syncline.transport.threads import ThreadGroup
 from syncline.transport.watched import WatchedTransport
@@ -129,6 +130,7 @@ class Transports:
         timeout_seconds: float | None = None,
         compare: Callable[[Transport], object] = lambda c10d: None,
         connection: StoreConnection | None = None,
+        gather: Exchange | None = None,
     ) -> Transport:
         """Select the transport of a group, and return the transport. All ranks of the group must call this method.
 
@@ -139,22 +141,30 @@ class Transports:
             compare: a function that is called first, with a transport between the ranks. It raises an error if the
                 ranks passed different arguments to `init`.
             connection: see `C10dTransport`.
+            gather: a function with which the ranks set up shared memory. Pass None to use the group itself.
         """
         if isinstance(group, MirrorProcessGroup):
             selected: Transport = _mirror(group, asked, timeout_seconds)
             compare(selected)
         else:
-            c10d = C10dTransport(group, timeout_seconds=timeout_seconds, connection=connection)
+            c10d = C10dTransport(
+                group,
+                timeout_seconds=timeout_seconds,
+                connection=connection,
+                exchanges_notices=gather is None,
+            )
             try:
                 compare(c10d)
-                selected = self._best_over(c10d, asked)
+                selected = self._best_over(c10d, asked, gather)
+                if gather is not None and not isinstance(selected, SharedMemoryTransport):
+                    c10d.exchange_notices(connection)
             except BaseException:
                 c10d.close()
                 raise
         self._entries.setdefault(id(group), _Entry(group, is_default=True)).transport = selected
         return selected
 
-    def _best_over(self, c10d: C10dTransport, asked: str) -> Transport:
+    def _best_over(self, c10d: C10dTransport, asked: str, gather: Exchange | None) -> Transport:
         """Return the requested transport. For "auto", return the best transport that all ranks can use.
 
         All ranks of the group must call this method.
@@ -162,6 +172,7 @@ class Transports:
         Args:
             c10d: a transport between the ranks. If another transport is returned, that transport closes `c10d`.
             asked: "auto", "c10d" or "shm", the same on all ranks.
+            gather: see `select`.
 
         Raises:
             SharedMemoryUnavailable: "shm" was requested and is not available. All ranks raise the error with the same
@@ -170,7 +181,9 @@ class Transports:
         if asked == "c10d":
             return c10d
         try:
-            return SharedMemoryTransport.over(c10d) if asked == "shm" else HierarchicalTransport.over(c10d)
+            if asked == "shm":
+                return SharedMemoryTransport.over(c10d, gather)
+            return HierarchicalTransport.over(c10d, gather=gather)
         except SharedMemoryUnavailable as error:
             if asked == "shm":
                 text = f'sl.init(transport="shm"): {error}'

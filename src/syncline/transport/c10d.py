@@ -10,7 +10,6 @@ Gloo does not detect that ranks make different calls. If the sizes differ, Gloo 
 
 from __future__ import annotations
 
-import contextlib
 import secrets
 import struct
 from collections.abc import Callable
@@ -22,11 +21,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from syncline._torch.process_groups import all_gather_flat, reduce_scatter_flat
-from syncline.errors import PeerLost, SynclineError
+from syncline.errors import CollectiveTimeout, PeerLost, SynclineError
 from syncline.liveness.board import MAIN_LANE, Board
 from syncline.liveness.calls import Failure
 from syncline.liveness.failed_wait import FailedWait
 from syncline.liveness.health import Lane
+from syncline.liveness.notices import StoreMedium
 from syncline.liveness.processes import FORKED, is_inherited
 from syncline.liveness.store import StoreConnection
 from syncline.transport.agreement import exchange
@@ -71,6 +71,8 @@ class C10dTransport(WatchedTransport):
             new transport is a part of it. Pass None to create a new board.
         connection: a connection to a store, for keys of this group only, by which the ranks exchange notices. Pass None
             to open one to the store of the group.
+        exchanges_notices: whether the ranks exchange notices from now on. If it is False, either another transport over
+            this one lets them do so, or the caller calls `exchange_notices`.
 
     Raises:
         ValueError: torch.distributed is not initialised, or this process is not a member of the group.
@@ -91,6 +93,7 @@ class C10dTransport(WatchedTransport):
         timeout_seconds: float | None = None,
         board: Board | None = None,
         connection: StoreConnection | None = None,
+        exchanges_notices: bool = True,
     ) -> None:
         if not dist.is_initialized():
             raise ValueError(
@@ -115,13 +118,20 @@ class C10dTransport(WatchedTransport):
         health = published_health(
             own_lane,
             Board() if board is None else board,
-            lambda: connection or StoreConnection(group.get_group_store()),
             rank=rank,
             size=size,
             backend=self.name,
             timeout_seconds=max(timeout_seconds, group_seconds),
         )
         super().__init__(health, own_lane, rank=rank, size=size, timeout_seconds=timeout_seconds)
+        if exchanges_notices:
+            self.exchange_notices(connection)
+
+    def exchange_notices(self, connection: StoreConnection | None = None) -> None:
+        """Exchange notices with the other ranks at a store from now on. For `connection`, see the class."""
+        if self.health.notices is not None:
+            connection = connection or StoreConnection(self._group.get_group_store())
+            self.health.notices.use(StoreMedium(connection, rank=self.rank, size=self.size))
 
     @property
     def name(self) -> str:
@@ -280,12 +290,15 @@ class C10dTransport(WatchedTransport):
         if self.size == 1 or set(self._backends.values()) != {"gloo"}:
             return self
         tokens = exchange(self, f"a lane for {purpose}", [], payload=secrets.token_bytes(8))
-        lane = self._lane_over(self._new_group(list(range(self.size)), tokens[0]), self.numbered(purpose))
+        group, forget_addresses = self._new_group(list(range(self.size)), tokens[0])
+        lane = self._lane_over(group, self.numbered(purpose))
         lane._start_barrier().wait()  # a rank that closes the lane at once would disconnect ranks that still connect
-        lane.forget_addresses()
+        forget_addresses()
         return lane
 
-    def lane_among(self, ranks: list[int], name: str, token: bytes) -> C10dTransport:
+    def lane_among(
+        self, ranks: list[int], name: str, token: bytes
+    ) -> tuple[C10dTransport, Callable[[], None]]:
         """Create a Gloo lane between some of the ranks, for CPU tensors. Only these ranks call this method.
 
         On the lane, the ranks are numbered from 0. But errors name each rank by its number in this transport. No rank
@@ -295,10 +308,14 @@ class C10dTransport(WatchedTransport):
             ranks: the ranks of this transport that are on the lane, including this rank.
             name: the name of the lane in messages.
             token: eight random bytes, which are the same on all ranks of the lane.
+
+        Returns:
+            The lane, and a function to call once all ranks in `ranks` have created it (see `new_group`).
         """
-        lane = self._lane_over(self._new_group(ranks, token, {"cpu": "gloo"}), name)
+        group, forget_addresses = self._new_group(ranks, token, {"cpu": "gloo"})
+        lane = self._lane_over(group, name)
         lane.rank, lane.size = ranks.index(self.rank), len(ranks)
-        return lane
+        return lane, forget_addresses
 
     def _lane_over(self, group: dist.ProcessGroup, name: str) -> C10dTransport:
         """Return a lane that sends over `group`, and that destroys `group` when it is closed."""
@@ -326,17 +343,18 @@ class C10dTransport(WatchedTransport):
             return None
         if len(members) == 1:
             return transport_of_one_rank(self.timeout_seconds, self.board)
-        group = self._new_group([rank for rank, _ in members], members[0][1])
+        group, forget_addresses = self._new_group([rank for rank, _ in members], members[0][1])
         assert self.health.notices is not None
+        connection = self.health.notices.connection
         child = C10dTransport(
             group,
             timeout_seconds=self.timeout_seconds,
             board=self.board,
-            connection=self.health.notices.connection.under(group.group_name),
+            connection=None if connection is None else connection.under(group.group_name),
         )
         child._owns_group = True
         child._start_barrier().wait()
-        child.forget_addresses()
+        forget_addresses()
         return child
 
     @property
@@ -350,8 +368,8 @@ class C10dTransport(WatchedTransport):
 
     def _new_group(
         self, ranks: list[int], token: bytes, backends: dict[str, str] | None = None
-    ) -> dist.ProcessGroup:
-        """Create a process group of some of this transport's ranks. Only these ranks call this method."""
+    ) -> tuple[dist.ProcessGroup, Callable[[], None]]:
+        """Create a process group of some of these ranks; see `new_group`. Only these ranks call this method."""
         try:
             return new_group(
                 self._group,
@@ -360,18 +378,12 @@ class C10dTransport(WatchedTransport):
                 backends=backends or self._backends,
                 timeout_seconds=self._connect_seconds,
             )
-        except SynclineError:
-            raise
         except RuntimeError as error:
+            if isinstance(error, SynclineError) and not isinstance(error, CollectiveTimeout):
+                raise
             others = describe_ranks(ranks)
             text = f"rank {self.rank} could not create a process group of {others} for a lane or a split: {error}"
             raise self.health.failed(Failure(PeerLost, text)) from error
-
-    def forget_addresses(self) -> None:
-        """Delete the address of this rank from the store. Call this method only once all ranks are connected."""
-        for device in self._backends:
-            with contextlib.suppress(RuntimeError):  # not every store can delete keys
-                self._group.get_group_store().delete_key(f"{device}//0/{self.rank}")
 
     def _release(self) -> None:
         # A referenced Gloo group keeps its threads, and whoever drops the last reference waits for them. So a closed

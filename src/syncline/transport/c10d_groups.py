@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from syncline._torch.gloo import addresses_gathered
 from syncline._torch.process_groups import (
     AllgatherOptions,
     PrefixStore,
@@ -26,6 +27,8 @@ from syncline._torch.process_groups import (
     timeout_seconds_of,
 )
 from syncline.liveness.destructors import wait_at_exit
+from syncline.liveness.gathering import StoreGathering
+from syncline.liveness.store import SignedStore
 from syncline.transport.base import ReduceOp
 from syncline.transport.work import CombinedWork, Work
 
@@ -208,7 +211,7 @@ def new_group(
     *,
     backends: Mapping[str, str],
     timeout_seconds: float,
-) -> dist.ProcessGroup:
+) -> tuple[dist.ProcessGroup, Callable[[], None]]:
     """Create a process group of some of the ranks of `parent`. Only these ranks call this function.
 
     The new group has a random name. torch.distributed.new_group(use_local_synchronization=True) cannot be used, because
@@ -223,6 +226,10 @@ def new_group(
         backends: a map from device type to backend.
         timeout_seconds: the timeout of the new group.
 
+    Returns:
+        The group, and a function that deletes from the store what this rank has written. Call this function only once
+        all ranks are connected.
+
     Raises:
         RuntimeError: the members could not connect to each other.
     """
@@ -233,16 +240,19 @@ def new_group(
             "gloo"  # one backend for all devices, because torch warns about a group without a default backend
         )
     name = f"syncline-{token[:8].hex()}"
-    group = new_group_of(
-        global_ranks,
-        ranks.index(dist.get_rank(parent)),
-        backend,
-        PrefixStore(name, parent.get_group_store()),
-        name,
-        timedelta(seconds=timeout_seconds),
+    rank, store = ranks.index(dist.get_rank(parent)), PrefixStore(name, parent.get_group_store())
+    gather = StoreGathering(
+        SignedStore(store),
+        "addresses",
+        rank=rank,
+        size=len(ranks),
+        timeout_seconds=timeout_seconds,
+        purpose="while a process group was created",
     )
+    with addresses_gathered(gather):
+        group = new_group_of(global_ranks, rank, backend, store, name, timedelta(seconds=timeout_seconds))
     record_ranks(group, global_ranks)
-    return group
+    return group, gather.forget
 
 
 def destroy(groups: list[dist.ProcessGroup]) -> None:

@@ -31,7 +31,7 @@ from syncline.transport.c10d_groups import divide, fill
 from syncline.transport.hosts import Hosts, host_key_or_random, raise_if_any, shared_memory_inside
 from syncline.transport.phases import Phase, PhasedWork, PhaseQueue
 from syncline.transport.shared_memory.core import SharedMemoryUnavailable
-from syncline.transport.shared_memory.hub import attempt
+from syncline.transport.shared_memory.hub import Exchange, attempt
 from syncline.transport.shared_memory.transport import SharedMemoryTransport
 from syncline.transport.watched import WatchedTransport
 from syncline.transport.work import Work
@@ -87,12 +87,12 @@ class HierarchicalTransport(WatchedTransport):
         _, trouble = attempt(self._open_inside)
         if self.rank in leaders:
             token = tokens[leaders[0]][:_TOKEN_BYTES]
-            self._across = beneath.lane_among(leaders, f"{name}, across hosts", token)
+            self._across, forget_addresses = beneath.lane_among(leaders, f"{name}, across hosts", token)
         # This collective call ends when all ranks have made it. If a rank closed the lane earlier, it would disconnect
         # leaders that are still connecting.
         raise_if_any(beneath, self._members, trouble)
         if self._across is not None:
-            self._across.forget_addresses()
+            forget_addresses()
 
     def _open_inside(self) -> None:
         if self._inside is not None:
@@ -100,7 +100,7 @@ class HierarchicalTransport(WatchedTransport):
             self._down = self._inside.lane_agreed(f"{self.own_lane.name}, down")
 
     @staticmethod
-    def over(beneath: C10dTransport, *, host: str = "") -> Transport:
+    def over(beneath: C10dTransport, *, host: str = "", gather: Exchange | None = None) -> Transport:
         """Return the fastest transport for the ranks of `beneath`; a collective call.
 
         If all ranks are on one host, the result is a `SharedMemoryTransport`. With several hosts, the result is a
@@ -110,15 +110,16 @@ class HierarchicalTransport(WatchedTransport):
         Args:
             beneath: the transport between the ranks.
             host: an extra key of this rank. Ranks with different keys are treated as ranks on different hosts.
+            gather: a function with which the ranks find each other. Pass None to use `beneath`.
 
         Raises:
             SharedMemoryUnavailable: ranks of one host cannot share memory. All ranks raise this error.
         """
         if beneath.size == 1:
             return beneath
-        hosts = Hosts.of(beneath.all_gather_bytes(f"{host_key_or_random()} {host}".encode()))
+        hosts = Hosts.of((gather or beneath.all_gather_bytes)(f"{host_key_or_random()} {host}".encode()))
         if len(hosts.members) == 1:
-            return SharedMemoryTransport.over(beneath)
+            return SharedMemoryTransport.over(beneath, gather)
         if hosts.widest == 1 or not beneath.is_gloo_on_cpu:
             return beneath
         try:

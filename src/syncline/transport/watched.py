@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable
 from copy import copy
 from threading import get_ident
 from typing import Self
@@ -13,7 +12,6 @@ from syncline.liveness.board import MAIN_LANE, Board
 from syncline.liveness.calls import Failure
 from syncline.liveness.health import CLOSED, Health, Lane
 from syncline.liveness.notices import Notices, publisher
-from syncline.liveness.store import StoreConnection
 from syncline.transport.base import Transport
 
 
@@ -86,7 +84,6 @@ class WatchedTransport(Transport):
 def published_health(
     own_lane: Lane,
     board: Board,
-    connection: Callable[[], StoreConnection],
     *,
     rank: int,
     size: int,
@@ -95,17 +92,17 @@ def published_health(
 ) -> Health:
     """Create the `Health` of a new group. If the group has several ranks, publish this rank's state from now on.
 
+    The notices of the result need a medium (see `Notices.use`).
+
     Args:
         own_lane: the name of the first lane, and the counter of its calls.
         board: the object that records where in the program this rank is.
-        connection: a function that returns the connection to the store through which the ranks exchange notices. It is
-            not called for a group of one rank.
         rank: this rank.
         size: number of ranks.
         backend: the name of the engine in messages.
         timeout_seconds: the longest time that an operation of the group can be under way.
     """
-    notices = Notices(connection(), rank=rank, size=size) if size > 1 else None
+    notices = Notices(rank=rank, size=size) if size > 1 else None
     health = Health(
         own_lane,
         board,

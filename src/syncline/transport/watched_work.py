@@ -203,7 +203,7 @@ _LOOK_SECONDS = 0.5
 """The period in which a waiting rank reads where the other ranks are."""
 
 _MANY_RANKS = 16
-"""The number of ranks above which a waiting rank doubles `_LOOK_SECONDS`, to reduce the load of the store."""
+"""The number of ranks above which `_LOOK_SECONDS` grows with their number, because a look at n ranks costs n times."""
 
 _SILENCE_SECONDS = 2 * SIGN_OF_LIFE_SECONDS
 """How long a rank must have published nothing before its peers warn about it."""
@@ -226,7 +226,7 @@ class LongWait:
     def __init__(self, health: Health, work: WatchedWork) -> None:
         self._health = health
         self._work = work
-        self._period_seconds = _LOOK_SECONDS * (1 if health.size <= _MANY_RANKS else 2)
+        self._period_seconds = _LOOK_SECONDS * max(1.0, health.size / _MANY_RANKS)
         self._next_look = time.monotonic() + self._period_seconds / 2  # half of the period has passed already
         self._seen: dict[int, Place] = {}
         self._signs_of_life: dict[int, tuple[float, float]] = {}

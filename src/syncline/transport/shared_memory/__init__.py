@@ -3,6 +3,7 @@
 core.py       what the native core returns, its limits, and the error of ranks that cannot share memory
 engine.py     handles of the native core, codes of calls, and tensors in shared memory
 hub.py        connections between the ranks of a host, over which memory is passed on
+medium.py     places and failures of the ranks, in memory that all of them have mapped
 memory.py     create and map memory, and measure how much memory is available
 sockets.py    Unix sockets between two ranks: connect, send bytes and files, and detect ended processes
 spare.py      memory that is used again when ranks join

@@ -19,13 +19,11 @@ import sys
 import weakref
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from datetime import timedelta
 from typing import Any, TypeVar
 
-from torch.distributed import DistStoreError
-
-from syncline.errors import CollectiveTimeout, SynclineError
-from syncline.liveness.processes import host_key
+from syncline.errors import SynclineError
+from syncline.liveness.gathering import StoreGathering
+from syncline.liveness.processes import RankProcess, host_key
 from syncline.liveness.store import SignedStore, decode
 from syncline.transport.shared_memory.core import MAX_RANKS, SharedMemoryUnavailable, library
 from syncline.transport.shared_memory.memory import SharedMemory, has_several_nodes
@@ -67,6 +65,8 @@ class _Presence:
     uid: int
     host: str
     """A text about the host: the boot ID of the kernel, and the namespaces of process numbers and sockets."""
+    started: int | None = None
+    """The start time of the rank's process, as in `RankProcess`; None if the system does not show it."""
     unable: str = ""
     """The reason why the rank cannot share memory with any rank; "" if there is no such reason."""
     build: str = ""
@@ -131,10 +131,12 @@ class Hub:
     def _exchange_presence(
         self, listener: socket.socket | None, token: bytes, exchange: Exchange
     ) -> list[_Presence]:
+        process = RankProcess.own()
         mine = _Presence(
             pid=os.getpid(),
             uid=os.getuid(),
             host=host_key(),
+            started=None if process is None else process.started,
             unable=attempt(library)[1],
             build=_build(),
             address="" if listener is None else address_of(listener),
@@ -168,7 +170,9 @@ class Hub:
             self._connections[after] = accepted(listener, everyone[after].process(after), token)
 
     def _verify(self, everyone: list[_Presence]) -> None:
-        self.peers = Peers([presence.pid for presence in everyone], self.rank)
+        self.peers = Peers(
+            [presence.pid for presence in everyone], self.rank, [presence.started for presence in everyone]
+        )
         proof = self.allocate(self.size * _PROOF_BYTES, "the proof that memory is shared")
         mine = secrets.token_bytes(_PROOF_BYTES)
         proof.map[self.rank * _PROOF_BYTES : (self.rank + 1) * _PROOF_BYTES] = mine
@@ -374,22 +378,11 @@ def store_exchange(store: Any, rank: int, size: int, timeout_seconds: float) -> 
     # an earlier group.
     messages = SignedStore(store)
     epoch = messages.count_up(f"syncline/exchange/epoch/{rank}")
-    num_calls = 0
-
-    def exchange(payload: bytes) -> list[bytes]:
-        nonlocal num_calls
-        keys = [f"syncline/exchange/{epoch}/{num_calls}/{peer}" for peer in range(size)]
-        num_calls += 1
-        messages.set(keys[rank], payload.decode())
-        try:
-            messages.wait(keys, timedelta(seconds=timeout_seconds))
-        except DistStoreError as error:
-            missing = [peer for peer, key in enumerate(keys) if not messages.has(key)]
-            raise CollectiveTimeout(
-                f"rank {rank} of {size} waited {timeout_seconds:g} s to set up shared memory, but "
-                f"{describe_ranks(missing)} did not take part. Look for an earlier error on the missing ranks, or for "
-                "a branch in which they make a different call"
-            ) from error
-        return [text.encode() for text in messages.multi_get(keys)]
-
-    return exchange
+    return StoreGathering(
+        messages,
+        f"syncline/exchange/{epoch}",
+        rank=rank,
+        size=size,
+        timeout_seconds=timeout_seconds,
+        purpose="to set up shared memory",
+    )

@@ -8,6 +8,7 @@ kernel reports the expected process and user at the other end, and if the random
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import secrets
 import select
@@ -15,6 +16,8 @@ import socket
 import struct
 import time
 from collections.abc import Sequence
+from dataclasses import replace
+from itertools import zip_longest
 from typing import NamedTuple
 
 from syncline.errors import SynclineError
@@ -30,34 +33,47 @@ class Peers:
     Args:
         pids: the process numbers of all ranks, in rank order.
         rank: this rank, whose own process is not watched.
+        starts: the start times of the processes, as in `RankProcess`, which this rank then does not have to read. None
+            stands for an unknown one.
 
     Raises:
         OSError: `/proc` does not show a process, and the process descriptor could not be opened: the process has ended,
             or the kernel has no process descriptors.
     """
 
-    def __init__(self, pids: Sequence[int], rank: int) -> None:
+    def __init__(self, pids: Sequence[int], rank: int, starts: Sequence[int | None] = ()) -> None:
         self.pids = list(pids)
         self.pause_seconds = min(0.05, 0.002 + 0.001 * len(pids))
-        """How long a wait sleeps between two calls of `gone`, whose cost grows with the number of ranks."""
-        self._processes: dict[int, RankProcess] = {}
+        """How long a wait sleeps between two calls of `gone`."""
+        self.processes: dict[int, RankProcess] = {}
+        """The processes of the other ranks, by rank, without those that only a descriptor identifies."""
         self._rank_of: dict[int, int] = {}
+        own = RankProcess.own()
         try:
-            for peer, pid in enumerate(pids):
+            for peer, (pid, start) in enumerate(zip_longest(pids, starts)):
                 if peer == rank:
                     continue
-                process = RankProcess.here(pid)
+                process = None if own is None or start is None else replace(own, pid=pid, started=start)
+                process = process or RankProcess.here(pid)
                 if process is None:
                     self._rank_of[os.pidfd_open(pid)] = peer
                 else:
-                    self._processes[peer] = process
+                    self.processes[peer] = process
         except BaseException:
             self.close()
             raise
+        self._turns = itertools.cycle(_turns(rank, [*self.processes]))
 
     def gone(self) -> list[int]:
-        """Return the ranks whose processes have ended. Several threads can call this method at the same time."""
-        gone = [peer for peer, process in self._processes.items() if process.has_ended()]
+        """Return ranks whose processes have ended. Several threads can call this method at the same time.
+
+        Among many ranks, one call looks at some of them, and the next call at others. The ranks begin with different
+        ones. So as long as all wait, each process is looked at by some rank at any time, and the cost of a look does
+        not grow with the number of ranks.
+        """
+        turn = next(self._turns)
+        processes = self.processes
+        gone = [peer for peer in turn if peer in processes and processes[peer].has_ended()]
         rank_of = self._rank_of
         if rank_of:
             poll = select.poll()  # a new object per call, because two threads cannot use one at once
@@ -68,7 +84,7 @@ class Peers:
 
     def close(self) -> None:
         """Stop watching the processes, and close the process descriptors."""
-        self._processes = {}
+        self.processes = {}
         rank_of, self._rank_of = self._rank_of, {}
         for descriptor in rank_of:
             os.close(descriptor)
@@ -77,6 +93,27 @@ class Peers:
         with contextlib.suppress(AttributeError, OSError):
             self.close()
 
+
+_LOOKS = 256
+"""How many processes all ranks together look at in one round of calls of `Peers.gone`, if there are many ranks."""
+
+
+def _turns(rank: int, peers: Sequence[int]) -> list[list[int]]:
+    """Divide the other ranks into turns: those that `Peers.gone` looks at in one call, in the next call, and so on.
+
+    Examples:
+        >>> _turns(1, [0, 2, 3])
+        [[2, 3, 0]]
+        >>> _turns(90, [*range(90), *range(91, 100)])[:2]
+        [[91, 92], [93, 94]]
+    """
+    ordered = [*(peer for peer in peers if peer > rank), *(peer for peer in peers if peer < rank)]
+    each = max(2, _LOOKS // (len(peers) + 1)) if len(peers) > _FEW_PEERS else len(peers)
+    return [ordered[begin : begin + each] for begin in range(0, len(ordered), max(1, each))] or [[]]
+
+
+_FEW_PEERS = 16
+"""The number of other ranks up to which `Peers.gone` looks at all of them in each call."""
 
 _CREDENTIALS = struct.Struct("3i")
 
@@ -208,15 +245,23 @@ def _receive_message(connection: socket.socket) -> bytes:
 
 
 def send_rows(connection: socket.socket, rows: list[bytes]) -> None:
-    """Send a list of bytes objects to the process at the other end."""
-    _send(connection, str(len(rows)).encode())
-    for row in rows:
-        _send(connection, row)
+    """Send a list of bytes objects to the process at the other end, as one message."""
+    lengths = struct.pack(f"<{len(rows) + 1}I", len(rows), *map(len, rows))
+    _send(connection, lengths + b"".join(rows))
 
 
 def receive_rows(connection: socket.socket) -> list[bytes]:
     """Receive the list of bytes objects that the other rank sent with `send_rows`."""
-    return [_receive_message(connection) for _ in range(int(_receive_message(connection)))]
+    data = _receive_message(connection)
+    num_rows = _LENGTH.unpack_from(data)[0]
+    begin = _LENGTH.size * (num_rows + 1)
+    if begin > len(data):
+        raise ConnectionResetError(f"expected the lengths of {num_rows} rows; got {len(data)} bytes")
+    rows = []
+    for length in struct.unpack_from(f"<{num_rows}I", data, _LENGTH.size):
+        rows.append(data[begin : begin + length])
+        begin += length
+    return rows
 
 
 def send_file(connection: socket.socket, descriptor: int | None, number: int) -> None:

@@ -19,7 +19,6 @@ from torch.distributed.distributed_c10d import PrefixStore
 
 from syncline.liveness.board import MAIN_LANE, Board
 from syncline.liveness.health import Health, Lane
-from syncline.liveness.store import StoreConnection
 from syncline.transport.agreement import exchange
 from syncline.transport.base import ReduceOp, Transport
 from syncline.transport.c10d import C10dTransport
@@ -35,7 +34,8 @@ from syncline.transport.shared_memory.engine import (
     core_numel,
     reduction_codes,
 )
-from syncline.transport.shared_memory.hub import Hub, store_exchange
+from syncline.transport.shared_memory.hub import Exchange, Hub, store_exchange
+from syncline.transport.shared_memory.medium import MemoryMedium
 from syncline.transport.shared_memory.work import SharedMemoryWork
 from syncline.transport.threads import transport_of_one_rank
 from syncline.transport.watched import WatchedTransport, published_health
@@ -85,13 +85,16 @@ class SharedMemoryTransport(WatchedTransport):
         self._beneath = beneath
         self._store = store
         self._num_splits = 0
-        memory = hub.allocate(Engine.num_bytes(self.size), "the group")
+        notices_at = Engine.num_bytes(self.size)
+        memory = hub.allocate(notices_at + MemoryMedium.num_bytes(self.size), "the group")
         self.engine = Engine(memory, rank=self.rank, size=self.size)
         self._open()
         health.runs_over(self.name)
         engine, rank = self.engine, health.rank  # the health must not refer to its transport
         self._abort_core = lambda failure: engine.abort(failure.to_json(rank))
         health.on_failure.append(self._abort_core)
+        if numbers is None and health.notices is not None:
+            health.notices.use(MemoryMedium(engine, notices_at), hub.peers.processes)
 
     def _open(self) -> None:
         """Create the shared memory of this lane; a collective call."""
@@ -103,10 +106,14 @@ class SharedMemoryTransport(WatchedTransport):
         self._start_native, self._start_in_place = library().start, library().start_in_place
 
     @staticmethod
-    def over(beneath: C10dTransport) -> Transport:
+    def over(beneath: C10dTransport, gather: Exchange | None = None) -> Transport:
         """Return a shared-memory transport between the ranks of `beneath`; a collective call.
 
         Closing the result closes `beneath` as well. If there is only one rank, the result is `beneath` itself.
+
+        Args:
+            beneath: the transport between the ranks.
+            gather: a function with which the ranks find each other. Pass None to use `beneath`.
 
         Raises:
             SharedMemoryUnavailable: the ranks cannot share memory, for instance because they are on several hosts. All
@@ -114,7 +121,7 @@ class SharedMemoryTransport(WatchedTransport):
         """
         if beneath.size == 1:
             return beneath
-        hub = Hub(rank=beneath.rank, size=beneath.size, exchange=beneath.all_gather_bytes)
+        hub = Hub(rank=beneath.rank, size=beneath.size, exchange=gather or beneath.all_gather_bytes)
         beneath.own_lane.num_started = 0  # errors number the calls from here on
         seconds = beneath.timeout_seconds
         return SharedMemoryTransport(
@@ -148,7 +155,6 @@ class SharedMemoryTransport(WatchedTransport):
         health = published_health(
             own_lane,
             board,
-            lambda: StoreConnection(store),
             rank=rank,
             size=size,
             backend="shared memory",

@@ -1,0 +1,139 @@
+"""Gloo process groups whose ranks learn each other's addresses from rank 0, and not from n * n requests to a store.
+
+When a Gloo group of n ranks is created, each rank writes its address to the store, and reads the addresses of all ranks
+one by one: 2 * n * n requests. So here Gloo gets a store in the memory of its own process. A thread creates the group,
+and waits there for the addresses of the other ranks, while this rank gathers them and writes them there.
+
+The process group itself keeps the store that its creator passed. Gloo reads addresses later only if the user has set
+TORCH_GLOO_LAZY_INIT. It then finds them even if the process with the job's store has ended.
+"""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import threading
+import time
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from typing import Any
+
+from syncline._torch.lookup import lookup
+from syncline._torch.process_groups import HashStore, Store
+
+Gather = Callable[[bytes], list[bytes]]
+"""A collective function that gets text of this rank in UTF-8, and returns the texts of all ranks in rank order."""
+
+_module: Any = lookup("torch.distributed:distributed_c10d", "connect the ranks of a Gloo group")
+
+_NAME = "ProcessGroupGloo"
+
+_ADDRESS_SECONDS = 30.0
+"""How long Gloo may take to write the address of this rank: milliseconds, unless this torch uses other keys."""
+
+_MAX_PAUSE_SECONDS = 0.05
+
+
+@contextlib.contextmanager
+def addresses_gathered(gather: Gather) -> Iterator[None]:
+    """Gather the addresses of the Gloo groups that this thread creates in the `with` block by `gather`.
+
+    Args:
+        gather: a function between the ranks of the groups.
+    """
+    _MAKER.begin(gather)
+    try:
+        yield
+    finally:
+        _MAKER.end()
+
+
+class _Maker:
+    """An object that stands for torch's class ProcessGroupGloo while threads of this process create groups."""
+
+    def __init__(self) -> None:
+        self._original: Any = None
+        self._gathers: dict[int, Gather] = {}
+        """The functions of the threads that are in a `with` block, by the id of the thread."""
+        self._lock = threading.Lock()
+
+    def begin(self, gather: Gather) -> None:
+        """Use `gather` for the groups of this thread from now on."""
+        with self._lock:
+            if not self._gathers:
+                self._original = getattr(_module, _NAME, None)
+                setattr(_module, _NAME, self)
+            self._gathers[threading.get_ident()] = gather
+
+    def end(self) -> None:
+        """Undo `begin`."""
+        with self._lock:
+            del self._gathers[threading.get_ident()]
+            if not self._gathers:
+                setattr(_module, _NAME, self._original)
+
+    def __instancecheck__(self, instance: object) -> bool:
+        return isinstance(instance, self._original)
+
+    def __call__(self, store: Store, rank: int, size: int, timeout: timedelta) -> Any:
+        make, gather = self._original, self._gathers.get(threading.get_ident())
+        if gather is None or size == 1:  # another thread creates a group of other ranks
+            return make(store, rank, size, timeout=timeout)
+        addresses: Any = HashStore()  # its methods take bytes, too
+        connecting = _Connecting(lambda: make(addresses, rank, size, timeout=timeout))
+        connecting.start()
+        interface = 0
+        while own := _own_address(addresses, f"{interface}/{rank}", connecting, is_first=interface == 0):
+            texts = gather(base64.b64encode(own))
+            if not all(texts):
+                break
+            for peer, text in enumerate(texts):
+                addresses.set(f"{interface}/{peer}", base64.b64decode(text))
+            interface += 1
+        if not own and interface == 0:
+            gather(b"")
+        if connecting.failure is not None:
+            raise connecting.failure
+        if connecting.group is None:  # some rank has found no address: its Gloo failed, or uses other keys
+            return make(store, rank, size, timeout=timeout)
+        return connecting.group
+
+
+_MAKER = _Maker()
+
+
+class _Connecting(threading.Thread):
+    """A thread in which Gloo creates a group and connects its ranks.
+
+    If the ranks cannot gather their addresses, the thread waits for them until the timeout of the group.
+    """
+
+    def __init__(self, connect: Callable[[], Any]) -> None:
+        super().__init__(name="syncline connects Gloo", daemon=True)
+        self.group: Any = None
+        self.failure: RuntimeError | None = None
+        self._connect = connect
+
+    def run(self) -> None:
+        """Create the group."""
+        try:
+            self.group = self._connect()
+        except RuntimeError as error:
+            self.failure = error
+
+
+def _own_address(store: Any, key: str, connecting: _Connecting, *, is_first: bool) -> bytes:
+    """Return the address of this rank on the next network interface. Return b"" if there is none.
+
+    Gloo has one address for each network interface. It connects all ranks by one interface after the other.
+    """
+    deadline, pause_seconds = time.monotonic() + _ADDRESS_SECONDS, 0.001
+    while not store.check([key]):
+        connecting.join(pause_seconds)
+        if not connecting.is_alive() and not store.check([key]):
+            return b""
+        if is_first and time.monotonic() > deadline:
+            return b""
+        pause_seconds = min(2 * pause_seconds, _MAX_PAUSE_SECONDS)
+    address: bytes = store.get(key)
+    return address

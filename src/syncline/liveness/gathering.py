@@ -1,0 +1,212 @@
+"""Gathering of a text of each rank at a store, by way of rank 0.
+
+If each rank read the texts of all ranks, a store would answer n * n reads. So rank 0 reads them, and writes them as one
+message. Each of the other ranks writes one message and reads one.
+
+While a rank waits long, it checks the processes of ranks on its host, if it knows them. If one of them has ended, rank
+0 writes this instead of the texts. All ranks then raise the same error, and not only after the timeout.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any
+
+from torch.distributed import DistStoreError
+
+from syncline.errors import CollectiveTimeout, PeerLost, SynclineError
+from syncline.liveness.store import SignedStore
+from syncline.words import describe_ranks
+
+Ended = Callable[[Sequence[int]], list[int]]
+"""A function that returns those of some ranks whose processes have certainly ended, as far as this rank can see."""
+
+_SLICE_SECONDS = 10.0
+"""How long a rank waits before it checks the processes of the other ranks. torch prints a warning each time."""
+
+_ALL = " and all"
+
+_GRACE_SECONDS = 5.0
+"""How long a rank still waits for rank 0 after the deadline, if the texts of all ranks are in the store."""
+
+_BYTES_PER_RANK = 1 << 16
+"""The number of bytes for each rank up to which the message with the texts of all ranks is accepted."""
+
+
+class MissingRanks(Exception):
+    """Some ranks have not written their texts. `gathered` raises it, and its caller raises an error with more words.
+
+    Args:
+        ranks: these ranks.
+        have_ended: whether their processes have certainly ended.
+    """
+
+    def __init__(self, ranks: list[int], *, have_ended: bool) -> None:
+        super().__init__(f"{describe_ranks(ranks)} are missing")
+        self.ranks = ranks
+        self.have_ended = have_ended
+
+
+def first_of(messages: SignedStore, keys: Sequence[str], timeout_seconds: float) -> str:
+    """Wait for the message of rank 0, and return it. For `keys` and the errors, see `gathered`."""
+    if _wait(messages, keys[:1], timeout_seconds) is not None:
+        raise MissingRanks(_missing(messages, keys), have_ended=False)
+    return messages.get(keys[0])
+
+
+def gathered(
+    messages: SignedStore,
+    keys: Sequence[str],
+    rank: int,
+    timeout_seconds: float,
+    has_ended: Ended | None = None,
+) -> list[str]:
+    """Return the messages of all ranks in rank order; a collective call. Each rank has written its own before.
+
+    Args:
+        messages: the store.
+        keys: for each rank, the key of its message. The first of them, with a suffix, is the key under which rank 0
+            writes all messages.
+        rank: this rank.
+        timeout_seconds: how long to wait for the other ranks.
+        has_ended: a function that finds ended ranks; None if the processes are not known.
+
+    Raises:
+        MissingRanks: some ranks have written nothing before the deadline, or have ended.
+    """
+    whole = f"{keys[0]}{_ALL}"
+    awaited = range(len(keys)) if rank == 0 else [0]
+    wanted = keys if rank == 0 else [whole]
+    ended = _wait(messages, wanted, timeout_seconds, has_ended and (lambda: has_ended(awaited)))
+    missing = [] if ended is None else _missing(messages, keys)
+    if missing:
+        lost = [one for one in missing if one in (ended or ())]
+        if rank == 0 and lost:
+            messages.set(whole, json.dumps({"ended": lost}))
+        raise MissingRanks(lost or missing, have_ended=bool(lost))
+    if rank != 0 and (ended is None or _wait(messages, [whole], _GRACE_SECONDS) is None):
+        return _parsed(messages.get(whole, max_bytes=len(keys) * _BYTES_PER_RANK), whole, len(keys))
+    texts = messages.multi_get(keys)
+    if rank == 0:  # another rank gets here if rank 0 has ended since
+        messages.set(whole, json.dumps(texts))
+    return texts
+
+
+def _missing(messages: SignedStore, keys: Sequence[str]) -> list[int]:
+    return [rank for rank, key in enumerate(keys) if not messages.has(key)]
+
+
+def _wait(
+    messages: SignedStore,
+    keys: Sequence[str],
+    timeout_seconds: float,
+    ended: Callable[[], list[int]] | None = None,
+) -> list[int] | None:
+    """Wait for messages. Return None once they are there, or the ended ranks: an empty list after the deadline."""
+    deadline = time.monotonic() + timeout_seconds
+    while True:
+        seconds = max(0.001, deadline - time.monotonic())
+        try:
+            messages.wait(keys, timedelta(seconds=seconds if ended is None else min(seconds, _SLICE_SECONDS)))
+            return None
+        except DistStoreError:
+            found = [] if ended is None else ended()
+            if found and not messages.has(*keys):
+                return found
+            if time.monotonic() >= deadline:
+                return []
+
+
+def _parsed(text: str, key: str, size: int) -> list[str]:
+    """Return the texts of all ranks from rank 0's message."""
+    try:
+        found = json.loads(text)
+    except (ValueError, RecursionError):
+        found = None
+    if isinstance(found, dict) and _are_all(int, lost := found.get("ended")) and lost:
+        raise MissingRanks(lost, have_ended=True)
+    if not _are_all(str, found) or len(found) != size:
+        raise SynclineError(
+            f"key {key!r} at the store: expected a list of {size} texts, got {text[:60]!r}. Either another program "
+            "wrote this message, or the ranks run different versions of Syncline"
+        )
+    texts: list[str] = found
+    return texts
+
+
+def _are_all(kind: type, values: Any) -> bool:
+    return isinstance(values, list) and all(type(value) is kind for value in values)
+
+
+class StoreGathering:
+    """A collective function that gathers the bytes of all ranks at a store. All ranks call it equally often.
+
+    Args:
+        messages: the store.
+        prefix: the beginning of the keys, which no other object uses.
+        rank: this rank.
+        size: number of ranks.
+        timeout_seconds: how long a call waits for the other ranks.
+        purpose: the purpose of the calls, for messages.
+        has_ended: a function that finds ended ranks; None if the processes are not known.
+    """
+
+    def __init__(
+        self,
+        messages: SignedStore,
+        prefix: str,
+        *,
+        rank: int,
+        size: int,
+        timeout_seconds: float,
+        purpose: str,
+        has_ended: Ended | None = None,
+    ) -> None:
+        self._messages = messages
+        self._prefix = prefix
+        self._rank = rank
+        self._size = size
+        self._timeout_seconds = timeout_seconds
+        self._purpose = purpose
+        self._has_ended = has_ended
+        self._num_calls = 0
+
+    def __call__(self, payload: bytes) -> list[bytes]:
+        """Return the payloads of all ranks, in rank order. A payload is text in UTF-8.
+
+        Raises:
+            CollectiveTimeout: some ranks have not called in time.
+            PeerLost: some ranks have ended.
+        """
+        keys = [f"{self._prefix}/{self._num_calls}/{peer}" for peer in range(self._size)]
+        self._num_calls += 1
+        self._messages.set(keys[self._rank], payload.decode())
+        try:
+            texts = gathered(self._messages, keys, self._rank, self._timeout_seconds, self._has_ended)
+        except MissingRanks as missing:
+            raise self._error(missing) from missing
+        return [text.encode() for text in texts]
+
+    def forget(self) -> None:
+        """Delete what this rank has written. All ranks must have returned from their last call."""
+        for number in range(self._num_calls):
+            self._messages.delete(f"{self._prefix}/{number}/{self._rank}")
+            if self._rank == 0:
+                self._messages.delete(f"{self._prefix}/{number}/0{_ALL}")
+
+    def _error(self, missing: MissingRanks) -> SynclineError:
+        ranks = describe_ranks(missing.ranks)
+        if missing.have_ended:
+            has = "its process has" if len(missing.ranks) == 1 else "their processes have"
+            return PeerLost(
+                f"rank {self._rank} of {self._size} lost {ranks} {self._purpose}: {has} ended. Look at the last "
+                "lines of the log of the rank that ended first"
+            )
+        return CollectiveTimeout(
+            f"rank {self._rank} of {self._size} waited {self._timeout_seconds:g} s {self._purpose}, but {ranks} did "
+            "not take part. Look for an earlier error on the missing ranks, or for a branch in which they make a "
+            "different call"
+        )

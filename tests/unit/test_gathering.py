@@ -1,0 +1,133 @@
+"""Ranks gather texts at a store by way of rank 0. Threads stand for ranks."""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from syncline import CollectiveTimeout, PeerLost, SynclineError
+from syncline.liveness import SignedStore, gathering
+from syncline.liveness.gathering import StoreGathering
+
+
+class CountingStore:
+    """A store that counts the keys of the requests of one rank."""
+
+    def __init__(self, store: dist.Store) -> None:
+        self._store = store
+        self.num_keys: Counter[str] = Counter()
+
+    def __getattr__(self, name: str) -> Any:
+        request = getattr(self._store, name)
+
+        def counted(keys: Any, *arguments: Any) -> Any:
+            self.num_keys[name] += 1 if isinstance(keys, str) else len(keys)
+            return request(keys, *arguments)
+
+        return counted
+
+
+def in_threads(calls: Sequence[Callable[[], None]]) -> None:
+    threads = [threading.Thread(target=call) for call in calls]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+
+def gathering_of(store: Any, rank: int, size: int, **more: Any) -> StoreGathering:
+    more = {"timeout_seconds": 20.0, "purpose": "in a test", **more}
+    return StoreGathering(SignedStore(store, token=None), "test", rank=rank, size=size, **more)
+
+
+def keys_requested(size: int) -> list[Counter[str]]:
+    """Gather twice, and return the numbers of keys that each rank has requested."""
+    store = dist.HashStore()
+    counting = [CountingStore(store) for _ in range(size)]
+    found: dict[int, list[list[bytes]]] = {}
+
+    def gather(rank: int) -> None:
+        exchange = gathering_of(counting[rank], rank, size)
+        found[rank] = [exchange(f"{rank} {number}".encode()) for number in range(2)]
+
+    in_threads([lambda rank=rank: gather(rank) for rank in range(size)])
+    expected = [[f"{rank} {number}".encode() for rank in range(size)] for number in range(2)]
+    assert found == dict.fromkeys(range(size), expected)
+    return [one.num_keys for one in counting]
+
+
+def test_the_requests_of_a_rank_do_not_grow_with_the_number_of_ranks() -> None:
+    few, many = keys_requested(4), keys_requested(8)
+    assert {frozenset(one.items()) for one in few[1:]} == {frozenset(one.items()) for one in many[1:]}
+    assert many[1].total() == 6  # in each of the two calls: write, wait and read
+    assert many[0].total() - few[0].total() == 2 * 2 * (8 - 4)  # rank 0 waits for each key, and reads it
+
+
+def errors_of(calls: dict[int, StoreGathering]) -> dict[int, Exception]:
+    errors: dict[int, Exception] = {}
+
+    def gather(rank: int) -> None:
+        try:
+            calls[rank](b"here")
+        except Exception as error:
+            errors[rank] = error
+
+    in_threads([lambda rank=rank: gather(rank) for rank in calls])
+    return errors
+
+
+def test_ranks_that_do_not_take_part_are_named_on_all_ranks() -> None:
+    store = dist.HashStore()
+    errors = errors_of({rank: gathering_of(store, rank, 4, timeout_seconds=0.2) for rank in (0, 2)})
+    assert sorted(errors) == [0, 2]
+    for rank, error in errors.items():
+        assert isinstance(error, CollectiveTimeout)
+        assert f"rank {rank} of 4 waited 0.2 s in a test, but ranks 1, 3 did not take part" in str(error)
+
+
+def test_a_rank_that_waits_in_vain_for_rank_0_names_it() -> None:
+    errors = errors_of({1: gathering_of(dist.HashStore(), 1, 2, timeout_seconds=0.1)})
+    assert "rank 0 did not take part" in str(errors[1])
+
+
+def test_an_ended_rank_is_named_before_the_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gathering, "_SLICE_SECONDS", 0.02)
+    store = dist.HashStore()
+
+    def ended(ranks: Sequence[int]) -> list[int]:
+        return [rank for rank in ranks if rank == 2]
+
+    errors = errors_of(
+        {rank: gathering_of(store, rank, 3, timeout_seconds=300.0, has_ended=ended) for rank in range(2)}
+    )
+    for rank in range(2):
+        assert isinstance(errors[rank], PeerLost)
+        assert f"rank {rank} of 3 lost rank 2 in a test: its process has ended" in str(errors[rank])
+
+
+def test_a_rank_reads_all_texts_if_rank_0_has_ended_before_it_wrote_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(gathering, "_SLICE_SECONDS", 0.02)
+    monkeypatch.setattr(gathering, "_GRACE_SECONDS", 0.02)
+    store = dist.HashStore()
+    SignedStore(store, token=None).set("test/0/0", "rank 0")
+    late = gathering_of(store, 1, 2, timeout_seconds=300.0, has_ended=list)
+    assert late(b"rank 1") == [b"rank 0", b"rank 1"]
+
+
+@pytest.mark.parametrize(
+    "junk", ["no JSON", "[]", '["only one"]', "[1, 2]", '{"ended": []}', '{"ended": "1"}']
+)
+def test_junk_in_rank_0s_message_is_a_named_error(junk: str) -> None:
+    store = dist.HashStore()
+    SignedStore(store, token=None).set("test/0/0 and all", junk)
+    with pytest.raises(
+        SynclineError, match="key 'test/0/0 and all' at the store: expected a list of 2 texts"
+    ):
+        gathering_of(store, 1, 2)(b"here")
