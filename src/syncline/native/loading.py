@@ -38,7 +38,7 @@ def find_library() -> Path | None:
     return None
 
 
-_ABI = 3
+_ABI = 4
 
 
 class NativeUnavailable(SynclineError):
