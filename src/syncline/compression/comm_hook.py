@@ -169,7 +169,9 @@ class HookState:
             waiting = [exchange for exchange in waiting if not exchange.has_arrived]
         arrived, self._under_way = self._under_way, []
         for exchange, buffer, future in arrived:
-            buffer.copy_(exchange.wait())
+            mean = exchange.wait()
+            if mean.data_ptr() != buffer.data_ptr():
+                buffer.copy_(mean)
             future.set_result(buffer)
 
     def _exchange_of(self, bucket: AnyGradBucket) -> MeanExchange:
