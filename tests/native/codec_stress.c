@@ -5,6 +5,7 @@
  * Every instruction set, and any number of threads, must give the bytes of the baseline in one thread.
  */
 
+#define THREAD_NUMEL 1000
 #ifndef CODEC
 #define CODEC "../../src/syncline/native/codec.c"
 #endif
@@ -113,7 +114,7 @@ int main(int argc, char **argv) {
     for (int round = 0; round < atoi(argv[2]); round++) {
         struct drawn d = {.bits = 2 << (draw() % 3), .feedback = (int)(draw() % 3)};
         d.block_numel = 4 * (1 + draw() % (round % 4 ? 40 : 256));
-        d.numel = round % 8 ? draw() % 3000 : THREAD_NUMEL * (1 + draw() % 3) + draw() % 1000;
+        d.numel = draw() % (round % 8 ? 3000 : 300000);
         d.num_blocks = (d.numel + d.block_numel - 1) / d.block_numel + draw() % 3;
         d.number = d.numel ? 1 + draw() % (draw() % 2 ? d.numel : d.numel / 50 + 1) : 0;
         unsigned one_in = draw() % 2 ? 0 : 1 + draw() % 1000;

@@ -24,7 +24,7 @@ from syncline.native import find_library, library
 pytestmark = pytest.mark.skipif(find_library() is None, reason="the native library was not built")
 
 SPECIAL = (0.0, -0.0, math.inf, -math.inf, math.nan, 1e-45, -1e-40, 2.0**-126, 3.4028235e38, -3.4028235e38, 1e19)
-LARGE = 270_001
+LARGE = 1_100_001
 """More than a thread encodes alone, and more than a selection searches without a sample."""
 
 
@@ -149,7 +149,7 @@ def test_means_have_the_reference_s_bits(
 
 @pytest.mark.parametrize("num_bits", [8, 4, 2])
 def test_threads_change_nothing(num_bits: int) -> None:
-    values, residual = drawn(4 * LARGE, 0), drawn(4 * LARGE, 1)
+    values, residual = drawn(3 * LARGE, 0), drawn(3 * LARGE, 1)
     form, found = NativeBlocks(num_bits, 128), []
     for num_threads in (1, 2, 3, 100):
         with on(-1, num_threads):

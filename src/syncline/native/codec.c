@@ -17,7 +17,10 @@
 
 #include "isa.h"
 
-enum { MAX_BLOCK_NUMEL = 1024, STRIP_NUMEL = 32, MAX_THREADS = 64, THREAD_NUMEL = 1 << 18, NUM_SAMPLES = 1 << 14 };
+enum { MAX_BLOCK_NUMEL = 1024, STRIP_NUMEL = 32, MAX_THREADS = 64, NUM_SAMPLES = 1 << 14 };
+#ifndef THREAD_NUMEL
+#define THREAD_NUMEL (1 << 20) /* to start a thread takes as long as to encode 2^18 values */
+#endif
 enum { NAN_SCALE = 0x7fc0 };                            /* the only scale of a block that is not finite */
 static const uint32_t INFINITE = 0x7f800000;            /* the bits of infinity; those of NaN are larger */
 static const uint32_t LARGE_MAGNITUDE = 0x7e800000;     /* 2^126: below it, no error of a finite block overflows */
