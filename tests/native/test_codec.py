@@ -23,7 +23,19 @@ from syncline.native import find_library, library
 
 pytestmark = pytest.mark.skipif(find_library() is None, reason="the native library was not built")
 
-SPECIAL = (0.0, -0.0, math.inf, -math.inf, math.nan, 1e-45, -1e-40, 2.0**-126, 3.4028235e38, -3.4028235e38, 1e19)
+SPECIAL = (
+    0.0,
+    -0.0,
+    math.inf,
+    -math.inf,
+    math.nan,
+    1e-45,
+    -1e-40,
+    2.0**-126,
+    3.4028235e38,
+    -3.4028235e38,
+    1e19,
+)
 LARGE = 1_100_001
 """More than a thread encodes alone, and more than a selection searches without a sample."""
 
@@ -143,7 +155,9 @@ def test_means_have_the_reference_s_bits(
     for isa in instruction_sets():
         with on(isa):
             out = values[own_row].clone() if is_own else torch.empty(numel)
-            found = NativeBlocks(num_bits, 4 * quarter).mean(rows, out, own=(own_row, out) if is_own else None)
+            found = NativeBlocks(num_bits, 4 * quarter).mean(
+                rows, out, own=(own_row, out) if is_own else None
+            )
         assert torch.equal(bits(found), bits(expected)), isa
 
 
@@ -237,7 +251,9 @@ def test_the_reference_s_values_are_selected(
     values = drawn(numel, seed, special)
     if rounds:  # so that many magnitudes are equal
         values = values.sign() * values.abs().clamp(max=1e9).round().clamp(max=3)
-    assert_selected(values, drawn(numel, seed + 1) if adds and not rounds else None, max(1, int(ratio * numel)))
+    assert_selected(
+        values, drawn(numel, seed + 1) if adds and not rounds else None, max(1, int(ratio * numel))
+    )
 
 
 @pytest.mark.parametrize(

@@ -92,7 +92,11 @@ def test_the_codec_has_no_race_memory_error_or_undefined_behaviour(
 def test_a_codec_that_writes_behind_its_end_would_be_found(tmp_path: Path) -> None:
     for header in CODEC.parent.glob("*.h"):
         shutil.copy(header, tmp_path)
-    kernels, before, after = tmp_path / "encode.h", "if (n < size) memcpy(q->lost + start, lost, n *", "size *"
+    kernels, before, after = (
+        tmp_path / "encode.h",
+        "if (n < size) memcpy(q->lost + start, lost, n *",
+        "size *",
+    )
     text = kernels.read_text()
     assert text.count(before) == 1
     kernels.write_text(text.replace(before, before.replace("n *", after)))

@@ -159,7 +159,10 @@ def test_without_the_native_library_all_bits_are_the_same(
         for step in range(2):
             values = drawn(shapes, num_ranks, seed + step)
             values[-1][1:2] = wrong
-            found += [mean_of_ranks(ranks, values), *(t for rank in ranks for t in rank.state_dict().values())]
+            found += [
+                mean_of_ranks(ranks, values),
+                *(t for rank in ranks for t in rank.state_dict().values()),
+            ]
         return [torch.where(one.isnan(), math.nan, one).view(-1).view(torch.uint8) for one in found]
 
     with_library = results()

@@ -146,8 +146,8 @@ class TorchBlocks(Blocks):
             levels = self._nearest((part * inverse).nan_to_num_(0.0))
             self._pack(levels, packed[:, slab])
             if lost is not None:
-                error = torch.sub(part, levels.mul_(wide), out=part).mul_(factor)
-                error.nan_to_num_(0.0, 0.0, 0.0)
+                error = torch.sub(part, levels.mul_(wide), out=part)
+                (error if factor == 1 else error.mul_(factor)).nan_to_num_(0.0, 0.0, 0.0)
         encoded[:, :num_scale_bytes] = scales.view(torch.uint8)
         if lost is not None and blocks.data_ptr() != lost.data_ptr():  # it was padded
             lost.copy_(blocks.view(num_rows, -1)[:, :row_numel].reshape(-1)[: lost.numel()])
@@ -161,12 +161,12 @@ class TorchBlocks(Blocks):
         total: Tensor | None = None
         for number, row in enumerate(rows):
             if own is not None and own[0] == number:
-                part = own[1]
+                part = own[1].clone()
             else:
                 part = self._values(row[None], out.dtype)[0, : out.numel()]
-            total = part.clone() if total is None else total.add_(part)
+            total = part if total is None else total.add_(part)
         assert total is not None
-        return out.copy_(total.div_(len(rows)))
+        return torch.div(total, len(rows), out=out)
 
     def _values(self, rows: Tensor, dtype: torch.dtype) -> Tensor:
         """Decode whole rows, with their padding. The result has the shape (num_rows, num_blocks * block_numel)."""

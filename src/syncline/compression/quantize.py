@@ -13,6 +13,7 @@ from syncline.compression.base import AllToAll, Averaging, Codec, Encoder, Gathe
 from syncline.compression.blocks import Blocks, TorchBlocks
 from syncline.compression.kernels import blocks_for
 
+
 @dataclass(frozen=True, repr=False)
 class Quantize(Codec):
     """A compression that sends each value as a code of 8, 4 or 2 bits, with one bfloat16 scale per block of values.
@@ -108,7 +109,9 @@ class _QuantizeEncoder(Encoder):
             return blocks.mean(gathered.values, values)
         return (yield from self._by_chunks(blocks, values, residual, lost))
 
-    def _by_chunks(self, blocks: Blocks, values: Tensor, residual: Tensor | None, lost: Tensor | None) -> Averaging:
+    def _by_chunks(
+        self, blocks: Blocks, values: Tensor, residual: Tensor | None, lost: Tensor | None
+    ) -> Averaging:
         rank, num_ranks, chunk_numel = self.layout.rank, self.layout.num_ranks, self._chunk_numel
         chunk = slice(rank * chunk_numel, (rank + 1) * chunk_numel)  # empty, or shorter, on the last ranks
         # It is added unencoded, because it is not sent.

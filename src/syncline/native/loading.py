@@ -45,6 +45,9 @@ class NativeUnavailable(SynclineError):
     """The error that is raised if the native library is needed but was not built, or cannot be loaded."""
 
 
+_CODES = (c_int, c_int, c_size_t, c_size_t, c_size_t)
+"""The types of isa, bits, block_numel, num_blocks and numel."""
+
 _PROTOTYPES: dict[str, tuple[object, list[object]]] = {
     "isa": (c_char_p, [c_int]),
     "reduce": (c_int, [c_int, c_void_p, c_void_p, c_int, c_size_t, c_int, c_int]),
@@ -64,14 +67,10 @@ _PROTOTYPES: dict[str, tuple[object, list[object]]] = {
     "abort": (c_int, [c_void_p, c_char_p, c_size_t]),
     "abort_text": (c_int64, [c_void_p, c_char_p]),
     "called": (c_int, [c_void_p, c_void_p]),
-    "quantize": (
-        c_int,
-        [c_int, c_int, c_size_t, c_size_t, c_size_t, c_void_p, c_void_p, c_void_p, c_float, c_void_p, c_int],
-    ),
+    "quantize": (c_int, [*_CODES, c_void_p, c_void_p, c_void_p, c_float, c_void_p, c_int]),
     "mean_of_codes": (
         c_int,
-        [c_int, c_int, c_size_t, c_size_t, c_size_t, c_void_p, c_int, c_size_t, c_int, c_void_p, c_size_t]
-        + [c_void_p, c_int],
+        [*_CODES, c_void_p, c_int, c_size_t, c_int, c_void_p, c_size_t, c_void_p, c_int],
     ),
     "narrow": (c_int, [c_int, c_void_p, c_size_t, c_size_t, c_int, c_void_p, c_int]),
     "select": (
