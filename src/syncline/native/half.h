@@ -22,8 +22,8 @@ static inline ISA_TARGET float FN(from_f16)(uint16_t x) {
     f *= 0x1p112f;
     uint32_t bits;
     memcpy(&bits, &f, sizeof bits);
-    bits = (x & 0x7c00) == 0x7c00 ? magnitude | 0x7f800000 : bits;
-    bits |= (uint32_t)(x & 0x8000) << 16;
+    uint32_t is_special = -(uint32_t)((x & 0x7c00) == 0x7c00); /* infinity or NaN; see to_f16 for masks */
+    bits |= (is_special & 0x7f800000) | (uint32_t)(x & 0x8000) << 16;
     memcpy(&f, &bits, sizeof f);
     return f;
 }
@@ -41,8 +41,11 @@ static inline ISA_TARGET uint16_t FN(to_f16)(float f) {
     memcpy(&subnormal, &small, sizeof subnormal);
     subnormal -= 0x3f000000;
     uint32_t normal = (magnitude - 0x38000000 + 0xfff + ((magnitude >> 13) & 1)) >> 13;
-    uint32_t result = magnitude < 0x38800000 ? subnormal : normal;
-    result = magnitude >= 0x477ff000 ? 0x7c00 : result; /* from 65520 up: infinity */
-    result = magnitude > 0x7f800000 ? 0x7e00 : result;  /* NaN */
+    /* By masks: gcc turns choices of which one implies another into branches, and then does not vectorize. */
+    uint32_t is_small = -(uint32_t)(magnitude < 0x38800000);
+    uint32_t is_large = -(uint32_t)(magnitude >= 0x477ff000); /* from 65520 up: infinity */
+    uint32_t is_nan = -(uint32_t)(magnitude > 0x7f800000);
+    uint32_t result = (subnormal & is_small) | (normal & ~is_small & ~is_large);
+    result |= (0x7c00 & is_large) | (0x0200 & is_nan);
     return (uint16_t)(sign | result);
 }
