@@ -1,4 +1,4 @@
-"""The native core under the sanitizers, by the stress program; and compiled with nothing to warn of."""
+"""The native library under the sanitizers, by the stress programs; and compiled with nothing to warn of."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ pytestmark = pytest.mark.slow
 
 HERE = Path(__file__).parent
 CORE = HERE.parents[1] / "src/syncline/native/core.c"
+CODEC = CORE.with_name("codec.c")
 COMPILERS = ("gcc", "clang")
 MAX_RANKS = 5
 COMMON = ("-std=c11", "-g", "-O1", "-ffp-contract=off", "-pthread")
@@ -80,6 +81,45 @@ def test_no_memory_error_leak_or_undefined_behaviour(tmp_path: Path) -> None:
     assert_all_right(built(compiler_with(MEMORY, tmp_path), MEMORY, tmp_path), 60)
 
 
+@pytest.mark.parametrize("flags", [THREADS, MEMORY], ids=["threads", "memory"])
+def test_the_codec_has_no_race_memory_error_or_undefined_behaviour(
+    flags: tuple[str, ...], tmp_path: Path
+) -> None:
+    compiler = compiler_with(flags, tmp_path)
+    assert_codec_all_right(built_codec(compiler, flags, tmp_path), 40)
+
+
+def test_a_codec_that_writes_behind_its_end_would_be_found(tmp_path: Path) -> None:
+    for header in CODEC.parent.glob("*.h"):
+        shutil.copy(header, tmp_path)
+    kernels, before, after = (
+        tmp_path / "encode.h",
+        "if (n < size) memcpy(q->lost + start, lost, n *",
+        "size *",
+    )
+    text = kernels.read_text()
+    assert text.count(before) == 1
+    kernels.write_text(text.replace(before, before.replace("n *", after)))
+    mutant = shutil.copy(CODEC, tmp_path)
+    program = built_codec(compiler_with(MEMORY, tmp_path), MEMORY, tmp_path, mutant)
+    result = subprocess.run([str(program), "1", "9"], capture_output=True, text=True, timeout=120)
+    assert "heap-buffer-overflow" in result.stderr
+
+
+def built_codec(compiler: str, flags: tuple[str, ...], folder: Path, codec: Path = CODEC) -> Path:
+    """The program that calls every function of the codec."""
+    program, source = folder / "codec_stress", str(HERE / "codec_stress.c")
+    must_run([compiler, *COMMON, *flags, f'-DCODEC="{codec}"', source, "-lm", "-o", str(program)])
+    return program
+
+
+def assert_codec_all_right(program: Path, num_rounds: int, *before: str) -> None:
+    for seed in ("1", "2"):
+        command = [*before, str(program), seed, str(num_rounds)]
+        result = subprocess.run(command, capture_output=True, text=True, timeout=120)
+        assert (result.returncode, result.stdout) == (0, "all right\n"), result.stdout + result.stderr
+
+
 @pytest.mark.parametrize(
     ("before", "after"),
     [
@@ -123,7 +163,8 @@ def quiet(compiler: str) -> tuple[str, ...]:
 
 @pytest.mark.parametrize("compiler", [*COMPILERS, CROSS])
 @pytest.mark.parametrize("optimization", ["-O0", "-O3"])
-def test_nothing_to_warn_of(compiler: str, optimization: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("source", [CORE, CODEC], ids=lambda source: source.name)
+def test_nothing_to_warn_of(source: Path, compiler: str, optimization: str, tmp_path: Path) -> None:
     if shutil.which(compiler) is None:
         pytest.skip(f"no {compiler}")
     flags = [
@@ -136,7 +177,7 @@ def test_nothing_to_warn_of(compiler: str, optimization: str, tmp_path: Path) ->
         "-ffp-contract=off",
         "-fPIC",
     ]
-    command = [compiler, *flags, "-c", str(CORE), "-o", str(tmp_path / "core.o")]
+    command = [compiler, *flags, "-c", str(source), "-o", str(tmp_path / "object.o")]
     result = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert result.returncode == 0, result.stderr
 
@@ -146,3 +187,4 @@ def test_on_another_processor(tmp_path: Path) -> None:
     if shutil.which(CROSS) is None or shutil.which(EMULATOR) is None:
         pytest.skip(f"no {CROSS}, or no {EMULATOR}")
     assert_all_right(built(CROSS, (), tmp_path), 20, EMULATOR, "-L", CROSS_ROOT)
+    assert_codec_all_right(built_codec(CROSS, (), tmp_path), 9, EMULATOR, "-L", CROSS_ROOT)

@@ -90,8 +90,9 @@ def test_it_trains_as_a_hook_of_torchs_class_as_one_of_ours_and_inside_of_ours(n
         assert_equal_on_all_ranks(parameters)
         found.append(parameters)
     assert torch.equal(found[1], found[2])
-    # The order of parameters in a bucket is another in torch, so blocks of 4 bits hold others.
-    torch.testing.assert_close(found[1], found[0], rtol=1e-3, atol=2e-3 if "4 bits" in name else 1e-4)
+    # The order of parameters in a bucket is another in torch, so blocks hold others.
+    tolerance = {"powersgd, 4 bits": 2e-3, "4 bits": 2e-3, "topk, int8": 1e-3}.get(name, 1e-4)
+    torch.testing.assert_close(found[1], found[0], rtol=1e-3, atol=tolerance)
     losses, parameters = train(wrapped, 60)
     assert_equal_on_all_ranks(parameters)
     plain, _ = train(DDP(net_of()), 63)

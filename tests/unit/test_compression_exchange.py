@@ -328,6 +328,27 @@ def test_a_future_that_is_waited_for_before_the_last_bucket_completes_what_is_un
         assert torch.equal(a, b)
 
 
+@pytest.mark.parametrize("compression", [Cast(), Quantize(8), TopK(0.5), PowerSGD(2)], ids=str)
+def test_a_bucket_is_sent_before_the_one_before_it_has_arrived(compression: Compression) -> None:
+    """Rank 1 sends nothing before rank 0 has sent two buckets. So rank 0 cannot wait for the first one."""
+    has_sent_two = threading.Event()
+
+    def program(transport: Transport) -> list[Tensor]:
+        parameters = [torch.zeros(shape) for shape in SHAPES]
+        state = HookState(compression, transport)
+        buckets = buckets_of(parameters, [[0], [1], [2]], values_of(transport.rank))
+        if transport.rank == 1:
+            assert has_sent_two.wait(30)
+        for number, bucket in enumerate(buckets):
+            hook(state, bucket)
+            if number == 1:
+                has_sent_two.set()
+        return [bucket.buffer() for bucket in buckets]
+
+    for a, b in zip(*run_ranks(2, program, timeout_seconds=10), strict=True):
+        assert torch.equal(a, b)
+
+
 def test_saved_without_names_is_an_error_and_so_are_unknown_names() -> None:
     def program(transport: Transport) -> None:
         with pytest.raises(ValueError, match=r"takes from its module\. Write HookState"):

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from syncline.checks import checked_state
-from syncline.compression.base import Averaged, Averaging, Compression, Layout, encoder_of
+from syncline.compression.base import Averaging, Compression, Layout, encoder_of
 from syncline.trees import leaves, map_leaves
 
 
@@ -44,18 +44,16 @@ class Averager:
         """Return a generator that averages the tensor `values` over all ranks.
 
         Args:
-            values: this rank's values, of shape (numel,) and of the layout's dtype. They may be overwritten.
+            values: this rank's values, of shape (numel,) and of the layout's dtype. They are overwritten, and the mean
+                may use their memory.
         """
-        if self._residual is None:
-            return (yield from self._encoder.mean(values, wants_lost=False))
-        is_kept = self._kept is not None and self._kept[0] is self._residual
-        spare, self._spare = self._spare, None
-        total = torch.add(self._residual, values, out=spare) if is_kept else self._residual.add_(values)
-        averaged = yield from self._encoder.mean(total, wants_lost=True)
-        lost = torch.zeros_like(averaged.mean) if averaged.lost is None else averaged.lost
-        # Otherwise one gradient that overflowed would be added to all later ones.
-        self._residual = lost.nan_to_num_(0.0, 0.0, 0.0)
-        return Averaged(averaged.mean)
+        residual = lost = self._residual
+        if residual is not None and self._kept is not None and self._kept[0] is residual:
+            lost = torch.empty_like(residual) if self._spare is None else self._spare
+            self._spare = None
+        mean = yield from self._encoder.mean(values, residual=residual, lost=lost)
+        self._residual = lost
+        return mean
 
     def keep(self) -> None:
         """Remember the present state for `undo`. The residual is not copied."""

@@ -60,14 +60,14 @@ Request = Mean | Sum | Gather | AllToAll
 
 
 class Averaged(NamedTuple):
-    """The result of an averaging: an exact or approximate mean over all ranks."""
+    """The reply to a `Mean` request: an exact or approximate mean over all ranks."""
 
     mean: Tensor
     """The mean. It has the same bits on all ranks."""
     lost: Tensor | None = None
     """This rank's part of the error: `mean` is the mean over ranks of (values - lost).
 
-    None if there is no error, or if the caller does not want this tensor."""
+    None if there is no error, or if the encoder that has made the request does not want this tensor."""
 
 
 class Gathered(NamedTuple):
@@ -81,8 +81,8 @@ class Gathered(NamedTuple):
     None if the request had no second tensor."""
 
 
-Averaging = Generator[Request, Any, Averaged]
-"""A generator that runs one averaging: it yields requests, receives the replies, and returns the result.
+Averaging = Generator[Request, Any, Tensor]
+"""A generator that runs one averaging: it yields requests, receives the replies, and returns the mean.
 
 After the generator has yielded a tensor in a request, the generator must not use this tensor again."""
 
@@ -141,12 +141,16 @@ class Encoder(ABC):
         """The layout of the flat tensor."""
 
     @abstractmethod
-    def mean(self, values: Tensor, *, wants_lost: bool) -> Averaging:
+    def mean(self, values: Tensor, *, residual: Tensor | None, lost: Tensor | None) -> Averaging:
         """Return a generator that averages the tensor `values` over all ranks.
 
         Args:
-            values: this rank's values, of shape (numel,). They are overwritten.
-            wants_lost: whether the result must contain `lost`, which is this rank's part of the error.
+            values: this rank's values, of shape (numel,). They are overwritten, and the mean may use their memory.
+            residual: a tensor that is added to the values before they are encoded, or None. If it is given, so is
+                `lost`.
+            lost: memory for this rank's part of the error, or None if the error is not needed. It may be `residual`
+                itself. The mean is the mean over ranks of (values + residual - lost). Where the error is not finite, it
+                counts as zero, so that a value that has overflowed is not added to later values.
         """
 
     def means(self) -> tuple[Layout, ...]:
@@ -174,9 +178,31 @@ class Encoder(ABC):
 class PlainEncoder(Encoder):
     """An encoder that averages values without compression."""
 
-    def mean(self, values: Tensor, *, wants_lost: bool) -> Averaging:
+    def mean(self, values: Tensor, *, residual: Tensor | None, lost: Tensor | None) -> Averaging:
+        if residual is not None:
+            values.add_(residual)
         averaged: Averaged = yield Mean(values)
-        return averaged
+        if lost is not None:
+            set_lost(lost, averaged.lost)
+        return averaged.mean
+
+
+def total_of(values: Tensor, residual: Tensor | None, lost: Tensor | None) -> Tensor:
+    """Return the sum of values and residual, in the memory of `lost`, so that the memory of `values` is free.
+
+    If `lost` is None, there is no residual, and the values themselves are returned.
+    """
+    if lost is None:
+        return values
+    return lost.copy_(values) if residual is None else torch.add(residual, values, out=lost)
+
+
+def set_lost(lost: Tensor, error: Tensor | None) -> None:
+    """Write an error into `lost`, with zeros for elements that are not finite. None stands for no error."""
+    if error is None:
+        lost.zero_()
+    else:
+        torch.nan_to_num(error, 0.0, 0.0, 0.0, out=lost)
 
 
 def encoder_of(compression: Compression | None, layout: Layout) -> Encoder:

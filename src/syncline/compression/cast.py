@@ -7,7 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from syncline.compression.base import Averaged, Averaging, Codec, Encoder, Layout, Sum
+from syncline.compression.base import Averaging, Codec, Encoder, Layout, Sum, set_lost, total_of
+from syncline.compression.kernels import narrowed
 
 
 @dataclass(frozen=True, repr=False)
@@ -53,11 +54,15 @@ class _CastEncoder(Encoder):
         super().__init__(layout)
         self._dtype = cast.dtype
 
-    def mean(self, values: Tensor, *, wants_lost: bool) -> Averaging:
+    def mean(self, values: Tensor, *, residual: Tensor | None, lost: Tensor | None) -> Averaging:
         num_ranks = self.layout.num_ranks
+        total = total_of(values, residual, lost)
         # Divide before rounding, because the sum may exceed the range of the narrow type.
-        narrow = (values / num_ranks).to(self._dtype)
-        # This rank knows only its own rounding. No rank knows the rounding of the sum.
-        lost = values.sub_(narrow.to(values.dtype), alpha=num_ranks) if wants_lost else None
-        total = yield Sum(narrow)
-        return Averaged(total.to(values.dtype), lost)
+        narrow = narrowed(total, num_ranks, self._dtype)
+        if narrow is None:
+            narrow = (total / num_ranks).to(self._dtype)
+        if lost is not None:
+            # This rank knows only its own rounding. No rank knows the rounding of the sum.
+            set_lost(lost, lost.sub_(narrow.to(lost.dtype), alpha=num_ranks))
+        summed = yield Sum(narrow)
+        return values.copy_(summed)

@@ -129,18 +129,20 @@ class _ChainEncoder(Encoder):
     def memory_of(self, index: int) -> dict[str, Tensor]:
         return self._first.memory_of(index)
 
-    def mean(self, values: Tensor, *, wants_lost: bool) -> Averaging:
-        stage = self._first.mean(values, wants_lost=wants_lost)
+    def mean(self, values: Tensor, *, residual: Tensor | None, lost: Tensor | None) -> Averaging:
+        stage = self._first.mean(values, residual=residual, lost=lost)
         encoders = iter(self._of_means)
         reply: Any = None
         while True:
             try:
                 request = stage.send(reply)
             except StopIteration as ended:
-                averaged: Averaged = ended.value
-                return averaged
+                mean: Tensor = ended.value
+                return mean
             if isinstance(request, Mean):
-                reply = yield from next(encoders).mean(request.values, wants_lost=wants_lost)
+                lost_later = None if lost is None else torch.empty_like(request.values)
+                later = next(encoders).mean(request.values, residual=None, lost=lost_later)
+                reply = Averaged((yield from later), lost_later)
             elif isinstance(request, Gather) and self._of_rows is not None:
                 codes = yield Gather(self._of_rows.encode(request.values), request.beside)
                 numel, dtype = request.values.numel(), request.values.dtype
@@ -227,7 +229,7 @@ class _AfterEncoder(Encoder):
             | {f"before_{name}": tensor for name, tensor in before.items()}
         )
 
-    def mean(self, values: Tensor, *, wants_lost: bool) -> Averaging:
+    def mean(self, values: Tensor, *, residual: Tensor | None, lost: Tensor | None) -> Averaging:
         encoder = self._before if self._count.item() < self._num_averagings else self._then
         self._count += 1
-        return encoder.mean(values, wants_lost=wants_lost)
+        return encoder.mean(values, residual=residual, lost=lost)

@@ -40,7 +40,8 @@ def hook(state: HookState, bucket: Any) -> torch.futures.Future[Tensor]:
     """Average a bucket of gradients over all ranks, by the compression of `state`.
 
     A compression averages a bucket in one or more phases of communication. This call starts the bucket's first phase.
-    Calls for later buckets start its later phases. The call for the last bucket waits for all phases of all buckets.
+    Calls for later buckets start its later phases, from the bucket after the next one on. So a call does not wait for
+    the bucket just before. The call for the last bucket waits for all phases of all buckets.
 
     Args:
         state: the compression, and its state for each parameter.
@@ -148,11 +149,14 @@ class HookState:
     @torch.no_grad()
     def average(self, bucket: AnyGradBucket) -> torch.futures.Future[Tensor]:
         """Average a bucket of gradients, as `hook` describes."""
-        for earlier, *_ in self._under_way:
-            earlier.advance()
         buffer = bucket.buffer()
         exchange = self._exchange_of(bucket)
         exchange.start(buffer)
+        # A wait for the bucket just before would stop the backward while its messages are in flight, and a wait before
+        # this bucket is sent would leave the network idle. The order must not depend on what has arrived, because all
+        # ranks must start the same collectives in the same order.
+        for earlier, *_ in self._under_way[:-1]:
+            earlier.advance()
         future = _Future(self, buffer.device)
         self._under_way.append((exchange, buffer, future))
         if bucket.is_last():
@@ -169,7 +173,9 @@ class HookState:
             waiting = [exchange for exchange in waiting if not exchange.has_arrived]
         arrived, self._under_way = self._under_way, []
         for exchange, buffer, future in arrived:
-            buffer.copy_(exchange.wait())
+            mean = exchange.wait()
+            if mean.data_ptr() != buffer.data_ptr():
+                buffer.copy_(mean)
             future.set_result(buffer)
 
     def _exchange_of(self, bucket: AnyGradBucket) -> MeanExchange:

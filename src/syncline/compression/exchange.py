@@ -116,7 +116,8 @@ class MeanExchange:
         """Start an averaging. When this returns, the messages of the first phase are in flight.
 
         Args:
-            flat: the flat tensor, of shape (numel,). Its memory is reused, so its values are undefined afterwards.
+            flat: the flat tensor, of shape (numel,). Its memory is reused, also for the mean, so its values are
+                undefined until `wait` returns.
 
         Raises:
             SynclineError: `wait` was not called for the previous averaging.
@@ -160,6 +161,7 @@ class MeanExchange:
 
         Returns:
             The mean over all ranks, of shape (numel,). It has the flat tensor's dtype, and the same bits on every rank.
+            It may use the flat tensor's memory.
 
         Raises:
             SynclineError: no averaging was started, or a collective failed (as in `Work.wait`).
@@ -242,8 +244,8 @@ class MeanExchange:
             try:
                 request = averaging.send(reply)
             except StopIteration as ended:
-                averaged: Averaged = ended.value
-                return averaged.mean.to(self.dtype)
+                mean: Tensor = ended.value
+                return mean.to(self.dtype)
             reply = yield from self._reply_to(request)
 
     def _reply_to(self, request: Request) -> Generator[list[Work], None, Any]:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from syncline._torch.tensors import foreach_copy_, foreach_zero_
 from syncline.checks import checked_count, checked_flag, store
-from syncline.compression.base import Averaged, Averaging, Compression, Encoder, Layout, Mean
+from syncline.compression.base import Averaging, Compression, Encoder, Layout, Mean, set_lost, total_of
 
 _ZERO = 1e-24
 """The squared length up to which the remainder of a row counts as zero, after earlier rows were projected out.
@@ -175,35 +175,35 @@ class _PowerSGDEncoder(Encoder):
     def memory_of(self, index: int) -> dict[str, Tensor]:
         return {"start": self._starts[index]} if index in self._starts else {}
 
-    def mean(self, values: Tensor, *, wants_lost: bool) -> Averaging:
-        pieces = values.split(self.layout.numels)
+    def mean(self, values: Tensor, *, residual: Tensor | None, lost: Tensor | None) -> Averaging:
+        pieces = total_of(values, residual, lost).split(self.layout.numels)
         matrices = {index: pieces[index].view(shape) for index, shape in self._shapes.items()}
         rest = [pieces[index] for index in self._rest]
         lefts = [(self._starts[index] @ matrix.t()).view(-1) for index, matrix in matrices.items()]
         first = yield Mean(torch.cat([*lefts, *rest]))
         sizes = [left.numel() for left in lefts]
         *lefts, rest_mean = first.mean.split([*sizes, first.mean.numel() - sum(sizes)])
+        if lost is not None:
+            self._write_rest(pieces, None if first.lost is None else first.lost[sum(sizes) :])
+        places = values.split(self.layout.numels)
+        self._write_rest(places, rest_mean)
         if not matrices:
-            return Averaged(rest_mean, first.lost)
+            return values
         factors = orthonormal_rows([left.view(self._rank, -1) for left in lefts])
         rights = [left @ matrix for left, matrix in zip(factors, matrices.values(), strict=True)]
         flat = torch.cat([right.view(-1) for right in rights])
-        second = yield Mean(flat.clone() if wants_lost else flat)
+        second = yield Mean(flat if lost is None else flat.clone())
         widths = [self._rank * m for _, m in self._shapes.values()]
         right_means = [right.view(self._rank, -1) for right in second.mean.split(widths)]
-        if wants_lost:
+        if lost is not None:
             received = flat if second.lost is None else flat.sub_(second.lost)
             for matrix, left, right in zip(matrices.values(), factors, received.split(widths), strict=True):
                 matrix.addmm_(left.t(), right.view(self._rank, -1), alpha=-1)
-            self._write_rest(pieces, None if first.lost is None else first.lost[sum(sizes) :])
-        # The memory of `values` can be reused for the result, unless it holds what was lost.
-        mean = torch.empty_like(values) if wants_lost else values
-        places = mean.split(self.layout.numels)
-        self._write_rest(places, rest_mean)
+            set_lost(lost, lost)
         for index, left, right in zip(matrices, factors, right_means, strict=True):
             sum_of_outer_products(left, right, out=places[index].view(self._shapes[index]))
             self._start_next_from(index, right)
-        return Averaged(mean, values if wants_lost else None)
+        return values
 
     def _write_rest(self, places: Sequence[Tensor], flat: Tensor | None) -> None:
         """Write values into the places of the tensors that are not compressed.

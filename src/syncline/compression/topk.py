@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from syncline.checks import checked_flag, checked_number, store
-from syncline.compression.base import Averaged, Averaging, Compression, Encoder, Gather, Layout
+from syncline.compression.base import Averaging, Compression, Encoder, Gather, Layout, set_lost, total_of
+from syncline.compression.kernels import Selected, selected
 
 _MANY = 1 << 16
 """A CPU that searches this many values or more is faster if it first selects candidates."""
@@ -69,40 +70,64 @@ class _TopKEncoder(Encoder):
             )
         self._num_sent = math.ceil(topk.ratio * layout.numel)
 
-    def mean(self, values: Tensor, *, wants_lost: bool) -> Averaging:
+    def mean(self, values: Tensor, *, residual: Tensor | None, lost: Tensor | None) -> Averaging:
         if not values.numel():
-            return Averaged(values)
-        places = largest_places(values, self._num_sent)
-        gathered = yield Gather(values[places], places.to(torch.int32))
-        if wants_lost:
-            values.index_add_(0, places, gathered.values[self.layout.rank], alpha=-1)
-        mean = torch.zeros_like(values) if wants_lost else values.zero_()
+            return values
+        chosen = selected(values, self._num_sent, residual=residual, lost=lost)
+        if chosen is None:
+            total = total_of(values, residual, lost)
+            indices = largest_places(total, self._num_sent)
+            chosen = Selected(indices.to(torch.int32), total[indices], all_finite=False)
+        gathered = yield Gather(chosen.values, chosen.places)
+        if lost is not None:
+            _take_away(lost, chosen, gathered.values[self.layout.rank])
+        mean = values.zero_()
         # Add one rank at a time. Its indices are distinct, so the order of additions is the same on all ranks.
         for row, row_places in zip(gathered.values / self.layout.num_ranks, gathered.beside, strict=True):
             mean.index_add_(0, row_places, row)
-        return Averaged(mean, values if wants_lost else None)
+        return mean
+
+
+def _take_away(total: Tensor, chosen: Selected, received: Tensor) -> None:
+    """Subtract the values that were received from those that were chosen. Set elements that are not finite to zero."""
+    places = chosen.places.long()
+    total.index_copy_(0, places, (total[places] - received).nan_to_num_(0.0, 0.0, 0.0))
+    if not chosen.all_finite:
+        set_lost(total, total)
 
 
 def largest_places(values: Tensor, number: int) -> Tensor:
-    """Return the indices of the values of largest magnitude, in any order. NaN counts as the largest magnitude.
+    """Return the indices of the values of largest magnitude, in ascending order.
+
+    Of equal magnitudes, the lowest indices are returned. NaN counts as the largest magnitude. The choice is the same on
+    all devices, because magnitudes are compared by their bits.
 
     Args:
-        values: a flat tensor.
+        values: a flat tensor of float32 or float64.
         number: the number of indices to return.
 
     Examples:
-        >>> sorted(largest_places(torch.tensor([1.0, -5.0, 0.0, 3.0]), 2).tolist())
+        >>> largest_places(torch.tensor([1.0, -5.0, 0.0, 3.0]), 2).tolist()
         [1, 3]
     """
-    sizes = values.abs()
+    bits = torch.int64 if values.dtype is torch.float64 else torch.int32
+    sizes = values.view(bits) & torch.iinfo(bits).max
     numel = sizes.numel()
     if sizes.device.type != "cpu" or numel < _MANY or 2 * _MARGIN * number > numel:
-        return sizes.topk(number, sorted=False).indices
+        return _first_largest(sizes, number)
     # A sample gives a limit that only a few values exceed. If these are enough, they contain the largest of all.
     samples = sizes[:: numel // _NUM_SAMPLES]
     num_above = min(len(samples), math.ceil(_MARGIN * number / numel * len(samples)) + 8)
     limit = samples.topk(num_above).values[-1]
-    candidates = (~(sizes < limit)).nonzero().view(-1)  # includes NaN, which is not smaller than anything
+    candidates = (sizes >= limit).nonzero().view(-1)
     if len(candidates) < number:
-        return sizes.topk(number, sorted=False).indices
-    return candidates[sizes[candidates].topk(number, sorted=False).indices]
+        return _first_largest(sizes, number)
+    return candidates[_first_largest(sizes[candidates], number)]
+
+
+def _first_largest(sizes: Tensor, number: int) -> Tensor:
+    """Return the indices of the largest integers, in ascending order; of equal integers, the lowest indices."""
+    smallest = sizes.topk(number).values[-1]
+    above, equal = sizes > smallest, sizes == smallest
+    chosen = above | (equal & (equal.cumsum(0) <= number - above.sum()))
+    return chosen.nonzero_static(size=number).view(-1)  # the size is known, so a device does not wait

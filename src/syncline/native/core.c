@@ -42,12 +42,9 @@
 #include <time.h>
 #include <unistd.h>
 
-#if defined(__x86_64__)
-#include <cpuid.h>
-#endif
+#include "isa.h"
 
-#define EXPORT __attribute__((visibility("default")))
-#define ABI 3
+#define ABI 4
 
 enum { RING_EVERY = 4, LEAST_SPIN_NANOSECONDS = 4000, SHORT_NANOSECONDS = 200000 };
 enum { BRIEF_BYTES = 64 * 1024, BRIEF_LOOKS = 100, MAX_DISAGREED = 64 };
@@ -73,31 +70,8 @@ enum outcome { DONE = 0, PENDING = 1, ABORTED = 2, MISMATCH = 3, DISAGREED = 4 }
 
 typedef void (*reduce_fn)(void *target, const void *const *sources, int num_sources, size_t numel, int op);
 
-#if defined(__clang__)
-#define IVDEP _Pragma("clang loop vectorize(assume_safety)")
-#elif defined(__GNUC__)
-#define IVDEP _Pragma("GCC ivdep")
-#else
-#define IVDEP
-#endif
-
-#define ISA baseline
-#define ISA_TARGET
-#include "reduce.h"
-
-#if defined(__x86_64__)
-#define ISA avx2
-#define ISA_TARGET __attribute__((target("avx2")))
-#include "reduce.h"
-#define ISA avx512
-#define AVX512 "avx512f,avx512bw,avx512vl,avx512dq"
-#if defined(__clang__) /* clang ignores a whole target attribute of which it does not know a part */
-#define ISA_TARGET __attribute__((target(AVX512), min_vector_width(512)))
-#else
-#define ISA_TARGET __attribute__((target(AVX512 ",prefer-vector-width=512")))
-#endif
-#include "reduce.h"
-#endif
+#define KERNELS "reduce.h"
+#include "each_isa.h"
 
 static const struct {
     const char *name;
@@ -110,32 +84,12 @@ static const struct {
 #endif
 };
 
-#if defined(__x86_64__)
-/* Return whether the processor has all of these features of leaf 7, and the system saves these registers.
- *
- * Not __builtin_cpu_supports: it asks the compiler's runtime library, and the one of zig 0.17 finds no feature at all. */
-static bool has_features(unsigned features, uint32_t registers) {
-    unsigned a, b, c, d;
-    uint32_t saved, saved_high;
-    if (!__get_cpuid(1, &a, &b, &c, &d) || !(c & bit_OSXSAVE)) return false;
-    __asm__("xgetbv" : "=a"(saved), "=d"(saved_high) : "c"(0));
-    if ((saved & registers) != registers || !__get_cpuid_count(7, 0, &a, &b, &c, &d)) return false;
-    return (b & features) == features;
-}
-
-enum { YMM = 0x6, ZMM = 0xe6 }; /* bits of the register XCR0 */
-#endif
-
-static int num_supported; /* a processor that has an instruction set has the earlier ones, too */
+static int num_supported;
 static const reduce_fn *best_kernels;
 static pthread_once_t kernels_once = PTHREAD_ONCE_INIT;
 
 static void choose_kernels(void) {
-    num_supported = 1;
-#if defined(__x86_64__)
-    if (has_features(bit_AVX2, YMM)) num_supported++;
-    if (has_features(bit_AVX2 | bit_AVX512F | bit_AVX512BW | bit_AVX512VL | bit_AVX512DQ, ZMM)) num_supported++;
-#endif
+    num_supported = count_instruction_sets();
     best_kernels = instruction_sets[num_supported - 1].table;
 }
 

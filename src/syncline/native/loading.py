@@ -1,6 +1,6 @@
 """Functions that find and load the native library, and that declare the types of its functions.
 
-The comments in `core.c` document these functions.
+The comments in `core.c` and `codec.c` document these functions.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import sys
-from ctypes import c_char_p, c_int, c_int64, c_size_t, c_uint32, c_uint64, c_void_p
+from ctypes import c_char_p, c_float, c_int, c_int64, c_size_t, c_uint32, c_uint64, c_void_p
 from importlib.metadata import PackageNotFoundError, files
 from pathlib import Path
 
@@ -18,7 +18,7 @@ _NAME = "libsyncline_core.so"
 
 
 def find_library() -> Path | None:
-    """Return the path of the compiled native core.
+    """Return the path of the compiled native library.
 
     A wheel puts the library beside this file. An editable install leaves this file in the source tree and puts the
     library into site-packages, where the distribution's list of files contains it. Returns None if the package was
@@ -38,12 +38,15 @@ def find_library() -> Path | None:
     return None
 
 
-_ABI = 3
+_ABI = 4
 
 
 class NativeUnavailable(SynclineError):
     """The error that is raised if the native library is needed but was not built, or cannot be loaded."""
 
+
+_CODES = (c_int, c_int, c_size_t, c_size_t, c_size_t)
+"""The types of isa, bits, block_numel, num_blocks and numel."""
 
 _PROTOTYPES: dict[str, tuple[object, list[object]]] = {
     "isa": (c_char_p, [c_int]),
@@ -64,6 +67,16 @@ _PROTOTYPES: dict[str, tuple[object, list[object]]] = {
     "abort": (c_int, [c_void_p, c_char_p, c_size_t]),
     "abort_text": (c_int64, [c_void_p, c_char_p]),
     "called": (c_int, [c_void_p, c_void_p]),
+    "quantize": (c_int, [*_CODES, c_void_p, c_void_p, c_void_p, c_float, c_void_p, c_int]),
+    "mean_of_codes": (
+        c_int,
+        [*_CODES, c_void_p, c_int, c_size_t, c_int, c_void_p, c_size_t, c_void_p, c_int],
+    ),
+    "narrow": (c_int, [c_int, c_void_p, c_size_t, c_size_t, c_int, c_void_p, c_int]),
+    "select": (
+        c_int,
+        [c_int, c_void_p, c_void_p, c_void_p, c_size_t, c_size_t, c_void_p, c_void_p, c_int],
+    ),
 }
 
 

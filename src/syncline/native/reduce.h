@@ -1,60 +1,10 @@
 /* Element-wise reductions of N arrays, in rank order.
  *
- * This file is included once per instruction set, with ISA (a suffix) and ISA_TARGET (a function attribute) defined.
- * The compiler vectorizes its plain loops for that instruction set. fp16 and bf16 are accumulated in fp32 and rounded
+ * This file is included once per instruction set, by `each_isa.h`. fp16 and bf16 are accumulated in fp32 and rounded
  * once, to the nearest even; max and min propagate NaN; sums and products of integers wrap around.
  */
 
-#define FN_(name, isa) name##_##isa
-#define FN__(name, isa) FN_(name, isa)
-#define FN(name) FN__(name, ISA)
-
-static inline ISA_TARGET float FN(from_bf16)(uint16_t x) {
-    uint32_t bits = (uint32_t)x << 16;
-    float f;
-    memcpy(&f, &bits, sizeof f);
-    return f;
-}
-
-static inline ISA_TARGET uint16_t FN(to_bf16)(float f) {
-    uint32_t bits;
-    memcpy(&bits, &f, sizeof bits);
-    uint32_t rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
-    return (uint16_t)((bits & 0x7fffffff) > 0x7f800000 ? 0x7fc0 | (bits >> 31 << 15) : rounded);
-}
-
-static inline ISA_TARGET float FN(from_f16)(uint16_t x) {
-    /* The exponent is moved by a multiplication, which makes subnormal numbers normal on the way. */
-    uint32_t magnitude = (uint32_t)(x & 0x7fff) << 13;
-    float f;
-    memcpy(&f, &magnitude, sizeof f);
-    f *= 0x1p112f;
-    uint32_t bits;
-    memcpy(&bits, &f, sizeof bits);
-    bits = (x & 0x7c00) == 0x7c00 ? magnitude | 0x7f800000 : bits;
-    bits |= (uint32_t)(x & 0x8000) << 16;
-    memcpy(&f, &bits, sizeof f);
-    return f;
-}
-
-static inline ISA_TARGET uint16_t FN(to_f16)(float f) {
-    uint32_t bits;
-    memcpy(&bits, &f, sizeof bits);
-    uint32_t sign = bits >> 31 << 15;
-    uint32_t magnitude = bits & 0x7fffffff;
-    /* Below the smallest normal number: adding 0.5 leaves the subnormal's bits, rounded, at the end. */
-    float small;
-    memcpy(&small, &magnitude, sizeof small);
-    small += 0.5f;
-    uint32_t subnormal;
-    memcpy(&subnormal, &small, sizeof subnormal);
-    subnormal -= 0x3f000000;
-    uint32_t normal = (magnitude - 0x38000000 + 0xfff + ((magnitude >> 13) & 1)) >> 13;
-    uint32_t result = magnitude < 0x38800000 ? subnormal : normal;
-    result = magnitude >= 0x477ff000 ? 0x7c00 : result; /* from 65520 up: infinity */
-    result = magnitude > 0x7f800000 ? 0x7e00 : result;  /* NaN */
-    return (uint16_t)(sign | result);
-}
+#include "half.h"
 
 #define SAME(x) (x)
 
@@ -119,11 +69,6 @@ static const reduce_fn FN(reduce_table)[NUM_DTYPES] = {
     [DTYPE_I16] = FN(reduce_i16), [DTYPE_I32] = FN(reduce_i32), [DTYPE_I64] = FN(reduce_i64),
 };
 
-#undef FN_
-#undef FN__
-#undef FN
 #undef SAME
 #undef LOOPS
 #undef DEFINE_REDUCE
-#undef ISA
-#undef ISA_TARGET

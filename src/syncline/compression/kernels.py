@@ -1,0 +1,175 @@
+"""The native form of encodings, for contiguous float32 tensors on the CPU. It has the bits of the form in PyTorch.
+
+Each function makes one pass over the values, with as many threads as PyTorch uses for its own operations. It returns
+None if the native library or the tensors do not permit it. The caller then uses the form in PyTorch.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from syncline.compression.blocks import Blocks
+from syncline.native import Library, NativeUnavailable, library
+
+_MAX_BLOCK_NUMEL = 1024
+"""The largest block size that the native library can encode."""
+
+_BEST_ISA = -1
+"""The argument `isa` of the native library: the best instruction set of this processor."""
+
+
+class Selected(NamedTuple):
+    """The values of largest magnitude, in ascending order of their indices."""
+
+    places: Tensor
+    """The indices, as int32."""
+    values: Tensor
+    all_finite: bool
+    """Whether it is certain that all values are finite, also those that were not selected."""
+
+
+def blocks_for(blocks: Blocks, *tensors: Tensor | None) -> Blocks:
+    """Return the form of `blocks` for these tensors. The native form, if it is possible, is the fastest."""
+    native = _library_for(*tensors)
+    if native is None or blocks.block_numel > _MAX_BLOCK_NUMEL:
+        return blocks
+    return NativeBlocks(blocks.bits, blocks.block_numel)
+
+
+def narrowed(values: Tensor, divisor: int, dtype: torch.dtype) -> Tensor | None:
+    """Divide values by a number, and round them to bfloat16 or float16."""
+    native = _library_for(values)
+    if native is None:
+        return None
+    out = torch.empty(values.shape, dtype=dtype)
+    is_bf16 = dtype is torch.bfloat16
+    arguments = (values.data_ptr(), values.numel(), divisor, is_bf16, out.data_ptr())
+    _check(native.narrow(_BEST_ISA, *arguments, torch.get_num_threads()))
+    return out
+
+
+def selected(
+    values: Tensor, number: int, *, residual: Tensor | None = None, lost: Tensor | None = None
+) -> Selected | None:
+    """Select the largest of values + residual, and write all sums to `lost`, as `largest_places` and `total_of` do."""
+    native = _library_for(values, residual, lost)
+    if native is None:
+        return None
+    places, chosen = torch.empty(number, dtype=torch.int32), torch.empty(number)
+    target = values if lost is None else lost
+    addresses = (values.data_ptr(), _address(residual), target.data_ptr())
+    found = native.select(
+        _BEST_ISA,
+        *addresses,
+        values.numel(),
+        number,
+        places.data_ptr(),
+        chosen.data_ptr(),
+        torch.get_num_threads(),
+    )
+    _check(found)
+    return Selected(places, chosen, all_finite=found == 0)
+
+
+class NativeBlocks(Blocks):
+    """The native form of codes for blocks of values."""
+
+    def encode(
+        self,
+        values: Tensor,
+        num_rows: int,
+        row_numel: int,
+        *,
+        residual: Tensor | None = None,
+        lost: Tensor | None = None,
+        factor: float = 1.0,
+        unused_row: int | None = None,
+    ) -> Tensor:
+        rows = torch.empty(num_rows, self.num_bytes(row_numel), dtype=torch.uint8)
+        for number in range(num_rows):
+            if number == unused_row:
+                continue
+            start = min(number * row_numel, values.numel())
+            _check(
+                library().quantize(
+                    _BEST_ISA,
+                    self.bits,
+                    self.block_numel,
+                    self.num_blocks(row_numel),
+                    min(row_numel, values.numel() - start),
+                    _address(values, start),
+                    _address(residual, start),
+                    _address(lost, start),
+                    factor,
+                    _address(rows, number * rows.shape[1]),
+                    torch.get_num_threads(),
+                )
+            )
+        return rows
+
+    def decode(self, rows: Tensor, row_numel: int, out: Tensor) -> Tensor:
+        for row, part in zip(rows.split(1), out.split(row_numel), strict=False):
+            self.mean(row, part)
+        return out
+
+    def mean(self, rows: Tensor, out: Tensor, *, own: tuple[int, Tensor] | None = None) -> Tensor:
+        num_rows, num_bytes = rows.shape
+        own_row, own_values = (-1, None) if own is None else own
+        rows = rows.contiguous()
+        _check(
+            library().mean_of_codes(
+                _BEST_ISA,
+                self.bits,
+                self.block_numel,
+                num_bytes // self.num_bytes(1),
+                out.numel(),
+                rows.data_ptr(),
+                num_rows,
+                num_bytes,
+                own_row,
+                _address(own_values),
+                num_rows,
+                out.data_ptr(),
+                torch.get_num_threads(),
+            )
+        )
+        return out
+
+
+def _address(tensor: Tensor | None, start: int = 0) -> int | None:
+    """Return the address of an element of a tensor."""
+    return None if tensor is None else tensor.data_ptr() + start * tensor.element_size()
+
+
+def _library_for(*tensors: Tensor | None) -> Library | None:
+    """Return the native library, or None if it cannot be loaded or cannot encode these tensors."""
+    for tensor in tensors:
+        if tensor is not None and not (
+            type(tensor) is Tensor
+            and tensor.device.type == "cpu"
+            and tensor.dtype is torch.float32
+            and tensor.is_contiguous()
+            and not tensor.is_neg()
+        ):
+            return None
+    return _loaded()
+
+
+@functools.cache
+def _loaded() -> Library | None:
+    """Return the native library, or None if there is none. The answer is remembered, because a search takes long."""
+    try:
+        return library()
+    except NativeUnavailable:
+        return None
+
+
+def _check(result: int) -> None:
+    """Raise MemoryError if the native library found no memory."""
+    if result == -2:
+        raise MemoryError("the native library found no memory to select the largest values")
+    assert result >= 0, result

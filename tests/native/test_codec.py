@@ -1,0 +1,277 @@
+"""The native form of encodings: the same bits as the form in PyTorch, on every instruction set of this processor."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from syncline.compression import kernels
+from syncline.compression.base import total_of
+from syncline.compression.blocks import TorchBlocks
+from syncline.compression.kernels import NativeBlocks, blocks_for, narrowed, selected
+from syncline.compression.topk import largest_places
+from syncline.native import find_library, library
+
+pytestmark = pytest.mark.skipif(find_library() is None, reason="the native library was not built")
+
+SPECIAL = (
+    0.0,
+    -0.0,
+    math.inf,
+    -math.inf,
+    math.nan,
+    1e-45,
+    -1e-40,
+    2.0**-126,
+    3.4028235e38,
+    -3.4028235e38,
+    1e19,
+)
+LARGE = 1_100_001
+"""More than a thread encodes alone, and more than a selection searches without a sample."""
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _one_thread() -> Iterator[None]:
+    """Let PyTorch compute the references in one thread. On a busy machine several are much slower."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def instruction_sets() -> list[int]:
+    return [isa for isa in range(3) if library().isa(isa) is not None]
+
+
+@contextmanager
+def on(isa: int, num_threads: int = 1) -> Iterator[None]:
+    """Run the native form on one instruction set, and with a number of threads."""
+    with (
+        patch.object(kernels, "_BEST_ISA", isa),
+        patch.object(kernels.torch, "get_num_threads", lambda: num_threads),
+    ):
+        yield
+
+
+def bits(tensor: Tensor | None) -> Tensor:
+    """The bits of each number; of a NaN, only that it is one."""
+    if tensor is None:
+        return torch.zeros(0)
+    tensor = torch.where(tensor.isnan(), torch.full_like(tensor, math.nan), tensor)
+    return tensor.view(torch.int32 if tensor.dtype is torch.float32 else torch.int16)
+
+
+def drawn(numel: int, seed: int, special: float = 0.0, offset: int = 1) -> Tensor:
+    """Numbers of all sizes, and some that are special, in memory that is not aligned to more than a number."""
+    g = torch.Generator().manual_seed(seed)
+    values = torch.randn(numel + offset, generator=g)
+    values *= 10.0 ** torch.randint(-3, 4, (numel + offset,), generator=g)
+    pick = torch.randint(0, len(SPECIAL), (numel + offset,), generator=g)
+    chosen = torch.rand(numel + offset, generator=g) < special
+    return torch.where(chosen, torch.tensor(SPECIAL)[pick], values)[offset:]
+
+
+# ---------------------------------------------------------------------- codes of 8, 4 or 2 bits
+
+
+@settings(deadline=None, max_examples=120)
+@given(
+    num_bits=st.sampled_from([8, 4, 2]),
+    quarter=st.sampled_from([1, 2, 3, 8, 25, 32, 256]),
+    num_rows=st.integers(1, 3),
+    blocks_each=st.integers(1, 4),
+    missing=st.integers(0, 2000),
+    special=st.sampled_from([0.0, 0.002, 0.3]),
+    feedback=st.sampled_from(["none", "separate", "in place", "only lost", "lost in the values"]),
+    factor=st.sampled_from([1.0, 3.0]),
+    seed=st.integers(0, 1000),
+)
+def test_codes_and_errors_have_the_reference_s_bits(
+    num_bits: int,
+    quarter: int,
+    num_rows: int,
+    blocks_each: int,
+    missing: int,
+    special: float,
+    feedback: str,
+    factor: float,
+    seed: int,
+) -> None:
+    size = 4 * quarter
+    row_numel = blocks_each * size
+    numel = max(0, num_rows * row_numel - missing)
+
+    def encoded(form: Any) -> tuple[Tensor, Tensor | None, Tensor]:
+        values, residual = drawn(numel, seed, special), drawn(numel, seed + 1, special / 2, offset=3)
+        lost = {
+            "none": None,
+            "separate": torch.empty(numel),
+            "in place": residual,
+            "only lost": torch.empty(numel),
+            "lost in the values": values,
+        }[feedback]
+        added = residual if feedback in ("separate", "in place") else None
+        rows = form.encode(values, num_rows, row_numel, residual=added, lost=lost, factor=factor)
+        return rows, lost, form.decode(rows, row_numel, torch.empty(numel))
+
+    rows, lost, decoded = encoded(TorchBlocks(num_bits, size))
+    assert lost is None or lost.isfinite().all()
+    for isa in instruction_sets():
+        with on(isa):
+            own_rows, own_lost, own_decoded = encoded(NativeBlocks(num_bits, size))
+        assert torch.equal(own_rows, rows), isa
+        assert torch.equal(bits(own_lost), bits(lost)), isa
+        assert torch.equal(own_decoded.view(torch.int32), decoded.view(torch.int32)), isa
+
+
+@settings(deadline=None, max_examples=80)
+@given(
+    num_bits=st.sampled_from([8, 4, 2]),
+    quarter=st.sampled_from([1, 3, 32, 256]),
+    numel=st.integers(1, 2500),
+    num_ranks=st.integers(1, 5),
+    own_row=st.integers(-1, 4),
+    special=st.sampled_from([0.0, 0.01]),
+    seed=st.integers(0, 1000),
+)
+def test_means_have_the_reference_s_bits(
+    num_bits: int, quarter: int, numel: int, num_ranks: int, own_row: int, special: float, seed: int
+) -> None:
+    form = TorchBlocks(num_bits, 4 * quarter)
+    values = [drawn(numel, seed + rank, special) for rank in range(num_ranks)]
+    rows = torch.cat([form.encode(one, 1, numel) for one in values])
+    is_own = 0 <= own_row < num_ranks
+    expected = form.mean(rows, torch.empty(numel), own=(own_row, values[own_row]) if is_own else None)
+    for isa in instruction_sets():
+        with on(isa):
+            out = values[own_row].clone() if is_own else torch.empty(numel)
+            found = NativeBlocks(num_bits, 4 * quarter).mean(
+                rows, out, own=(own_row, out) if is_own else None
+            )
+        assert torch.equal(bits(found), bits(expected)), isa
+
+
+@pytest.mark.parametrize("num_bits", [8, 4, 2])
+def test_threads_change_nothing(num_bits: int) -> None:
+    values, residual = drawn(3 * LARGE, 0), drawn(3 * LARGE, 1)
+    form, found = NativeBlocks(num_bits, 128), []
+    for num_threads in (1, 2, 3, 100):
+        with on(-1, num_threads):
+            lost = residual.clone()
+            rows = form.encode(values, 1, len(values), residual=lost, lost=lost)
+            mean = form.mean(rows.expand(2, -1), torch.empty_like(values))
+        found.append((rows, lost, mean))
+    for other in found[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(found[0], other, strict=True))
+
+
+def test_a_row_that_is_not_needed_is_left_out() -> None:
+    values = drawn(300, 0)
+    form = NativeBlocks(8, 100)
+    lost = torch.full((300,), 7.0)
+    rows = form.encode(values, 3, 100, lost=lost, unused_row=1)
+    expected = TorchBlocks(8, 100).encode(values, 3, 100)
+    assert torch.equal(rows[[0, 2]], expected[[0, 2]])
+    assert (lost[100:200] == 7).all()
+    assert (lost[:100] != 7).all()
+
+
+def test_other_tensors_take_the_form_in_pytorch() -> None:
+    form, values = TorchBlocks(8, 128), torch.zeros(256)
+    assert isinstance(blocks_for(form, values, None), NativeBlocks)
+    for other in (values.double(), values[::2], values.to("meta"), torch.nn.Parameter(values)):
+        assert blocks_for(form, values, other) is form
+        assert narrowed(other, 2, torch.bfloat16) is None
+        assert selected(other, 1) is None
+    assert blocks_for(TorchBlocks(8, 2048), values) == TorchBlocks(8, 2048)
+
+
+# ---------------------------------------------------------------------- 16-bit types
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_narrow_values_have_the_reference_s_bits(dtype: torch.dtype) -> None:
+    g = torch.Generator().manual_seed(0)
+    any_bits = torch.randint(-(2**31), 2**31, (40_000,), generator=g).to(torch.int32).view(torch.float32)
+    every = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(dtype).float()
+    halfway = (every.view(torch.int32) + (0x8000 if dtype is torch.bfloat16 else 0x1000)).view(torch.float32)
+    for values in (any_bits, every, halfway, drawn(LARGE, 1, 0.1), torch.empty(0), drawn(1, 0)):
+        for divisor in (1, 2, 3, 4, 7):
+            expected = (values / divisor).to(dtype)
+            for isa in instruction_sets():
+                with on(isa, 3):
+                    found = narrowed(values, divisor, dtype)
+                assert found is not None
+                assert torch.equal(bits(found), bits(expected)), (isa, divisor)
+
+
+# ---------------------------------------------------------------------- the largest magnitudes
+
+
+def assert_selected(values: Tensor, residual: Tensor | None, number: int) -> None:
+    lost = None if residual is None else torch.empty_like(values)
+    total = total_of(values, residual, lost).clone()
+    expected = largest_places(total, number)
+    in_order = (total.view(torch.int32) & 0x7FFFFFFF).sort(descending=True, stable=True).indices
+    assert torch.equal(expected, in_order[:number].sort().values)
+    for isa in instruction_sets():
+        for num_threads in (1, 3):
+            with on(isa, num_threads):
+                lost = None if residual is None else residual.clone()
+                found = selected(values.clone(), number, residual=lost, lost=lost)
+            assert found is not None
+            assert torch.equal(found.places.long(), expected), (isa, num_threads)
+            assert torch.equal(bits(found.values), bits(total[expected]))
+            assert found.all_finite == bool(total.isfinite().all())
+            assert lost is None or torch.equal(bits(lost), bits(total))
+
+
+@settings(deadline=None, max_examples=80)
+@given(
+    numel=st.integers(1, 300),
+    ratio=st.floats(0, 1),
+    special=st.sampled_from([0.0, 0.1, 0.9]),
+    adds=st.booleans(),
+    rounds=st.booleans(),
+    seed=st.integers(0, 1000),
+)
+def test_the_reference_s_values_are_selected(
+    numel: int, ratio: float, special: float, adds: bool, rounds: bool, seed: int
+) -> None:
+    values = drawn(numel, seed, special)
+    if rounds:  # so that many magnitudes are equal
+        values = values.sign() * values.abs().clamp(max=1e9).round().clamp(max=3)
+    assert_selected(
+        values, drawn(numel, seed + 1) if adds and not rounds else None, max(1, int(ratio * numel))
+    )
+
+
+@pytest.mark.parametrize(
+    "kind", ["normal", "zeros", "few", "ties", "ramp", "all in the sample", "not finite"]
+)
+def test_the_reference_s_values_are_selected_among_many(kind: str) -> None:
+    values = torch.randn(2 * LARGE, generator=torch.Generator().manual_seed(0))
+    if kind == "zeros":
+        values.zero_()
+    elif kind == "few":  # fewer than are asked for are not zero
+        values[1000:] = 0
+    elif kind == "ties":
+        values = values.sign() * (values.abs() > 2)
+    elif kind == "ramp":  # all of the largest lie together
+        values = torch.arange(len(values)).float()
+    elif kind == "all in the sample":  # so it has seen many more of them than there are
+        values[:: len(values) // 2**14] += 1000
+    elif kind == "not finite":
+        values[[5, 77777]], values[[6, 99]] = math.nan, -math.inf
+    for number in (1, 6_001, len(values) // 3):
+        assert_selected(values, None, number)
