@@ -127,7 +127,7 @@ bench: $(STAMP) ## print the benchmark tables and the goals they meet (keep the 
 	$(BIN)/syncline run -n 1 benchmarks/tensors.py --tiny --json $(BENCH)/tiny-1.json
 	$(BIN)/syncline run -n 2 benchmarks/tensors.py --tiny --json $(BENCH)/tiny-2.json
 	$(BIN)/syncline run -n 2 benchmarks/verbs.py --json $(BENCH)/verbs.json
-	$(BIN)/syncline run -n 2 benchmarks/compression.py
+	$(BIN)/syncline run -n 2 benchmarks/compression.py --json $(BENCH)/compression.json
 	$(BIN)/syncline run -n 2 benchmarks/backend.py
 	$(BIN)/python benchmarks/memory.py --json $(BENCH)/memory.json
 	$(BIN)/python benchmarks/compare.py $(BENCH)

@@ -12,7 +12,6 @@ bootstrapped 95 % interval. A goal is judged by the median of the CPU time of th
 
 from __future__ import annotations
 
-import json
 import statistics
 import sys
 import time
@@ -22,11 +21,12 @@ from unittest.mock import patch
 import torch
 
 import syncline as sl
-from rounds import RoundsParser, judged
+from rounds import Figure, RoundsParser, write_figures
 from syncline.compression import Cast, Compression, MeanExchange, PowerSGD, Quantize, TopK, kernels
 from syncline.session import transport_of
+from syncline.tools.bench.goals import goals_table
 from syncline.tools.bench.tables import table
-from syncline.tools.bench.timing import alternate, median_interval, ratio
+from syncline.tools.bench.timing import alternate, ratio
 from syncline.transport import C10dTransport, Transport
 
 COMPRESSIONS: list[Compression] = [Cast(), Quantize(8), Quantize(4), Quantize(2), TopK(), PowerSGD(2)]
@@ -113,17 +113,17 @@ def quartiles(seconds: Sequence[float]) -> str:
     return f"{middle:.1f} ({low:.1f} to {high:.1f})"
 
 
-def goals(cpu: Rounds) -> list[list[str]]:
-    """Return the goals, and what was found."""
-    found = [["goal, CPU time of a mean over shared memory", "ms"]]
-    for compression in COMPRESSIONS:
-        goal = GOALS_MILLISECONDS.get(type(compression).__name__)
-        if goal is not None:
-            seconds = [1e3 * one for one in cpu[f"{compression}, {NATIVE}"]]
-            found.append(
-                [f"{compression}: at most {goal:g} ms", judged(median_interval(seconds), at_most=goal)]
-            )
-    return found
+def figures_of(cpu: Rounds) -> list[Figure]:
+    """Return the CPU milliseconds of each compression, with the goals."""
+    return [
+        Figure(
+            f"mean of 4.2 M values, {compression}: CPU ms",
+            [1e3 * one for one in cpu[f"{compression}, {NATIVE}"]],
+            at_most=GOALS_MILLISECONDS.get(type(compression).__name__),
+            form="{:.1f}",
+        )
+        for compression in COMPRESSIONS
+    ]
 
 
 def main() -> None:
@@ -142,9 +142,9 @@ def main() -> None:
             print(f"the mean of {num_values:,} values, {world.size} ranks, {transport.name}")
             print(table(rows(cpu, wall)), end="\n\n", flush=True)
     if world.rank == 0:
-        print(table(goals(next(iter(found.values()))["cpu_seconds"])))
-        if arguments.json:
-            arguments.json.write_text(json.dumps(found, indent=2) + "\n")
+        figures = figures_of(next(iter(found.values()))["cpu_seconds"])
+        print(goals_table(figures))
+        write_figures(arguments.json, figures, **found)
     gloo.close()  # a Gloo group that lives on may abort the process while Python ends
     sl.shutdown()
 

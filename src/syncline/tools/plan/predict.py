@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from syncline.gradients.bucket_plan import POOL_BYTES
 from syncline.tools.plan.buckets import buckets_of
 from syncline.tools.plan.cluster import Cluster
 from syncline.tools.plan.costs import Costs, Sending, factor_values
@@ -186,6 +185,8 @@ def memory_bytes(job: Job, cluster: Cluster, option: Option) -> float:
     one = job.num_bytes
     state = job.state_values * one
     if option.sharded:
+        from syncline.gradients.bucket_plan import POOL_BYTES  # imports torch, which a report does not need
+
         # One copy of the parameters, and of the optimizer's state, for the ranks that share memory. Each rank keeps its
         # shard of the gradients. Buckets take turns in a pool.
         share = cluster.ranks_per_host if cluster.engine == "shm" else cluster.num_ranks
