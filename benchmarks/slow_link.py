@@ -93,6 +93,7 @@ WAYS = {
         Way(name=RIVAL, wrap=torch_ddp, learning_rate=1e-3, is_exact=True),
         Way(name="torch-fp16", wrap=torch_ddp_fp16, learning_rate=1e-3),
         Way(name=EXACT, wrap=ours(), learning_rate=1e-3, is_exact=True),
+        Way(name="quantize-4", wrap=ours(compression=Quantize(4)), learning_rate=1e-3),
         Way(name="powersgd-2", wrap=ours(compression=PowerSGD(2)), learning_rate=1e-3),
         Way(name="local-8", wrap=ours(strategy=sl.LocalSGD(8)), learning_rate=1e-3, every=8),
         Way(name="diloco-20", wrap=ours(strategy=sl.DiLoCo(20, outer=OUTER)), learning_rate=1e-3, every=20),
