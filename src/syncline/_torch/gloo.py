@@ -15,7 +15,7 @@ import contextlib
 import threading
 import time
 from collections.abc import Callable, Iterator
-from datetime import timedelta
+from functools import partial
 from typing import Any
 
 from syncline._torch.lookup import lookup
@@ -75,12 +75,13 @@ class _Maker:
     def __instancecheck__(self, instance: object) -> bool:
         return isinstance(instance, self._original)
 
-    def __call__(self, store: Store, rank: int, size: int, timeout: timedelta) -> Any:
-        make, gather = self._original, self._gathers.get(threading.get_ident())
-        if gather is None or size == 1:  # another thread creates a group of other ranks
-            return make(store, rank, size, timeout=timeout)
+    def __call__(self, store: Store, rank: int, size: int, **options: Any) -> Any:
+        make, gather = partial(self._original, **options), self._gathers.get(threading.get_ident())
+        # Another thread creates a group of other ranks, or the group needs the store later, to exchange ranks.
+        if gather is None or size == 1 or options.get("enable_reconfigure"):
+            return make(store, rank, size)
         addresses: Any = HashStore()  # its methods take bytes, too
-        connecting = _Connecting(lambda: make(addresses, rank, size, timeout=timeout))
+        connecting = _Connecting(lambda: make(addresses, rank, size))
         connecting.start()
         interface = 0
         while own := _own_address(addresses, f"{interface}/{rank}", connecting, is_first=interface == 0):
@@ -95,7 +96,7 @@ class _Maker:
         if connecting.failure is not None:
             raise connecting.failure
         if connecting.group is None:  # some rank has found no address: its Gloo failed, or uses other keys
-            return make(store, rank, size, timeout=timeout)
+            return make(store, rank, size)
         return connecting.group
 
 
