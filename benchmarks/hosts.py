@@ -27,7 +27,7 @@ from rounds import Figure, take_turns, write_figures
 from syncline.session import transport_of
 from syncline.testing import HostsUnavailable, simulated_hosts
 from syncline.tools.bench.goals import goals_table
-from syncline.tools.bench.timing import median_interval, ratio
+from syncline.tools.bench.timing import median_interval, quotients, ratio
 from syncline.transport import C10dTransport, Transport
 
 UNITS = {"KiB": 2**10, "MiB": 2**20}
@@ -84,8 +84,8 @@ def figures_of(rate: float, ranks: str, rows: list[dict[str, Any]]) -> list[Figu
     found = []
     for row in rows:
         flat, best = (row["seconds"][name] for name in (FLAT, HIERARCHY))
-        quotients = [a / b for a, b in zip(best, flat, strict=True)]
-        found.append(Figure(f"all_reduce of {row['size']} {where}: hierarchy / Gloo", quotients))
+        values = quotients(best, flat)
+        found.append(Figure(f"all_reduce of {row['size']} {where}: hierarchy / Gloo", values))
         if num_bytes_of(row["size"]) >= 10 * 2**20:
             values = times_the_wire(rate, ranks, row)
             found.append(

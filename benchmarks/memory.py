@@ -41,6 +41,7 @@ from syncline.gradients.bucket_plan import POOL_BYTES
 from syncline.tools.bench.goals import goals_table
 from syncline.tools.bench.machine import total_memory_bytes
 from syncline.tools.bench.tables import size_text, table
+from syncline.tools.bench.timing import quotients
 
 LAYER_WIDTH = 1024
 BYTES_PER_PARAMETER = 28
@@ -246,7 +247,7 @@ def figures_of(rounds: Rounds, num_ranks: int) -> list[Figure]:
             computed = WAYS[name].computed_bytes(found[0]["num_parameters"], num_ranks)
             theirs = [round(computed) * num_ranks] * len(peaks)
             by, goal = "computed", TIMES_COMPUTED
-        values = [one / other for one, other in zip(peaks, theirs, strict=True)]
+        values = quotients(peaks, theirs)
         if name != TORCH:
             figures.append(Figure(f"memory at the peak: {name} / {by}", values, at_most=goal, form="{:.3f}"))
     return figures

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
+import statistics
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
@@ -15,7 +17,7 @@ from syncline.session import transport_of
 from syncline.tools.bench.goals import Figure, judged, to_json
 from syncline.tools.bench.timing import alternate, timer
 
-__all__ = ["Figure", "RoundsParser", "judged", "take_turns", "write_figures"]
+__all__ = ["Figure", "RoundsParser", "exponent", "judged", "take_turns", "write_figures"]
 
 
 class RoundsParser(argparse.ArgumentParser):
@@ -67,6 +69,19 @@ def take_turns(
     timers = {name: timer(step, transport) for name, step in steps.items()}
     num_calls = dict.fromkeys(timers, num_steps)
     return alternate(timers, num_rounds=num_rounds, num_calls=num_calls, transport=transport)
+
+
+def exponent(values: Mapping[int, float]) -> float:
+    """Return the exponent of the power law that fits values by number best: the slope of a line through the logarithms.
+
+    Values that are not above 0 do not count. The result is NaN if fewer than two are left.
+
+    Example:
+        >>> round(exponent({10: 1.0, 100: 10.0, 1000: 100.0}), 3)
+        1.0
+    """
+    points = [(math.log(number), math.log(value)) for number, value in values.items() if value > 0]
+    return statistics.linear_regression(*zip(*points, strict=True)).slope if len(points) > 1 else math.nan
 
 
 def write_figures(path: Path | None, figures: Sequence[Figure], **more: object) -> None:

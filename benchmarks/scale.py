@@ -35,6 +35,7 @@ from torch import nn
 
 import syncline as sl
 from control_plane import control_plane
+from rounds import exponent
 from syncline.native import find_library
 from syncline.tools.bench.machine import describe_machine
 
@@ -82,18 +83,8 @@ def print_table(rows: Mapping[int, Row]) -> None:
     for name in names:
         values = [rows[size][name] for size in sizes]
         cells = " ".join(f"{value:>10.4g}" for value in values)
-        print(f"{name:>{width}} {cells}   {exponent(sizes, values)}")
-
-
-def exponent(sizes: Sequence[int], values: Sequence[float]) -> str:
-    """Return the slope of a least-squares line through the logarithms; "" if there are too few values above 0."""
-    points = [
-        (math.log(size), math.log(value)) for size, value in zip(sizes, values, strict=True) if value > 0
-    ]
-    if len(points) < 2:
-        return ""
-    fitted = statistics.linear_regression(*zip(*points, strict=True))
-    return f"{fitted.slope:+.2f}"
+        slope = exponent(dict(zip(sizes, values, strict=True)))
+        print(f"{name:>{width}} {cells}   {'' if math.isnan(slope) else f'{slope:+.2f}'}")
 
 
 # ---------------------------------------------------------------------- rank processes on one host

@@ -43,7 +43,7 @@ from rounds import Figure, take_turns, write_figures
 from step_variants import GOAL, VARIANTS, steps_of, verdict
 from syncline.session import transport_of
 from syncline.tools.bench.goals import step_figures
-from syncline.tools.bench.timing import ratio
+from syncline.tools.bench.timing import quotients, ratio
 from syncline.tools.bench.workloads import BUCKET_VIEW, LOCAL, OURS, SHARDED
 
 Wrap = Callable[[nn.Module], nn.Module]
@@ -111,11 +111,11 @@ def measure(size: str, *, num_rounds: int, num_steps: int, world: sl.World) -> d
 def figures_of(size: str, seconds: dict[str, list[float]]) -> list[Figure]:
     """What is compared between two measurements."""
     if any(name not in seconds for name in THEIRS):
-        values = [a / b for a, b in zip(seconds[OURS], seconds[BARE], strict=True)]
+        values = quotients(seconds[OURS], seconds[BARE])
         return [Figure(f"step of GPT {size}, 1 rank: {OURS} / {BARE}", values)]
     rival = min(THEIRS, key=lambda name: statistics.median(seconds[name]))
     best = min((OURS, BUCKET_VIEW), key=lambda name: statistics.median(seconds[name]))
-    values = [a / b for a, b in zip(seconds[best], seconds[rival], strict=True)]
+    values = quotients(seconds[best], seconds[rival])
     return [Figure(f"step of GPT {size}: syncline / torch", values), *step_figures(f"GPT {size}", seconds)]
 
 

@@ -20,7 +20,6 @@ CPU time is that of all threads of this rank. The collector of garbage runs betw
 from __future__ import annotations
 
 import gc
-import math
 import os
 import shutil
 import statistics
@@ -35,7 +34,8 @@ import torch
 from torch import Tensor, nn
 
 import syncline as sl
-from rounds import Figure, RoundsParser, write_figures
+from rounds import Figure, RoundsParser, exponent, write_figures
+from syncline.tools.bench.timing import quotients
 
 OURS, TORCH, BARE = "syncline", "torch", "bare module"
 
@@ -155,26 +155,13 @@ def operations(ddp: Any, state: sl.TrainState, folder: Path) -> dict[str, Callab
     return found
 
 
-def exponent(seconds: Mapping[int, float]) -> float:
-    """Return the exponent of the power law that fits times by number best.
+def quartiles(values: Sequence[float]) -> str:
+    """Return the median and the quartiles as text.
 
     Example:
-        >>> round(exponent({10: 1.0, 100: 10.0, 1000: 100.0}), 3)
-        1.0
+        >>> quartiles([1.0, 2.0, 3.0])
+        '2.000 [1.000, 3.000]'
     """
-    points = [(math.log(number), math.log(max(one, 1e-9))) for number, one in seconds.items()]
-    if len(points) < 2:
-        return math.nan
-    return statistics.linear_regression(*zip(*points, strict=True)).slope
-
-
-def ratios(ours: Sequence[float], theirs: Sequence[float]) -> list[float]:
-    """Return the ratio of each round."""
-    return [a / b for a, b in zip(ours, theirs, strict=True)]
-
-
-def quartiles(values: Sequence[float]) -> str:
-    """Return the median and the quartiles as text."""
     low, middle, high = statistics.quantiles(values, n=4) if len(values) > 1 else list(values) * 3
     return f"{middle:.3f} [{low:.3f}, {high:.3f}]"
 
@@ -205,7 +192,7 @@ def report(found: Mapping[int, Times]) -> list[Figure]:
                 both = [count for count in counts if TORCH in found[count][operation]]
                 for count in both:
                     here = found[count][operation]
-                    values = ratios(here[OURS], here[TORCH])
+                    values = quotients(here[OURS], here[TORCH])
                     goal = 1.0 if count >= 10_000 else None
                     figures.append(
                         Figure(f"{operation}, {count} parameters: syncline / torch", values, at_most=goal)
@@ -239,7 +226,7 @@ def measure_tiny(rival: str, *, num_rounds: int, batch_size: int) -> list[Figure
         figures.append(
             Figure(
                 f"tiny step, {world.size} rank(s), {kind}: syncline / {rival}",
-                ratios(ours, theirs),
+                quotients(ours, theirs),
                 at_most=1.05 if rival == BARE else 0.9,
             )
         )

@@ -38,7 +38,7 @@ from syncline.equality import hash_of, hash_of_sample
 from syncline.session import transport_of
 from syncline.tools.bench.goals import goals_table
 from syncline.tools.bench.tables import table
-from syncline.tools.bench.timing import alternate, calls_for, ratio, timer
+from syncline.tools.bench.timing import alternate, calls_for, quotients, ratio, timer
 from syncline.transport import C10dTransport, Transport
 from syncline.transport.agreement import exchange
 
@@ -132,10 +132,6 @@ def figures_of(large: Mapping[str, Rounds], small: Rounds) -> list[Figure]:
     ]
     times = quotients(small[LOOP], small[AVERAGE])
     return [*found, Figure(f"500 parameters, gloo: {LOOP} / {AVERAGE}", times, at_least=TIMES_LOOP)]
-
-
-def quotients(ours: Sequence[float], theirs: Sequence[float]) -> list[float]:
-    return [one / other for one, other in zip(ours, theirs, strict=True)]
 
 
 def parse_arguments() -> argparse.Namespace:

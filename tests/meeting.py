@@ -1,10 +1,13 @@
-"""A meeting of the ranks that needs no transport."""
+"""Ranks that meet without a transport: processes at the store, and calls in threads."""
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Callable, Sequence
+
 import torch.distributed as dist
 
-__all__ = ["meet_at_the_store"]
+__all__ = ["in_threads", "meet_at_the_store"]
 
 
 def meet_at_the_store(key: str = "meeting") -> None:
@@ -21,3 +24,12 @@ def meet_at_the_store(key: str = "meeting") -> None:
     store = group.get_group_store()
     store.set(f"{key} {dist.get_rank()}", "")
     store.wait([f"{key} {rank}" for rank in range(dist.get_world_size())])
+
+
+def in_threads(calls: Sequence[Callable[[], None]]) -> None:
+    """Make these calls at once, each in a thread, and wait for all."""
+    threads = [threading.Thread(target=call) for call in calls]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from syncline.testing import HostsUnavailable, SimulatedHosts, simulated_hosts
+from syncline.testing import SimulatedHosts
+from virtual_hosts import hosts_or_skip
 
 if TYPE_CHECKING:
     from forks import Forks
@@ -18,11 +19,8 @@ if TYPE_CHECKING:
 @pytest.fixture
 def hosts() -> Iterator[SimulatedHosts]:
     """Two hosts: network namespaces of this machine, joined by a cable of the kernel's. Needs root; skips otherwise."""
-    try:
-        with simulated_hosts() as made:
-            yield made
-    except HostsUnavailable as error:
-        pytest.skip(str(error))
+    with hosts_or_skip() as made:
+        yield made
 
 
 @pytest.fixture

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from syncline.testing import HostsUnavailable, simulated_hosts
 from syncline.tools.cli import main
+from virtual_hosts import hosts_or_skip
 
 PROGRAM = Path(__file__).with_name("sick_program.py")
 
@@ -25,13 +25,10 @@ def run_here(illness: str, directory: Path, *options: str) -> subprocess.Complet
 
 
 def run_over_a_link(illness: str, directory: Path, megabits_per_second: float) -> None:
-    try:
-        with simulated_hosts(megabits_per_second=megabits_per_second) as hosts:
-            hosts.start([sys.executable, str(PROGRAM), illness, str(directory)], on="ab")
-            for code, _, errors in hosts.outputs(120):
-                assert code == 0, errors
-    except HostsUnavailable as error:
-        pytest.skip(str(error))
+    with hosts_or_skip(megabits_per_second=megabits_per_second) as hosts:
+        hosts.start([sys.executable, str(PROGRAM), illness, str(directory)], on="ab")
+        for code, _, errors in hosts.outputs(120):
+            assert code == 0, errors
 
 
 def report_of(directory: Path, capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:

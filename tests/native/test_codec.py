@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from selections import KINDS, values_of_kind
 from syncline.compression import kernels
 from syncline.compression.base import total_of
 from syncline.compression.blocks import TorchBlocks
@@ -256,22 +257,10 @@ def test_the_reference_s_values_are_selected(
     )
 
 
-@pytest.mark.parametrize(
-    "kind", ["normal", "zeros", "few", "ties", "ramp", "all in the sample", "not finite"]
-)
+@pytest.mark.parametrize("kind", [*KINDS, "not finite"])
 def test_the_reference_s_values_are_selected_among_many(kind: str) -> None:
-    values = torch.randn(2 * LARGE, generator=torch.Generator().manual_seed(0))
-    if kind == "zeros":
-        values.zero_()
-    elif kind == "few":  # fewer than are asked for are not zero
-        values[1000:] = 0
-    elif kind == "ties":
-        values = values.sign() * (values.abs() > 2)
-    elif kind == "ramp":  # all of the largest lie together
-        values = torch.arange(len(values)).float()
-    elif kind == "all in the sample":  # so it has seen many more of them than there are
-        values[:: len(values) // 2**14] += 1000
-    elif kind == "not finite":
+    values = values_of_kind(kind, 2 * LARGE)
+    if kind == "not finite":
         values[[5, 77777]], values[[6, 99]] = math.nan, -math.inf
     for number in (1, 6_001, len(values) // 3):
         assert_selected(values, None, number)

@@ -356,7 +356,7 @@ def test_what_a_program_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert "3 short rounds: figures without meaning" in shown
 
 
-@pytest.mark.parametrize(("name", "num_examples"), [("rounds", 2), ("tensors", 1)])
+@pytest.mark.parametrize(("name", "num_examples"), [("rounds", 3), ("tensors", 1)])
 def test_the_examples_of_the_programs(name: str, num_examples: int) -> None:
     assert doctest.testmod(program(name)) == (0, num_examples)
 

@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from selections import KINDS, values_of_kind
 from syncline.compression import After, Cast, Chain, Compression, PowerSGD, Quantize, TopK, kernels
 from syncline.compression.power_sgd import orthonormal_rows, sum_of_outer_products
 from syncline.compression.topk import largest_places
@@ -296,22 +297,12 @@ def test_topk_is_that_of_a_plain_loop_over_rounds(
         torch.testing.assert_close(residual(ranks[rank]), kept[rank])
 
 
-@pytest.mark.parametrize("kind", ["normal", "zeros", "few", "ties", "nan", "ramp", "all in the sample"])
+@pytest.mark.parametrize("kind", [*KINDS, "nan"])
 def test_the_largest_of_many_are_found(kind: str) -> None:
     numel, number = 200_000, 1_500
-    values = torch.randn(numel, generator=torch.Generator().manual_seed(0))
-    if kind == "zeros":
-        values.zero_()
-    elif kind == "few":  # fewer than are asked for are not zero
-        values[1000:] = 0
-    elif kind == "ties":
-        values = values.sign() * (values.abs() > 2)
-    elif kind == "nan":
+    values = values_of_kind(kind, numel)
+    if kind == "nan":
         values[[5, 77777]] = math.nan
-    elif kind == "ramp":  # all of the largest lie together
-        values = torch.arange(numel).float()
-    elif kind == "all in the sample":  # so it has seen many more of them than there are
-        values[:: numel // 2**14] += 1000
     places = largest_places(values, number)
     assert len(set(places.tolist())) == number
     found, expected = (values.abs()[p] for p in (places, values.abs().topk(number).indices))

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import threading
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 import torch.distributed as dist
 
+from meeting import in_threads
 from syncline import CollectiveTimeout, PeerLost, SynclineError
 from syncline.liveness import SignedStore, gathering
 from syncline.liveness.gathering import StoreGathering
@@ -30,14 +30,6 @@ class CountingStore:
             return request(keys, *arguments)
 
         return counted
-
-
-def in_threads(calls: Sequence[Callable[[], None]]) -> None:
-    threads = [threading.Thread(target=call) for call in calls]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
 
 
 def gathering_of(store: Any, rank: int, size: int, **more: Any) -> StoreGathering:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import subprocess
 import threading
-from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -12,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from failure_rows import record
+from meeting import in_threads
 from syncline import CollectiveTimeout, ContractMismatch, PeerLost, SynclineError
 from syncline.launchers import Environment
 from syncline.liveness import RankProcess
@@ -37,14 +37,6 @@ def met(*ranks: Presence, timeout_seconds: float = 30.0) -> list[list[Presence] 
 
     in_threads([lambda index=index: come(index) for index in range(len(ranks))])
     return found
-
-
-def in_threads(calls: list[Callable[[], None]]) -> None:
-    threads = [threading.Thread(target=call) for call in calls]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
 
 
 def test_all_ranks_learn_of_all() -> None:

@@ -55,7 +55,10 @@ def narrowed(values: Tensor, divisor: int, dtype: torch.dtype) -> Tensor | None:
 def selected(
     values: Tensor, number: int, *, residual: Tensor | None = None, lost: Tensor | None = None
 ) -> Selected | None:
-    """Select the largest of values + residual, and write all sums to `lost`, as `largest_places` and `total_of` do."""
+    """Add the residual to the values, write all sums to `lost`, and return the sums of largest magnitude.
+
+    The sums are those of `total_of`, and the choice is that of `largest_places`.
+    """
     native = _library_for(values, residual, lost)
     if native is None:
         return None

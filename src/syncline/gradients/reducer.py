@@ -268,7 +268,7 @@ class GradientSync:
         return self._hooks.outermost_hook(self.begin)
 
     def begin(self, context_id: int | None = None) -> bool:
-        """Register the running graph task.
+        """Record the graph task that is running: one pass of autograd over a graph.
 
         The task begins a backward, or it is an inner or outer task of the present backward.
 

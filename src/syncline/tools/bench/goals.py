@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from syncline.tools.bench.tables import size_text, table
-from syncline.tools.bench.timing import median_interval
+from syncline.tools.bench.timing import median_interval, quotients
 from syncline.tools.bench.workloads import BUCKET_VIEW, GLOO, IN_PLACE, LOCAL, OURS, SHARDED
 
 _LARGE_BYTES = 25 << 20
@@ -64,11 +64,11 @@ def _of_all_reduce(row: Mapping[str, Any], *, has_goals: bool) -> Iterable[Figur
     what = f"all_reduce of {size_text(row['payload_bytes'])}"
     has_goals = has_goals and row["payload_bytes"] == _LARGE_BYTES
     if OURS in rounds and IN_PLACE in rounds:
-        values = _quotients(rounds[OURS], rounds[IN_PLACE])
+        values = quotients(rounds[OURS], rounds[IN_PLACE])
         yield Figure(f"{what}: any tensor / in place", values, at_most=1.5 if has_goals else None)
     for name in (OURS, IN_PLACE):
         if name in rounds and GLOO in rounds:
-            values = _quotients(rounds[name], rounds[GLOO])
+            values = quotients(rounds[name], rounds[GLOO])
             goal = 0.25 if has_goals and name == OURS else None
             yield Figure(f"{what}: {name} / Gloo", values, at_most=goal, form="{:.3f}")
 
@@ -91,15 +91,11 @@ def step_figures(
     most = _MOST_EXPOSED_PERCENT.get(model) if has_goals else None
     for name, goal in ((BUCKET_VIEW, most), (SHARDED, None if most is None else 0.0)):
         if name in rounds and LOCAL in rounds:
-            values = [100 * (one - 1) for one in _quotients(rounds[name], rounds[LOCAL])]
+            values = [100 * (one - 1) for one in quotients(rounds[name], rounds[LOCAL])]
             yield Figure(f"step of {model}: exposed, {name}", values, at_most=goal, form="{:+.1f} %")
     if OURS in rounds and BUCKET_VIEW in rounds:
-        values = _quotients(rounds[OURS], rounds[BUCKET_VIEW])
+        values = quotients(rounds[OURS], rounds[BUCKET_VIEW])
         yield Figure(f"step of {model}: default / bucket view", values, at_most=1.01 if has_goals else None)
-
-
-def _quotients(ours: Sequence[float], theirs: Sequence[float]) -> list[float]:
-    return [a / b for a, b in zip(ours, theirs, strict=True)]
 
 
 def goals_table(figures: Sequence[Figure]) -> str:

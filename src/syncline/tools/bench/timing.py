@@ -129,7 +129,12 @@ def ratio(ours: Sequence[float], theirs: Sequence[float]) -> tuple[float, float,
     Returns:
         The median, and the lower and upper bound of its bootstrapped confidence interval.
     """
-    return median_interval([a / b for a, b in zip(ours, theirs, strict=True)])
+    return median_interval(quotients(ours, theirs))
+
+
+def quotients(ours: Sequence[float], theirs: Sequence[float]) -> list[float]:
+    """Divide the times of one competitor by those of another one, round by round."""
+    return [a / b for a, b in zip(ours, theirs, strict=True)]
 
 
 _COPY, _GLOO, _LOCAL, _OURS = "copy", "gloo", "not synchronized", "syncline"

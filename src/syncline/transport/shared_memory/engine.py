@@ -160,9 +160,8 @@ _NUM_YIELDS = 30
 _MAX_UNDER_WAY = 256
 """How many operations a lane records before it removes the complete ones. (Usually the wait for an operation does.)"""
 
-
 _SLOT_BYTES = 2**20
-"""The size of a slot with the chunks of all ranks, where the chunks have a reasonable size."""
+"""The size of the chunks of all ranks in one slot. With many ranks it is larger: a chunk has a smallest size."""
 
 
 class LaneSizes:
