@@ -272,6 +272,9 @@ class HierarchicalTransport(WatchedTransport):
             make = partial(self._inside.regions.allocate, numel, dtype, token)
         return self._made_on_all_hosts(make)
 
+    def renew(self, tensor: Tensor) -> Tensor:
+        return super().renew(tensor) if self._inside is None else self._inside.renew(tensor)
+
     def allocate_shared(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor | None:
         if not self._has_teams(device):
             return None
