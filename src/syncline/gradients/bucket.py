@@ -341,22 +341,22 @@ class DenseBucket(Bucket):
                 if index not in skip and parameter.grad is not view:
                     parameter.grad = view
             return
-        indices, members, views = self.plan.parameters, self.members, self.views
+        left: Sequence[int] = range(len(self.members))
         if self._lent is not None and not keeps_tensor:
-            large = indices[: self.plan.num_large]
+            large = self.plan.parameters[: self.plan.num_large]
             left = self._lent.hand_out([i in skip for i in large], [i in existing for i in large])
-            left += range(len(large), len(indices))
+            left += range(len(large), len(self.members))
             if not left:
                 return
-            indices, members, views = (tuple(one[at] for at in left) for one in (indices, members, views))
+        members, views = [self.members[at] for at in left], [self.views[at] for at in left]
         if not any_missing:
             try:
                 foreach_copy_([parameter.grad for parameter in members], views)
             except TypeError:  # the hook of an undefined gradient ran, but `.grad` is None
                 any_missing = True
         if any_missing:
-            for index, parameter, view in zip(indices, members, views, strict=True):
-                if index in skip:
+            for at, parameter, view in zip(left, members, views, strict=True):
+                if self.plan.parameters[at] in skip:
                     continue
                 if parameter.grad is None:
                     parameter.grad = torch.empty_like(parameter)

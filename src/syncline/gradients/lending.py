@@ -35,8 +35,10 @@ class LentMemory:
     def __init__(self, flat: Tensor, members: Sequence[Tensor], views: Sequence[Tensor]) -> None:
         self._members = members
         self._views = views
-        self._memory: Any = (ctypes.c_char * flat.nbytes).from_address(flat.data_ptr())
-        self._memory.owner = flat
+        memory: Any = (ctypes.c_char * flat.nbytes).from_address(flat.data_ptr())
+        memory.owner = flat
+        self._memory = memory
+        del memory  # it would be counted below
         self._in_place = NO_POSITIONS
         """The positions of the members whose `.grad` lay in its place when the backward began."""
         self._num_own_references = getrefcount(self._memory)
@@ -83,7 +85,7 @@ class LentMemory:
             self._memory,
             dtype=view.dtype,
             count=view.numel(),
-            offset=view.storage_offset() * view.element_size(),
+            offset=int(view.storage_offset()) * view.element_size(),
         ).as_strided_(view.shape, view.stride())
 
     def _lies_in_place(self, at: int) -> bool:
