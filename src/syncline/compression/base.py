@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from dataclasses import dataclass, fields, replace
 from typing import Any, ClassVar, NamedTuple
 
@@ -29,6 +29,10 @@ class Mean:
     """
 
     values: Tensor
+    meanwhile: Callable[[], None] | None = None
+    """Work of the encoder that can be done while the values are sent, if the reply will have no `lost`.
+
+    Without a call, the encoder does this work after the reply."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
