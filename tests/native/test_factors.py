@@ -26,6 +26,15 @@ SPECIAL = (math.inf, -math.inf, math.nan, 1e-45, 3.4028235e38, -0.0)
 shapes = st.lists(st.tuples(st.integers(0, 40), st.integers(1, 70)), min_size=1, max_size=4)
 
 
+@pytest.fixture(autouse=True, scope="module")
+def _one_thread() -> Iterator[None]:
+    """Let PyTorch compute the references in one thread. On a busy machine several are much slower."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
 @contextmanager
 def on(isa: int, num_threads: int = 1) -> Iterator[None]:
     """Run the native form on one instruction set, and with a number of threads."""
@@ -110,12 +119,12 @@ def instruction_sets() -> list[int]:
     return [isa for isa in range(3) if library().isa(isa) is not None]
 
 
-@pytest.mark.parametrize("shapes", [[(1500, 1100), (0, 9), (1, 700)], [(2, 1_000_003)], [(900_001, 3)]], ids=str)
+@pytest.mark.parametrize("shapes", [[(2000, 1100), (0, 9), (1, 700)], [(2, 1_100_003)], [(1_100_001, 2)]], ids=str)
 def test_long_rows_long_columns_and_threads_change_nothing(shapes: Any) -> None:
     torch_form = results(TorchFactors(2, shapes), 0, 0.0, "in place")
     found = []
     for num_threads in (1, 2, 5):
-        with on(-1, num_threads), patch.object(kernels, "_BEST_ISA", -1):
+        with on(-1, num_threads):
             found.append(results(NativeFactors(2, shapes), 0, 0.0, "in place"))
     for name, tensor in found[0].items():
         assert all(torch.equal(bits(tensor), bits(other[name])) for other in found)

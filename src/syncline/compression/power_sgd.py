@@ -46,6 +46,7 @@ class PowerSGD(Compression):
     seed: int = 0
 
     is_linear = True
+    sends_little = True
     is_order_dependent = True
     gives = "means"
 

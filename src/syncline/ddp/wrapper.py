@@ -217,7 +217,7 @@ class DistributedDataParallel(  # type: ignore[misc, override]
             self._lowered = MixedPrecision(module, mixed_precision, chosen.ignored)
         hosts = gather_hosts(transport)
         if config.gradients.caps.is_default:
-            config = config.with_gradients(caps=hosts.caps_for(chosen, transport))
+            config = config.with_gradients(caps=hosts.caps_for(chosen, transport, config.compression))
         self._replica = Replica(module, chosen, transport, config, hosts)
         if sharded and transport.size == 1:  # so that sl.write_shared also works with one rank
             remember_one_copy(module, OneCopy(list(module.named_parameters()), transport, num_copies=1))
