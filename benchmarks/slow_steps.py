@@ -107,7 +107,9 @@ def rows(wall: Rounds, cpu: Rounds) -> list[list[str]]:
     found = [["", "ms a step", "CPU ms", "times as fast as torch's class"]]
     for name, seconds in wall.items():
         middle, low, high = ratio(wall[RIVAL], seconds) if RIVAL in wall else (float("nan"),) * 3
-        found.append([name, quartiles(seconds), quartiles(cpu[name]), f"{middle:.1f} [{low:.1f}, {high:.1f}]"])
+        found.append(
+            [name, quartiles(seconds), quartiles(cpu[name]), f"{middle:.1f} [{low:.1f}, {high:.1f}]"]
+        )
     return found
 
 
@@ -149,7 +151,9 @@ def main() -> None:
     with exits_without_hosts():
         found = measured(arguments)
     speed = f"{arguments.megabits:g} Mbit/s" if arguments.megabits else "a cable without a limit"
-    print(f"a step of a GPT, {len(RANKS)} hosts with a rank each, {speed}; syncline over {found['transport']}")
+    print(
+        f"a step of a GPT, {len(RANKS)} hosts with a rank each, {speed}; syncline over {found['transport']}"
+    )
     print(table(rows(found["seconds"], found["cpu_seconds"])))
     figures = figures_of(found["seconds"], arguments.megabits)
     print(goals_table(figures))

@@ -119,7 +119,9 @@ def instruction_sets() -> list[int]:
     return [isa for isa in range(3) if library().isa(isa) is not None]
 
 
-@pytest.mark.parametrize("shapes", [[(2000, 1100), (0, 9), (1, 700)], [(2, 1_100_003)], [(1_100_001, 2)]], ids=str)
+@pytest.mark.parametrize(
+    "shapes", [[(2000, 1100), (0, 9), (1, 700)], [(2, 1_100_003)], [(1_100_001, 2)]], ids=str
+)
 def test_long_rows_long_columns_and_threads_change_nothing(shapes: Any) -> None:
     torch_form = results(TorchFactors(2, shapes), 0, 0.0, "in place")
     found = []

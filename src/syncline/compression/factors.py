@@ -44,9 +44,7 @@ class Factors(ABC):
         """The number of elements of the tensors that have no factors."""
 
     @abstractmethod
-    def left(
-        self, values: Tensor, starts: Tensor, *, residual: Tensor | None, lost: Tensor | None
-    ) -> Tensor:
+    def left(self, values: Tensor, starts: Tensor, *, residual: Tensor | None, lost: Tensor | None) -> Tensor:
         """Return the left factors `start @ (residual + values).T`, and then the elements that have no factors.
 
         Args:
@@ -83,11 +81,12 @@ class Factors(ABC):
 class TorchFactors(Factors):
     """The form in PyTorch, which runs on any device and in any dtype."""
 
-    def left(
-        self, values: Tensor, starts: Tensor, *, residual: Tensor | None, lost: Tensor | None
-    ) -> Tensor:
+    def left(self, values: Tensor, starts: Tensor, *, residual: Tensor | None, lost: Tensor | None) -> Tensor:
         total = total_of(values, residual, lost)
-        lefts = [start @ matrix.t() for start, matrix in zip(self._rights(starts), self._matrices(total), strict=True)]
+        lefts = [
+            start @ matrix.t()
+            for start, matrix in zip(self._rights(starts), self._matrices(total), strict=True)
+        ]
         message = torch.cat([*(left.view(-1) for left in lefts), *self._rest(total)])
         if lost is not None and self.rest_numel:
             foreach_zero_(self._rest(lost))

@@ -1,7 +1,8 @@
 """The native form of encodings, for contiguous float32 tensors on the CPU. It has the bits of the form in PyTorch.
 
-Only of `NativeFactors` some bits differ (see `factors.py`). Each function makes one pass over the values, with as many threads as PyTorch uses for its own operations. It returns
-None if the native library or the tensors do not permit it. The caller then uses the form in PyTorch.
+Each function makes one pass over the values, with as many threads as PyTorch uses for its own operations. It returns
+None if the native library or the tensors do not permit it. The caller then uses the form in PyTorch. `NativeFactors`
+has only those bits in common with it that all ranks must agree on (see `factors.py`).
 """
 
 from __future__ import annotations
@@ -157,9 +158,7 @@ class NativeFactors(Factors):
         super().__init__(rank, shapes)
         self._shapes = torch.tensor(self.shapes, dtype=torch.int64)
 
-    def left(
-        self, values: Tensor, starts: Tensor, *, residual: Tensor | None, lost: Tensor | None
-    ) -> Tensor:
+    def left(self, values: Tensor, starts: Tensor, *, residual: Tensor | None, lost: Tensor | None) -> Tensor:
         message = torch.empty(self.left_numel + self.rest_numel)
         rest = _address(message, self.left_numel)
         self._call(library().left_factors, values, residual, lost, starts, message, rest)

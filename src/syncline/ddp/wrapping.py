@@ -166,7 +166,9 @@ class Hosts(NamedTuple):
     """For each rank, the index of its host. The host of rank 0 has index 0, the next new host has index 1, and so on.
     These are not indices of `loads`."""
 
-    def caps_for(self, chosen: Selection, transport: Transport, compression: Compression | None) -> BucketCaps:
+    def caps_for(
+        self, chosen: Selection, transport: Transport, compression: Compression | None
+    ) -> BucketCaps:
         """Return the default caps of the buckets for these hosts, tensors and transport, and this compression."""
         tensors = [tensor for _, tensor in chosen.reduced]
         return automatic_caps(

@@ -8,7 +8,9 @@ from syncline.tools.plan.cluster import Cluster
 from syncline.tools.plan.job import Gradient, Job
 
 
-def buckets_of(job: Job, cluster: Cluster, cap_mb: float | None, *, sends_little: bool = False) -> list[Sequence[Gradient]]:
+def buckets_of(
+    job: Job, cluster: Cluster, cap_mb: float | None, *, sends_little: bool = False
+) -> list[Sequence[Gradient]]:
     """Return the gradients of each bucket, in the order in which buckets are sent.
 
     Args:

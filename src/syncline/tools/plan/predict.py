@@ -48,8 +48,8 @@ class Planner:
     machine: Machine
     buckets: Mapping[float | None, Sequence[Sequence[Gradient]]]
     """The buckets for each value of `bucket_cap_mb`."""
-    large_buckets: Sequence[Sequence[Gradient]]
-    """The buckets of automatic size of a compression that sends little."""
+    large_buckets: Sequence[Sequence[Gradient]] | None = None
+    """The buckets of automatic size of a compression that sends little; None if they are those of all options."""
 
     @staticmethod
     def of(job: Job, cluster: Cluster, machine: Machine) -> Planner:
@@ -62,7 +62,9 @@ class Planner:
     def buckets_for(self, option: Option) -> Sequence[Sequence[Gradient]]:
         """Return the buckets of an option."""
         sends_little = option.compression is not None and option.compression.kind == "factors"
-        return self.large_buckets if sends_little and option.cap_mb is None else self.buckets[option.cap_mb]
+        if sends_little and option.cap_mb is None and self.large_buckets is not None:
+            return self.large_buckets
+        return self.buckets[option.cap_mb]
 
     def predict(self, option: Option) -> Prediction:
         """Return what an option would cost."""
