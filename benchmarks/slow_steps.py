@@ -115,7 +115,7 @@ def rows(wall: Rounds, cpu: Rounds) -> list[list[str]]:
 
 def quartiles(seconds: Sequence[float]) -> str:
     """Format the median and the quartiles of times in milliseconds."""
-    low, middle, high = statistics.quantiles([1e3 * one for one in seconds], n=4)
+    low, middle, high = statistics.quantiles([1e3 * one for one in seconds], n=4, method="inclusive")
     return f"{middle:.0f} ({low:.0f} to {high:.0f})"
 
 
