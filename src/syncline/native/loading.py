@@ -1,6 +1,6 @@
 """Functions that find and load the native library, and that declare the types of its functions.
 
-The comments in `core.c` and `codec.c` document these functions.
+The comments in `core.c`, `codec.c` and `factors.c` document these functions.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def find_library() -> Path | None:
     return None
 
 
-_ABI = 4
+_ABI = 5
 
 
 class NativeUnavailable(SynclineError):
@@ -47,6 +47,9 @@ class NativeUnavailable(SynclineError):
 
 _CODES = (c_int, c_int, c_size_t, c_size_t, c_size_t)
 """The types of isa, bits, block_numel, num_blocks and numel."""
+
+_FACTORS = (c_int, c_int, c_void_p, c_size_t, c_size_t)
+"""The types of isa, rank, shapes, num_tensors and numel."""
 
 _PROTOTYPES: dict[str, tuple[object, list[object]]] = {
     "isa": (c_char_p, [c_int]),
@@ -77,6 +80,10 @@ _PROTOTYPES: dict[str, tuple[object, list[object]]] = {
         c_int,
         [c_int, c_void_p, c_void_p, c_void_p, c_size_t, c_size_t, c_void_p, c_void_p, c_int],
     ),
+    "left_factors": (c_int, [*_FACTORS, *[c_void_p] * 6, c_int]),
+    "right_factors": (c_int, [*_FACTORS, *[c_void_p] * 5, c_int]),
+    "lost_of_factors": (c_int, [*_FACTORS, *[c_void_p] * 3, c_int]),
+    "mean_of_factors": (c_int, [*_FACTORS, *[c_void_p] * 4, c_int]),
 }
 
 
