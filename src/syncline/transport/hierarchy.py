@@ -100,7 +100,13 @@ class HierarchicalTransport(WatchedTransport):
             self._down = self._inside.lane_agreed(f"{self.own_lane.name}, down")
 
     @staticmethod
-    def over(beneath: C10dTransport, *, host: str = "", gather: Exchange | None = None) -> Transport:
+    def over(
+        beneath: C10dTransport,
+        *,
+        host: str = "",
+        gather: Exchange | None = None,
+        keys: Sequence[str | None] = (),
+    ) -> Transport:
         """Return the fastest transport for the ranks of `beneath`; a collective call.
 
         If all ranks are on one host, the result is a `SharedMemoryTransport`. With several hosts, the result is a
@@ -111,13 +117,18 @@ class HierarchicalTransport(WatchedTransport):
             beneath: the transport between the ranks.
             host: an extra key of this rank. Ranks with different keys are treated as ranks on different hosts.
             gather: a function with which the ranks find each other. Pass None to use `beneath`.
+            keys: the key of each rank's host, the same keys on all ranks. If one is missing, the ranks exchange keys.
 
         Raises:
             SharedMemoryUnavailable: ranks of one host cannot share memory. All ranks raise this error.
         """
         if beneath.size == 1:
             return beneath
-        hosts = Hosts.of((gather or beneath.all_gather_bytes)(f"{host_key_or_random()} {host}".encode()))
+        if not keys or None in keys:
+            mine = f"{host_key_or_random()} {host}".encode()
+            hosts = Hosts.of((gather or beneath.all_gather_bytes)(mine))
+        else:
+            hosts = Hosts.of(keys)
         if len(hosts.members) == 1:
             return SharedMemoryTransport.over(beneath, gather)
         if hosts.widest == 1 or not beneath.is_gloo_on_cpu:

@@ -237,15 +237,16 @@ class EngineLane:
 
     Args:
         engine: this rank's handle of the group.
-        memory: shared memory of `sizes.total_bytes` bytes, which all ranks have mapped.
-        sizes: the layout of `memory`.
+        memory: shared memory, which all ranks have mapped.
+        sizes: the layout of the lane in `memory`.
+        begin: where the `sizes.total_bytes` bytes of the lane begin in `memory`.
     """
 
-    def __init__(self, engine: Engine, memory: SharedMemory, sizes: LaneSizes) -> None:
+    def __init__(self, engine: Engine, memory: SharedMemory, sizes: LaneSizes, begin: int = 0) -> None:
         self.engine = engine
         self.sizes = sizes
         self.handle = library().lane_open(
-            engine.handle, memory.address, sizes.num_slots, sizes.chunk_bytes, sizes.message_bytes
+            engine.handle, memory.address + begin, sizes.num_slots, sizes.chunk_bytes, sizes.message_bytes
         )
         if not self.handle:
             raise MemoryError
