@@ -130,6 +130,7 @@ bench: $(STAMP) ## print the benchmark tables and the goals they meet (keep the 
 	$(BIN)/syncline run -n 2 benchmarks/compression.py --json $(BENCH)/compression.json
 	$(BIN)/syncline run -n 2 benchmarks/backend.py
 	$(BIN)/python benchmarks/memory.py --json $(BENCH)/memory.json
+	-$(BIN)/python benchmarks/hosts.py --json $(BENCH)/hosts.json  # needs root
 	$(BIN)/python benchmarks/compare.py $(BENCH)
 
 bench-baseline: ## measure the baseline for make bench-compare
