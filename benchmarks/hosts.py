@@ -5,8 +5,9 @@
 
 The hosts are network namespaces of this machine, joined by cables of the given speeds (root, Linux). All ways run in
 the same processes and take turns; a round's time is the slowest rank's, a ratio the median over rounds with its 95 %
-confidence interval. Each all_reduce is checked. "in place" is a tensor in shared memory, as gradients are. "the wire" is the time in which a cable carries the bytes that a ring
-among the hosts sends and receives on it: 2 (n - 1) / n times the tensor, for n hosts.
+confidence interval. Each all_reduce is checked. "in place" is a tensor in shared memory, as gradients are. "the wire"
+is the time in which a cable carries the bytes that a ring among the hosts sends and receives on it: 2 (n - 1) / n times
+the tensor, for n hosts.
 """
 
 from __future__ import annotations
