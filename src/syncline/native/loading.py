@@ -63,6 +63,7 @@ _PROTOTYPES: dict[str, tuple[Any, list[Any]]] = {
         c_int64,
         [c_void_p, c_uint64, c_void_p, c_size_t, c_uint64, c_size_t, c_void_p, c_size_t, c_size_t],
     ),
+    "start_part": (c_int64, [c_void_p, c_uint64, c_void_p, c_size_t, c_size_t, c_size_t]),
     "poll": (c_int, [c_void_p, c_int, c_uint64]),
     "wait": (c_int, [c_void_p, c_int, c_uint64, c_uint64]),
     "abort": (c_int, [c_void_p, c_char_p, c_size_t]),

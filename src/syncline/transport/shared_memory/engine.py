@@ -38,16 +38,30 @@ class Kind(IntEnum):
     RECV = 6
     IN_PLACE_ALL_REDUCE = 7
     IN_PLACE_REDUCE_SCATTER = 8
+    REDUCE = 9
+    IN_PLACE_REDUCE = 10
 
     @property
     def words(self) -> str:
-        """The name of this kind of operation in messages, such as "all_reduce in place"."""
+        """The name of this kind of operation in messages, such as "all_reduce in place".
+
+        A reduction to the leader of a host is a part of an all_reduce, which is what the program has called.
+        """
         name = self.name.lower()
+        if self in (Kind.REDUCE, Kind.IN_PLACE_REDUCE):
+            name = name.replace("reduce", "all_reduce")
         operation = name.removeprefix("in_place_")
         return name if operation == name else f"{operation} in place"
 
 
-_REDUCTIONS = (Kind.ALL_REDUCE, Kind.REDUCE_SCATTER, Kind.IN_PLACE_ALL_REDUCE, Kind.IN_PLACE_REDUCE_SCATTER)
+_REDUCTIONS = (
+    Kind.ALL_REDUCE,
+    Kind.REDUCE_SCATTER,
+    Kind.IN_PLACE_ALL_REDUCE,
+    Kind.IN_PLACE_REDUCE_SCATTER,
+    Kind.REDUCE,
+    Kind.IN_PLACE_REDUCE,
+)
 
 _REDUCED_AS = {
     torch.float32: 0,

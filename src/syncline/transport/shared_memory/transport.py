@@ -50,6 +50,10 @@ _REDUCE_SCATTER = reduction_codes(Kind.REDUCE_SCATTER)
 
 _REDUCE_SCATTER_IN_PLACE = reduction_codes(Kind.IN_PLACE_REDUCE_SCATTER)
 
+_REDUCE = reduction_codes(Kind.REDUCE)
+
+_REDUCE_IN_PLACE = reduction_codes(Kind.IN_PLACE_REDUCE)
+
 
 class SharedMemoryTransport(WatchedTransport):
     """A transport between the ranks of one host. All ranks create it together, by `over` or by `connect`.
@@ -108,6 +112,7 @@ class SharedMemoryTransport(WatchedTransport):
         self.engine_lane = EngineLane(self.engine, memory, sizes, begin)
         self._handle = self.engine_lane.handle
         self._start_native, self._start_in_place = library().start, library().start_in_place
+        self._start_part = library().start_part
 
     @staticmethod
     def over(beneath: C10dTransport, gather: Exchange | None = None) -> Transport:
@@ -197,6 +202,20 @@ class SharedMemoryTransport(WatchedTransport):
         return self._begin(
             "all_reduce", op, (tensor,), self._start_native, code, address, address, numel, terms
         )
+
+    def start_reduce(self, tensor: Tensor, from_: int, to: int, op: ReduceOp) -> Work:
+        """Reduce the elements from `from_` up to `to` of a tensor on the CPU to rank 0; the other ranks keep theirs.
+
+        The ranks compare the number of elements of the whole tensor.
+        """
+        numel, width = core_numel(tensor), 2 if tensor.dtype.is_complex else 1
+        part = (from_ * width, to * width)
+        region = self._region_of.get(id(tensor))
+        if region is None:
+            code, start = _REDUCE[tensor.dtype, op], self._start_part
+            return self._begin("all_reduce", op, (tensor,), start, code, tensor.data_ptr(), numel, *part)
+        code, start = _REDUCE_IN_PLACE[tensor.dtype, op], self._start_in_place
+        return self._begin("all_reduce", op, (tensor,), start, code, *region, numel, 0, *part)
 
     def _start_reduce_scatter(self, output: Tensor, input: Tensor, op: ReduceOp) -> Work:
         if not input.is_cpu:
