@@ -391,11 +391,20 @@ def test_a_killed_rank_is_named_on_all_hosts(victim: int) -> None:
     store.wait([f"seen {rank}" for rank in survivors])
 
 
-def wait_for_all(t: Transport, works: list[Work]) -> None:
-    """Also for a barrier: the last bucket may have left the rank that is missing then."""
+def reduce_four_buckets(t: Transport) -> None:
+    """And a barrier, because the last bucket may have left the rank that is missing then. Any call may be the first
+    that fails."""
+    works = [t.all_reduce(torch.ones(2_500_000)) for _ in range(4)]
     for work in works:
         work.wait()
     t.barrier().wait()
+
+
+def reduce_one_piece(t: Transport) -> None:
+    """Start four buckets, and drive them until the first piece of the first one is done."""
+    works: list[Any] = [t.all_reduce(torch.ones(2_500_000)) for _ in range(4)]
+    while len(works[0]._inner._unfinished) == 8:
+        works[0].is_completed()
 
 
 @pytest.mark.parametrize(
@@ -403,16 +412,12 @@ def wait_for_all(t: Transport, works: list[Work]) -> None:
 )
 def test_a_rank_that_is_killed_between_two_pieces_ends_what_is_under_way(victim: int) -> None:
     t = over_hosts("aabb")
-    tensors = [torch.ones(2_500_000) for _ in range(4)]
     t.barrier().wait()
     meet_at_the_store("ready")
-    works = [t.all_reduce(tensor) for tensor in tensors]
-    first: Any = works[0]
     if t.rank == victim:
-        while len(first._inner._unfinished) == 8:
-            first.is_completed()
+        reduce_one_piece(t)
         os.kill(os.getpid(), signal.SIGKILL)
-    error, seconds = error_of(lambda: wait_for_all(t, works))
+    error, seconds = error_of(lambda: reduce_four_buckets(t))
     assert isinstance(error, PeerLost)
     assert seconds < 5
     with pytest.raises(PeerLost):
@@ -425,14 +430,12 @@ def test_a_rank_that_is_killed_between_two_pieces_ends_what_is_under_way(victim:
 @pytest.mark.ranks(4)
 def test_an_abort_between_two_pieces_ends_the_other_pieces() -> None:
     t = over_hosts("aabb")
-    works: list[Any] = [t.all_reduce(torch.ones(2_500_000)) for _ in range(4)]
     if t.rank == 1:
-        while len(works[0]._inner._unfinished) == 8:
-            works[0].is_completed()
+        reduce_one_piece(t)
         t.abort("a reason")
         meet_at_the_store("done")
         return
-    error, seconds = error_of(lambda: wait_for_all(t, works))
+    error, seconds = error_of(lambda: reduce_four_buckets(t))
     assert isinstance(error, PeerFailed)
     assert "rank 1 aborted the group: a reason" in str(error)
     assert seconds < 5
