@@ -130,6 +130,9 @@ bench: $(STAMP) ## print the benchmark tables and the goals they meet (keep the 
 	$(BIN)/syncline run -n 2 benchmarks/compression.py --json $(BENCH)/compression.json
 	$(BIN)/syncline run -n 2 benchmarks/backend.py
 	$(BIN)/python benchmarks/memory.py --json $(BENCH)/memory.json
+	$(BIN)/python benchmarks/scale.py --json $(BENCH)/scale.json
+	-$(BIN)/python benchmarks/hosts.py --json $(BENCH)/hosts.json  # needs root, as the next one
+	-$(BIN)/python benchmarks/slow_steps.py --json $(BENCH)/slow-steps.json
 	$(BIN)/python benchmarks/compare.py $(BENCH)
 
 bench-baseline: ## measure the baseline for make bench-compare

@@ -13,7 +13,7 @@ import json
 import sys
 from pathlib import Path
 
-from syncline.tools.bench.goals import Figure, compared, from_json, goals_table
+from syncline.tools.bench.goals import Figure, from_json, goals_table, show_comparison
 
 
 def figures_in(folder: Path) -> list[Figure]:
@@ -42,11 +42,7 @@ def main() -> int:
     print(goals_table(after))
     if arguments.before is None:
         return 0
-    text, worse = compared(figures_in(arguments.before), after)
-    print(f"\nCompared with {arguments.before}: median [95 % interval]\n{text}")
-    if worse:
-        print(f"worse by more than noise: {', '.join(worse)}", file=sys.stderr)
-    return 1 if worse else 0
+    return show_comparison(arguments.before, figures_in(arguments.before), after)
 
 
 if __name__ == "__main__":

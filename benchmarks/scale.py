@@ -1,7 +1,9 @@
 """What grows with the number of ranks: on one host, and in the control plane alone.
 
+    python benchmarks/scale.py [--json FILE]                  # 2, 8 and 32 ranks; 100, 1000 and 10,000 simulated
     python benchmarks/scale.py --ranks 2,8,32,128,256 [--rounds 3] [--steps 5] [--transport auto]
     python benchmarks/scale.py --simulate 100,1000,10000
+    python benchmarks/scale.py --quick                        # does it run?
 
 `--ranks` starts so many rank processes on this host. They are forked from this process, which has imported torch and
 Syncline, so imports are not measured. Each runs `sl.init`, wraps a tiny model, trains, and ends. In alternating rounds,
@@ -11,12 +13,14 @@ as many processes run torch's `init_process_group("gloo")` alone.
 store that counts requests, the search for deadlocks, the words of the riders, stragglers, hosts, and the next
 generation after a loss. Its times are those of one rank.
 
-Each table ends with the exponents of n: the slope of a least-squares line through the logarithms.
+Each table ends with the exponents of n: the slope of a least-squares line through the logarithms. Goals are judged by
+medians over rounds. Those of files are for 32 ranks or more, because a process alone has about 20.
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import math
 import os
@@ -35,35 +39,58 @@ from torch import nn
 
 import syncline as sl
 from control_plane import control_plane
-from rounds import exponent
+from rounds import Figure, RoundsParser, exponent, write_figures
 from syncline.native import find_library
+from syncline.tools.bench.goals import goals_table
 from syncline.tools.bench.machine import describe_machine
 
 Row = Mapping[str, float]
 
+FILES, OTHERS_FILES = "files, rank 0", "files, most of others"
+CPU_OF_INIT, REQUESTS = "init: CPU / Gloo's", "store requests of all"
+
+FEW_RANKS = 32
+"""The number of ranks from which on files have goals."""
+
+LINEAR = 1.1
+"""The largest exponent that counts as growth in proportion to n."""
+
 
 def main() -> None:
-    """Print the tables that the options ask for."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--ranks", type=numbers, default=[], help="numbers of rank processes on this host")
-    parser.add_argument("--simulate", type=numbers, default=[], help="numbers of ranks without processes")
-    parser.add_argument("--rounds", type=int, default=3, help="rounds for each number of processes")
-    parser.add_argument("--steps", type=int, default=5, help="training steps of each rank")
-    parser.add_argument("--transport", default="auto", help="the argument of sl.init")
-    arguments = parser.parse_args()
-    if not (arguments.ranks or arguments.simulate):
-        parser.error("pass --ranks or --simulate, for example --ranks 2,8,32")
-    print(json.dumps(describe_machine()))
+    """Print the tables that the options ask for, and the goals."""
+    arguments = parse_arguments()
+    machine = describe_machine()
+    print(json.dumps(machine))
+    figures = []
     if arguments.ranks:
         print(
             f"\nrank processes on one host, transport={arguments.transport!r}, medians of {arguments.rounds} rounds"
         )
         import_what_ranks_use()
-        rows = {size: one_host(size, arguments) for size in arguments.ranks}
-        print_table(rows)
+        rounds = {size: one_host(size, arguments) for size in arguments.ranks}
+        print_table({size: medians(rows) for size, rows in rounds.items()})
+        figures += figures_of_ranks(rounds)
     if arguments.simulate:
         print("\nthe control plane alone, times of one rank")
-        print_table({size: control_plane(size) for size in arguments.simulate})
+        simulated = {size: control_plane(size) for size in arguments.simulate}
+        print_table(simulated)
+        figures += figures_of_simulation(simulated)
+    print(f"\n{goals_table(figures)}")
+    write_figures(arguments.json, figures, machine=machine)
+
+
+def parse_arguments() -> argparse.Namespace:
+    """Parse the arguments. Without numbers of ranks, there are some of both kinds."""
+    parser = RoundsParser(__doc__, rounds=3, quick=1)
+    parser.add_argument("--ranks", type=numbers, default=[], help="numbers of rank processes on this host")
+    parser.add_argument("--simulate", type=numbers, default=[], help="numbers of ranks without processes")
+    parser.add_argument("--steps", type=int, default=5, help="training steps of each rank")
+    parser.add_argument("--transport", default="auto", help="the argument of sl.init")
+    arguments = parser.parse_figures()
+    if not (arguments.ranks or arguments.simulate):
+        arguments.ranks = [2, 4] if arguments.quick else [2, 8, 32]
+        arguments.simulate = [10, 100] if arguments.quick else [100, 1000, 10_000]
+    return arguments
 
 
 def numbers(text: str) -> list[int]:
@@ -87,25 +114,68 @@ def print_table(rows: Mapping[int, Row]) -> None:
         print(f"{name:>{width}} {cells}   {'' if math.isnan(slope) else f'{slope:+.2f}'}")
 
 
+# ---------------------------------------------------------------------- goals
+
+
+def figures_of_ranks(rounds: Mapping[int, Sequence[Row]]) -> list[Figure]:
+    """Return the figures that have goals, from the rounds by number of ranks."""
+    found = []
+    for size, rows in rounds.items():
+        has_goal = size >= FEW_RANKS
+        for name, most in ((FILES, 2 * size), (OTHERS_FILES, 20 + size // 8)):
+            values, goal = [row[name] for row in rows], most if has_goal else None
+            found.append(Figure(f"{size} ranks: {name}", values, at_most=goal, form="{:.0f}"))
+        found.append(Figure(f"{size} ranks: {CPU_OF_INIT}", [row[CPU_OF_INIT] for row in rows], at_most=2.0))
+    if len(rounds) > 1:
+        slopes = [
+            exponent({size: row[REQUESTS] for size, row in zip(rounds, rows, strict=True)})
+            for rows in zip(*rounds.values(), strict=True)
+        ]
+        found.append(Figure(f"{REQUESTS} ranks: exponent", slopes, at_most=LINEAR))
+    return found
+
+
+def figures_of_simulation(rows: Mapping[int, Row]) -> list[Figure]:
+    """Return the exponents of the control plane, from its figures by number of ranks."""
+    slopes = {
+        name: exponent({size: row[name] for size, row in rows.items()}) for name in next(iter(rows.values()))
+    }
+    return [
+        Figure(f"control plane: {name}: exponent", [slope], at_most=LINEAR)
+        for name, slope in slopes.items()
+        if not math.isnan(slope)
+    ]
+
+
 # ---------------------------------------------------------------------- rank processes on one host
 
 
 def import_what_ranks_use() -> None:
-    """Import what a program imports at its first use, so that the forked processes do not."""
+    """Import what a program imports at its first use, so that the forked processes do not.
+
+    The collector of garbage leaves these objects alone from now on. A collection that happens to begin in a forked
+    process would write to all of them, so that their pages are copied.
+    """
     for name in ("init", "DistributedDataParallel", "barrier", "shutdown"):
         getattr(sl, name)
     torch.optim.SGD([nn.Parameter(torch.ones(1))])
     find_library()
+    gc.freeze()
 
 
-def one_host(size: int, arguments: argparse.Namespace) -> Row:
-    """Return the figures for `size` rank processes: medians over the rounds."""
+def one_host(size: int, arguments: argparse.Namespace) -> list[Row]:
+    """Return the figures of each round for `size` rank processes."""
     rounds = []
     for _ in range(arguments.rounds):
         gloo = run_ranks(size, torchs_rank)
         ours = run_ranks(size, lambda: syncline_rank(arguments.transport, arguments.steps))
         rounds.append(summary(gloo, ours))
-    return {name: statistics.median(one[name] for one in rounds) for name in rounds[0]}
+    return rounds
+
+
+def medians(rows: Sequence[Row]) -> Row:
+    """Return the median over the rounds of each figure."""
+    return {name: statistics.median(row[name] for row in rows) for name in rows[0]}
 
 
 def summary(gloo: Sequence[Row], ours: Sequence[Row]) -> Row:
@@ -121,19 +191,19 @@ def summary(gloo: Sequence[Row], ours: Sequence[Row]) -> Row:
     return {
         "init: wall s": longest("init_wall"),
         "init: CPU ms a rank": 1000 * total("init_cpu") / len(ours),
-        "init: CPU / Gloo's": total("init_cpu") / gloo_cpu,
+        CPU_OF_INIT: total("init_cpu") / gloo_cpu,
         "wrap: wall s": longest("wrap_wall"),
         "wrap: CPU ms a rank": 1000 * total("wrap_cpu") / len(ours),
         "step: wall s": longest("step_wall"),
         "step: CPU ms a rank": 1000 * total("step_cpu") / len(ours),
         "end: wall s": longest("end_wall"),
-        "files, rank 0": ours[0]["files"],
+        FILES: ours[0]["files"],
         "files, rank 0, Gloo alone": gloo[0]["files"],
-        "files, most of others": max((rank["files"] for rank in ours[1:]), default=0.0),
+        OTHERS_FILES: max((rank["files"] for rank in ours[1:]), default=0.0),
         "files, most of others, Gloo alone": max((rank["files"] for rank in gloo[1:]), default=0.0),
         "sockets of all ranks": total("sockets"),
         "memory MB a rank": total("memory_mb") / len(ours),
-        "store requests of all": total("requests"),
+        REQUESTS: total("requests"),
         "store requests, Gloo alone": sum(rank["requests"] for rank in gloo),
         "store kB sent to all": total("received_kb"),
     }

@@ -48,7 +48,7 @@ from syncline.testing import HostsUnavailable, SimulatedHosts, simulated_hosts
 from syncline.tools.bench.machine import describe_machine
 from syncline.tools.bench.tables import table
 from syncline.tools.bench.workloads import GPT, GPTConfig
-from tasks import Batch, characters, seed_of
+from tasks import Batch, characters, seed_of, shakespeare_text
 
 RANKS = "ab"
 CONTEXT = 64
@@ -114,7 +114,7 @@ class Text:
     """Shakespeare, in samples of CONTEXT characters."""
 
     def __init__(self) -> None:
-        self.num_characters, self._training, self._validation = characters()
+        self.num_characters, self._training, self._validation = characters(shakespeare_text())
 
     def batch(self, seed: int, rank: int, step: int, num_samples: int) -> Batch:
         """A rank's samples of a step: what is read, and what comes next."""

@@ -2,6 +2,8 @@
 
     syncline run -n 2 benchmarks/step.py [--sizes 0.3M 5M 19M] [--rounds 40] [--json out.json]
     syncline run -n 1 benchmarks/step.py      # alone: against the bare module
+    syncline run -n 1 benchmarks/step.py --device cuda --steps 20      # on a GPU: torch's class over NCCL as well
+    syncline run -n 2 benchmarks/step.py --device cuda:0 --steps 5      # two ranks on one GPU, over Gloo
     syncline run -n 2 benchmarks/step.py --variants [static-graph batch-norm ...] [--sizes 0.3M]
     syncline run -n 2 benchmarks/step.py --variants --quick      # does it all run?
 
@@ -16,6 +18,9 @@ one is what all are divided by; the last line divides our better one by it. "exp
 one of the module alone, which synchronizes nothing, in percent of that. Part of it no synchronization can avoid: ranks
 that wait for each other in every step take the sum of the slowest steps. The row "not synchronized, in step" shows it:
 its ranks reduce one number after each backward. Our class with sharded=True is a row as well.
+On a GPU, the clock stops when the GPU has finished the last step of a turn, so steps of one turn overlap as they do in
+training.
+
 With --variants, each variant of `step_variants.py` is a row: both classes are given the same model and the same
 switches.
 """
@@ -51,20 +56,22 @@ Wrap = Callable[[nn.Module], nn.Module]
 BARE, IN_STEP, THEIRS = LOCAL, f"{LOCAL}, in step", ("torch DDP", "torch DDP, bucket view")
 
 
-def wrappers(num_ranks: int) -> dict[str, Wrap]:
+def wrappers(num_ranks: int, device: torch.device) -> dict[str, Wrap]:
     """How each competitor wraps the module."""
     ours: dict[str, Wrap] = {
         OURS: lambda m: sl.DistributedDataParallel(m),
         BUCKET_VIEW: lambda m: sl.DistributedDataParallel(m, gradient_as_bucket_view=True),
     }
     bare: dict[str, Wrap] = {BARE: lambda m: m}
-    if num_ranks == 1:
+    if num_ranks == 1 and device.type == "cpu":
         return bare | ours
     torch_ddp = torch.nn.parallel.DistributedDataParallel
     theirs: dict[str, Wrap] = {
         THEIRS[0]: lambda m: torch_ddp(m),
         THEIRS[1]: lambda m: torch_ddp(m, gradient_as_bucket_view=True),
     }
+    if num_ranks == 1:
+        return bare | theirs | ours
     ours[SHARDED] = lambda m: sl.DistributedDataParallel(m, sharded=True)
     return bare | {IN_STEP: lambda m: m} | theirs | ours
 
@@ -81,7 +88,7 @@ class Competitor:
 
     def __init__(self, module: nn.Module, wrap: Wrap, *, attaches: bool = False, waits: bool = False) -> None:
         self.module = wrap(module)
-        self.number = torch.zeros(1) if waits else None
+        self.number = torch.zeros(1, device=next(module.parameters()).device) if waits else None
         self.optimizer: torch.optim.Optimizer = torch.optim.AdamW(self.module.parameters(), fused=True)
         if attaches:
             assert isinstance(self.module, sl.DistributedDataParallel)
@@ -95,17 +102,35 @@ class Competitor:
         self.optimizer.zero_grad()
 
 
+def batch_of(size: str, world: sl.World) -> tuple[torch.Tensor, torch.Tensor]:
+    """The rank's batch, on its device."""
+    tokens, targets = random_batch(SIZES[size], seed=world.rank)
+    return tokens.to(world.device), targets.to(world.device)
+
+
+def in_turn(step: Callable[[], None], num_steps: int, device: torch.device) -> None:
+    """Make steps, and wait until the device has finished them."""
+    for _ in range(num_steps):
+        step()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
 def measure(size: str, *, num_rounds: int, num_steps: int, world: sl.World) -> dict[str, list[float]]:
     """Seconds a step, by competitor and round, of the slowest rank."""
     torch.manual_seed(0)
-    base = GPT(SIZES[size])
-    batch = random_batch(SIZES[size], seed=world.rank)
+    base = GPT(SIZES[size]).to(world.device)
+    batch = batch_of(size, world)
     competitors = {
         name: Competitor(copy.deepcopy(base), wrap, attaches=name == SHARDED, waits=name == IN_STEP)
-        for name, wrap in wrappers(world.size).items()
+        for name, wrap in wrappers(world.size, world.device).items()
     }
-    steps = {name: partial(competitor.step, batch) for name, competitor in competitors.items()}
-    return take_turns(steps, num_rounds=num_rounds, num_steps=num_steps, world=world)
+    turns = {
+        name: partial(in_turn, partial(competitor.step, batch), num_steps, world.device)
+        for name, competitor in competitors.items()
+    }
+    seconds = take_turns(turns, num_rounds=num_rounds, num_steps=1, world=world)
+    return {name: [turn / num_steps for turn in rounds] for name, rounds in seconds.items()}
 
 
 def figures_of(size: str, seconds: dict[str, list[float]]) -> list[Figure]:
@@ -121,8 +146,8 @@ def figures_of(size: str, seconds: dict[str, list[float]]) -> list[Figure]:
 
 def count_python_calls(size: str, world: sl.World) -> tuple[int, int, int]:
     """Python functions of this package that one step calls, with the number of parameters and buckets."""
-    competitor = Competitor(GPT(SIZES[size]), lambda m: sl.DistributedDataParallel(m))
-    batch = random_batch(SIZES[size], seed=world.rank)
+    competitor = Competitor(GPT(SIZES[size]).to(world.device), lambda m: sl.DistributedDataParallel(m))
+    batch = batch_of(size, world)
     for _ in range(3):
         competitor.step(batch)
     package = str(Path(sl.__file__).parent)
@@ -220,6 +245,9 @@ def parse_arguments() -> argparse.Namespace:
     )
     parser.add_argument("--rounds", type=int, default=40)
     parser.add_argument("--steps", type=int, default=2, help="steps of one competitor in one round")
+    parser.add_argument(
+        "--device", default="cpu", help="cuda: a GPU for each rank; cuda:0: one for all (cpu)"
+    )
     parser.add_argument("--quick", action="store_true", help="2 rounds of 1 step: figures without meaning")
     parser.add_argument("--json", type=Path, help="where to write the figures")
     arguments = parser.parse_args()
@@ -233,15 +261,16 @@ def parse_arguments() -> argparse.Namespace:
 def main() -> None:
     arguments = parse_arguments()
     torch.set_num_threads(1)
-    world = sl.init()
+    world = sl.init(device=arguments.device)
     if arguments.variants is not None and world.size == 1:
         sys.exit(
             "--variants: torch's class needs a process group: syncline run -n 2 benchmarks/step.py --variants"
         )
     name_of_transport = transport_of(None).name
     if world.rank == 0:
+        gpu = f"{torch.cuda.get_device_name(world.device)}, " if world.device.type == "cuda" else ""
         print(
-            f"{world.size} rank(s) x 1 thread, {os.cpu_count()} cores ({platform.machine()}), "
+            f"{world.size} rank(s) x 1 thread, {os.cpu_count()} cores ({platform.machine()}), {gpu}"
             f"torch {torch.__version__}, {arguments.rounds} rounds of {arguments.steps} steps, "
             f"syncline over {name_of_transport}"
         )

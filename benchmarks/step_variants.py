@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -57,6 +57,7 @@ _FIND_UNUSED = {"find_unused_parameters": True}
 VARIANTS: dict[str, Variant] = {
     "plain": Variant(),
     "bucket-view": Variant(switches={"gradient_as_bucket_view": True}),
+    "compiled": Variant(make=lambda config: cast("nn.Module", torch.compile(GPT(config)))),
     "find-unused": Variant(switches=_FIND_UNUSED),
     "find-unused-branch": Variant(make=GPTWithUnusedBranch, switches=_FIND_UNUSED),
     "static-graph": Variant(switches={"static_graph": True}),

@@ -1,7 +1,7 @@
 """Loss against bytes: what does a strategy or a compression cost in validation loss, and what does it save?
 
-    syncline run -n 4 benchmarks/strategies.py [--task gpt|mnist] [--steps 1500] [--seeds 0 1 2] [--only NAME ...]
-        [--results FILE.jsonl] [--plot FILE.png] [--learning-rates 0.004 0.008]
+    syncline run -n 4 benchmarks/strategies.py [--task gpt|python|mnist] [--steps 1500] [--seeds 0 1 2]
+        [--only NAME ...] [--results FILE.jsonl] [--plot FILE.png] [--learning-rates 0.004 0.008] [--device cuda:0]
     syncline run -n 4 benchmarks/strategies.py --quick      # does it all run?
 
 A run trains the model of an example from scratch, with one setting of strategy_settings.py; all runs of a seed begin
@@ -49,6 +49,7 @@ KEY = (
     "compression",
     "learning_rate",
     "alone",
+    "decay",
     "seed",
     "steps",
     "batch_size",
@@ -67,6 +68,7 @@ def described(setting: Setting, rate: float, seed: int, task: Task, arguments: a
         "compression": None if setting.compression is None else setting.compression.in_words(),
         "learning_rate": rate,
         "alone": setting.alone,
+        "decay": setting.decay,
         "seed": seed,
         "steps": arguments.steps,
         "batch_size": task.batch_size,
@@ -85,7 +87,8 @@ def trained(
     world = sl.world()
     torch.manual_seed(seed_of(seed))
     before = transport.statistics()
-    ddp = sl.DistributedDataParallel(task.model(), strategy=setting.strategy, compression=setting.compression)
+    model = task.model().to(world.device)
+    ddp = sl.DistributedDataParallel(model, strategy=setting.strategy, compression=setting.compression)
     optimizer = ddp.attach(task.optimizer(ddp.parameters(), rate))
     schedule = torch.optim.lr_scheduler.LambdaLR(
         optimizer, lambda step: setting.factor(step) * share_of_rate(step, num_steps)
@@ -93,6 +96,10 @@ def trained(
     transport.barrier().wait()
     ready, start = transport.statistics(), time.perf_counter()
     for step in range(num_steps):
+        if step == setting.num_together:
+            for group in optimizer.param_groups:
+                beta1, beta2 = group["betas"]
+                group["betas"] = setting.betas(beta1, beta2, world.size)
         optimizer.zero_grad()
         loss = task.loss(ddp, task.batch(seed, world.rank, world.size, step))
         loss.backward()
@@ -179,6 +186,7 @@ def parse_arguments() -> argparse.Namespace:
     names = [setting.name for setting in SETTINGS]
     parser.add_argument("--task", choices=list(TASKS), default="gpt")
     parser.add_argument("--steps", type=int, default=1500)
+    parser.add_argument("--device", default="cpu", help="cuda:0 for all ranks on one GPU (cpu)")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0])
     parser.add_argument(
         "--only", nargs="+", choices=names, metavar="NAME", help=f"of {', '.join(names)}".replace("%", "%%")
@@ -205,7 +213,7 @@ def parse_arguments() -> argparse.Namespace:
 def main() -> None:
     arguments = parse_arguments()
     torch.set_num_threads(1)
-    world = sl.init(device="cpu")
+    world = sl.init(device=arguments.device)
     small = {"batch_size": world.size, "num_validation": 8 * world.size} if arguments.quick else {}
     task = TASKS[arguments.task](**small)
     if task.batch_size % world.size:

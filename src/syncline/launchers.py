@@ -160,7 +160,8 @@ class _Variables(dict[str, str]):
         text = self.get(name, "")
         if not text and default is not None:
             return default
-        is_number = re.fullmatch(r"\s*[+-]?\d+\s*", text) is not None
+        digits = text.strip()  # a regular expression would be compiled, which takes a part of `sl.init`
+        is_number = (digits[1:] if digits[:1] in ("+", "-") else digits).isdecimal()
         if not is_number or int(text) < at_least or (at_most is not None and int(text) > at_most):
             bounds = f"of at least {at_least}" if at_most is None else f"from {at_least} to {at_most}"
             bounds += f" ({limit})" if limit else ""

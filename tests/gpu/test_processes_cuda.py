@@ -20,8 +20,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import syncline as sl
-from syncline.native import library
-from syncline.transport.shared_memory import SharedMemoryUnavailable
+from syncline.native import NativeUnavailable, library
 
 DEVICE = os.environ.get("TEST_GPU_DEVICE", "cuda")
 pytestmark = [
@@ -46,7 +45,7 @@ def place(request: pytest.FixtureRequest) -> str:
 def native_core() -> None:
     try:
         library()
-    except SharedMemoryUnavailable as error:
+    except NativeUnavailable as error:
         pytest.skip(f"needs the native core: {error}")
 
 

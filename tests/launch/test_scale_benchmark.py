@@ -19,7 +19,7 @@ def table_of(*arguments: str, **variables: str) -> dict[str, list[float]]:
         command, capture_output=True, text=True, timeout=600, env={**os.environ, **variables}
     )
     assert done.returncode == 0, done.stderr
-    _, _, table = done.stdout.partition("\n\n")
+    _, table, _ = done.stdout.split("\n\n", 2)
     heading, sizes, *lines = table.splitlines()
     assert heading
     num_sizes = len(sizes.replace("exponent", "").split()) - 1
@@ -50,7 +50,8 @@ def assert_ranks_are_frugal(size: int) -> None:
     found = figures_of(size)
     assert found["files, rank 0"] <= found["files, rank 0, Gloo alone"] + 4
     assert found["files, most of others"] <= found["files, most of others, Gloo alone"] + 4
-    assert found["store requests of all"] <= 40 * size
+    # 25.5 for each of four ranks if they also exchanged the keys of their hosts
+    assert found["store requests of all"] <= 24 * size
 
 
 def test_four_ranks_open_hardly_more_files_than_gloo_alone() -> None:

@@ -1,4 +1,4 @@
-/* Calls every function of the codec with memory of just the right size, for the sanitizers.
+/* Calls every function of codec.c and factors.c with memory of just the right size, for the sanitizers.
  *
  *     codec_stress SEED ROUNDS
  *
@@ -10,6 +10,7 @@
 #define CODEC "../../src/syncline/native/codec.c"
 #endif
 #include CODEC
+#include "../../src/syncline/native/factors.c"
 
 #include <stdio.h>
 
@@ -108,6 +109,69 @@ static void check(const struct drawn *d) {
     free_results(expected);
 }
 
+/* ------------------------------------------------------------------ thin factors */
+
+struct tensors {
+    int rank, feedback;
+    size_t num, numel, left_numel, right_numel, rest_numel;
+    int64_t shapes[8];
+    float *values, *residual, *starts, *means, *rights;
+};
+
+struct factor_results {
+    float *message, *total, *lefts, *rights, *out, *starts;
+};
+
+static struct factor_results run_all_factors(const struct tensors *t, int isa, int num_threads) {
+    size_t bytes = t->numel * sizeof(float), first = t->left_numel + t->rest_numel;
+    struct factor_results r = {.message = malloc(first * sizeof(float) + 1), .rights = malloc(t->right_numel * sizeof(float) + 1)};
+    r.starts = copy_of(t->starts, t->right_numel * sizeof(float)), r.lefts = copy_of(t->means, first * sizeof(float));
+    r.total = t->feedback ? copy_of(t->residual, bytes) : copy_of(t->values, bytes);
+    r.out = t->feedback ? malloc(bytes + 1) : copy_of(t->values, bytes);
+    float *residual = t->feedback ? r.total : NULL;
+    syncline_left_factors(isa, t->rank, t->shapes, t->num, t->numel, t->values, residual, residual, r.starts, r.message,
+                          r.message + t->left_numel, num_threads);
+    syncline_right_factors(isa, t->rank, t->shapes, t->num, t->numel, r.total, r.out, r.lefts, r.lefts + t->left_numel,
+                           r.rights, num_threads);
+    syncline_lost_of_factors(isa, t->rank, t->shapes, t->num, t->numel, r.total, r.lefts, t->rights, num_threads);
+    syncline_mean_of_factors(isa, t->rank, t->shapes, t->num, t->numel, r.out, r.lefts, t->rights, r.starts, num_threads);
+    return r;
+}
+
+static void free_factor_results(struct factor_results r) {
+    free(r.message), free(r.total), free(r.lefts), free(r.rights), free(r.out), free(r.starts);
+}
+
+static void check_factors(const struct tensors *t) {
+    struct factor_results expected = run_all_factors(t, 0, 1);
+    for (int isa = 0; isa < count_instruction_sets(); isa++)
+        for (int num_threads = 1; num_threads <= 5; num_threads += 2) {
+            struct factor_results found = run_all_factors(t, isa, num_threads);
+            expect(are_equal(found.message, expected.message, t->left_numel + t->rest_numel), "left", isa, num_threads);
+            expect(are_equal(found.lefts, expected.lefts, t->left_numel), "orthonormal rows", isa, num_threads);
+            expect(are_equal(found.rights, expected.rights, t->right_numel), "right", isa, num_threads);
+            expect(are_equal(found.total, expected.total, t->numel), "the error of factors", isa, num_threads);
+            expect(are_equal(found.out, expected.out, t->numel), "the mean of factors", isa, num_threads);
+            expect(are_equal(found.starts, expected.starts, t->right_numel), "the starts", isa, num_threads);
+            free_factor_results(found);
+        }
+    free_factor_results(expected);
+}
+
+static void draw_factors(int round) {
+    struct tensors t = {.rank = 1 + (int)(draw() % 5), .feedback = (int)(draw() % 2), .num = 1 + draw() % 4};
+    for (size_t i = 0; i < t.num; i++) {
+        size_t n = draw() % 4 ? draw() % 60 : 0, m = 1 + draw() % (round % 8 ? 90 : 2100), rank = (size_t)t.rank;
+        t.shapes[2 * i] = (int64_t)n, t.shapes[2 * i + 1] = (int64_t)m;
+        t.numel += n ? n * m : m, t.left_numel += rank * n, t.right_numel += n ? rank * m : 0, t.rest_numel += n ? 0 : m;
+    }
+    unsigned one_in = draw() % 2 ? 0 : 1 + draw() % 1000;
+    t.values = floats(t.numel, one_in), t.residual = floats(t.numel, one_in), t.starts = floats(t.right_numel, 0);
+    t.means = floats(t.left_numel + t.rest_numel, one_in), t.rights = floats(t.right_numel, one_in);
+    check_factors(&t);
+    free(t.values), free(t.residual), free(t.starts), free(t.means), free(t.rights);
+}
+
 int main(int argc, char **argv) {
     if (argc != 3) return 2;
     state = strtoull(argv[1], NULL, 10);
@@ -121,6 +185,7 @@ int main(int argc, char **argv) {
         d.values = floats(d.numel, one_in), d.residual = floats(d.numel, one_in);
         check(&d);
         free(d.values), free(d.residual);
+        draw_factors(round);
     }
     expect(syncline_narrow(9, NULL, 0, 1, 1, NULL, 1) == -1, "an unknown instruction set", 9, 1);
     puts("all right");

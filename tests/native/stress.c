@@ -29,6 +29,7 @@
 #define syncline_lane_open NAME(lane_open)
 #define syncline_start NAME(start_)
 #define syncline_start_in_place NAME(start_in_place)
+#define syncline_start_part NAME(start_part)
 #define syncline_poll NAME(poll)
 #define syncline_wait NAME(wait)
 #define syncline_abort NAME(abort)
@@ -50,6 +51,7 @@ const struct core NAME(core) = {
     .lane_close = syncline_lane_close,
     .start = syncline_start,
     .start_in_place = syncline_start_in_place,
+    .start_part = syncline_start_part,
     .poll = syncline_poll,
     .wait = syncline_wait,
     .abort = syncline_abort,
@@ -76,7 +78,8 @@ static const struct core *const cores[] = {&core_of_0, &core_of_1, &core_of_2, &
 
 enum { MAX_SIZE = 5, NUM_LANES = 4, NUM_GROUPS = 2, DEPTH = 4, NUM_SLOTS = 3, CHUNK_BYTES = 1024, MESSAGE_BYTES = 256 };
 enum { MAX_NUMEL = 6000, MAX_IN_PLACE_NUMEL = 80000, STRIDE = MAX_IN_PLACE_NUMEL * 8 };
-enum { BARRIER, ALL_REDUCE, REDUCE_SCATTER, ALL_GATHER, BROADCAST, SEND, RECV, IN_PLACE, SCATTER_IN_PLACE, NUM_KINDS };
+enum { BARRIER, ALL_REDUCE, REDUCE_SCATTER, ALL_GATHER, BROADCAST, SEND, RECV, IN_PLACE, SCATTER_IN_PLACE };
+enum { TO_FIRST = SCATTER_IN_PLACE + 1, TO_FIRST_IN_PLACE, NUM_KINDS };
 enum { SUM, MEAN, MAX, MIN, PRODUCT, NUM_OPS };
 enum { F32, F64, F16, BF16, I8, U8, I16, I32, I64, NUM_DTYPES };
 enum { DONE, PENDING, ABORTED, MISMATCH, DISAGREED };
@@ -164,6 +167,10 @@ struct pending {
     int64_t ticket, ticket_of_recv;
 };
 
+static bool is_in_place(int kind) { return kind == IN_PLACE || kind == SCATTER_IN_PLACE || kind == TO_FIRST_IN_PLACE; }
+
+static bool is_to_first(int kind) { return kind == TO_FIRST || kind == TO_FIRST_IN_PLACE; }
+
 static struct call drawn(uint64_t *state, int lane, int slot) {
     struct call c = {.lane = lane, .slot = slot};
     c.kind = (int)(next(state) % (NUM_KINDS - 1));
@@ -175,7 +182,7 @@ static struct call drawn(uint64_t *state, int lane, int slot) {
     while (c.op == MEAN && !has_mean);
     uint64_t how_much = next(state);
     c.numel = how_much % 8 == 0 ? 0 : how_much % 8 < 5 ? next(state) % 40 : next(state) % MAX_NUMEL;
-    if (c.kind >= IN_PLACE && how_much % 5 == 0) c.numel = next(state) % MAX_IN_PLACE_NUMEL;
+    if (is_in_place(c.kind) && how_much % 5 == 0) c.numel = next(state) % MAX_IN_PLACE_NUMEL;
     c.src = (int)(next(state) % (uint64_t)size);
     c.shift = next(state) % 3 == 0 ? 1 : 0;
     c.is_aliased = next(state) & 1;
@@ -206,11 +213,15 @@ static struct pending begun(const struct core *core, struct lane *lane, int rank
         p.ticket = core->start(lane, BARRIER, NULL, NULL, 0, 0);
         return p;
     }
-    if (c->kind >= IN_PLACE) {
+    if (is_to_first(c->kind)) { /* a part, whose bounds are the same on all ranks */
+        p.span_from = c->numel / 3;
+        p.span_to = c->numel - c->numel / 5;
+    }
+    if (is_in_place(c->kind)) {
         char *base = in_place_memory[c->lane][c->slot], *own = base + (size_t)rank * STRIDE;
         for (size_t i = 0; i < c->numel; i++) put(own + i * c->itemsize, c->dtype, value(c->key, rank, i));
         p.to = own;
-        p.span_to = c->numel;
+        if (c->kind == IN_PLACE) p.span_to = c->numel;
         if (c->kind == SCATTER_IN_PLACE) {
             p.span_from = span_from(c, rank);
             p.span_to = span_from(c, rank + 1);
@@ -225,12 +236,16 @@ static struct pending begun(const struct core *core, struct lane *lane, int rank
         p.in = malloc(in_numel * c->itemsize + 1);
         p.from = p.in + c->shift;
         for (size_t i = 0; i < in_numel; i++) put(p.from + i * c->itemsize, c->dtype, value(c->key, rank, i));
-        bool is_same = c->kind == BROADCAST || (c->kind == ALL_REDUCE && c->is_aliased);
+        bool is_same = c->kind == BROADCAST || c->kind == TO_FIRST || (c->kind == ALL_REDUCE && c->is_aliased);
         p.to = p.from;
         if (!is_same) {
             p.out = malloc(out_numel * c->itemsize + 1);
             p.to = p.out + c->shift;
         }
+    }
+    if (c->kind == TO_FIRST) {
+        p.ticket = core->start_part(lane, code, p.to, c->numel, p.span_from, p.span_to);
+        return p;
     }
     if (c->kind != SEND) {
         p.ticket = core->start(lane, code, p.from, p.to, c->numel, c->terms);
@@ -268,6 +283,11 @@ static void check(const struct pending *p, int rank) {
         case ALL_GATHER: x = value(c->key, (int)(i / c->numel), i % c->numel); break;
         case BROADCAST: x = value(c->key, c->src, i); break;
         case SEND: x = value(c->key, before, i); break;
+        case TO_FIRST: /* nothing else is written */
+        case TO_FIRST_IN_PLACE:
+            x = value(c->key, rank, i);
+            if (rank == 0 && i >= p->span_from && i < p->span_to) x = reduced(c->key, i, c->op, c->dtype);
+            break;
         default: break;
         }
         put(expected, c->dtype, x);
@@ -396,7 +416,7 @@ static void *works_until_the_end(void *argument) {
         if (outcome == DONE) check(&p, r->rank);
         else if (outcome != ABORTED) fail("rank %d: the outcome of an abort is %d", r->rank, outcome);
         /* An aborted rank leaves its memory alone: a peer may still be at it. */
-        if (p.call.kind < IN_PLACE || outcome == DONE) discard(&p);
+        if (!is_in_place(p.call.kind) || outcome == DONE) discard(&p);
         else free(p.out);
         if (outcome == ABORTED) break;
     }

@@ -20,6 +20,7 @@ struct core {
     int64_t (*start)(struct lane *lane, uint64_t code, const void *in, void *out, size_t numel, uint64_t terms);
     int64_t (*start_in_place)(struct lane *lane, uint64_t code, void *base, size_t stride, uint64_t buffer,
                               size_t numel, void *out, size_t from, size_t to);
+    int64_t (*start_part)(struct lane *lane, uint64_t code, void *tensor, size_t numel, size_t from, size_t to);
     int (*poll)(struct lane *lane, int queue_number, uint64_t ticket);
     int (*wait)(struct lane *lane, int queue_number, uint64_t ticket, uint64_t timeout_nanoseconds);
     int (*abort)(struct group *group, const char *text, size_t bytes);

@@ -14,6 +14,7 @@ pytestmark = pytest.mark.slow
 HERE = Path(__file__).parent
 CORE = HERE.parents[1] / "src/syncline/native/core.c"
 CODEC = CORE.with_name("codec.c")
+FACTORS = CORE.with_name("factors.c")
 COMPILERS = ("gcc", "clang")
 MAX_RANKS = 5
 COMMON = ("-std=c11", "-g", "-O1", "-ffp-contract=off", "-pthread")
@@ -163,7 +164,7 @@ def quiet(compiler: str) -> tuple[str, ...]:
 
 @pytest.mark.parametrize("compiler", [*COMPILERS, CROSS])
 @pytest.mark.parametrize("optimization", ["-O0", "-O3"])
-@pytest.mark.parametrize("source", [CORE, CODEC], ids=lambda source: source.name)
+@pytest.mark.parametrize("source", [CORE, CODEC, FACTORS], ids=lambda source: source.name)
 def test_nothing_to_warn_of(source: Path, compiler: str, optimization: str, tmp_path: Path) -> None:
     if shutil.which(compiler) is None:
         pytest.skip(f"no {compiler}")

@@ -8,7 +8,10 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -16,8 +19,9 @@ import torch.distributed as dist
 
 from meeting import meet_at_the_store
 from syncline import CollectiveMismatch, CollectiveTimeout, PeerFailed, PeerLost, UnevenInputs
-from syncline.transport import C10dTransport, HierarchicalTransport, Transport
+from syncline.transport import C10dTransport, HierarchicalTransport, Transport, Work, hierarchy
 from syncline.transport.hosts import Hosts
+from syncline.transport.phases import Phase, PhasedWork, PhaseQueue
 from syncline.transport.shared_memory import SharedMemoryUnavailable, hub
 from syncline.transport.shared_memory.memory import SharedMemory
 
@@ -33,6 +37,14 @@ def tell(key: str) -> None:
 
 def wait_for(key: str) -> None:
     dist.group.WORLD.get_group_store().wait([key])  # type: ignore[union-attr]
+
+
+@contextmanager
+def pieces_from(num_bytes: int) -> Iterator[None]:
+    """Tensors of this size and more are reduced in pieces."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(hierarchy, "_PIECES_FROM_BYTES", num_bytes)
+        yield
 
 
 # ---------------------------------------------------------------------- who lives where
@@ -156,11 +168,128 @@ def test_one_rank_that_cannot_share_memory_is_enough_for_all_to_do_without(where
     assert total.tolist() == [4.0, 4.0]
 
 
+# ---------------------------------------------------------------------- in pieces
+
+
+class Step(Work):
+    """A phase under way, which ends when the test says so."""
+
+    def __init__(self) -> None:
+        self.is_done = False
+
+    def wait(self, timeout_seconds: float | None = None) -> None:
+        assert self.is_done
+
+    def is_completed(self) -> bool:
+        return self.is_done
+
+
+def test_a_piece_moves_on_while_the_next_one_is_in_the_phase_before() -> None:
+    steps: dict[str, Step] = {}
+
+    def phase(track: str, name: str) -> Phase:
+        return Phase(track, lambda: steps.setdefault(name, Step()))
+
+    pieces = [[phase("up", f"up {n}"), phase("across", f"across {n}")] for n in range(3)]
+    transport: Any = SimpleNamespace(
+        health=SimpleNamespace(failure=None),
+        own_lane=SimpleNamespace(name="main", num_started=1),
+        timeout_seconds=1.0,
+    )
+    queue, ended = PhaseQueue(), []
+    work = PhasedWork(transport, "all_reduce", "sum", None)
+    queue.add(work, pieces, lambda: ended.append(True))
+    later = PhasedWork(transport, "all_reduce", "sum", None)
+    queue.add(later, [[phase("across", "later")]])
+
+    def end(*names: str) -> list[str]:
+        before = set(steps)
+        for name in names:
+            steps[name].is_done = True
+        queue.drive()
+        return sorted(set(steps) - before)
+
+    assert sorted(steps) == ["up 0", "up 1", "up 2"]
+    assert end("up 1") == [], "Gloo gets the pieces in order"
+    assert end("up 0") == ["across 0", "across 1"]
+    assert end("across 1") == [], "the last piece keeps its place before the next operation"
+    assert end("up 2") == ["across 2", "later"]
+    assert not work.is_done
+    assert end("across 0", "later") == []
+    assert (later.is_done, ended) == (True, [])
+    assert end("across 2") == []
+    assert (work.is_done, ended) == (True, [True])
+
+
+@pytest.mark.parametrize(
+    "hosts",
+    [pytest.param(hosts, marks=pytest.mark.ranks(len(hosts))) for hosts in ("aabb", "abacb", "aaaaab")],
+)
+def test_pieces_have_the_bits_of_the_whole(hosts: str) -> None:
+    """Of numbers whose sums are exact, or between two hosts, where Gloo adds up in one order only."""
+    t = over_hosts(hosts)
+    numel = 100_003
+    assert isinstance(t, HierarchicalTransport)
+    for dtype in (torch.float32, torch.bfloat16, torch.int16, torch.complex64, torch.float64):
+        if len(set(hosts)) == 2 and dtype.is_floating_point:
+            values = torch.randn(numel, generator=torch.Generator().manual_seed(t.rank)).to(dtype)
+        else:
+            values = (torch.arange(numel) % 5 + t.rank).to(dtype)
+        placed, narrow = (t.allocate(length, dtype, torch.device("cpu")) for length in (numel, numel + 9))
+        for op in ("sum", "mean", "max", "min")[: 1 if dtype is torch.int16 else 4]:
+            if dtype.is_complex and op in ("max", "min"):
+                continue
+            whole = values.clone()
+            t.all_reduce(whole, op).wait()
+            with pieces_from(100_000):
+                for tensor in (values.clone(), placed, t.narrow(narrow, numel)):
+                    tensor.copy_(values)
+                    num_before = t._across.own_lane.num_started if t._across else 0
+                    t.all_reduce(tensor, op).wait()
+                    assert t._across is None or t._across.own_lane.num_started == num_before + 8
+                    assert torch.equal(tensor, whole), (dtype, op)
+            with pieces_from(1000):
+                t.reduce_scatter(part := torch.zeros(1000, dtype=dtype), values[: 1000 * t.size], op).wait()
+            assert torch.equal(part, whole[1000 * t.rank :][:1000]), (dtype, op)
+        rows = t.all_gather_bytes(placed.view(torch.uint8).numpy().tobytes()[:40_000])
+        assert len(set(rows)) == 1
+    t.barrier().wait()
+
+
+@pytest.mark.parametrize("is_placed", [False, True])
+@pytest.mark.ranks(4)
+def test_different_tensors_whose_first_pieces_are_alike_are_told_by_their_whole_length(
+    is_placed: bool,
+) -> None:
+    t = over_hosts("abab")
+    longest = 106_496
+    numel = 99_328 if t.rank == 3 else longest
+    tensor = torch.ones(longest)[:numel]
+    if is_placed:
+        tensor = t.narrow(t.allocate(longest, torch.float32, torch.device("cpu")), numel)
+    assert hierarchy._bounds(99_328)[1] == hierarchy._bounds(longest)[1]
+    t.barrier().wait()
+    with pieces_from(100_000):
+        error, seconds = error_of(lambda: t.all_reduce(tensor).wait())
+    assert isinstance(error, CollectiveMismatch)
+    words = "all_reduce in place(sum)" if is_placed else "all_reduce(sum)"
+    assert f"rank 1: before the first step, waiting in {words} of {longest} elements" in str(error)
+    assert f"rank 3: before the first step, waiting in {words} of 99328 elements" in str(error)
+    assert seconds < 5
+    meet_at_the_store("done")
+
+
 # ---------------------------------------------------------------------- in any order
 
 
 @pytest.mark.ranks(4)
-def test_operations_of_many_lanes_and_groups_are_waited_for_in_any_order() -> None:
+@pytest.mark.parametrize("num_bytes", [hierarchy._PIECES_FROM_BYTES, 40_000])
+def test_operations_of_many_lanes_and_groups_are_waited_for_in_any_order(num_bytes: int) -> None:
+    with pieces_from(num_bytes):
+        wait_for_many_in_any_order()
+
+
+def wait_for_many_in_any_order() -> None:
     t = over_hosts("abab")
     inside, across = t.split(t.rank % 2), t.split(t.rank // 2)
     assert inside is not None
@@ -260,6 +389,57 @@ def test_a_killed_rank_is_named_on_all_hosts(victim: int) -> None:
     survivors = [rank for rank in range(4) if rank != victim]
     store.set(f"seen {t.rank}", "")
     store.wait([f"seen {rank}" for rank in survivors])
+
+
+def reduce_four_buckets(t: Transport) -> None:
+    """And a barrier, because the last bucket may have left the rank that is missing then. Any call may be the first
+    that fails."""
+    works = [t.all_reduce(torch.ones(2_500_000)) for _ in range(4)]
+    for work in works:
+        work.wait()
+    t.barrier().wait()
+
+
+def reduce_one_piece(t: Transport) -> None:
+    """Start four buckets, and drive them until the first piece of the first one is done."""
+    works: list[Any] = [t.all_reduce(torch.ones(2_500_000)) for _ in range(4)]
+    while len(works[0]._inner._unfinished) == 8:
+        works[0].is_completed()
+
+
+@pytest.mark.parametrize(
+    "victim", [pytest.param(rank, marks=pytest.mark.ranks(4, killed=[rank])) for rank in (0, 1, 2)]
+)
+def test_a_rank_that_is_killed_between_two_pieces_ends_what_is_under_way(victim: int) -> None:
+    t = over_hosts("aabb")
+    t.barrier().wait()
+    meet_at_the_store("ready")
+    if t.rank == victim:
+        reduce_one_piece(t)
+        os.kill(os.getpid(), signal.SIGKILL)
+    error, seconds = error_of(lambda: reduce_four_buckets(t))
+    assert isinstance(error, PeerLost)
+    assert seconds < 5
+    with pytest.raises(PeerLost):
+        t.barrier()
+    store = dist.group.WORLD.get_group_store()  # type: ignore[union-attr]
+    store.set(f"seen {t.rank}", "")
+    store.wait([f"seen {rank}" for rank in range(4) if rank != victim])
+
+
+@pytest.mark.ranks(4)
+def test_an_abort_between_two_pieces_ends_the_other_pieces() -> None:
+    t = over_hosts("aabb")
+    if t.rank == 1:
+        reduce_one_piece(t)
+        t.abort("a reason")
+        meet_at_the_store("done")
+        return
+    error, seconds = error_of(lambda: reduce_four_buckets(t))
+    assert isinstance(error, PeerFailed)
+    assert "rank 1 aborted the group: a reason" in str(error)
+    assert seconds < 5
+    meet_at_the_store("done")
 
 
 @pytest.mark.ranks(3)

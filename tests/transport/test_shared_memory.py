@@ -12,7 +12,7 @@ import time
 import warnings
 import weakref
 from collections.abc import Callable
-from itertools import product, starmap
+from itertools import pairwise, product, starmap
 from pathlib import Path
 from typing import Any
 
@@ -138,6 +138,25 @@ def test_bytes_arrive_at_every_edge(size: int) -> None:
         for work in works:
             work.wait()
         assert torch.equal(incoming, values(before, numel, torch.uint8))
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_parts_are_reduced_to_the_first_rank_alone(size: int) -> None:
+    t = met()
+    for dtype in (torch.float32, torch.bfloat16, torch.complex64, torch.int64):
+        numel = 100_003
+        expected = in_rank_order(size, numel, dtype, "sum")
+        for tensor in (values(t.rank, numel, dtype).clone(), t.allocate(numel, dtype, torch.device("cpu"))):
+            tensor.copy_(values(t.rank, numel, dtype))
+            bounds = [0, 1, 1, 50_000, 99_999]
+            works = [t.start_reduce(tensor, a, b, "sum") for a, b in pairwise(bounds)]
+            for work in reversed(works):
+                work.wait()
+            t.barrier().wait()
+            reduced = slice(0, 99_999 if t.rank == 0 else 0)
+            kept = slice(reduced.stop, numel)
+            assert same_bits(tensor[reduced].clone(), expected[reduced].clone()), dtype
+            assert same_bits(tensor[kept].clone(), values(t.rank, numel, dtype)[kept].clone()), dtype
 
 
 @pytest.mark.slow

@@ -324,3 +324,9 @@ def test_a_thread_that_waits_elsewhere_holds_no_rank_up() -> None:
         saving.join()
 
     run_ranks(2, program)
+
+
+def test_the_backward_of_a_rank_runs_in_its_own_thread_on_all_devices() -> None:
+    assert torch.autograd.is_multithreading_enabled()
+    assert run_ranks(2, lambda t: torch.autograd.is_multithreading_enabled()) == [False, False]
+    assert torch.autograd.is_multithreading_enabled()

@@ -15,7 +15,15 @@ import pytest
 import torch
 
 from syncline.tools.bench import workloads as reductions
-from syncline.tools.bench.goals import Figure, compared, figures_of, from_json, goals_table, to_json
+from syncline.tools.bench.goals import (
+    Figure,
+    compared,
+    figures_of,
+    from_json,
+    goals_table,
+    show_comparison,
+    to_json,
+)
 from syncline.tools.bench.mpi import MPI, MPIPeer, find_mpi
 from syncline.tools.bench.plot import can_plot, plot
 from syncline.tools.bench.tables import parse_size, report, size_text, table
@@ -384,6 +392,41 @@ def test_a_figure_is_worse_if_it_is_worse_beyond_noise() -> None:
     assert ends["noisy"] == "times"
     assert ends["more times"] == "better"
     assert (ends["new"], ends["gone"]) == ("new", "measured")
+
+
+def test_a_comparison_is_printed_and_its_exit_status_says_whether_something_is_worse(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    before, after = [Figure("a", [1.0, 1.1, 1.0])], [Figure("a", [1.3, 1.4, 1.3])]
+    assert show_comparison(Path("before"), before, before) == 0
+    assert capsys.readouterr().err == ""
+    assert show_comparison(Path("before"), before, after) == 1
+    shown = capsys.readouterr()
+    assert "Compared with before" in shown.out
+    assert "1.30 times  worse" in shown.out
+    assert shown.err == "worse by more than noise: a\n"
+
+
+def test_goals_of_many_ranks() -> None:
+    scale = program("scale")
+    names = (scale.FILES, scale.OTHERS_FILES, scale.CPU_OF_INIT, scale.REQUESTS)
+    rounds = {
+        size: [
+            dict(zip(names, (size + 3.0, 24.0, ratio, 26.0 * size), strict=True)) for ratio in (1.9, 2.1, 2.3)
+        ]
+        for size in (2, 32)
+    }
+    figures = scale.figures_of_ranks(rounds)
+    figures += scale.figures_of_simulation({10: {"ms": 1.0, "none": 0.0}, 100: {"ms": 20.0, "none": 0.0}})
+    rows = [row.split("  ") for row in goals_table(figures).splitlines()[1:]]
+    assert {row[0]: "not met" not in row[-1] for row in rows} == {
+        "2 ranks: init: CPU / Gloo's": False,
+        "32 ranks: files, rank 0": True,
+        "32 ranks: files, most of others": True,
+        "32 ranks: init: CPU / Gloo's": False,
+        "store requests of all ranks: exponent": True,
+        "control plane: ms: exponent": False,
+    }
 
 
 def test_figures_survive_a_file() -> None:

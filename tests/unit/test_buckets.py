@@ -102,3 +102,17 @@ def test_a_crowded_host_gets_few_large_buckets_and_others_overlap() -> None:
     assert automatic_caps([crowded], device_type="cpu", reduces_in_place=True).cap_bytes == 8 * MIB
     assert automatic_caps([roomy], device_type="cpu", reduces_in_place=True).cap_bytes == 8 * MIB
     assert automatic_caps([crowded, crowded], device_type="cpu", reduces_in_place=True).cap_bytes == 25 * MIB
+
+
+def test_little_to_send_makes_few_buckets_between_hosts_and_changes_nothing_on_one() -> None:
+    load = HostLoad(num_ranks=2, num_cores=2, num_threads_per_rank=1)
+    for hosts in ([load], [load] * 2):
+        plain, little = (
+            automatic_caps(hosts, device_type="cpu", gradient_bytes=21 * MIB, sends_little=sends_little)
+            for sends_little in (False, True)
+        )
+        assert (plain == little) == (len(hosts) == 1)
+    assert (little.first_cap_bytes, little.cap_bytes) == (7 * MIB, 7 * MIB)
+    for gradient_bytes, cap_bytes in ((1000, MIB), (1000 * MIB, 25 * MIB)):
+        caps = automatic_caps([load] * 2, device_type="cpu", gradient_bytes=gradient_bytes, sends_little=True)
+        assert caps.cap_bytes == cap_bytes

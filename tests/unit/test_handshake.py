@@ -56,8 +56,8 @@ def test_a_rank_that_has_ended_before_the_ranks_were_connected_is_named() -> Non
     assert own is not None
     assert theirs is not None
     everyone = [
-        replace(presence(0, 3), process=own.to_json()),
-        replace(presence(1, 3), process=theirs.to_json()),
+        replace(presence(0, 3), host_key=own.host, pid=own.pid, started=own.started),
+        replace(presence(1, 3), host_key=theirs.host, pid=theirs.pid, started=theirs.started),
         presence(2, 3),  # on a system that does not show the states of processes
     ]
     closed = RuntimeError("[pair.cc:1] Connection closed by peer [10.0.0.2]:4321\nand more lines")
@@ -70,7 +70,7 @@ def test_a_rank_that_has_ended_before_the_ranks_were_connected_is_named() -> Non
         named = failed_connection(error, everyone[0], everyone, 20.0)
         assert isinstance(named, PeerLost)
         assert "on rank 0 of 3" in str(named)
-        assert "rank 1 (pid 101 on h): its process has ended" in str(named)
+        assert f"rank 1 (pid {theirs.pid} on h): its process has ended" in str(named)
     late = failed_connection(dist.DistStoreError("wait timeout"), everyone[2], everyone, 20.0)
     assert isinstance(late, CollectiveTimeout)
     assert "within 20 s" in str(late)

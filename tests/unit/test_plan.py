@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from made_traces import MadeRank, MadeRun, rows
 
-from syncline.compression import MeanExchange, PowerSGD, Quantize
+from syncline.compression import After, Chain, MeanExchange, PowerSGD, Quantize
 from syncline.tools.cli import main
 from syncline.tools.plan import (
     CODECS,
@@ -147,6 +147,20 @@ def test_a_slow_link_is_the_limit_and_small_buckets_leave_little_after_it() -> N
     parts = planner.predict(Option(cap_mb=2.0)).step
     assert parts < whole  # one bucket is sent only when the backward has ended
     assert planner.predict(Option()).step < 1.05 * parts  # and this is the automatic choice
+
+
+def test_compressed_buckets_are_those_of_the_wrapper() -> None:
+    planner = planner_of()
+    few, many = (
+        planner.predict(Option(compression=codec_of(code))).num_buckets
+        for code in ("PowerSGD(2)", "Quantize(4)")
+    )
+    assert few < many / 2
+    assert PowerSGD(2).sends_little
+    assert not Quantize(4).sends_little
+    assert After(3, Chain(PowerSGD(2), Quantize(4))).sends_little
+    chosen = Option(compression=codec_of("PowerSGD(2)"), cap_mb=1.0)
+    assert planner.predict(chosen).num_buckets == planner.predict(Option(cap_mb=1.0)).num_buckets
 
 
 def test_one_rank_has_nothing_to_send() -> None:

@@ -10,6 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import syncline as sl
 from syncline import ContractMismatch, ReplicaDivergence
@@ -118,6 +119,41 @@ def test_any_changed_bit_and_any_two_exchanged_elements_change_it(
         flat = tensor.view(-1)
         flat[0], flat[-1] = flat[-1].clone(), flat[0].clone()
         assert fingerprints([tensor]) != [before]
+
+
+class CallCounter(TorchDispatchMode):
+    """A count of the operations of torch that are called inside of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_calls = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.num_calls += 1
+        return func(*args, **(kwargs or {}))
+
+
+def test_small_tensors_together_have_the_fingerprints_that_each_has_alone() -> None:
+    sizes = (0, 1, 2, 3, 7, 8, 9, 100, 511, 513, 1024, 1025, 5000)
+    values: list[Any] = [random_tensor(dtype, (size,), size) for size in sizes for dtype in DTYPES]
+    values += [
+        3,
+        nn.Parameter(torch.ones(5)),
+        torch.randn(6, 5).t(),
+        torch.randn(4, 2)[:, 1],
+        torch.tensor(2.5),
+    ]
+    values += [torch.randn(3, dtype=torch.complex64).conj(), torch.ones(3).expand(4, 3)]
+    values += [random_tensor(torch.float32, (1000,), seed) for seed in range(40)]  # more than fit together
+    assert fingerprints(values) == [one for value in values for one in fingerprints([value])]
+    assert len(set(fingerprints(values[-40:]))) == 40
+
+
+def test_a_small_tensor_costs_few_calls() -> None:
+    small = [nn.Parameter(torch.randn(4)) for _ in range(1000)]
+    with CallCounter() as counter:
+        fingerprints(small)
+    assert counter.num_calls < 3 * len(small)
 
 
 def test_two_flipped_signs_do_not_cancel() -> None:

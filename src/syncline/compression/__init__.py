@@ -9,6 +9,7 @@ cast.py       Cast: a narrower floating-point type
 chain.py      Chain: several compressions in sequence; After: a compression that starts after some averagings
 comm_hook.py  a communication hook that averages gradients by a compression
 exchange.py   averaging over a transport, which answers an encoder's requests
+factors.py    thin factors of matrices: the interface, and the form in PyTorch
 kernels.py    the native form of encodings
 power_sgd.py  PowerSGD: low-rank approximation
 quantize.py   Quantize: 8, 4 or 2 bits per value

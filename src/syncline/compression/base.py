@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from dataclasses import dataclass, fields, replace
 from typing import Any, ClassVar, NamedTuple
 
@@ -29,6 +29,10 @@ class Mean:
     """
 
     values: Tensor
+    meanwhile: Callable[[], None] | None = None
+    """Work of the encoder that can be done while the values are sent, if the reply will have no `lost`.
+
+    Without a call, the encoder does this work after the reply."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -217,6 +221,10 @@ class Compression(ABC):
     """Whether the encoded tensors of several ranks can be added without decoding them.
 
     If so, an all_reduce sends them, and the bytes per rank do not grow with the number of ranks."""
+    sends_little: ClassVar[bool] = False
+    """Whether a bucket is sent in so few bytes that a few large buckets are faster than many small ones.
+
+    Then the time of a step depends more on the number of messages than on their bytes."""
     is_order_dependent: ClassVar[bool] = False
     """Whether the result depends on the order of the values, so that the compression must be first in a chain."""
     gives: ClassVar[str]
@@ -273,6 +281,10 @@ class Composed(Compression):
     @property
     def is_linear(self) -> bool:  # type: ignore[override]
         return all(stage.is_linear for stage in self.stages)
+
+    @property
+    def sends_little(self) -> bool:  # type: ignore[override]
+        return any(stage.sends_little for stage in self.stages)
 
     @property
     def feeds_back(self) -> bool:

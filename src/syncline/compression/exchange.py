@@ -254,9 +254,12 @@ class MeanExchange:
         The caller must wait for the collectives before it continues this generator.
         """
         match request:
-            case Mean(values):
+            case Mean(values, meanwhile):
                 wire = self._sendable(values)
-                yield [self._transport.all_reduce(wire, "mean")]
+                work = self._transport.all_reduce(wire, "mean")
+                if meanwhile is not None:
+                    meanwhile()
+                yield [work]
                 return Averaged(self._on_device(wire))
             case Sum(codes):
                 wire = self._sendable(codes)

@@ -1,18 +1,21 @@
 """The native form of encodings, for contiguous float32 tensors on the CPU. It has the bits of the form in PyTorch.
 
 Each function makes one pass over the values, with as many threads as PyTorch uses for its own operations. It returns
-None if the native library or the tensors do not permit it. The caller then uses the form in PyTorch.
+None if the native library or the tensors do not permit it. The caller then uses the form in PyTorch. `NativeFactors`
+has only those bits in common with it that all ranks must agree on (see `factors.py`).
 """
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from syncline.compression.blocks import Blocks
+from syncline.compression.factors import Factors
 from syncline.native import Library, NativeUnavailable, library
 
 _MAX_BLOCK_NUMEL = 1024
@@ -38,6 +41,11 @@ def blocks_for(blocks: Blocks, *tensors: Tensor | None) -> Blocks:
     if native is None or blocks.block_numel > _MAX_BLOCK_NUMEL:
         return blocks
     return NativeBlocks(blocks.bits, blocks.block_numel)
+
+
+def can_encode(*tensors: Tensor | None) -> bool:
+    """Return whether the native form can encode these tensors."""
+    return _library_for(*tensors) is not None
 
 
 def narrowed(values: Tensor, divisor: int, dtype: torch.dtype) -> Tensor | None:
@@ -143,6 +151,40 @@ class NativeBlocks(Blocks):
         return out
 
 
+class NativeFactors(Factors):
+    """The native form of the factors of matrices."""
+
+    def __init__(self, rank: int, shapes: Sequence[tuple[int, int]]) -> None:
+        super().__init__(rank, shapes)
+        self._shapes = torch.tensor(self.shapes, dtype=torch.int64)
+
+    def left(self, values: Tensor, starts: Tensor, *, residual: Tensor | None, lost: Tensor | None) -> Tensor:
+        message = torch.empty(self.left_numel + self.rest_numel)
+        rest = _address(message, self.left_numel)
+        self._call(library().left_factors, values, residual, lost, starts, message, rest)
+        return message
+
+    def right(self, total: Tensor, means: Tensor, out: Tensor) -> Tensor:
+        rights = torch.empty(self.right_numel)
+        rest = _address(means, self.left_numel)
+        self._call(library().right_factors, total, out, means, rest, rights)
+        return rights
+
+    def subtract(self, total: Tensor, lefts: Tensor, rights: Tensor) -> None:
+        self._call(library().lost_of_factors, total, lefts, rights)
+
+    def mean(self, lefts: Tensor, right_means: Tensor, starts: Tensor, out: Tensor) -> None:
+        self._call(library().mean_of_factors, out, lefts, right_means, starts)
+
+    def _call(self, function: Callable[..., int], flat: Tensor, *others: Tensor | int | None) -> None:
+        addresses = [_address(one) if isinstance(one, Tensor) else one for one in (flat, *others)]
+        num_threads = torch.get_num_threads()
+        shapes = self._shapes.data_ptr()
+        _check(
+            function(_BEST_ISA, self.rank, shapes, len(self.shapes), flat.numel(), *addresses, num_threads)
+        )
+
+
 def _address(tensor: Tensor | None, start: int = 0) -> int | None:
     """Return the address of an element of a tensor."""
     return None if tensor is None else tensor.data_ptr() + start * tensor.element_size()
@@ -174,5 +216,5 @@ def _loaded() -> Library | None:
 def _check(result: int) -> None:
     """Raise MemoryError if the native library found no memory."""
     if result == -2:
-        raise MemoryError("the native library found no memory to select the largest values")
+        raise MemoryError("the native library found no memory to encode the values")
     assert result >= 0, result

@@ -1,98 +1,17 @@
-"""PowerSGD: a compression that sends the gradient of a weight matrix as two thin factors.
-
-All ranks must compute the same bits from the same factors. The last bits of matrix products can differ between
-processors or numbers of threads. Therefore `orthonormal_rows` and `sum_of_outer_products` use only elementwise
-operations, in an order that depends only on the sizes.
-"""
+"""PowerSGD: a compression that sends the gradient of a weight matrix as two thin factors."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from syncline._torch.tensors import foreach_copy_, foreach_zero_
 from syncline.checks import checked_count, checked_flag, store
-from syncline.compression.base import Averaging, Compression, Encoder, Layout, Mean, set_lost, total_of
-
-_ZERO = 1e-24
-"""The squared length up to which the remainder of a row counts as zero, after earlier rows were projected out.
-
-Before that, each row is scaled so that its largest magnitude is 1."""
-
-
-def orthonormal_rows(matrices: Sequence[Tensor]) -> list[Tensor]:
-    """Return, for each matrix, orthonormal rows that span the same space as the rows of the matrix.
-
-    The method is Gram-Schmidt, applied twice, in float64. If a row is zero or a combination of earlier rows, it becomes
-    zero. Rows with values that are not finite stay not finite. Matrices of similar width are computed together.
-
-    Args:
-        matrices: matrices with few rows and many columns.
-
-    Returns:
-        One matrix for each given matrix, of the same shape and dtype.
-
-    Examples:
-        >>> orthonormal_rows([torch.tensor([[3.0, 4.0], [6.0, 8.0]])])
-        [tensor([[0.6000, 0.8000],
-                [0.0000, 0.0000]])]
-    """
-    results: list[Tensor] = list(matrices)
-    alike: dict[tuple[int, int], list[int]] = {}
-    for index, matrix in enumerate(matrices):
-        num_rows, width = matrix.shape
-        alike.setdefault((num_rows, 1 << (width - 1).bit_length()), []).append(index)
-    for (num_rows, width), indices in alike.items():
-        batch = torch.zeros(len(indices), num_rows, width, dtype=torch.float64, device=matrices[0].device)
-        for rows, index in zip(batch, indices, strict=True):
-            rows[:, : matrices[index].shape[1]] = matrices[index]
-        _orthonormalize(batch)
-        for rows, index in zip(batch, indices, strict=True):
-            results[index] = rows[:, : matrices[index].shape[1]].to(matrices[index].dtype)
-    return results
-
-
-def sum_of_outer_products(left: Tensor, right: Tensor, out: Tensor) -> None:
-    """Compute `left.T @ right`, with the same bits on all ranks, and write it into `out`.
-
-    Args:
-        left: a matrix of shape (few, n).
-        right: a matrix of shape (few, m).
-        out: a matrix of shape (n, m).
-    """
-    torch.mul(left[0][:, None], right[0], out=out)
-    for column, row in zip(left[1:], right[1:], strict=True):
-        out.add_(column[:, None] * row)
-
-
-def _orthonormalize(batch: Tensor) -> None:
-    """Orthonormalize the rows of each matrix of a batch in place.
-
-    Args:
-        batch: the matrices, of shape (num_matrices, num_rows, width). The width is a power of two.
-    """
-    largest = batch.abs().amax(2, keepdim=True)
-    batch /= torch.where(largest == 0, 1, largest)  # so that squares neither overflow nor underflow
-    for _ in range(2):
-        for k in range(batch.shape[1] - 1):
-            row, rest = batch[:, k : k + 1], batch[:, k + 1 :]
-            products = _sums(batch[:, k:] * row)  # (num_matrices, num_rows - k, 1)
-            squared = products[:, :1]
-            rest -= torch.where(squared <= _ZERO, 0, products[:, 1:] / squared) * row
-    squared = _sums(batch * batch)
-    batch.copy_(torch.where(squared <= _ZERO, 0, batch / squared.sqrt()))
-
-
-def _sums(terms: Tensor) -> Tensor:
-    """Return the sums over the last dimension, whose size is a power of two. The dimension is kept with size 1."""
-    while terms.shape[-1] > 1:
-        half = terms.shape[-1] // 2
-        terms = terms[..., :half] + terms[..., half:]
-    return terms
+from syncline.compression.base import Averaging, Compression, Encoder, Layout, Mean, set_lost
+from syncline.compression.factors import TorchFactors
+from syncline.compression.kernels import NativeFactors, can_encode
 
 
 @dataclass(frozen=True, repr=False)
@@ -127,6 +46,7 @@ class PowerSGD(Compression):
     seed: int = 0
 
     is_linear = True
+    sends_little = True
     is_order_dependent = True
     gives = "means"
 
@@ -147,86 +67,74 @@ class _PowerSGDEncoder(Encoder):
 
     def __init__(self, power_sgd: PowerSGD, layout: Layout) -> None:
         super().__init__(layout)
-        self._rank = power_sgd.rank
-        self._shapes: dict[int, tuple[int, int]] = {}
-        """The matrix shapes (n, m) of the tensors that are compressed, by the index of the tensor in the layout."""
-        self._starts: dict[int, Tensor] = {}
-        """The matrices of shape (rank, m) from which the next iterations start, by the index of the tensor."""
-        for index, shape in enumerate(layout.shapes):
-            if len(shape) < 2 or 0 in shape:
-                continue
-            n, m = shape[0], math.prod(shape[1:])
-            if (n + m) * self._rank < n * m:
-                self._shapes[index] = (n, m)
+        rank = power_sgd.rank
+        shapes = [_matrix_shape(shape, rank) for shape in layout.shapes]
+        self._factors, self._native = TorchFactors(rank, shapes), NativeFactors(rank, shapes)
+        self._starts = torch.empty(self._factors.right_numel, device=layout.device, dtype=layout.dtype)
+        """The matrices of shape (rank, m) from which the next iterations start, one after the other."""
+        self._start_of: dict[int, Tensor] = {}
+        """The view of each matrix in `_starts`, by the index of the tensor in the layout."""
+        end = 0
+        for index, (n, m) in enumerate(shapes):
+            if n:
+                begin, end = end, end + rank * m
                 # The same for all tensors of one width, so that the result does not depend on the bucket layout.
                 generator = torch.Generator().manual_seed(power_sgd.seed)
-                start = torch.randn(self._rank, m, generator=generator, dtype=torch.float32)
-                self._starts[index] = start.to(layout.device, layout.dtype)
-        self._rest = [index for index in range(len(layout.shapes)) if index not in self._shapes]
+                start = self._starts[begin:end].view(rank, m)
+                self._start_of[index] = start.copy_(
+                    torch.randn(rank, m, generator=generator, dtype=torch.float32)
+                )
 
     def means(self) -> tuple[Layout, ...]:
-        numels = self.layout.numels
-        rest = sum(numels[index] for index in self._rest)
-        left = sum(self._rank * n for n, _ in self._shapes.values())
-        right = sum(self._rank * m for _, m in self._shapes.values())
-        first = self.layout.flat(left + rest)
-        return (first, self.layout.flat(right)) if right else (first,)
+        factors = self._factors
+        first = self.layout.flat(factors.left_numel + factors.rest_numel)
+        return (first, self.layout.flat(factors.right_numel)) if factors.right_numel else (first,)
 
     def memory_of(self, index: int) -> dict[str, Tensor]:
-        return {"start": self._starts[index]} if index in self._starts else {}
+        return {"start": self._start_of[index]} if index in self._start_of else {}
 
     def mean(self, values: Tensor, *, residual: Tensor | None, lost: Tensor | None) -> Averaging:
-        pieces = total_of(values, residual, lost).split(self.layout.numels)
-        matrices = {index: pieces[index].view(shape) for index, shape in self._shapes.items()}
-        rest = [pieces[index] for index in self._rest]
-        lefts = [(self._starts[index] @ matrix.t()).view(-1) for index, matrix in matrices.items()]
-        first = yield Mean(torch.cat([*lefts, *rest]))
-        sizes = [left.numel() for left in lefts]
-        *lefts, rest_mean = first.mean.split([*sizes, first.mean.numel() - sum(sizes)])
-        if lost is not None:
-            self._write_rest(pieces, None if first.lost is None else first.lost[sum(sizes) :])
-        places = values.split(self.layout.numels)
-        self._write_rest(places, rest_mean)
-        if not matrices:
+        factors = self._native if can_encode(values, residual, lost) else self._factors
+        first = yield Mean(factors.left(values, self._starts, residual=residual, lost=lost))
+        total, means = values if lost is None else lost, first.mean.contiguous()
+        if lost is not None and first.lost is not None:
+            self._keep_rest(lost, first.lost[factors.left_numel :])
+        rights = factors.right(total, means, out=values)
+        if not factors.right_numel:
             return values
-        factors = orthonormal_rows([left.view(self._rank, -1) for left in lefts])
-        rights = [left @ matrix for left, matrix in zip(factors, matrices.values(), strict=True)]
-        flat = torch.cat([right.view(-1) for right in rights])
-        second = yield Mean(flat if lost is None else flat.clone())
-        widths = [self._rank * m for _, m in self._shapes.values()]
-        right_means = [right.view(self._rank, -1) for right in second.mean.split(widths)]
-        if lost is not None:
-            received = flat if second.lost is None else flat.sub_(second.lost)
-            for matrix, left, right in zip(matrices.values(), factors, received.split(widths), strict=True):
-                matrix.addmm_(left.t(), right.view(self._rank, -1), alpha=-1)
-            set_lost(lost, lost)
-        for index, left, right in zip(matrices, factors, right_means, strict=True):
-            sum_of_outer_products(left, right, out=places[index].view(self._shapes[index]))
-            self._start_next_from(index, right)
+        lefts, mine = means[: factors.left_numel], rights.clone()
+        is_kept = lost is None
+
+        def keep_error() -> None:
+            nonlocal is_kept
+            if not is_kept:
+                factors.subtract(total, lefts, mine)
+            is_kept = True
+
+        second = yield Mean(rights, meanwhile=keep_error)
+        if second.lost is not None:
+            mine.sub_(second.lost)
+        keep_error()
+        factors.mean(lefts, second.mean.contiguous(), self._starts, values)
         return values
 
-    def _write_rest(self, places: Sequence[Tensor], flat: Tensor | None) -> None:
-        """Write values into the places of the tensors that are not compressed.
+    def _keep_rest(self, lost: Tensor, error: Tensor) -> None:
+        """Write the error of the tensors that have no factors into their places."""
+        places = lost.split(self.layout.numels)
+        rest = [place for index, place in enumerate(places) if index not in self._start_of]
+        for place, piece in zip(rest, error.split([place.numel() for place in rest]), strict=True):
+            set_lost(place, piece)
 
-        Args:
-            places: a view for each tensor of the layout.
-            flat: the values of the uncompressed tensors, one after the other. Pass None to write zeros.
-        """
-        targets = [places[index] for index in self._rest]
-        if not targets:
-            return
-        if flat is None:
-            foreach_zero_(targets)
-        else:
-            foreach_copy_(targets, list(flat.split([target.numel() for target in targets])))
 
-    def _start_next_from(self, index: int, right: Tensor) -> None:
-        """Store a scaled copy of the right factor, from which the next iteration of a tensor starts.
+def _matrix_shape(shape: tuple[int, ...], rank: int) -> tuple[int, int]:
+    """Return n and m of a tensor that is compressed. Of another one, return 0 and the number of its elements.
 
-        Only the directions of the rows matter, so the largest element of each row is scaled to 1. If a row of the
-        factor is zero or not finite, the next iteration starts from the old row.
-        """
-        largest = right.abs().amax(1, keepdim=True)
-        is_usable = (largest > 0) & (largest < float("inf"))
-        start = self._starts[index]
-        start.copy_(torch.where(is_usable, right / largest, start))
+    Examples:
+        >>> _matrix_shape((64, 8, 8), 2), _matrix_shape((64,), 2), _matrix_shape((2, 64), 2)
+        ((64, 64), (0, 64), (0, 128))
+    """
+    numel = math.prod(shape)
+    if len(shape) < 2 or not numel:
+        return 0, numel
+    n, m = shape[0], numel // shape[0]
+    return (n, m) if (n + m) * rank < numel else (0, numel)

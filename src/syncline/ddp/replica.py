@@ -330,7 +330,8 @@ class Replica:
         hosts = gather_hosts(transport)
         # A rank that has joined has caps for a group of one rank. Shards keep their buckets.
         if self.config.gradients.caps.is_default and self.sharding is None:
-            self.config = self.config.with_gradients(caps=hosts.caps_for(self.selection, transport))
+            caps = hosts.caps_for(self.selection, transport, self.config.compression)
+            self.config = self.config.with_gradients(caps=caps)
         self._first_plan, spec = first_plan(self.config, self._title, self.selection, transport, hosts)
         self.drift.follow(transport, spec)
         if self.sharding is not None and transport.size == 1:

@@ -95,9 +95,10 @@ class DistributedDataParallel(  # type: ignore[misc, override]
         process_group: the group to synchronize over: a `torch.distributed` process group or a Syncline transport. None
             means the default group, or a world of one rank if torch.distributed is not initialized.
         bucket_cap_mb: the largest size of a bucket in MiB (2**20 bytes). None lets Syncline choose. In shared memory
-            of one host the size is 8 MiB. Between hosts it is a tenth of all gradients, from 1 to 25 MiB. Over Gloo, if
-            the ranks keep all cores of one host busy, Syncline uses few large buckets. In all other cases the first
-            bucket has up to 1 MiB, and each further bucket up to 25 MiB, as in torch. `syncline plan` compares sizes.
+            of one host the size is 8 MiB. Between hosts it is a tenth of all gradients, from 1 to 25 MiB, and a third
+            with `PowerSGD`, which sends little. Over Gloo, if the ranks keep all cores of one host busy, Syncline uses
+            few large buckets. In all other cases the first bucket has up to 1 MiB, and each further bucket up to 25
+            MiB, as in torch. `syncline plan` compares sizes.
         find_unused_parameters: count a missing gradient as zero instead of raising an error. The `.grad` of a parameter
             that no rank used does not change.
         check_reduction: deprecated in torch. It has no effect.
@@ -217,7 +218,7 @@ class DistributedDataParallel(  # type: ignore[misc, override]
             self._lowered = MixedPrecision(module, mixed_precision, chosen.ignored)
         hosts = gather_hosts(transport)
         if config.gradients.caps.is_default:
-            config = config.with_gradients(caps=hosts.caps_for(chosen, transport))
+            config = config.with_gradients(caps=hosts.caps_for(chosen, transport, config.compression))
         self._replica = Replica(module, chosen, transport, config, hosts)
         if sharded and transport.size == 1:  # so that sl.write_shared also works with one rank
             remember_one_copy(module, OneCopy(list(module.named_parameters()), transport, num_copies=1))

@@ -20,6 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from syncline._torch.modules import is_slice, prepare_for_tensor_parallel, wrapper_in_forward
 from syncline._torch.tensors import tree_map_only
 from syncline.checks import checked_kind
+from syncline.compression import Compression
 from syncline.ddp.config import Config
 from syncline.ddp.plan import Plan, sizes_of
 from syncline.ddp.selection import Selection
@@ -165,14 +166,17 @@ class Hosts(NamedTuple):
     """For each rank, the index of its host. The host of rank 0 has index 0, the next new host has index 1, and so on.
     These are not indices of `loads`."""
 
-    def caps_for(self, chosen: Selection, transport: Transport) -> BucketCaps:
-        """Return the default caps of the buckets for these hosts, tensors and transport."""
+    def caps_for(
+        self, chosen: Selection, transport: Transport, compression: Compression | None
+    ) -> BucketCaps:
+        """Return the default caps of the buckets for these hosts, tensors and transport, and this compression."""
         tensors = [tensor for _, tensor in chosen.reduced]
         return automatic_caps(
             self.loads,
             device_type=tensors[0].device.type,
             reduces_in_place=transport.reduces_in_place,
             gradient_bytes=sum(tensor.numel() * tensor.element_size() for tensor in tensors),
+            sends_little=compression is not None and compression.sends_little,
         )
 
 

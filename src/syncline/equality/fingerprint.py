@@ -11,12 +11,13 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 import xxhash
 from torch import Tensor
+from torch.nn import Parameter
 
 from syncline.tensors.targets import as_bytes, as_flat, is_dense, is_plain, parts_of
 
@@ -24,6 +25,20 @@ _CPU_CHUNK_BYTES = 1 << 18
 """The size of a chunk on the CPU. It is chosen so that temporary values stay in a core's cache."""
 
 _DEVICE_CHUNK_BYTES = 1 << 25
+
+_SMALL_BYTES = 1 << 12
+"""The size of the largest tensor that is hashed together with others. A call of torch costs as much."""
+
+_BATCH_BYTES = 1 << 15
+"""How many bytes of small tensors are hashed together on the CPU."""
+
+_DEVICE_BATCH_BYTES = 1 << 22
+
+_JOINED = (
+    *(torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.complex64, torch.complex128),
+    *(torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64),
+)
+"""The dtypes of the small tensors that are hashed together. torch.cat has them on all devices."""
 
 _GOLDEN = -0x61C8864680B583EB  # 0x9E3779B97F4A7C15 as a signed integer, as the two constants below
 
@@ -55,21 +70,46 @@ def fingerprints(values: Sequence[Any]) -> list[int]:
         >>> one == two, one == three
         (True, False)
     """
-    tensors = [value for value in values if isinstance(value, Tensor)]
-    sums: dict[torch.device, list[Tensor]] = {}
-    scratches: dict[torch.device, _Scratch] = {}
-    for tensor in tensors:
-        device = tensor.device
-        if device not in scratches:
-            largest_bytes = max(other.nbytes for other in tensors if other.device == device)
-            scratches[device] = _Scratch(device, largest_bytes)
-        sums.setdefault(device, []).append(scratches[device].sum_of(tensor))
-    # One transfer per device, because each waits for all work there.
-    found = {device: iter(torch.stack(here).tolist()) for device, here in sums.items()}
-    return [
-        next(found[value.device]) % _WORD if isinstance(value, Tensor) else fingerprint_of(value)
-        for value in values
-    ]
+    found = [0 if isinstance(value, Tensor) else fingerprint_of(value) for value in values]
+    places: dict[torch.device, list[int]] = {}
+    for place, value in enumerate(values):
+        if isinstance(value, Tensor) and value.numel():
+            places.setdefault(value.device, []).append(place)
+    hashed = [_sums_of(device, {place: values[place] for place in here}) for device, here in places.items()]
+    for order, sums in hashed:  # one transfer per device, because each waits for all work there
+        for place, number in zip(order, sums.tolist(), strict=True):
+            found[place] = number % _WORD
+    return found
+
+
+@torch.no_grad()
+def _sums_of(device: torch.device, tensors: Mapping[int, Tensor]) -> tuple[list[int], Tensor]:
+    """Return the sums of the mixed words of tensors on one device, int64, and the keys of the tensors in their order.
+
+    Args:
+        device: the device.
+        tensors: tensors with elements, by any keys.
+    """
+    batch_bytes = _BATCH_BYTES if device.type == "cpu" else _DEVICE_BATCH_BYTES
+    scratch = _Scratch(device, max(batch_bytes, *(tensor.nbytes for tensor in tensors.values())))
+    order, sums = [], []
+    small: dict[torch.dtype, list[int]] = {}
+    for key, tensor in tensors.items():
+        if tensor.nbytes <= _SMALL_BYTES and tensor.dtype in _JOINED and type(tensor) in (Tensor, Parameter):
+            small.setdefault(tensor.dtype, []).append(key)
+        else:
+            order.append(key)
+            sums.append(scratch.sum_of(tensor).view(1))
+    for keys in small.values():
+        while keys:
+            num, total_bytes = 0, 0
+            while num < len(keys) and total_bytes + _SMALL_BYTES <= batch_bytes:
+                total_bytes += tensors[keys[num]].nbytes + 8
+                num += 1
+            order += keys[:num]
+            sums.append(scratch.sums_of([tensors[key] for key in keys[:num]]))
+            del keys[:num]
+    return order, torch.cat(sums)
 
 
 class _Scratch:
@@ -88,9 +128,30 @@ class _Scratch:
         num_words = 0
         for part in parts_of(tensor.detach(), self._chunk_bytes) if tensor.numel() else ():
             words = self._words_of(part)
-            total += self._mixed_sum(words, first=num_words)
+            total += self._mixed_words(words, first=num_words).sum()
             num_words += words.numel()
         return total
+
+    def sums_of(self, tensors: Sequence[Tensor]) -> Tensor:
+        """Return what `sum_of` returns for each of some small tensors of one dtype, (num_tensors,), in a few calls."""
+        itemsize, device = tensors[0].element_size(), tensors[0].device
+        padding = torch.zeros(8 // min(8, itemsize), dtype=tensors[0].dtype, device=device)
+        parts, num_words = [], []
+        for tensor in tensors:
+            plain = tensor if is_plain(tensor) else tensor.resolve_conj().resolve_neg().contiguous()
+            parts.append(as_flat(plain))
+            num_words.append(-(-tensor.numel() * itemsize // 8))
+            if (num_missing := 8 * num_words[-1] - tensor.numel() * itemsize) > 0:
+                parts.append(padding[: num_missing // itemsize])
+        words = torch.cat(parts).view(torch.uint8).view(torch.int64)
+        counts = torch.tensor(num_words, device=device)
+        ends = counts.cumsum(0)
+        starts = (ends - counts).mul_(_GOLDEN)  # the places of words are counted in each tensor anew
+        words -= starts.repeat_interleave(counts, output_size=words.numel())
+        # Differences of a running sum, in which overflows cancel each other.
+        totals = self._mixed_words(words, first=0).cumsum(0)[ends - 1]
+        totals[1:] -= totals[:-1].clone()
+        return totals
 
     def _words_of(self, part: Tensor) -> Tensor:
         """Return the bytes of a chunk as 64-bit words, (num_words,) int64. The last word is padded with zeros."""
@@ -104,8 +165,8 @@ class _Scratch:
         padded[:num_bytes] = flat
         return padded.view(torch.int64)
 
-    def _mixed_sum(self, words: Tensor, *, first: int) -> Tensor:
-        """Return the sum of the mixed words, as an int64 tensor of shape ().
+    def _mixed_words(self, words: Tensor, *, first: int) -> Tensor:
+        """Return the mixed words, (num_words,), in temporary memory.
 
         Args:
             words: the words of a chunk, (num_words,).
@@ -119,7 +180,7 @@ class _Scratch:
             _xor_shifted(mixed, shifted, num_bits)
             mixed.mul_(factor)
         _xor_shifted(mixed, shifted, 31)
-        return mixed.sum()
+        return mixed
 
 
 def _xor_shifted(words: Tensor, scratch: Tensor, num_bits: int) -> None:

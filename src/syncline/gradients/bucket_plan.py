@@ -122,6 +122,11 @@ What a step waits for is at least the last bucket: a tenth of all gradients. Mor
 the network more often.
 """
 
+_NUM_OF_LITTLE = 3
+"""How many buckets there are at least between hosts if little is sent of each bucket.
+
+Each bucket takes two messages of PowerSGD, which cost more than their bytes."""
+
 _Kind = tuple[str, str, bool]
 """A key (dtype, device, delayed), by which dense gradients are grouped. A bucket holds gradients of one key only."""
 
@@ -132,6 +137,7 @@ def automatic_caps(
     device_type: str,
     reduces_in_place: bool = False,
     gradient_bytes: int | None = None,
+    sends_little: bool = False,
 ) -> BucketCaps:
     """Return the bucket caps to use if the user gave none.
 
@@ -139,7 +145,8 @@ def automatic_caps(
     accelerator's copy engines, a network between hosts, or cores that no rank computes on. Then the caps are 1 MiB for
     the first bucket and 25 MiB for the rest, as in torch. Between hosts the network is often slow, and a model of less
     than 250 MiB would have only a few such buckets, of which the last ones are sent when the backward has ended. So
-    there are at least ten buckets between hosts, unless they would be smaller than 1 MiB. On one host whose cores all
+    there are at least ten buckets between hosts, unless they would be smaller than 1 MiB. If a compression leaves only
+    a small part of each bucket to send, there are at least three. On one host whose cores all
     compute, each further collective only takes time from the computation, so a few large buckets are faster.
 
     If the ranks of one host read each other's gradients from memory, an additional bucket costs little, and a bucket
@@ -150,6 +157,7 @@ def automatic_caps(
         device_type: the device type of the gradients.
         reduces_in_place: whether ranks read each other's gradients from memory.
         gradient_bytes: the bytes of all gradients of the module; None if they are not known.
+        sends_little: whether a compression leaves only a small part of each bucket to send.
 
     Examples:
         >>> crowded = HostLoad(num_ranks=2, num_cores=2, num_threads_per_rank=1)
@@ -159,8 +167,14 @@ def automatic_caps(
         25
         >>> automatic_caps([crowded, crowded], device_type="cpu", gradient_bytes=20 * MIB).cap_bytes // MIB
         2
+        >>> few = automatic_caps([crowded] * 2, device_type="cpu", gradient_bytes=21 * MIB, sends_little=True)
+        >>> few.cap_bytes // MIB, few.first_cap_bytes // MIB
+        (7, 7)
     """
     overlapping = BucketCaps(cap_bytes=25 * MIB, first_cap_bytes=1 * MIB, is_default=True)
+    if len(hosts) > 1 and gradient_bytes is not None and sends_little:
+        cap_bytes = min(25 * MIB, max(1 * MIB, gradient_bytes // _NUM_OF_LITTLE))
+        return BucketCaps(cap_bytes=cap_bytes, first_cap_bytes=cap_bytes, is_default=True)
     if len(hosts) > 1 and gradient_bytes is not None:
         cap_bytes = min(25 * MIB, max(1 * MIB, gradient_bytes // _NUM_OVERLAPPING))
         return BucketCaps(cap_bytes=cap_bytes, first_cap_bytes=1 * MIB, is_default=True)

@@ -20,7 +20,7 @@ from syncline.errors import SynclineError
 from syncline.liveness.board import Board, Place, Wait
 from syncline.liveness.calls import Failure, num_started
 from syncline.liveness.destructors import Keeper
-from syncline.liveness.notices import Notices
+from syncline.liveness.notices import Medium, Notices, publisher
 from syncline.liveness.processes import FORKED, RankProcess, refuse_in_forks
 from syncline.user_code import user_code
 
@@ -204,6 +204,15 @@ class Health:
     def is_live(self) -> bool:
         """Return whether the place of this rank is still to be published. Once the result is False, it stays False."""
         return self.failure is None and not self.has_lost_its_group()
+
+    def exchange_notices(self, medium: Medium, processes: Mapping[int, RankProcess] | None = None) -> None:
+        """Exchange notices with the peers by a medium from now on, and publish the place of this rank by it.
+
+        The group has several ranks. For the arguments, see `Notices.use`.
+        """
+        assert self.notices is not None
+        self.notices.use(medium, processes)
+        publisher().add(self)
 
     def leave(self) -> None:
         """Publish that this rank shuts down normally and will make no more calls."""

@@ -10,6 +10,7 @@ in a fork. This module keeps the list of these objects, and its hook, which Pyth
 from __future__ import annotations
 
 import errno
+import functools
 import json
 import os
 import socket
@@ -92,6 +93,7 @@ class RankProcess:
         return state in "Tt" and started == self.started
 
 
+@functools.cache  # it does not change while the process lives, and several parts of `sl.init` need it
 def host_key() -> str:
     """Return a key of this host. Processes with different keys cannot share memory.
 
@@ -180,6 +182,7 @@ def is_inherited(group: object) -> bool:
 
 
 def _in_the_fork() -> None:
+    host_key.cache_clear()  # the fork may be in another namespace
     _inherited.update(living_groups())
     for what in list(_live):
         what.refuse_a_fork()

@@ -8,9 +8,12 @@ codec.c     encoding and decoding of values that are averaged, for compressions
 core.c      collectives between processes over shared memory
 each_isa.h  include a header of kernels once for each instruction set
 encode.h    the kernels of codec.c, compiled once for each instruction set
+factors.c   encoding and decoding of matrices as two thin factors, for PowerSGD
+factors.h   the kernels of factors.c, compiled once for each instruction set
 half.h      conversions between fp32 and 16-bit types, compiled once for each instruction set
 isa.h       the instruction sets, and the choice of one at run time
 loading.py  find and load the library, and the types of its functions
+parts.h     threads that divide the work of one call
 reduce.h    element-wise reductions, compiled once for each instruction set
 """
 

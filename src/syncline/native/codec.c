@@ -7,8 +7,6 @@
  */
 
 #define _GNU_SOURCE
-#include <pthread.h>
-#include <signal.h>
 #include <stdbool.h>
 #include <stddef.h>
 #include <stdint.h>
@@ -16,11 +14,9 @@
 #include <string.h>
 
 #include "isa.h"
+#include "parts.h"
 
-enum { MAX_BLOCK_NUMEL = 1024, STRIP_NUMEL = 32, MAX_THREADS = 64, NUM_SAMPLES = 1 << 14 };
-#ifndef THREAD_NUMEL
-#define THREAD_NUMEL (1 << 20) /* to start a thread takes as long as to encode 2^18 values */
-#endif
+enum { MAX_BLOCK_NUMEL = 1024, STRIP_NUMEL = 32, NUM_SAMPLES = 1 << 14 };
 enum { NAN_SCALE = 0x7fc0 };                            /* the only scale of a block that is not finite */
 static const uint32_t INFINITE = 0x7f800000;            /* the bits of infinity; those of NaN are larger */
 static const uint32_t LARGE_MAGNITUDE = 0x7e800000;     /* 2^126: below it, no error of a finite block overflows */
@@ -87,67 +83,12 @@ static const struct codec *codec_of(int isa) {
     return isa >= num_supported ? NULL : codecs[isa < 0 ? num_supported - 1 : isa];
 }
 
-/* ------------------------------------------------------------------ threads */
-
-/* A part of the work of a call: it handles the items `from` to `to`. */
-struct part {
-    void (*run)(struct part *part);
-    const struct codec *codec;
-    void *work;
-    size_t from, to;
-    struct found *found; /* only in syncline_select */
-};
-
-static void *run_part(void *argument) {
-    struct part *part = argument;
-    part->run(part);
-    return NULL;
-}
-
-/* Divide the work into at most `num_threads` parts, of at least THREAD_NUMEL values each. Return their number. */
-static int divide(struct part *parts, struct part whole, size_t num_items, size_t numel, int num_threads) {
-    size_t most = numel / THREAD_NUMEL, num_parts = num_threads < 1 ? 1 : (size_t)num_threads;
-    if (num_parts > MAX_THREADS) num_parts = MAX_THREADS;
-    if (num_parts > most) num_parts = most;
-    if (num_parts < 1) num_parts = 1;
-    size_t each = (num_items + num_parts - 1) / num_parts;
-    for (size_t i = 0; i < num_parts; i++) {
-        parts[i] = whole;
-        parts[i].from = i * each < num_items ? i * each : num_items;
-        parts[i].to = (i + 1) * each < num_items ? (i + 1) * each : num_items;
-    }
-    return (int)num_parts;
-}
-
-/* Run all parts, each but the first in a thread of its own. The threads end before this returns. */
-static void run_parts(struct part *parts, int num_parts) {
-    pthread_t threads[MAX_THREADS];
-    bool is_started[MAX_THREADS] = {false};
-    sigset_t all, before;
-    if (num_parts > 1) { /* signals go to the threads of the program */
-        sigfillset(&all);
-        pthread_sigmask(SIG_SETMASK, &all, &before);
-        for (int i = 1; i < num_parts; i++)
-            is_started[i] = pthread_create(&threads[i], NULL, run_part, &parts[i]) == 0;
-        pthread_sigmask(SIG_SETMASK, &before, NULL);
-    }
-    parts[0].run(&parts[0]);
-    for (int i = 1; i < num_parts; i++) {
-        if (is_started[i])
-            pthread_join(threads[i], NULL);
-        else
-            parts[i].run(&parts[i]);
-    }
-}
-
-static void run_all(struct part whole, size_t num_items, size_t numel, int num_threads) {
-    struct part parts[MAX_THREADS];
-    run_parts(parts, divide(parts, whole, num_items, numel, num_threads));
-}
-
 /* ------------------------------------------------------------------ codes of 8, 4 or 2 bits */
 
-static void run_quantize(struct part *p) { p->codec->quantize(p->work, p->from, p->to); }
+static void run_quantize(struct part *p) {
+    const struct codec *codec = p->kernels;
+    codec->quantize(p->work, p->from, p->to);
+}
 
 /* Encode values as scales, one for each of `num_blocks` blocks, and the codes of the blocks behind them.
  *
@@ -157,13 +98,16 @@ EXPORT int syncline_quantize(int isa, int bits, size_t block_numel, size_t num_b
                              const float *residual, float *lost, float factor, uint8_t *row, int num_threads) {
     struct quantize q = {.bits = bits, .block_numel = block_numel, .numel = numel, .values = values};
     q.residual = residual, q.lost = lost, q.factor = factor, q.scales = row, q.codes = row + 2 * num_blocks;
-    struct part whole = {.run = run_quantize, .codec = codec_of(isa), .work = &q};
-    if (!whole.codec || block_numel > MAX_BLOCK_NUMEL) return -1;
+    struct part whole = {.run = run_quantize, .kernels = codec_of(isa), .work = &q};
+    if (!whole.kernels || block_numel > MAX_BLOCK_NUMEL) return -1;
     run_all(whole, num_blocks, num_blocks * block_numel, num_threads);
     return 0;
 }
 
-static void run_mean_of_codes(struct part *p) { p->codec->mean_of_codes(p->work, p->from, p->to); }
+static void run_mean_of_codes(struct part *p) {
+    const struct codec *codec = p->kernels;
+    codec->mean_of_codes(p->work, p->from, p->to);
+}
 
 /* Decode rows that syncline_quantize has written, add them up in their order, and divide the sum by `divisor`.
  *
@@ -174,29 +118,35 @@ EXPORT int syncline_mean_of_codes(int isa, int bits, size_t block_numel, size_t 
     struct mean_of_codes m = {.bits = bits, .block_numel = block_numel, .num_blocks = num_blocks, .numel = numel};
     m.rows = rows, m.num_rows = num_rows, m.row_bytes = row_bytes, m.own_row = own_row, m.own = own;
     m.divisor = divisor, m.out = out;
-    struct part whole = {.run = run_mean_of_codes, .codec = codec_of(isa), .work = &m};
-    if (!whole.codec || block_numel > MAX_BLOCK_NUMEL) return -1;
+    struct part whole = {.run = run_mean_of_codes, .kernels = codec_of(isa), .work = &m};
+    if (!whole.kernels || block_numel > MAX_BLOCK_NUMEL) return -1;
     run_all(whole, (numel + block_numel - 1) / block_numel, numel * (size_t)num_rows, num_threads);
     return 0;
 }
 
 /* ------------------------------------------------------------------ 16-bit types */
 
-static void run_narrow(struct part *p) { p->codec->narrow(p->work, p->from, p->to); }
+static void run_narrow(struct part *p) {
+    const struct codec *codec = p->kernels;
+    codec->narrow(p->work, p->from, p->to);
+}
 
 /* Divide values, and round them to bfloat16 or float16. */
 EXPORT int syncline_narrow(int isa, const float *values, size_t numel, size_t divisor, int is_bf16, uint16_t *out,
                            int num_threads) {
     struct narrow w = {.values = values, .divisor = divisor, .is_bf16 = is_bf16 != 0, .out = out};
-    struct part whole = {.run = run_narrow, .codec = codec_of(isa), .work = &w};
-    if (!whole.codec) return -1;
+    struct part whole = {.run = run_narrow, .kernels = codec_of(isa), .work = &w};
+    if (!whole.kernels) return -1;
     run_all(whole, numel, numel, num_threads);
     return 0;
 }
 
 /* ------------------------------------------------------------------ the largest magnitudes */
 
-static void run_find(struct part *p) { p->codec->find(p->work, p->from, p->to, p->found); }
+static void run_find(struct part *p) {
+    const struct codec *codec = p->kernels;
+    codec->find(p->work, p->from, p->to, p->found);
+}
 
 static uint32_t magnitude_of(float x) {
     uint32_t bits;
@@ -279,9 +229,9 @@ static size_t find_candidates(struct part *parts, struct found *found, int num_p
 EXPORT int syncline_select(int isa, const float *values, const float *residual, float *total, size_t numel,
                            size_t number, int32_t *places, float *chosen, int num_threads) {
     struct select s = {.values = values, .residual = residual, .total = total};
-    struct part parts[MAX_THREADS], whole = {.run = run_find, .codec = codec_of(isa), .work = &s};
+    struct part parts[MAX_THREADS], whole = {.run = run_find, .kernels = codec_of(isa), .work = &s};
     struct found found[MAX_THREADS];
-    if (!whole.codec) return -1;
+    if (!whole.kernels) return -1;
     int num_parts = divide(parts, whole, numel, numel, num_threads);
     bool are_few = numel >= 4 * NUM_SAMPLES && 5 * number <= 2 * numel;
     size_t capacity = are_few ? 3 * number + 4096 : 1;

@@ -20,6 +20,9 @@
  * of the work (slot.claimed). A rank that does not wait takes its own part. A rank that waits also takes the parts of
  * ranks that are still computing. Each sum runs in rank order on any rank, so all ranks and all runs get the same bits.
  *
+ * A reduction to rank 0 is an all_reduce of a part of a tensor, whose result only rank 0 gets. The others keep their
+ * values. The ranks compare the length of the whole tensor, so that different tensors are found at their first parts.
+ *
  * If the ranks make different calls, the lane cannot be used any more. There is one exception: calls with terms (see
  * syncline_start). Each rank compares the first chunks of all ranks before it fills anything else. If all calls have
  * terms, but the calls or the terms differ, the operation ends after this chunk. Then no tensor is written, the outcome
@@ -44,7 +47,7 @@
 
 #include "isa.h"
 
-#define ABI 4
+#define ABI 5
 
 enum { RING_EVERY = 4, LEAST_SPIN_NANOSECONDS = 4000, SHORT_NANOSECONDS = 200000 };
 enum { BRIEF_BYTES = 64 * 1024, BRIEF_LOOKS = 100, MAX_DISAGREED = 64 };
@@ -62,7 +65,9 @@ enum kind {
     SEND,
     RECV,
     ALL_REDUCE_IN_PLACE,
-    REDUCE_SCATTER_IN_PLACE
+    REDUCE_SCATTER_IN_PLACE,
+    REDUCE,
+    REDUCE_IN_PLACE
 };
 enum outcome { DONE = 0, PENDING = 1, ABORTED = 2, MISMATCH = 3, DISAGREED = 4 };
 
@@ -169,13 +174,14 @@ struct operation {
     int dtype, op, peer; /* peer: src of a broadcast, the other side of a message */
     bool is_split;       /* each rank reduces its part of a chunk, then all copy all parts */
     size_t itemsize, numel, chunk_numel;
+    size_t whole_numel; /* of the tensor of which this is a part */
     uint64_t num_chunks, num_filled, num_reduced, num_consumed;
     uint64_t num_taken; /* pieces of an operation in place, taken by this rank */
     const char *in;
     char *out;
     char *base; /* in place: rank 0's tensor; the others are at multiples of stride */
     size_t stride;
-    size_t from, to; /* in place: this rank's span of a reduce_scatter, in elements */
+    size_t from, to; /* in place, in elements: what is reduced; of a reduce_scatter, this rank's span of it */
     uint64_t buffer;
     uint64_t terms; /* 0: none */
     bool has_disagreed;
@@ -325,6 +331,7 @@ static void copy_in(struct lane *lane, const struct operation *o, char *data) {
     if (bytes == 0) return;
     switch (o->kind) {
     case ALL_REDUCE:
+    case REDUCE:
     case ALL_GATHER: memcpy(data, o->in + from, bytes); break;
     case BROADCAST:
         if (o->peer == rank) memcpy(data, o->in + from, bytes);
@@ -350,7 +357,7 @@ static bool fill(struct lane *lane) {
     int rank = lane->group->rank;
     struct header *header = (struct header *)cell_of(lane, at, rank);
     header->code = o->code;
-    header->numel = o->numel;
+    header->numel = o->whole_numel;
     header->chunk = o->num_filled;
     header->buffer = o->buffer;
     header->terms = o->num_filled ? 0 : o->terms;
@@ -410,7 +417,9 @@ static void reduce_own_part(struct lane *lane, const struct operation *o, uint64
 }
 
 static void reduce_strips(const struct operation *o, int size, int rank, size_t from, size_t numel) {
-    /* Strips fit into the first-level cache. Each is summed into this rank's tensor, then copied to the others. */
+    /* Strips fit into the first-level cache. Each is summed into one tensor, then copied to those that need it too. */
+    bool is_for_first = o->kind == REDUCE_IN_PLACE;
+    if (is_for_first) rank = 0;
     const void *sources[MAX_RANKS];
     size_t strip_numel = STRIP_BYTES / o->itemsize;
     for (size_t end = from + numel; from < end; from += strip_numel) {
@@ -418,13 +427,13 @@ static void reduce_strips(const struct operation *o, int size, int rank, size_t 
         for (int r = 0; r < size; r++) sources[r] = o->base + (size_t)r * o->stride + from * o->itemsize;
         char *target = o->base + (size_t)rank * o->stride + from * o->itemsize;
         reduce(target, sources, size, n, o->dtype, o->op);
-        for (int r = 0; r < size; r++)
+        for (int r = 0; r < size && !is_for_first; r++)
             if (r != rank) memcpy(o->base + (size_t)r * o->stride + from * o->itemsize, target, n * o->itemsize);
     }
 }
 
 static uint64_t num_pieces(const struct operation *o) {
-    return (o->numel * o->itemsize + PIECE_BYTES - 1) / PIECE_BYTES;
+    return ((o->to - o->from) * o->itemsize + PIECE_BYTES - 1) / PIECE_BYTES;
 }
 
 /* Take pieces until there are none, or until this rank has taken `limit` of them. */
@@ -435,8 +444,8 @@ static void take_pieces(struct lane *lane, struct operation *o, struct slot *slo
         uint64_t piece = atomic_fetch_add_explicit(&slot->claimed, 1, memory_order_relaxed);
         if (piece >= num) break;
         o->num_taken++;
-        size_t from = (size_t)piece * piece_numel;
-        reduce_strips(o, lane->group->size, lane->group->rank, from, least(piece_numel, o->numel - from));
+        size_t from = o->from + (size_t)piece * piece_numel;
+        reduce_strips(o, lane->group->size, lane->group->rank, from, least(piece_numel, o->to - from));
         if (atomic_fetch_add(&slot->done, 1) + 1 == num) ring_all(lane->group);
     }
 }
@@ -485,6 +494,8 @@ static void copy_out(struct lane *lane, const struct operation *o, uint64_t at) 
     const void *sources[MAX_RANKS];
     if (bytes == 0 || o->has_disagreed) return;
     switch (o->kind) {
+    case REDUCE:
+        if (rank != 0) break; /* fall through */
     case ALL_REDUCE:
         if (!o->is_split) {
             gather_sources(lane, at, sources, 0, o->in + from, o->itemsize);
@@ -525,7 +536,7 @@ static bool consume(struct lane *lane, bool is_waiting) {
     struct operation *o = operation_at(queue, atomic_load_explicit(&queue->num_completed, memory_order_relaxed));
     if (has_two_phases(o)) {
         if (atomic_load_explicit(&slot->reduced, memory_order_acquire) < (uint64_t)lane->group->size) return false;
-    } else if (o->kind == ALL_REDUCE_IN_PLACE) {
+    } else if (o->kind == ALL_REDUCE_IN_PLACE || o->kind == REDUCE_IN_PLACE) {
         /* A rank that does not wait takes only its own part. More work would delay the rank that arrives last. */
         uint64_t num = num_pieces(o), size = (uint64_t)lane->group->size;
         take_pieces(lane, o, slot, is_waiting ? num : (num + size - 1) / size);
@@ -848,15 +859,17 @@ static struct operation decoded(const struct lane *lane, uint64_t code, size_t n
                           .op = (int)(code >> 16 & 0xff),
                           .peer = (int)(code >> 24 & 0xffff),
                           .itemsize = (size_t)(code >> 40 & 0xff),
-                          .numel = numel};
+                          .numel = numel,
+                          .whole_numel = numel};
     size_t capacity_bytes = lane->chunk_bytes;
     if (o.kind == SEND || o.kind == RECV) {
         capacity_bytes = lane->message_bytes;
         o.code = code & ~(UINT64_C(0xffff) << 24); /* the two sides name different peers */
     }
     if (o.kind == REDUCE_SCATTER) capacity_bytes /= (size_t)lane->group->size;
-    bool is_in_place = o.kind == ALL_REDUCE_IN_PLACE || o.kind == REDUCE_SCATTER_IN_PLACE;
-    o.is_split = o.kind == ALL_REDUCE && lane->group->size >= SPLIT_RANKS && numel * o.itemsize >= SPLIT_BYTES;
+    bool is_in_place =
+        o.kind == ALL_REDUCE_IN_PLACE || o.kind == REDUCE_SCATTER_IN_PLACE || o.kind == REDUCE_IN_PLACE;
+    o.is_split = (o.kind == ALL_REDUCE || o.kind == REDUCE) && lane->group->size >= SPLIT_RANKS && numel * o.itemsize >= SPLIT_BYTES;
     o.chunk_numel = is_in_place || o.itemsize == 0 ? (numel ? numel : 1) : capacity_bytes / o.itemsize;
     o.num_chunks = numel ? (numel + o.chunk_numel - 1) / o.chunk_numel : 1;
     return o;
@@ -885,6 +898,7 @@ EXPORT int64_t syncline_start(struct lane *lane, uint64_t code, const void *in, 
 /* Begin an operation on tensors in memory that all ranks have mapped; see syncline_start. Rank r's tensor is at base +
  * r * stride. `buffer` identifies the memory and is the same on every rank. In a reduce_scatter, this rank gets the
  * elements from `from` to `to` in `out`, which may be their place in its own tensor. The ranks' spans must not overlap.
+ * In a reduction to rank 0, `from` and `to` are the part that is reduced. An all_reduce reduces all elements.
  */
 EXPORT int64_t syncline_start_in_place(struct lane *lane, uint64_t code, void *base, size_t stride, uint64_t buffer,
                                        size_t numel, void *out, size_t from, size_t to) {
@@ -894,7 +908,19 @@ EXPORT int64_t syncline_start_in_place(struct lane *lane, uint64_t code, void *b
     o.buffer = buffer;
     o.out = out;
     o.from = from;
-    o.to = to;
+    o.to = o.kind == ALL_REDUCE_IN_PLACE ? numel : to;
+    bool is_done;
+    int64_t ticket = (int64_t)start(lane, 0, &o, &is_done);
+    return is_done ? -ticket : ticket;
+}
+
+/* Begin the reduction to rank 0 of the elements from `from` to `to` of a tensor with `numel` elements; see
+ * syncline_start. */
+EXPORT int64_t syncline_start_part(struct lane *lane, uint64_t code, void *tensor, size_t numel, size_t from,
+                                   size_t to) {
+    struct operation o = decoded(lane, code, to - from);
+    o.whole_numel = numel;
+    o.in = o.out = (char *)tensor + from * o.itemsize;
     bool is_done;
     int64_t ticket = (int64_t)start(lane, 0, &o, &is_done);
     return is_done ? -ticket : ticket;

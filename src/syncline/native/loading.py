@@ -1,6 +1,6 @@
 """Functions that find and load the native library, and that declare the types of its functions.
 
-The comments in `core.c` and `codec.c` document these functions.
+The comments in `core.c`, `codec.c` and `factors.c` document these functions.
 """
 
 from __future__ import annotations
@@ -9,8 +9,9 @@ import ctypes
 import functools
 import sys
 from ctypes import c_char_p, c_float, c_int, c_int64, c_size_t, c_uint32, c_uint64, c_void_p
-from importlib.metadata import PackageNotFoundError, files
+from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
+from typing import Any
 
 from syncline.errors import SynclineError
 
@@ -21,24 +22,21 @@ def find_library() -> Path | None:
     """Return the path of the compiled native library.
 
     A wheel puts the library beside this file. An editable install leaves this file in the source tree and puts the
-    library into site-packages, where the distribution's list of files contains it. Returns None if the package was
-    installed without the library.
+    library into site-packages, beside the other files of the distribution. Returns None if the package was installed
+    without the library.
     """
     beside = Path(__file__).with_name(_NAME)
     if beside.is_file():
         return beside
     try:
-        installed = files("syncline") or []
+        installed = distribution("syncline").locate_file(f"syncline/native/{_NAME}")
     except PackageNotFoundError:  # run from the sources, never installed
         return None
-    for file in installed:
-        if file.name == _NAME:
-            found = Path(str(file.locate()))
-            return found if found.is_file() else None
-    return None
+    found = Path(str(installed))  # not looked up in the list of files, which takes milliseconds to read
+    return found if found.is_file() else None
 
 
-_ABI = 4
+_ABI = 5
 
 
 class NativeUnavailable(SynclineError):
@@ -48,7 +46,10 @@ class NativeUnavailable(SynclineError):
 _CODES = (c_int, c_int, c_size_t, c_size_t, c_size_t)
 """The types of isa, bits, block_numel, num_blocks and numel."""
 
-_PROTOTYPES: dict[str, tuple[object, list[object]]] = {
+_FACTORS = (c_int, c_int, c_void_p, c_size_t, c_size_t)
+"""The types of isa, rank, shapes, num_tensors and numel."""
+
+_PROTOTYPES: dict[str, tuple[Any, list[Any]]] = {
     "isa": (c_char_p, [c_int]),
     "reduce": (c_int, [c_int, c_void_p, c_void_p, c_int, c_size_t, c_int, c_int]),
     "group_bytes": (c_size_t, [c_int]),
@@ -62,6 +63,7 @@ _PROTOTYPES: dict[str, tuple[object, list[object]]] = {
         c_int64,
         [c_void_p, c_uint64, c_void_p, c_size_t, c_uint64, c_size_t, c_void_p, c_size_t, c_size_t],
     ),
+    "start_part": (c_int64, [c_void_p, c_uint64, c_void_p, c_size_t, c_size_t, c_size_t]),
     "poll": (c_int, [c_void_p, c_int, c_uint64]),
     "wait": (c_int, [c_void_p, c_int, c_uint64, c_uint64]),
     "abort": (c_int, [c_void_p, c_char_p, c_size_t]),
@@ -77,6 +79,10 @@ _PROTOTYPES: dict[str, tuple[object, list[object]]] = {
         c_int,
         [c_int, c_void_p, c_void_p, c_void_p, c_size_t, c_size_t, c_void_p, c_void_p, c_int],
     ),
+    "left_factors": (c_int, [*_FACTORS, *[c_void_p] * 6, c_int]),
+    "right_factors": (c_int, [*_FACTORS, *[c_void_p] * 5, c_int]),
+    "lost_of_factors": (c_int, [*_FACTORS, *[c_void_p] * 3, c_int]),
+    "mean_of_factors": (c_int, [*_FACTORS, *[c_void_p] * 4, c_int]),
 }
 
 
@@ -98,13 +104,16 @@ class Library:
                 f"the native library {path} belongs to another version of syncline: expected interface version {_ABI}, "
                 f"got {abi()}. Install syncline again"
             )
-        for name, (result, arguments) in _PROTOTYPES.items():
-            function = getattr(loaded, f"syncline_{name}")
-            function.restype, function.argtypes = result, arguments
-            setattr(self, name, function)
+        self._loaded = loaded
 
     def __getattr__(self, name: str) -> ctypes._NamedFuncPointer:
-        raise AttributeError(name)  # only for type checkers: all functions are set in the constructor
+        """Declare a function at its first use, and keep it as an attribute."""
+        if name not in _PROTOTYPES:
+            raise AttributeError(name)
+        function: ctypes._NamedFuncPointer = getattr(self._loaded, f"syncline_{name}")
+        function.restype, function.argtypes = _PROTOTYPES[name]
+        setattr(self, name, function)
+        return function
 
 
 @functools.cache

@@ -19,7 +19,7 @@ import time
 import uuid
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from datetime import timedelta
 
 import torch
@@ -70,8 +70,10 @@ class Presence:
     """The arguments of `sl.init`, one line of text per argument. The lines must be equal on all ranks."""
     fault: list[str] | None = None
     """The class name and the text of the error about the rank's arguments; None if the arguments are valid."""
-    process: str | None = None
-    """The `RankProcess` of the rank as JSON; None if the system does not show the states of processes."""
+    host_key: str | None = None
+    """The key of the host, as in `RankProcess`; None if the system does not show the states of processes."""
+    started: int = 0
+    """The start time of the process, as in `RankProcess`; 0 if it is not known."""
 
     @staticmethod
     def of_this_process(
@@ -87,7 +89,8 @@ class Presence:
             gpu=str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else None,
             asked=list(asked),
             fault=None if fault is None else [type(fault).__name__, str(fault)],
-            process=None if process is None else process.to_json(),
+            host_key=None if process is None else process.host,
+            started=0 if process is None else process.started,
         )
 
     def has_ended(self, seen_from: Presence) -> bool:
@@ -96,10 +99,9 @@ class Presence:
         Args:
             seen_from: the message of the calling process.
         """
-        if self.process is None or seen_from.process is None:
+        if self.host_key is None or self.host_key != seen_from.host_key:
             return False
-        process = RankProcess.from_json(self.process)
-        return process.host == RankProcess.from_json(seen_from.process).host and process.has_ended()
+        return RankProcess(self.host_key, self.pid, self.started).has_ended()
 
     def __str__(self) -> str:
         return f"pid {self.pid} on {self.host}"
@@ -290,7 +292,7 @@ def failed_connection(
 def _wait_for_all(store: Store, mine: Presence, timeout_seconds: float) -> list[Presence]:
     store.set_timeout(timedelta(seconds=timeout_seconds))
     keys = [f"rank {rank}" for rank in range(mine.size)]
-    message = json.dumps(asdict(mine))
+    message = json.dumps(vars(mine))
     messages = SignedStore(store)
     held = messages.set_first(keys[mine.rank], message)
     if held != message:

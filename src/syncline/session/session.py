@@ -8,7 +8,7 @@ import os
 import sys
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from types import TracebackType
@@ -245,6 +245,7 @@ class Session:
                 asked,
                 asked.timeout_seconds,
                 has_ended=lambda ranks: [rank for rank in ranks if everyone[rank].has_ended(mine)],
+                host_keys=[presence.host_key for presence in everyone],
             )
         except RuntimeError as error:
             named = failed_connection(error, mine, everyone, asked.timeout_seconds)
@@ -262,6 +263,7 @@ class Session:
         seconds: float,
         connection: StoreConnection | None = None,
         has_ended: Ended | None = None,
+        host_keys: Sequence[str | None] = (),
     ) -> dist.ProcessGroup:
         """Create torch's default group between ranks that have met at a store, and select its transport.
 
@@ -273,6 +275,7 @@ class Session:
             seconds: how long the ranks may take to connect. Their operations have the timeout of `asked`.
             connection: see `C10dTransport`.
             has_ended: a function that finds ended ranks; None if their processes are not known.
+            host_keys: see `Transports.select`.
         """
         gather = StoreGathering(
             SignedStore(store),
@@ -298,7 +301,12 @@ class Session:
             set_timeout(group, timedelta(seconds=asked.timeout_seconds))
         try:
             self.transports.select(
-                group, asked.transport, asked.timeout_seconds, connection=connection, gather=gather
+                group,
+                asked.transport,
+                asked.timeout_seconds,
+                connection=connection,
+                gather=gather,
+                host_keys=host_keys,
             )
         except BaseException:
             dist.destroy_process_group()

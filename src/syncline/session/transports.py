@@ -7,7 +7,7 @@ hosts, or through torch.distributed alone.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -131,6 +131,7 @@ class Transports:
         compare: Callable[[Transport], object] = lambda c10d: None,
         connection: StoreConnection | None = None,
         gather: Exchange | None = None,
+        host_keys: Sequence[str | None] = (),
     ) -> Transport:
         """Select the transport of a group, and return the transport. All ranks of the group must call this method.
 
@@ -142,6 +143,8 @@ class Transports:
                 ranks passed different arguments to `init`.
             connection: see `C10dTransport`.
             gather: a function with which the ranks set up shared memory. Pass None to use the group itself.
+            host_keys: the key of each rank's host, None for an unknown one. It is empty if the ranks have to exchange
+                them. All ranks pass the same keys.
         """
         if isinstance(group, MirrorProcessGroup):
             selected: Transport = _mirror(group, asked, timeout_seconds)
@@ -155,7 +158,7 @@ class Transports:
             )
             try:
                 compare(c10d)
-                selected = self._best_over(c10d, asked, gather)
+                selected = self._best_over(c10d, asked, gather, host_keys)
                 if gather is not None and not isinstance(selected, SharedMemoryTransport):
                     c10d.exchange_notices(connection)
             except BaseException:
@@ -164,7 +167,9 @@ class Transports:
         self._entries.setdefault(id(group), _Entry(group, is_default=True)).transport = selected
         return selected
 
-    def _best_over(self, c10d: C10dTransport, asked: str, gather: Exchange | None) -> Transport:
+    def _best_over(
+        self, c10d: C10dTransport, asked: str, gather: Exchange | None, host_keys: Sequence[str | None]
+    ) -> Transport:
         """Return the requested transport. For "auto", return the best transport that all ranks can use.
 
         All ranks of the group must call this method.
@@ -173,6 +178,7 @@ class Transports:
             c10d: a transport between the ranks. If another transport is returned, that transport closes `c10d`.
             asked: "auto", "c10d" or "shm", the same on all ranks.
             gather: see `select`.
+            host_keys: see `select`.
 
         Raises:
             SharedMemoryUnavailable: "shm" was requested and is not available. All ranks raise the error with the same
@@ -183,7 +189,7 @@ class Transports:
         try:
             if asked == "shm":
                 return SharedMemoryTransport.over(c10d, gather)
-            return HierarchicalTransport.over(c10d, gather=gather)
+            return HierarchicalTransport.over(c10d, gather=gather, keys=host_keys)
         except SharedMemoryUnavailable as error:
             if asked == "shm":
                 text = f'sl.init(transport="shm"): {error}'

@@ -47,7 +47,7 @@ from syncline.transport.c10d_groups import (
 )
 from syncline.transport.c10d_work import C10dWork, MessageWork
 from syncline.transport.threads import transport_of_one_rank
-from syncline.transport.watched import WatchedTransport, published_health
+from syncline.transport.watched import WatchedTransport, health_of_group
 from syncline.transport.watched_work import MESSAGES
 from syncline.transport.work import DONE, Work
 from syncline.words import describe_ranks
@@ -115,7 +115,7 @@ class C10dTransport(WatchedTransport):
         self._has_mean = set(self._backends.values()) <= _BACKENDS_WITH_MEAN
         self._options = CallOptions(size, timeout_seconds, self.control_device, has_mean=self._has_mean)
         own_lane = Lane(MAIN_LANE, group, barrier_device=self.control_device.type)
-        health = published_health(
+        health = health_of_group(
             own_lane,
             Board() if board is None else board,
             rank=rank,
@@ -131,7 +131,7 @@ class C10dTransport(WatchedTransport):
         """Exchange notices with the other ranks at a store from now on. For `connection`, see the class."""
         if self.health.notices is not None:
             connection = connection or StoreConnection(self._group.get_group_store())
-            self.health.notices.use(StoreMedium(connection, rank=self.rank, size=self.size))
+            self.health.exchange_notices(StoreMedium(connection, rank=self.rank, size=self.size))
 
     @property
     def name(self) -> str:

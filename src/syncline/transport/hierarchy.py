@@ -4,6 +4,8 @@ The leader of a host is its lowest rank. An operation has up to three phases: da
 shared memory, "across" between the leaders through a process group of the leaders, and "down" to the other ranks
 through shared memory. So each byte crosses the network once per host, not once per rank.
 
+A large tensor is reduced in pieces. While one piece is on the network, the next ones go up and earlier ones go down.
+
 The transport beneath connects all ranks. It handles messages between hosts and all tensors that are not on the CPU, and
 provides notices, board and errors. Messages within a host go through shared memory.
 
@@ -17,6 +19,7 @@ from __future__ import annotations
 import secrets
 from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -38,10 +41,22 @@ from syncline.transport.work import Work
 
 _TOKEN_BYTES = 8
 
+_PIECES_FROM_BYTES = 8 * 2**20
+"""The size from which a tensor is reduced in pieces."""
+
+_NUM_PIECES = 8
+"""The number of pieces. It does not depend on the tensor, so tensors of different lengths have different pieces."""
+
+_ALIGNED_NUMEL = 1024
+"""The number of elements of which each piece but the first is a multiple."""
+
 _TITLE = "shared memory within hosts"
 
 _Start = Callable[[Transport], Work]
-"""A function that gets the transport of one phase ("up", "across" or "down"), and starts the phase on it."""
+"""A function that gets the transport of one phase ("across" or "down"), and starts the phase on it."""
+
+_StartUp = Callable[[SharedMemoryTransport], Work]
+"""A function that gets the transport of the phase "up", and starts the phase on it."""
 
 
 class HierarchicalTransport(WatchedTransport):
@@ -100,7 +115,13 @@ class HierarchicalTransport(WatchedTransport):
             self._down = self._inside.lane_agreed(f"{self.own_lane.name}, down")
 
     @staticmethod
-    def over(beneath: C10dTransport, *, host: str = "", gather: Exchange | None = None) -> Transport:
+    def over(
+        beneath: C10dTransport,
+        *,
+        host: str = "",
+        gather: Exchange | None = None,
+        keys: Sequence[str | None] = (),
+    ) -> Transport:
         """Return the fastest transport for the ranks of `beneath`; a collective call.
 
         If all ranks are on one host, the result is a `SharedMemoryTransport`. With several hosts, the result is a
@@ -111,13 +132,18 @@ class HierarchicalTransport(WatchedTransport):
             beneath: the transport between the ranks.
             host: an extra key of this rank. Ranks with different keys are treated as ranks on different hosts.
             gather: a function with which the ranks find each other. Pass None to use `beneath`.
+            keys: the key of each rank's host, the same keys on all ranks. If one is missing, the ranks exchange keys.
 
         Raises:
             SharedMemoryUnavailable: ranks of one host cannot share memory. All ranks raise this error.
         """
         if beneath.size == 1:
             return beneath
-        hosts = Hosts.of((gather or beneath.all_gather_bytes)(f"{host_key_or_random()} {host}".encode()))
+        if not keys or None in keys:
+            mine = f"{host_key_or_random()} {host}".encode()
+            hosts = Hosts.of((gather or beneath.all_gather_bytes)(mine))
+        else:
+            hosts = Hosts.of(keys)
         if len(hosts.members) == 1:
             return SharedMemoryTransport.over(beneath, gather)
         if hosts.widest == 1 or not beneath.is_gloo_on_cpu:
@@ -150,21 +176,28 @@ class HierarchicalTransport(WatchedTransport):
             return self._beneath._start_reduce_scatter(output, input, op)
         whole = input.detach().reshape(-1).clone()
         mine = whole[self.rank * output.numel() : (self.rank + 1) * output.numel()]
-        take = Phase(None, partial(fill, output, mine))
-        return self._start("reduce_scatter", op, input, [*self._reduction(whole, op), take])
+        pieces = self._reduction(whole, op)
+        return self._start("reduce_scatter", op, input, pieces, at_end=partial(fill, output, mine))
 
     def _start_reduce_spans(self, tensor: Tensor, bounds: Sequence[int], op: ReduceOp) -> Work:
         if not tensor.is_cpu:
             return self._beneath._start_reduce_spans(tensor, bounds, op)
         return self._start("reduce_spans", op, tensor, self._reduction(tensor, op))
 
-    def _reduction(self, tensor: Tensor, op: ReduceOp) -> list[Phase]:
+    def _reduction(self, tensor: Tensor, op: ReduceOp) -> list[list[Phase]]:
+        """Return this rank's phases of the reduction of a tensor, for each of its pieces."""
+        numel = tensor.numel()
+        bounds = [0, numel] if tensor.nbytes < _PIECES_FROM_BYTES else _bounds(numel)
+        return [self._reduction_of(tensor, from_, to, op) for from_, to in pairwise(bounds)]
+
+    def _reduction_of(self, tensor: Tensor, from_: int, to: int, op: ReduceOp) -> list[Phase]:
         part: ReduceOp = "sum" if op == "mean" else op
+        piece = tensor.detach().view(-1)[from_:to]
         return self._phases(
-            lambda up: up._start_all_reduce(tensor, part),
-            lambda across: across._start_all_reduce(tensor, part),
-            lambda down: down._start_broadcast(tensor, 0),
-            after_across=partial(divide, tensor, self.size) if op == "mean" else None,
+            lambda up: up.start_reduce(tensor, from_, to, part),
+            lambda across: across._start_all_reduce(piece, part),
+            lambda down: down._start_broadcast(piece, 0),
+            after_across=partial(divide, piece, self.size) if op == "mean" else None,
         )
 
     # ------------------------------------------------------------------ data
@@ -187,7 +220,7 @@ class HierarchicalTransport(WatchedTransport):
             lambda down: down._start_broadcast(everyone, 0),
             after_across=sort,
         )
-        return self._start("all_gather", "", input, phases)
+        return self._start("all_gather", "", input, [phases])
 
     def _start_broadcast(self, tensor: Tensor, src: int) -> Work:
         if not tensor.is_cpu:
@@ -199,7 +232,7 @@ class HierarchicalTransport(WatchedTransport):
             lambda across: across._start_broadcast(tensor, host),
             None if is_here else (lambda down: down._start_broadcast(tensor, 0)),
         )
-        return self._start("broadcast", f"from rank {src}", tensor, phases)
+        return self._start("broadcast", f"from rank {src}", tensor, [phases])
 
     def _start_send(self, tensor: Tensor, dst: int) -> Work:
         self._check_usable()
@@ -217,11 +250,11 @@ class HierarchicalTransport(WatchedTransport):
         def start(part: Transport) -> Work:
             return part._start_barrier()
 
-        return self._start("barrier", "", None, self._phases(start, start, start))
+        return self._start("barrier", "", None, [self._phases(start, start, start)])
 
     def _phases(
         self,
-        up: _Start | None,
+        up: _StartUp | None,
         across: _Start,
         down: _Start | None,
         *,
@@ -248,11 +281,19 @@ class HierarchicalTransport(WatchedTransport):
             phases.append(Phase("down", partial(down, self._down)))
         return phases
 
-    def _start(self, operation: str, detail: str, tensor: Tensor | None, phases: list[Phase]) -> Work:
+    def _start(
+        self,
+        operation: str,
+        detail: str,
+        tensor: Tensor | None,
+        pieces: list[list[Phase]],
+        *,
+        at_end: Callable[[], object] | None = None,
+    ) -> Work:
         self._check_usable()
         self.own_lane.num_started += 1
         work = PhasedWork(self, operation, detail, tensor)
-        self._queue.add(work, phases)
+        self._queue.add(work, pieces, at_end)
         return work
 
     # ------------------------------------------------------------------ memory
@@ -274,6 +315,11 @@ class HierarchicalTransport(WatchedTransport):
 
     def renew(self, tensor: Tensor) -> Tensor:
         return super().renew(tensor) if self._inside is None else self._inside.renew(tensor)
+
+    def narrow(self, tensor: Tensor, numel: int) -> Tensor:
+        if self._inside is None:
+            return super().narrow(tensor, numel)
+        return self._inside.regions.narrow(tensor, numel)
 
     def allocate_shared(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor | None:
         if not self._has_teams(device):
@@ -338,6 +384,20 @@ class HierarchicalTransport(WatchedTransport):
                 part.close()
         if self._beneath.own_lane is self.own_lane:
             self._beneath.close()
+
+
+def _bounds(numel: int) -> list[int]:
+    """Return the bounds of the pieces of a tensor with so many elements.
+
+    The first piece gets the rest. So if hosts reduce tensors of different lengths, their first or second pieces differ,
+    and Gloo does not add up pieces that do not belong together.
+
+    Examples:
+        >>> _bounds(20_000)
+        [0, 5664, 7712, 9760, 11808, 13856, 15904, 17952, 20000]
+    """
+    each = numel // _NUM_PIECES // _ALIGNED_NUMEL * _ALIGNED_NUMEL
+    return [0, *(numel - left * each for left in range(_NUM_PIECES - 1, -1, -1))]
 
 
 def _as_bytes(tensor: Tensor) -> Tensor:

@@ -7,6 +7,9 @@ operation, even on another transport.
 Each rank can wait for operations in any order, so the order of phases must not depend on the waits. A track is a named
 sequence of phases that start in the order in which their operations were called. So an engine that cannot distinguish
 calls (Gloo) gets the phases of a track in the same order on all ranks.
+
+The tensor of an operation can be cut into pieces. Each piece passes through all phases, and different pieces are in
+different phases at the same time. On a track, the pieces keep their order.
 """
 
 from __future__ import annotations
@@ -14,7 +17,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 from syncline.errors import SynclineError
@@ -35,19 +38,66 @@ class Phase(NamedTuple):
     """A function that starts the phase and returns its work. It returns None if the phase is complete already."""
 
 
+class _Piece:
+    """A piece of an operation: its phases, and how far it is."""
+
+    __slots__ = ("_num_started", "_phases", "current")
+
+    def __init__(self, phases: Iterable[Phase]) -> None:
+        self._phases = tuple(phases)
+        self._num_started = 0
+        self.current: Work | None = None
+        """The work of the phase under way; None while no phase of this piece is under way."""
+
+    def advance(self, taken: set[str], whole: PhasedWork) -> bool:
+        """Advance this piece as far as is possible without waiting, and return whether it is done.
+
+        Args:
+            taken: the tracks on which earlier pieces and operations still have to start phases. This piece starts no
+                phase on them. This method adds the tracks of the phases that this piece still has to start.
+            whole: the operation, by whose call messages describe the phases.
+        """
+        while True:
+            if self.current is not None:
+                if not self.current.is_completed():
+                    break
+                self.current.wait()
+                self.current = None
+            if self._num_started == len(self._phases):
+                return True
+            phase = self._phases[self._num_started]
+            if phase.track in taken:
+                break
+            self._num_started += 1
+            self.current = phase.start()
+            if isinstance(self.current, WatchedWork):
+                self.current.describe_as(whole)
+        remaining = self._phases[self._num_started :]
+        taken.update(phase.track for phase in remaining if phase.track is not None)
+        return False
+
+
 class PhasedWork(WatchedWork):
     """The work of an operation that consists of several phases. `PhaseQueue.add` begins the operation."""
 
-    __slots__ = ("_num_started", "_phases", "_queue", "current", "is_done")
+    __slots__ = ("_at_end", "_pieces", "_queue", "_unfinished", "is_done")
 
-    def enter(self, queue: PhaseQueue, phases: Iterable[Phase]) -> None:
-        """Set the phases of this operation, and the queue that advances them."""
-        self._phases = tuple(phases)  # kept until the end, because a backend may use tensors that they hold
-        self._num_started = 0
+    def enter(
+        self, queue: PhaseQueue, pieces: Iterable[Iterable[Phase]], at_end: Callable[[], object] | None
+    ) -> None:
+        """Set the pieces of this operation, the queue that advances them, and a function to call at the end."""
+        self._pieces = [
+            _Piece(phases) for phases in pieces
+        ]  # kept until the end: a backend may use their tensors
+        self._unfinished = self._pieces
+        self._at_end = at_end
         self._queue = queue
-        self.current: Work | None = None
-        """The work of the phase under way; None while no phase of this operation is under way."""
         self.is_done = False
+
+    @property
+    def currents(self) -> list[Work]:
+        """The works of the phases under way, by piece."""
+        return [piece.current for piece in self._unfinished if piece.current is not None]
 
     def wait(self, timeout_seconds: float | None = None) -> None:
         if not self.is_done:
@@ -59,30 +109,17 @@ class PhasedWork(WatchedWork):
         return self.is_done or self._health.failure is not None
 
     def advance(self, taken: set[str]) -> None:
-        """Advance this operation as far as is possible without waiting.
+        """Advance all pieces of this operation as far as is possible without waiting.
 
         Args:
             taken: the tracks on which earlier operations still have to start phases. This operation starts no phase on
                 them. This method adds the tracks of the phases that this operation still has to start.
         """
-        while True:
-            if self.current is not None:
-                if not self.current.is_completed():
-                    break
-                self.current.wait()
-                self.current = None
-            if self._num_started == len(self._phases):
-                self.is_done, self._phases = True, ()
-                return
-            phase = self._phases[self._num_started]
-            if phase.track in taken:
-                break
-            self._num_started += 1
-            self.current = phase.start()
-            if isinstance(self.current, WatchedWork):
-                self.current.describe_as(self)
-        remaining = self._phases[self._num_started :]
-        taken.update(phase.track for phase in remaining if phase.track is not None)
+        self._unfinished = [piece for piece in self._unfinished if not piece.advance(taken, self)]
+        if not self._unfinished:
+            if self._at_end is not None:
+                self._at_end()
+            self.is_done, self._pieces, self._at_end = True, [], None
 
     def fail(self, error: Exception) -> None:
         """Mark the group as failed, and publish to all ranks that `error` has ended this operation."""
@@ -113,9 +150,20 @@ class PhaseQueue:
     def __init__(self) -> None:
         self._works: list[PhasedWork] = []
 
-    def add(self, work: PhasedWork, phases: Iterable[Phase]) -> None:
-        """Begin the operation `work`, which consists of `phases`, and append it to this queue."""
-        work.enter(self, phases)
+    def add(
+        self,
+        work: PhasedWork,
+        pieces: Sequence[Iterable[Phase]],
+        at_end: Callable[[], object] | None = None,
+    ) -> None:
+        """Begin the operation `work`, and append it to this queue.
+
+        Args:
+            work: the operation.
+            pieces: the phases of each piece of the operation.
+            at_end: a function to call once all pieces are done. Pass None for no function.
+        """
+        work.enter(self, pieces, at_end)
         with under_way.lock:
             self._works.append(work)
             under_way.add(self)
@@ -163,7 +211,7 @@ class PhaseQueue:
 
         The method prefers a phase that does not advance by itself, and after that a phase of `work`.
         """
-        currents = [work.current, *(other.current for other in self._works)]
+        currents = [*work.currents, *(phase for other in self._works for phase in other.currents)]
         phases = [phase for phase in currents if isinstance(phase, WatchedWork)]
         if not phases:
             time.sleep(min(seconds, _POLL_SECONDS))

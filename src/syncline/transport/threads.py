@@ -300,6 +300,9 @@ def run_ranks(size: int, fn: Callable[[ThreadsTransport], T], *, timeout_seconds
     `PeerFailed` with its traceback. If a rank returns while another rank still waits for it, the waiting rank raises
     `UnevenInputs`.
 
+    A rank's backward runs in the rank's own thread on all devices. By default torch has one thread per GPU, which runs
+    the backward of every rank: a rank that waits there for another one would wait for ever.
+
     Args:
         size: number of ranks.
         fn: the function that each rank calls with its transport.
@@ -322,7 +325,8 @@ def run_ranks(size: int, fn: Callable[[ThreadsTransport], T], *, timeout_seconds
 
     def run(rank: int) -> None:
         try:
-            results[rank] = fn(group.transport(rank))
+            with torch.autograd.set_multithreading_enabled(False):
+                results[rank] = fn(group.transport(rank))
         except BaseException as error:
             errors[rank] = error
             text = f"rank {rank} of {size} raised an exception:\n{traceback.format_exc()}"

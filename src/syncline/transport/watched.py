@@ -11,7 +11,7 @@ from syncline.errors import PeerFailed
 from syncline.liveness.board import MAIN_LANE, Board
 from syncline.liveness.calls import Failure
 from syncline.liveness.health import CLOSED, Health, Lane
-from syncline.liveness.notices import Notices, publisher
+from syncline.liveness.notices import Notices
 from syncline.transport.base import Transport
 
 
@@ -81,7 +81,7 @@ class WatchedTransport(Transport):
         """Release the resources of this lane. `close` calls this method once."""
 
 
-def published_health(
+def health_of_group(
     own_lane: Lane,
     board: Board,
     *,
@@ -90,9 +90,7 @@ def published_health(
     backend: str,
     timeout_seconds: float,
 ) -> Health:
-    """Create the `Health` of a new group. If the group has several ranks, publish this rank's state from now on.
-
-    The notices of the result need a medium (see `Notices.use`).
+    """Create the `Health` of a new group. Once it has a medium (`Health.exchange_notices`), ranks exchange notices.
 
     Args:
         own_lane: the name of the first lane, and the counter of its calls.
@@ -103,7 +101,7 @@ def published_health(
         timeout_seconds: the longest time that an operation of the group can be under way.
     """
     notices = Notices(rank=rank, size=size) if size > 1 else None
-    health = Health(
+    return Health(
         own_lane,
         board,
         notices,
@@ -112,6 +110,3 @@ def published_health(
         backend=backend,
         timeout_seconds=timeout_seconds,
     )
-    if notices is not None:
-        publisher().add(health)
-    return health

@@ -10,6 +10,7 @@ peers are. Short waits are not published, so that a healthy step is not slowed d
 
 from __future__ import annotations
 
+import math
 import sys
 import threading
 import time
@@ -200,10 +201,33 @@ class WatchedWork(Work):
 
 
 _LOOK_SECONDS = 0.5
-"""The period in which a waiting rank reads where the other ranks are."""
+"""The period in which a waiting rank reads where the other ranks are, in a group of few ranks."""
 
 _MANY_RANKS = 16
-"""The number of ranks above which `_LOOK_SECONDS` grows with their number, because a look at n ranks costs n times."""
+"""The number of ranks above which ranks look more rarely, because a look at n ranks costs n times as much."""
+
+_NUM_LOOKOUTS = 4
+"""How many of more than `_MANY_RANKS` ranks look often."""
+
+_RARELY = 8
+"""How many times more rarely the others look."""
+
+
+def look_period_seconds(rank: int, size: int) -> float:
+    """Return the period in which a waiting rank reads where the other ranks of its group are.
+
+    With many ranks, a few look often and the others rarely. A finding is published, so it is enough if one rank finds
+    it. If all ranks looked often, the places that they read would fill a slow link to the host with the store.
+
+    Examples:
+        >>> look_period_seconds(1, 4), look_period_seconds(0, 64), look_period_seconds(1, 64)
+        (0.5, 2.0, 16.0)
+    """
+    if size <= _MANY_RANKS:
+        return _LOOK_SECONDS
+    is_lookout = rank % math.ceil(size / _NUM_LOOKOUTS) == 0
+    return _LOOK_SECONDS * size / _MANY_RANKS * (1 if is_lookout else _RARELY)
+
 
 _SILENCE_SECONDS = 2 * SIGN_OF_LIFE_SECONDS
 """How long a rank must have published nothing before its peers warn about it."""
@@ -226,7 +250,7 @@ class LongWait:
     def __init__(self, health: Health, work: WatchedWork) -> None:
         self._health = health
         self._work = work
-        self._period_seconds = _LOOK_SECONDS * max(1.0, health.size / _MANY_RANKS)
+        self._period_seconds = look_period_seconds(health.rank, health.size)
         self._next_look = time.monotonic() + self._period_seconds / 2  # half of the period has passed already
         self._seen: dict[int, Place] = {}
         self._signs_of_life: dict[int, tuple[float, float]] = {}

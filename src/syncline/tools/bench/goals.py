@@ -1,13 +1,15 @@
 """Figures of benchmarks with their goals, and the comparison of two measurements.
 
-A figure has one value for each round. All functions are pure.
+A figure has one value for each round. All functions are pure, except `show_comparison`.
 """
 
 from __future__ import annotations
 
 import statistics
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 from syncline.tools.bench.tables import size_text, table
@@ -167,6 +169,21 @@ def from_json(data: object) -> list[Figure]:
         return [Figure(**row) for row in found or ()]
     except TypeError as error:
         raise ValueError(f"expected the figures of a benchmark: {error}") from None
+
+
+def show_comparison(path: Path, before: Sequence[Figure], after: Sequence[Figure]) -> int:
+    """Print what has changed since another measurement. Return an exit status: 1 if a figure is worse, else 0.
+
+    Args:
+        path: where the baseline is.
+        before: the figures of the baseline.
+        after: the figures of the new measurement.
+    """
+    text, worse = compared(before, after)
+    print(f"\nCompared with {path}: median [95 % interval]\n{text}")
+    if worse:
+        print(f"worse by more than noise: {', '.join(worse)}", file=sys.stderr)
+    return 1 if worse else 0
 
 
 def compared(before: Sequence[Figure], after: Sequence[Figure]) -> tuple[str, list[str]]:

@@ -10,6 +10,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+import syncline
 from syncline.environment import num_cores
 
 
@@ -29,7 +30,7 @@ def describe_machine() -> dict[str, Any]:
         "system": f"{platform.system()} {platform.release()}",
         "torch": metadata.version("torch"),
         "python": platform.python_version(),
-        "syncline": metadata.version("syncline"),
+        "syncline": syncline.__version__,
     }
 
 

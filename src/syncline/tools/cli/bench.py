@@ -91,7 +91,7 @@ def main(argv: Sequence[str]) -> int:
     sizes = _sizes(args)
     print(f"syncline bench: starting {args.n} ranks", file=sys.stderr, flush=True)
     plan = _plan(args, sizes)
-    from syncline.tools.bench.goals import figures_of, goals_table, to_json
+    from syncline.tools.bench.goals import figures_of, goals_table, show_comparison, to_json
     from syncline.tools.bench.timing import summarize
     from syncline.tools.launch.supervise import run_on_this_host
 
@@ -113,7 +113,7 @@ def main(argv: Sequence[str]) -> int:
         args.json.write_text(json.dumps({**summary, "figures": to_json(figures)}, indent=2) + "\n")
     if args.plot is not None:
         plot(summary, args.plot)
-    return 0 if before is None else _compare(args.compare, before, figures)
+    return 0 if before is None else show_comparison(args.compare, before, figures)
 
 
 def _parse(argv: Sequence[str]) -> argparse.Namespace:
@@ -167,17 +167,6 @@ def _figures_in(path: Path) -> list[Figure]:
     if not found:
         raise UsageError(f"--compare {path}: expected a file that syncline bench --json has written")
     return found
-
-
-def _compare(path: Path, before: list[Figure], after: list[Figure]) -> int:
-    """Print what has changed. Return 1 if a figure is worse, else 0."""
-    from syncline.tools.bench.goals import compared
-
-    text, worse = compared(before, after)
-    print(f"\nCompared with {path}: median [95 % interval]\n{text}")
-    if worse:
-        print(f"syncline bench: worse by more than noise: {', '.join(worse)}", file=sys.stderr)
-    return 1 if worse else 0
 
 
 def _calibrate(path: Path | None) -> int:

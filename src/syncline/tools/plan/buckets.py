@@ -8,13 +8,17 @@ from syncline.tools.plan.cluster import Cluster
 from syncline.tools.plan.job import Gradient, Job
 
 
-def buckets_of(job: Job, cluster: Cluster, cap_mb: float | None) -> list[Sequence[Gradient]]:
+def buckets_of(
+    job: Job, cluster: Cluster, cap_mb: float | None, *, sends_little: bool = False
+) -> list[Sequence[Gradient]]:
     """Return the gradients of each bucket, in the order in which buckets are sent.
 
     Args:
         job: the job.
         cluster: the hosts, on which the automatic size depends.
         cap_mb: the argument `bucket_cap_mb`; None for the automatic size.
+        sends_little: whether a compression leaves only a small part of each bucket to send, which makes automatic
+            buckets larger.
     """
     # Imports torch, which a report of a trace does not need.
     from syncline.gradients.bucket_plan import (
@@ -47,6 +51,7 @@ def buckets_of(job: Job, cluster: Cluster, cap_mb: float | None) -> list[Sequenc
             device_type="cuda" if cluster.engine == "nccl" else "cpu",
             reduces_in_place=cluster.engine == "shm" and (cluster.hosts == 1 or cluster.ranks_per_host > 1),
             gradient_bytes=job.num_bytes,
+            sends_little=sends_little,
         )
     else:
         caps = BucketCaps(cap_bytes=round(cap_mb * MIB), first_cap_bytes=round(cap_mb * MIB))

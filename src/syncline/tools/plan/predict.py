@@ -48,13 +48,23 @@ class Planner:
     machine: Machine
     buckets: Mapping[float | None, Sequence[Sequence[Gradient]]]
     """The buckets for each value of `bucket_cap_mb`."""
+    large_buckets: Sequence[Sequence[Gradient]] | None = None
+    """The buckets of automatic size of a compression that sends little; None if they are those of all options."""
 
     @staticmethod
     def of(job: Job, cluster: Cluster, machine: Machine) -> Planner:
         """Return the planner of a job on a cluster."""
         caps = (None, *CAPS_MB)
         buckets = {cap: buckets_of(job, cluster, cap) for cap in caps}
-        return Planner(job=job, cluster=cluster, machine=machine, buckets=buckets)
+        large = buckets_of(job, cluster, None, sends_little=True)
+        return Planner(job=job, cluster=cluster, machine=machine, buckets=buckets, large_buckets=large)
+
+    def buckets_for(self, option: Option) -> Sequence[Sequence[Gradient]]:
+        """Return the buckets of an option."""
+        sends_little = option.compression is not None and option.compression.kind == "factors"
+        if sends_little and option.cap_mb is None and self.large_buckets is not None:
+            return self.large_buckets
+        return self.buckets[option.cap_mb]
 
     def predict(self, option: Option) -> Prediction:
         """Return what an option would cost."""
@@ -67,7 +77,7 @@ class Planner:
     def waits(self, option: Option) -> float:
         """Return how long a synchronized backward waits at its end, without the work that makes it longer."""
         costs = Costs(cluster=self.cluster, machine=self.machine)
-        found = [self._reduction(bucket, option, costs)[0] for bucket in self.buckets[option.cap_mb]]
+        found = [self._reduction(bucket, option, costs)[0] for bucket in self.buckets_for(option)]
         work = sum(one.encoding + one.stolen + one.decoding for one in found) - found[-1].stolen
         return max(0.0, exposed_time(found, self.job.backward) - work)
 
@@ -76,7 +86,7 @@ class Planner:
     def _every_step(self, option: Option) -> Prediction:
         machine, job = self.machine, self.job
         costs = Costs(cluster=self.cluster, machine=machine)
-        buckets = self.buckets[option.cap_mb]
+        buckets = self.buckets_for(option)
         found, total = [], _NOTHING
         for bucket in buckets:
             reduction, sending = self._reduction(bucket, option, costs)

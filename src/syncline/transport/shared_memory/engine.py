@@ -38,16 +38,30 @@ class Kind(IntEnum):
     RECV = 6
     IN_PLACE_ALL_REDUCE = 7
     IN_PLACE_REDUCE_SCATTER = 8
+    REDUCE = 9
+    IN_PLACE_REDUCE = 10
 
     @property
     def words(self) -> str:
-        """The name of this kind of operation in messages, such as "all_reduce in place"."""
+        """The name of this kind of operation in messages, such as "all_reduce in place".
+
+        A reduction to the leader of a host is a part of an all_reduce, which is what the program has called.
+        """
         name = self.name.lower()
+        if self in (Kind.REDUCE, Kind.IN_PLACE_REDUCE):
+            name = name.replace("reduce", "all_reduce")
         operation = name.removeprefix("in_place_")
         return name if operation == name else f"{operation} in place"
 
 
-_REDUCTIONS = (Kind.ALL_REDUCE, Kind.REDUCE_SCATTER, Kind.IN_PLACE_ALL_REDUCE, Kind.IN_PLACE_REDUCE_SCATTER)
+_REDUCTIONS = (
+    Kind.ALL_REDUCE,
+    Kind.REDUCE_SCATTER,
+    Kind.IN_PLACE_ALL_REDUCE,
+    Kind.IN_PLACE_REDUCE_SCATTER,
+    Kind.REDUCE,
+    Kind.IN_PLACE_REDUCE,
+)
 
 _REDUCED_AS = {
     torch.float32: 0,
@@ -237,15 +251,16 @@ class EngineLane:
 
     Args:
         engine: this rank's handle of the group.
-        memory: shared memory of `sizes.total_bytes` bytes, which all ranks have mapped.
-        sizes: the layout of `memory`.
+        memory: shared memory, which all ranks have mapped.
+        sizes: the layout of the lane in `memory`.
+        begin: where the `sizes.total_bytes` bytes of the lane begin in `memory`.
     """
 
-    def __init__(self, engine: Engine, memory: SharedMemory, sizes: LaneSizes) -> None:
+    def __init__(self, engine: Engine, memory: SharedMemory, sizes: LaneSizes, begin: int = 0) -> None:
         self.engine = engine
         self.sizes = sizes
         self.handle = library().lane_open(
-            engine.handle, memory.address, sizes.num_slots, sizes.chunk_bytes, sizes.message_bytes
+            engine.handle, memory.address + begin, sizes.num_slots, sizes.chunk_bytes, sizes.message_bytes
         )
         if not self.handle:
             raise MemoryError

@@ -12,13 +12,12 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import re
 import secrets
 import socket
 import sys
 import weakref
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from syncline.errors import SynclineError
@@ -53,6 +52,10 @@ NUM_EXCHANGES = 2
 _SHOWN_BYTES = 60
 
 _PROOF_BYTES = 32
+
+_TOKEN_BYTES = 32
+
+_HEX_DIGITS = frozenset("0123456789abcdef")
 
 _PAGE_BYTES = 4096
 
@@ -89,7 +92,11 @@ def _parsed(row: bytes, rank: int) -> _Presence:
     """Parse the description that `rank` sent, and raise an error if its process number or token is not valid."""
     where = f"the description that rank {rank} sent to set up shared memory"
     found = decode(_Presence, row, where)
-    if found.pid < 1 or not re.fullmatch(r"([0-9a-f]{64})?", found.token):
+    if (
+        found.pid < 1
+        or len(found.token) not in (0, 2 * _TOKEN_BYTES)
+        or not _HEX_DIGITS.issuperset(found.token)
+    ):
         raise SynclineError(
             f"{where}: expected a process number above 0, and a token that is empty or has 64 hexadecimal digits; got "
             f"{row[:_SHOWN_BYTES]!r}"
@@ -118,7 +125,7 @@ class Hub:
         self._connections: dict[int, socket.socket] = {}
         """A map from rank to connection, for the rank before and the rank after this one."""
         weakref.finalize(self, _close, self._connections)
-        token = secrets.token_bytes(32)
+        token = secrets.token_bytes(_TOKEN_BYTES)
         with contextlib.ExitStack() as stack:
             listener = stack.enter_context(listener_for_next()) if rank < size - 1 else None
             everyone = self._exchange_presence(listener, token, exchange)
@@ -142,7 +149,7 @@ class Hub:
             address="" if listener is None else address_of(listener),
             token="" if self.rank else token.hex(),
         )
-        rows = exchange(json.dumps(asdict(mine)).encode())
+        rows = exchange(json.dumps(vars(mine)).encode())
         everyone = [_parsed(row, rank) for rank, row in enumerate(rows)]
         _check_ability(everyone)
         return everyone
@@ -218,7 +225,7 @@ class Hub:
             SharedMemoryUnavailable: there is not enough memory. All ranks raise this error.
             SynclineError: the connection to another rank failed, for instance because its process has ended.
         """
-        num_bytes = -(-num_bytes // _PAGE_BYTES) * _PAGE_BYTES
+        num_bytes = pages(num_bytes)
         try:
             memory, trouble = self._passed_on(
                 num_bytes, num_bytes if populated_bytes is None else populated_bytes, may_be_used=may_be_used
@@ -288,6 +295,11 @@ class Hub:
         if self.size > 1 and not self._connections:
             raise ConnectionResetError("this rank has closed its connections to the other ranks")
         return self._connections.get(self.rank - 1), self._connections.get(self.rank + 1)
+
+
+def pages(num_bytes: int) -> int:
+    """Return a number of bytes, rounded up to whole pages."""
+    return -(-num_bytes // _PAGE_BYTES) * _PAGE_BYTES
 
 
 def _close(connections: dict[int, socket.socket]) -> None:

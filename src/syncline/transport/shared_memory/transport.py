@@ -34,11 +34,12 @@ from syncline.transport.shared_memory.engine import (
     core_numel,
     reduction_codes,
 )
-from syncline.transport.shared_memory.hub import Exchange, Hub, store_exchange
+from syncline.transport.shared_memory.hub import Exchange, Hub, pages, store_exchange
 from syncline.transport.shared_memory.medium import MemoryMedium
+from syncline.transport.shared_memory.memory import SharedMemory
 from syncline.transport.shared_memory.work import SharedMemoryWork
 from syncline.transport.threads import transport_of_one_rank
-from syncline.transport.watched import WatchedTransport, published_health
+from syncline.transport.watched import WatchedTransport, health_of_group
 from syncline.transport.work import DONE, Work
 
 _ALL_REDUCE = reduction_codes(Kind.ALL_REDUCE)
@@ -48,6 +49,10 @@ _ALL_REDUCE_IN_PLACE = reduction_codes(Kind.IN_PLACE_ALL_REDUCE)
 _REDUCE_SCATTER = reduction_codes(Kind.REDUCE_SCATTER)
 
 _REDUCE_SCATTER_IN_PLACE = reduction_codes(Kind.IN_PLACE_REDUCE_SCATTER)
+
+_REDUCE = reduction_codes(Kind.REDUCE)
+
+_REDUCE_IN_PLACE = reduction_codes(Kind.IN_PLACE_REDUCE)
 
 
 class SharedMemoryTransport(WatchedTransport):
@@ -86,24 +91,28 @@ class SharedMemoryTransport(WatchedTransport):
         self._store = store
         self._num_splits = 0
         notices_at = Engine.num_bytes(self.size)
-        memory = hub.allocate(notices_at + MemoryMedium.num_bytes(self.size), "the group")
+        lane_at = pages(notices_at + MemoryMedium.num_bytes(self.size))
+        sizes = LaneSizes(
+            self.size
+        )  # of the first lane, which is in the same memory: each allocation is collective
+        memory = hub.allocate(
+            lane_at + sizes.total_bytes, "the group", populated_bytes=lane_at + sizes.populated_bytes
+        )
         self.engine = Engine(memory, rank=self.rank, size=self.size)
-        self._open()
+        self._open(memory, sizes, lane_at)
         health.runs_over(self.name)
         engine, rank = self.engine, health.rank  # the health must not refer to its transport
         self._abort_core = lambda failure: engine.abort(failure.to_json(rank))
         health.on_failure.append(self._abort_core)
         if numbers is None and health.notices is not None:
-            health.notices.use(MemoryMedium(engine, notices_at), hub.peers.processes)
+            health.exchange_notices(MemoryMedium(engine, notices_at), hub.peers.processes)
 
-    def _open(self) -> None:
-        """Create the shared memory of this lane; a collective call."""
-        sizes = LaneSizes(self.size, has_messages=self.own_lane.name == MAIN_LANE)
-        purpose = f"the {self.own_lane.name} lane"
-        memory = self._hub.allocate(sizes.total_bytes, purpose, populated_bytes=sizes.populated_bytes)
-        self.engine_lane = EngineLane(self.engine, memory, sizes)
+    def _open(self, memory: SharedMemory, sizes: LaneSizes, begin: int = 0) -> None:
+        """Open this lane in shared memory, from the byte `begin` on."""
+        self.engine_lane = EngineLane(self.engine, memory, sizes, begin)
         self._handle = self.engine_lane.handle
         self._start_native, self._start_in_place = library().start, library().start_in_place
+        self._start_part = library().start_part
 
     @staticmethod
     def over(beneath: C10dTransport, gather: Exchange | None = None) -> Transport:
@@ -152,7 +161,7 @@ class SharedMemoryTransport(WatchedTransport):
             return transport_of_one_rank(timeout_seconds, board)
         hub = Hub(rank=rank, size=size, exchange=store_exchange(store, rank, size, timeout_seconds))
         own_lane = Lane(MAIN_LANE, None)
-        health = published_health(
+        health = health_of_group(
             own_lane,
             board,
             rank=rank,
@@ -193,6 +202,20 @@ class SharedMemoryTransport(WatchedTransport):
         return self._begin(
             "all_reduce", op, (tensor,), self._start_native, code, address, address, numel, terms
         )
+
+    def start_reduce(self, tensor: Tensor, from_: int, to: int, op: ReduceOp) -> Work:
+        """Reduce the elements from `from_` up to `to` of a tensor on the CPU to rank 0; the other ranks keep theirs.
+
+        The ranks compare the number of elements of the whole tensor.
+        """
+        numel, width = core_numel(tensor), 2 if tensor.dtype.is_complex else 1
+        part = (from_ * width, to * width)
+        region = self._region_of.get(id(tensor))
+        if region is None:
+            code, start = _REDUCE[tensor.dtype, op], self._start_part
+            return self._begin("all_reduce", op, (tensor,), start, code, tensor.data_ptr(), numel, *part)
+        code, start = _REDUCE_IN_PLACE[tensor.dtype, op], self._start_in_place
+        return self._begin("all_reduce", op, (tensor,), start, code, *region, numel, 0, *part)
 
     def _start_reduce_scatter(self, output: Tensor, input: Tensor, op: ReduceOp) -> Work:
         if not input.is_cpu:
@@ -340,7 +363,11 @@ class SharedMemoryTransport(WatchedTransport):
         The caller has made this check already. The lane is not added to `health.lanes`.
         """
         lane = self._copy_for(Lane(name, None))
-        lane._open()
+        sizes = LaneSizes(self.size, has_messages=False)
+        memory = self._hub.allocate(
+            sizes.total_bytes, f"the {name} lane", populated_bytes=sizes.populated_bytes
+        )
+        lane._open(memory, sizes)
         return lane
 
     def split(self, color: int | None) -> Transport | None:

@@ -17,6 +17,17 @@ _POLLS_PER_CHECK = 1000
 """The number of calls of `is_completed` after which a work checks whether the processes of the peers still exist."""
 
 
+_PAUSE_IN_LONG_WAITS_SECONDS = 0.02
+"""The time between two looks at the processes of the peers, if an operation has been under way for long.
+
+It is shorter than the time after which connections of an ended process close (see `c10d_work.py`), so that a rank of
+its host, which can name it, is still the first to report it.
+"""
+
+_PART_OF_WAIT = 1 / 8
+"""The longest time between two looks, as a part of the time for which the operation has been under way."""
+
+
 class SharedMemoryWork(WatchedWork):
     """The work of an operation in shared memory that was not complete when its call returned."""
 
@@ -78,7 +89,8 @@ class SharedMemoryWork(WatchedWork):
 
     def _ends_within(self, seconds: float) -> bool:
         wait, handle, queue, ticket = library().wait, self._engine_lane.handle, self._queue, self._ticket
-        pause = self._peers.pause_seconds
+        patience = min(self.elapsed_seconds() * _PART_OF_WAIT, _PAUSE_IN_LONG_WAITS_SECONDS)
+        pause = max(self._peers.pause_seconds, patience)
         while seconds > 0:
             outcome = wait(handle, queue, ticket, int(min(seconds, pause) * 1e9))
             if outcome != Outcome.PENDING:

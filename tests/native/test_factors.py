@@ -1,0 +1,143 @@
+"""The native form of thin factors: on every instruction set, and against the form in PyTorch."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from syncline.compression import kernels
+from syncline.compression.factors import Factors, TorchFactors
+from syncline.compression.kernels import NativeFactors, can_encode
+from syncline.native import find_library, library
+
+pytestmark = pytest.mark.skipif(find_library() is None, reason="the native library was not built")
+
+SPECIAL = (math.inf, -math.inf, math.nan, 1e-45, 3.4028235e38, -0.0)
+
+shapes = st.lists(st.tuples(st.integers(0, 40), st.integers(1, 70)), min_size=1, max_size=4)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _one_thread() -> Iterator[None]:
+    """Let PyTorch compute the references in one thread. On a busy machine several are much slower."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@contextmanager
+def on(isa: int, num_threads: int = 1) -> Iterator[None]:
+    """Run the native form on one instruction set, and with a number of threads."""
+    with (
+        patch.object(kernels, "_BEST_ISA", isa),
+        patch.object(kernels.torch, "get_num_threads", lambda: num_threads),
+    ):
+        yield
+
+
+def bits(tensor: Tensor) -> Tensor:
+    """The bits of each number; of a NaN, only that it is one."""
+    return torch.where(tensor.isnan(), torch.full_like(tensor, math.nan), tensor).view(torch.int32)
+
+
+def drawn(numel: int, seed: int, special: float = 0.0) -> Tensor:
+    """Numbers, and some that are special, in memory that is not aligned to more than a number."""
+    g = torch.Generator().manual_seed(seed)
+    values = torch.randn(numel + 1, generator=g)
+    pick = torch.randint(0, len(SPECIAL), (numel + 1,), generator=g)
+    chosen = torch.rand(numel + 1, generator=g) < special
+    return torch.where(chosen, torch.tensor(SPECIAL)[pick], values)[1:]
+
+
+def results(form: Factors, seed: int, special: float, feedback: str) -> dict[str, Tensor]:
+    """What each function gives for the same arguments. Factors from other ranks do not depend on the form."""
+    numel = sum((n or 1) * m for n, m in form.shapes)
+    values, starts = drawn(numel, seed, special), drawn(form.right_numel, seed + 1)
+    residual = drawn(numel, seed + 2, special)
+    lost = {"none": None, "in place": residual, "other memory": torch.full((numel,), 7.0)}[feedback]
+    message = form.left(values, starts, residual=None if lost is None else residual, lost=lost)
+    total = values if lost is None else lost
+    kept, out = total.clone(), torch.full((numel,), 7.0)
+    means = drawn(message.numel(), seed + 3, special / 4)
+    rights = form.right(total, means, out)
+    lefts, right_means = means[: form.left_numel], drawn(form.right_numel, seed + 4, special)
+    form.subtract(total, lefts, drawn(form.right_numel, seed + 5))
+    form.mean(lefts, right_means, starts, out)
+    return {
+        "message": message,
+        "total": kept,
+        "orthonormal rows": means,
+        "rights": rights,
+        "error": total.clone(),
+        "mean": out,
+        "starts": starts,
+    }
+
+
+EQUAL = ("total", "orthonormal rows", "mean", "starts")
+"""The results that have the bits of the form in PyTorch. The others are sums whose order is free."""
+
+
+@settings(deadline=None, max_examples=100)
+@given(
+    rank=st.integers(1, 5),
+    shapes=shapes,
+    special=st.sampled_from([0.0, 0.01]),
+    feedback=st.sampled_from(["none", "in place", "other memory"]),
+    seed=st.integers(0, 1000),
+)
+def test_both_forms_agree(
+    rank: int, shapes: list[tuple[int, int]], special: float, feedback: str, seed: int
+) -> None:
+    expected = results(TorchFactors(rank, shapes), seed, special, feedback)
+    first: dict[str, Tensor] | None = None
+    for isa in instruction_sets():
+        with on(isa):
+            found = results(NativeFactors(rank, shapes), seed, special, feedback)
+        for name in EQUAL:
+            assert torch.equal(bits(found[name]), bits(expected[name])), (isa, name)
+        if not special:  # within 70 products of numbers of about 1, each rounded to 24 bits
+            for name in found:
+                torch.testing.assert_close(found[name], expected[name], rtol=1e-5, atol=1e-4)
+        first = first or found
+        for name, tensor in found.items():
+            assert torch.equal(bits(tensor), bits(first[name])), (isa, name)
+        assert found["error"].isfinite().all() or feedback == "none"
+
+
+def instruction_sets() -> list[int]:
+    return [isa for isa in range(3) if library().isa(isa) is not None]
+
+
+@pytest.mark.parametrize(
+    "shapes", [[(2000, 1100), (0, 9), (1, 700)], [(2, 1_100_003)], [(1_100_001, 2)]], ids=str
+)
+def test_long_rows_long_columns_and_threads_change_nothing(shapes: Any) -> None:
+    torch_form = results(TorchFactors(2, shapes), 0, 0.0, "in place")
+    found = []
+    for num_threads in (1, 2, 5):
+        with on(-1, num_threads):
+            found.append(results(NativeFactors(2, shapes), 0, 0.0, "in place"))
+    for name, tensor in found[0].items():
+        assert all(torch.equal(bits(tensor), bits(other[name])) for other in found)
+        if name in EQUAL:
+            assert torch.equal(bits(tensor), bits(torch_form[name])), name
+        else:
+            torch.testing.assert_close(tensor, torch_form[name], rtol=1e-4, atol=2e-2)
+
+
+def test_other_tensors_take_the_form_in_pytorch() -> None:
+    values = torch.zeros(256)
+    assert can_encode(values, None)
+    for other in (values.double(), values[::2], values.to("meta"), torch.nn.Parameter(values)):
+        assert not can_encode(values, other)
