@@ -14,6 +14,7 @@ from syncline._torch.profiler import UNPROFILED, is_profiling, profiled
 from syncline._torch.tensors import foreach_copy_
 from syncline.gradients.bucket_plan import BucketPlan
 from syncline.gradients.comm_hook import CommHook, GradBucket
+from syncline.gradients.lending import LentMemory, can_lend
 from syncline.gradients.shard import BucketShard, view_like
 from syncline.gradients.tail import Tail
 from syncline.transport.base import Transport
@@ -164,7 +165,14 @@ class Bucket(ABC):
         """Divide the reduced gradients by `divisor`."""
 
     @abstractmethod
-    def hand_out(self, skip: frozenset[int], *, any_missing: bool, keeps_tensor: bool = False) -> None:
+    def hand_out(
+        self,
+        skip: frozenset[int],
+        *,
+        any_missing: bool,
+        keeps_tensor: bool = False,
+        existing: frozenset[int] = frozenset(),
+    ) -> None:
         """Set `.grad` of each member to the reduced values.
 
         Args:
@@ -173,6 +181,8 @@ class Bucket(ABC):
             keeps_tensor: whether the values are copied into the present tensor in `.grad`, even if `.grad` could become
                 a view of the bucket. This is necessary if `.grad` has a graph (create_graph=True), or if another
                 wrapper also reduces `.grad`.
+            existing: indices of the parameters whose `.grad` existed before the backward. If `.grad` is no view of the
+                bucket, it stays the same tensor.
         """
 
     @abstractmethod
@@ -192,7 +202,9 @@ class DenseBucket(Bucket):
         parameters: all parameters of the module, by index.
         transport: the transport that reduces the flat tensor.
         flat: the flat tensor, which includes the padding and the tail of the plan.
-        as_view: whether `.grad` becomes a view of the flat tensor. If False, reduced values are copied into `.grad`.
+        as_view: whether `.grad` becomes a view of the flat tensor.
+        lends: whether `.grad` of large gradients becomes a tensor in the memory of the flat tensor, but no view, where
+            this is possible (see `lending.py`). In all other cases, reduced values are copied into `.grad`.
     """
 
     def __init__(
@@ -203,10 +215,18 @@ class DenseBucket(Bucket):
         flat: Tensor,
         *,
         as_view: bool = False,
+        lends: bool = False,
     ) -> None:
         super().__init__(plan, parameters)
         self._transport = transport
         self._as_view = as_view
+        self._use(flat)
+        self._lent: LentMemory | None = None
+        if lends and plan.num_large and can_lend(flat):
+            self._lent = LentMemory(flat, self.members[: plan.num_large], self.views[: plan.num_large])
+
+    def _use(self, flat: Tensor) -> None:
+        plan = self.plan
         self.flat = flat
         self.views: Sequence[Tensor] = [
             view_like(flat, offset, parameter)
@@ -220,6 +240,29 @@ class DenseBucket(Bucket):
         real = torch.view_as_real(flat) if flat.is_complex() else flat
         self._gradients = real[: plan.numel]
         self._tail = real[plan.numel + plan.padding_numel :].flatten()
+
+    @property
+    def lends(self) -> bool:
+        """Whether `.grad` may become a tensor in the memory of the bucket, but no view."""
+        return self._lent is not None
+
+    def leave_memory_in_use(self, *, may_add: bool) -> bool:
+        """Leave the memory to the gradients in it, if this backward must not write to it. From then on, lend no more.
+
+        A program that keeps a gradient of one step usually keeps one of each step.
+
+        Args:
+            may_add: whether the backward may add to gradients in the memory.
+
+        Returns:
+            Whether the bucket has other memory now.
+        """
+        lent = self._lent
+        if lent is None or (lent.can_be_written() if may_add else not lent.is_in_use):
+            return False
+        self._lent = None
+        self._use(self._transport.renew(self.flat))
+        return True
 
     def fill(self, scale: float, missing: frozenset[int]) -> None:
         num_large = self.plan.num_large
@@ -267,6 +310,7 @@ class DenseBucket(Bucket):
                 parameter.grad = view.clone()
 
     def free(self) -> None:
+        self._lent = None
         self.flat = self._small = self._gradients = self._tail = self.flat.new_empty(0)
         self.views = ()
 
@@ -284,20 +328,35 @@ class DenseBucket(Bucket):
     def divide(self, divisor: float) -> None:
         self._gradients.div_(divisor)
 
-    def hand_out(self, skip: frozenset[int], *, any_missing: bool, keeps_tensor: bool = False) -> None:
+    def hand_out(
+        self,
+        skip: frozenset[int],
+        *,
+        any_missing: bool,
+        keeps_tensor: bool = False,
+        existing: frozenset[int] = frozenset(),
+    ) -> None:
         if self._as_view and not keeps_tensor:
             for index, parameter, view in zip(self.plan.parameters, self.members, self.views, strict=True):
                 if index not in skip and parameter.grad is not view:
                     parameter.grad = view
             return
+        left: Sequence[int] = range(len(self.members))
+        if self._lent is not None and not keeps_tensor:
+            large = self.plan.parameters[: self.plan.num_large]
+            left = self._lent.hand_out([i in skip for i in large], [i in existing for i in large])
+            left += range(len(large), len(self.members))
+            if not left:
+                return
+        members, views = [self.members[at] for at in left], [self.views[at] for at in left]
         if not any_missing:
             try:
-                foreach_copy_([parameter.grad for parameter in self.members], self.views)
+                foreach_copy_([parameter.grad for parameter in members], views)
             except TypeError:  # the hook of an undefined gradient ran, but `.grad` is None
                 any_missing = True
         if any_missing:
-            for index, parameter, view in zip(self.plan.parameters, self.members, self.views, strict=True):
-                if index in skip:
+            for at, parameter, view in zip(left, members, views, strict=True):
+                if self.plan.parameters[at] in skip:
                     continue
                 if parameter.grad is None:
                     parameter.grad = torch.empty_like(parameter)
@@ -362,7 +421,14 @@ class ShardedBucket(DenseBucket):
     def divide(self, divisor: float) -> None:
         self.shard.divide(divisor)
 
-    def hand_out(self, skip: frozenset[int], *, any_missing: bool, keeps_tensor: bool = False) -> None:
+    def hand_out(
+        self,
+        skip: frozenset[int],
+        *,
+        any_missing: bool,
+        keeps_tensor: bool = False,
+        existing: frozenset[int] = frozenset(),
+    ) -> None:
         self.shard.hand_out(skip, any_missing=any_missing)
 
     def handed_out(self) -> tuple[Tensor, list[tuple[int, Tensor]]]:

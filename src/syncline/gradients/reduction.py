@@ -151,6 +151,8 @@ class Reduction:
         if backward.state is BackwardState.LOCAL:
             return
         self._begin_step()
+        if self.layout.lenders:
+            backward.existing = self._existing()
         if usage.reads_graph and backward.context_id is None:
             backward.missing = usage.absent()
             for index in backward.missing:  # their buckets do not wait for them
@@ -158,11 +160,23 @@ class Reduction:
         if usage.is_exchanged:
             usage.exchange(set(range(len(self.parameters))) - backward.missing, self.unreduced)
 
-    def _begin_step(self) -> None:
+    def _existing(self) -> frozenset[int]:
+        """Return the indices of the parameters whose `.grad` exists when a backward begins.
+
+        The first gradient is ready then. If no other parameter has `.grad`, that one had none before the backward.
+        """
+        existing = [index for index, parameter in enumerate(self.parameters) if parameter.grad is not None]
+        if len(existing) == 1 and len(self.parameters) > 1:
+            return NO_INDICES
+        return frozenset(existing)
+
+    def _begin_step(self, *, may_add: bool = True) -> None:
         board, step = self.transport.board, self.backward.step
         board.step, board.phase = step, "backward"
         if not self.layout.buckets:
             self.layout.make_buckets()
+        if self.layout.lenders:
+            self.layout.leave_memory_in_use(may_add=may_add and not self.options.allow_unused)
         for bucket in self.layout.buckets:
             bucket.reset()
         self.riders.begin_step(step)
@@ -304,7 +318,12 @@ class Reduction:
             if left != 1:
                 bucket.divide(left)
             with profiled("bucket {} to .grad", bucket.plan.index) if is_profiling() else UNPROFILED:
-                bucket.hand_out(skip, any_missing=any_missing, keeps_tensor=backward.keeps_tensors)
+                bucket.hand_out(
+                    skip,
+                    any_missing=any_missing,
+                    keeps_tensor=backward.keeps_tensors,
+                    existing=backward.existing,
+                )
 
     def _launch_message(self, tail: Tail) -> None:
         """Send the tail in a separate message, if no bucket carries the tail.
@@ -411,7 +430,7 @@ class Reduction:
     def take_part_with_zeros(self, backward: Backward) -> None:
         """Send zeros in a synchronized backward of the other ranks, because this rank has no inputs left (`join`)."""
         self.backward = backward
-        self._begin_step()
+        self._begin_step(may_add=False)
         num_tracked = len(self.parameters) if self.options.allow_unused else 0
         tail = self._own_tail = Tail(
             self.layout.form.encode(None, rank=self.transport.rank, used=[0] * num_tracked)

@@ -110,6 +110,8 @@ _MADV_POPULATE_WRITE = 23
 
 _MREMAP_MAYMOVE = 1
 
+_MREMAP_FIXED = 2
+
 _MAP_FAILED = ctypes.c_void_p(-1).value
 
 _HUGE_PAGE_BYTES = 2 * 1024 * 1024
@@ -132,7 +134,7 @@ def _libc() -> Any:
     libc.mmap.restype, libc.mmap.argtypes = pointer, [pointer, size, number, number, number, ctypes.c_int64]
     libc.munmap.restype, libc.munmap.argtypes = number, [pointer, size]
     libc.madvise.restype, libc.madvise.argtypes = number, [pointer, size, number]
-    libc.mremap.restype, libc.mremap.argtypes = pointer, [pointer, size, size, number]
+    libc.mremap.restype, libc.mremap.argtypes = pointer, [pointer, size, size, number, pointer]
     return libc
 
 
@@ -172,7 +174,7 @@ class SharedMemory:
         if former is None:
             address = _libc().mmap(None, num_bytes, protection, mmap.MAP_SHARED, file_descriptor, 0)
         else:
-            address = _libc().mremap(*former, num_bytes, _MREMAP_MAYMOVE)
+            address = _libc().mremap(*former, num_bytes, _MREMAP_MAYMOVE, None)
         if address == _MAP_FAILED:
             reason = os.strerror(ctypes.get_errno())
             self.release_file()
@@ -182,6 +184,8 @@ class SharedMemory:
                 f"this process could not map {num_bytes / 1e6:.1f} MB of shared memory: {reason}"
             )
         self.address: int = address
+        self._call_when_free: Callable[[Mapping], object] | None = None
+        """What is called with the mapping when nobody uses it any more; None if it is removed then."""
         self.map: Any = (ctypes.c_char * num_bytes).from_address(address)
         self._finalizer = weakref.finalize(self.map, Mapping(address, num_bytes).unmap)
         self._finalizer.atexit = False
@@ -234,9 +238,50 @@ class SharedMemory:
 
     def when_free(self, call: Callable[[Mapping], object]) -> None:
         """Call a function with the mapping when nobody uses it any more, instead of removing it."""
+        self._call_when_free = call
         self._finalizer.detach()
         self._finalizer = weakref.finalize(self.map, partial(call, Mapping(self.address, self.num_bytes)))
         self._finalizer.atexit = False
+
+    def leave_copy(self, from_: int, to: int) -> SharedMemory:
+        """Move the mapping to another address. At the present address, leave a private copy of some bytes.
+
+        Everything that knows the present address keeps what it sees there, as memory of this process alone.
+
+        Args:
+            from_: the offset of the first of these bytes.
+            to: the offset after the last one.
+
+        Returns:
+            The memory at its new address. `map` of this object stays valid, for the copy.
+
+        Raises:
+            SynclineError: there is not enough memory.
+        """
+        from_ = from_ // mmap.PAGESIZE * mmap.PAGESIZE
+        num_bytes = -(-(to - from_) // mmap.PAGESIZE) * mmap.PAGESIZE
+        # The kernel maps shared memory a second time if the size of the former mapping is 0.
+        moved = SharedMemory(self.take_file(), self.num_bytes, Mapping(self.address, 0))
+        moved._is_own, moved.used_bytes = self._is_own, self.num_bytes
+        libc, flags = _libc(), mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+        copy = libc.mmap(None, num_bytes, mmap.PROT_READ | mmap.PROT_WRITE, flags, -1, 0)
+        if copy != _MAP_FAILED:
+            ctypes.memmove(copy, self.address + from_, num_bytes)
+            # One call replaces the pages, so that no thread ever sees others than the old ones or their copy.
+            flags = _MREMAP_MAYMOVE | _MREMAP_FIXED
+            copy = libc.mremap(copy, num_bytes, num_bytes, flags, self.address + from_)
+        if copy == _MAP_FAILED:
+            reason = os.strerror(ctypes.get_errno())
+            raise SynclineError(
+                f"this process could not copy {num_bytes / 1e6:.1f} MB of shared memory, in which gradients of an "
+                f"earlier step are kept: {reason}. Keep clones of the gradients instead"
+            )
+        self._finalizer.detach()
+        self._finalizer = weakref.finalize(self.map, Mapping(self.address, self.num_bytes).unmap)
+        self._finalizer.atexit = False
+        if self._call_when_free is not None:
+            moved.when_free(self._call_when_free)
+        return moved
 
     @property
     def file_descriptor(self) -> int:

@@ -1,0 +1,375 @@
+"""The means in `.grad` may lie in the memory of a bucket. No program can see that: it sees what it sees under torch's.
+
+Each program runs under both classes, on processes: over shared memory, which ranks map together, and over Gloo.
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import syncline as sl
+from syncline.gradients import lending
+
+TorchDDP = torch.nn.parallel.DistributedDataParallel
+WIDTH = 160
+"""So that the gradient of a weight is large: more than 64 KiB."""
+
+Program = Callable[[Any], list[Tensor]]
+
+
+class Net(nn.Module):
+    """Three weights of one shape, and small biases. The middle layer can be left out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
+
+    def forward(self, x: Tensor, *, leaves_out: bool = False) -> Tensor:
+        for layer in (self.layers[0], self.layers[2]) if leaves_out else self.layers:
+            x = torch.tanh(layer(x))
+        return x
+
+
+def backward(ddp: Any, step: int, **kwargs: Any) -> None:
+    generator = torch.Generator().manual_seed(100 * dist.get_rank() + step)
+    ddp(torch.randn(4, WIDTH, generator=generator), **kwargs).square().sum().backward()
+
+
+def gradients(ddp: Any) -> list[Tensor]:
+    return [p.grad.clone() for p in ddp.parameters() if p.grad is not None]
+
+
+def steps(ddp: Any, from_: int, to: int) -> list[Tensor]:
+    seen = []
+    for step in range(from_, to):
+        ddp.zero_grad()
+        backward(ddp, step)
+        seen += gradients(ddp)
+    return seen
+
+
+# ---------------------------------------------------------------------- programs
+
+
+def keeps_gradients_of_each_step(ddp: Any) -> list[Tensor]:
+    kept = []
+    for step in range(4):
+        ddp.zero_grad()
+        backward(ddp, step)
+        kept += [p.grad for p in ddp.parameters()]
+    return kept
+
+
+def keeps_one_gradient_in_one_step(ddp: Any) -> list[Tensor]:
+    seen = steps(ddp, 0, 3)
+    kept = ddp.module.layers[1].weight.grad
+    return [*seen, *steps(ddp, 3, 6), kept]
+
+
+def keeps_views(ddp: Any) -> list[Tensor]:
+    seen = steps(ddp, 0, 3)
+    weight = ddp.module.layers[1].weight
+    kept = [weight.grad.detach(), weight.grad.view(-1)[7:90], weight.grad.data]
+    return [*seen, *steps(ddp, 3, 6), *kept]
+
+
+def keeps_an_array(ddp: Any) -> list[Tensor]:
+    """It knows no more of the gradient than its address."""
+    seen = steps(ddp, 0, 3)
+    kept = [ddp.module.layers[at].weight.grad.numpy() for at in (0, 2)]
+    return [*seen, *steps(ddp, 3, 6), *map(torch.from_numpy, kept)]
+
+
+def keeps_what_it_then_adds_to(ddp: Any) -> list[Tensor]:
+    steps(ddp, 0, 3)
+    kept = [p.grad for p in ddp.parameters()]
+    for step in range(3, 6):
+        backward(ddp, step)
+    assert all(p.grad is gradient for p, gradient in zip(ddp.parameters(), kept, strict=True))
+    return kept
+
+
+def sets_to_zero(ddp: Any) -> list[Tensor]:
+    seen, kept = steps(ddp, 0, 2), [p.grad for p in ddp.parameters()]
+    for step in range(2, 5):
+        ddp.zero_grad(set_to_none=False)
+        backward(ddp, step)
+        assert all(p.grad is gradient for p, gradient in zip(ddp.parameters(), kept, strict=True))
+        seen += gradients(ddp)
+    return seen
+
+
+def has_gradient_buffers_of_its_own(ddp: Any) -> list[Tensor]:
+    seen = steps(ddp, 0, 2)
+    parameters = list(ddp.parameters())
+    flat = torch.zeros(sum(p.numel() for p in parameters))
+    for parameter, part in zip(parameters, flat.split([p.numel() for p in parameters]), strict=True):
+        parameter.grad = part.view_as(parameter)
+    for step in range(2, 5):
+        flat.zero_()
+        backward(ddp, step)
+        seen.append(flat.clone())
+    return seen
+
+
+def has_one_gradient_buffer_of_its_own(ddp: Any) -> list[Tensor]:
+    seen = steps(ddp, 0, 2)
+    for step in range(2, 5):
+        ddp.zero_grad()
+        own = ddp.module.layers[2].weight.grad = torch.zeros(WIDTH, WIDTH)
+        backward(ddp, step)
+        seen += [own, *gradients(ddp)]
+    return seen
+
+
+def accumulates(ddp: Any) -> list[Tensor]:
+    seen = []
+    for step in range(6):
+        if step % 3 == 0:
+            ddp.zero_grad()
+        if step % 3 < 2:
+            with ddp.no_sync():
+                backward(ddp, step)
+        else:
+            backward(ddp, step)
+        seen += gradients(ddp)
+    return seen
+
+
+def never_clears(ddp: Any) -> list[Tensor]:
+    seen = []
+    for step in range(5):
+        if step == 3:
+            with ddp.no_sync():
+                backward(ddp, step)
+        else:
+            backward(ddp, step)
+        seen += gradients(ddp)
+    return seen
+
+
+def captures_in_hooks(ddp: Any) -> list[Tensor]:
+    """In torch's class, a tensor that was in `.grad` during the backward holds the mean after it."""
+    captured: list[Tensor] = []
+    for parameter in ddp.parameters():
+        parameter.register_post_accumulate_grad_hook(lambda p: captured.append(p.grad))
+    seen = steps(ddp, 0, 3)
+    in_order = sorted(captured, key=lambda gradient: (gradient.dim(), gradient.double().sum().item()))
+    return [*seen, *in_order]
+
+
+def reads_gradients_during_backward(ddp: Any) -> list[Tensor]:
+    read: list[Tensor] = []
+    first, last = ddp.module.layers[0], ddp.module.layers[2]
+    last.register_full_backward_hook(lambda *_: read.append(last.weight.grad.clone()))
+    first.weight.register_hook(lambda _: read.append(last.weight.grad * 2))
+    return [*steps(ddp, 0, 4), *read]
+
+
+def exchanges_gradients(ddp: Any) -> list[Tensor]:
+    seen = steps(ddp, 0, 3)
+    a, b = ddp.module.layers[0].weight, ddp.module.layers[1].weight
+    a.grad, b.grad = b.grad, a.grad
+    backward(ddp, 3)
+    return [*seen, *gradients(ddp), *steps(ddp, 4, 6)]
+
+
+def turns_a_gradient(ddp: Any) -> list[Tensor]:
+    seen = steps(ddp, 0, 3)
+    weight = ddp.module.layers[0].weight
+    weight.grad = weight.grad.t()
+    backward(ddp, 3)
+    return [*seen, *gradients(ddp), *steps(ddp, 4, 6)]
+
+
+def replaces_memory(ddp: Any) -> list[Tensor]:
+    seen = steps(ddp, 0, 3)
+    one, two, three = (layer.weight for layer in ddp.module.layers)
+    one.grad.data = one.grad.clone()
+    two.grad.share_memory_()
+    three.grad.set_(three.grad * 2)
+    backward(ddp, 3)
+    return [*seen, *gradients(ddp), *steps(ddp, 4, 6)]
+
+
+def changes_in_place(ddp: Any) -> list[Tensor]:
+    seen = []
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+    for step in range(4):
+        optimizer.zero_grad()
+        backward(ddp, step)
+        for parameter in ddp.parameters():
+            parameter.grad.mul_(1 + dist.get_rank())
+        torch.nn.utils.clip_grad_norm_(ddp.parameters(), 0.1)
+        seen += gradients(ddp)
+    return seen
+
+
+def is_used_in_a_later_graph(ddp: Any) -> list[Tensor]:
+    steps(ddp, 0, 3)
+    scale = torch.tensor(2.0, requires_grad=True)
+    value = (ddp.module.layers[0].weight.grad * scale).square().sum()
+    seen = steps(ddp, 3, 5)
+    value.backward()
+    assert scale.grad is not None
+    return [*seen, scale.grad]
+
+
+def strides(ddp: Any) -> list[Tensor]:
+    seen = steps(ddp, 0, 3)
+    return [*seen, *(torch.tensor(p.grad.stride()) for p in ddp.parameters())]
+
+
+PROGRAMS: list[Program] = [
+    keeps_gradients_of_each_step,
+    keeps_one_gradient_in_one_step,
+    keeps_views,
+    keeps_an_array,
+    keeps_what_it_then_adds_to,
+    sets_to_zero,
+    has_gradient_buffers_of_its_own,
+    has_one_gradient_buffer_of_its_own,
+    accumulates,
+    never_clears,
+    captures_in_hooks,
+    reads_gradients_during_backward,
+    exchanges_gradients,
+    turns_a_gradient,
+    replaces_memory,
+    changes_in_place,
+    is_used_in_a_later_graph,
+    strides,
+]
+
+
+def assert_same(program: Program, **options: Any) -> None:
+    ours, theirs = (
+        program(wrap(Net(), bucket_cap_mb=0.12, **options)) for wrap in (sl.DistributedDataParallel, TorchDDP)
+    )
+    assert len(ours) == len(theirs) > 0
+    for at, (a, b) in enumerate(zip(ours, theirs, strict=True)):
+        assert torch.equal(a, b), f"{program.__name__}: tensor {at} of {len(ours)}"
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.filterwarnings("ignore")  # of strides, by torch
+@pytest.mark.parametrize("transport", ["shm", "c10d"])
+def test_programs_see_what_they_see_under_torchs_class(transport: Any) -> None:
+    sl.init(transport=transport, timeout=60)
+    for program in PROGRAMS:
+        assert_same(program)
+
+
+# ---------------------------------------------------------------------- what is not compared with torch's class
+
+
+def lent_each_step(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many gradients each call lends."""
+    num_lent: list[int] = []
+    original = lending.LentMemory.hand_out
+
+    def hand_out(memory: Any, skip: Any, existing: Any) -> list[int]:
+        left = original(memory, skip, existing)
+        num_lent.append(len(skip) - len(left))
+        return left
+
+    monkeypatch.setattr(lending.LentMemory, "hand_out", hand_out)
+    return num_lent
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("transport", ["shm", "c10d"])
+def test_large_gradients_lie_in_buckets(transport: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    sl.init(transport=transport, timeout=60)
+    num_lent = lent_each_step(monkeypatch)
+    ddp: Any = sl.DistributedDataParallel(Net())
+    steps(ddp, 0, 4)
+    assert num_lent == [3] * 4
+    places = [p.grad.data_ptr() for p in ddp.parameters() if p.grad.nbytes > 65536]
+    ddp.zero_grad(set_to_none=False)
+    backward(ddp, 4)
+    assert places == [p.grad.data_ptr() for p in ddp.parameters() if p.grad.nbytes > 65536]
+    assert num_lent == [3] * 5, "the backward has added to them in their places"
+    kept = ddp.module.layers[0].weight.grad
+    steps(ddp, 5, 8)
+    assert num_lent == [3] * 5, "a bucket of which a gradient is kept lends no more"
+    assert kept.data_ptr() in places
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("transport", ["shm", "c10d"])
+def test_a_gradient_in_a_bucket_is_an_ordinary_tensor(transport: Any) -> None:
+    sl.init(transport=transport, timeout=60)
+    ddp: Any = sl.DistributedDataParallel(Net())
+    steps(ddp, 0, 3)
+    gradient = ddp.module.layers[1].weight.grad
+    assert type(gradient) is Tensor
+    assert gradient.is_leaf
+    assert gradient._base is None
+    assert not gradient._is_view()
+    assert not gradient.requires_grad
+    assert (gradient.storage_offset(), gradient.untyped_storage().nbytes()) == (0, gradient.nbytes)
+    file = io.BytesIO()
+    torch.save(gradient, file)
+    assert len(file.getvalue()) < gradient.nbytes + 4096, "no other gradient is saved with it"
+    values = gradient.clone()
+    gradient.detach_()
+    gradient.share_memory_()
+    assert gradient.is_shared()
+    assert torch.equal(gradient, values)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("transport", ["shm", "c10d"])
+def test_an_unused_parameter_keeps_its_gradient(transport: Any) -> None:
+    """Ranks have changed it, each in its way, and no rank uses the parameter in the next backward."""
+    sl.init(transport=transport, timeout=60)
+
+    def program(ddp: Any) -> list[Tensor]:
+        seen = steps(ddp, 0, 3)
+        for parameter in ddp.parameters():
+            parameter.grad.mul_(3 + dist.get_rank())
+        backward(ddp, 3, leaves_out=True)
+        return [*seen, *gradients(ddp)]
+
+    assert_same(program, find_unused_parameters=True)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("transport", ["shm", "c10d"])
+def test_a_rank_that_has_no_inputs_left_keeps_its_gradients(transport: Any) -> None:
+    world = sl.init(transport=transport, timeout=60)
+    ddp: Any = sl.DistributedDataParallel(Net())
+    with ddp.join():
+        steps(ddp, 0, 3)
+        last = gradients(ddp)
+        if world.rank == 0:
+            steps(ddp, 3, 5)
+    if world.rank == 1:
+        assert all(torch.equal(a, b) for a, b in zip(gradients(ddp), last, strict=True))
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.filterwarnings("ignore")  # of create_graph=True
+@pytest.mark.parametrize("transport", ["shm", "c10d"])
+def test_a_gradient_with_a_graph_keeps_it(transport: Any) -> None:
+    """torch's class raises an error here, because it writes to a tensor that requires grad."""
+    sl.init(transport=transport, timeout=60)
+    ddp: Any = sl.DistributedDataParallel(Net())
+    steps(ddp, 0, 3)
+    for create_graph in (True, False):
+        ddp.zero_grad()
+        ddp(torch.full((2, WIDTH), 0.1)).square().sum().backward(create_graph=create_graph)
+        assert ddp.module.layers[0].weight.grad.requires_grad == create_graph
+        found = [p.grad.detach().clone() for p in ddp.parameters()]
+        if create_graph:
+            with_graph = found
+    assert all(torch.equal(a, b) for a, b in zip(with_graph, found, strict=True))
