@@ -1,6 +1,7 @@
 """How long until a validation loss is reached over a slow link, against torch's DistributedDataParallel?
 
     sudo python benchmarks/slow_link.py [--megabits 100] [--target 2.4] [--only torch diloco-20 ...] [--limit 120]
+    sudo python benchmarks/slow_link.py --final-steps 1500 --only torch diloco-10-4bit --limit 60
     sudo python benchmarks/slow_link.py --quick      # does it all run?
 
 Two hosts with a rank each: network namespaces of this machine, joined by a cable of that speed (root, Linux). Each way
@@ -18,6 +19,10 @@ what the formula says for this cable, shows by how much it errs.
 With --limit, ways that average every gradient exactly (torch, every-step) are stopped after so many seconds. They need
 as many steps as every-step over a cable without a limit, and their time is that by their measured seconds a step: such
 a time is marked with a ~.
+
+With --final-steps, each way trains for so many steps instead, its learning rate goes down along a cosine, and the
+losses at the end are compared. That of the exact ways is every-step's over a cable without a limit, and their time is
+estimated as above.
 """
 
 from __future__ import annotations
@@ -48,7 +53,7 @@ from syncline.testing import HostsUnavailable, SimulatedHosts, simulated_hosts
 from syncline.tools.bench.machine import describe_machine
 from syncline.tools.bench.tables import table
 from syncline.tools.bench.workloads import GPT, GPTConfig
-from tasks import Batch, characters, seed_of, shakespeare_text
+from tasks import Batch, characters, seed_of, shakespeare_text, share_of_rate
 
 RANKS = "ab"
 CONTEXT = 64
@@ -102,6 +107,14 @@ WAYS = {
             wrap=ours(strategy=sl.DiLoCo(20, outer=OUTER, compression=Quantize(4))),
             learning_rate=1e-3,
             every=20,
+        ),
+        Way(
+            name="diloco-10-4bit",
+            wrap=ours(
+                strategy=sl.DiLoCo(10, outer=OUTER, compression=Quantize(4), warmup=400),
+                compression=Quantize(4),
+            ),
+            learning_rate=1e-3,
         ),
     )
 }
@@ -170,8 +183,10 @@ class Trainer:
         )
         if isinstance(self._replica, sl.DistributedDataParallel):
             self._optimizer = self._replica.attach(self._optimizer)
+        final = arguments.final_steps
         self._schedule = torch.optim.lr_scheduler.LambdaLR(
-            self._optimizer, lambda step: min(1.0, (step + 1) / WARM_UP)
+            self._optimizer,
+            lambda step: share_of_rate(step, final) if final else min(1.0, (step + 1) / WARM_UP),
         )
         self._batch = partial(text.batch, arguments.seed, sl.world().rank, num_samples=arguments.batch_size)
         self.num_steps = 0
@@ -206,9 +221,10 @@ def train(way: Way, arguments: argparse.Namespace) -> None:
         blocks.append({"steps": way.every, "seconds": seconds, "bytes": moved, "loss": loss})
         total_seconds += seconds
         reached = loss is not None and loss <= arguments.target
+    final_loss = text.loss(trainer.module) if trainer.num_steps == arguments.final_steps else None
     if world.rank == 0:
         found = {"blocks": blocks, "reached": reached, "num_parameters": trainer.num_parameters}
-        print(json.dumps({**found, "transport": transport.name}))
+        print(json.dumps({**found, "transport": transport.name, "final_loss": final_loss}))
     sl.shutdown()
 
 
@@ -235,7 +251,17 @@ def way_of(name: str, arguments: argparse.Namespace) -> Way:
 
 def job(hosts: SimulatedHosts, way: Way, arguments: argparse.Namespace, **changes: Any) -> dict[str, Any]:
     """Train on the hosts; what rank 0 says."""
-    options = ("width", "layers", "batch_size", "seed", "max_steps", "target", "limit", "learning_rate")
+    options = (
+        "width",
+        "layers",
+        "batch_size",
+        "seed",
+        "max_steps",
+        "final_steps",
+        "target",
+        "limit",
+        "learning_rate",
+    )
     values = {name: getattr(arguments, name) for name in options} | changes
     command = [sys.executable, __file__, "--as-rank", way.name]
     for name, value in values.items():
@@ -282,6 +308,40 @@ def measured(ways: list[Way], arguments: argparse.Namespace) -> tuple[list[Outco
             say(f"  {sum(block['seconds'] for block in raw['slow'][way.name]['blocks']):.1f} s")
     outcomes = [outcome(way, raw["fast"][way.name], raw["slow"][way.name], exact_steps) for way in ways]
     return outcomes, raw
+
+
+def trained_to_the_end(
+    ways: list[Way], arguments: argparse.Namespace
+) -> tuple[list[list[str]], dict[str, Any]]:
+    """The table of whole trainings, and what it is made from."""
+    with simulated_hosts() as hosts:
+        say(f"{EXACT}: the final loss, over a cable without a limit")
+        exact = job(hosts, WAYS[EXACT], arguments, limit=1e9)
+    raw: dict[str, Any] = {"exact": exact, "slow": {}}
+    rows = [["", "final loss, nats", f"above {EXACT}", "seconds", "times as fast", "MB a step"]]
+    rival_seconds = float("nan")
+    with simulated_hosts(megabits_per_second=arguments.megabits) as hosts:
+        for way in ways:
+            say(f"{way.name}: {arguments.final_steps} steps at {arguments.megabits:g} Mbit/s")
+            told = job(hosts, way, arguments, limit=arguments.limit if way.is_exact else 1e9)
+            raw["slow"][way.name] = told
+            is_whole = told["final_loss"] is not None
+            loss = told["final_loss"] if is_whole else exact["final_loss"]
+            spent = sum(block["seconds"] for block in told["blocks"])
+            seconds = spent if is_whole else step_seconds(told) * arguments.final_steps
+            rival_seconds = seconds if way.name == RIVAL else rival_seconds
+            num_bytes = sum(block["bytes"] for block in told["blocks"])
+            rows.append(
+                [
+                    way.name,
+                    f"{loss:.4f}",
+                    f"{loss - exact['final_loss']:+.4f}",
+                    ("" if is_whole else "~") + f"{seconds:.1f}",
+                    f"{rival_seconds / seconds:.1f}x",
+                    f"{num_bytes / num_steps(told) / 1e6:.3f}",
+                ]
+            )
+    return rows, raw
 
 
 def outcome(way: Way, fast: dict[str, Any], slow: dict[str, Any], exact_steps: int | None) -> Outcome:
@@ -360,6 +420,9 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--only", nargs="+", choices=list(WAYS), default=list(WAYS), metavar="NAME")
     parser.add_argument("--limit", type=float, default=1e9, help="seconds for ways whose steps are known")
     parser.add_argument("--max-steps", type=int, default=2000)
+    parser.add_argument(
+        "--final-steps", type=int, help="train for so many steps, and compare the final losses"
+    )
     parser.add_argument("--batch-size", type=int, default=2, help="samples of one rank in a step")
     parser.add_argument("--width", type=int, default=256, help="of the GPT, a multiple of 32")
     parser.add_argument("--layers", type=int, default=6)
@@ -371,10 +434,12 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--as-rank", choices=list(WAYS), help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.as_rank is None and arguments.target is None:
-        arguments.target = 2.4
+        arguments.target = None if arguments.final_steps else 2.4
     if arguments.quick:
         arguments.megabits, arguments.target, arguments.max_steps = 1000, 4.0, 40
         arguments.width, arguments.layers = 64, 2
+    if arguments.final_steps:
+        arguments.target, arguments.max_steps = None, arguments.final_steps
     return arguments
 
 
@@ -385,14 +450,20 @@ def main() -> None:
         train(way_of(arguments.as_rank, arguments), arguments)
         return
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended by SIGTERM"))  # so that the hosts are taken down
+    ways = [way_of(name, arguments) for name in arguments.only]
     with exits_without_hosts():
-        outcomes, raw = measured([way_of(name, arguments) for name in arguments.only], arguments)
+        if arguments.final_steps:
+            rows, raw = trained_to_the_end(ways, arguments)
+            text, goal = table(rows), f"{arguments.final_steps} steps"
+        else:
+            outcomes, raw = measured(ways, arguments)
+            text, goal = report(outcomes, arguments.megabits * 1e6), f"to {arguments.target} nats"
     told = next(iter(raw["slow"].values()))
     print(
         f"GPT of {told['num_parameters'] / 1e6:.2f} M parameters, {len(RANKS)} hosts with a rank each, "
-        f"{arguments.megabits:g} Mbit/s, to {arguments.target} nats; syncline over {told['transport']}"
+        f"{arguments.megabits:g} Mbit/s, {goal}; syncline over {told['transport']}"
     )
-    print(report(outcomes, arguments.megabits * 1e6))
+    print(text)
     if arguments.json is not None:
         settings = {name: value for name, value in vars(arguments).items() if name != "json"}
         told = {"arguments": settings, "machine": describe_machine(), "runs": raw}

@@ -142,7 +142,7 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", choices=names, default=names, metavar="NAME")
     arguments = parser.parse_figures()
     if "RANK" in os.environ:
-        arguments.batch_size, arguments.seed = 2, 0
+        arguments.batch_size, arguments.seed, arguments.final_steps = 2, 0, None
         measure(arguments)
         return
     if arguments.quick:
