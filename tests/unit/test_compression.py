@@ -398,6 +398,28 @@ def test_ranks_that_lack_the_native_library_get_the_bits_of_the_others(
             assert all(torch.equal(one[key], starts[0][key]) for one in starts for key in one)
 
 
+@pytest.mark.parametrize("compression", [PowerSGD(1), TopK(0.5), Quantize(4), Cast()])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_the_default_dtype_of_the_program_does_not_matter(
+    compression: Compression, dtype: torch.dtype
+) -> None:
+    shapes = [(32, 16), (3,)]
+    given_values = drawn(shapes, 2, 0)
+
+    def mean() -> Tensor:
+        return mean_of_ranks(averagers(compression, shapes, 2), [values.clone() for values in given_values])
+
+    expected = mean()
+    default = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        found = mean()
+    finally:
+        torch.set_default_dtype(default)
+    assert found.dtype is torch.float32
+    assert torch.equal(found, expected)
+
+
 def test_the_error_of_power_sgd_is_computed_while_factors_are_sent() -> None:
     """By the work that a request brings along; so the answer finds it done."""
     values = drawn([(12, 10)], 1, 0)[0]

@@ -53,7 +53,7 @@ def narrowed(values: Tensor, divisor: int, dtype: torch.dtype) -> Tensor | None:
     native = _library_for(values)
     if native is None:
         return None
-    out = torch.empty(values.shape, dtype=dtype)
+    out = torch.empty(values.shape, dtype=dtype, device="cpu")
     is_bf16 = dtype is torch.bfloat16
     arguments = (values.data_ptr(), values.numel(), divisor, is_bf16, out.data_ptr())
     _check(native.narrow(_BEST_ISA, *arguments, torch.get_num_threads()))
@@ -70,7 +70,7 @@ def selected(
     native = _library_for(values, residual, lost)
     if native is None:
         return None
-    places, chosen = torch.empty(number, dtype=torch.int32), torch.empty(number)
+    places, chosen = _empty(number, torch.int32), _empty(number)
     target = values if lost is None else lost
     addresses = (values.data_ptr(), _address(residual), target.data_ptr())
     found = native.select(
@@ -100,7 +100,7 @@ class NativeBlocks(Blocks):
         factor: float = 1.0,
         unused_row: int | None = None,
     ) -> Tensor:
-        rows = torch.empty(num_rows, self.num_bytes(row_numel), dtype=torch.uint8)
+        rows = torch.empty(num_rows, self.num_bytes(row_numel), dtype=torch.uint8, device="cpu")
         for number in range(num_rows):
             if number == unused_row:
                 continue
@@ -156,16 +156,16 @@ class NativeFactors(Factors):
 
     def __init__(self, rank: int, shapes: Sequence[tuple[int, int]]) -> None:
         super().__init__(rank, shapes)
-        self._shapes = torch.tensor(self.shapes, dtype=torch.int64)
+        self._shapes = torch.tensor(self.shapes, dtype=torch.int64, device="cpu")
 
     def left(self, values: Tensor, starts: Tensor, *, residual: Tensor | None, lost: Tensor | None) -> Tensor:
-        message = torch.empty(self.left_numel + self.rest_numel)
+        message = _empty(self.left_numel + self.rest_numel)
         rest = _address(message, self.left_numel)
         self._call(library().left_factors, values, residual, lost, starts, message, rest)
         return message
 
     def right(self, total: Tensor, means: Tensor, out: Tensor) -> Tensor:
-        rights = torch.empty(self.right_numel)
+        rights = _empty(self.right_numel)
         rest = _address(means, self.left_numel)
         self._call(library().right_factors, total, out, means, rest, rights)
         return rights
@@ -183,6 +183,11 @@ class NativeFactors(Factors):
         _check(
             function(_BEST_ISA, self.rank, shapes, len(self.shapes), flat.numel(), *addresses, num_threads)
         )
+
+
+def _empty(numel: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Return memory for the library, whatever torch's default device and dtype are."""
+    return torch.empty(numel, dtype=dtype, device="cpu")
 
 
 def _address(tensor: Tensor | None, start: int = 0) -> int | None:

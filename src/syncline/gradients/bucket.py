@@ -246,19 +246,15 @@ class DenseBucket(Bucket):
         """Whether `.grad` may become a tensor in the memory of the bucket, but no view."""
         return self._lent is not None
 
-    def leave_memory_in_use(self, *, may_add: bool) -> bool:
-        """Leave the memory to the gradients in it, if this backward must not write to it. From then on, lend no more.
+    def leave_memory_in_use(self) -> bool:
+        """Leave the memory to the gradients in it, if there are any. From then on, lend no more.
 
-        A program that keeps a gradient of one step usually keeps one of each step.
-
-        Args:
-            may_add: whether the backward may add to gradients in the memory.
+        A program that keeps a gradient of one step, or adds to it, usually does so in each step.
 
         Returns:
             Whether the bucket has other memory now.
         """
-        lent = self._lent
-        if lent is None or (lent.can_be_written() if may_add else not lent.is_in_use):
+        if self._lent is None or not self._lent.is_in_use:
             return False
         self._lent = None
         self._use(self._transport.renew(self.flat))

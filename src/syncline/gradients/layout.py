@@ -294,16 +294,12 @@ class BucketLayout:
         }
         self.places[:] = [places[index] for index in range(len(self._parameters))]
 
-    def leave_memory_in_use(self, *, may_add: bool) -> None:
-        """Give other memory to each bucket whose memory holds gradients that a backward must not change.
+    def leave_memory_in_use(self) -> None:
+        """Give other memory to each bucket in whose memory a gradient lies.
 
         Call this method before a backward writes to the buckets. It is not a collective call.
-
-        Args:
-            may_add: whether the backward may add to gradients in the memory. False if some `.grad` may have to stay as
-                it is.
         """
-        have_moved = [bucket.leave_memory_in_use(may_add=may_add) for bucket in self.lenders]
+        have_moved = [bucket.leave_memory_in_use() for bucket in self.lenders]
         if any(have_moved):
             self.lenders = [bucket for bucket in self.lenders if bucket.lends]
             self._note_places()

@@ -2,8 +2,8 @@
 
 A lent gradient is an ordinary tensor, and no view: it has a storage of its own, which has the size of the gradient.
 Each such storage refers to one object, through which it reaches the bucket's memory. So the number of references to
-this object shows whether the memory is still in use, by `.grad` or by anything else. A bucket whose memory is in use by
-anything but the gradients to which the backward adds leaves it to its holders, and gets other memory.
+this object shows whether the memory is still in use, by `.grad` or by anything else. If it is when a backward begins,
+the bucket leaves it to its holders, and gets other memory.
 """
 
 from __future__ import annotations
@@ -17,8 +17,6 @@ import torch
 from torch import Tensor
 
 from syncline._torch.tensors import can_count_holders, num_holders, num_holders_of_a_gradient
-
-NO_POSITIONS: frozenset[int] = frozenset()
 
 
 class LentMemory:
@@ -39,25 +37,12 @@ class LentMemory:
         memory.owner = flat
         self._memory = memory
         del memory  # it would be counted below
-        self._in_place = NO_POSITIONS
-        """The positions of the members whose `.grad` lay in its place when the backward began."""
         self._num_own_references = getrefcount(self._memory)
 
     @property
     def is_in_use(self) -> bool:
         """Whether any lent gradient is alive, in `.grad` or elsewhere."""
         return getrefcount(self._memory) > self._num_own_references
-
-    def can_be_written(self) -> bool:
-        """Return whether a backward may write to the memory. Call this method when the backward begins.
-
-        It may if each living lent gradient is in `.grad` of its parameter, because then the backward adds to it.
-        """
-        self._in_place = NO_POSITIONS
-        num_lent = getrefcount(self._memory) - self._num_own_references
-        if num_lent:
-            self._in_place = frozenset(at for at in range(len(self._members)) if self._lies_in_place(at))
-        return num_lent == len(self._in_place)
 
     def hand_out(self, skip: Sequence[bool], existing: Sequence[bool]) -> list[int]:
         """Set `.grad` of the members to tensors in this memory, where no one can notice that the tensor is another one.
@@ -72,7 +57,7 @@ class LentMemory:
         left = []
         alone = num_holders_of_a_gradient()
         for at, holders in enumerate(num_holders(self._members)):
-            if skip[at] or (at in self._in_place and self._lies_in_place(at)):
+            if skip[at]:
                 continue
             if holders is None or (holders == alone and not existing[at] and self._is_alike(at)):
                 self._members[at].grad = self._lend(self._views[at])
@@ -88,18 +73,14 @@ class LentMemory:
             offset=int(view.storage_offset()) * view.element_size(),
         ).as_strided_(view.shape, view.stride())
 
-    def _lies_in_place(self, at: int) -> bool:
-        gradient = self._members[at].grad
-        return (
-            gradient is not None and self._is_alike(at) and gradient.data_ptr() == self._views[at].data_ptr()
-        )
-
     def _is_alike(self, at: int) -> bool:
         """Return whether `.grad` is a plain tensor that differs from its place in the memory by its values at most."""
         gradient, view = self._members[at].grad, self._views[at]
         return (
             type(gradient) is Tensor
             and not gradient.requires_grad
+            and not gradient.is_conj()
+            and not gradient.is_neg()
             and gradient.dtype is view.dtype
             and gradient.stride() == view.stride()
         )

@@ -98,6 +98,7 @@ class Reduction:
                 text = former.out_of_step.text
             else:  # the ranks are in step, at the same place of the program: the buckets get their final memory now
                 order = former.layout.order_of_rank_0(transport)
+                former.layout.leave_memory_in_use()  # ranks that keep no gradients use its file again
                 former.layout.free_memory()
         self.out_of_step: OutOfStep = OutOfStep(transport.rank, names, text=text)
         self.sends: bool = transport.size > 1 or comm_hook is not None
@@ -163,20 +164,20 @@ class Reduction:
     def _existing(self) -> frozenset[int]:
         """Return the indices of the parameters whose `.grad` exists when a backward begins.
 
-        The first gradient is ready then. If no other parameter has `.grad`, that one had none before the backward.
+        Usually the first gradient is ready then. If no other parameter has `.grad`, that one counts as new.
         """
         existing = [index for index, parameter in enumerate(self.parameters) if parameter.grad is not None]
         if len(existing) == 1 and len(self.parameters) > 1:
             return NO_INDICES
         return frozenset(existing)
 
-    def _begin_step(self, *, may_add: bool = True) -> None:
+    def _begin_step(self) -> None:
         board, step = self.transport.board, self.backward.step
         board.step, board.phase = step, "backward"
         if not self.layout.buckets:
             self.layout.make_buckets()
         if self.layout.lenders:
-            self.layout.leave_memory_in_use(may_add=may_add and not self.options.allow_unused)
+            self.layout.leave_memory_in_use()
         for bucket in self.layout.buckets:
             bucket.reset()
         self.riders.begin_step(step)
@@ -430,7 +431,7 @@ class Reduction:
     def take_part_with_zeros(self, backward: Backward) -> None:
         """Send zeros in a synchronized backward of the other ranks, because this rank has no inputs left (`join`)."""
         self.backward = backward
-        self._begin_step(may_add=False)
+        self._begin_step()
         num_tracked = len(self.parameters) if self.options.allow_unused else 0
         tail = self._own_tail = Tail(
             self.layout.form.encode(None, rank=self.transport.rank, used=[0] * num_tracked)

@@ -260,6 +260,7 @@ class SharedMemory:
         """
         from_ = from_ // mmap.PAGESIZE * mmap.PAGESIZE
         num_bytes = -(-(to - from_) // mmap.PAGESIZE) * mmap.PAGESIZE
+        _check_room(num_bytes)
         # The kernel maps shared memory a second time if the size of the former mapping is 0.
         moved = SharedMemory(self.take_file(), self.num_bytes, Mapping(self.address, 0))
         moved._is_own, moved.used_bytes = self._is_own, self.num_bytes
