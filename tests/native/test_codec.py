@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
-from unittest.mock import patch
 
 import pytest
 import torch
@@ -14,15 +11,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from instruction_sets import bits, on
 from selections import KINDS, values_of_kind
-from syncline.compression import kernels
 from syncline.compression.base import total_of
 from syncline.compression.blocks import TorchBlocks
 from syncline.compression.kernels import NativeBlocks, blocks_for, narrowed, selected
 from syncline.compression.topk import largest_places
 from syncline.native import find_library, library
 
-pytestmark = pytest.mark.skipif(find_library() is None, reason="the native library was not built")
+pytestmark = [
+    pytest.mark.skipif(find_library() is None, reason="the native library was not built"),
+    pytest.mark.usefixtures("one_thread"),
+]
 
 SPECIAL = (
     0.0,
@@ -41,35 +41,8 @@ LARGE = 1_100_001
 """More than a thread encodes alone, and more than a selection searches without a sample."""
 
 
-@pytest.fixture(autouse=True, scope="module")
-def _one_thread() -> Iterator[None]:
-    """Let PyTorch compute the references in one thread. On a busy machine several are much slower."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 def instruction_sets() -> list[int]:
     return [isa for isa in range(3) if library().isa(isa) is not None]
-
-
-@contextmanager
-def on(isa: int, num_threads: int = 1) -> Iterator[None]:
-    """Run the native form on one instruction set, and with a number of threads."""
-    with (
-        patch.object(kernels, "_BEST_ISA", isa),
-        patch.object(kernels.torch, "get_num_threads", lambda: num_threads),
-    ):
-        yield
-
-
-def bits(tensor: Tensor | None) -> Tensor:
-    """The bits of each number; of a NaN, only that it is one."""
-    if tensor is None:
-        return torch.zeros(0)
-    tensor = torch.where(tensor.isnan(), torch.full_like(tensor, math.nan), tensor)
-    return tensor.view(torch.int32 if tensor.dtype is torch.float32 else torch.int16)
 
 
 def drawn(numel: int, seed: int, special: float = 0.0, offset: int = 1) -> Tensor:

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
-from unittest.mock import patch
 
 import pytest
 import torch
@@ -14,40 +11,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from syncline.compression import kernels
+from instruction_sets import bits, on
 from syncline.compression.factors import Factors, TorchFactors
 from syncline.compression.kernels import NativeFactors, can_encode
 from syncline.native import find_library, library
 
-pytestmark = pytest.mark.skipif(find_library() is None, reason="the native library was not built")
+pytestmark = [
+    pytest.mark.skipif(find_library() is None, reason="the native library was not built"),
+    pytest.mark.usefixtures("one_thread"),
+]
 
 SPECIAL = (math.inf, -math.inf, math.nan, 1e-45, 3.4028235e38, -0.0)
 
 shapes = st.lists(st.tuples(st.integers(0, 40), st.integers(1, 70)), min_size=1, max_size=4)
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _one_thread() -> Iterator[None]:
-    """Let PyTorch compute the references in one thread. On a busy machine several are much slower."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
-@contextmanager
-def on(isa: int, num_threads: int = 1) -> Iterator[None]:
-    """Run the native form on one instruction set, and with a number of threads."""
-    with (
-        patch.object(kernels, "_BEST_ISA", isa),
-        patch.object(kernels.torch, "get_num_threads", lambda: num_threads),
-    ):
-        yield
-
-
-def bits(tensor: Tensor) -> Tensor:
-    """The bits of each number; of a NaN, only that it is one."""
-    return torch.where(tensor.isnan(), torch.full_like(tensor, math.nan), tensor).view(torch.int32)
 
 
 def drawn(numel: int, seed: int, special: float = 0.0) -> Tensor:

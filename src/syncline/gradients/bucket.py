@@ -243,7 +243,7 @@ class DenseBucket(Bucket):
 
     @property
     def lends(self) -> bool:
-        """Whether `.grad` may become a tensor in the memory of the bucket, but no view."""
+        """Whether `.grad` may lie in the memory of the bucket without being a view of it."""
         return self._lent is not None
 
     def leave_memory_in_use(self) -> bool:
