@@ -60,12 +60,20 @@ def mlp() -> nn.Module:
     return nn.Sequential(nn.Linear(128, 128), nn.ReLU(), nn.Linear(128, 128), nn.ReLU(), nn.Linear(128, 10))
 
 
-def timed(call: Callable[[], Any], num_calls: int = 1) -> tuple[float, float, Any]:
-    """Return the CPU seconds and the seconds of one call, and what it returns."""
+def timed(call: Callable[[], Any], num_calls: int = 1, *, num_before: int = 0) -> tuple[float, float, Any]:
+    """Return the CPU seconds and the seconds of one call, and what it returns.
+
+    Args:
+        call: what is timed.
+        num_calls: how often, in one measurement.
+        num_before: how often before it, because a loop finds its own code and data in the caches.
+    """
     sl.barrier()
     gc.collect()
     gc.disable()
     try:
+        for _ in range(num_before):
+            call()
         start, cpu_start = time.perf_counter(), time.process_time()
         for _ in range(num_calls):
             result = call()
@@ -217,7 +225,7 @@ def measure_tiny(rival: str, *, num_rounds: int, batch_size: int) -> list[Figure
     rounds: dict[str, list[tuple[float, float]]] = {name: [] for name in steps}
     for number in range(-2, num_rounds):
         for name in list(steps)[:: 1 if number % 2 else -1]:
-            cpu, wall, _ = timed(steps[name], 20)
+            cpu, wall, _ = timed(steps[name], 20, num_before=10)
             if number >= 0:
                 rounds[name].append((cpu, wall))
     figures = []

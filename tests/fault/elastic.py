@@ -103,6 +103,8 @@ class Plan:
     training: str = "every step"
     """A key of `TRAININGS`."""
     steps: int = STEPS
+    keeps_gradients: int | None = None
+    """The rank that keeps its gradients of step 3; None if no rank does."""
     kills_late: bool = False
     """Whether a rank that was to be killed at a place that it has not reached is killed when it has finished."""
 
@@ -260,12 +262,12 @@ def one_rank(plan: Plan, folder: str) -> None:
     before = environment.export(place.variables() | own, replace=True)
     try:
         with ExitStack() as stack:
-            if (
-                plan.num_newcomers
-            ):  # only memory of the transport is used again, and small tensors are not in it
+            if plan.num_newcomers:
+                # Only memory of the transport is used again. Small tensors are not in it, and small gradients not lent.
                 for module in ("engine", "transport"):
                     name = f"syncline.transport.shared_memory.{module}.IN_PLACE_BYTES"
                     stack.enter_context(mock.patch(name, 1))
+                stack.enter_context(mock.patch("syncline.gradients.bucket_plan.LARGE_GRADIENT_NUMEL", 1))
             file = stack.enter_context(Path(folder, f"{first}").open("a"))
             train_or_leave(plan, first, Path(folder), file)
     finally:
@@ -341,6 +343,7 @@ def train(plan: Plan, moments: Moments, note: Callable[..., None]) -> None:
     for lane in (replica.transport, replica._gradient_lane, replica._buffer_lane):
         lane.timeout_seconds = plan.timeout_seconds  # a busy machine takes longer to begin
     checkpointer = sl.Checkpointer(plan.saves, stop_signals=()) if plan.saves else None
+    kept: list[tuple[Tensor, Tensor]] = []
     with watched_places(moments, ddp), warnings.catch_warnings(record=True) as caught:
         loop = sl.steps(
             state,
@@ -380,6 +383,8 @@ def train(plan: Plan, moments: Moments, note: Callable[..., None]) -> None:
                     one = ddp.normalize_by(int(sl.world().rank == 0))
                     with nullcontext() if is_drifting(plan) else one:
                         ddp(x).sum().backward()
+                if (plan.keeps_gradients, step.number) == (first, 3):
+                    kept += [(p.grad, p.grad.clone()) for p in net.parameters() if p.grad is not None]
                 optimizer.step()
                 scheduler.step()
                 moments.at("averaging")
@@ -388,6 +393,7 @@ def train(plan: Plan, moments: Moments, note: Callable[..., None]) -> None:
     if is_drifting(plan):
         ddp.sync_parameters_()
     saved = optimizer.state_dict()["state"]
+    assert all(torch.equal(gradient, values) for gradient, values in kept)
     note(
         done=state.step,
         weights=digest([p.detach() for p in net.parameters()]),
