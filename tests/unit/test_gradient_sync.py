@@ -563,6 +563,68 @@ def test_reentrant_checkpoints_reduce_as_plain_ones_do(
     each_rank(rank)
 
 
+class CheckpointedThroughout(nn.Module):
+    """All of its parameters are in re-entrant checkpoints, one after the other or in one; some may be unused."""
+
+    def __init__(self, *, num_checkpoints: int = 2, has_unused: bool = False, reentrant: bool = True) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(2, 2), nn.Linear(2, 2)
+        self.num_checkpoints, self.reentrant = num_checkpoints, reentrant
+        if has_unused:
+            self.unused = nn.Linear(2, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        def both(x: Tensor) -> Tensor:
+            return self.second(torch.tanh(self.first(x)))
+
+        parts = [self.first, self.second] if self.num_checkpoints == 2 else [both]
+        for part in parts:
+            x = checkpoint(part, x, use_reentrant=self.reentrant)
+        return x
+
+
+@pytest.mark.parametrize("num_checkpoints", [1, 2])
+@pytest.mark.parametrize("view", [False, True])
+def test_reentrant_checkpoints_of_all_parameters_reduce_as_plain_ones_do(
+    num_checkpoints: int, view: bool
+) -> None:
+    def rank(t: Transport) -> None:
+        module = CheckpointedThroughout(num_checkpoints=num_checkpoints)
+        ddp = DDP(module, process_group=t, gradient_as_bucket_view=view)
+        plain = CheckpointedThroughout(num_checkpoints=num_checkpoints, reentrant=False)
+        plain.load_state_dict(module.state_dict())
+        x = (torch.arange(6.0).view(3, 2) + t.rank).requires_grad_()
+        for step in range(3):
+            for model in (plain, ddp):
+                model.zero_grad()
+                model(x + step).square().sum().backward()
+            assert ddp.last_step.step == step + 1
+            for mine, local in zip(module.parameters(), plain.parameters(), strict=True):
+                assert mine.grad is not None
+                assert local.grad is not None
+                t.all_reduce(local.grad, "mean").wait()
+                torch.testing.assert_close(mine.grad, local.grad)
+
+    each_rank(rank)
+
+
+@pytest.mark.parametrize("seen_by", ["forward", "optimizer"])
+@pytest.mark.parametrize("allows_unused", [False, True])
+def test_a_backward_whose_end_is_not_seen_is_an_error_by_name(seen_by: str, allows_unused: bool) -> None:
+    """All gradients come from a checkpoint, and a parameter has none. Nothing tells when the backward is over."""
+
+    def rank(t: Transport) -> None:
+        module = CheckpointedThroughout(num_checkpoints=1, has_unused=True)
+        ddp = DDP(module, process_group=t, find_unused_parameters=allows_unused)
+        optimizer = ddp.attach(torch.optim.SGD(ddp.parameters(), lr=0.1))
+        x = inputs(t).requires_grad_()
+        ddp(x).sum().backward()
+        with pytest.raises(SynclineError, match=r"step 1, .*2 of 6 .*unused.weight, unused.bias.*use_reentrant"):
+            ddp(x) if seen_by == "forward" else optimizer.step()
+
+    each_rank(rank)
+
+
 @pytest.mark.parametrize(("learnt", "later"), [(1, 2), (2, 3), (2, 1)])
 def test_a_static_graph_that_changes_is_an_error_by_name(learnt: int, later: int) -> None:
     def rank(t: Transport) -> None:

@@ -57,6 +57,22 @@ def test_a_backward_that_shows_itself_in_a_checkpoint_first_ends_with_the_outer_
     assert tasks.ends_backward(7, is_complete=True)
 
 
+def test_all_gradients_come_from_checkpoints_one_after_the_other() -> None:
+    tasks = GraphTasks(is_inside=lambda: True)
+    assert tasks.enter(8) is Entry.BEGINS
+    tasks.join(8)
+    assert not tasks.ends_backward(8, is_complete=False)
+    assert tasks.is_unfinished
+    assert tasks.enter(9) is Entry.CONTINUES
+    tasks.join(9)
+    assert not tasks.is_unfinished
+    assert tasks.enter(10) is Entry.CONTINUES, "inside of 9"
+    tasks.join(10)
+    assert not tasks.ends_backward(10, is_complete=True)
+    assert tasks.ends_backward(9, is_complete=True)
+    assert not tasks.is_unfinished
+
+
 def test_a_gradient_after_all_were_there_is_too_late() -> None:
     nesting = Nesting()
     nesting.is_inside = True

@@ -292,9 +292,11 @@ class Registrations:
             what: the name of the call that needs reduced gradients.
 
         Raises:
-            SynclineError: the gradients were not reduced, because the last backward ran under `no_sync`.
+            SynclineError: the gradients were not reduced, because the last backward ran under `no_sync`, or because its
+                end was not seen (see `GradientSync.check_finished`).
         """
         gradients = self._gradients
+        gradients.check_finished()
         if gradients.has_unreduced and gradients.controls.decide():
             raise SynclineError(
                 f"rank {self._transport.rank}, {what} after step {gradients.step}: expected reduced gradients, but "

@@ -39,7 +39,7 @@ from syncline.errors import SynclineError
 from syncline.gradients.bucket import Bucket
 from syncline.gradients.usage import num_reached, when_backward_reaches_any
 
-_NO_TASK = -1
+NO_TASK = -1
 """A number that no graph task has. It is used where there is no graph task."""
 
 
@@ -69,12 +69,16 @@ class GraphTasks:
     """
 
     def __init__(self, is_inside: Callable[[], bool] = is_inside_another_backward) -> None:
-        self.current = _NO_TASK
+        self.current = NO_TASK
         """The graph task of the latest gradient. Each parameter's hook compares the running task with this task."""
         self.outermost: int | None = None
         """The outermost task, which does not run inside another task; None if the outermost task is unknown."""
         self._is_inside = is_inside
         self._tasks: set[int] = set()
+        self._running: set[int] = set()
+        """Those of the tasks that have not ended."""
+        self.is_unfinished = False
+        """Whether all known tasks have ended, inside of a task that is not known, although gradients are missing."""
         self.has_ended_inside = False
         """Whether the last backward was ended inside a task that can still produce gradients (see `ends_backward`)."""
 
@@ -104,7 +108,9 @@ class GraphTasks:
     def join(self, task: int) -> None:
         """Add `task` to the present backward. The caller must call `ends_backward` when the task ends."""
         self._tasks.add(task)
+        self._running.add(task)
         self.current = task
+        self.is_unfinished = False
 
     def knows(self, task: int) -> bool:
         """Return whether `task` is part of the present backward."""
@@ -119,21 +125,25 @@ class GraphTasks:
         """
         if task not in self._tasks:
             return False
+        self._running.discard(task)
         if self.outermost is not None:
             return task == self.outermost
-        if task != min(self._tasks):
-            return False  # the task ran inside the one with the smallest number, which has not ended
+        if self._running:
+            return False  # the task ran inside one of these
         if self._is_inside():
             # The task ran inside another one that has produced no gradient yet. If all gradients are ready, no
             # more should follow.
             self.has_ended_inside = is_complete
+            self.is_unfinished = not is_complete
             return is_complete
         return True
 
     def forget(self) -> None:
         """Remove all tasks of a backward that has completed or failed."""
         self._tasks.clear()
-        self.current = _NO_TASK
+        self._running.clear()
+        self.is_unfinished = False
+        self.current = NO_TASK
         self.outermost = None
 
     def forward_begins(self) -> None:
@@ -160,8 +170,8 @@ class Ownership:
         self.birth = next(_births)
         """A number that orders wrappers by creation: a later wrapper has a higher number."""
         self._parameters = parameters
-        self._reached_in = _NO_TASK  # the last graph task that passed through an output of the wrapper
-        self._refused_task = _NO_TASK  # the last graph task that was found to belong to a rival
+        self._reached_in = NO_TASK  # the last graph task that passed through an output of the wrapper
+        self._refused_task = NO_TASK  # the last graph task that was found to belong to a rival
         self._successor: Ownership | None = None
 
     def replace(self, former: Ownership) -> None:
@@ -199,7 +209,7 @@ class Ownership:
         if self._successor is not None:
             self._successor._record_reached(gradient)
         self._reached_in = current_graph_task_id()
-        self._refused_task = _NO_TASK  # decide again, because a rival may have been assigned the task before
+        self._refused_task = NO_TASK  # decide again, because a rival may have been assigned the task before
 
     def owns(self, task: int) -> bool:
         """Return whether `task`, the graph task that runs now, belongs to this wrapper.
@@ -213,11 +223,11 @@ class Ownership:
         contenders = [self, *self._living_rivals()]
         latest = max(contender._reached_in for contender in contenders)
         # Numbers grow, so a task that runs inside another one has the higher number.
-        if latest == task or (latest != _NO_TASK and is_inside_another_backward()):
+        if latest == task or (latest != NO_TASK and is_inside_another_backward()):
             is_own = self._reached_in == latest
         else:
             is_own = max(contenders, key=Ownership._priority) is self
-        self._refused_task = _NO_TASK if is_own else task
+        self._refused_task = NO_TASK if is_own else task
         return is_own
 
     def _priority(self) -> tuple[int, int]:

@@ -59,6 +59,22 @@ class OutOfStep:
             f"came from another re-entrant checkpoint of the same backward. To avoid this, {_CHECKPOINTING}",
         )
 
+    def unfinished(self, step: int, missing: Sequence[int]) -> SynclineError:
+        """Return the error for a backward whose end was not seen, because all of its gradients came from checkpoints.
+
+        Args:
+            step: the step of the backward.
+            missing: indices of the parameters that got no gradient in it.
+        """
+        names = ", ".join(self._names[index] for index in missing[:5]) + (", ..." if len(missing) > 5 else "")
+        return self._error(
+            step,
+            "the gradients of this backward were not averaged. They all came from re-entrant checkpoints, and "
+            f"{len(missing)} of {len(self._names)} parameters got none: {names}. So it was not known when the backward "
+            "was over. If an exception ended it, restart all ranks from a checkpoint. Otherwise "
+            f"{_CHECKPOINTING}",
+        )
+
     def from_outside(self, step: int, index: int) -> SynclineError:
         """Return the error for a gradient of a parameter that the backward was not expected to reach."""
         return self._error(

@@ -23,6 +23,7 @@ from torch import Tensor
 from syncline._torch.autograd import current_graph_task_id, queue_callback, set_grad_enabled
 from syncline.events import OBSERVERS, Source
 from syncline.gradients.backward import (
+    NO_TASK,
     Backward,
     BackwardState,
     Entry,
@@ -255,13 +256,32 @@ class GradientSync:
     # ------------------------------------------------------------------ a backward begins
 
     def forward_begins(self) -> None:
-        """Record that a forward begins, so that later gradients are not attributed to a backward that has ended."""
+        """Record that a forward begins, so that later gradients are not attributed to a backward that has ended.
+
+        Raises:
+            SynclineError: see `check_finished`.
+        """
+        if self.tasks.is_unfinished:
+            self.check_finished()
         if self.tasks.has_ended_inside:
             self.tasks.forward_begins()
         if self.reduction.sends and torch.is_grad_enabled():
             self.reduction.clock.enter(FORWARD)
         if self._hooks.contexts.handles:
             self._hooks.contexts.forward_begins()
+
+    def check_finished(self) -> None:
+        """Check that the last backward was reduced at its end, unless it still runs.
+
+        Raises:
+            SynclineError: all of its gradients came from re-entrant checkpoints, and some parameters got none.
+        """
+        if not self.tasks.is_unfinished or current_graph_task_id() != NO_TASK:
+            return
+        backward = self.reduction.backward
+        missing = sorted(set(range(len(self.parameters))).difference(backward.ready))
+        self._leave(BackwardState.FAILED)
+        raise self.reduction.out_of_step.unfinished(backward.step, missing)
 
     def outermost_hook(self) -> Callable[[object], None]:
         """Return a hook that detects the outermost graph task of a backward. Register it on outputs of the forward."""
