@@ -67,7 +67,7 @@ def drawn(numel: int, seed: int, special: float = 0.0, offset: int = 1) -> Tenso
     missing=st.integers(0, 2000),
     special=st.sampled_from([0.0, 0.002, 0.3]),
     feedback=st.sampled_from(["none", "separate", "in place", "only lost", "lost in the values"]),
-    factor=st.sampled_from([1.0, 3.0]),
+    factor=st.sampled_from([1.0, 3.0, 500.0]),
     seed=st.integers(0, 1000),
 )
 def test_codes_and_errors_have_the_reference_s_bits(

@@ -212,3 +212,17 @@ def test_a_mean_divides_where_a_reciprocal_would_be_off() -> None:
     assert not torch.equal(source * (torch.ones(()) / 3), expected), "the difference can be seen"
     for isa in instruction_sets().values():
         assert torch.equal(native(isa, sources, "mean"), expected)
+
+
+def test_subnormal_halves_count_where_the_processor_takes_subnormal_numbers_for_zero() -> None:
+    """Programs set this with torch.set_flush_denormal, and libraries built with -ffast-math. In fp32 they are normal."""
+    every = torch.arange(0, 2**10, dtype=torch.int16).view(torch.float16)
+    expected = bits(every)
+    if not torch.set_flush_denormal(True):
+        pytest.skip("this processor cannot flush subnormal numbers")
+    try:
+        found = [bits(native(isa, [every], "sum")) for isa in instruction_sets().values()]
+    finally:
+        torch.set_flush_denormal(False)
+    for one in found:
+        assert torch.equal(one, expected)

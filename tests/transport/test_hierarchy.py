@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from meeting import meet_at_the_store
-from syncline import CollectiveMismatch, CollectiveTimeout, PeerFailed, PeerLost, UnevenInputs
+from syncline import CollectiveMismatch, CollectiveTimeout, PeerFailed, PeerLost, SynclineError, UnevenInputs
 from syncline.transport import C10dTransport, HierarchicalTransport, Transport, Work, hierarchy
 from syncline.transport.hosts import Hosts
 from syncline.transport.phases import Phase, PhasedWork, PhaseQueue
@@ -439,6 +439,33 @@ def test_an_abort_between_two_pieces_ends_the_other_pieces() -> None:
     assert isinstance(error, PeerFailed)
     assert "rank 1 aborted the group: a reason" in str(error)
     assert seconds < 5
+    meet_at_the_store("done")
+
+
+@pytest.mark.ranks(4)
+def test_who_is_interrupted_while_it_starts_a_piece_ends_the_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Or the piece would be taken for done: the ranks would have different sums, and no error."""
+    t = over_hosts("aabb")
+    if t.rank == 0:
+        start, num_started = C10dTransport._start_all_reduce, 0
+
+        def interrupted(*args: Any) -> Any:
+            nonlocal num_started
+            work, num_started = start(*args), num_started + 1
+            if num_started == 3:
+                raise KeyboardInterrupt
+            return work
+
+        monkeypatch.setattr(C10dTransport, "_start_all_reduce", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            t.all_reduce(torch.ones(3_000_000)).wait()
+        with pytest.raises(SynclineError, match="KeyboardInterrupt was raised in this process"):
+            t.barrier()
+    else:
+        error, seconds = error_of(lambda: t.all_reduce(torch.ones(3_000_000)).wait())
+        assert isinstance(error, PeerFailed)
+        assert "KeyboardInterrupt" in str(error)
+        assert seconds < 5
     meet_at_the_store("done")
 
 

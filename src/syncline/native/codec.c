@@ -19,7 +19,6 @@
 enum { MAX_BLOCK_NUMEL = 1024, STRIP_NUMEL = 32, NUM_SAMPLES = 1 << 14 };
 enum { NAN_SCALE = 0x7fc0 };                            /* the only scale of a block that is not finite */
 static const uint32_t INFINITE = 0x7f800000;            /* the bits of infinity; those of NaN are larger */
-static const uint32_t LARGE_MAGNITUDE = 0x7e800000;     /* 2^126: below it, no error of a finite block overflows */
 static const float SMALLEST_SCALE = 0x1p-126f;          /* a smaller scale has no reciprocal in float32 */
 static const float INNER = 0.4528f, BORDER = 0.9816f, OUTER = 1.5104f; /* the levels of 2 bits */
 

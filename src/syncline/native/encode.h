@@ -67,6 +67,9 @@ static inline ISA_TARGET void FN(pack)(const float *levels, int bits, size_t blo
 
 static ISA_TARGET void FN(quantize)(const struct quantize *q, size_t from, size_t to) {
     float total[MAX_BLOCK_NUMEL], levels[MAX_BLOCK_NUMEL], lost[MAX_BLOCK_NUMEL];
+    float without_overflow = 0x1p126f / (q->factor > 1 ? q->factor : 1); /* below it, no error of a finite block overflows */
+    uint32_t large;
+    memcpy(&large, &without_overflow, sizeof large);
     size_t size = q->block_numel;
     for (size_t block = from; block < to; block++) {
         size_t start = block * size, n = start >= q->numel ? 0 : q->numel - start < size ? q->numel - start : size;
@@ -97,7 +100,7 @@ static ISA_TARGET void FN(quantize)(const struct quantize *q, size_t from, size_
 
         float *target = n == size ? q->lost + start : lost;
         for (size_t i = 0; i < size; i++) target[i] = (total[i] - levels[i] * scale) * q->factor;
-        if (!is_finite || largest >= LARGE_MAGNITUDE)
+        if (!is_finite || largest >= large)
             for (size_t i = 0; i < size; i++) target[i] = FN(magnitude)(target[i]) < INFINITE ? target[i] : 0.0f;
         if (n < size) memcpy(q->lost + start, lost, n * sizeof *lost);
     }

@@ -15,15 +15,20 @@ static inline ISA_TARGET uint16_t FN(to_bf16)(float f) {
 }
 
 static inline ISA_TARGET float FN(from_f16)(uint16_t x) {
-    /* The exponent is moved by a multiplication, which makes subnormal numbers normal on the way. */
+    /* A subnormal number becomes normal by an addition, whose own numbers are normal. So the result does not depend on
+     * whether the processor takes subnormal numbers for zero. */
     uint32_t magnitude = (uint32_t)(x & 0x7fff) << 13;
-    float f;
-    memcpy(&f, &magnitude, sizeof f);
-    f *= 0x1p112f;
-    uint32_t bits;
-    memcpy(&bits, &f, sizeof bits);
-    uint32_t is_special = -(uint32_t)((x & 0x7c00) == 0x7c00); /* infinity or NaN; see to_f16 for masks */
+    uint32_t above = magnitude + 0x38800000; /* 2^-14 higher, if it is subnormal */
+    float small;
+    memcpy(&small, &above, sizeof small);
+    small -= 0x1p-14f;
+    uint32_t subnormal;
+    memcpy(&subnormal, &small, sizeof subnormal);
+    uint32_t is_small = -(uint32_t)((x & 0x7c00) == 0); /* see to_f16 for masks */
+    uint32_t bits = (subnormal & is_small) | ((magnitude + 0x38000000) & ~is_small);
+    uint32_t is_special = -(uint32_t)((x & 0x7c00) == 0x7c00); /* infinity or NaN */
     bits |= (is_special & 0x7f800000) | (uint32_t)(x & 0x8000) << 16;
+    float f;
     memcpy(&f, &bits, sizeof f);
     return f;
 }

@@ -191,7 +191,8 @@ class PhaseQueue:
     def drive(self) -> None:
         """Advance all operations of this queue as far as is possible without waiting.
 
-        If a phase raises an error, the transport is marked as failed, and the waits raise the error.
+        If a phase raises an error, or the process is interrupted meanwhile, the transport is marked as failed, and the
+        waits raise the error.
         """
         works, taken = self._works, set[str]()
         for work in works:
@@ -201,6 +202,16 @@ class PhaseQueue:
                 work.fail(error)
                 self.clear()
                 return
+            except BaseException as interruption:
+                # Whether the phase has started is unknown. If it has, a later call would take it for done.
+                work.fail(
+                    SynclineError(
+                        f"{type(interruption).__name__} was raised in this process while it advanced the operation, so "
+                        "the operation cannot be completed. Restart the ranks from a checkpoint"
+                    )
+                )
+                self.clear()
+                raise
         if self._works is works:
             self._works = [work for work in works if not work.is_done]
         if not self._works:
