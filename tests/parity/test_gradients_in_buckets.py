@@ -6,6 +6,7 @@ Each program runs under both classes, on processes: over shared memory, which ra
 from __future__ import annotations
 
 import io
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -186,6 +187,20 @@ def reads_in_hooks_what_it_adds_to(ddp: Any) -> list[Tensor]:
     return [tensor for index in sorted(read) for tensor in read[index]]
 
 
+def marks_gradients_in_hooks(ddp: Any) -> list[Tensor]:
+    def mark(parameter: Tensor) -> None:
+        assert parameter.grad is not None
+        parameter.grad.mark = len(marks)  # type: ignore[attr-defined]
+        marks.append(weakref.ref(parameter.grad))
+
+    marks: list[weakref.ref[Tensor]] = []
+    for parameter in ddp.parameters():
+        parameter.register_post_accumulate_grad_hook(mark)
+    seen = steps(ddp, 0, 3)
+    found = [(p.grad.mark, marks[p.grad.mark]() is p.grad) for p in ddp.parameters()]
+    return [*seen, torch.tensor([is_same for _, is_same in found]), torch.tensor(sorted(at for at, _ in found))]
+
+
 def exchanges_gradients(ddp: Any) -> list[Tensor]:
     seen = steps(ddp, 0, 3)
     a, b = ddp.module.layers[0].weight, ddp.module.layers[1].weight
@@ -254,6 +269,7 @@ PROGRAMS: list[Program] = [
     captures_in_hooks,
     reads_gradients_during_backward,
     reads_in_hooks_what_it_adds_to,
+    marks_gradients_in_hooks,
     exchanges_gradients,
     turns_a_gradient,
     replaces_memory,

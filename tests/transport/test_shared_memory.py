@@ -512,6 +512,25 @@ def test_memory_is_used_again_when_a_rank_joins(is_collected: bool, monkeypatch:
     assert same_bits(tensor, in_rank_order(3, numel, torch.float32, "sum"))
 
 
+def test_spare_memory_stays_readable_where_a_former_mapping_of_it_is_in_use() -> None:
+    """As in another process, where a program keeps a tensor that lies in it."""
+    spare = SpareMemory()
+    spare.keeps_files = True
+    memory = SharedMemory.create(3 * 4096)
+    kept = SharedMemory(os.dup(memory.file_descriptor), 3 * 4096)
+    kept.map[2 * 4096 : 2 * 4096 + 3] = b"end"
+    spare.keep(memory, is_first=True)
+    with spare.collected():
+        del memory
+        for num_bytes in (4096, 3 * 4096):
+            again = spare.take(num_bytes)
+            assert again is not None
+            assert again.used_bytes == num_bytes, "it may hold other values than zeros"
+            assert kept.map[2 * 4096 : 2 * 4096 + 3] == b"end"
+            spare.keep(again, is_first=True)
+            del again
+
+
 def test_spare_memory_is_taken_once_and_freed_at_the_end() -> None:
     def num_files() -> int:
         return len(os.listdir("/proc/self/fd"))

@@ -24,6 +24,7 @@ from syncline.liveness import (
     decode,
 )
 from syncline.session import Presence, wait_for_all
+from syncline.transport.shared_memory.core import MAX_ABORT_BYTES
 from syncline.transport.shared_memory.hub import Hub, store_exchange
 
 TOKEN = "a token that nobody guesses"
@@ -270,3 +271,12 @@ def test_junk_in_the_count_of_notices_is_a_named_error() -> None:
     store.set("syncline/epoch/0", b"junk")
     with pytest.raises(SynclineError, match="key 'epoch/0' at the store: expected"):
         notices_at(store, rank=0)
+
+
+@pytest.mark.parametrize("letter", ["a", "ä", "\U0001f600", "\n", '"'])
+def test_a_long_failure_keeps_its_end_and_fits_into_shared_memory(letter: str) -> None:
+    sent = Failure(SynclineError, letter * 100_000 + " the cause").to_json(1).encode()
+    assert len(sent) < MAX_ABORT_BYTES
+    received = Failure.from_json(sent)
+    assert received.aborted_by == 1
+    assert received.text.endswith(letter * 1000 + " the cause")

@@ -12,6 +12,7 @@ import ctypes
 from collections.abc import Sequence
 from sys import getrefcount
 from typing import Any
+from weakref import getweakrefcount
 
 import torch
 from torch import Tensor
@@ -78,6 +79,8 @@ class LentMemory:
         gradient, view = self._members[at].grad, self._views[at]
         return (
             type(gradient) is Tensor
+            and not gradient.__dict__
+            and not getweakrefcount(gradient)
             and not gradient.requires_grad
             and not gradient.is_conj()
             and not gradient.is_neg()

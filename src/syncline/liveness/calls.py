@@ -72,7 +72,8 @@ _KINDS: dict[str, type[SynclineError]] = {
     for kind in (CollectiveMismatch, CollectiveTimeout, PeerFailed, PeerLost, UnevenInputs)
 }
 
-_MAX_TEXT_CHARS = 32 * 1024
+_MAX_TEXT_BYTES = 24 * 1024
+"""Of a failure's text, in UTF-8. As JSON it can have twice as many, and shared memory has room for 64 KiB."""
 
 
 @dataclass(frozen=True)
@@ -127,9 +128,9 @@ class Failure:
         If the text of the failure is long, keep only its end, because a traceback names the error at its end.
         """
         rank_of_text = None if self.is_common else rank
-        text = self.text[-_MAX_TEXT_CHARS:]
+        text = self.text.encode(errors="replace")[-_MAX_TEXT_BYTES:].decode(errors="ignore")
         record = _Record(self.kind.__name__, text, rank_of_text, list(self.stuck_ranks))
-        return json.dumps(vars(record))
+        return json.dumps(vars(record), ensure_ascii=False)
 
     @staticmethod
     def from_json(text: str | bytes) -> Failure:

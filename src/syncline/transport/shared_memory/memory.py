@@ -201,11 +201,13 @@ class SharedMemory:
             SynclineError: there is not enough memory.
         """
         _check_room(num_bytes)
-        descriptor = os.memfd_create("syncline", os.MFD_CLOEXEC)
+        descriptor = None
         try:
+            descriptor = os.memfd_create("syncline", os.MFD_CLOEXEC)
             os.ftruncate(descriptor, num_bytes)
         except OSError as error:
-            os.close(descriptor)
+            if descriptor is not None:
+                os.close(descriptor)
             raise SynclineError(
                 f"this process could not create {num_bytes / 1e6:.1f} MB of shared memory: {error}"
             ) from error
@@ -215,25 +217,29 @@ class SharedMemory:
 
     @staticmethod
     def resized(file_descriptor: int, former: Mapping, num_bytes: int) -> SharedMemory:
-        """Change the size of a memfd of this process that is not in use. What it holds stays.
+        """Map a memfd of this process that is not in use, with another size. What it holds stays.
+
+        The file becomes larger if necessary, but never smaller: a process that still reads a former mapping of it, for
+        example through a gradient that a program has kept, would be killed by a signal.
 
         Args:
             file_descriptor: the descriptor of the memfd. The new object owns the descriptor.
             former: the present mapping, of the present size.
-            num_bytes: the new size.
+            num_bytes: the new size of the mapping.
 
         Raises:
             SynclineError: there is not enough memory.
         """
         try:
             _check_room(num_bytes - former.num_bytes)
-            os.ftruncate(file_descriptor, num_bytes)
+            file_bytes = os.fstat(file_descriptor).st_size
+            os.ftruncate(file_descriptor, max(num_bytes, file_bytes))
         except BaseException:
             os.close(file_descriptor)
             former.unmap()
             raise
         memory = SharedMemory(file_descriptor, num_bytes, former)
-        memory._is_own, memory.used_bytes = True, min(num_bytes, former.num_bytes)
+        memory._is_own, memory.used_bytes = True, min(num_bytes, file_bytes)
         return memory
 
     def when_free(self, call: Callable[[Mapping], object]) -> None:
