@@ -15,14 +15,22 @@ import contextlib
 import threading
 import time
 from collections.abc import Callable, Iterator
+from datetime import timedelta
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 from syncline._torch.lookup import lookup
 from syncline._torch.process_groups import HashStore, Store
 
-Gather = Callable[[bytes], list[bytes]]
-"""A collective function that gets text of this rank in UTF-8, and returns the texts of all ranks in rank order."""
+
+class Gather(Protocol):
+    """A collective function that gets text of this rank in UTF-8, and returns the texts of all ranks in rank order."""
+
+    def __call__(self, payload: bytes, /) -> list[bytes]: ...
+
+    def check_processes(self) -> None:
+        """Raise an error if the process of another rank is known to have ended."""
+
 
 _module: Any = lookup("torch.distributed:distributed_c10d", "connect the ranks of a Gloo group")
 
@@ -32,6 +40,12 @@ _ADDRESS_SECONDS = 30.0
 """How long Gloo may take to write the address of this rank: milliseconds, unless this torch uses other keys."""
 
 _MAX_PAUSE_SECONDS = 0.05
+
+_DEFAULT_TIMEOUT = timedelta(minutes=30)
+
+_LOOK_SECONDS = 0.5
+"""How often a rank looks at the processes of the others while Gloo connects. Gloo itself waits for up to five times its
+timeout for a rank that has ended."""
 
 
 @contextlib.contextmanager
@@ -84,15 +98,17 @@ class _Maker:
         connecting = _Connecting(lambda: make(addresses, rank, size))
         connecting.start()
         interface = 0
-        while own := _own_address(addresses, f"{interface}/{rank}", connecting, is_first=interface == 0):
-            texts = gather(base64.b64encode(own))
-            if not all(texts):
-                break
+        own = _own_address(addresses, f"{interface}/{rank}", connecting, _ADDRESS_SECONDS)
+        if not own:
+            gather(b"")
+        while own and all(texts := gather(base64.b64encode(own))):
             for peer, text in enumerate(texts):
                 addresses.set(f"{interface}/{peer}", base64.b64decode(text))
             interface += 1
-        if not own and interface == 0:
-            gather(b"")
+            seconds = options.get("timeout", _DEFAULT_TIMEOUT).total_seconds()
+            own = _own_address(addresses, f"{interface}/{rank}", connecting, seconds, gather.check_processes)
+            if not own and connecting.is_alive():
+                raise RuntimeError(f"Gloo has not connected rank {rank} to all other ranks within {seconds:g} s")
         if connecting.failure is not None:
             raise connecting.failure
         if connecting.group is None:  # some rank has found no address: its Gloo failed, or uses other keys
@@ -123,18 +139,32 @@ class _Connecting(threading.Thread):
             self.failure = error
 
 
-def _own_address(store: Any, key: str, connecting: _Connecting, *, is_first: bool) -> bytes:
-    """Return the address of this rank on the next network interface. Return b"" if there is none.
+def _own_address(
+    store: Any, key: str, connecting: _Connecting, seconds: float, look: Callable[[], None] | None = None
+) -> bytes:
+    """Return the address of this rank on the next network interface. Return b"" if there is none within `seconds`.
 
     Gloo has one address for each network interface. It connects all ranks by one interface after the other.
+
+    Args:
+        store: where Gloo writes the address.
+        key: the key of the address.
+        connecting: the thread in which Gloo connects. If it ends, there is no further interface.
+        seconds: how long to wait.
+        look: a function that raises an error if there is nothing to wait for.
     """
-    deadline, pause_seconds = time.monotonic() + _ADDRESS_SECONDS, 0.001
+    begin = last_look = time.monotonic()
+    pause_seconds = 0.001
     while not store.check([key]):
         connecting.join(pause_seconds)
         if not connecting.is_alive() and not store.check([key]):
             return b""
-        if is_first and time.monotonic() > deadline:
+        now = time.monotonic()
+        if now > begin + seconds:
             return b""
+        if look is not None and now > last_look + _LOOK_SECONDS:
+            last_look = now
+            look()
         pause_seconds = min(2 * pause_seconds, _MAX_PAUSE_SECONDS)
     address: bytes = store.get(key)
     return address

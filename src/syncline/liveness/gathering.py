@@ -190,6 +190,17 @@ class StoreGathering:
             raise self._error(missing) from missing
         return [text.encode() for text in texts]
 
+    def check_processes(self) -> None:
+        """Check that no other rank has ended, as far as this rank can see.
+
+        Raises:
+            PeerLost: some ranks have ended.
+        """
+        if self._has_ended is not None:
+            lost = self._has_ended([peer for peer in range(self._size) if peer != self._rank])
+            if lost:
+                raise self._error(MissingRanks(lost, have_ended=True))
+
     def forget(self) -> None:
         """Delete what this rank has written. All ranks must have returned from their last call."""
         for number in range(self._num_calls):
