@@ -238,6 +238,15 @@ def test_the_prefix_of_lines_is_chosen(run: Run) -> None:
     assert sorted(done.stdout.splitlines()) == [f"{socket.gethostname()}:{rank}: line" for rank in range(2)]
 
 
+@pytest.mark.parametrize("late", [("-n", "2"), ("-n2",), ("--nproc-per-node=2",), ("--name", "2")])
+def test_a_number_of_processes_after_the_script_is_said_to_be_the_scripts(
+    run: Run, late: tuple[str, ...]
+) -> None:
+    done = run("import sys; print(sys.argv[1:])", *late, options=())
+    assert done.stdout == f"[rank 0] {list(late)}\n"
+    assert (f"1 process, because {late[0]} stands after program.py" in done.stderr) == (late[0] != "--name")
+
+
 def test_two_jobs_at_once_do_not_collide(forks: Forks, tmp_path: Path) -> None:
     (tmp_path / "program.py").write_text(
         "import os, time\n"

@@ -215,7 +215,7 @@ def test_a_mean_divides_where_a_reciprocal_would_be_off() -> None:
 
 
 def test_subnormal_halves_count_where_the_processor_takes_subnormal_numbers_for_zero() -> None:
-    """Programs set this with torch.set_flush_denormal, and libraries built with -ffast-math. In fp32 they are normal."""
+    """Set by torch.set_flush_denormal, and libraries built with -ffast-math. They are normal in fp32."""
     every = torch.arange(0, 2**10, dtype=torch.int16).view(torch.float16)
     expected = bits(every)
     if not torch.set_flush_denormal(True):

@@ -198,7 +198,11 @@ def marks_gradients_in_hooks(ddp: Any) -> list[Tensor]:
         parameter.register_post_accumulate_grad_hook(mark)
     seen = steps(ddp, 0, 3)
     found = [(p.grad.mark, marks[p.grad.mark]() is p.grad) for p in ddp.parameters()]
-    return [*seen, torch.tensor([is_same for _, is_same in found]), torch.tensor(sorted(at for at, _ in found))]
+    return [
+        *seen,
+        torch.tensor([is_same for _, is_same in found]),
+        torch.tensor(sorted(at for at, _ in found)),
+    ]
 
 
 def exchanges_gradients(ddp: Any) -> list[Tensor]:

@@ -7,7 +7,6 @@ import os
 import re
 import signal
 import time
-from datetime import timedelta
 from types import SimpleNamespace
 
 import pytest
@@ -16,7 +15,6 @@ import torch.distributed as dist
 
 from meeting import meet_at_the_store
 from syncline import CollectiveMismatch, CollectiveTimeout, PeerFailed, PeerLost, SynclineError
-from syncline._torch.gloo import addresses_gathered
 from syncline.liveness import (
     Board,
     FailedWait,
@@ -24,12 +22,9 @@ from syncline.liveness import (
     Health,
     Lane,
     Notices,
-    RankProcess,
-    SignedStore,
     StoreConnection,
     StoreMedium,
 )
-from syncline.liveness.gathering import StoreGathering
 from syncline.transport import C10dTransport, C10dWork, c10d
 
 
@@ -430,38 +425,3 @@ def test_the_callers_context_stays_out_of_an_operation_started_in_a_backward() -
     (2 * parameter).backward()
     holds_context = hasattr(torch._C, "_remove_obj_from_tls")  # since torch 2.12
     assert seen == [(holds_context, False)]
-
-
-@pytest.mark.ranks(3, killed=[1])
-def test_a_rank_that_is_killed_while_gloo_connects_is_named_at_once() -> None:
-    """Gloo has its address. If the rank was to connect to another one, that one waits up to five times the timeout.
-
-    In the other direction, the connection is made by the kernel, and the first collective fails.
-    """
-    rank = dist.get_rank()
-    store = dist.group.WORLD.get_group_store()  # type: ignore[union-attr]
-    own = RankProcess.own()
-    assert own is not None
-    store.set(f"process {rank}", own.to_json())
-    processes = [RankProcess.from_json(store.get(f"process {peer}").decode()) for peer in range(3)]
-
-    class Gathering(StoreGathering):
-        def __call__(self, payload: bytes) -> list[bytes]:
-            texts = super().__call__(payload)
-            if rank == 1:
-                os.kill(os.getpid(), signal.SIGKILL)
-            return texts
-
-    gather = Gathering(
-        SignedStore(dist.PrefixStore("test", store)), "addresses", rank=rank, size=3, timeout_seconds=20,
-        purpose="in a test", has_ended=lambda ranks: [peer for peer in ranks if processes[peer].has_ended()],
-    )  # fmt: skip
-    start = time.monotonic()
-    try:
-        with addresses_gathered(gather):
-            dist.new_group([0, 1, 2], timeout=timedelta(seconds=20), backend="gloo")
-    except PeerLost as error:
-        assert "lost rank 1 in a test: its process has ended" in str(error)
-    assert time.monotonic() - start < 10
-    store.set(f"seen {rank}", "")
-    store.wait(["seen 0", "seen 2"])

@@ -619,7 +619,9 @@ def test_a_backward_whose_end_is_not_seen_is_an_error_by_name(seen_by: str, allo
         optimizer = ddp.attach(torch.optim.SGD(ddp.parameters(), lr=0.1))
         x = inputs(t).requires_grad_()
         ddp(x).sum().backward()
-        with pytest.raises(SynclineError, match=r"step 1, .*2 of 6 .*unused.weight, unused.bias.*use_reentrant"):
+        with pytest.raises(
+            SynclineError, match=r"step 1, .*2 of 6 .*unused.weight, unused.bias.*use_reentrant"
+        ):
             ddp(x) if seen_by == "forward" else optimizer.step()
 
     each_rank(rank)

@@ -239,7 +239,22 @@ def test_a_model_that_fits_only_in_shards_says_so() -> None:
     crowded = replace(ONE_HOST, memory_bytes=150_000_000)
     (warning,) = advice_on(planner_of(cluster=crowded)).warnings
     assert "With the defaults it does not fit" in warning
-    assert advice_on(planner_of(cluster=crowded)).exact.option.sharded
+    advice = advice_on(planner_of(cluster=crowded))
+    assert advice.exact.option.sharded
+    assert advice.recommended.option.sharded
+
+
+def test_an_option_that_does_not_fit_is_not_recommended() -> None:
+    """Without the limit, an option that averages rarely is recommended. It needs more memory."""
+    slow = replace(ONE_HOST, hosts=4, link_bytes_per_second=1e6)
+    planner = planner_of(cluster=slow)
+    assert not advice_on(planner).recommended.option.is_exact
+    sharded = next(one.prediction for one in advice_on(planner).alternatives if one.prediction.option.sharded)
+    limit = slow.ranks_per_host * int(sharded.memory_bytes * 1.01)
+    advice = advice_on(planner_of(cluster=replace(slow, memory_bytes=limit)))
+    assert advice.recommended.option.sharded
+    unfit = {one.prediction.option.words for one in advice.alternatives if one.pays == "does not fit"}
+    assert unfit == {one.prediction.option.words for one in advice.alternatives} - {sharded.option.words}
 
 
 def test_a_job_that_is_too_small_for_several_ranks_says_so() -> None:

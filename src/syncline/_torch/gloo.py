@@ -108,7 +108,9 @@ class _Maker:
             seconds = options.get("timeout", _DEFAULT_TIMEOUT).total_seconds()
             own = _own_address(addresses, f"{interface}/{rank}", connecting, seconds, gather.check_processes)
             if not own and connecting.is_alive():
-                raise RuntimeError(f"Gloo has not connected rank {rank} to all other ranks within {seconds:g} s")
+                raise RuntimeError(
+                    f"Gloo has not connected rank {rank} to all other ranks within {seconds:g} s"
+                )
         if connecting.failure is not None:
             raise connecting.failure
         if connecting.group is None:  # some rank has found no address: its Gloo failed, or uses other keys

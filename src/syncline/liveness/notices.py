@@ -372,7 +372,11 @@ class Publisher:
             if call is not None and place.wait is None and what.place().is_as(place):
                 wait = call.as_wait(blocks_rank=what.calling_thread in (0, main))
                 place = replace(place, wait=wait)
-        if place.is_as(last) and place.code == last.code and abs(place.seen - last.seen) < SIGN_OF_LIFE_SECONDS:
+        if (
+            place.is_as(last)
+            and place.code == last.code
+            and abs(place.seen - last.seen) < SIGN_OF_LIFE_SECONDS
+        ):
             return None
         self._last_places[what] = place
         return place

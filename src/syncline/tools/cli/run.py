@@ -76,12 +76,23 @@ def main(argv: Sequence[str]) -> int:
         variables["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
     before = environment.export(variables)
     try:
+        late = _late_options(args)
+        if num_processes == 1 and late:
+            say(
+                f"1 process, because {late[0]} stands after {args.training_script}, which gets it. For more: "
+                "syncline run -n 2 SCRIPT [arguments of the script]"
+            )
         if args.verbose and "OMP_NUM_THREADS" in before:
             say(f"OMP_NUM_THREADS was not set; it is now {variables['OMP_NUM_THREADS']} (cores / processes)")
         with Guardian(environment.for_child({})) as guardian, _display(args, guardian) as display:
             return supervise(_job(args, guardian, display or Display()))
     finally:
         environment.restore(before)
+
+
+def _late_options(args: argparse.Namespace) -> list[str]:
+    """Return the arguments of the script that would set the number of processes if they stood before the script."""
+    return [one for one in args.training_script_args if re.fullmatch(r"-n\d*|--nproc.*", one)]
 
 
 # ---------------------------------------------------------------------- the program

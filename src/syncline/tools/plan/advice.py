@@ -31,7 +31,7 @@ class Alternative:
 
     prediction: Prediction
     pays: str
-    """From when it is faster than the fastest exact option, in words."""
+    """From when it is faster than the fastest exact option, in words; or that it needs more memory than a rank has."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,16 +54,18 @@ class Advice:
 def advice_on(planner: Planner) -> Advice:
     """Return what to choose for a job on a cluster."""
     best = [best_of(planner, kind) for kind in kinds_of_options()]
-    exact = min((one for one in best if one.option.is_exact), key=lambda one: one.step)
+    fitting = [one for one in best if _fits(planner, one)] or best
+    is_exact = [one for one in fitting if one.option.is_exact] or [one for one in best if one.option.is_exact]
+    exact = min(is_exact, key=lambda one: one.step)
     # Sharding is worth an argument of its own only if it is clearly faster, or saves memory that is needed.
     plain = best[0]
     if plain.step <= _NEARLY * exact.step and _fits(planner, plain):
         exact = plain
-    fastest = min(best, key=lambda one: one.step)
-    recommended = exact
+    fastest = min(fitting, key=lambda one: one.step)
+    recommended = exact if exact in fitting else fastest
     if fastest.step < (1 - _WORTH) * exact.step:
         enough = exact.step - _MOST_OF * (exact.step - fastest.step)
-        recommended = next(one for one in best if one.step <= enough)
+        recommended = next(one for one in fitting if one.step <= enough)
     if _speedup(planner, recommended) < _LEAST_SPEEDUP:
         recommended = fastest
     speedup = _speedup(planner, recommended)
@@ -72,7 +74,11 @@ def advice_on(planner: Planner) -> Advice:
         recommended=recommended,
         fastest=fastest,
         alternatives=[
-            Alternative(prediction=one, pays=pays(planner, one.option, exact.option)) for one in best
+            Alternative(
+                prediction=one,
+                pays=pays(planner, one.option, exact.option) if _fits(planner, one) else "does not fit",
+            )
+            for one in best
         ],
         speedup=speedup,
         warnings=_warnings(planner, best, speedup),

@@ -39,7 +39,9 @@ class Cluster:
 
     @property
     def crowding(self) -> float:
-        """How many threads compute on a core."""
+        """How many threads compute on a core; 1 if accelerators compute."""
+        if self.engine == "nccl":
+            return 1.0
         return max(1.0, self.ranks_per_host * self.threads_per_rank / self.cores_per_host)
 
     @property

@@ -23,12 +23,13 @@ def plan_text(planner: Planner, advice: Advice) -> str:
 
 def _head(job: Job, cluster: Cluster, machine: Machine) -> str:
     many = f"{format_count(cluster.num_ranks, 'rank')} on {format_count(cluster.hosts, 'host')}"
+    cores = "" if cluster.engine == "nccl" else f" of {format_count(cluster.cores_per_host, 'core')}"
     link = ""
     if cluster.link_bytes_per_second is not None and cluster.hosts > 1:
         link = f", {rate_text(cluster.link_bytes_per_second)} between hosts"
     lines = [
         f"{job.name}: {_count(job.numel)} parameters, {format_bytes(job.num_bytes)} of gradients",
-        f"{many} of {format_count(cluster.cores_per_host, 'core')}{link}",
+        f"{many}{cores}{link}",
         f"costs: {machine.name}",
     ]
     if not machine.is_measured:

@@ -1,0 +1,62 @@
+"""Ranks that are killed while Gloo connects a group."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from datetime import timedelta
+
+import pytest
+import torch.distributed as dist
+
+from syncline import PeerLost
+from syncline._torch.gloo import addresses_gathered
+from syncline.liveness import RankProcess
+
+
+class Gathering:
+    """Addresses at the store. The victim is killed when the others have its address."""
+
+    def __init__(self, victim: int) -> None:
+        self._store = dist.group.WORLD.get_group_store()  # type: ignore[union-attr]
+        self._rank, self._victim = dist.get_rank(), victim
+        own = RankProcess.own()
+        assert own is not None
+        self._processes = [RankProcess.from_json(text.decode()) for text in self._of_all("process", own.to_json())]
+
+    def _of_all(self, name: str, text: str | bytes) -> list[bytes]:
+        self._store.set(f"{name} {self._rank}", text)
+        return [self._store.get(f"{name} {peer}") for peer in range(dist.get_world_size())]
+
+    def __call__(self, payload: bytes, /) -> list[bytes]:
+        texts = self._of_all("address", payload)
+        self._of_all("all have it", "")
+        if self._rank == self._victim:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return texts
+
+    def check_processes(self) -> None:
+        if self._processes[self._victim].has_ended():
+            raise PeerLost(f"rank {self._victim} has ended")
+
+
+@pytest.mark.ranks(3, killed=[1])
+def test_a_rank_that_is_killed_while_gloo_connects_is_noticed_at_once() -> None:
+    """Gloo has its address. If the rank was to connect to another one, that one waits up to five times the timeout.
+
+    In the other direction, the connection is made by the kernel, and the first collective fails.
+    """
+    gather = Gathering(victim=1)
+    start = time.monotonic()
+    found = "rank 1 has ended"
+    try:
+        with addresses_gathered(gather):
+            dist.new_group([0, 1, 2], timeout=timedelta(seconds=20), backend="gloo")
+    except PeerLost as error:
+        found = str(error)
+    assert found == "rank 1 has ended"
+    assert time.monotonic() - start < 10
+    store = dist.group.WORLD.get_group_store()  # type: ignore[union-attr]
+    store.set(f"seen {dist.get_rank()}", "")
+    store.wait(["seen 0", "seen 2"])
