@@ -23,7 +23,9 @@ class Gathering:
         self._rank, self._victim = dist.get_rank(), victim
         own = RankProcess.own()
         assert own is not None
-        self._processes = [RankProcess.from_json(text.decode()) for text in self._of_all("process", own.to_json())]
+        self._processes = [
+            RankProcess.from_json(text.decode()) for text in self._of_all("process", own.to_json())
+        ]
 
     def _of_all(self, name: str, text: str | bytes) -> list[bytes]:
         self._store.set(f"{name} {self._rank}", text)

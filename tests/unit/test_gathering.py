@@ -126,7 +126,9 @@ def test_junk_in_rank_0s_message_is_a_named_error(junk: str) -> None:
 
 
 def test_a_rank_can_look_for_ended_ranks_while_it_waits_for_something_else() -> None:
-    gather = gathering_of(dist.HashStore(), 1, 4, has_ended=lambda ranks: [peer for peer in ranks if peer < 2])
+    gather = gathering_of(
+        dist.HashStore(), 1, 4, has_ended=lambda ranks: [peer for peer in ranks if peer < 2]
+    )
     with pytest.raises(PeerLost, match="rank 1 of 4 lost rank 0 in a test: its process has ended"):
         gather.check_processes()
     gathering_of(dist.HashStore(), 1, 4).check_processes()  # the processes are not known
