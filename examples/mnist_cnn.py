@@ -145,16 +145,13 @@ def main() -> None:
     torch.manual_seed(args.seed)
     ddp = sl.DistributedDataParallel(MnistCNN().to(world.device))
     torch.manual_seed(1000 * args.seed + world.rank)  # from here on, each rank shifts its images differently
-    if world.rank == 0:
-        print(f"{ddp.contract}\n", flush=True)
-
     start = time.perf_counter()
     train(ddp, training, args)
-    last_step = ddp.explain()
+    contract, last_step = ddp.contract, ddp.explain()
     accuracy = held_out_accuracy(ddp, held_out)
     seconds = time.perf_counter() - start
     if world.rank == 0:
-        print(f"\n{last_step}\n\n{synchronized(ddp.statistics(), seconds)}\n")
+        print(f"\n{contract}\n\n{last_step}\n\n{synchronized(ddp.statistics(), seconds)}\n")
         print(f"Held-out accuracy: {accuracy:.1%} of {len(held_out):,} digits, after {seconds:.0f} s")
     sl.shutdown()
     if args.target_accuracy is not None and accuracy < args.target_accuracy:
