@@ -13,6 +13,7 @@ import torch
 from encodings_in_one_thread import averagers, mean_of_ranks
 from torch import Tensor, nn
 
+import syncline as sl
 from syncline import ContractMismatch, PeerFailed, Statistics, SynclineError
 from syncline import DistributedDataParallel as DDP
 from syncline.compression import (
@@ -471,6 +472,13 @@ def test_what_does_not_go_together_is_refused() -> None:
     complex_net = nn.Linear(2, 2, dtype=torch.complex64)
     cases: list[tuple[dict[str, Any], nn.Module, type[Exception], str]] = [
         ({"sharded": True}, net_of(), ValueError, "sharded=True cannot be combined with compression="),
+        (
+            {"strategy": sl.LocalSGD(8)},
+            net_of(),
+            ValueError,
+            r"strategy=LocalSGD\(every=8\) never averages any",
+        ),
+        ({"strategy": sl.Gossip("ring")}, net_of(), ValueError, "never averages any. Leave compression= out"),
         (
             {},
             embedding,

@@ -102,6 +102,27 @@ def test_an_ended_rank_is_named_before_the_deadline(monkeypatch: pytest.MonkeyPa
         assert f"rank {rank} of 3 lost rank 2 in a test: its process has ended" in str(errors[rank])
 
 
+@pytest.mark.parametrize("ended", [0, 1])
+def test_an_ended_rank_that_has_written_is_named_and_not_a_slow_one(
+    ended: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rank 2 is slow. The others do not wait for it in vain, and do not blame it."""
+    monkeypatch.setattr(gathering, "_SLICE_SECONDS", 0.02)
+    store = dist.HashStore()
+    SignedStore(store, token=None).set(f"test/0/{ended}", "written")
+
+    def has_ended(ranks: Sequence[int]) -> list[int]:
+        return [rank for rank in ranks if rank == ended]
+
+    left = 1 - ended
+    errors = errors_of({left: gathering_of(store, left, 3, timeout_seconds=300.0, has_ended=has_ended)})
+    assert isinstance(errors[left], PeerLost)
+    assert f"rank {left} of 3 lost rank {ended} in a test: its process has ended" in str(errors[left])
+    if left == 0:
+        late = errors_of({2: gathering_of(store, 2, 3, timeout_seconds=300.0, has_ended=has_ended)})
+        assert "rank 2 of 3 lost rank 1 in a test" in str(late[2])
+
+
 def test_a_rank_reads_all_texts_if_rank_0_has_ended_before_it_wrote_them(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

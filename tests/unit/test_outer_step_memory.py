@@ -162,3 +162,21 @@ def test_an_outer_optimizer_that_fails_leaves_the_mean() -> None:
         run.ddp.sync_parameters_()  # the next round is as usual
 
     run_ranks(2, program)
+
+
+@pytest.mark.parametrize(
+    ("outer", "part"),
+    [(torch.optim.SGD, "0.10%"), (lambda p: torch.optim.SGD(p, lr=0.01, momentum=0.5), "2.00%")],
+)
+def test_an_outer_optimizer_that_hardly_moves_is_a_warning(outer: Any, part: str) -> None:
+    with pytest.warns(UserWarning, match=f"keeps {part} of the mean change"):
+        sl.DistributedDataParallel(nn.Linear(2, 2), strategy=sl.DiLoCo(20, outer=outer))
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize(
+    "outer", [None, torch.optim.Adam, lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9)]
+)
+def test_an_outer_optimizer_that_moves_is_none(outer: Any) -> None:
+    more = {} if outer is None else {"outer": outer}
+    sl.DistributedDataParallel(nn.Linear(2, 2), strategy=sl.DiLoCo(20, **more))

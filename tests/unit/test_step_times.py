@@ -136,7 +136,11 @@ def test_without_an_attached_optimizer_its_step_counts_as_part_of_the_time_befor
         assert "Rank 1 was late by 30.0 ms: from its backward to its forward, where data is loaded" in text
 
 
-def test_waits_without_a_late_rank_are_blamed_on_the_link(clock: FakeTime) -> None:
+def test_waits_without_a_late_rank_are_blamed_on_the_link(
+    clock: FakeTime, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("syncline.ddp.conclusion._SLOWEST_LINK", 1000.0)
+
     def rank(t: Transport) -> tuple[Any, str]:
         clock.seconds_per_wait = 0.006
         ddp = trained(t, clock)
@@ -148,6 +152,16 @@ def test_waits_without_a_late_rank_are_blamed_on_the_link(clock: FakeTime) -> No
         assert timing.step_seconds == pytest.approx(0.001 + 0.002 + 0.010 + 0.006, abs=1e-4)
         assert "This rank waited 6.0 ms in a step of 19.0 ms (32%), 6.0 ms of it for bucket 0. " in text
         assert "try a compression, or smaller buckets" in text
+
+
+def test_waits_that_are_too_long_for_what_was_sent_are_blamed_on_the_host(clock: FakeTime) -> None:
+    def rank(t: Transport) -> str:
+        clock.seconds_per_wait = 0.006
+        return " ".join(trained(t, clock).explain().splitlines()[-3:])
+
+    for text in run_ranks(2, rank):
+        assert "6.0 ms of it for bucket 0. No rank was late enough to explain this, and " in text
+        assert "are sent in less time. So the process of another rank was probably not running" in text
 
 
 def test_short_waits_are_not_worth_an_effort(clock: FakeTime) -> None:

@@ -13,6 +13,15 @@ _MAIN_SHARE = 0.5
 """The share of the waiting time from which a cause explains it."""
 
 
+_SLOWEST_LINK = 1e6
+"""A bandwidth that links between ranks exceed, in bytes a second."""
+
+_SLOWEST_MEMORY = 1e8
+"""The same for shared memory."""
+
+_SHARED_MEMORY = "shared memory"
+
+
 def concluded(plan: Plan, evidence: Evidence) -> str:
     """Return one sentence, or two, that draw the conclusion from the last records."""
     backward = evidence.backward
@@ -83,11 +92,21 @@ def _of_waits(plan: Plan, backward: BackwardRecord, timing: StepTiming) -> str:
             "calls of syncline between the steps."
         )
     longest = max(backward.buckets, key=lambda bucket: bucket.waited_seconds)
-    size = format_bytes(sum(bucket.payload_bytes for bucket in backward.buckets))
-    advice = "smaller buckets (bucket_cap_mb), which are sent earlier"
-    if plan.reduction is Reduction.ALL_REDUCE:
-        advice = f"a compression, or {advice}"
-    return (
+    num_bytes = sum(bucket.payload_bytes for bucket in backward.buckets)
+    waited = (
         f"{_waited(timing)}, {format_time(longest.waited_seconds)} of it for bucket {longest.index}. No rank was late "
-        f"enough to explain this, so the limit was to send {size} over this link, or a busy host: try {advice}."
+        "enough to explain this"
+    )
+    in_memory = plan.transport == _SHARED_MEMORY
+    if num_bytes / (_SLOWEST_MEMORY if in_memory else _SLOWEST_LINK) < _MAIN_SHARE * timing.waited_seconds:
+        return (
+            f"{waited}, and {format_bytes(num_bytes)} are sent in less time. So the process of another rank was "
+            "probably not running: look at the load of the host."
+        )
+    advice = "smaller buckets (bucket_cap_mb), which are sent earlier"
+    if plan.reduction is Reduction.ALL_REDUCE and not in_memory:
+        advice = f"a compression, or {advice}"
+    way = "through shared memory" if in_memory else "over this link"
+    return (
+        f"{waited}, so the limit was to send {format_bytes(num_bytes)} {way}, or a busy host: try {advice}."
     )

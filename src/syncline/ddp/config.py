@@ -118,7 +118,7 @@ def checked_config(
         init_buffers=init_sync and init_buffers,
         ignore=tuple(arguments["ignore"]),
         strategy=strategy,
-        compression=_checked_compression(arguments["compression"], chosen, sharded=sharded),
+        compression=_checked_compression(arguments["compression"], chosen, strategy, sharded=sharded),
         replica_check=replica_check,
     )
     if config.gradients.sharded:
@@ -273,12 +273,14 @@ def _checked_on_nonfinite(policy: OnNonFinite, strategy: Strategy[Any]) -> OnNon
     return policy
 
 
-def _checked_compression(compression: Any, chosen: Selection, *, sharded: bool) -> Compression | None:
+def _checked_compression(
+    compression: Any, chosen: Selection, strategy: Strategy[Any], *, sharded: bool
+) -> Compression | None:
     """Check the argument `compression`, and return it.
 
     Raises:
         TypeError: `compression` is not a compression.
-        ValueError: the module is sharded, or has gradients that cannot be compressed.
+        ValueError: the module is sharded, or has gradients that cannot be compressed, or the strategy averages none.
     """
     if compression is None:
         return None
@@ -290,6 +292,11 @@ def _checked_compression(compression: Any, chosen: Selection, *, sharded: bool) 
         raise ValueError(
             "sharded=True cannot be combined with compression=, because with sharded=True each rank receives only its "
             "shard of the mean, and a compression computes the whole mean. Leave out one of the two arguments"
+        )
+    if not strategy.averages_gradients:
+        raise ValueError(
+            f"compression= encodes gradients, but strategy={strategy} never averages any. Leave compression= out, use "
+            "a synchronous warm-up (warmup=100), or use sl.DiLoCo(compression=...), which encodes what it sends"
         )
     if chosen.sparse:
         raise ValueError(

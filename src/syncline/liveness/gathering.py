@@ -52,7 +52,7 @@ class MissingRanks(Exception):
 
 def first_of(messages: SignedStore, keys: Sequence[str], timeout_seconds: float) -> str:
     """Wait for the message of rank 0, and return it. For `keys` and the errors, see `gathered`."""
-    if _wait(messages, keys[:1], timeout_seconds) is not None:
+    if _wait(messages, keys[:1], timeout_seconds) is not None and not messages.has(keys[0]):
         raise MissingRanks(_missing(messages, keys), have_ended=False)
     return messages.get(keys[0])
 
@@ -83,7 +83,9 @@ def gathered(
     ended = _wait(messages, wanted, timeout_seconds, has_ended and (lambda: has_ended(awaited)))
     missing = [] if ended is None else _missing(messages, keys)
     if missing:
-        lost = [one for one in missing if one in (ended or ())]
+        lost = (
+            ended or []
+        )  # also ranks that ended after they had written: they will not take part in what follows
         if rank == 0 and lost:
             messages.set(whole, json.dumps({"ended": lost}))
         raise MissingRanks(lost or missing, have_ended=bool(lost))

@@ -326,6 +326,11 @@ class Strategy(ABC, Generic[State]):
         """
         return self.at_sync(self.state_from(state._asdict(), spec), progress)
 
+    @property
+    def averages_gradients(self) -> bool:
+        """Whether some backwards average gradients. By default, whether `at_backward` was overridden."""
+        return type(self).at_backward is not Strategy.at_backward
+
     @abstractmethod
     def rules(self, spec: Spec) -> Rules:
         """Return the contract's texts about the strategy: what is synchronized, when, how, and how far it may drift."""

@@ -83,6 +83,10 @@ class LocalSteps(Strategy[State]):
         return (ReduceGradients(),) if progress.step < self.warmup else ()
 
     @property
+    def averages_gradients(self) -> bool:
+        return self.warmup > 0 or self.every_step_within is not None
+
+    @property
     def _after_warmup(self) -> str:
         """The contract's text about the start of parameter syncs, as in `, after 100 synchronous steps`.
 

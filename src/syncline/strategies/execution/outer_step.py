@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -25,6 +26,25 @@ from syncline.strategies.execution.kept import Kept
 from syncline.strategies.execution.standing import Standing
 from syncline.tensors.targets import as_real
 from syncline.transport.base import Transport
+
+_LEAST_PART = 0.1
+"""Of the mean change of the ranks. An outer optimizer that takes less in the long run is hardly ever meant."""
+
+
+def _warn_of_small_steps(optimizer: torch.optim.Optimizer) -> None:
+    """Warn of an outer SGD that keeps nearly nothing of what the ranks learn, as torch's defaults do (lr=0.001)."""
+    if type(optimizer) is not torch.optim.SGD:
+        return  # the steps of others do not grow with the gradient, or are unknown
+    for group in optimizer.param_groups:
+        rate, momentum = float(group["lr"]), group["momentum"]
+        if momentum < 1 and rate / (1 - momentum) < _LEAST_PART:
+            warnings.warn(
+                f"DiLoCo: the outer optimizer is SGD with lr={rate:g} and momentum={momentum:g}, so it keeps "
+                f"{rate / (1 - momentum):.2%} of the mean change that the ranks make between two parameter syncs, and "
+                "the training hardly advances. The default is lr=0.7, momentum=0.9, nesterov=True",
+                stacklevel=2,
+            )
+            return
 
 
 class OuterLoop(Kept):
@@ -64,6 +84,8 @@ class OuterLoop(Kept):
                 "Write outer=lambda parameters: torch.optim.SGD(parameters, lr=0.7), without module.parameters()"
             ),
         )
+        if transport.rank == 0:
+            _warn_of_small_steps(self.optimizer)
         self.num_fragments = len(copies.fragments)
         wires = Wires(transport, self._local.values())
         self._fragments = [
