@@ -150,16 +150,18 @@ class Transports:
             selected: Transport = _mirror(group, asked, timeout_seconds)
             compare(selected)
         else:
+            # Where all ranks share memory, their notices are there.
+            may_share_memory = gather is not None and asked != "c10d" and len(set(host_keys)) < 2
             c10d = C10dTransport(
                 group,
                 timeout_seconds=timeout_seconds,
                 connection=connection,
-                exchanges_notices=gather is None,
+                exchanges_notices=not may_share_memory,
             )
             try:
                 compare(c10d)
                 selected = self._best_over(c10d, asked, gather, host_keys)
-                if gather is not None and not isinstance(selected, SharedMemoryTransport):
+                if may_share_memory and not isinstance(selected, SharedMemoryTransport):
                     c10d.exchange_notices(connection)
             except BaseException:
                 c10d.close()

@@ -1,0 +1,47 @@
+"""A rank is killed while the ranks of several hosts select a transport in `sl.init`."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from meeting import meet_at_the_store
+from syncline import PeerLost
+from syncline.session.transports import Transports
+from syncline.transport import C10dTransport
+
+
+@pytest.mark.ranks(4, killed=[1])
+def test_a_rank_that_is_killed_meanwhile_is_named_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The ranks have their notices and processes before the first collective that can wait for the rank."""
+    rank = dist.get_rank()
+    meet_at_the_store()
+    if rank == 1:
+        start, num_started = C10dTransport._start, 0
+
+        def killed(*args: Any, **kwargs: Any) -> Any:
+            nonlocal num_started
+            num_started += 1
+            if num_started == 2:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return start(*args, **kwargs)
+
+        monkeypatch.setattr(C10dTransport, "_start", killed)
+    began = time.monotonic()
+    with pytest.raises(PeerLost, match="rank 1: its process has ended"):
+        Transports(lambda: None, lambda: None).select(
+            dist.group.WORLD,  # type: ignore[arg-type]
+            "auto",
+            60.0,
+            gather=lambda payload: pytest.fail("only ranks that all share memory use this"),
+            host_keys=list("aabb"),
+        )
+    assert time.monotonic() - began < 5
+    store = dist.group.WORLD.get_group_store()  # type: ignore[union-attr]
+    store.set(f"seen {rank}", "")
+    store.wait(["seen 0", "seen 2", "seen 3"])
