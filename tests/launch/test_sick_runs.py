@@ -74,6 +74,10 @@ def step_us(report: dict[str, Any]) -> float:
     return float(sum(one["us"] for one in report["parts"]))
 
 
+def late_us(report: dict[str, Any]) -> float:
+    return float(sum(one["us"] for one in report["parts"] if one["part"] == "late"))
+
+
 ILLNESSES = {
     "slow loader": ("for rank 1, whose data loading", "DataLoader(num_workers="),
     "tiny buckets": ("The gradients are cut into 24 buckets of", "leave bucket_cap_mb out"),
@@ -112,7 +116,8 @@ def test_a_slow_loader_on_one_rank(tmp_path: Path, capsys: pytest.CaptureFixture
     assert share(sick, "late") > 0.2
     assert run_here("slow loader, cured", tmp_path / "cured").returncode == 0
     cured = report_of(tmp_path / "cured", capsys)
-    assert "whose data loading" not in first_lines(cured)
+    # Its steps take some milliseconds, so on a busy machine any rank may be late by a part of them.
+    assert late_us(cured) < 0.2 * late_us(sick)
     assert step_us(cured) < 0.8 * step_us(sick)
 
 
