@@ -10,6 +10,7 @@ from datetime import timedelta
 import pytest
 import torch.distributed as dist
 
+from meeting import meet_at_the_store
 from syncline import PeerLost
 from syncline._torch.gloo import addresses_gathered
 from syncline.liveness import RankProcess
@@ -59,6 +60,4 @@ def test_a_rank_that_is_killed_while_gloo_connects_is_noticed_at_once() -> None:
         found = str(error)
     assert found == "rank 1 has ended"
     assert time.monotonic() - start < 10
-    store = dist.group.WORLD.get_group_store()  # type: ignore[union-attr]
-    store.set(f"seen {dist.get_rank()}", "")
-    store.wait(["seen 0", "seen 2"])
+    meet_at_the_store("seen", without=1)

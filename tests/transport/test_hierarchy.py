@@ -385,10 +385,7 @@ def test_a_killed_rank_is_named_on_all_hosts(victim: int) -> None:
     assert f"rank {victim}" in text or "the connection to a peer is lost" in text
     with pytest.raises(PeerLost):
         t.barrier().wait()
-    store = dist.group.WORLD.get_group_store()  # type: ignore[union-attr]
-    survivors = [rank for rank in range(4) if rank != victim]
-    store.set(f"seen {t.rank}", "")
-    store.wait([f"seen {rank}" for rank in survivors])
+    meet_at_the_store("seen", without=victim)
 
 
 def reduce_four_buckets(t: Transport) -> None:
@@ -422,9 +419,7 @@ def test_a_rank_that_is_killed_between_two_pieces_ends_what_is_under_way(victim:
     assert seconds < 5
     with pytest.raises(PeerLost):
         t.barrier()
-    store = dist.group.WORLD.get_group_store()  # type: ignore[union-attr]
-    store.set(f"seen {t.rank}", "")
-    store.wait([f"seen {rank}" for rank in range(4) if rank != victim])
+    meet_at_the_store("seen", without=victim)
 
 
 @pytest.mark.ranks(4)

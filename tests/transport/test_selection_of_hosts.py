@@ -19,9 +19,8 @@ from syncline.transport import C10dTransport
 @pytest.mark.ranks(4, killed=[1])
 def test_a_rank_that_is_killed_meanwhile_is_named_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """The ranks have their notices and processes before the first collective that can wait for the rank."""
-    rank = dist.get_rank()
     meet_at_the_store()
-    if rank == 1:
+    if dist.get_rank() == 1:
         start, num_started = C10dTransport._start, 0
 
         def killed(*args: Any, **kwargs: Any) -> Any:
@@ -42,6 +41,4 @@ def test_a_rank_that_is_killed_meanwhile_is_named_at_once(monkeypatch: pytest.Mo
             host_keys=list("aabb"),
         )
     assert time.monotonic() - began < 5
-    store = dist.group.WORLD.get_group_store()  # type: ignore[union-attr]
-    store.set(f"seen {rank}", "")
-    store.wait(["seen 0", "seen 2", "seen 3"])
+    meet_at_the_store("seen", without=1)

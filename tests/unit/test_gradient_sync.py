@@ -537,6 +537,23 @@ class Checkpointed(nn.Module):
         return self.last(checkpoint(self.second, x, use_reentrant=self.reentrant))
 
 
+def assert_reduced_as_plain(ddp: DDP, plain: nn.Module, t: Transport) -> None:
+    """In three steps, the gradients of a wrapped module are the means of those of a plain copy of it."""
+    plain.load_state_dict(ddp.module.state_dict())
+    x = (torch.arange(6.0).view(3, 2) + t.rank).requires_grad_()
+    for step in range(3):
+        for model in (plain, ddp):
+            model.zero_grad()
+            model(x + step).square().sum().backward()
+        assert ddp.last_step is not None
+        assert ddp.last_step.step == step + 1
+        for mine, local in zip(ddp.parameters(), plain.parameters(), strict=True):
+            assert mine.grad is not None
+            assert local.grad is not None
+            t.all_reduce(local.grad, "mean").wait()
+            torch.testing.assert_close(mine.grad, local.grad)
+
+
 @pytest.mark.parametrize("cap_mb", [1e-6, None])
 @pytest.mark.parametrize(
     ("num_uses", "options"), [(1, {}), (1, {"static_graph": True}), (3, {"static_graph": True})]
@@ -545,20 +562,8 @@ def test_reentrant_checkpoints_reduce_as_plain_ones_do(
     num_uses: int, options: dict[str, bool], cap_mb: float | None
 ) -> None:
     def rank(t: Transport) -> None:
-        module = Checkpointed(num_uses=num_uses)
-        ddp = DDP(module, process_group=t, bucket_cap_mb=cap_mb, **options)
-        plain = Checkpointed(num_uses=num_uses, reentrant=False)
-        plain.load_state_dict(module.state_dict())
-        x = (torch.arange(6.0).view(3, 2) + t.rank).requires_grad_()
-        for step in range(3):
-            for model in (plain, ddp):
-                model.zero_grad()
-                model(x + step).square().sum().backward()
-            for mine, local in zip(module.parameters(), plain.parameters(), strict=True):
-                assert mine.grad is not None
-                assert local.grad is not None
-                t.all_reduce(local.grad, "mean").wait()
-                torch.testing.assert_close(mine.grad, local.grad)
+        module, plain = Checkpointed(num_uses=num_uses), Checkpointed(num_uses=num_uses, reentrant=False)
+        assert_reduced_as_plain(DDP(module, process_group=t, bucket_cap_mb=cap_mb, **options), plain, t)
 
     each_rank(rank)
 
@@ -590,20 +595,8 @@ def test_reentrant_checkpoints_of_all_parameters_reduce_as_plain_ones_do(
 ) -> None:
     def rank(t: Transport) -> None:
         module = CheckpointedThroughout(num_checkpoints=num_checkpoints)
-        ddp = DDP(module, process_group=t, gradient_as_bucket_view=view)
         plain = CheckpointedThroughout(num_checkpoints=num_checkpoints, reentrant=False)
-        plain.load_state_dict(module.state_dict())
-        x = (torch.arange(6.0).view(3, 2) + t.rank).requires_grad_()
-        for step in range(3):
-            for model in (plain, ddp):
-                model.zero_grad()
-                model(x + step).square().sum().backward()
-            assert ddp.last_step.step == step + 1
-            for mine, local in zip(module.parameters(), plain.parameters(), strict=True):
-                assert mine.grad is not None
-                assert local.grad is not None
-                t.all_reduce(local.grad, "mean").wait()
-                torch.testing.assert_close(mine.grad, local.grad)
+        assert_reduced_as_plain(DDP(module, process_group=t, gradient_as_bucket_view=view), plain, t)
 
     each_rank(rank)
 

@@ -12,7 +12,6 @@ _SMALL_SHARE = 0.05
 _MAIN_SHARE = 0.5
 """The share of the waiting time from which a cause explains it."""
 
-
 _SLOWEST_LINK = 1e6
 """A bandwidth that links between ranks exceed, in bytes a second."""
 

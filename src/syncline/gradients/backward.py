@@ -78,7 +78,8 @@ class GraphTasks:
         self._running: set[int] = set()
         """Those of the tasks that have not ended."""
         self.is_unfinished = False
-        """Whether all known tasks have ended, inside of a task that is not known, although gradients are missing."""
+        """Whether the tasks of the present backward have ended, although gradients are missing. They ran inside of an
+        unknown task, which may go on. This is no property, because each forward reads it."""
         self.has_ended_inside = False
         """Whether the last backward was ended inside a task that can still produce gradients (see `ends_backward`)."""
 

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 from syncline.errors import SynclineError
 from syncline.gradients.bucket_plan import BucketPlan
+from syncline.words import format_names
 
 _CHECKPOINTING = (
     "pass use_reentrant=False to torch.utils.checkpoint, or wrap the module with static_graph=True"
@@ -66,7 +67,7 @@ class OutOfStep:
             step: the step of the backward.
             missing: indices of the parameters that got no gradient in it.
         """
-        names = ", ".join(self._names[index] for index in missing[:5]) + (", ..." if len(missing) > 5 else "")
+        names = format_names([self._names[index] for index in missing], num_shown=5)
         return self._error(
             step,
             "the gradients of this backward were not averaged. They all came from re-entrant checkpoints, and "

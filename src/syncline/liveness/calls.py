@@ -73,7 +73,7 @@ _KINDS: dict[str, type[SynclineError]] = {
 }
 
 _MAX_TEXT_BYTES = 24 * 1024
-"""Of a failure's text, in UTF-8. As JSON it can have twice as many, and shared memory has room for 64 KiB."""
+"""Of a failure's text, in UTF-8. Ends of lines have two bytes in JSON, and shared memory has room for 64 KiB."""
 
 
 @dataclass(frozen=True)

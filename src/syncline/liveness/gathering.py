@@ -83,9 +83,8 @@ def gathered(
     ended = _wait(messages, wanted, timeout_seconds, has_ended and (lambda: has_ended(awaited)))
     missing = [] if ended is None else _missing(messages, keys)
     if missing:
-        lost = (
-            ended or []
-        )  # also ranks that ended after they had written: they will not take part in what follows
+        # Also ranks that ended after they had written. They will not take part in what follows.
+        lost = ended or []
         if rank == 0 and lost:
             messages.set(whole, json.dumps({"ended": lost}))
         raise MissingRanks(lost or missing, have_ended=bool(lost))

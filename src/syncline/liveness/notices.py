@@ -206,7 +206,7 @@ class Notices:
             medium.write(f"place/{self._rank}", place.to_json())
 
     def places(self) -> dict[int, Place]:
-        """Return the last published place of each rank, by rank. Ranks that have published no place are left out."""
+        """Return where each rank was when it last published its place, by rank. A rank that has not is left out."""
         return self._read_all("place", Place.from_json)
 
     def processes_here(self) -> dict[int, RankProcess]:

@@ -76,10 +76,10 @@ def main(argv: Sequence[str]) -> int:
         variables["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
     before = environment.export(variables)
     try:
-        late = _late_options(args)
-        if num_processes == 1 and late:
+        late = _late_option(args.training_script_args)
+        if num_processes == 1 and late is not None:
             say(
-                f"1 process, because {late[0]} stands after {args.training_script}, which gets it. For more: "
+                f"1 process, because {late} stands after {args.training_script}, which gets it. For more: "
                 "syncline run -n 2 SCRIPT [arguments of the script]"
             )
         if args.verbose and "OMP_NUM_THREADS" in before:
@@ -90,9 +90,9 @@ def main(argv: Sequence[str]) -> int:
         environment.restore(before)
 
 
-def _late_options(args: argparse.Namespace) -> list[str]:
-    """Return the arguments of the script that would set the number of processes if they stood before the script."""
-    return [one for one in args.training_script_args if re.fullmatch(r"-n\d*|--nproc.*", one)]
+def _late_option(arguments: Sequence[str]) -> str | None:
+    """Return the first argument that would set the number of processes if it stood before the script."""
+    return next((one for one in arguments if re.fullmatch(r"-n\d*|--nproc.*", one)), None)
 
 
 # ---------------------------------------------------------------------- the program

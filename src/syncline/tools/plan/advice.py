@@ -55,8 +55,8 @@ def advice_on(planner: Planner) -> Advice:
     """Return what to choose for a job on a cluster."""
     best = [best_of(planner, kind) for kind in kinds_of_options()]
     fitting = [one for one in best if _fits(planner, one)] or best
-    is_exact = [one for one in fitting if one.option.is_exact] or [one for one in best if one.option.is_exact]
-    exact = min(is_exact, key=lambda one: one.step)
+    exact_ones = [one for one in best if one.option.is_exact]
+    exact = min([one for one in exact_ones if one in fitting] or exact_ones, key=lambda one: one.step)
     # Sharding is worth an argument of its own only if it is clearly faster, or saves memory that is needed.
     plain = best[0]
     if plain.step <= _NEARLY * exact.step and _fits(planner, plain):

@@ -80,7 +80,7 @@ def parse_rate(text: str) -> float:
 
 
 def parse_seconds(text: str) -> float:
-    """Return a time in seconds.
+    """Return the time that a text such as `12ms` stands for, in seconds.
 
     Examples:
         >>> parse_seconds("12ms"), parse_seconds("0.2 s")
