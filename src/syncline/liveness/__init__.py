@@ -1,11 +1,11 @@
 """Detection of waits that cannot end, and of their cause: the positions of all ranks, and ranks that have ended.
 
-Imports: errors, words, environment, user_code, events, _torch.
+Imports: errors, words, environment, native, user_code, events, _torch.
 
+at_exit.py      threads of Syncline that may be inside C++ code while Python shuts down
 board.py        the position of each rank, published for its peers: step, phase, bucket, and call
 calls.py        the calls in which ranks wait, of Syncline or of torch.distributed; the failure of a group
 deadlock.py     detection of waits that can never end, by pure functions of the places of all ranks
-destructors.py  threads in which destructors of process groups run; the end of the process waits for them
 failed_wait.py  the search for the cause of a failed wait, and the error that names the cause
 gathering.py    texts of all ranks, gathered at the store by way of rank 0
 health.py       the state of a group: whether the group can still be used, and the positions of its ranks

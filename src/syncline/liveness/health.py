@@ -17,9 +17,9 @@ from typing import Protocol
 
 from syncline._torch.process_groups import is_living
 from syncline.errors import SynclineError
+from syncline.liveness.at_exit import Keeper
 from syncline.liveness.board import Board, Place, Wait
 from syncline.liveness.calls import Failure, num_started
-from syncline.liveness.destructors import Keeper
 from syncline.liveness.notices import Medium, Notices, publisher
 from syncline.liveness.processes import FORKED, RankProcess, refuse_in_forks
 from syncline.user_code import user_code

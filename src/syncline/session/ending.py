@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from syncline import environment
 from syncline._torch.process_groups import living_groups
-from syncline.liveness.destructors import wait_at_exit
+from syncline.liveness.at_exit import wait_at_exit
 from syncline.session import process
 from syncline.transport.base import Transport
 from syncline.user_code import warn_user

@@ -26,7 +26,7 @@ from syncline._torch.process_groups import (
     record_ranks,
     timeout_seconds_of,
 )
-from syncline.liveness.destructors import wait_at_exit
+from syncline.liveness.at_exit import wait_at_exit
 from syncline.liveness.gathering import StoreGathering
 from syncline.liveness.store import SignedStore
 from syncline.transport.base import ReduceOp
