@@ -1,9 +1,10 @@
-"""Ranks that are killed while Gloo connects a group."""
+"""Ranks that are killed while Gloo connects a group, and threads that wait at the store meanwhile."""
 
 from __future__ import annotations
 
 import os
 import signal
+import threading
 import time
 from datetime import timedelta
 
@@ -13,7 +14,9 @@ import torch.distributed as dist
 from meeting import meet_at_the_store
 from syncline import PeerLost
 from syncline._torch.gloo import addresses_gathered
+from syncline._torch.process_groups import new_group_of, record_ranks
 from syncline.liveness import RankProcess
+from syncline.transport.c10d import C10dTransport
 
 
 class Gathering:
@@ -61,3 +64,29 @@ def test_a_rank_that_is_killed_while_gloo_connects_is_noticed_at_once() -> None:
     assert found == "rank 1 has ended"
     assert time.monotonic() - start < 10
     meet_at_the_store("seen", without=1)
+
+
+@pytest.mark.ranks(2)
+def test_a_lane_is_created_while_a_thread_waits_at_the_store_of_the_group() -> None:
+    """The threads of a rank share the connection of a TCPStore, so one that waits there keeps the others out."""
+    rank, server = dist.get_rank(), dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    port = [server.port]
+    dist.broadcast_object_list(port)
+    store = dist.TCPStore("127.0.0.1", port[0], is_master=False, wait_for_workers=False)
+    other_connection = store.clone()
+    group = new_group_of([0, 1], rank, "gloo", store, "group", timedelta(seconds=20))
+    record_ranks(group, [0, 1])
+    found: list[bytes] = []
+    waiting = threading.Thread(target=lambda: found.append(store.get(f"told {rank}")), daemon=True)
+    waiting.start()
+    transport = C10dTransport(group, timeout_seconds=20, exchanges_notices=False)
+    try:
+        lane = transport.lane("test")
+        assert waiting.is_alive()
+    finally:
+        other_connection.set(f"told {rank}", "done")
+    waiting.join()
+    assert found == [b"done"]
+    lane.close()
+    transport.close()
+    dist.barrier()  # the server of rank 0 is needed until then

@@ -69,8 +69,8 @@ class C10dTransport(WatchedTransport):
             timeout.
         board: the object that records where in the program this rank is. Pass the board of the larger transport if the
             new transport is a part of it. Pass None to create a new board.
-        connection: a connection to a store, for keys of this group only, by which the ranks exchange notices. Pass None
-            to open one to the store of the group.
+        connection: a connection to a store, for keys of this group only, by which the ranks exchange notices. Groups
+            for lanes then need no connection of their own, either. Pass None to open connections to the group's store.
         exchanges_notices: whether the ranks exchange notices from now on. If it is False, either another transport over
             this one lets them do so, or the caller calls `exchange_notices`.
 
@@ -111,6 +111,7 @@ class C10dTransport(WatchedTransport):
         timeout_seconds = group_seconds if timeout_seconds is None else timeout_seconds
         self._group: Any = group  # None once closed. Typed as Any, because no operation starts after that.
         self._owns_group = False
+        self._opens_connections = connection is None
         self._backends = backends_of(group)
         self._has_mean = set(self._backends.values()) <= _BACKENDS_WITH_MEAN
         self._options = CallOptions(size, timeout_seconds, self.control_device, has_mean=self._has_mean)
@@ -352,7 +353,7 @@ class C10dTransport(WatchedTransport):
             board=self.board,
             connection=None if connection is None else connection.under(group.group_name),
         )
-        child._owns_group = True
+        child._owns_group, child._opens_connections = True, self._opens_connections
         child._start_barrier().wait()
         forget_addresses()
         return child
@@ -377,6 +378,7 @@ class C10dTransport(WatchedTransport):
                 token,
                 backends=backends or self._backends,
                 timeout_seconds=self._connect_seconds,
+                over_own_connection=self._opens_connections,
             )
         except RuntimeError as error:
             if isinstance(error, SynclineError) and not isinstance(error, CollectiveTimeout):

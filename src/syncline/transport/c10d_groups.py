@@ -28,7 +28,7 @@ from syncline._torch.process_groups import (
 )
 from syncline.liveness.at_exit import wait_at_exit
 from syncline.liveness.gathering import StoreGathering
-from syncline.liveness.store import SignedStore
+from syncline.liveness.store import SignedStore, clone_of
 from syncline.transport.base import ReduceOp
 from syncline.transport.work import CombinedWork, Work
 
@@ -211,6 +211,7 @@ def new_group(
     *,
     backends: Mapping[str, str],
     timeout_seconds: float,
+    over_own_connection: bool = True,
 ) -> tuple[dist.ProcessGroup, Callable[[], None]]:
     """Create a process group of some of the ranks of `parent`. Only these ranks call this function.
 
@@ -225,6 +226,8 @@ def new_group(
         token: eight random bytes, which are the same on all members.
         backends: a map from device type to backend.
         timeout_seconds: the timeout of the new group.
+        over_own_connection: whether the ranks exchange addresses over a new connection to the store. Otherwise they
+            share the connection of `parent`, on which a thread of the program can wait as long as it likes.
 
     Returns:
         The group, and a function that deletes from the store what this rank has written. Call this function only once
@@ -241,8 +244,9 @@ def new_group(
         )
     name = f"syncline-{token[:8].hex()}"
     rank, store = ranks.index(dist.get_rank(parent)), PrefixStore(name, parent.get_group_store())
+    messages = clone_of(store, timedelta(seconds=timeout_seconds))[0] if over_own_connection else store
     gather = StoreGathering(
-        SignedStore(store),
+        SignedStore(messages),
         "addresses",
         rank=rank,
         size=len(ranks),
