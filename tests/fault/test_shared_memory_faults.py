@@ -194,6 +194,29 @@ def test_an_address_goes_with_the_rank_that_listens_there() -> None:
         time.sleep(0.001)  # its end was noticed before the kernel had closed what it held
 
 
+@pytest.mark.ranks(2, killed=[1])
+def test_a_rank_that_is_killed_before_it_connects_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    if dist.get_rank() == 1:
+        monkeypatch.setattr(hub, "connected", lambda *_: os.kill(os.getpid(), signal.SIGKILL))
+    began = time.monotonic()
+    with pytest.raises(SynclineError, match="rank 1"):
+        met(timeout_seconds=60)
+    assert time.monotonic() - began < 15
+
+
+@pytest.mark.ranks(2)
+def test_a_rank_that_does_not_connect_is_named_after_the_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
+    def never(address: str, *_: object) -> NoReturn:
+        while address in Path("/proc/net/unix").read_text():  # until the other rank has given up
+            time.sleep(0.001)
+        raise ConnectionRefusedError("too late")
+
+    if dist.get_rank() == 1:
+        monkeypatch.setattr(hub, "connected", never)
+    with pytest.raises(SharedMemoryUnavailable, match=r"rank 1 \(process \d+\) did not connect within 3 s"):
+        met(timeout_seconds=3)
+
+
 # ---------------------------------------------------------------------- SIGSTOP
 
 

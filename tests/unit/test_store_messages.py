@@ -226,7 +226,7 @@ def test_junk_from_a_rank_on_how_it_shares_memory_is_a_named_error() -> None:
         raise Stop
 
     with pytest.raises(Stop):
-        Hub(rank=1, size=2, exchange=keep)
+        Hub(rank=1, size=2, exchange=keep, timeout_seconds=5.0)
     told = row[0].decode()
 
     @settings(max_examples=100, deadline=None)
@@ -238,7 +238,7 @@ def test_junk_from_a_rank_on_how_it_shares_memory_is_a_named_error() -> None:
             raise Stop
 
         with pytest.raises((SynclineError, Stop)) as raised:
-            Hub(rank=1, size=2, exchange=exchange)
+            Hub(rank=1, size=2, exchange=exchange, timeout_seconds=5.0)
         if raised.type is not Stop:
             str(raised.value).encode()
 

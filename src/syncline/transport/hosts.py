@@ -113,7 +113,12 @@ def shared_memory_inside(beneath: C10dTransport, hosts: Hosts) -> SharedMemoryTr
         if len(members) == 1:
             return None
         return SharedMemoryTransport(
-            Hub(rank=members.index(beneath.rank), size=len(members), exchange=exchange_here),
+            Hub(
+                rank=members.index(beneath.rank),
+                size=len(members),
+                exchange=exchange_here,
+                timeout_seconds=beneath.timeout_seconds,
+            ),
             beneath.health,
             Lane(MAIN_LANE, None),
             timeout_seconds=beneath.timeout_seconds,

@@ -112,16 +112,18 @@ class Hub:
         size: number of ranks.
         exchange: a function that gathers bytes before the ranks are connected. The hub calls it at most `NUM_EXCHANGES`
             times.
+        timeout_seconds: how long this rank waits for another one, in each call.
 
     Raises:
         SharedMemoryUnavailable: the ranks cannot share memory. All ranks raise this error, with the same text.
     """
 
-    def __init__(self, *, rank: int, size: int, exchange: Exchange) -> None:
+    def __init__(self, *, rank: int, size: int, exchange: Exchange, timeout_seconds: float) -> None:
         if sys.platform != "linux":
             library()  # raises the error
         self.rank = rank
         self.size = size
+        self._timeout_seconds = timeout_seconds
         self._connections: dict[int, socket.socket] = {}
         """A map from rank to connection, for the rank before and the rank after this one."""
         weakref.finalize(self, _close, self._connections)
@@ -156,8 +158,13 @@ class Hub:
 
     def _connect_and_verify(self, listener: socket.socket | None, everyone: list[_Presence]) -> None:
         try:
+            self.peers = Peers(
+                [presence.pid for presence in everyone],
+                self.rank,
+                [presence.started for presence in everyone],
+            )
             self._connect(listener, everyone)
-            self._verify(everyone)
+            self._verify()
         except BaseException:
             # So that the other ranks of the chain do not wait for this rank
             if listener is not None:
@@ -170,16 +177,19 @@ class Hub:
         if self.rank > 0:
             before = self.rank - 1
             self._connections[before] = connected(
-                everyone[before].address, everyone[before].process(before), self.rank, token
+                everyone[before].address,
+                everyone[before].process(before),
+                self.rank,
+                token,
+                self._timeout_seconds,
             )
         if listener is not None:
             after = self.rank + 1
-            self._connections[after] = accepted(listener, everyone[after].process(after), token)
+            self._connections[after] = accepted(
+                listener, everyone[after].process(after), token, self._timeout_seconds, self.peers
+            )
 
-    def _verify(self, everyone: list[_Presence]) -> None:
-        self.peers = Peers(
-            [presence.pid for presence in everyone], self.rank, [presence.started for presence in everyone]
-        )
+    def _verify(self) -> None:
         proof = self.allocate(self.size * _PROOF_BYTES, "the proof that memory is shared")
         mine = secrets.token_bytes(_PROOF_BYTES)
         proof.map[self.rank * _PROOF_BYTES : (self.rank + 1) * _PROOF_BYTES] = mine
@@ -233,9 +243,12 @@ class Hub:
             troubles = [row.decode() for row in self.gather(trouble.encode())]
         except OSError as error:
             self.close()  # so that the other ranks of the chain do not wait for this rank
+            lost = self.peers.gone()
+            others = describe_ranks(lost) if lost else "another rank"
+            cause = ", because its process has ended" if lost else f" ({error})"
             raise SynclineError(
-                f"cannot allocate shared memory for {purpose}: the connection to another rank on this host failed "
-                f"({error}). Perhaps the process of that rank has ended"
+                f"cannot allocate shared memory for {purpose}: rank {self.rank} of the {self.size} ranks of "
+                f"this host lost the connection to {others}{cause}"
             ) from error
         _raise_if_any(f"cannot allocate shared memory for {purpose}:", troubles)
         assert memory is not None

@@ -22,6 +22,7 @@ from typing import NamedTuple
 
 from syncline.errors import SynclineError
 from syncline.liveness.processes import RankProcess
+from syncline.words import describe_ranks
 
 
 class Peers:
@@ -127,8 +128,8 @@ _HELLO = struct.Struct("<I32s")
 _MAX_BYTES = 1 << 20
 """The size of the largest message that a rank accepts."""
 
-_CONNECT_SECONDS = 20.0
-"""How long a rank waits for a connection, and then for data on the connection."""
+_LOOK_SECONDS = 0.5
+"""How often a rank that waits for a connection looks at the processes of the other ranks."""
 
 
 class RankOnSocket(NamedTuple):
@@ -156,7 +157,9 @@ def address_of(listener: socket.socket) -> str:
     return address[1:].decode()
 
 
-def connected(address: str, expected: RankOnSocket, rank: int, token: bytes) -> socket.socket:
+def connected(
+    address: str, expected: RankOnSocket, rank: int, token: bytes, timeout_seconds: float
+) -> socket.socket:
     """Connect to the rank that listens at `address`, and return the connection.
 
     Args:
@@ -164,6 +167,7 @@ def connected(address: str, expected: RankOnSocket, rank: int, token: bytes) -> 
         expected: the rank and process that should be listening there.
         rank: this rank.
         token: the random token of the group.
+        timeout_seconds: how long to wait, now for the connection, and later for data on it.
 
     Raises:
         OSError: no process listens at the address.
@@ -171,7 +175,7 @@ def connected(address: str, expected: RankOnSocket, rank: int, token: bytes) -> 
     """
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
-        connection.settimeout(_CONNECT_SECONDS)
+        connection.settimeout(timeout_seconds)
         connection.connect(b"\0" + address.encode())
         _check_credentials(connection, expected)
         connection.sendall(_HELLO.pack(rank, token))
@@ -181,29 +185,43 @@ def connected(address: str, expected: RankOnSocket, rank: int, token: bytes) -> 
     return connection
 
 
-def accepted(listener: socket.socket, expected: RankOnSocket, token: bytes) -> socket.socket:
+def accepted(
+    listener: socket.socket, expected: RankOnSocket, token: bytes, timeout_seconds: float, peers: Peers
+) -> socket.socket:
     """Wait until the expected rank connects to `listener`, and return the connection.
 
     Connections from other processes are closed.
 
+    Args:
+        listener: the socket at which this rank listens.
+        expected: the rank and process that should connect.
+        token: the random token of the group.
+        timeout_seconds: how long to wait, now for the connection, and later for data on it.
+        peers: the processes of the other ranks.
+
     Raises:
-        SynclineError: the expected rank did not connect within 20 seconds.
+        SynclineError: the expected rank did not connect in time, or a process has ended.
     """
-    deadline = time.monotonic() + _CONNECT_SECONDS
+    deadline = time.monotonic() + timeout_seconds
     while True:
-        listener.settimeout(max(0.01, deadline - time.monotonic()))
+        remaining_seconds = deadline - time.monotonic()
+        listener.settimeout(max(0.01, min(remaining_seconds, _LOOK_SECONDS)))
         try:
             connection, _ = listener.accept()
         except TimeoutError:
+            if lost := peers.gone():
+                raise SynclineError(f"{describe_ranks(lost)} ended before all ranks were connected") from None
+            if remaining_seconds > 0:
+                continue
             raise SynclineError(
-                f"rank {expected.rank} (process {expected.pid}) did not connect within {_CONNECT_SECONDS:g} s"
+                f"rank {expected.rank} (process {expected.pid}) did not connect within {timeout_seconds:g} s"
             ) from None
         with contextlib.suppress(
             OSError, SynclineError
         ):  # after an error, the expected rank may still connect
             # This check comes before the first read, so that another process that sends nothing cannot delay this rank.
             _check_credentials(connection, expected)
-            connection.settimeout(_CONNECT_SECONDS)
+            connection.settimeout(timeout_seconds)
             its_rank, its_token = _HELLO.unpack(_receive(connection, _HELLO.size))
             if its_rank == expected.rank and secrets.compare_digest(its_token, token):
                 return connection

@@ -130,7 +130,12 @@ class SharedMemoryTransport(WatchedTransport):
         """
         if beneath.size == 1:
             return beneath
-        hub = Hub(rank=beneath.rank, size=beneath.size, exchange=gather or beneath.all_gather_bytes)
+        hub = Hub(
+            rank=beneath.rank,
+            size=beneath.size,
+            exchange=gather or beneath.all_gather_bytes,
+            timeout_seconds=beneath.timeout_seconds,
+        )
         beneath.own_lane.num_started = 0  # errors number the calls from here on
         seconds = beneath.timeout_seconds
         return SharedMemoryTransport(
@@ -159,7 +164,12 @@ class SharedMemoryTransport(WatchedTransport):
         board = Board() if board is None else board
         if size == 1:
             return transport_of_one_rank(timeout_seconds, board)
-        hub = Hub(rank=rank, size=size, exchange=store_exchange(store, rank, size, timeout_seconds))
+        hub = Hub(
+            rank=rank,
+            size=size,
+            exchange=store_exchange(store, rank, size, timeout_seconds),
+            timeout_seconds=timeout_seconds,
+        )
         own_lane = Lane(MAIN_LANE, None)
         health = health_of_group(
             own_lane,
