@@ -389,14 +389,15 @@ class HierarchicalTransport(WatchedTransport):
 def _bounds(numel: int) -> list[int]:
     """Return the bounds of the pieces of a tensor with so many elements.
 
-    The first piece gets the rest. So if hosts reduce tensors of different lengths, their first or second pieces differ,
-    and Gloo does not add up pieces that do not belong together.
+    The first piece gets the rest, and is always larger than the others. So if hosts reduce tensors of different lengths,
+    or several small tensors on one host and a large one on another, their first or second pieces differ, and Gloo does
+    not add up pieces that do not belong together.
 
     Examples:
-        >>> _bounds(20_000)
-        [0, 5664, 7712, 9760, 11808, 13856, 15904, 17952, 20000]
+        >>> _bounds(8 * 3 * 1024)
+        [0, 10240, 12288, 14336, 16384, 18432, 20480, 22528, 24576]
     """
-    each = numel // _NUM_PIECES // _ALIGNED_NUMEL * _ALIGNED_NUMEL
+    each = max(0, numel // _NUM_PIECES // _ALIGNED_NUMEL - 1) * _ALIGNED_NUMEL
     return [0, *(numel - left * each for left in range(_NUM_PIECES - 1, -1, -1))]
 
 
