@@ -535,3 +535,14 @@ def test_different_calls_on_different_hosts_are_told() -> None:
     assert isinstance(error, CollectiveMismatch)
     assert seconds < 5
     meet_at_the_store("done")
+
+
+@pytest.mark.ranks(4, killed=[1])
+def test_the_first_error_of_ranks_that_connect_is_the_loss_of_a_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    if dist.get_rank() == 1:
+        monkeypatch.setattr(hub, "connected", lambda *_: os.kill(os.getpid(), signal.SIGKILL))
+    error, _ = error_of(lambda: over_hosts("aabb"))
+    meet_at_the_store("seen", without=1)
+    assert isinstance(error, PeerLost)
+    assert "rank 1: its process has ended" in str(error)
+    assert "failed before" not in str(error)

@@ -20,7 +20,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from syncline.errors import SynclineError
+from syncline.errors import (
+    CollectiveMismatch,
+    CollectiveTimeout,
+    PeerFailed,
+    PeerLost,
+    SynclineError,
+    UnevenInputs,
+)
 from syncline.liveness.gathering import StoreGathering
 from syncline.liveness.processes import RankProcess, host_key
 from syncline.liveness.store import SignedStore, decode
@@ -356,9 +363,14 @@ def _build() -> str:
 
 
 def attempt(action: Callable[[], T]) -> tuple[T | None, str]:
-    """Call `action`. If it succeeds, return its result and "". If it fails, return None and the text of its error."""
+    """Call `action`. If it succeeds, return its result and "". If it fails, return None and the text of its error.
+
+    An error that is the failure of the group is raised, because the ranks can no longer tell each other such texts.
+    """
     try:
         return action(), ""
+    except (PeerLost, PeerFailed, CollectiveTimeout, CollectiveMismatch, UnevenInputs):
+        raise
     except (SynclineError, OSError, MemoryError) as error:
         return None, str(error) or type(error).__name__
 
