@@ -2,8 +2,8 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+PACKAGE := $(VENV)/.package
 STAMP := $(VENV)/.installed
-TOOLS := $(VENV)/.requirements
 NATIVE := CMakeLists.txt tools/build_backend.py $(wildcard src/syncline/native/*.[ch])
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 RANKS ?= 2
@@ -31,18 +31,20 @@ help: ## list the targets
 
 setup: $(STAMP) ## make .venv with everything
 
-$(STAMP): $(TOOLS) pyproject.toml $(NATIVE)
-	@echo "installing syncline, which compiles its native core ..."
-	$(PIP) --no-build-isolation --editable .
+# Only what training needs, so that `make train` does not wait for the tools of the tests.
+$(PACKAGE): constraints.txt pyproject.toml $(NATIVE)
+	test -x $(BIN)/pip || $(PYTHON) -m venv $(VENV)
+	@echo "installing syncline and torch into $(VENV); the first time, the download of torch can take minutes ..."
+	$(PIP) scikit-build-core cmake ninja
+	$(PIP) --no-build-isolation --editable ".[examples]"
 	@touch $@
 
-$(TOOLS): constraints.txt requirements-dev.txt
-	$(PYTHON) -m venv $(VENV)
-	@echo "downloading torch and the tools into $(VENV), once; this can take minutes ..."
+$(STAMP): $(PACKAGE) requirements-dev.txt
+	@echo "installing the tools of the tests into $(VENV); the first time, their download can take minutes ..."
 	$(PIP) --requirement requirements-dev.txt
 	@touch $@
 
-train: $(STAMP) ## fetch the digits and train on them with 2 processes
+train: $(PACKAGE) ## fetch the digits and train on them with 2 processes
 	$(BIN)/python examples/example_data.py
 	$(BIN)/syncline run -n $(RANKS) examples/mnist_cnn.py --epochs $(EPOCHS)
 

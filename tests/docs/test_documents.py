@@ -7,7 +7,6 @@ import contextlib
 import doctest
 import io
 import re
-import tempfile
 import textwrap
 import warnings
 from pathlib import Path
@@ -34,6 +33,12 @@ class Block(NamedTuple):
     @property
     def brings_its_ranks(self) -> bool:
         return "run_ranks(" in self.code or "init_process_group(" in self.code
+
+    @property
+    def needs_init(self) -> bool:
+        """Whether `syncline run` stops the code: it wraps a module or calls a verb, and has not joined the ranks."""
+        joins = self.brings_its_ranks or re.search(r"\bsl\.(init|launch)\(|pytest\.mark\.ranks\(", self.code)
+        return not joins and re.search(r"\bsl\.(DistributedDataParallel|[a-z]\w*)\(", self.code) is not None
 
 
 def blocks_of(text: str, name: str) -> list[Block]:
@@ -81,7 +86,8 @@ def assert_prints(output: str, printed: str) -> None:
 
 
 @pytest.mark.parametrize("where", BLOCKS)
-def test_python_in_documents_runs(where: str) -> None:
+def test_python_in_documents_runs(where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)  # some blocks write files
     printed = printed_by(BLOCKS[where])
     output = BLOCKS[where].output
     if output is not None and BLOCKS[where].brings_its_ranks:
@@ -94,11 +100,20 @@ def test_python_in_documents_runs_on_two_ranks(where: str, tmp_path: Path) -> No
     rank = torch.distributed.get_rank()
     torch.manual_seed(rank)  # data of its own
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(tempfile, "mkdtemp", lambda: str(tmp_path))  # one directory for all ranks
+        patch.chdir(tmp_path)  # one directory for all ranks
         printed = printed_by(BLOCKS[where])
     output = BLOCKS[where].output
     if output is not None and rank == 0:
         assert_prints(output, printed)
+
+
+def test_each_block_joins_the_ranks_that_syncline_run_starts() -> None:
+    assert [where for where, block in BLOCKS.items() if block.needs_init] == []
+    wraps = "ddp = sl.DistributedDataParallel(module)\n"
+    assert Block("", wraps, None).needs_init
+    assert Block("", "sl.broadcast_(module)\n", None).needs_init
+    assert not Block("", f"sl.init()\n{wraps}", None).needs_init
+    assert not Block("", f"dist.init_process_group()\n{wraps}", None).needs_init
 
 
 def test_there_is_code_to_run_and_output_to_compare() -> None:
