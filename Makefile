@@ -137,10 +137,13 @@ bench: $(STAMP) ## print the benchmark tables and the goals they meet (keep the 
 	-$(BIN)/python benchmarks/slow_steps.py --json $(BENCH)/slow-steps.json
 	$(BIN)/python benchmarks/compare.py $(BENCH)
 
-bench-baseline: ## measure the baseline for make bench-compare
+bench-baseline: ## measure the baseline for make bench-compare; BASELINE=folder
+	$(if $(filter command,$(word 1,$(origin BENCH))),$(error make bench-baseline: expected BASELINE=$(BENCH), got BENCH=$(BENCH)))
 	$(MAKE) bench BENCH=$(BASELINE)
 
-bench-compare: bench ## measure again, and fail if a figure is worse than in the baseline by more than noise
+bench-compare: $(STAMP) ## measure again, and fail if a figure is worse than in the baseline by more than noise
+	$(BIN)/python benchmarks/compare.py --check $(BASELINE) $(BENCH)
+	$(MAKE) bench
 	$(BIN)/python benchmarks/compare.py $(BASELINE) $(BENCH)
 
 clean: ## remove .venv and caches (downloaded data stays)

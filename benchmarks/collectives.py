@@ -171,7 +171,8 @@ def main() -> None:
     print(report(summary))
     print("\nGoals")
     print(table([["goal", "plain", "in place", "sum only, plain"], *goals(summary)]))
-    write_figures(arguments.json, figures_of(summary), **summary)
+    settings = {"ranks": summary["num_ranks"], "transport": summary["transport"]}
+    write_figures(arguments, figures_of(summary), settings, **summary)
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ from unittest.mock import patch
 import torch
 
 import syncline as sl
-from rounds import Figure, RoundsParser, write_figures
+from rounds import Figure, RoundsParser, settings_of, write_figures
 from syncline.compression import Cast, Compression, MeanExchange, PowerSGD, Quantize, TopK, kernels
 from syncline.session import transport_of
 from syncline.tools.bench.goals import goals_table
@@ -144,7 +144,7 @@ def main() -> None:
     if world.rank == 0:
         figures = figures_of(next(iter(found.values()))["cpu_seconds"])
         print(goals_table(figures))
-        write_figures(arguments.json, figures, **found)
+        write_figures(arguments, figures, settings_of(world), **found)
     gloo.close()  # a Gloo group that lives on may abort the process while Python ends
     sl.shutdown()
 

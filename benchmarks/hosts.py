@@ -139,7 +139,7 @@ def main() -> None:
     except HostsUnavailable as error:
         sys.exit(str(error))
     print(f"\n{goals_table(figures)}")
-    write_figures(arguments.json, figures, ranks=arguments.ranks, megabits=results)
+    write_figures(arguments, figures, {}, ranks=arguments.ranks, megabits=results)
 
 
 if __name__ == "__main__":

@@ -301,7 +301,7 @@ def main() -> None:
     )
     figures = figures_of(found, arguments.ranks)
     print(f"{report(found, arguments.ranks)}\n\n{goals_table(figures)}")
-    write_figures(arguments.json, figures, num_ranks=arguments.ranks, rounds=found)
+    write_figures(arguments, figures, {}, num_ranks=arguments.ranks, rounds=found)
 
 
 if __name__ == "__main__":

@@ -15,15 +15,18 @@ from pathlib import Path
 from syncline import World
 from syncline.session import transport_of
 from syncline.tools.bench.goals import Figure, judged, to_json
+from syncline.tools.bench.machine import describe_machine
+from syncline.tools.bench.tables import processor_text
 from syncline.tools.bench.timing import alternate, timer
 
-__all__ = ["Figure", "RoundsParser", "exponent", "judged", "take_turns", "write_figures"]
+__all__ = ["Figure", "RoundsParser", "exponent", "judged", "settings_of", "take_turns", "write_figures"]
 
 
 class RoundsParser(argparse.ArgumentParser):
     """A parser with --rounds, --quick and --json; a program adds its own arguments.
 
-    The parsed arguments have `rounds`, `quick` and `json`. With --quick, `rounds` is the constructor's `quick`.
+    The parsed arguments have `rounds`, `quick` and `json`. With --quick, the default of `rounds` is the constructor's
+    `quick`.
 
     Args:
         about: the program's docstring; its first line is shown.
@@ -38,8 +41,8 @@ class RoundsParser(argparse.ArgumentParser):
 
     def __init__(self, about: str | None, *, rounds: int, quick: int) -> None:
         super().__init__(description=about.splitlines()[0] if about else None)
-        self._num_quick = quick
-        self.add_argument("--rounds", type=int, default=rounds)
+        self._num_rounds, self._num_quick = rounds, quick
+        self.add_argument("--rounds", type=int)
         self.add_argument(
             "--quick", action="store_true", help=f"{quick} short rounds: figures without meaning"
         )
@@ -48,8 +51,8 @@ class RoundsParser(argparse.ArgumentParser):
     def parse_figures(self, argv: Sequence[str] | None = None) -> argparse.Namespace:
         """Parse the arguments as `parse_args` does, and apply --quick."""
         arguments = self.parse_args(argv)
-        if arguments.quick:
-            arguments.rounds = self._num_quick
+        if arguments.rounds is None:
+            arguments.rounds = self._num_quick if arguments.quick else self._num_rounds
         return arguments
 
 
@@ -84,8 +87,40 @@ def exponent(values: Mapping[int, float]) -> float:
     return statistics.linear_regression(*zip(*points, strict=True)).slope if len(points) > 1 else math.nan
 
 
-def write_figures(path: Path | None, figures: Sequence[Figure], **more: object) -> None:
-    """Write figures, and whatever else is to be kept, to a file that `compare.py` reads. Without a path, do nothing."""
-    if path is not None:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps({"figures": to_json(figures), **more}, indent=1) + "\n")
+def settings_of(world: World) -> dict[str, object]:
+    """Return the settings that the ranks of this job have in common."""
+    return {"ranks": world.size, "transport": transport_of(None).name}
+
+
+def write_figures(
+    arguments: argparse.Namespace,
+    figures: Sequence[Figure],
+    settings: Mapping[str, object],
+    /,
+    **more: object,
+) -> None:
+    """Write figures, and whatever else is to be kept, to the file of --json, which `compare.py` reads.
+
+    Without --json, do nothing.
+
+    Args:
+        arguments: the arguments of the program. They are settings of the measurement, unless they have no influence on
+            a comparison.
+        figures: the figures.
+        settings: other settings with which the figures were measured.
+        more: more contents of the file.
+    """
+    path: Path | None = arguments.json
+    if path is None:
+        return
+    given = {
+        name: value
+        for name, value in vars(arguments).items()
+        if value is not None and name not in _WITHOUT_INFLUENCE
+    }
+    kept = {"processor": processor_text(describe_machine()), **given, **settings}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps({"figures": to_json(figures), "settings": kept, **more}, indent=1) + "\n")
+
+
+_WITHOUT_INFLUENCE = ("json", "rounds", "timeout", "mpi_venvs")

@@ -76,7 +76,7 @@ def main() -> None:
         print_table(simulated)
         figures += figures_of_simulation(simulated)
     print(f"\n{goals_table(figures)}")
-    write_figures(arguments.json, figures, machine=machine)
+    write_figures(arguments, figures, {}, machine=machine)
 
 
 def parse_arguments() -> argparse.Namespace:

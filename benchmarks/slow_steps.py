@@ -157,7 +157,10 @@ def main() -> None:
     print(table(rows(found["seconds"], found["cpu_seconds"])))
     figures = figures_of(found["seconds"], arguments.megabits)
     print(goals_table(figures))
-    write_figures(arguments.json, figures, machine=describe_machine(), megabits=arguments.megabits, **found)
+    settings = {"transport": found["transport"]}
+    write_figures(
+        arguments, figures, settings, machine=describe_machine(), megabits=arguments.megabits, **found
+    )
 
 
 if __name__ == "__main__":

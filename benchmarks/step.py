@@ -44,7 +44,7 @@ from torch import nn
 
 import syncline as sl
 from models import GPT, SIZES, random_batch
-from rounds import Figure, take_turns, write_figures
+from rounds import Figure, settings_of, take_turns, write_figures
 from step_variants import GOAL, VARIANTS, steps_of, verdict
 from syncline.session import transport_of
 from syncline.tools.bench.goals import step_figures
@@ -243,16 +243,16 @@ def parse_arguments() -> argparse.Namespace:
         metavar="NAME",
         help=f"compare the classes switch by switch: some or all of {', '.join(VARIANTS)}",
     )
-    parser.add_argument("--rounds", type=int, default=40)
-    parser.add_argument("--steps", type=int, default=2, help="steps of one competitor in one round")
+    parser.add_argument("--rounds", type=int, help="40")
+    parser.add_argument("--steps", type=int, help="steps of one competitor in one round (2)")
     parser.add_argument(
         "--device", default="cpu", help="cuda: a GPU for each rank; cuda:0: one for all (cpu)"
     )
     parser.add_argument("--quick", action="store_true", help="2 rounds of 1 step: figures without meaning")
     parser.add_argument("--json", type=Path, help="where to write the figures")
     arguments = parser.parse_args()
-    if arguments.quick:
-        arguments.rounds, arguments.steps = 2, 1
+    arguments.rounds = arguments.rounds or (2 if arguments.quick else 40)
+    arguments.steps = arguments.steps or (1 if arguments.quick else 2)
     if arguments.sizes is None:
         arguments.sizes = list(SIZES) if arguments.variants is None else ["0.3M"]
     return arguments
@@ -289,7 +289,7 @@ def main() -> None:
         names = arguments.variants or list(VARIANTS)
         results["variants"] = compare_variants(names, arguments.sizes, **often, world=world)
     if world.rank == 0:
-        write_figures(arguments.json, figures, **results)
+        write_figures(arguments, figures, settings_of(world), **results)
     sl.shutdown()
 
 

@@ -34,7 +34,7 @@ import torch
 from torch import Tensor, nn
 
 import syncline as sl
-from rounds import Figure, RoundsParser, exponent, write_figures
+from rounds import Figure, RoundsParser, exponent, settings_of, write_figures
 from syncline.tools.bench.timing import quotients
 
 OURS, TORCH, BARE = "syncline", "torch", "bare module"
@@ -278,7 +278,7 @@ def main() -> None:
         shutil.rmtree(folder, ignore_errors=True)
         figures = report(found) if world.rank == 0 else []
     if world.rank == 0:
-        write_figures(arguments.json, figures)
+        write_figures(arguments, figures, settings_of(world))
     sl.shutdown()
 
 

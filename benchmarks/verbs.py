@@ -33,7 +33,7 @@ from torch import nn
 
 import syncline as sl
 from models import GPT, SIZES, Chain
-from rounds import Figure, RoundsParser, write_figures
+from rounds import Figure, RoundsParser, settings_of, write_figures
 from syncline.equality import hash_of, hash_of_sample
 from syncline.session import transport_of
 from syncline.tools.bench.goals import goals_table
@@ -169,7 +169,7 @@ def main() -> None:
         large, small = found.values()
         figures = figures_of(large, small["gloo"])
         print(goals_table(figures))
-        write_figures(arguments.json, figures, modules=found)
+        write_figures(arguments, figures, settings_of(world), modules=found)
     for engine in engines[1:]:
         engine.close()  # a Gloo group that lives on may abort the process while Python ends
     sl.shutdown()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -30,6 +31,30 @@ def test_a_quick_measurement(tmp_path: Path) -> None:
         for figures in row["engines"].values():
             assert len(figures["rounds_seconds"]) == 3
             assert min(figures["rounds_seconds"]) > 0
+
+
+def test_another_transport_than_that_of_the_baseline_is_not_measured(tmp_path: Path) -> None:
+    options = ["--sizes", "1K", "--no-steps", "--rounds", "2"]
+    first = subprocess.run(
+        [*COMMAND, *options, "--json", "before.json"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=90,
+    )
+    assert first.returncode == 0, first.stderr
+    second = subprocess.run(
+        [*COMMAND, *options, "--compare", "before.json"],
+        cwd=tmp_path,
+        env={**os.environ, "SYNCLINE_TRANSPORT": "c10d"},
+        capture_output=True,
+        text=True,
+        timeout=90,
+    )
+    assert second.returncode == 2, second.stderr
+    assert "transport: expected gloo, got shared memory" in second.stderr
+    assert "all_reduce of 1 KiB" not in second.stderr
+    assert second.stdout == ""
 
 
 @pytest.fixture

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import gc
 import os
+import resource
 import subprocess
 import sys
 import threading
@@ -531,10 +532,32 @@ def test_spare_memory_stays_readable_where_a_former_mapping_of_it_is_in_use() ->
             del again
 
 
-def test_spare_memory_is_taken_once_and_freed_at_the_end() -> None:
-    def num_files() -> int:
-        return len(os.listdir("/proc/self/fd"))
+def num_files() -> int:
+    return len(os.listdir("/proc/self/fd"))
 
+
+def test_spare_memory_leaves_most_files_to_the_program(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (15, 15))
+    spare, num_before = SpareMemory(), num_files()
+    spare.keeps_files = True
+    for _ in range(2):
+        memories = [SharedMemory.create(4096) for _ in range(20)]
+        for memory in memories:
+            spare.keep(memory, is_first=True)
+        assert num_files() == num_before + 3
+        with spare.collected():
+            del memory, memories
+            again = [spare.take(4096) for _ in range(4)]
+            assert [one is None for one in again] == [False, False, False, True]
+            for one in again[:3]:
+                assert one is not None
+                spare.keep(one, is_first=True)
+        assert num_files() == num_before + 3
+        del again, one
+        assert num_files() == num_before
+
+
+def test_spare_memory_is_taken_once_and_freed_at_the_end() -> None:
     spare, num_before = SpareMemory(), num_files()
     memory = SharedMemory.create(8192)
     spare.keep(memory, is_first=True)

@@ -259,6 +259,12 @@ def test_a_picture_is_drawn(tmp_path: Path) -> None:
         (["extra"], "unknown argument extra"),
         (["--json", "no/such/folder/file.json"], "expected the path of a file in a folder that exists"),
         (["--plot", "figure.pdf"], "ends in .png or .svg"),
+        (["--plot", "figure.svg", "--json", "figure.svg"], "expected a file of its own"),
+        (["--calibrate", "--compare", "before.json"], "--calibrate and --compare exclude each other"),
+        (["--calibrate", "-n", "2", "--no-steps"], "--calibrate and -n, --no-steps exclude each other"),
+        (["--calibrate", "--steps", "--sizes", "1K"], "--calibrate and --sizes, --steps exclude each other"),
+        (["--calibrate", "--quick", "--rounds", "3"], "--calibrate and --rounds, --quick exclude each other"),
+        (["--calibrate", "--plot", "figure.svg"], "--calibrate and --plot exclude each other"),
     ],
 )
 def test_a_mistake_is_one_line_before_anything_starts(
@@ -354,8 +360,9 @@ def test_what_a_program_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[st
     parser.add_argument("--every", type=int, default=100)
     told = parser.parse_figures(["--rounds", "7", "--every", "5", "--json", str(tmp_path)])
     assert (told.rounds, told.every, told.quick, told.json) == (7, 5, False, tmp_path)
-    told = parser.parse_figures(["--quick", "--rounds", "7"])
+    told = parser.parse_figures(["--quick"])
     assert (told.rounds, told.every, told.quick, told.json) == (3, 100, True, None)
+    assert parser.parse_figures(["--quick", "--rounds", "7"]).rounds == 7
     with pytest.raises(SystemExit):
         parser.parse_figures(["--help"])
     shown = capsys.readouterr().out
@@ -440,21 +447,6 @@ def test_figures_survive_a_file() -> None:
 def test_more_ranks_than_processors_have_no_goals() -> None:
     crowded = raw(num_ranks=4)
     assert goals_table(figures_of(summarize(crowded))) == ""
-
-
-def test_the_baseline_is_read_before_anything_is_measured(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    path = tmp_path / "before.json"
-    for text, reason in (
-        (None, "No such file"),
-        ("{", "Expecting"),
-        ("{}", "expected a file that syncline bench"),
-    ):
-        if text is not None:
-            path.write_text(text)
-        assert main(["bench", "--compare", str(path)]) == 2
-        assert reason in capsys.readouterr().err
 
 
 def test_goals_are_judged_with_their_figures() -> None:

@@ -4,21 +4,24 @@ If each rank read the texts of all ranks, a store would answer n * n reads. So r
 message. Each of the other ranks writes one message and reads one.
 
 While a rank waits long, it checks the processes of ranks on its host, if it knows them. If one of them has ended, rank
-0 writes this instead of the texts. All ranks then raise the same error, and not only after the timeout.
+0 writes this instead of the texts. All ranks then raise the same error, and not only after the timeout. If rank 0 has
+ended, a rank on its host writes it, see `watching_rank_0`.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
+import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any
 
 from torch.distributed import DistStoreError
 
 from syncline.errors import CollectiveTimeout, PeerLost, SynclineError
-from syncline.liveness.store import SignedStore
+from syncline.liveness.store import SignedStore, clone_of
 from syncline.words import describe_ranks
 
 Ended = Callable[[Sequence[int]], list[int]]
@@ -26,6 +29,9 @@ Ended = Callable[[Sequence[int]], list[int]]
 
 _SLICE_SECONDS = 10.0
 """How long a rank waits before it checks the processes of the other ranks. torch prints a warning each time."""
+
+_LOOK_SECONDS = 0.5
+"""How often a rank looks at the process of rank 0 in `watching_rank_0`, which prints nothing."""
 
 _ALL = " and all"
 
@@ -94,6 +100,35 @@ def gathered(
     if rank == 0:  # another rank gets here if rank 0 has ended since
         messages.set(whole, json.dumps(texts))
     return texts
+
+
+@contextlib.contextmanager
+def watching_rank_0(store: Any, key: str, has_ended: Callable[[], bool]) -> Iterator[None]:
+    """Look at the process of rank 0 while this rank waits for it in `gathered`.
+
+    If the process has ended, a message of this rank wakes up all ranks that wait, also those of other hosts. It has a
+    connection of its own, because the wait occupies the connection of `store`.
+
+    Args:
+        store: the store of torch.distributed of the messages.
+        key: the first of the keys of `gathered`.
+        has_ended: a function that returns whether the process of rank 0 has certainly ended.
+    """
+    is_over = threading.Event()
+
+    def look() -> None:
+        while not is_over.wait(_LOOK_SECONDS):
+            if has_ended():
+                with contextlib.suppress(RuntimeError, SynclineError):  # the store may have ended with rank 0
+                    clone, _ = clone_of(store, store.timeout)
+                    SignedStore(clone).set_first(f"{key}{_ALL}", json.dumps({"ended": [0]}))
+                return
+
+    threading.Thread(target=look, name="syncline-rank-0", daemon=True).start()
+    try:
+        yield
+    finally:
+        is_over.set()
 
 
 def _missing(messages: SignedStore, keys: Sequence[str]) -> list[int]:

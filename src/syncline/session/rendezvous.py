@@ -21,6 +21,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -29,7 +30,7 @@ from syncline import environment
 from syncline._torch.process_groups import PrefixStore, Store, TCPStore
 from syncline.errors import CollectiveTimeout, ContractMismatch, PeerLost, SynclineError
 from syncline.launchers import Environment
-from syncline.liveness.gathering import MissingRanks, first_of, gathered
+from syncline.liveness.gathering import MissingRanks, first_of, gathered, watching_rank_0
 from syncline.liveness.processes import RankProcess
 from syncline.liveness.store import SignedStore, decode
 from syncline.session.listening import bound_socket, is_loopback
@@ -99,9 +100,13 @@ class Presence:
         Args:
             seen_from: the message of the calling process.
         """
-        if self.host_key is None or self.host_key != seen_from.host_key:
+        if self.host_key is None or not self.is_visible(seen_from):
             return False
         return RankProcess(self.host_key, self.pid, self.started).has_ended()
+
+    def is_visible(self, seen_from: Presence) -> bool:
+        """Return whether the calling process, whose message is `seen_from`, can see the state of the process."""
+        return self.host_key is not None and self.host_key == seen_from.host_key
 
     def __str__(self) -> str:
         return f"pid {self.pid} on {self.host}"
@@ -239,7 +244,7 @@ def wait_for_all(store: Store, mine: Presence, timeout_seconds: float) -> list[P
         ContractMismatch: the ranks called `sl.init` with different arguments. The text is the same on every rank.
         TypeError, ValueError: some ranks passed invalid arguments. The text is the same on every rank.
         CollectiveTimeout: some ranks did not arrive in time. The text names them.
-        PeerLost: the process that opened the store has ended.
+        PeerLost: the process of rank 0, or the process that opened the store, has ended.
     """
     try:
         return _wait_for_all(store, mine, timeout_seconds)
@@ -302,8 +307,10 @@ def _wait_for_all(store: Store, mine: Presence, timeout_seconds: float) -> list[
             "If the first process belongs to an earlier job, end that process, or use another MASTER_PORT"
         )
     try:
-        everyone = _messages_of_all(messages, keys, mine, timeout_seconds)
+        everyone = _messages_of_all(store, messages, keys, mine, timeout_seconds)
     except MissingRanks as missing:
+        if missing.have_ended:
+            raise _rank_0_lost(messages, keys, mine) from missing
         raise CollectiveTimeout(
             f"rank {mine.rank} waited {timeout_seconds:g} s in sl.init, but {describe_ranks(missing.ranks)} of "
             f"{mine.size} did not call sl.init. Check whether these ranks failed before that call, and whether "
@@ -316,13 +323,28 @@ def _wait_for_all(store: Store, mine: Presence, timeout_seconds: float) -> list[
     return everyone
 
 
+def _rank_0_lost(messages: SignedStore, keys: Sequence[str], mine: Presence) -> PeerLost:
+    """Return the error about the end of rank 0. Rank 0 may have ended because it has waited in vain for other ranks."""
+    absent = [rank for rank, key in enumerate(keys) if not messages.has(key)]
+    others = f" {describe_ranks(absent)} of {mine.size} did not call sl.init before." if absent else ""
+    return PeerLost(
+        f"sl.init failed on rank {mine.rank} of {mine.size}: rank 0 ({_parsed(messages.get(keys[0]), 0)}): its process "
+        f"has ended.{others} Look at the last lines of its log"
+    )
+
+
 def _messages_of_all(
-    messages: SignedStore, keys: Sequence[str], mine: Presence, timeout_seconds: float
+    store: Store, messages: SignedStore, keys: Sequence[str], mine: Presence, timeout_seconds: float
 ) -> list[Presence]:
     """Return the messages of all ranks in rank order. Each rank reads that of rank 0 first, and compares the sizes."""
+    watch: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
     if mine.rank != 0:
-        _check_sizes([_parsed(first_of(messages, keys, timeout_seconds), 0), mine])
-    texts = gathered(messages, keys, mine.rank, timeout_seconds)
+        first = _parsed(first_of(messages, keys, timeout_seconds), 0)
+        _check_sizes([first, mine])
+        if first.is_visible(mine):
+            watch = watching_rank_0(store, keys[0], partial(first.has_ended, mine))
+    with watch:
+        texts = gathered(messages, keys, mine.rank, timeout_seconds)
     everyone = [_parsed(text, rank) for rank, text in enumerate(texts)]
     _check_sizes(everyone)
     return everyone

@@ -1,5 +1,6 @@
 """The measurement of `syncline bench`. Competitors take turns, and their times are shown in tables and pictures.
 
+baseline.py    reads the file of a measurement, and compares its settings with those of another one
 calibrate.py   the program of each rank of `syncline bench --calibrate`
 goals.py       figures with goals, and the comparison of two measurements (pure functions)
 job_times.py   how long the parts of a step take on one rank, without synchronization

@@ -166,9 +166,22 @@ def from_json(data: object) -> list[Figure]:
     """
     found = data.get("figures") if isinstance(data, dict) else None
     try:
-        return [Figure(**row) for row in found or ()]
-    except TypeError as error:
+        return [_checked(Figure(**row)) for row in found or ()]
+    except (TypeError, AttributeError, LookupError, ValueError) as error:
         raise ValueError(f"expected the figures of a benchmark: {error}") from None
+
+
+def _checked(figure: Figure) -> Figure:
+    """Return the figure if a comparison can show it."""
+    if not isinstance(figure.name, str):
+        raise TypeError(f"expected a name, got {figure.name!r}")
+    if not isinstance(figure.values, list) or not figure.values:
+        raise TypeError(f"{figure.name}: expected a list with a value for each round, got {figure.values!r}")
+    for value in (*figure.values, figure.at_most or 0, figure.at_least or 0):
+        figure.form.format(
+            value + 0.0
+        )  # a value that is not a number, or a form that shows none, is an error here
+    return figure
 
 
 def show_comparison(path: Path, before: Sequence[Figure], after: Sequence[Figure]) -> int:

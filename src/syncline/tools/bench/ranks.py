@@ -48,6 +48,8 @@ class Plan:
     """The MPIs to measure. Each is a mapping of the fields of `MPI`."""
     with_sum: bool = False
     """Whether to measure Syncline and the MPIs also with a plain sum, without division by the number of ranks."""
+    transport: str | None = None
+    """The name of the transport that the ranks must have. None accepts any. With another one, nothing is measured."""
 
 
 def main(argv: Sequence[str]) -> None:
@@ -65,23 +67,27 @@ def measure(plan: Plan) -> dict[str, Any] | None:
     """Perform the measurement `plan`. All ranks call this function together.
 
     Returns:
-        On rank 0, the raw results, which `timing.summarize` reads. On other ranks, None.
+        On rank 0, the raw results, which `timing.summarize` reads. They are empty if the plan expects another
+        transport than the ranks have. On other ranks, None.
     """
     torch.set_num_threads(1)
     machine = describe_machine()  # now, so that its load does not include the benchmark
     world = init(device="cpu")
     transport = transport_of(None)
     notes: list[str] = []
-    backend = backend_group(notes)
     found = {
         "machine": machine,
         "plan": asdict(plan),
         "num_ranks": world.size,
         "transport": transport.name,
-        "all_reduce": _all_reduce(plan, transport, backend, notes),
-        "steps": [_steps(model, plan, transport, backend, notes) for model in plan.models],
+        "all_reduce": [],
+        "steps": [],
         "notes": notes,
     }
+    if plan.transport in (None, transport.name):
+        backend = backend_group(notes)
+        found["all_reduce"] = _all_reduce(plan, transport, backend, notes)
+        found["steps"] = [_steps(model, plan, transport, backend, notes) for model in plan.models]
     shutdown()
     return found if world.rank == 0 else None
 

@@ -60,6 +60,15 @@ def seconds_text(seconds: float) -> str:
     return f"{_three_digits(seconds)} s"
 
 
+def processor_text(machine: Mapping[str, Any]) -> str:
+    """Format the processor of a machine, and the number of its cores that the ranks may use.
+
+    Args:
+        machine: the result of `machine.describe_machine`.
+    """
+    return f"{machine['num_cores']} cores of {machine['cpu'] or 'an unnamed CPU'} ({machine['architecture']})"
+
+
 def table(rows: Sequence[Sequence[str]]) -> str:
     """Format rows of texts as a table whose columns are two spaces apart.
 
@@ -100,10 +109,9 @@ def report(summary: Mapping[str, Any]) -> str:
 def _head(summary: Mapping[str, Any]) -> str:
     machine, num_ranks, plan = summary["machine"], summary["num_ranks"], summary["plan"]
     cores = machine["num_cores"]
-    where = f"{cores} cores of {machine['cpu'] or 'an unnamed CPU'} ({machine['architecture']})"
     versions = ", ".join(f"{name} {machine[name]}" for name in ("torch", "syncline"))
     lines = [
-        f"{num_ranks} ranks x 1 thread on {where}, load {machine['load']:.2f}",
+        f"{num_ranks} ranks x 1 thread on {processor_text(machine)}, load {machine['load']:.2f}",
         f"{versions} over {summary['transport']}, Python {machine['python']}, {machine['system']}",
         f"medians over {plan['num_rounds']} rounds in which the engines take turns, on the slowest rank",
     ]

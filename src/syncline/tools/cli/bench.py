@@ -7,18 +7,19 @@ errors about the command line appear without a wait for torch.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib.util
 import json
 import os
 import re
 import sys
-from collections.abc import Sequence
-from dataclasses import asdict
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from syncline import environment
-from syncline.tools.bench.machine import total_memory_bytes
+from syncline.tools.bench.machine import describe_machine, total_memory_bytes
 from syncline.tools.bench.plot import SUFFIXES, can_plot, plot
 from syncline.tools.bench.tables import parse_size, report, size_text
 from syncline.tools.cli.options import CommandParser, UsageError
@@ -27,7 +28,7 @@ from syncline.tools.launch.guardian import Guardian
 from syncline.tools.plan import usual_path
 
 if TYPE_CHECKING:
-    from syncline.tools.bench.goals import Figure
+    from syncline.tools.bench.baseline import Measurement
     from syncline.tools.bench.ranks import Plan
 
 
@@ -56,8 +57,9 @@ two minutes. Keep the machine idle meanwhile.
                         for syncline plan and syncline report, and keep it for this
                         user (with --json FILE: write it to FILE instead)
   --json FILE           write the results, with the times of each round, to FILE
-  --compare FILE        compare with the results of --json FILE from before; the exit
-                        status is 1 if a figure is worse by more than noise
+  --compare FILE        compare with the results of --json FILE from before, which
+                        were measured with the same options on the same machine; the
+                        exit status is 1 if a figure is worse by more than noise
   --plot FILE           draw the results in FILE, a .png or .svg; this needs
                         matplotlib: pip install 'syncline[bench]'
   -h, --help            show this text
@@ -78,19 +80,22 @@ def main(argv: Sequence[str]) -> int:
 
     Returns:
         The exit code. 0 means that the measurement is complete. 1 means that a figure is worse than in the results of
-        --compare. After a failure, the result is the exit code of the
-        rank that failed first. If a signal ended the measurement, the result is 128 + the number of the signal.
+        --compare. After a failure, the result is the exit code of the rank that failed first. If a signal ended the
+        measurement, the result is 128 + the number of the signal.
 
     Raises:
-        UsageError: the arguments are invalid. No rank was started.
+        UsageError: the arguments are invalid, or the file of --compare was measured with other settings. Nothing was
+            measured.
     """
     args = _parse(argv)
-    before = None if args.compare is None else _figures_in(args.compare)
     if args.calibrate:
-        return _calibrate(args.json)
+        return _calibrate(usual_path() if args.json is None else args.json)
     sizes = _sizes(args)
+    before = None if args.compare is None else _baseline(args, sizes)
     print(f"syncline bench: starting {args.n} ranks", file=sys.stderr, flush=True)
-    plan = _plan(args, sizes)
+    transport = None if before is None else str(before.settings["transport"])
+    plan = replace(_plan(args, sizes), mpis=_mpis(), transport=transport)
+    from syncline.tools.bench.baseline import settings_of
     from syncline.tools.bench.goals import figures_of, goals_table, show_comparison, to_json
     from syncline.tools.bench.timing import summarize
     from syncline.tools.launch.supervise import run_on_this_host
@@ -103,6 +108,11 @@ def main(argv: Sequence[str]) -> int:
         if code:
             return code
         summary = summarize(json.loads(output.read_text()))
+    settings = settings_of(**{name: summary[name] for name in ("num_ranks", "machine", "plan", "transport")})
+    if before is not None:
+        _refuse_others(
+            args.compare, before, settings
+        )  # the transport is known only now; nothing was measured with another
     print(report(summary))
     figures = figures_of(summary)
     if goals := goals_table(figures):
@@ -110,24 +120,29 @@ def main(argv: Sequence[str]) -> int:
     if args.quick:
         print("\n--quick: these results only show that the benchmark runs, not how fast the engines are")
     if args.json is not None:
-        args.json.write_text(json.dumps({**summary, "figures": to_json(figures)}, indent=2) + "\n")
+        kept = {**summary, "settings": settings, "figures": to_json(figures)}
+        args.json.write_text(json.dumps(kept, indent=2) + "\n")
     if args.plot is not None:
         plot(summary, args.plot)
-    return 0 if before is None else show_comparison(args.compare, before, figures)
+    return 0 if before is None else show_comparison(args.compare, before.figures, figures)
 
 
 def _parse(argv: Sequence[str]) -> argparse.Namespace:
     parser = CommandParser("syncline bench", _HELP)
-    parser.add_argument("-n", type=int, default=2)
+    parser.add_argument("-n", type=int)
     parser.add_argument("--sizes", action="append")
-    parser.add_argument("--steps", action=argparse.BooleanOptionalAction, default=True)
+    parser.add_argument("--steps", action=argparse.BooleanOptionalAction)
     parser.add_argument("--rounds", type=int)
-    parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--quick", action="store_true", default=None)
     parser.add_argument("--calibrate", action="store_true")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--compare", type=Path)
     parser.add_argument("--plot", type=Path)
     args = parser.parse_all(argv)
+    if args.calibrate:
+        _refuse_without_effect(args)
+    args.n = 2 if args.n is None else args.n
+    args.steps = args.steps is not False
     if args.n < 2:
         raise UsageError(
             f"-n {args.n}: expected at least 2 ranks, because one rank has no peer to synchronize with"
@@ -137,12 +152,10 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     if args.rounds is not None and args.rounds < 2:
         raise UsageError(f"--rounds {args.rounds}: expected at least 2 rounds")
     for option, path in (("--json", args.json), ("--plot", args.plot)):
-        if path is not None and path.is_dir():
-            raise UsageError(f"{option} {path}: expected a file, got a folder")
-        if path is not None and not path.absolute().parent.is_dir():
-            raise UsageError(f"{option} {path}: expected the path of a file in a folder that exists")
-        if path is not None and not os.access(path if path.exists() else path.absolute().parent, os.W_OK):
-            raise UsageError(f"{option} {path}: expected a file that this user may write")
+        if path is not None:
+            _check_can_write(option, path)
+    if args.plot is not None and args.plot in (args.json, args.compare):
+        raise UsageError(f"--plot {args.plot}: expected a file of its own, got that of another option")
     if args.plot is not None and args.plot.suffix.lower() not in SUFFIXES:
         raise UsageError(f"--plot {args.plot}: expected a file name that ends in {' or '.join(SUFFIXES)}")
     if args.plot is not None and not can_plot():
@@ -152,35 +165,95 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     return args
 
 
-def _figures_in(path: Path) -> list[Figure]:
-    """Return the figures in the results of an earlier measurement.
+def _check_can_write(option: str, path: Path) -> None:
+    """Raise an error if a file cannot be written after the measurement.
 
     Raises:
-        UsageError: the file cannot be read, or has no figures.
+        UsageError: the path names no file in a folder that exists, or this user may not write it.
     """
-    from syncline.tools.bench.goals import from_json
+    if path.is_dir():
+        raise UsageError(f"{option} {path}: expected a file, got a folder")
+    if not path.absolute().parent.is_dir():
+        raise UsageError(f"{option} {path}: expected the path of a file in a folder that exists")
+    if not os.access(path if path.exists() else path.absolute().parent, os.W_OK):
+        raise UsageError(f"{option} {path}: expected a file that this user may write")
 
+
+def _refuse_without_effect(args: argparse.Namespace) -> None:
+    """Raise an error if an option was given that has no effect with --calibrate.
+
+    Raises:
+        UsageError: there is such an option.
+    """
+    steps = "--no-steps" if args.steps is False else "--steps"
+    options = {
+        "-n": args.n,
+        "--sizes": args.sizes,
+        steps: args.steps,
+        "--rounds": args.rounds,
+        "--quick": args.quick,
+    }
+    options |= {"--compare": args.compare, "--plot": args.plot}
+    given = [name for name, value in options.items() if value is not None]
+    if given:
+        raise UsageError(
+            f"--calibrate and {', '.join(given)} exclude each other: --calibrate always makes the same measurement, "
+            "and only --json applies to it"
+        )
+
+
+def _baseline(args: argparse.Namespace, sizes: list[int]) -> Measurement:
+    """Return the earlier measurement of --compare.
+
+    Raises:
+        UsageError: the file cannot be read, has no figures, or was measured with other settings than `args` request.
+    """
+    from syncline.tools.bench.baseline import read_measurement, settings_of
+
+    path = args.compare
     try:
-        found = from_json(json.loads(path.read_text()))
+        found = read_measurement(path)
     except (OSError, ValueError) as error:
         raise UsageError(f"--compare {path}: {error}") from None
-    if not found:
+    if not found.figures or "transport" not in found.settings:
         raise UsageError(f"--compare {path}: expected a file that syncline bench --json has written")
+    plan = asdict(_plan(args, sizes))
+    _refuse_others(path, found, settings_of(num_ranks=args.n, machine=describe_machine(), plan=plan))
     return found
 
 
-def _calibrate(path: Path | None) -> int:
-    """Measure this machine, and write its figures to a file. Return the exit code."""
+def _refuse_others(path: Path, before: Measurement, settings: Mapping[str, object]) -> None:
+    """Raise an error if the times of an earlier measurement cannot be compared with those of this one.
+
+    Raises:
+        UsageError: the settings differ.
+    """
+    from syncline.tools.bench.baseline import differences
+
+    if different := differences(settings, before.settings):
+        raise UsageError(
+            f"--compare {path}: the file was measured with other settings ({different}): choose the options of that "
+            "measurement, or measure it again"
+        )
+
+
+def _calibrate(path: Path) -> int:
+    """Measure this machine, and write its figures to a file. Return the exit code.
+
+    Raises:
+        UsageError: the file cannot be written. Nothing was measured.
+    """
+    with contextlib.suppress(OSError):  # the check names what is wrong
+        path.parent.mkdir(parents=True, exist_ok=True)
+    _check_can_write("--calibrate", path)
     from syncline.tools.bench.measured import MeasurementFailed, calibrated
 
     try:
         machine = calibrated(lambda text: print(f"syncline bench: {text}", file=sys.stderr, flush=True))
     except MeasurementFailed as failed:
         return failed.code
-    target = usual_path() if path is None else path
-    target.parent.mkdir(parents=True, exist_ok=True)
-    target.write_text(json.dumps(machine.to_json(), indent=1) + "\n")
-    print(f"The figures of {machine.name} are in {target}")
+    path.write_text(json.dumps(machine.to_json(), indent=1) + "\n")
+    print(f"The figures of {machine.name} are in {path}")
     return 0
 
 
@@ -205,7 +278,7 @@ def _sizes(args: argparse.Namespace) -> list[int]:
 
 
 def _plan(args: argparse.Namespace, sizes: list[int]) -> Plan:
-    """Return the plan of the measurement that the options request."""
+    """Return the plan of the measurement that the options request, without MPI."""
     from syncline.tools.bench.ranks import Plan
 
     models = ("0.3M",) if args.quick else ("0.3M", "5M")
@@ -216,7 +289,6 @@ def _plan(args: argparse.Namespace, sizes: list[int]) -> Plan:
         num_steps=1 if args.quick else 2,
         turn_seconds=0.002 if args.quick else 0.01,
         models=models if args.steps else (),
-        mpis=_mpis(),
     )
 
 

@@ -11,10 +11,19 @@ from __future__ import annotations
 
 import contextlib
 import os
+import sys
 from collections.abc import Iterator
 from functools import partial
 
 from syncline.transport.shared_memory.memory import Mapping, SharedMemory
+
+
+def _max_files() -> int:
+    """Return how many files may stay open for this: a quarter of those that this process may open at all."""
+    import resource  # Windows has no such module
+
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return sys.maxsize if soft == resource.RLIM_INFINITY else soft // 4
 
 
 class SpareMemory:
@@ -24,6 +33,8 @@ class SpareMemory:
         self.keeps_files = False
         """Whether files stay open while their memory is in use. Without an open file, no other process can map it."""
         self._is_collecting = False
+        self._in_use: set[int] = set()
+        """The inode numbers of the files of memory that is in use now, and comes here afterwards."""
         self._mappings: dict[int, Mapping] = {}
         """The mappings that are not in use, by the inode number of their file."""
         self._files: dict[int, int] = {}
@@ -32,20 +43,24 @@ class SpareMemory:
     def keep(self, memory: SharedMemory, *, is_first: bool) -> None:
         """Take over the file of `memory`, and its mapping when nobody uses it any more.
 
+        If there are many of them, close the file instead. This memory is then freed, and made anew when ranks join.
+
         Args:
             memory: the memory.
             is_first: whether this is the first rank of its host, which creates the memory.
         """
-        if not self.keeps_files:
+        if not self.keeps_files or len(self._in_use) >= _max_files():
             memory.release_file()
             return
         descriptor = memory.take_file()
         inode = os.fstat(descriptor).st_ino
+        self._in_use.add(inode)
         if not is_first:
             os.close(descriptor)
         memory.when_free(partial(self._free, inode, descriptor if is_first else None))
 
     def _free(self, inode: int, descriptor: int | None, mapping: Mapping) -> None:
+        self._in_use.discard(inode)
         if self._is_collecting:
             self._mappings[inode] = mapping
             if descriptor is not None:
