@@ -16,7 +16,7 @@ from syncline import PeerLost
 from syncline._torch.gloo import addresses_gathered
 from syncline._torch.process_groups import new_group_of, record_ranks
 from syncline.liveness import RankProcess
-from syncline.transport.c10d import C10dTransport
+from syncline.transport import C10dTransport
 
 
 class Gathering:

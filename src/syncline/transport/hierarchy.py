@@ -389,9 +389,9 @@ class HierarchicalTransport(WatchedTransport):
 def _bounds(numel: int) -> list[int]:
     """Return the bounds of the pieces of a tensor with so many elements.
 
-    The first piece gets the rest, and is always larger than the others. So if hosts reduce tensors of different lengths,
-    or several small tensors on one host and a large one on another, their first or second pieces differ, and Gloo does
-    not add up pieces that do not belong together.
+    The first piece gets the rest, and is always larger than the others. So if hosts reduce tensors of different
+    lengths, or several small tensors on one host and a large one on another, their first or second pieces differ, and
+    Gloo does not add up pieces that do not belong together.
 
     Examples:
         >>> _bounds(8 * 3 * 1024)
