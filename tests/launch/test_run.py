@@ -47,6 +47,14 @@ def clean_environment() -> dict[str, str]:
 
 
 @pytest.mark.parametrize(
+    "option", ["--nproc", "--nproc-per", "--nproc_per", "--nproc-per-node", "--nproc_per_node"]
+)
+def test_an_option_may_be_abbreviated(option: str) -> None:
+    for words in ([option, "3"], [f"{option}=3"]):
+        assert parse_run([*words, "train.py"]).nproc_per_node == "3"
+
+
+@pytest.mark.parametrize(
     ("arguments", "words"),
     [
         (["-n", "2", "missing.py"], "there is no script missing.py"),
@@ -57,6 +65,10 @@ def clean_environment() -> dict[str, str]:
         (["-n", "many", "program.py"], "-n many: expected a number of processes of at least 1"),
         (["-n", "2"], "expected a script: syncline run"),
         (["--nod-rank", "1", "program.py"], "did you mean --node-rank"),
+        (
+            ["--log", "x", "program.py"],
+            "ambiguous option: --log could match --log-dir, --log-line-prefix-template, --logs-specs;",
+        ),
         (["--nnodes", "0", "program.py"], "--nnodes 0"),
         (["--host", "192.0.2.1", "program.py"], "--host 192.0.2.1: expected an address of this host"),
         (
@@ -99,10 +111,24 @@ def test_a_port_in_use_is_named(
 
 
 def test_help_and_unknown_commands(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["rum"]) == 2
-    assert "did you mean run?" in capsys.readouterr().err
-    assert main(["--help"]) == 0
-    assert "syncline COMMAND" in capsys.readouterr().out
+    for unknown in (["rum"], ["help", "rum"]):
+        assert main(unknown) == 2
+        assert "did you mean run?" in capsys.readouterr().err
+    for asked in (["--help"], ["help"]):
+        assert main(asked) == 0
+        assert "syncline COMMAND" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "command", ["run", "explain", "report", "compare", "watch", "plan", "plan --tune", "bench", "doctor"]
+)
+def test_help_of_a_command(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*command.split(), "--help"]) == 0
+    text = capsys.readouterr().out
+    assert f"usage: syncline {command.split()[0]}" in text
+    assert main(["help", *command.split()]) == 0
+    assert capsys.readouterr().out == text
+    assert "docs/" not in text, "an installed user does not have the files of the repository"
 
 
 @pytest.fixture(scope="module")
