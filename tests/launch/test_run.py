@@ -80,6 +80,10 @@ def test_an_option_may_be_abbreviated(option: str) -> None:
         ),
         (["--live", "--no-python", "sh"], "--live needs a program in Python"),
         (["--live", "--tee", "3", "program.py"], "--live cannot be combined with --tee"),
+        (
+            ["--log-line-prefix-template", "", "--tee", "3", "program.py"],
+            "--log-line-prefix-template '': with --tee, torch prints the lines",
+        ),
     ],
 )
 def test_a_mistake_is_one_line_and_exit_code_2(
@@ -192,7 +196,7 @@ def test_the_options_are_torchruns() -> None:
     ours = vars(parse_run(["program.py", "--epochs", "2"]))
     theirs.pop("print_completion", None)  # torch 2.15: it completes the command `torchrun`
     # torch 2.11 has another default of the port, and no --shutdown-timeout; torch 2.15 has prefixes of lines.
-    later = {"master_port": None, "shutdown_timeout": None, "log_line_prefix_template": ""}
+    later = {"master_port": None, "shutdown_timeout": None, "log_line_prefix_template": None}
     assert ours == {
         **theirs,
         **later,
@@ -258,10 +262,14 @@ def test_arguments_variables_and_prefixes(run: Run) -> None:
     assert done.stderr == ""
 
 
-def test_the_prefix_of_lines_is_chosen(run: Run) -> None:
-    template = "${hostname}:${rank}: "
+@pytest.mark.parametrize(
+    ("template", "prefix"), [("${hostname}:${rank}: ", f"{socket.gethostname()}:RANK: "), ("", "")]
+)
+def test_the_prefix_of_lines_is_chosen(run: Run, template: str, prefix: str) -> None:
     done = run("print('line')", options=("-n", "2", "--log-line-prefix-template", template))
-    assert sorted(done.stdout.splitlines()) == [f"{socket.gethostname()}:{rank}: line" for rank in range(2)]
+    assert sorted(done.stdout.splitlines()) == [
+        f"{prefix.replace('RANK', str(rank))}line" for rank in range(2)
+    ]
 
 
 @pytest.mark.parametrize("late", [("-n", "2"), ("-n2",), ("--nproc-per-node=2",), ("--name", "2")])

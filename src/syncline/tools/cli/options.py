@@ -58,8 +58,8 @@ output
                            this host is doing, and where it is if the run hangs
   --log-dir DIR            keep the output of each process in DIR
   --log-line-prefix-template TEXT
-                           text before each line; ${rank}, ${local_rank},
-                           ${role_name} and ${hostname} are replaced
+                           text before each line ('' for none); ${rank},
+                           ${local_rank}, ${role_name}, ${hostname} are replaced
   --tee, --redirects, --local-ranks-filter
                            torchrun's own log files and filters
   --verbose                also show the log lines of torch's launcher
@@ -100,7 +100,7 @@ _VALUES: tuple[tuple[str, Callable[[str], Any], Any], ...] = (
     (
         "--log-line-prefix-template",
         str,
-        "",
+        None,
     ),  # torchrun has this option from torch 2.15 on, `syncline run` always
     ("--local-ranks-filter", str, ""),
     ("--duplicate-stdout-filters", _comma_separated_list, []),
