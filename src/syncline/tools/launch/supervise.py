@@ -202,7 +202,7 @@ def supervise(job: Job) -> int:
         note_ended=logs.note_ended,
         losses=Losses(_say_lost, config.max_restarts) if job.is_resilient else None,
     )
-    interruption = Interruption(workers, names, job.shutdown_seconds)
+    interruption = Interruption(workers, names, job.shutdown_seconds, say=say)
     before = environment.export({environment.RUN_MARK: mark}, replace=True)
     before |= environment.export(_variables(config))
     try:
