@@ -393,6 +393,8 @@ def test_who_loses_a_peer_in_training_shows_one_traceback_that_says_where(run: R
     assert 'program.py", line 8, in <module>' in done.stderr
     assert "PeerLost: rank 0, step 3, backward, bucket 0 (bias, weight): all_reduce(sum)" in done.stderr
     assert "rank 1: its process has ended" in done.stderr
+    assert re.search(r"\n  rank 1: at its last report, \d\.\d s ago: ", done.stderr)
+    assert "network" not in done.stderr, "all ranks are on one host"
 
 
 @pytest.mark.parametrize(("rank", "transport"), [(0, "c10d"), (1, "shm")])
