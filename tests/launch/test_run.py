@@ -397,6 +397,29 @@ def test_who_loses_a_peer_in_training_shows_one_traceback_that_says_where(run: R
     assert "network" not in done.stderr, "all ranks are on one host"
 
 
+def test_who_loses_a_peer_shows_its_own_lines_and_the_log_folder_has_all(run: Run, tmp_path: Path) -> None:
+    done = run(
+        "import syncline as sl, torch\n"
+        "world = sl.init(timeout=60)\n"
+        "ddp = sl.DistributedDataParallel(torch.nn.Linear(3, 2))\n"
+        "if world.rank == 1:\n"
+        "    raise ValueError('the cause')\n"
+        "ddp(torch.ones(1, 3)).sum().backward()\n",
+        options=("-n", "2", "--log-dir", str(tmp_path / "logs")),
+    )
+    assert done.returncode == 1
+    lines = [line for line in done.stderr.splitlines() if line.startswith("[rank 0]")]
+    assert [line.split(", line ")[-1] for line in lines if "  File " in line] == [
+        "6, in <module>",
+        "5, in <module>",
+    ]
+    assert sum("ValueError: the cause" in line for line in lines) == 1
+    assert lines[-1].endswith("--log-dir DIR keeps them in error.json)")
+    (record,) = tmp_path.glob("logs/*/attempt_0/0/error.json")
+    assert "_run_backward" in record.read_text()
+    assert "_run_backward" not in done.stderr
+
+
 @pytest.mark.parametrize(("rank", "transport"), [(0, "c10d"), (1, "shm")])
 def test_a_rank_that_exits_with_0_has_left_in_good_order(rank: int, transport: str, run: Run) -> None:
     done = run(
