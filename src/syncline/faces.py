@@ -16,7 +16,7 @@ import dis
 import importlib
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from types import CodeType, ModuleType
 from typing import Any
 
@@ -32,7 +32,8 @@ class _Face(ModuleType):
 
     def __getattr__(self, name: str) -> Any:
         if name not in self._module_of:
-            raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}", name=name, obj=self)
+            text = f"module {self.__name__!r} has no attribute {name!r}{_meant(name, self._module_of)}"
+            raise AttributeError(text, name=name, obj=self)
         module = self._module_of[name]
         with _IMPORTING:
             if module == self.__name__:
@@ -67,6 +68,17 @@ def hand_out(package: str) -> None:
     }
     face.__class__ = _Face
     vars(face).update(_module_of=module_of, __all__=sorted(module_of))
+
+
+def _meant(name: str, known: Iterable[str]) -> str:
+    """Return the end of an error about an unknown name, which proposes the names with these capital letters.
+
+    Examples:
+        >>> _meant("DDP", ["DataParallel", "DistributedDataParallel"]), _meant("ddp", ["DistributedDataParallel"])
+        ('. Did you mean DistributedDataParallel?', '')
+    """
+    found = [one for one in known if len(name) > 1 and "".join(filter(str.isupper, one)) == name]
+    return f". Did you mean {' or '.join(found)}?" if found else ""
 
 
 def _imports_in(code: CodeType) -> Iterator[tuple[str, str]]:

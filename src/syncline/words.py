@@ -172,8 +172,8 @@ def refusal_of(
             function raised one of the errors.
 
     Returns:
-        A TypeError if all errors are TypeErrors, a ValueError if all errors are TypeErrors or ValueErrors, else a
-        SynclineError.
+        A TypeError if all errors are TypeErrors, a ValueError if all errors are TypeErrors or ValueErrors, a
+        RuntimeError if all errors are RuntimeErrors of Syncline, else a SynclineError.
 
     Examples:
         >>> refusal_of("sl.mean", {1: ("ValueError", "expected a weight of at least 0, got -1", None)})
@@ -181,18 +181,20 @@ def refusal_of(
     """
     refusing = ranks_with(reasons)
     has_failed = any(called is not None for _, _, called in refusing)
+    names = {name for name, _, _ in refusing}
+    error_class: type[Exception] = SynclineError
+    if names <= {"TypeError", "ValueError"}:
+        error_class = TypeError if names == {"TypeError"} else ValueError
+    elif names == {"RuntimeError"} and not has_failed:
+        error_class = RuntimeError
     text = [f"{title}: {refusal or ('failed' if has_failed else 'refused, nothing was sent')}"]
     for (name, message, called), ranks in refusing.items():
         cause = f"{name}: {message}" if message else name
         if called is not None:
             cause = f"{called} raised {cause}"
-        elif name in ("TypeError", "ValueError"):
+        elif name in ("TypeError", "ValueError") or error_class is RuntimeError:
             cause = message
         text.append(f"{describe_ranks(ranks)}: {cause}")
-    names = {name for name, _, _ in refusing}
-    error_class: type[Exception] = SynclineError
-    if names <= {"TypeError", "ValueError"}:
-        error_class = TypeError if names == {"TypeError"} else ValueError
     return error_class("\n".join(text))
 
 

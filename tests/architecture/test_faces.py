@@ -116,3 +116,10 @@ def test_an_import_of_an_inside_is_seen() -> None:
 def test_the_package_is_pickled_by_its_name() -> None:
     # Ray and others send functions by cloudpickle, with the packages that they use. It knows plain modules only.
     assert pickle.loads(pickle.dumps(syncline)) is syncline
+
+
+def test_an_abbreviation_of_a_public_name_is_explained() -> None:
+    with pytest.raises(AttributeError, match=r"no attribute 'DDP'\. Did you mean DistributedDataParallel\?$"):
+        _ = syncline.DDP  # type: ignore[attr-defined]
+    with pytest.raises(AttributeError, match=r"no attribute 'D'$"):
+        _ = syncline.D  # type: ignore[attr-defined]

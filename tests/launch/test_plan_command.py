@@ -35,6 +35,9 @@ def only_a_module():
 
 def broken():
     raise RuntimeError("there is no data")
+
+def wrong_shape():
+    return torch.nn.Linear(2, 2), torch.randn(3, 3)
 """
 
 PROGRAM = """
@@ -93,13 +96,29 @@ def test_a_model_is_measured_in_as_many_processes_as_a_host_has_ranks(
     [
         ("only_a_module", "return model, (tokens, targets)"),
         ("absent", "expected a function absent"),
-        ("broken", "there is no data"),
+        ("broken", "RuntimeError: there is no data"),
+        ("wrong_shape", "mat1 and mat2 shapes cannot be multiplied"),
     ],
 )
-def test_a_function_that_makes_no_model_is_explained(model: str, function: str, words: str) -> None:
+def test_a_function_that_makes_no_model_is_explained_once(model: str, function: str, words: str) -> None:
     done = syncline("plan", f"{model}:{function}", "-n", "2")
     assert done.returncode == 1
-    assert words in done.stderr
+    assert done.stderr.count(words) == 1
+
+
+def test_a_file_that_fails_is_shown_once_from_its_own_first_line(tmp_path: Path) -> None:
+    path = tmp_path / "model.py"
+    path.write_text("import a_module_that_is_missing\n")
+    done = syncline("plan", f"{path}:build", "-n", "2")
+    assert done.returncode == 1
+    first, *lines = done.stderr.splitlines()
+    assert re.match(r"syncline run: rank \d \(pid \d+ on .*\) failed with exit code 1", first)
+    assert lines == [
+        "Traceback (most recent call last):",
+        f'  File "{path}", line 1, in <module>',
+        "    import a_module_that_is_missing",
+        "ModuleNotFoundError: No module named 'a_module_that_is_missing'",
+    ]
 
 
 def test_a_machine_is_calibrated(tmp_path: Path) -> None:

@@ -47,6 +47,14 @@ def clean_environment() -> dict[str, str]:
 
 
 @pytest.mark.parametrize(
+    "option", ["--nproc", "--nproc-per", "--nproc_per", "--nproc-per-node", "--nproc_per_node"]
+)
+def test_an_option_may_be_abbreviated(option: str) -> None:
+    for words in ([option, "3"], [f"{option}=3"]):
+        assert parse_run([*words, "train.py"]).nproc_per_node == "3"
+
+
+@pytest.mark.parametrize(
     ("arguments", "words"),
     [
         (["-n", "2", "missing.py"], "there is no script missing.py"),
@@ -57,6 +65,10 @@ def clean_environment() -> dict[str, str]:
         (["-n", "many", "program.py"], "-n many: expected a number of processes of at least 1"),
         (["-n", "2"], "expected a script: syncline run"),
         (["--nod-rank", "1", "program.py"], "did you mean --node-rank"),
+        (
+            ["--log", "x", "program.py"],
+            "ambiguous option: --log could match --log-dir, --log-line-prefix-template, --logs-specs;",
+        ),
         (["--nnodes", "0", "program.py"], "--nnodes 0"),
         (["--host", "192.0.2.1", "program.py"], "--host 192.0.2.1: expected an address of this host"),
         (
@@ -68,6 +80,10 @@ def clean_environment() -> dict[str, str]:
         ),
         (["--live", "--no-python", "sh"], "--live needs a program in Python"),
         (["--live", "--tee", "3", "program.py"], "--live cannot be combined with --tee"),
+        (
+            ["--log-line-prefix-template", "", "--tee", "3", "program.py"],
+            "--log-line-prefix-template '': with --tee, torch prints the lines",
+        ),
     ],
 )
 def test_a_mistake_is_one_line_and_exit_code_2(
@@ -99,10 +115,24 @@ def test_a_port_in_use_is_named(
 
 
 def test_help_and_unknown_commands(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["rum"]) == 2
-    assert "did you mean run?" in capsys.readouterr().err
-    assert main(["--help"]) == 0
-    assert "syncline COMMAND" in capsys.readouterr().out
+    for unknown in (["rum"], ["help", "rum"]):
+        assert main(unknown) == 2
+        assert "did you mean run?" in capsys.readouterr().err
+    for asked in (["--help"], ["help"]):
+        assert main(asked) == 0
+        assert "syncline COMMAND" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "command", ["run", "explain", "report", "compare", "watch", "plan", "plan --tune", "bench", "doctor"]
+)
+def test_help_of_a_command(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*command.split(), "--help"]) == 0
+    text = capsys.readouterr().out
+    assert f"usage: syncline {command.split()[0]}" in text
+    assert main(["help", *command.split()]) == 0
+    assert capsys.readouterr().out == text
+    assert "docs/" not in text, "an installed user does not have the files of the repository"
 
 
 @pytest.fixture(scope="module")
@@ -166,7 +196,7 @@ def test_the_options_are_torchruns() -> None:
     ours = vars(parse_run(["program.py", "--epochs", "2"]))
     theirs.pop("print_completion", None)  # torch 2.15: it completes the command `torchrun`
     # torch 2.11 has another default of the port, and no --shutdown-timeout; torch 2.15 has prefixes of lines.
-    later = {"master_port": None, "shutdown_timeout": None, "log_line_prefix_template": ""}
+    later = {"master_port": None, "shutdown_timeout": None, "log_line_prefix_template": None}
     assert ours == {
         **theirs,
         **later,
@@ -232,10 +262,14 @@ def test_arguments_variables_and_prefixes(run: Run) -> None:
     assert done.stderr == ""
 
 
-def test_the_prefix_of_lines_is_chosen(run: Run) -> None:
-    template = "${hostname}:${rank}: "
+@pytest.mark.parametrize(
+    ("template", "prefix"), [("${hostname}:${rank}: ", f"{socket.gethostname()}:RANK: "), ("", "")]
+)
+def test_the_prefix_of_lines_is_chosen(run: Run, template: str, prefix: str) -> None:
     done = run("print('line')", options=("-n", "2", "--log-line-prefix-template", template))
-    assert sorted(done.stdout.splitlines()) == [f"{socket.gethostname()}:{rank}: line" for rank in range(2)]
+    assert sorted(done.stdout.splitlines()) == [
+        f"{prefix.replace('RANK', str(rank))}line" for rank in range(2)
+    ]
 
 
 @pytest.mark.parametrize("late", [("-n", "2"), ("-n2",), ("--nproc-per-node=2",), ("--name", "2")])
@@ -359,6 +393,31 @@ def test_who_loses_a_peer_in_training_shows_one_traceback_that_says_where(run: R
     assert 'program.py", line 8, in <module>' in done.stderr
     assert "PeerLost: rank 0, step 3, backward, bucket 0 (bias, weight): all_reduce(sum)" in done.stderr
     assert "rank 1: its process has ended" in done.stderr
+    assert re.search(r"\n  rank 1: at its last report, \d\.\d s ago: ", done.stderr)
+    assert "network" not in done.stderr, "all ranks are on one host"
+
+
+def test_who_loses_a_peer_shows_its_own_lines_and_the_log_folder_has_all(run: Run, tmp_path: Path) -> None:
+    done = run(
+        "import syncline as sl, torch\n"
+        "world = sl.init(timeout=60)\n"
+        "ddp = sl.DistributedDataParallel(torch.nn.Linear(3, 2))\n"
+        "if world.rank == 1:\n"
+        "    raise ValueError('the cause')\n"
+        "ddp(torch.ones(1, 3)).sum().backward()\n",
+        options=("-n", "2", "--log-dir", str(tmp_path / "logs")),
+    )
+    assert done.returncode == 1
+    lines = [line for line in done.stderr.splitlines() if line.startswith("[rank 0]")]
+    assert [line.split(", line ")[-1] for line in lines if "  File " in line] == [
+        "6, in <module>",
+        "5, in <module>",
+    ]
+    assert sum("ValueError: the cause" in line for line in lines) == 1
+    assert lines[-1].endswith("--log-dir DIR keeps them in error.json)")
+    (record,) = tmp_path.glob("logs/*/attempt_0/0/error.json")
+    assert "_run_backward" in record.read_text()
+    assert "_run_backward" not in done.stderr
 
 
 @pytest.mark.parametrize(("rank", "transport"), [(0, "c10d"), (1, "shm")])

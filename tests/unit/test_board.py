@@ -66,5 +66,14 @@ def test_many_ranks_are_not_all_listed() -> None:
     assert lines[31:] == ["  rank 31: it has reported nothing", "  and 968 more ranks"]
 
 
+def test_who_has_left_stays_where_it_was_seen() -> None:
+    places = {0: Place(step=3, has_left=True), 1: Place(step=3)}
+    left, other = describe_places(places, size=2, now=10.0).splitlines()
+    assert left == "  rank 0: step 3, has shut down normally"
+    assert other == "  rank 1: at its last report, 10.0 s ago: step 3"
+
+
 def test_a_clock_that_goes_behind_gives_no_negative_age() -> None:
-    assert describe_places({0: Place(seen=11.0)}, size=1, now=10.0).endswith("(last report 0.0 s ago)")
+    assert describe_places({0: Place(seen=11.0)}, size=1, now=10.0).startswith(
+        "  rank 0: at its last report, 0.0 s ago: "
+    )

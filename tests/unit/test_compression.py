@@ -559,7 +559,8 @@ def test_a_chain_of_other_things_is_refused() -> None:
     ("make", "text"),
     [
         (lambda: Cast(torch.float32), "expected dtype to be torch.bfloat16"),
-        (lambda: Quantize(5), "expected bits to be 8, 4 or 2, got 5"),  # type: ignore[arg-type]
+        (lambda: Quantize(5), "^expected bits to be 8, 4 or 2, got 5$"),  # type: ignore[arg-type]
+        (lambda: Quantize(64), "^expected bits to be 8, 4 or 2, got 64$"),  # type: ignore[arg-type]
         (lambda: Quantize(2, block_numel=6), "a multiple of 4"),
         (lambda: Quantize(4, block_numel=7), "a multiple of 2"),
         (lambda: Quantize(4, block_numel=0), "at least 2"),
@@ -582,6 +583,9 @@ def test_numbers_that_are_none_are_refused() -> None:
         After(PowerSGD(2), 400)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="expected rank to be an integer of at least 1, got '2'"):
         PowerSGD("2")  # type: ignore[arg-type]
+    for bits in ("8", 8.0, True):
+        with pytest.raises(TypeError, match=f"^expected bits to be 8, 4 or 2, got {bits!r}$"):
+            Quantize(bits)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("wrong", [None, "fp16", After(1, Cast())])

@@ -127,8 +127,6 @@ def test_of_a_long_file_the_beginning_and_the_end_are_read(tmp_path: Path) -> No
 
 
 def test_watch_ends_with_the_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["watch", str(tmp_path), "--once"]) == 0
-    assert "waiting for a trace" in capsys.readouterr().out
     for rank, recorded in enumerate(MadeRun(ranks=[MadeRank()] * 2).rows()):
         recorded.append(rows.EndRow(10**9, ""))
         path = tmp_path / f"rank-{rank:05d}.host.{rank}{SUFFIX}"
@@ -151,6 +149,14 @@ def test_a_mistake_is_one_line(arguments: list[str], words: str, capsys: pytest.
     assert main(["watch", *arguments]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert words in line
+
+
+def test_once_needs_a_trace(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for folder, words in ((tmp_path, "has no trace"), (tmp_path / "missing", "does not exist")):
+        assert main(["watch", "--once", str(folder)]) == 2
+        captured = capsys.readouterr()
+        assert captured.out == ""
+        assert captured.err.startswith(f"syncline watch: {folder} {words}: expected the directory of a trace")
 
 
 def test_a_process_without_a_sign_of_life_and_one_that_replaces_it() -> None:

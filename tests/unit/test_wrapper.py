@@ -92,6 +92,24 @@ def test_a_module_without_trained_parameters_is_refused() -> None:
         DDP(nn.Linear(1, 1).requires_grad_(False), process_group=alone())
 
 
+def test_with_several_ranks_the_refusal_is_one_error_of_torchs_class() -> None:
+    def program(transport: Transport) -> str:
+        with pytest.raises(
+            RuntimeError, match="when a module doesn't have any parameters that require a gradient"
+        ) as caught:
+            DDP(nn.ReLU(), process_group=transport)
+        assert type(caught.value) is RuntimeError
+        assert caught.value.__cause__ is None
+        assert caught.value.__suppress_context__
+        return str(caught.value)
+
+    first, second = run_ranks(2, program)
+    assert first == second
+    assert first.startswith(
+        "sl.DistributedDataParallel: refused, nothing was sent\nranks 0, 1: DistributedDataParallel is"
+    )
+
+
 @pytest.mark.filterwarnings("ignore:Lazy modules:UserWarning")
 def test_lazy_parameters_are_refused_by_name() -> None:
     with pytest.raises(RuntimeError, match=r"lazy parameters .* 0\.weight, 0\.bias\. .* Run one forward"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from numbers import Integral
 from typing import Literal
 
 import torch
@@ -56,10 +57,11 @@ class Quantize(Codec):
     is_linear = False
 
     def __post_init__(self) -> None:
-        bits = checked_count("bits", self.bits, at_least=2, at_most=8)
-        if bits not in (2, 4, 8):
-            raise ValueError(f"Quantize: expected bits to be 8, 4 or 2, got {self.bits!r}")
-        store(self, bits=bits, block_numel=checked_count("block_numel", self.block_numel, at_least=2))
+        store(
+            self,
+            bits=_checked_bits(self.bits),
+            block_numel=checked_count("block_numel", self.block_numel, at_least=2),
+        )
         checked_flag("error_feedback", self.error_feedback)
         if self.block_numel % self._multiple:
             raise ValueError(
@@ -89,6 +91,15 @@ class Quantize(Codec):
     def decode(self, codes: Tensor, numel: int, dtype: torch.dtype) -> Tensor:
         out = torch.empty(codes.shape[0] * numel, dtype=dtype, device=codes.device)
         return blocks_for(self._blocks, out).decode(codes, numel, out).view(-1, numel)
+
+
+def _checked_bits(value: object) -> int:
+    text = f"expected bits to be 8, 4 or 2, got {value!r}"
+    if isinstance(value, bool) or not isinstance(value, Integral):
+        raise TypeError(text)
+    if value not in (8, 4, 2):
+        raise ValueError(text)
+    return int(value)
 
 
 class _QuantizeEncoder(Encoder):

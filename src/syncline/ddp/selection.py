@@ -89,7 +89,7 @@ def select(
     trained = [(name, p) for name, p in taking_part if p.requires_grad and id(p) not in is_delayed]
     if not trained and not delayed:
         raise RuntimeError(
-            "DistributedDataParallel is not needed when a module doesn't have any parameter that requires a "
+            "DistributedDataParallel is not needed when a module doesn't have any parameters that require a "
             f"gradient: {type(module).__name__} has {len(taking_part)} parameters outside of ignore=, and none of them "
             "requires grad. Use the module itself, and call sl.broadcast_(module) once to make its replicas equal"
         )

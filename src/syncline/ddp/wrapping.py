@@ -211,8 +211,8 @@ def refusals(transport: Transport) -> Iterator[None]:
     for this rank forever.
 
     Raises:
-        TypeError, ValueError, SynclineError: an error with the text of the original error, on every rank. A
-            RuntimeError becomes a SynclineError. In a world of one rank, the original error is raised.
+        TypeError, ValueError, RuntimeError: an error with the text of the original error, on every rank. In a world of
+            one rank, the original error is raised.
     """
     try:
         yield

@@ -186,15 +186,15 @@ def describe_places(
         >>> seen = {1: Place(step=2, phase="forward", seen=10.0), 2: Place(step=3, phase="backward", seen=12.5)}
         >>> print(describe_places(seen, size=3, here=2, now=12.5))
           rank 0: it has reported nothing
-          rank 1: step 2, forward (last report 2.5 s ago)
+          rank 1: at its last report, 2.5 s ago: step 2, forward
           rank 2: step 3, backward
     """
     lines = []
     for rank in range(min(size, _MAX_LINES)):
         place = places.get(rank)
         words = "it has reported nothing" if place is None else str(place)
-        if place is not None and now is not None and rank != here:
-            words += f" (last report {max(0.0, now - place.seen):.1f} s ago)"
+        if place is not None and not place.has_left and now is not None and rank != here:
+            words = f"at its last report, {max(0.0, now - place.seen):.1f} s ago: {words}"
         lines.append(f"  rank {rank}: {words}")
     if size > _MAX_LINES:
         lines.append(f"  and {size - _MAX_LINES} more ranks")

@@ -74,7 +74,7 @@ class FailedWait:
         if not killed:
             return self._left(ranks, places)
         has = "its process has" if len(killed) == 1 else "their processes have"
-        return self._ended(PeerLost, f"{describe_ranks(killed)}: {has} ended", _LOST, places)
+        return self._ended(PeerLost, f"{describe_ranks(killed)}: {has} ended", _SEE_LOG, places)
 
     def _connection_lost(self, error: RuntimeError) -> SynclineError:
         """Return the error for a closed connection. The error names the ended peers if their end is detected in time.
@@ -108,7 +108,9 @@ class FailedWait:
             what = f"the connection to rank {1 - health.rank} is lost"
         elif silent and not is_seen_here:
             what += f", and {describe_ranks(silent)} sent no report for {patience_seconds:g} s"
-        return self._ended(PeerLost, what, _LOST, places, error)
+        are_all_here = len(health.processes_here()) == health.size - 1
+        cause = _LOST_HERE if are_all_here else _LOST
+        return self._ended(PeerLost, what, f"{cause}. {_SEE_LOG}", places, error)
 
     def _left(self, ranks: Sequence[int], places: dict[int, Place]) -> SynclineError:
         """Return the error for a wait for these ranks, which have shut down normally."""
@@ -238,10 +240,14 @@ _LATE = (
     "call. If that rank is only slow, raise the timeout"
 )
 
-_LOST = (
-    "a peer's process has ended, or the network between the hosts has failed. Look at the log of the rank that ended "
-    "first: its last lines name the cause"
+_SEE_LOG = (
+    "Look at the log of the rank that ended first: its last lines name the cause, unless a signal killed it"
 )
+
+_LOST = "a peer's process has ended, or the network between the hosts has failed"
+
+_LOST_HERE = "a peer's process has ended, or has closed its connections"
+"""The cause if all ranks are on this host."""
 
 _ONE_GPU_EACH = (
     "Start one process per GPU, and call torch.cuda.set_device(local_rank) before init_process_group. For a trial on "
@@ -275,7 +281,7 @@ def _meaning(message: str) -> tuple[type[SynclineError], str, str]:
     if "timed out" in words or "timeout" in words:
         return CollectiveTimeout, _NOT_ALL_CALLED, _LATE
     if any(sign in words for sign in _SIGNS_OF_LOSS):
-        return PeerLost, "the connection to a peer is lost", _LOST
+        return PeerLost, "the connection to a peer is lost", _SEE_LOG
     return (
         SynclineError,
         "the backend failed",

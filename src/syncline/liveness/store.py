@@ -184,7 +184,8 @@ def _refuse(where: str, expected: str, got: str | bytes) -> NoReturn:
     raise SynclineError(
         f"{where}: expected {expected}, got {got[:_SHOWN_BYTES]!r}. Either another program wrote this message, or the "
         "ranks run different versions of Syncline, or they have different tokens (SYNCLINE_TOKEN). "
-        "docs/reference/security.md says which programs can connect to the store, and how to close its port to others"
+        'The page "Security" of the documentation says which programs can connect to the store, and how to close its '
+        "port to others"
     )
 
 

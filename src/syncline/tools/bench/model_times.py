@@ -3,24 +3,33 @@
     python -m syncline.tools.bench.model_times FILE.py:FUNCTION OUTPUT
 
 FUNCTION returns the module and its inputs: `return model, (tokens, targets)`. Rank 0 writes a `Job` to OUTPUT as JSON.
+
+A mistake in the file fails on every rank. A rank that fails therefore prints nothing, and records its error for the
+launcher, which shows the error of one rank. The traceback begins in the user's file.
 """
 
 from __future__ import annotations
 
 import inspect
 import json
+import os
 import runpy
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
+from types import TracebackType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from syncline import environment
+from syncline.session.process import record_failure
 from syncline.session.world import init, shutdown, transport_of
 from syncline.tools.bench.job_times import measure_job
+
+_PACKAGE = str(Path(__file__).parents[2]) + os.sep
 
 
 def main(argv: Sequence[str]) -> None:
@@ -29,7 +38,25 @@ def main(argv: Sequence[str]) -> None:
     Args:
         argv: the arguments FILE.py:FUNCTION and OUTPUT.
     """
-    path, _, name = argv[0].rpartition(":")
+    try:
+        _measure(*argv)
+    except Exception as error:
+        path = environment.error_file()
+        if path is None:
+            raise
+        record_failure(error.with_traceback(_below_syncline(error.__traceback__)), path)
+        sys.exit(1)
+
+
+def _below_syncline(tb: TracebackType | None) -> TracebackType | None:
+    """Return a traceback without its outermost frames, which are in Syncline and in runpy; None if it has no others."""
+    while tb is not None and tb.tb_frame.f_code.co_filename.startswith((_PACKAGE, "<frozen runpy>")):
+        tb = tb.tb_next
+    return tb
+
+
+def _measure(model: str, output: str) -> None:
+    path, _, name = model.rpartition(":")
     world = init(device="cpu")
     module, inputs = built(path, name)
     module.train()
@@ -50,7 +77,7 @@ def main(argv: Sequence[str]) -> None:
     if world.rank == 0:
         # Besides the gradients and the optimizer's state.
         activations = max(0, _peak_bytes() - before - 3 * job.num_bytes)
-        Path(argv[1]).write_text(json.dumps(asdict(job) | {"activation_bytes": activations}))
+        Path(output).write_text(json.dumps(asdict(job) | {"activation_bytes": activations}))
     shutdown()
 
 
@@ -58,17 +85,18 @@ def built(path: str, name: str) -> tuple[nn.Module, tuple[Any, ...]]:
     """Return the module and the inputs that a function of a file makes.
 
     Raises:
-        SystemExit: there is no such function, or it returns something else.
+        ValueError: there is no such function.
+        TypeError: it returns something else.
     """
     sys.path.insert(0, str(Path(path).resolve().parent))
     function = runpy.run_path(path, run_name="syncline_plan").get(name)
     if not callable(function):
-        raise SystemExit(f"syncline plan: expected a function {name} in {path}, got {function!r}")
+        raise ValueError(f"syncline plan: expected a function {name} in {path}, got {function!r}")
     made = function()
     if isinstance(made, tuple) and len(made) == 2 and isinstance(made[0], nn.Module):
         inputs = made[1] if isinstance(made[1], list | tuple) else (made[1],)
         return made[0], tuple(inputs)
-    raise SystemExit(
+    raise TypeError(
         f"syncline plan: expected {name}() to return a module and its inputs, as in "
         f"`return model, (tokens, targets)`, got {_shown(made)}. The file is {inspect.getsourcefile(function)}"
     )
@@ -84,7 +112,7 @@ def loss_of(output: Any) -> Tensor:
     while isinstance(output, list | tuple) and output:
         output = output[0]
     if not isinstance(output, Tensor):
-        raise SystemExit(
+        raise TypeError(
             f"syncline plan: expected the module to return a tensor, or something with a tensor, got {_shown(output)}"
         )
     return output if output.dim() == 0 else output.sum()

@@ -71,6 +71,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     name, *arguments = (sys.argv[1:] if argv is None else argv) or [""]
     if name in _COMMANDS:
         return _run_command(name, arguments)
+    if name == "help" and arguments:
+        name, *rest = arguments
+        return _run_command(name, ["--help", *rest]) if name in _COMMANDS else _refuse(name)
     if name in ("-h", "--help", "help"):
         print(_HELP, end="")
         return 0
@@ -81,6 +84,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not name:
         print(_HELP, end="", file=sys.stderr)
         return 2
+    return _refuse(name)
+
+
+def _refuse(name: str) -> int:
+    """Print that there is no such command, and return the exit code."""
     near = difflib.get_close_matches(name, [*_COMMANDS, "--help", "--version"], n=1)
     remedy = f"did you mean {near[0]}?" if near else f"expected {', '.join(_COMMANDS)}; see syncline --help"
     if name.endswith(".py"):

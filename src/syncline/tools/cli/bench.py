@@ -64,7 +64,8 @@ two minutes. Keep the machine idle meanwhile.
                         matplotlib: pip install 'syncline[bench]'
   -h, --help            show this text
 
-docs/inside/benchmarks.md describes the measurement. Ctrl-C ends it without a result.
+The page "Benchmarks" of the documentation describes the measurement. Ctrl-C ends it
+without a result.
 """
 
 _SIZES = "1K,16K,64K,256K,1M,4M,25M,100M"

@@ -48,7 +48,7 @@ hosts
   --master-port PORT       a free port of that host (default on one host: any)
   --host ADDRESS           the address at which this host listens for the others
                            (default: the loopback on one host; every interface
-                           with several hosts, see docs/reference/security.md)
+                           with several hosts, see "Security" in the documentation)
   --rdzv-backend, --rdzv-endpoint, --rdzv-id, --rdzv-conf, --standalone,
   --local-addr             other kinds of rendezvous, as in torchrun
 
@@ -58,8 +58,8 @@ output
                            this host is doing, and where it is if the run hangs
   --log-dir DIR            keep the output of each process in DIR
   --log-line-prefix-template TEXT
-                           text before each line; ${rank}, ${local_rank},
-                           ${role_name} and ${hostname} are replaced
+                           text before each line ('' for none); ${rank},
+                           ${local_rank}, ${role_name}, ${hostname} are replaced
   --tee, --redirects, --local-ranks-filter
                            torchrun's own log files and filters
   --verbose                also show the log lines of torch's launcher
@@ -100,7 +100,7 @@ _VALUES: tuple[tuple[str, Callable[[str], Any], Any], ...] = (
     (
         "--log-line-prefix-template",
         str,
-        "",
+        None,
     ),  # torchrun has this option from torch 2.15 on, `syncline run` always
     ("--local-ranks-filter", str, ""),
     ("--duplicate-stdout-filters", _comma_separated_list, []),
@@ -161,6 +161,13 @@ class CommandParser(argparse.ArgumentParser):
 
     def format_help(self) -> str:
         return self._text
+
+    def _get_option_tuples(self, option_string: str) -> list[Any]:
+        """Return the options that an abbreviation can mean. Two spellings of one option do not make it ambiguous."""
+        by_action: dict[int, Any] = {}
+        for found in super()._get_option_tuples(option_string):
+            by_action.setdefault(id(found[0]), found)
+        return [*by_action.values()]
 
     def parse_all(self, argv: Sequence[str]) -> argparse.Namespace:
         """Parse all arguments of the command. If `--` stands between a program and its arguments, remove it.

@@ -75,7 +75,8 @@ real runs
   --format text|json    json has the same figures for other programs
   -h, --help            show this text
 
-docs/guides/plan.md says how the prediction is made, and how good it is.
+The page "Plan before you run" of the documentation says how the prediction is made,
+and how good it is.
 """
 
 _COUNTS = {"": 1.0, "K": 1e3, "M": 1e6, "B": 1e9, "G": 1e9, "T": 1e12}

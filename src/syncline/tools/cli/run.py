@@ -310,7 +310,7 @@ def _job(args: argparse.Namespace, guardian: Guardian, display: Display) -> Job:
         config, command, arguments = config_from_args(args)
     except (ValueError, RuntimeError, AssertionError, KeyError) as error:
         raise UsageError(f"{error}; see syncline run --help") from None
-    if args.log_line_prefix_template:  # torch before 2.15 reads it from the environment only
+    if args.log_line_prefix_template is not None:  # torch before 2.15 reads it from the environment only
         config.log_line_prefix_template = args.log_line_prefix_template
     if args.host is not None and config.rdzv_backend == "static":
         listen_at(config, args.host)
@@ -357,6 +357,11 @@ def _check_output_options(args: argparse.Namespace) -> None:
         raise UsageError(
             "--live cannot be combined with --tee, --redirects and the other options of torch's own log files: leave "
             "--live out, and use --trace DIR and syncline watch DIR"
+        )
+    if args.log_line_prefix_template == "" and args.tee != "0":
+        raise UsageError(
+            "--log-line-prefix-template '': with --tee, torch prints the lines, and always with a text before them: "
+            "leave one of the two options out"
         )
 
 

@@ -11,6 +11,7 @@ from syncline.checks import checked_seconds
 from syncline.tools.cli.options import CommandParser, UsageError
 from syncline.tools.watch.follow import Follower
 from syncline.tools.watch.ranks import RankState, present, screen
+from syncline.tracing.file import parts_in
 
 _HELP = """\
 usage: syncline watch DIR [--every SECONDS] [--once]
@@ -23,7 +24,7 @@ syncline run --trace DIR and sl.trace(DIR) write it; start this in another termi
   syncline watch runs/1
 
   --every SECONDS       how often to look (default: 1)
-  --once                print the present state, and end
+  --once                print the present state, and end; there must be a trace
   -h, --help            show this text
 
 The command ends when all ranks have ended, or with Ctrl-C.
@@ -52,6 +53,12 @@ def main(argv: Sequence[str]) -> int:
     directory = Path(args.directory)
     if directory.exists() and not directory.is_dir():
         raise UsageError(f"{directory} is a file: expected the directory of a trace")
+    if args.once and not parts_in(directory):
+        what = "has no trace" if directory.exists() else "does not exist"
+        raise UsageError(
+            f"{directory} {what}: expected the directory of a trace, as syncline run --trace DIR writes it. Without "
+            "--once, syncline watch waits for it"
+        )
     follower, states = Follower(directory), dict[str, RankState]()
     try:
         while True:

@@ -1,10 +1,11 @@
 """The handling of signals to the launcher, and of the end of the ranks.
 
 `Interruption` handles signals to the launcher. The first signal is passed to the ranks, which then have a few seconds
-to end. After that time, or at the second signal, the ranks are killed. Torch's handlers are replaced, because with them
-a second Ctrl-C restarts the wait, and SIGHUP ends the job even under nohup. SIGTERM and SIGUSR1 ask the ranks to stop
-at a point from which they can resume. After SIGTERM, the ranks have more time, so that they can save. After SIGUSR1,
-they have no time limit, because schedulers send this signal long before the end of the job.
+to end; one line says so at once. After that time, or at the second signal, the ranks are killed. Torch's handlers are
+replaced, because with them a second Ctrl-C restarts the wait, and SIGHUP ends the job even under nohup. SIGTERM and
+SIGUSR1 ask the ranks to stop at a point from which they can resume. After SIGTERM, the ranks have more time, so that
+they can save. After SIGUSR1, they have no time limit, because schedulers send this signal long before the end of the
+job.
 
 `Workers` passes SIGTERM and SIGUSR1 to the ranks, and waits for ranks that stop as requested. It does not count such
 ranks as failures.
@@ -27,6 +28,7 @@ error.
 
 from __future__ import annotations
 
+import _thread
 import contextlib
 import os
 import signal
@@ -128,6 +130,11 @@ class Workers:
         self._ranks = []
         if self._losses is not None:
             self._losses.end()
+
+    @property
+    def are_running(self) -> bool:
+        """Whether at least one rank is running."""
+        return any(rank.poll() is None for rank in self._ranks)
 
     def pass_on(self, number: signal.Signals, *, ends: bool) -> bool:
         """Send a signal to all ranks that are running.
@@ -264,12 +271,21 @@ class Interruption:
         signals: the names of the signals to handle, such as "SIGINT".
         shutdown_seconds: the time from the first signal until the ranks are killed. None means 30 seconds after
             SIGTERM, and 5 seconds after another signal.
+        say: a function that prints a message of the launcher.
     """
 
-    def __init__(self, workers: Workers, signals: Sequence[str], shutdown_seconds: float | None) -> None:
+    def __init__(
+        self,
+        workers: Workers,
+        signals: Sequence[str],
+        shutdown_seconds: float | None,
+        *,
+        say: Callable[[str], object],
+    ) -> None:
         self._workers = workers
         self._signals = [signal.Signals[name] for name in signals]
         self._shutdown_seconds = shutdown_seconds
+        self._say = say
         self._replaced: dict[signal.Signals, Any] = {}
         self._is_over = False
         self._num_received = 0
@@ -318,6 +334,18 @@ class Interruption:
             seconds = _SAVING_SECONDS if is_stop else _GRACE_SECONDS
         # Use a kernel timer, not a thread, because this runs between any two instructions of the main thread.
         signal.setitimer(signal.ITIMER_REAL, max(seconds, 0.001))
+        if self._workers.are_running:
+            # In a thread, because the main thread may just be printing, or nobody may read the output. A `Thread` takes
+            # locks when it starts, which the main thread may hold.
+            _thread.start_new_thread(self._say, (_about(self.received, seconds),))
         if is_stop and self._workers.pass_on(self.received, ends=True):
             return
         raise SignalException(f"process {os.getpid()} got {self.received.name}", self.received)
+
+
+def _about(received: signal.Signals, seconds: float) -> str:
+    """Return what happens after the first signal, in words."""
+    if received == signal.SIGINT:
+        return f"interrupted: the ranks have {seconds:g} s to end; press Ctrl-C again to kill them now"
+    to_do = "save and end" if received == signal.SIGTERM else "end"
+    return f"got {received.name}: the ranks have {seconds:g} s to {to_do}; a second signal kills them"

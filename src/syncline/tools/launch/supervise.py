@@ -179,11 +179,15 @@ def supervise(job: Job) -> int:
     """
     mark = f"{os.getpid()}-{uuid.uuid4().hex}"
     config = job.config
-    config.log_line_prefix_template = prefix = config.log_line_prefix_template or DEFAULT_PREFIX
+    if config.log_line_prefix_template is None:
+        config.log_line_prefix_template = DEFAULT_PREFIX
     logs: RankLogs | TorchLogs
     if job.torch_logs is None:
         logs = RankLogs(
-            scratch=job.guardian.folder, keep_in=job.keep_logs_in, prefix=prefix, display=job.display
+            scratch=job.guardian.folder,
+            keep_in=job.keep_logs_in,
+            prefix=config.log_line_prefix_template,
+            display=job.display,
         )
     else:
         logs = TorchLogs(job.torch_logs)
@@ -198,7 +202,7 @@ def supervise(job: Job) -> int:
         note_ended=logs.note_ended,
         losses=Losses(_say_lost, config.max_restarts) if job.is_resilient else None,
     )
-    interruption = Interruption(workers, names, job.shutdown_seconds)
+    interruption = Interruption(workers, names, job.shutdown_seconds, say=say)
     before = environment.export({environment.RUN_MARK: mark}, replace=True)
     before |= environment.export(_variables(config))
     try:

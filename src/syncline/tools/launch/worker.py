@@ -134,13 +134,38 @@ def _without_this_file(tb: TracebackType | None) -> TracebackType | None:
     return tb
 
 
+def _without_libraries(tb: TracebackType | None) -> TracebackType | None:
+    """Return the traceback without its frames in torch and Syncline, or as it is if it has no others."""
+    folders = (_PACKAGE + os.sep, os.path.dirname(sys.modules["torch"].__file__ or "") + os.sep)
+    frames = []
+    while tb is not None:
+        frames.append(tb)
+        tb = tb.tb_next
+    kept = [one for one in frames if not one.tb_frame.f_code.co_filename.startswith(folders)]
+    brief = None
+    for one in reversed(kept if len(kept) < len(frames) else []):
+        brief = TracebackType(brief, one.tb_frame, one.tb_lasti, one.tb_lineno)
+    return brief or (frames[0] if frames else None)
+
+
 def _show_from_the_program(shown: TracebackType | None) -> None:
-    """Install an excepthook that shows the traceback `shown`, which is the program's part of the whole traceback."""
+    """Install an excepthook that shows the traceback `shown`, which is the program's part of the whole traceback.
+
+    If another rank has failed, the frames of torch and Syncline, which wait for that rank, are left out. Otherwise, in
+    a job of many ranks, they would hide the one traceback that names the cause.
+    """
     hook = sys.excepthook
 
     def excepthook(kind: type[BaseException], error: BaseException, _: TracebackType | None) -> None:
-        if not issubclass(kind, KeyboardInterrupt):  # the launcher reports Ctrl-C once for all ranks
-            hook(kind, error.with_traceback(shown), shown)
+        if issubclass(kind, KeyboardInterrupt):  # the launcher reports Ctrl-C once for all ranks
+            return
+        is_peers = kind.__module__ == "syncline.errors" and kind.__name__ in ("PeerFailed", "PeerLost")
+        brief = _without_libraries(shown) if is_peers else shown
+        hook(kind, error.with_traceback(brief), brief)
+        if brief is not shown:
+            note = "(the lines of torch and Syncline are left out; syncline run --log-dir DIR keeps them in error.json)"
+            with contextlib.suppress(OSError, ValueError):
+                print(note, file=sys.stderr)
 
     sys.excepthook = excepthook
 
