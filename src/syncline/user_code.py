@@ -12,7 +12,6 @@ call.
 from __future__ import annotations
 
 import ctypes
-import dis
 import faulthandler
 import os
 import re
@@ -165,17 +164,6 @@ def called_in(error: BaseException) -> str | None:
     """
     found: str | None = getattr(error, _CALLED, None)
     return found
-
-
-def is_own_check(error: BaseException) -> bool:
-    """Return whether a `raise` statement of Syncline raised `error`, and not a function that Syncline called."""
-    last = error.__traceback__
-    while last is not None and last.tb_next is not None:
-        last = last.tb_next
-    if last is None or not last.tb_frame.f_code.co_filename.startswith(str(Path(__file__).parent) + os.sep):
-        return False
-    # An error of another instruction, such as a wrong call, is a mistake in Syncline: its traceback is needed.
-    return last.tb_frame.f_code.co_code[last.tb_lasti] == dis.opmap["RAISE_VARARGS"]
 
 
 def _called(what: str, error: BaseException) -> str:

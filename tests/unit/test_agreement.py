@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,7 +10,6 @@ import torch
 from torch import nn
 
 from syncline import CollectiveMismatch, ContractMismatch, Statistics, SynclineError
-from syncline.checks import checked_count
 from syncline.transport import Transport, run_ranks
 from syncline.transport.agreement import agree, describe_tensors, exchange
 
@@ -126,21 +124,6 @@ def test_what_some_ranks_refuse_every_rank_raises(
         assert caught.value.__cause__ is fault
 
     run_ranks(3, program)
-
-
-def test_the_cause_of_a_refusal_is_shown_unless_a_check_of_syncline_says_all() -> None:
-    def program(transport: Transport, check: Callable[[], object], *, is_shown: bool) -> None:
-        with pytest.raises((TypeError, ValueError)) as fault:
-            check()
-        with pytest.raises(type(fault.value)) as caught:
-            exchange(transport, "Net", [], fault=fault.value)
-        assert caught.value.__cause__ is (fault.value if is_shown else None)
-        assert caught.value.__suppress_context__
-
-    run_ranks(2, lambda t: program(t, lambda: checked_count("weight", -1, at_least=0), is_shown=False))
-    run_ranks(2, lambda t: program(t, lambda: int("one"), is_shown=True))
-    mistake: Any = checked_count  # its text cannot be made
-    run_ranks(2, lambda t: program(t, lambda: mistake("weight", 1, at_least="0"), is_shown=True))
 
 
 def test_a_tensor_is_described_by_everything_that_must_be_equal() -> None:

@@ -24,7 +24,7 @@ from syncline.liveness.board import Place
 from syncline.liveness.calls import SAME_CALLS
 from syncline.transport.base import Transport, gather_tensor
 from syncline.transport.work import Disagreement
-from syncline.user_code import called_in, is_own_check, user_code
+from syncline.user_code import called_in, user_code
 from syncline.words import DEFAULT_REMEDY, describe_difference, refusal_of
 
 PAYLOAD_BYTES = 72
@@ -84,8 +84,7 @@ def exchange(
         ContractMismatch: the titles are equal, but the lines differ.
         TypeError, ValueError, RuntimeError: at least one rank passed a fault. All ranks raise the same class and text:
             a TypeError if all faults are TypeErrors, a ValueError if all are TypeErrors or ValueErrors, a RuntimeError
-            if all are RuntimeErrors of Syncline, else a SynclineError, which is a RuntimeError. The fault is its cause,
-            unless a check of Syncline has raised it: then the text says all.
+            if all are RuntimeErrors of Syncline, else a SynclineError, which is a RuntimeError. The fault is its cause.
     """
     assert len(payload) <= PAYLOAD_BYTES
     if transport.turn.caller:
@@ -133,8 +132,7 @@ def _raise_difference(
     reasons = {rank: tuple(reason) for rank, reason in enumerate(faults) if reason is not None}
     if reasons:
         first = min(reasons)
-        cause = None if fault is None or is_own_check(fault) else fault
-        raise refusal_of(titles[first], reasons, refusals[first]) from cause
+        raise refusal_of(titles[first], reasons, refusals[first]) from fault
     if len(set(titles)) > 1:
         calls = [
             f"  rank {r}: {title}, {place}"
