@@ -13,9 +13,11 @@ malloc keeps freed memory for the next call, more or less of it by chance. So th
 once, the jobs have MALLOC_MMAP_THRESHOLD_=1048576; --keep-freed measures with malloc as it comes.
 
 "computed" counts tensors. A rank has parameters, gradients and buckets of 4 bytes a parameter each, and AdamW's state
-of 8. Of N ranks with sharded=True, each has an Nth of all but the buckets, which take turns in 96 MiB. DiLoCo has no
-buckets, and two more copies: the common parameters and the outer momentum. Beside them come the autograd engine and
-what torch imports and allocates at the first step: torch's class shows how much that is.
+of 8. Of N ranks with sharded=True, each has an Nth of all but the buckets, which take turns in 96 MiB. Before that,
+while the module is wrapped, a rank has the parameters that the program made, an Nth of the shared ones, and the
+buckets: with 4 ranks and more, this is the peak. DiLoCo has no buckets, and two more copies: the common parameters and
+the outer momentum. Beside them come the autograd engine and what torch imports and allocates at the first step: torch's
+class shows how much that is.
 """
 
 from __future__ import annotations
@@ -89,11 +91,15 @@ class Way(NamedTuple):
         """The bytes that the tensors of one rank take at most.
 
         Example:
-            >>> WAYS["syncline, sharded"].computed_bytes(1_000_000, 2), WAYS["torch's class, Gloo"].computed_bytes(1, 2)
-            (12000000.0, 20)
+            >>> [WAYS["syncline, sharded"].computed_bytes(1_000_000, num_ranks) for num_ranks in (2, 4)]
+            [12000000.0, 9000000.0]
+            >>> WAYS["torch's class, Gloo"].computed_bytes(1, 2)
+            20.0
         """
         pool = min(self.pool_bytes, 4 * num_parameters)
-        return (self.whole + self.divided / num_ranks) * num_parameters + pool
+        in_steps = self.whole + self.divided / num_ranks
+        in_wrapping = 4 + 4 / num_ranks if self.divided else 0
+        return max(in_steps, in_wrapping) * num_parameters + pool
 
 
 TORCH = "torch's class, Gloo"
@@ -182,7 +188,7 @@ def run_job(name: str, arguments: argparse.Namespace) -> dict[str, int]:
     """
     variables = {} if arguments.keep_freed else {"MALLOC_MMAP_THRESHOLD_": str(1 << 20)}
     with tempfile.TemporaryDirectory() as folder:
-        launcher = [sys.executable, "-m", "syncline.tools.cli", "run", "-n", str(arguments.ranks), __file__]
+        launcher = [sys.executable, "-m", "syncline", "run", "-n", str(arguments.ranks), __file__]
         options = ["--way", name, "--parameters", str(arguments.parameters), "--output", folder]
         ends_at = time.monotonic() + arguments.timeout
         job = subprocess.Popen([*launcher, *options], env=os.environ | variables)

@@ -184,7 +184,7 @@ def as_rank(configuration: Configuration, num_rounds: int) -> None:
 @contextmanager
 def started(configuration: Configuration, command: list[str]) -> Iterator[str]:
     if configuration.hosts == 1:
-        run = [sys.executable, "-m", "syncline.tools.cli", "run", "-n", str(configuration.ranks)]
+        run = [sys.executable, "-m", "syncline", "run", "-n", str(configuration.ranks)]
         done = subprocess.run([*run, *command[1:]], capture_output=True, text=True, timeout=900)
         if done.returncode:
             sys.exit(f"{configuration.name}: {done.stderr}")

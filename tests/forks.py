@@ -1,6 +1,6 @@
 """Processes that begin with torch imported: forks of one process, the server, which has imported it.
 
-`Forks` starts them. `launch` gives what `subprocess.Popen` would of `python -m syncline.tools.cli run ...`, and `start`
+`Forks` starts them. `launch` gives what `subprocess.Popen` would of `python -m syncline run ...`, and `start`
 what it would of `python PROGRAM ...`: a process with its own signals, environment and output. `run` starts a program on
 several ranks and waits. Run as a script, this file is the server.
 

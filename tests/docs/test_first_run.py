@@ -49,7 +49,7 @@ def diffs_of(page: str) -> list[tuple[str, str]]:
 
 COMMANDS = {
     "python": [sys.executable],
-    "syncline": [sys.executable, "-m", "syncline.tools.cli"],
+    "syncline": [sys.executable, "-m", "syncline"],
     "torchrun": [sys.executable, "-m", "torch.distributed.run", "--standalone"],
 }
 

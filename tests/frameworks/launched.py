@@ -12,7 +12,7 @@ from typing import Any
 ROOT = Path(__file__).parents[2]
 
 LAUNCHERS = {
-    "syncline run": ("syncline.tools.cli", "run", "-n", "2"),
+    "syncline run": ("syncline", "run", "-n", "2"),
     "torchrun": ("torch.distributed.run", "--standalone", "--nproc-per-node", "2"),
     # On CPUs, `accelerate launch --cpu` starts one process, whatever --num_processes is.
     "accelerate launch": ("accelerate.commands.launch", "--multi_gpu", "--num_processes", "2"),

@@ -383,7 +383,7 @@ def test_the_other_rank_repeats_the_step_with_the_same_random_numbers(place: str
     if place == TWO_GPUS:
         pytest.skip("a rank that waits over NCCL does not notice that another one was lost")
     (tmp_path / "train.py").write_text(STEPS)
-    command = [sys.executable, "-m", "syncline.tools.cli", "run", "--resilient", "-n", "2"]
+    command = [sys.executable, "-m", "syncline", "run", "--resilient", "-n", "2"]
     command += [str(tmp_path / "train.py"), DEVICES[place]]
     done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
     assert done.returncode == 0, done.stderr

@@ -14,7 +14,7 @@ import pytest
 
 pytestmark = pytest.mark.slow
 
-COMMAND = [sys.executable, "-m", "syncline.tools.cli", "bench", "-n", "2"]
+COMMAND = [sys.executable, "-m", "syncline", "bench", "-n", "2"]
 
 
 def test_a_quick_measurement(tmp_path: Path) -> None:

@@ -61,7 +61,7 @@ finally:
 
 
 def syncline(*arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "syncline.tools.cli", *arguments]
+    command = [sys.executable, "-m", "syncline", *arguments]
     return subprocess.run(command, capture_output=True, text=True, timeout=300)
 
 

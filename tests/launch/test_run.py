@@ -20,7 +20,7 @@ from syncline.tools.cli import main
 from syncline.tools.cli.options import parse_run
 
 Run = Callable[..., subprocess.CompletedProcess[str]]
-COMMAND = [sys.executable, "-m", "syncline.tools.cli", "run"]
+COMMAND = [sys.executable, "-m", "syncline", "run"]
 TIMEOUT_SECONDS = 60
 
 
@@ -167,7 +167,7 @@ def test_help_and_mistakes_do_not_wait_for_torch(
     line: str, exit_code: int, words: str, tmp_path: Path, without_torch: dict[str, str]
 ) -> None:
     (tmp_path / "program.py").touch()
-    command = [sys.executable, "-m", "syncline.tools.cli", *line.split()]
+    command = [sys.executable, "-m", "syncline", *line.split()]
     done = subprocess.run(command, cwd=tmp_path, env=without_torch, capture_output=True, text=True)
     assert done.returncode == exit_code, done.stderr
     assert words in (done.stderr if exit_code else done.stdout)

@@ -129,7 +129,7 @@ def test_what_is_redirected_has_the_lines_of_the_ranks_and_nothing_else(tmp_path
     (tmp_path / "program.py").write_text("import sys\nprint('out')\nprint('err', file=sys.stderr)\n")
     with SeenTerminal() as terminal:
         with (tmp_path / "out").open("wb") as out:
-            command = [sys.executable, "-m", "syncline.tools.cli", "run", "-n", "2", "--live", "program.py"]
+            command = [sys.executable, "-m", "syncline", "run", "-n", "2", "--live", "program.py"]
             done = subprocess.run(command, cwd=tmp_path, stdout=out, stderr=terminal.fd, timeout=60)
         assert done.returncode == 0
         assert sorted(terminal.lines()) == ["", "[rank 0] err", "[rank 1] err"]

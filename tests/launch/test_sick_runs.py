@@ -20,7 +20,7 @@ pytestmark = pytest.mark.slow
 
 
 def run_here(illness: str, directory: Path, *options: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "syncline.tools.cli", "run", "-n", "2", *options, str(PROGRAM), illness]
+    command = [sys.executable, "-m", "syncline", "run", "-n", "2", *options, str(PROGRAM), illness]
     return subprocess.run([*command, str(directory)], capture_output=True, text=True, timeout=120)
 
 

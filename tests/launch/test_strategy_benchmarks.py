@@ -15,7 +15,7 @@ PROGRAM = Path(__file__).parents[2] / "benchmarks" / "strategies.py"
 COMMAND = [
     sys.executable,
     "-m",
-    "syncline.tools.cli",
+    "syncline",
     "run",
     "-n",
     "2",

@@ -251,7 +251,8 @@ class BucketShard:
         self.start = bounds[position]
         self.stop = max(self.start, min(bounds[position + 1], self.plan.numel))
         in_bucket = self._gradients[self.start : self.stop]
-        self._reduced = torch.zeros_like(in_bucket) if self._outlives_bucket else in_bucket
+        # Not zeros, which would take memory now, while the module still has the parameters that the program made.
+        self._reduced = torch.empty_like(in_bucket) if self._outlives_bucket else in_bucket
         self.gradient = self._reduced
         """The reduced gradients of this rank's span, in the dtype of the parameters."""
         if self._gradients.dtype is not self.dtype:

@@ -282,6 +282,7 @@ class Group:
 
     def leave(self) -> None:
         """Record that this process has left the loop, and takes no more part."""
+        SPARE_MEMORY.keeps_files = False
         if self._register is not None:
             self._watch.end()
             self._pulse.close()

@@ -1,6 +1,5 @@
 """The command line `syncline`, with one module per command. This module runs the command that the user names.
 
-__main__.py  `python -m syncline.tools.cli`
 bench.py     `syncline bench`
 doctor.py    `syncline doctor`
 explain.py   `syncline explain`

@@ -1,4 +1,4 @@
-"""The entry point of `python -m syncline.tools.cli`, a command that is equivalent to `syncline`."""
+"""The entry point of `python -m syncline`, a command that is equivalent to `syncline`."""
 
 from __future__ import annotations
 
