@@ -1,10 +1,10 @@
 """What happens, while Python shuts down, to threads of Syncline that may be inside C++ code of torch.
 
-The destructor of a Gloo group waits for its threads and pending operations, so it runs where nobody waits for it. And
-Gloo completes a message only while a thread waits for it. But up to Python 3.13, a thread that is inside C++ code when
-Python has shut down aborts the process, whose exit status is then 134. So the end of the process waits for threads that
-soon leave such code, and then keeps them out of it. The others may be inside it for as long as a peer takes: they sleep
-from then on, if the native library is there, instead of aborting the process.
+The destructor of a Gloo group waits for its threads and pending operations, so it runs where nobody waits for it. Gloo
+completes a message only while a thread waits for it. And a thread completes the futures of the backend. But up to
+Python 3.13, a thread that is inside C++ code when Python has shut down aborts the process, whose exit status is then
+134. So the end of the process waits for destructors. The other threads may be inside such code for as long as a peer
+takes: they sleep from then on, if the native library is there, instead of aborting the process.
 """
 
 from __future__ import annotations
@@ -22,21 +22,11 @@ from syncline.native import NativeUnavailable, library
 _AT_EXIT_SECONDS = 10.0
 
 _threads: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
-_locks: weakref.WeakSet[threading.Lock] = weakref.WeakSet()
 
 
 def wait_at_exit(thread: threading.Thread) -> None:
-    """Let the end of the process wait for a thread, for all threads and locks together at most 10 s."""
+    """Let the end of the process wait for a thread, for all such threads together at most 10 s."""
     _threads.add(thread)
-
-
-def acquire_at_exit(lock: threading.Lock) -> None:
-    """Let the end of the process acquire a lock, for all threads and locks together within at most 10 s.
-
-    Args:
-        lock: a lock that a thread holds while it is inside C++ code. The thread cannot enter such code afterwards.
-    """
-    _locks.add(lock)
 
 
 @atexit.register
@@ -44,8 +34,6 @@ def _wait() -> None:
     deadline = time.monotonic() + _AT_EXIT_SECONDS
     for thread in list(_threads):
         thread.join(max(0.0, deadline - time.monotonic()))
-    for lock in list(_locks):
-        lock.acquire(timeout=max(0.0, deadline - time.monotonic()))
     _let_threads_sleep()
 
 

@@ -21,7 +21,6 @@ from torch import Tensor
 from torch.futures import Future
 
 from syncline.errors import CollectiveTimeout
-from syncline.liveness.at_exit import acquire_at_exit
 from syncline.transport.work import Work
 
 _POLL_SECONDS = 0.0005
@@ -41,15 +40,12 @@ class Finisher:
         self._name = name
         self._queue: SimpleQueue[tuple[BackendWork, Future[Any]] | None] = SimpleQueue()
         self._thread: threading.Thread | None = None
-        self._completing = threading.Lock()
-        """Held while the thread is inside C++ code. If Python shut down meanwhile, the process would abort."""
 
     def complete(self, work: BackendWork, future: Future[Any]) -> None:
         """Let the thread wait until `work` has ended, and then complete `future`. Callbacks of `future` then run."""
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name=f"syncline {self._name}", daemon=True)
             self._thread.start()
-            acquire_at_exit(self._completing)
         self._queue.put((work, future))
 
     def close(self) -> None:
@@ -59,11 +55,13 @@ class Finisher:
         self.pending.clear()
 
     def _run(self) -> None:
+        # No C++ frame should be on the stack during the wait. If Python shuts down while a thread is inside a C++ call,
+        # the process aborts, unless `at_exit.py` can prevent it.
         while (item := self._queue.get()) is not None:
             work, future = item
-            work.wait_for_transport()
-            with self._completing:
-                future.set_result(None)
+            with suppress(BaseException):  # `work` keeps the error, and the future's callback raises it
+                work.end()
+            future.set_result(None)
             del item, work, future  # release their tensors before the wait for the next item
 
 
@@ -169,26 +167,19 @@ class BackendWork(dist.Work):
 
     def end(self) -> None:
         """Wait for the operation in the calling thread, and then copy the result to its tensors."""
-        self.wait_for_transport()
-        finish, self._finish = self._finish, None
-        if finish is not None and self._error is None:
-            try:
-                finish()
-            except BaseException as error:
-                self._error = error
         if self._error is not None:
             raise self._error
-
-    def wait_for_transport(self) -> None:
-        """Wait in the calling thread until the operation has ended. If it has failed, `end` raises its error."""
         if self._work is None:
             return
         try:
             self._work.wait()
+            if self._finish is not None:
+                self._finish()
         except BaseException as error:
             self._error = error
+            raise
         finally:
-            self._work = None
+            self._work = self._finish = None
             self._finisher.pending.discard(self)
 
     def _wait_until_completed(self, seconds: float) -> None:
