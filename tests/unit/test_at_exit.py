@@ -23,7 +23,7 @@ keeper.drop()
 """
 
 WAIT = """
-import threading, time
+import contextlib, threading, time
 from datetime import timedelta
 import torch.distributed as dist
 import syncline.liveness.at_exit
@@ -34,7 +34,8 @@ class Last:
 
 def wait():
     began.set()
-    dist.HashStore().wait(["never"], timedelta(seconds=0.5))
+    with contextlib.suppress(dist.DistStoreError):  # if Python is slow, and does not shut down before
+        dist.HashStore().wait(["never"], timedelta(seconds=0.5))
 
 last, began = Last(), threading.Event()
 threading.Thread(target=wait, daemon=True).start()
@@ -61,9 +62,8 @@ for _ in range(100_000):
     future = Future()
     future.then(count)
     finisher.complete(Done(), future)
-while num_done < 100:
+while num_done < 100:  # now Python shuts down while the thread completes the others
     pass
-print(num_done < 100_000)
 """
 
 
@@ -83,4 +83,4 @@ def test_a_wait_of_torch_that_ends_while_python_shuts_down_does_not_abort_the_pr
 
 @pytest.mark.skipif(find_library() is None, reason="the native library was not built")
 def test_futures_that_are_completed_while_python_shuts_down_do_not_abort_the_process() -> None:
-    assert ended(FUTURES) == (0, "True\n", "")
+    assert ended(FUTURES) == (0, "", "")
