@@ -23,7 +23,7 @@ keeper.drop()
 """
 
 WAIT = """
-import contextlib, threading, time
+import contextlib, sys, threading, time
 from datetime import timedelta
 import torch.distributed as dist
 import syncline.liveness.at_exit
@@ -37,7 +37,8 @@ def wait():
     with contextlib.suppress(dist.DistStoreError):  # if Python is slow, and does not shut down before
         dist.HashStore().wait(["never"], timedelta(seconds=0.5))
 
-last, began = Last(), threading.Event()
+sys.modules["last"] = Last()
+began = threading.Event()
 threading.Thread(target=wait, daemon=True).start()
 began.wait()
 raise SystemExit(3)
