@@ -7,7 +7,9 @@ import os
 import re
 import signal
 import time
+from datetime import timedelta
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -431,3 +433,26 @@ def test_the_callers_context_stays_out_of_an_operation_started_in_a_backward() -
     (2 * parameter).backward()
     holds_context = hasattr(torch._C, "_remove_obj_from_tls")  # since torch 2.12
     assert seen == [(holds_context, False)]
+
+
+@pytest.mark.ranks(2)
+def test_a_connection_that_takes_longer_than_the_ranks_wait_is_opened_once_and_before(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """If the DNS does not answer, the store serves the connections of many ranks one after the other."""
+    clone_of, connections = vars(c10d)["clone_of"], []
+
+    def slow_clone_of(store: Any, timeout: timedelta) -> Any:
+        if dist.get_rank() == 1:
+            time.sleep(1.5)
+        connections.append(store)
+        return clone_of(store, timeout)
+
+    monkeypatch.setattr(c10d, "_CONNECT_SECONDS", 1.0)
+    monkeypatch.setattr(c10d, "clone_of", slow_clone_of)
+    transport = C10dTransport(timeout_seconds=20)
+    for lane in (transport.lane("first"), transport.lane("second"), transport.split(0)):
+        assert lane is not None
+        lane.close()
+    assert len(connections) == 1
+    transport.close()

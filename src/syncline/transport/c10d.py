@@ -13,6 +13,7 @@ from __future__ import annotations
 import secrets
 import struct
 from collections.abc import Callable
+from datetime import timedelta
 from functools import partial
 from typing import Any
 
@@ -28,7 +29,7 @@ from syncline.liveness.failed_wait import FailedWait
 from syncline.liveness.health import Lane
 from syncline.liveness.notices import StoreMedium
 from syncline.liveness.processes import FORKED, is_inherited
-from syncline.liveness.store import StoreConnection
+from syncline.liveness.store import StoreConnection, clone_of
 from syncline.transport.agreement import exchange
 from syncline.transport.base import ReduceOp, Transport
 from syncline.transport.c10d_groups import (
@@ -70,7 +71,8 @@ class C10dTransport(WatchedTransport):
         board: the object that records where in the program this rank is. Pass the board of the larger transport if the
             new transport is a part of it. Pass None to create a new board.
         connection: a connection to a store, for keys of this group only, by which the ranks exchange notices. Groups
-            for lanes then need no connection of their own, either. Pass None to open connections to the group's store.
+            for lanes then need no connection of their own, either. Pass None to open one to the group's store, and
+            another one before the first such group.
         exchanges_notices: whether the ranks exchange notices from now on. If it is False, either another transport over
             this one lets them do so, or the caller calls `exchange_notices`.
 
@@ -112,6 +114,8 @@ class C10dTransport(WatchedTransport):
         self._group: Any = group  # None once closed. Typed as Any, because no operation starts after that.
         self._owns_group = False
         self._opens_connections = connection is None
+        self._messages: Any = None
+        """The store over which the ranks exchange the addresses of new groups. None before the first new group."""
         self._backends = backends_of(group)
         self._has_mean = set(self._backends.values()) <= _BACKENDS_WITH_MEAN
         self._options = CallOptions(size, timeout_seconds, self.control_device, has_mean=self._has_mean)
@@ -290,6 +294,7 @@ class C10dTransport(WatchedTransport):
         """
         if self.size == 1 or set(self._backends.values()) != {"gloo"}:
             return self
+        self.prepare_groups()
         tokens = exchange(self, f"a lane for {purpose}", [], payload=secrets.token_bytes(8))
         group, forget_addresses = self._new_group(list(range(self.size)), tokens[0])
         lane = self._lane_over(group, self.numbered(purpose))
@@ -303,7 +308,7 @@ class C10dTransport(WatchedTransport):
         """Create a Gloo lane between some of the ranks, for CPU tensors. Only these ranks call this method.
 
         On the lane, the ranks are numbered from 0. But errors name each rank by its number in this transport. No rank
-        is allowed to close the lane before all ranks in `ranks` have created it.
+        is allowed to close the lane before all ranks in `ranks` have created it. Call `prepare_groups` before.
 
         Args:
             ranks: the ranks of this transport that are on the lane, including this rank.
@@ -333,6 +338,7 @@ class C10dTransport(WatchedTransport):
                 "split is not supported with MPI, because MPI can create a group only if all ranks take part. Call "
                 "torch.distributed.new_group on all ranks instead, and pass the new group to C10dTransport"
             )
+        self.prepare_groups()
         mine = _SPLIT.pack(color is not None, color or 0, secrets.token_bytes(8))
         rows = [_SPLIT.unpack_from(row) for row in exchange(self, "split", [], payload=mine)]
         members = [
@@ -358,6 +364,18 @@ class C10dTransport(WatchedTransport):
         forget_addresses()
         return child
 
+    def prepare_groups(self) -> None:
+        """Open the connection over which the ranks exchange the addresses of new groups, if it is not open yet.
+
+        Call this before a collective call that precedes the creation of a group. If the DNS does not answer, the
+        connections of many ranks take longer (see `StoreConnection`) than a rank may wait for the others' addresses.
+        """
+        self._check_usable()
+        if self._messages is None:
+            store = self._group.get_group_store()
+            timeout = timedelta(seconds=self._connect_seconds)
+            self._messages = clone_of(store, timeout)[0] if self._opens_connections else store
+
     @property
     def _connect_seconds(self) -> float:
         """The timeout of a new group between ranks that are all about to connect.
@@ -376,9 +394,9 @@ class C10dTransport(WatchedTransport):
                 self._group,
                 ranks,
                 token,
+                self._messages,
                 backends=backends or self._backends,
                 timeout_seconds=self._connect_seconds,
-                over_own_connection=self._opens_connections,
             )
         except RuntimeError as error:
             if isinstance(error, SynclineError) and not isinstance(error, CollectiveTimeout):
@@ -391,6 +409,7 @@ class C10dTransport(WatchedTransport):
         # A referenced Gloo group keeps its threads, and whoever drops the last reference waits for them. So a closed
         # transport keeps no reference.
         groups, self._group = [self._group], None
+        self._messages = None
         self.own_lane.group = None
         if self._owns_group:
             destroy(groups)

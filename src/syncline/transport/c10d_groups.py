@@ -12,6 +12,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Mapping
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -28,7 +29,7 @@ from syncline._torch.process_groups import (
 )
 from syncline.liveness.at_exit import wait_at_exit
 from syncline.liveness.gathering import StoreGathering
-from syncline.liveness.store import SignedStore, clone_of
+from syncline.liveness.store import SignedStore
 from syncline.transport.base import ReduceOp
 from syncline.transport.work import CombinedWork, Work
 
@@ -208,10 +209,10 @@ def new_group(
     parent: dist.ProcessGroup,
     ranks: list[int],
     token: bytes,
+    messages: Any,
     *,
     backends: Mapping[str, str],
     timeout_seconds: float,
-    over_own_connection: bool = True,
 ) -> tuple[dist.ProcessGroup, Callable[[], None]]:
     """Create a process group of some of the ranks of `parent`. Only these ranks call this function.
 
@@ -224,10 +225,10 @@ def new_group(
         parent: a process group of which this rank is a member.
         ranks: the members of the new group, including this rank, by their ranks in `parent`.
         token: eight random bytes, which are the same on all members.
+        messages: the store over which the ranks exchange addresses: that of `parent`, best over another connection,
+            because a thread of the program can wait on the connection of `parent` as long as it likes.
         backends: a map from device type to backend.
         timeout_seconds: the timeout of the new group.
-        over_own_connection: whether the ranks exchange addresses over a new connection to the store. Otherwise they
-            share the connection of `parent`, on which a thread of the program can wait as long as it likes.
 
     Returns:
         The group, and a function that deletes from the store what this rank has written. Call this function only once
@@ -244,9 +245,8 @@ def new_group(
         )
     name = f"syncline-{token[:8].hex()}"
     rank, store = ranks.index(dist.get_rank(parent)), PrefixStore(name, parent.get_group_store())
-    messages = clone_of(store, timedelta(seconds=timeout_seconds))[0] if over_own_connection else store
     gather = StoreGathering(
-        SignedStore(messages),
+        SignedStore(PrefixStore(name, messages)),
         "addresses",
         rank=rank,
         size=len(ranks),

@@ -92,8 +92,10 @@ class HierarchicalTransport(WatchedTransport):
 
         If a host lacks shared memory for the lane, all ranks raise `SharedMemoryUnavailable`.
         """
-        tokens = exchange(beneath, title, [], payload=secrets.token_bytes(_TOKEN_BYTES))
         leaders, name = self._hosts.leaders, self.own_lane.name
+        if self.rank in leaders:
+            beneath.prepare_groups()
+        tokens = exchange(beneath, title, [], payload=secrets.token_bytes(_TOKEN_BYTES))
         self._beneath = beneath
         self._queue = PhaseQueue()
         self._up: SharedMemoryTransport | None = None
