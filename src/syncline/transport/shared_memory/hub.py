@@ -252,7 +252,8 @@ class Hub:
             self.close()  # so that the other ranks of the chain do not wait for this rank
             lost = self.peers.gone()
             others = describe_ranks(lost) if lost else "another rank"
-            cause = ", because its process has ended" if lost else f" ({error})"
+            has = "its process has" if len(lost) == 1 else "their processes have"
+            cause = f", because {has} ended" if lost else f" ({error})"
             raise SynclineError(
                 f"cannot allocate shared memory for {purpose}: rank {self.rank} of the {self.size} ranks of "
                 f"this host lost the connection to {others}{cause}"
