@@ -27,6 +27,7 @@ ALLOWED = {
     "syncline._torch.optimizers._scalers": "torch's GradScaler, a class, reports scalers; torch keeps no list of them",
     "syncline.gradients.backward._births": "numbers objects in the order of their creation",
     "syncline.gradients.riders.nonfinite._numbers": "numbers steps, so that marks of two reducers differ",
+    "syncline.liveness.at_exit._locks": "the end of the process acquires these locks",
     "syncline.liveness.at_exit._threads": "the end of the process waits for these threads",
     "syncline.liveness.processes._inherited": "filled once in a fork",
     "syncline.liveness.processes._live": "the hook on forks is of the process",

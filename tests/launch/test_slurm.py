@@ -19,6 +19,8 @@ from pathlib import Path
 
 import pytest
 
+from syncline.testing import held_port
+
 ROOT = Path(__file__).parents[2]
 TOOLS = ("slurmctld", "slurmd", "srun", "sbatch", "scontrol")
 
@@ -193,6 +195,13 @@ def free_ports(number: int) -> list[int]:
         return [each.getsockname()[1] for each in sockets]
 
 
+@pytest.fixture
+def port() -> Iterator[str]:
+    """A port at which the ranks of a job meet. It stays free while the job waits in the queue."""
+    with held_port() as port:
+        yield str(port)
+
+
 @pytest.fixture(scope="module")
 def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Slurm]:
     folder = tmp_path_factory.mktemp("slurm")
@@ -283,11 +292,11 @@ def test_a_batch_script_without_srun_does_not_hang_and_is_warned(slurm: Slurm, t
     ],
 )
 def test_a_job_that_is_asked_to_stop_saves_goes_back_to_the_queue_and_resumes(
-    slurm: Slurm, program: Path, tmp_path: Path, script: str, options: list[str]
+    slurm: Slurm, port: str, program: Path, tmp_path: Path, script: str, options: list[str]
 ) -> None:
     runs = tmp_path / "runs"
     runs.mkdir()
-    variables = {"MASTER_ADDR": "127.0.0.1", "RANKS_PER_NODE": "1", "MASTER_PORT": str(free_ports(1)[0])}
+    variables = {"MASTER_ADDR": "127.0.0.1", "RANKS_PER_NODE": "1", "MASTER_PORT": port}
     job = slurm.submit(*options, f"examples/slurm/{script}", str(program), str(runs), **variables)
     slurm.wait_for(runs / "training", job)
     # The signal that SLURM sends before the time limit, sent now: to the script (B:), or to the tasks.
@@ -306,10 +315,12 @@ def test_a_job_that_is_asked_to_stop_saves_goes_back_to_the_queue_and_resumes(
     assert f"got SIGUSR1: stopped after step {first}, saved in" in out, out
 
 
-def test_a_rank_that_is_killed_on_one_node_joins_the_others_again(slurm: Slurm, tmp_path: Path) -> None:
+def test_a_rank_that_is_killed_on_one_node_joins_the_others_again(
+    slurm: Slurm, port: str, tmp_path: Path
+) -> None:
     program = tmp_path / "train.py"
     program.write_text(LOST)
-    variables = {"MASTER_ADDR": "127.0.0.1", "RANKS_PER_NODE": "2", "MASTER_PORT": str(free_ports(1)[0])}
+    variables = {"MASTER_ADDR": "127.0.0.1", "RANKS_PER_NODE": "2", "MASTER_PORT": port}
     job = slurm.submit(
         "--nodes=2", "examples/slurm/resilient.sbatch", str(program), str(tmp_path), **variables
     )
@@ -332,11 +343,11 @@ def parent_of(pid: int) -> int:
 
 @pytest.mark.parametrize("min_ranks", [1, 2])
 def test_a_lost_node_costs_a_step_and_with_too_few_ranks_the_job_goes_back_to_the_queue(
-    slurm: Slurm, tmp_path: Path, min_ranks: int
+    slurm: Slurm, port: str, tmp_path: Path, min_ranks: int
 ) -> None:
     program = tmp_path / "train.py"
     program.write_text(RESILIENT)
-    variables = {"MASTER_ADDR": "127.0.0.1", "RANKS_PER_NODE": "1", "MASTER_PORT": str(free_ports(1)[0])}
+    variables = {"MASTER_ADDR": "127.0.0.1", "RANKS_PER_NODE": "1", "MASTER_PORT": port}
     variables["SYNCLINE_TOKEN"] = "a token of this test only"
     script = "examples/slurm/resilient.sbatch"
     job = slurm.submit("--nodes=2", script, str(program), str(tmp_path), str(min_ranks), **variables)

@@ -44,7 +44,8 @@ began.wait()
 raise SystemExit(3)
 """
 
-FUTURES = """
+CALLBACK = """
+import threading, time
 import syncline as sl, torch, torch.distributed as dist
 from syncline.torch_backend.work import Finisher
 from torch.futures import Future
@@ -53,18 +54,42 @@ class Done:
     def end(self):
         pass
 
-finisher, num_done = Finisher("group"), 0
+def callback(_):
+    began.set()
+    time.sleep(0.3)
+    print("completed", flush=True)
 
-def count(_):
-    global num_done
-    num_done += 1
+began, future = threading.Event(), Future()
+future.then(callback)
+Finisher("group").complete(Done(), future)
+began.wait()
+"""
 
-for _ in range(100_000):
+EXIT_HANDLER = """
+import atexit
+
+@atexit.register  # before Syncline's, which therefore runs first
+def wait_for_futures():
+    for _ in range(2):
+        complete().wait()
+    print("completed", flush=True)
+
+import syncline as sl, torch, torch.distributed as dist
+from syncline.torch_backend import work
+from torch.futures import Future
+
+class Done:
+    def end(self):
+        pass
+
+def complete():
     future = Future()
-    future.then(count)
     finisher.complete(Done(), future)
-while num_done < 100:  # now Python shuts down while the thread completes the others
-    pass
+    return future
+
+work._AT_EXIT_SECONDS = 0.1
+finisher = work.Finisher("group")
+complete().wait()
 """
 
 
@@ -82,6 +107,9 @@ def test_a_wait_of_torch_that_ends_while_python_shuts_down_does_not_abort_the_pr
     assert ended(WAIT) == (3, "", "")
 
 
-@pytest.mark.skipif(find_library() is None, reason="the native library was not built")
-def test_futures_that_are_completed_while_python_shuts_down_do_not_abort_the_process() -> None:
-    assert ended(FUTURES) == (0, "", "")
+def test_the_end_of_the_process_waits_for_the_callback_of_a_future() -> None:
+    assert ended(CALLBACK) == (0, "completed\n", "")
+
+
+def test_an_exit_handler_of_the_program_can_wait_for_a_future() -> None:
+    assert ended(EXIT_HANDLER) == (0, "completed\n", "")

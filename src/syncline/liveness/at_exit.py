@@ -1,10 +1,11 @@
 """What happens, while Python shuts down, to threads of Syncline that may be inside C++ code of torch.
 
 The destructor of a Gloo group waits for its threads and pending operations, so it runs where nobody waits for it. Gloo
-completes a message only while a thread waits for it. And a thread completes the futures of the backend. But up to
-Python 3.13, a thread that is inside C++ code when Python has shut down aborts the process, whose exit status is then
-134. So the end of the process waits for destructors. The other threads may be inside such code for as long as a peer
-takes: they sleep from then on, if the native library is there, instead of aborting the process.
+completes a message only while a thread waits for it. And a thread completes the futures of the backend, which run
+callbacks of the program. But up to Python 3.13, a thread that is inside C++ code when Python has shut down aborts the
+process, whose exit status is then 134. So the end of the process waits for destructors and callbacks. The other threads
+may be inside such code for as long as a peer takes: if the native library is there, they sleep instead of aborting the
+process.
 """
 
 from __future__ import annotations
@@ -22,19 +23,31 @@ from syncline.native import NativeUnavailable, library
 _AT_EXIT_SECONDS = 10.0
 
 _threads: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
+_locks: weakref.WeakSet[threading.Lock] = weakref.WeakSet()
 
 
 def wait_at_exit(thread: threading.Thread) -> None:
-    """Let the end of the process wait for a thread, for all such threads together at most 10 s."""
+    """Let the end of the process wait for a thread, for all threads and locks together at most 10 s."""
     _threads.add(thread)
+
+
+def acquire_at_exit(lock: threading.Lock) -> None:
+    """Let the end of the process acquire a lock and keep it, for all threads and locks together within at most 10 s.
+
+    Args:
+        lock: a lock that a thread holds while it is inside C++ code.
+    """
+    _locks.add(lock)
 
 
 @atexit.register
 def _wait() -> None:
+    _let_threads_sleep()
     deadline = time.monotonic() + _AT_EXIT_SECONDS
     for thread in list(_threads):
         thread.join(max(0.0, deadline - time.monotonic()))
-    _let_threads_sleep()
+    for lock in list(_locks):
+        lock.acquire(timeout=max(0.0, deadline - time.monotonic()))
 
 
 def _let_threads_sleep() -> None:

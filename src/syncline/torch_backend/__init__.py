@@ -4,7 +4,7 @@
     sl.register_backend()                                  # not needed with torch 2.15 and later
     dist.init_process_group("cpu:syncline,cuda:nccl")      # or "syncline", or "cpu:syncline"
 
-Imports: errors, _torch, transport.
+Imports: errors, _torch, liveness, transport.
 
 base.py         the base class of process groups: their state, and the completion of their calls
 collectives.py  torch's collectives, built from a transport's operations

@@ -21,10 +21,14 @@ from torch import Tensor
 from torch.futures import Future
 
 from syncline.errors import CollectiveTimeout
+from syncline.liveness.at_exit import acquire_at_exit
 from syncline.transport.work import Work
 
 _POLL_SECONDS = 0.0005
 """The time between two checks of a running operation, during a wait with a timeout."""
+
+_AT_EXIT_SECONDS = 1.0
+"""How long a future stays incomplete at the end of the process. Then it is completed for exit handlers that wait."""
 
 
 class Finisher:
@@ -40,12 +44,17 @@ class Finisher:
         self._name = name
         self._queue: SimpleQueue[tuple[BackendWork, Future[Any]] | None] = SimpleQueue()
         self._thread: threading.Thread | None = None
+        self._completing = threading.Lock()
+        """Held while a future is completed and its callbacks run. The end of the process keeps this lock."""
+        self._is_at_exit = False
+        """Whether the end of the process has the lock, and exit handlers of the program still run."""
 
     def complete(self, work: BackendWork, future: Future[Any]) -> None:
         """Let the thread wait until `work` has ended, and then complete `future`. Callbacks of `future` then run."""
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name=f"syncline {self._name}", daemon=True)
             self._thread.start()
+            acquire_at_exit(self._completing)
         self._queue.put((work, future))
 
     def close(self) -> None:
@@ -61,8 +70,17 @@ class Finisher:
             work, future = item
             with suppress(BaseException):  # `work` keeps the error, and the future's callback raises it
                 work.end()
-            future.set_result(None)
+            self._set_result(future)
             del item, work, future  # release their tensors before the wait for the next item
+
+    def _set_result(self, future: Future[Any]) -> None:
+        if not self._is_at_exit:
+            # If the end of the process has the lock, Python mostly ends this thread here, outside of C++ code. If not,
+            # an exit handler that the program registered before Syncline's may be waiting for this future.
+            self._is_at_exit = not self._completing.acquire(timeout=_AT_EXIT_SECONDS)
+        future.set_result(None)
+        if not self._is_at_exit:
+            self._completing.release()
 
 
 class BackendWork(dist.Work):

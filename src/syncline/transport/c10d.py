@@ -21,11 +21,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from syncline._torch.gloo import Gather
 from syncline._torch.process_groups import all_gather_flat, reduce_scatter_flat
 from syncline.errors import CollectiveTimeout, PeerLost, SynclineError
 from syncline.liveness.board import MAIN_LANE, Board
 from syncline.liveness.calls import Failure
 from syncline.liveness.failed_wait import FailedWait
+from syncline.liveness.gathering import StoreGathering
 from syncline.liveness.health import Lane
 from syncline.liveness.notices import StoreMedium
 from syncline.liveness.processes import FORKED, is_inherited
@@ -38,6 +40,7 @@ from syncline.transport.c10d_groups import (
     destroy,
     divide,
     fill,
+    gathering_at,
     group_timeout_seconds,
     host_copy,
     movable,
@@ -71,7 +74,7 @@ class C10dTransport(WatchedTransport):
         board: the object that records where in the program this rank is. Pass the board of the larger transport if the
             new transport is a part of it. Pass None to create a new board.
         connection: a connection to a store, for keys of this group only, by which the ranks exchange notices. Groups
-            for lanes then need no connection of their own, either. Pass None to open one to the group's store, and
+            of some ranks then need no connection of their own, either. Pass None to open one to the group's store, and
             another one before the first such group.
         exchanges_notices: whether the ranks exchange notices from now on. If it is False, either another transport over
             this one lets them do so, or the caller calls `exchange_notices`.
@@ -115,7 +118,7 @@ class C10dTransport(WatchedTransport):
         self._owns_group = False
         self._opens_connections = connection is None
         self._messages: Any = None
-        """The store over which the ranks exchange the addresses of new groups. None before the first new group."""
+        """The store at which some ranks exchange the addresses of a new group. None before the first such group."""
         self._backends = backends_of(group)
         self._has_mean = set(self._backends.values()) <= _BACKENDS_WITH_MEAN
         self._options = CallOptions(size, timeout_seconds, self.control_device, has_mean=self._has_mean)
@@ -294,12 +297,10 @@ class C10dTransport(WatchedTransport):
         """
         if self.size == 1 or set(self._backends.values()) != {"gloo"}:
             return self
-        self.prepare_groups()
         tokens = exchange(self, f"a lane for {purpose}", [], payload=secrets.token_bytes(8))
-        group, forget_addresses = self._new_group(list(range(self.size)), tokens[0])
+        group = self._new_group(list(range(self.size)), tokens[0], _GatheringOver(self))
         lane = self._lane_over(group, self.numbered(purpose))
         lane._start_barrier().wait()  # a rank that closes the lane at once would disconnect ranks that still connect
-        forget_addresses()
         return lane
 
     def lane_among(
@@ -316,12 +317,14 @@ class C10dTransport(WatchedTransport):
             token: eight random bytes, which are the same on all ranks of the lane.
 
         Returns:
-            The lane, and a function to call once all ranks in `ranks` have created it (see `new_group`).
+            The lane, and a function to call once all ranks in `ranks` have created it. The function deletes from the
+            store what this rank has written.
         """
-        group, forget_addresses = self._new_group(ranks, token, {"cpu": "gloo"})
+        gather = self._gathering_of(ranks, token)
+        group = self._new_group(ranks, token, gather, {"cpu": "gloo"})
         lane = self._lane_over(group, name)
         lane.rank, lane.size = ranks.index(self.rank), len(ranks)
-        return lane, forget_addresses
+        return lane, gather.forget
 
     def _lane_over(self, group: dist.ProcessGroup, name: str) -> C10dTransport:
         """Return a lane that sends over `group`, and that destroys `group` when it is closed."""
@@ -350,7 +353,9 @@ class C10dTransport(WatchedTransport):
             return None
         if len(members) == 1:
             return transport_of_one_rank(self.timeout_seconds, self.board)
-        group, forget_addresses = self._new_group([rank for rank, _ in members], members[0][1])
+        ranks, token = [rank for rank, _ in members], members[0][1]
+        gather = self._gathering_of(ranks, token)
+        group = self._new_group(ranks, token, gather)
         assert self.health.notices is not None
         connection = self.health.notices.connection
         child = C10dTransport(
@@ -361,13 +366,13 @@ class C10dTransport(WatchedTransport):
         )
         child._owns_group, child._opens_connections = True, self._opens_connections
         child._start_barrier().wait()
-        forget_addresses()
+        gather.forget()
         return child
 
     def prepare_groups(self) -> None:
-        """Open the connection over which the ranks exchange the addresses of new groups, if it is not open yet.
+        """Open the connection over which some ranks exchange the addresses of new groups, if it is not open yet.
 
-        Call this before a collective call that precedes the creation of a group. If the DNS does not answer, the
+        Call this before a collective call that precedes the creation of such a group. If the DNS does not answer, the
         connections of many ranks take longer (see `StoreConnection`) than a rank may wait for the others' addresses.
         """
         self._check_usable()
@@ -385,16 +390,21 @@ class C10dTransport(WatchedTransport):
         is_gloo = set(self._backends.values()) == {"gloo"}
         return min(self.timeout_seconds, _CONNECT_SECONDS) if is_gloo else self.timeout_seconds
 
+    def _gathering_of(self, ranks: list[int], token: bytes) -> StoreGathering:
+        """Return the function by which some of these ranks exchange the addresses of a new group."""
+        rank, seconds = ranks.index(self.rank), self._connect_seconds
+        return gathering_at(self._messages, token, rank=rank, size=len(ranks), timeout_seconds=seconds)
+
     def _new_group(
-        self, ranks: list[int], token: bytes, backends: dict[str, str] | None = None
-    ) -> tuple[dist.ProcessGroup, Callable[[], None]]:
+        self, ranks: list[int], token: bytes, gather: Gather, backends: dict[str, str] | None = None
+    ) -> dist.ProcessGroup:
         """Create a process group of some of these ranks; see `new_group`. Only these ranks call this method."""
         try:
             return new_group(
                 self._group,
                 ranks,
                 token,
-                self._messages,
+                gather,
                 backends=backends or self._backends,
                 timeout_seconds=self._connect_seconds,
             )
@@ -413,6 +423,19 @@ class C10dTransport(WatchedTransport):
         self.own_lane.group = None
         if self._owns_group:
             destroy(groups)
+
+
+class _GatheringOver:
+    """A function by which all ranks of a transport exchange the addresses of a new group, without a store."""
+
+    def __init__(self, transport: Transport) -> None:
+        self._transport = transport
+
+    def __call__(self, payload: bytes, /) -> list[bytes]:
+        return self._transport.all_gather_bytes(payload)
+
+    def check_processes(self) -> None:
+        """Do nothing. If a process has ended, the next call raises the error."""
 
 
 def _take_part(part: Tensor, reduced: Tensor, finish: Callable[[], object] | None) -> None:

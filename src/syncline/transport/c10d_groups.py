@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from syncline._torch.gloo import addresses_gathered
+from syncline._torch.gloo import Gather, addresses_gathered
 from syncline._torch.process_groups import (
     AllgatherOptions,
     PrefixStore,
@@ -209,11 +209,11 @@ def new_group(
     parent: dist.ProcessGroup,
     ranks: list[int],
     token: bytes,
-    messages: Any,
+    gather: Gather,
     *,
     backends: Mapping[str, str],
     timeout_seconds: float,
-) -> tuple[dist.ProcessGroup, Callable[[], None]]:
+) -> dist.ProcessGroup:
     """Create a process group of some of the ranks of `parent`. Only these ranks call this function.
 
     The new group has a random name. torch.distributed.new_group(use_local_synchronization=True) cannot be used, because
@@ -225,14 +225,9 @@ def new_group(
         parent: a process group of which this rank is a member.
         ranks: the members of the new group, including this rank, by their ranks in `parent`.
         token: eight random bytes, which are the same on all members.
-        messages: the store over which the ranks exchange addresses: that of `parent`, best over another connection,
-            because a thread of the program can wait on the connection of `parent` as long as it likes.
+        gather: a function between these ranks, by which they exchange addresses.
         backends: a map from device type to backend.
         timeout_seconds: the timeout of the new group.
-
-    Returns:
-        The group, and a function that deletes from the store what this rank has written. Call this function only once
-        all ranks are connected.
 
     Raises:
         RuntimeError: the members could not connect to each other.
@@ -243,20 +238,40 @@ def new_group(
         backend = (
             "gloo"  # one backend for all devices, because torch warns about a group without a default backend
         )
-    name = f"syncline-{token[:8].hex()}"
+    name = _name(token)
     rank, store = ranks.index(dist.get_rank(parent)), PrefixStore(name, parent.get_group_store())
-    gather = StoreGathering(
-        SignedStore(PrefixStore(name, messages)),
-        "addresses",
-        rank=rank,
-        size=len(ranks),
-        timeout_seconds=timeout_seconds,
-        purpose="while a process group was created",
-    )
     with addresses_gathered(gather):
         group = new_group_of(global_ranks, rank, backend, store, name, timedelta(seconds=timeout_seconds))
     record_ranks(group, global_ranks)
-    return group, gather.forget
+    return group
+
+
+def _name(token: bytes) -> str:
+    """Return the name of the group that `new_group` creates with this token."""
+    return f"syncline-{token[:8].hex()}"
+
+
+def gathering_at(store: Any, token: bytes, *, rank: int, size: int, timeout_seconds: float) -> StoreGathering:
+    """Return a function by which the ranks of a new group exchange addresses at a store.
+
+    Once all ranks are connected, call its method `forget`.
+
+    Args:
+        store: the store of the parent's group, best over another connection than the parent's, because a thread of the
+            program can wait on that one as long as it likes.
+        token: the token of the new group.
+        rank: this rank in the new group.
+        size: the number of ranks of the new group.
+        timeout_seconds: how long this rank waits for the others.
+    """
+    return StoreGathering(
+        SignedStore(PrefixStore(_name(token), store)),
+        "addresses",
+        rank=rank,
+        size=size,
+        timeout_seconds=timeout_seconds,
+        purpose="while a process group was created",
+    )
 
 
 def destroy(groups: list[dist.ProcessGroup]) -> None:
