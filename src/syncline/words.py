@@ -224,6 +224,16 @@ def groups_of(values: Sequence[Hashable]) -> tuple[tuple[int, ...], ...]:
     return tuple(map(tuple, sorted(groups, key=lambda group: (-len(group), group))))
 
 
+def end_of_processes(ranks: Sequence[int]) -> str:
+    """Return the words that the processes of these ranks have ended, to stand behind `describe_ranks`.
+
+    Examples:
+        >>> end_of_processes([3]), end_of_processes([3, 4])
+        ('its process has ended', 'their processes have ended')
+    """
+    return "its process has ended" if len(ranks) == 1 else "their processes have ended"
+
+
 def describe_ranks(ranks: Sequence[int]) -> str:
     """Return a text that names the ranks. It writes three or more consecutive ranks as a range.
 

@@ -24,7 +24,10 @@ from syncline._torch.process_groups import HashStore, Store
 
 
 class Gather(Protocol):
-    """A collective function that gets text of this rank in UTF-8, and returns the texts of all ranks in rank order."""
+    """A function that all ranks call together. It gets a text of this rank, and returns those of all ranks in order.
+
+    A text is bytes in UTF-8.
+    """
 
     def __call__(self, payload: bytes, /) -> list[bytes]: ...
 

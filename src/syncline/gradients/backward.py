@@ -184,7 +184,7 @@ class Ownership:
         self._reached_in = former._reached_in
 
     def add_rivals(self, others: Iterable[Ownership]) -> None:
-        """Register other wrappers as rivals of this wrapper, and this wrapper as a rival of each of them.
+        """Let this wrapper know other wrappers of the same parameters as its rivals, and let them know it as theirs.
 
         Args:
             others: the ownerships of other wrappers that have some of the same parameters.

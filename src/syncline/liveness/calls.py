@@ -67,10 +67,10 @@ _LEFT_OUT = (
     "out of any branch that depends on the rank (if rank == 0), and let no rank return before the call"
 )
 
-_KINDS: dict[str, type[SynclineError]] = {
-    kind.__name__: kind
-    for kind in (CollectiveMismatch, CollectiveTimeout, PeerFailed, PeerLost, UnevenInputs)
-}
+FAILURES = (CollectiveMismatch, CollectiveTimeout, PeerFailed, PeerLost, UnevenInputs)
+"""The errors that a `Failure` of a group can be."""
+
+_KINDS: dict[str, type[SynclineError]] = {kind.__name__: kind for kind in FAILURES}
 
 _MAX_TEXT_BYTES = 24 * 1024
 """Of a failure's text, in UTF-8. Ends of lines have two bytes in JSON, and shared memory has room for 64 KiB."""

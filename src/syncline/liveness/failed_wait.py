@@ -28,7 +28,7 @@ from syncline.liveness.deadlock import absent_ranks, different_calls, left_ranks
 from syncline.liveness.health import Health, Waiting
 from syncline.liveness.notices import SIGN_OF_LIFE_SECONDS
 from syncline.user_code import user_code
-from syncline.words import describe_ranks
+from syncline.words import describe_ranks, end_of_processes
 
 
 class FailedWait:
@@ -73,8 +73,8 @@ class FailedWait:
         killed = [rank for rank in ranks if rank not in places or not places[rank].has_left]
         if not killed:
             return self._left(ranks, places)
-        has = "its process has" if len(killed) == 1 else "their processes have"
-        return self._ended(PeerLost, f"{describe_ranks(killed)}: {has} ended", _SEE_LOG, places)
+        what = f"{describe_ranks(killed)}: {end_of_processes(killed)}"
+        return self._ended(PeerLost, what, _SEE_LOG, places)
 
     def _connection_lost(self, error: RuntimeError) -> SynclineError:
         """Return the error for a closed connection. The error names the ended peers if their end is detected in time.
@@ -87,7 +87,7 @@ class FailedWait:
         first = health.places()
         began = time.monotonic()
         # An ended process on this host is detected at once. With two ranks, only the other one can be the cause.
-        is_seen_here = health.size == 2 or len(health.processes_here()) == health.size - 1
+        is_seen_here = health.size == 2 or health.are_all_here()
         patience_seconds = _LOCAL_CAUSE_SECONDS if is_seen_here else _REMOTE_CAUSE_SECONDS
         places, pause_seconds = first, _PAUSE_SECONDS
         while health.notices is not None:
@@ -108,8 +108,7 @@ class FailedWait:
             what = f"the connection to rank {1 - health.rank} is lost"
         elif silent and not is_seen_here:
             what += f", and {describe_ranks(silent)} sent no report for {patience_seconds:g} s"
-        are_all_here = len(health.processes_here()) == health.size - 1
-        cause = _LOST_HERE if are_all_here else _LOST
+        cause = _LOST_HERE if health.are_all_here() else _LOST
         return self._ended(PeerLost, what, f"{cause}. {_SEE_LOG}", places, error)
 
     def _left(self, ranks: Sequence[int], places: dict[int, Place]) -> SynclineError:

@@ -22,7 +22,7 @@ from torch.distributed import DistStoreError
 
 from syncline.errors import CollectiveTimeout, PeerLost, SynclineError
 from syncline.liveness.store import SignedStore, clone_of
-from syncline.words import describe_ranks
+from syncline.words import describe_ranks, end_of_processes
 
 Ended = Callable[[Sequence[int]], list[int]]
 """A function that returns those of some ranks whose processes have certainly ended, as far as this rank can see."""
@@ -247,10 +247,9 @@ class StoreGathering:
     def _error(self, missing: MissingRanks) -> SynclineError:
         ranks = describe_ranks(missing.ranks)
         if missing.have_ended:
-            has = "its process has" if len(missing.ranks) == 1 else "their processes have"
             return PeerLost(
-                f"rank {self._rank} of {self._size} lost {ranks} {self._purpose}: {has} ended. Look at the last "
-                "lines of the log of the rank that ended first"
+                f"rank {self._rank} of {self._size} lost {ranks} {self._purpose}: {end_of_processes(missing.ranks)}. "
+                "Look at the last lines of the log of the rank that ended first"
             )
         return CollectiveTimeout(
             f"rank {self._rank} of {self._size} waited {self._timeout_seconds:g} s {self._purpose}, but {ranks} did "

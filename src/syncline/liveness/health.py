@@ -299,6 +299,10 @@ class Health:
         """Return the processes of the other ranks on this host, by rank."""
         return {} if self.notices is None else self.notices.processes_here()
 
+    def are_all_here(self) -> bool:
+        """Return whether the processes of all other ranks are known to be on this host."""
+        return len(self.processes_here()) == self.size - 1
+
     def ended_ranks(self) -> list[int]:
         """Return those other ranks on this host whose processes have ended."""
         return sorted(rank for rank, process in self.processes_here().items() if process.has_ended())

@@ -21,7 +21,6 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
-from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -100,13 +99,14 @@ class Presence:
         Args:
             seen_from: the message of the calling process.
         """
-        if self.host_key is None or not self.is_visible(seen_from):
-            return False
-        return RankProcess(self.host_key, self.pid, self.started).has_ended()
+        process = self.process(seen_from)
+        return process is not None and process.has_ended()
 
-    def is_visible(self, seen_from: Presence) -> bool:
-        """Return whether the calling process, whose message is `seen_from`, can see the state of the process."""
-        return self.host_key is not None and self.host_key == seen_from.host_key
+    def process(self, seen_from: Presence) -> RankProcess | None:
+        """Return the process of this rank. None if the calling process, whose message is `seen_from`, cannot see it."""
+        if self.host_key is None or self.host_key != seen_from.host_key:
+            return None
+        return RankProcess(self.host_key, self.pid, self.started)
 
     def __str__(self) -> str:
         return f"pid {self.pid} on {self.host}"
@@ -341,8 +341,9 @@ def _messages_of_all(
     if mine.rank != 0:
         first = _parsed(first_of(messages, keys, timeout_seconds), 0)
         _check_sizes([first, mine])
-        if first.is_visible(mine):
-            watch = watching_rank_0(store, keys[0], partial(first.has_ended, mine))
+        process = first.process(mine)
+        if process is not None:
+            watch = watching_rank_0(store, keys[0], process.has_ended)
     with watch:
         texts = gathered(messages, keys, mine.rank, timeout_seconds)
     everyone = [_parsed(text, rank) for rank, text in enumerate(texts)]

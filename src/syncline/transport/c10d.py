@@ -116,8 +116,7 @@ class C10dTransport(WatchedTransport):
         timeout_seconds = group_seconds if timeout_seconds is None else timeout_seconds
         self._group: Any = group  # None once closed. Typed as Any, because no operation starts after that.
         self._owns_group = False
-        self._opens_connections = connection is None
-        self._messages: Any = None
+        self._messages: Any = None if connection is None else group.get_group_store()
         """The store at which some ranks exchange the addresses of a new group. None before the first such group."""
         self._backends = backends_of(group)
         self._has_mean = set(self._backends.values()) <= _BACKENDS_WITH_MEAN
@@ -364,7 +363,7 @@ class C10dTransport(WatchedTransport):
             board=self.board,
             connection=None if connection is None else connection.under(group.group_name),
         )
-        child._owns_group, child._opens_connections = True, self._opens_connections
+        child._owns_group, child._messages = True, self._messages
         child._start_barrier().wait()
         gather.forget()
         return child
@@ -377,9 +376,8 @@ class C10dTransport(WatchedTransport):
         """
         self._check_usable()
         if self._messages is None:
-            store = self._group.get_group_store()
             timeout = timedelta(seconds=self._connect_seconds)
-            self._messages = clone_of(store, timeout)[0] if self._opens_connections else store
+            self._messages, _ = clone_of(self._group.get_group_store(), timeout)
 
     @property
     def _connect_seconds(self) -> float:

@@ -178,9 +178,8 @@ def _checked(figure: Figure) -> Figure:
     if not isinstance(figure.values, list) or not figure.values:
         raise TypeError(f"{figure.name}: expected a list with a value for each round, got {figure.values!r}")
     for value in (*figure.values, figure.at_most or 0, figure.at_least or 0):
-        figure.form.format(
-            value + 0.0
-        )  # a value that is not a number, or a form that shows none, is an error here
+        # A value that is not a number, or a form that shows none, is an error here.
+        figure.form.format(value + 0.0)
     return figure
 
 

@@ -111,9 +111,8 @@ def main(argv: Sequence[str]) -> int:
         summary = summarize(json.loads(output.read_text()))
     settings = settings_of(**{name: summary[name] for name in ("num_ranks", "machine", "plan", "transport")})
     if before is not None:
-        _refuse_others(
-            args.compare, before, settings
-        )  # the transport is known only now; nothing was measured with another
+        # The transport is known only now. If it is another one, nothing was measured.
+        _refuse_others(args.compare, before, settings)
     print(report(summary))
     figures = figures_of(summary)
     if goals := goals_table(figures):
@@ -193,8 +192,9 @@ def _refuse_without_effect(args: argparse.Namespace) -> None:
         steps: args.steps,
         "--rounds": args.rounds,
         "--quick": args.quick,
+        "--compare": args.compare,
+        "--plot": args.plot,
     }
-    options |= {"--compare": args.compare, "--plot": args.plot}
     given = [name for name, value in options.items() if value is not None]
     if given:
         raise UsageError(

@@ -20,14 +20,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from syncline.errors import (
-    CollectiveMismatch,
-    CollectiveTimeout,
-    PeerFailed,
-    PeerLost,
-    SynclineError,
-    UnevenInputs,
-)
+from syncline.errors import SynclineError
+from syncline.liveness.calls import FAILURES
 from syncline.liveness.gathering import StoreGathering
 from syncline.liveness.processes import RankProcess, host_key
 from syncline.liveness.store import SignedStore, decode
@@ -46,7 +40,7 @@ from syncline.transport.shared_memory.sockets import (
     send_rows,
 )
 from syncline.transport.shared_memory.spare import SPARE_MEMORY
-from syncline.words import describe_ranks
+from syncline.words import describe_ranks, end_of_processes
 
 T = TypeVar("T")
 
@@ -252,8 +246,7 @@ class Hub:
             self.close()  # so that the other ranks of the chain do not wait for this rank
             lost = self.peers.gone()
             others = describe_ranks(lost) if lost else "another rank"
-            has = "its process has" if len(lost) == 1 else "their processes have"
-            cause = f", because {has} ended" if lost else f" ({error})"
+            cause = f", because {end_of_processes(lost)}" if lost else f" ({error})"
             raise SynclineError(
                 f"cannot allocate shared memory for {purpose}: rank {self.rank} of the {self.size} ranks of "
                 f"this host lost the connection to {others}{cause}"
@@ -370,7 +363,7 @@ def attempt(action: Callable[[], T]) -> tuple[T | None, str]:
     """
     try:
         return action(), ""
-    except (PeerLost, PeerFailed, CollectiveTimeout, CollectiveMismatch, UnevenInputs):
+    except FAILURES:
         raise
     except (SynclineError, OSError, MemoryError) as error:
         return None, str(error) or type(error).__name__
