@@ -104,19 +104,19 @@ def checked_seconds(name: str, value: Any) -> float:
 
     Raises:
         TypeError: the value is neither a timedelta nor a number.
-        ValueError: the time is NaN, infinite, or not above 0.
+        ValueError: the time is NaN, not above 0, or above a thousand million seconds (31 years).
 
     Examples:
         >>> checked_seconds("timeout", timedelta(minutes=1))
         60.0
     """
-    text = f"expected {name} to be a timedelta or a finite number of seconds above 0, got {value!r}"
+    text = f"expected {name} to be a timedelta or a number of seconds above 0, up to 1e9 (31 years), got {value!r}"
     if isinstance(value, timedelta):
         value = value.total_seconds()
     if isinstance(value, bool) or not isinstance(value, Real):
         raise TypeError(text)
     seconds = float(value)
-    if not 0 < seconds < math.inf:
+    if not 0 < seconds <= 1e9:  # the clocks of torch.distributed count no further than some centuries
         raise ValueError(text)
     return seconds
 

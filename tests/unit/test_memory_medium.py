@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import threading
 from typing import Any
 
@@ -90,8 +91,19 @@ def test_what_a_killed_rank_has_half_written_is_left_out() -> None:
 def test_a_place_that_is_too_long_is_not_kept() -> None:
     (first, second), _ = notices_of(2)
     second.post(lambda: Place(step=1))
-    first.post(lambda: Place(code="x" * MemoryMedium.num_bytes(1)))
+    code = random.Random(0).randbytes(2 * MemoryMedium.num_bytes(1)).hex()
+    first.post(lambda: Place(code=code))
     assert first.places() == {1: Place(step=1)}
+
+
+def test_the_place_of_a_rank_with_a_thousand_lanes_is_kept() -> None:
+    (first, second), _ = notices_of(2)
+    place = Place(
+        step=7, num_started={f"main of the module {number}": 100 + number for number in range(1000)}
+    )
+    assert len(place.to_json()) > 2 * MemoryMedium.num_bytes(1)
+    first.post(lambda: place)
+    assert second.places() == {0: place}
 
 
 def test_a_reader_never_sees_half_of_a_place() -> None:

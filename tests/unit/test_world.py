@@ -54,7 +54,18 @@ def test_after_shutdown_init_is_new() -> None:
 def test_arguments_that_make_no_sense_are_refused_by_name() -> None:
     nonsense: dict[str, list[Any]] = {
         "transport": ["carrier pigeon", "SHM", None, 3, True],
-        "timeout": [0, -1.0, float("inf"), float("nan"), timedelta(0), None, "60", True],
+        "timeout": [
+            0,
+            -1.0,
+            1e300,
+            float("inf"),
+            float("nan"),
+            timedelta(0),
+            timedelta.max,
+            None,
+            "60",
+            True,
+        ],
         "device": ["meta", "nonsense", "cpu:x", 99, -1, True, 1.5, torch.device("meta")],
     }
     for name, values in nonsense.items():

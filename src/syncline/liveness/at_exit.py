@@ -17,8 +17,11 @@ import sys
 import threading
 import time
 import weakref
+from typing import TypeVar
 
 from syncline.native import NativeUnavailable, library
+
+T = TypeVar("T")
 
 _AT_EXIT_SECONDS = 10.0
 
@@ -44,10 +47,16 @@ def acquire_at_exit(lock: threading.Lock) -> None:
 def _wait() -> None:
     _let_threads_sleep()
     deadline = time.monotonic() + _AT_EXIT_SECONDS
-    for thread in list(_threads):
+    for thread in _all(_threads):
         thread.join(max(0.0, deadline - time.monotonic()))
-    for lock in list(_locks):
+    for lock in _all(_locks):
         lock.acquire(timeout=max(0.0, deadline - time.monotonic()))
+
+
+def _all(of: weakref.WeakSet[T]) -> list[T]:
+    while True:
+        with contextlib.suppress(RuntimeError):  # another thread has added one meanwhile
+            return list(of)
 
 
 def _let_threads_sleep() -> None:

@@ -96,8 +96,8 @@ class Line:
             pass
         raise PeerLost(
             "the launcher's store, by which the processes agree on who trains together, has ended or cannot be "
-            "reached. So this process cannot continue. The last lines of the first host's launcher name the cause, or "
-            "the network between the hosts has failed"
+            "reached. So this process cannot continue. The last lines of the first host's launcher name the cause. "
+            "Where there are several hosts, the network between them can be the cause"
         )
 
 
