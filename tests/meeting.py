@@ -1,13 +1,19 @@
-"""Ranks that meet without a transport: processes at the store, and calls in threads."""
+"""Ranks that meet and end without a transport: processes at the store, and calls in threads."""
 
 from __future__ import annotations
 
+import fcntl
+import os
+import signal
 import threading
+import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
 
 import torch.distributed as dist
 
-__all__ = ["in_threads", "meet_at_the_store"]
+__all__ = ["end_by_sigkill", "in_threads", "meet_at_the_store", "stop"]
 
 
 def meet_at_the_store(key: str = "meeting", *, without: int | None = None) -> None:
@@ -25,6 +31,51 @@ def meet_at_the_store(key: str = "meeting", *, without: int | None = None) -> No
     store = group.get_group_store()
     store.set(f"{key} {dist.get_rank()}", "")
     store.wait([f"{key} {rank}" for rank in range(dist.get_world_size()) if rank != without])
+
+
+def end_by_sigkill() -> None:
+    """Kill this rank, but not while a thread of it writes to the file of the tests' store: half a text would stay."""
+    with open(_path_of_the_store()) as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def stop(pid: int) -> None:
+    """Stop a rank, but not while it has locked the file of the tests' store: nobody could use that then."""
+    deadline = time.monotonic() + 20
+    while True:
+        os.kill(pid, signal.SIGSTOP)
+        while not _all_threads_stand_still(pid):
+            assert time.monotonic() < deadline
+        if _store_is_free():
+            return
+        os.kill(pid, signal.SIGCONT)
+        assert time.monotonic() < deadline
+
+
+def _all_threads_stand_still(pid: int) -> bool:
+    states = [
+        (task / "stat").read_text().rpartition(")")[2].split()[0]
+        for task in Path(f"/proc/{pid}/task").iterdir()
+    ]
+    return set(states) <= {"T", "t"}
+
+
+def _store_is_free() -> bool:
+    with open(_path_of_the_store()) as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+    return True
+
+
+def _path_of_the_store() -> str:
+    innermost: Any = dist.group.WORLD.get_group_store()  # type: ignore[union-attr]
+    while isinstance(innermost, dist.PrefixStore):
+        innermost = innermost.underlying_store
+    path: str = innermost.path
+    return path
 
 
 def in_threads(calls: Sequence[Callable[[], None]]) -> None:

@@ -41,7 +41,7 @@ def test_ranks_that_wait_on_different_lanes_are_told_who_is_where() -> None:
             sl.mean(1.0)
         else:
             lane.all_reduce(torch.zeros(1000)).wait()
-    assert time.monotonic() - start < 3
+    assert time.monotonic() - start < 20, "long before the timeout"
     texts = texts_of_all_ranks(str(caught.value))
     assert texts[0] == texts[1]
     lines = texts[0].splitlines()
@@ -100,6 +100,8 @@ def test_a_timeout_names_the_absent_rank_its_step_its_phase_and_its_line() -> No
             for _ in range(2):  # rank 0 came to the first one, which may be completed by that
                 t.barrier().wait()
         return
+    while (place := t.health.places().get(1)) is None or "in wait_for" not in (place.code or ""):
+        time.sleep(0.01)
     with pytest.raises(CollectiveTimeout) as caught:
         t.barrier().wait()
     tell("rank 0 gave up")

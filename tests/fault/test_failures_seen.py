@@ -15,6 +15,7 @@ from torch import nn
 
 import syncline as sl
 from failure_rows import record, recorded
+from meeting import end_by_sigkill, stop
 
 pytestmark = pytest.mark.slow
 
@@ -47,7 +48,7 @@ def wait_for(key: str) -> str:
 def test_killed(transport: str) -> None:
     ddp = wrapped(transport)
     if dist.get_rank() == 1:
-        os.kill(os.getpid(), signal.SIGKILL)
+        end_by_sigkill()
     with recorded("killed", transport, sl.PeerLost, "rank 1: its process has ended"):
         step(ddp)
 
@@ -72,10 +73,13 @@ def test_stopped(transport: str) -> None:
     ddp = wrapped(transport)
     if dist.get_rank() == 1:
         tell("pid", str(os.getpid()))
-        os.kill(os.getpid(), signal.SIGSTOP)
+        wait_for("stopped")
         step(ddp)
         return
-    pid, began = int(wait_for("pid")), time.monotonic()
+    pid = int(wait_for("pid"))
+    stop(pid)
+    tell("stopped")
+    began = time.monotonic()
     seen: list[tuple[str, float]] = []
 
     def resume(message: Warning | str, *_: object) -> None:

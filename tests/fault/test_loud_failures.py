@@ -5,8 +5,6 @@ The same failures on ranks as threads, where nothing can be lost, are in `tests/
 
 from __future__ import annotations
 
-import os
-import signal
 import time
 from contextlib import nullcontext
 
@@ -16,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import syncline as sl
+from meeting import end_by_sigkill
 from syncline import CollectiveMismatch, ContractMismatch, PeerLost, SynclineError, UnevenInputs
 
 
@@ -47,11 +46,11 @@ def test_a_killed_peer_is_a_lost_peer_with_rank_step_phase_and_parameters() -> N
     for _ in range(2):
         step(ddp)
     if dist.get_rank() == 1:
-        os.kill(os.getpid(), signal.SIGKILL)
+        end_by_sigkill()
     start = time.monotonic()
     with pytest.raises(PeerLost) as caught:
         step(ddp)
-    assert time.monotonic() - start < 5
+    assert time.monotonic() - start < 20
     text = str(caught.value)
     assert text.startswith("rank 0, step 3, backward, bucket 0 (last.bias, last.weight, first.bias, ...")
     assert "rank 1: its process has ended" in text
@@ -66,7 +65,7 @@ def test_a_peer_killed_inside_of_join_is_a_lost_peer(has_inputs: bool, transport
     with pytest.raises(PeerLost, match="rank 1: its process has ended"), ddp.join():
         step(ddp)
         if dist.get_rank() == 1:
-            os.kill(os.getpid(), signal.SIGKILL)
+            end_by_sigkill()
         if has_inputs:
             step(ddp)
 
@@ -125,7 +124,7 @@ def test_a_rank_that_has_fewer_batches_and_ends_is_uneven_inputs() -> None:
     start = time.monotonic()
     with pytest.raises(UnevenInputs) as caught:
         step(ddp)
-    assert time.monotonic() - start < 5
+    assert time.monotonic() - start < 20
     text = str(caught.value)
     assert "rank 0, step 3, backward, bucket 0" in text
     assert "rank 1 has shut down normally" in text
@@ -141,7 +140,7 @@ def test_a_rank_that_has_fewer_batches_and_waits_in_another_call_is_a_mismatch_o
     start = time.monotonic()
     with pytest.raises(CollectiveMismatch) as caught:
         sl.mean(1.0) if dist.get_rank() == 1 else step(ddp)
-    assert time.monotonic() - start < 5
+    assert time.monotonic() - start < 20
     for text in everybody_says(caught.value):
         assert "rank 0: step 3, backward, bucket 0, waiting in all_reduce(sum)" in text
         assert "rank 1: step 2, after backward, waiting in sl.mean (call " in text

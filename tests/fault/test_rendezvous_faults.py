@@ -43,7 +43,7 @@ def test_a_rank_0_that_is_killed_after_it_has_arrived_is_named_at_once(
     store, began = launchers_store(), time.monotonic()
     with pytest.raises(PeerLost, match=r"rank 0 \(pid \d+ on .*\): its process has ended. Look") as caught:
         wait_for_all(store, own_presence(), 60.0)
-    assert time.monotonic() - began < 5
+    assert time.monotonic() - began < 20
     assert "did not call" not in str(caught.value)
     meet_at_the_store("seen", without=0)
 

@@ -315,7 +315,7 @@ def test_debug_and_explain_describe_a_step_on_the_device(place: str) -> None:
 
 
 def lose_rank_1(place: str, folder: Path) -> None:
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the launcher ends rank 0 one second after rank 1, too
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the launcher ends rank 0 two seconds after rank 1, too
     world = join(place)
     ddp = sl.DistributedDataParallel(network(world.device, norm=False))
     try:

@@ -54,7 +54,7 @@ def main(illness: str, directory: str) -> None:
     with sl.trace(directory):
         for step in range(NUM_STEPS):
             if illness == "slow loader" and rank == 1:
-                time.sleep(0.1)  # far more than a busy machine adds to a step
+                time.sleep(0.4)  # far more than a busy machine adds to a step
             if illness == "lost rank" and rank == 1 and step == 9:
                 os.kill(os.getpid(), signal.SIGKILL)
             optimizer.zero_grad()

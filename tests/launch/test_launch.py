@@ -187,7 +187,11 @@ def test_a_killed_rank_is_named() -> None:
     assert "was killed by SIGKILL" in text
 
 
-def test_a_timeout_names_the_ranks_and_shows_their_stacks(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_timeout_names_the_ranks_and_shows_their_stacks(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("syncline.tools.launch.function_ranks._STACKS_SECONDS", 3.0)
+
     def waits_forever() -> None:
         threading.Event().wait()
 
@@ -195,8 +199,8 @@ def test_a_timeout_names_the_ranks_and_shows_their_stacks(capsys: pytest.Capture
         if os.environ["RANK"] == "1":
             waits_forever()
 
-    text = failure_of(program, TimeoutError, timeout=3.0)
-    assert text.startswith("sl.launch: expected all ranks to end within 3 s, but rank 1 of 2 did not.")
+    text = failure_of(program, TimeoutError, timeout=6.0)
+    assert text.startswith("sl.launch: expected all ranks to end within 6 s, but rank 1 of 2 did not.")
     lines = [line for line in capsys.readouterr().err.splitlines() if "in waits_forever" in line]
     assert len(lines) == 1
     assert lines[0].startswith("[rank 1] ")

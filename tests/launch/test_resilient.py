@@ -161,12 +161,12 @@ def work(seconds):
 
 class Net(torch.nn.Linear):
     def forward(self, x):
-        work(0.030 if slow == "forward" else 0.0)
+        work(0.080 if slow == "forward" else 0.0)
         return super().forward(x)
 
 def batches():
     while True:
-        work(0.030 if slow == "data" else 0.0)
+        work(0.080 if slow == "data" else 0.0)
         yield torch.ones(4, 2)
 
 first = sl.init().rank

@@ -39,6 +39,24 @@ def run(tmp_path: Path, forks: Forks) -> Run:
     return run_program
 
 
+RANK_1_ENDS_LAST = """
+import atexit, os, time
+def wait_for_rank_0():
+    while os.environ["RANK"] == "1" and not os.path.exists("said"):
+        time.sleep(0.01)
+    open("said", "w").close()
+atexit.register(wait_for_rank_0)  # before Syncline's function, which therefore runs first
+"""
+"""The launcher ends rank 0 soon after rank 1. In a program that begins with this, rank 0 has said all by then."""
+
+OF_RANK_1 = """
+import os
+mine = os.environ["TORCHELASTIC_ERROR_FILE"]
+its = os.path.join(os.path.dirname(os.path.dirname(mine)), "1", "error.json")
+"""
+"""Programs that wait for the recorded error of rank 1 begin with this."""
+
+
 def clean_environment() -> dict[str, str]:
     return {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
 
@@ -340,13 +358,12 @@ def test_one_program_starts_three_ways(forks: Forks, tmp_path: Path) -> None:
 def test_the_last_thing_shown_is_the_traceback_of_the_rank_that_failed_first(run: Run) -> None:
     """Rank 0 fails because rank 1 did; it is rank 1's error that helps."""
     done = run(
-        "import os, sys, time\n"
+        f"{OF_RANK_1}"
+        "import time\n"
         "if os.environ['RANK'] == '1':\n"
-        "    open('failed', 'w').close()\n"
         "    raise ValueError('the cause')\n"
-        "while not os.path.exists('failed'):\n"
+        "while not os.path.exists(its):\n"
         "    time.sleep(0.001)\n"
-        "time.sleep(0.02)\n"
         "raise ConnectionError('the consequence')\n"
     )
     assert done.returncode == 1
@@ -393,12 +410,13 @@ def test_who_loses_a_peer_in_training_shows_one_traceback_that_says_where(run: R
     assert 'program.py", line 8, in <module>' in done.stderr
     assert "PeerLost: rank 0, step 3, backward, bucket 0 (bias, weight): all_reduce(sum)" in done.stderr
     assert "rank 1: its process has ended" in done.stderr
-    assert re.search(r"\n  rank 1: at its last report, \d\.\d s ago: ", done.stderr)
+    assert re.search(r"\n  rank 1: at its last report, \d+\.\d s ago: ", done.stderr)
     assert "network" not in done.stderr, "all ranks are on one host"
 
 
 def test_who_loses_a_peer_shows_its_own_lines_and_the_log_folder_has_all(run: Run, tmp_path: Path) -> None:
     done = run(
+        f"{RANK_1_ENDS_LAST}"
         "import syncline as sl, torch\n"
         "world = sl.init(timeout=60)\n"
         "ddp = sl.DistributedDataParallel(torch.nn.Linear(3, 2))\n"
@@ -409,9 +427,10 @@ def test_who_loses_a_peer_shows_its_own_lines_and_the_log_folder_has_all(run: Ru
     )
     assert done.returncode == 1
     lines = [line for line in done.stderr.splitlines() if line.startswith("[rank 0]")]
+    first = RANK_1_ENDS_LAST.count("\n")
     assert [line.split(", line ")[-1] for line in lines if "  File " in line] == [
-        "6, in <module>",
-        "5, in <module>",
+        f"{first + 6}, in <module>",
+        f"{first + 5}, in <module>",
     ]
     assert sum("ValueError: the cause" in line for line in lines) == 1
     assert lines[-1].endswith("--log-dir DIR keeps them in error.json)")
@@ -480,6 +499,7 @@ def test_a_rank_that_fails_with_a_collective_under_way_does_not_hold_up_its_peer
 @pytest.mark.parametrize("join", ["sl.init(timeout=60)", "dist.init_process_group('gloo')"])
 def test_the_traceback_of_a_failing_rank_reaches_its_waiting_peer(run: Run, join: str) -> None:
     done = run(
+        f"{RANK_1_ENDS_LAST}"
         "import syncline as sl, sys, torch, torch.distributed as dist\n"
         f"{join}\n"
         "ddp = sl.DistributedDataParallel(torch.nn.Linear(2, 2))\n"
@@ -503,18 +523,15 @@ def test_the_traceback_of_a_failing_rank_reaches_its_waiting_peer(run: Run, join
 @pytest.mark.slow
 def test_torchs_record_decorator_does_not_blur_which_rank_was_first(run: Run) -> None:
     done = run(
-        "import os, time\n"
+        f"{OF_RANK_1}"
+        "import time\n"
         "from torch.distributed.elastic.multiprocessing.errors import record\n"
         "@record\n"
         "def main():\n"
         "    if os.environ['RANK'] == '1':\n"
-        "        open('ready', 'w').close()\n"
-        "        time.sleep(0.01)\n"
-        "        open('failed', 'w').close()\n"
         "        raise ValueError('the cause')\n"
-        "    while not os.path.exists('failed'):\n"
+        "    while not os.path.exists(its) or 'time_ns' not in open(its).read():\n"
         "        time.sleep(0.001)\n"
-        "    time.sleep(0.02)\n"
         "    raise KeyError('the consequence')\n"
         "main()\n"
     )

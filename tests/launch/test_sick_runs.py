@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -82,7 +83,7 @@ ILLNESSES = {
     "slow loader": ("for rank 1, whose data loading", "DataLoader(num_workers="),
     "tiny buckets": ("The gradients are cut into 24 buckets of", "leave bucket_cap_mb out"),
     "one huge bucket": ("holds 100 % of the gradients", "with bucket_cap_mb="),
-    "slow link": ("The link between the ranks is slow: it carries 1", "Quantize(8)"),
+    "slow link": ("The link between the ranks is slow: it carries ", "Quantize(8)"),
     "unused parameter": (
         "2 parameters never get a gradient: head.bias, head.weight",
         "leave find_unused_parameters out",
@@ -143,7 +144,9 @@ def test_one_huge_bucket_over_a_link(tmp_path: Path, capsys: pytest.CaptureFixtu
 def test_a_slow_link(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run_over_a_link("slow link", tmp_path / "sick", 100)
     sick = report_of(tmp_path / "sick", capsys)
-    assert "The link between the ranks is slow: it carries 1" in first_lines(sick)
+    carried = re.search(r"The link between the ranks is slow: it carries ([\d.]+) MB", first_lines(sick))
+    assert carried is not None
+    assert 4 < float(carried[1]) <= 12.6, "100 Mbit/s, less what other programs cost"
     assert "Quantize(8)" in first_lines(sick)
     run_over_a_link("slow link, cured", tmp_path / "cured", 100)
     assert step_us(report_of(tmp_path / "cured", capsys)) < 0.6 * step_us(sick)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import signal
 import subprocess
 import sys
 import time
@@ -21,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import syncline as sl
+from meeting import end_by_sigkill
 from syncline import CollectiveTimeout, PeerFailed, PeerLost, SynclineError
 from syncline.transport.shared_memory import SharedMemoryUnavailable
 
@@ -436,7 +435,10 @@ def test_an_error_comes_out_of_the_call_the_wait_and_the_future() -> None:
 
 @pytest.mark.ranks(2)
 def test_a_rank_that_does_not_come_is_named() -> None:
-    with groups(timeout=timedelta(seconds=0.5)) as (group, gloo):
+    with groups(timeout=timedelta(seconds=30)) as (group, gloo):
+        transport = transport_of(group)
+        assert transport.timeout_seconds == 30
+        transport.timeout_seconds = 0.5
         if dist.get_rank() == 0:
             with pytest.raises(CollectiveTimeout, match="rank 1"):
                 dist.all_reduce(torch.ones(2), group=group)
@@ -448,11 +450,11 @@ def test_a_killed_rank_is_a_lost_peer() -> None:
     with groups() as (group, _):
         dist.barrier(group)
         if dist.get_rank() == 1:
-            os.kill(os.getpid(), signal.SIGKILL)
+            end_by_sigkill()
         begun = time.monotonic()
         with pytest.raises(PeerLost, match="rank 1"):
             dist.all_reduce(torch.ones(2), group=group)
-        assert time.monotonic() - begun < 5  # much less than the timeout
+        assert time.monotonic() - begun < 20  # much less than the timeout
 
 
 @pytest.mark.ranks(2)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import signal
 import threading
 import time
 from datetime import timedelta
@@ -11,7 +9,7 @@ from datetime import timedelta
 import pytest
 import torch.distributed as dist
 
-from meeting import meet_at_the_store
+from meeting import end_by_sigkill, meet_at_the_store
 from syncline import PeerLost
 from syncline._torch.gloo import addresses_gathered
 from syncline._torch.process_groups import new_group_of, record_ranks
@@ -39,7 +37,7 @@ class Gathering:
         texts = self._of_all("address", payload)
         self._of_all("all have it", "")
         if self._rank == self._victim:
-            os.kill(os.getpid(), signal.SIGKILL)
+            end_by_sigkill()
         return texts
 
     def check_processes(self) -> None:
@@ -64,6 +62,27 @@ def test_a_rank_that_is_killed_while_gloo_connects_is_noticed_at_once() -> None:
     assert found == "rank 1 has ended"
     assert time.monotonic() - start < 10
     meet_at_the_store("seen", without=1)
+
+
+def test_a_rank_whose_end_is_seen_after_gloo_has_failed_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The connections of a process close a moment before the kernel reports its end."""
+    looks = []
+
+    class Sees:
+        def __call__(self, payload: bytes, /) -> list[bytes]:
+            return [payload] * 2
+
+        def check_processes(self) -> None:
+            looks.append(time.monotonic())
+            if len(looks) == 3:
+                raise PeerLost("rank 1 has ended")
+
+    def refused(*_: object, **__: object) -> None:
+        raise RuntimeError("Connection refused")
+
+    monkeypatch.setattr(dist.distributed_c10d, "ProcessGroupGloo", refused)
+    with addresses_gathered(Sees()), pytest.raises(PeerLost, match="rank 1 has ended"):
+        dist.distributed_c10d.ProcessGroupGloo(dist.HashStore(), 0, 2)
 
 
 @pytest.mark.ranks(2)

@@ -5,9 +5,7 @@ The hosts are made up: ranks of this machine that give different ones share no m
 
 from __future__ import annotations
 
-import os
 import re
-import signal
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -18,7 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from meeting import meet_at_the_store
+from meeting import end_by_sigkill, meet_at_the_store
 from syncline import CollectiveMismatch, CollectiveTimeout, PeerFailed, PeerLost, SynclineError, UnevenInputs
 from syncline.transport import C10dTransport, HierarchicalTransport, Transport, Work, hierarchy
 from syncline.transport.hosts import Hosts
@@ -276,7 +274,7 @@ def test_different_tensors_whose_first_pieces_are_alike_are_told_by_their_whole_
     words = "all_reduce in place(sum)" if is_placed else "all_reduce(sum)"
     assert f"rank 1: before the first step, waiting in {words} of {longest} elements" in str(error)
     assert f"rank 3: before the first step, waiting in {words} of 99328 elements" in str(error)
-    assert seconds < 5
+    assert seconds < 20
     meet_at_the_store("done")
 
 
@@ -378,10 +376,10 @@ def test_a_killed_rank_is_named_on_all_hosts(victim: int) -> None:
     t.barrier().wait()
     meet_at_the_store("ready")
     if t.rank == victim:
-        os.kill(os.getpid(), signal.SIGKILL)
+        end_by_sigkill()
     error, seconds = error_of(lambda: t.all_reduce(torch.ones(300_000)).wait())
     assert isinstance(error, PeerLost)
-    assert seconds < 5
+    assert seconds < 20
     text = str(error)
     assert f"rank {victim}" in text or "the connection to a peer is lost" in text
     with pytest.raises(PeerLost):
@@ -414,10 +412,10 @@ def test_a_rank_that_is_killed_between_two_pieces_ends_what_is_under_way(victim:
     meet_at_the_store("ready")
     if t.rank == victim:
         reduce_one_piece(t)
-        os.kill(os.getpid(), signal.SIGKILL)
+        end_by_sigkill()
     error, seconds = error_of(lambda: reduce_four_buckets(t))
     assert isinstance(error, PeerLost)
-    assert seconds < 5
+    assert seconds < 20
     with pytest.raises(PeerLost):
         t.barrier()
     meet_at_the_store("seen", without=victim)
@@ -434,7 +432,7 @@ def test_an_abort_between_two_pieces_ends_the_other_pieces() -> None:
     error, seconds = error_of(lambda: reduce_four_buckets(t))
     assert isinstance(error, PeerFailed)
     assert "rank 1 aborted the group: a reason" in str(error)
-    assert seconds < 5
+    assert seconds < 20
     meet_at_the_store("done")
 
 
@@ -461,7 +459,7 @@ def test_who_is_interrupted_while_it_starts_a_piece_ends_the_group(monkeypatch: 
         error, seconds = error_of(lambda: t.all_reduce(torch.ones(3_000_000)).wait())
         assert isinstance(error, PeerFailed)
         assert "KeyboardInterrupt" in str(error)
-        assert seconds < 5
+        assert seconds < 20
     meet_at_the_store("done")
 
 
@@ -476,7 +474,7 @@ def test_a_rank_that_aborts_is_heard_on_all_hosts() -> None:
     error, seconds = error_of(lambda: t.all_reduce(torch.ones(10)).wait())
     assert isinstance(error, PeerFailed)
     assert "rank 1 aborted the group: a reason" in str(error)
-    assert seconds < 5
+    assert seconds < 20
     meet_at_the_store("done")
 
 
@@ -496,7 +494,7 @@ def test_a_timeout_names_the_rank_that_is_absent(absent: int) -> None:
     assert f"rank {absent} did not make this call" in str(error)
     assert re.search(rf"rank {absent}: at its last report, \d\.\d s ago: step 7, forward", str(error))
     assert "over shared memory within 2 hosts, gloo across" in str(error)
-    assert seconds < 5
+    assert seconds < 20
     tell("told")
     meet_at_the_store("done")
 
@@ -512,7 +510,7 @@ def test_a_rank_that_has_left_in_good_order_is_uneven_inputs() -> None:
     error, seconds = error_of(lambda: t.all_reduce(torch.ones(10)).wait())
     assert isinstance(error, UnevenInputs)
     assert "rank 2 has shut down normally" in str(error)
-    assert seconds < 5
+    assert seconds < 20
     meet_at_the_store("done")
 
 
@@ -524,7 +522,7 @@ def test_different_calls_within_a_host_are_told_by_the_numbers_of_the_whole_grou
     error, seconds = error_of(lambda: t.all_reduce(torch.ones(numel)).wait())
     assert isinstance(error, CollectiveMismatch)
     assert "rank 3: before the first step, waiting in all_reduce(sum) of 5 elements" in str(error)
-    assert seconds < 5
+    assert seconds < 20
     meet_at_the_store("done")
 
 
@@ -534,14 +532,14 @@ def test_different_calls_on_different_hosts_are_told() -> None:
     t.barrier().wait()
     error, seconds = error_of(lambda: (t.barrier() if t.rank < 2 else t.lane("gradients").barrier()).wait())
     assert isinstance(error, CollectiveMismatch)
-    assert seconds < 5
+    assert seconds < 20
     meet_at_the_store("done")
 
 
 @pytest.mark.ranks(4, killed=[1])
 def test_the_first_error_of_ranks_that_connect_is_the_loss_of_a_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     if dist.get_rank() == 1:
-        monkeypatch.setattr(hub, "connected", lambda *_: os.kill(os.getpid(), signal.SIGKILL))
+        monkeypatch.setattr(hub, "connected", lambda *_: end_by_sigkill())
     error, _ = error_of(lambda: over_hosts("aabb"))
     meet_at_the_store("seen", without=1)
     assert isinstance(error, PeerLost)

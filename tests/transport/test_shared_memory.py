@@ -404,7 +404,7 @@ def test_different_calls_are_told_at_once_on_all_ranks(what: str) -> None:
     texts = [""] * t.size
     dist.all_gather_object(texts, text)
     assert len(set(texts)) == 1
-    assert seconds < 5
+    assert seconds < 20
 
 
 @pytest.mark.ranks(2)

@@ -48,8 +48,8 @@ _DEFAULT_TIMEOUT = timedelta(minutes=30)
 """The timeout of a Gloo group whose creator names none."""
 
 _LOOK_SECONDS = 0.5
-"""How often a rank looks at the processes of the others while Gloo connects. Gloo itself waits for up to five times its
-timeout for a rank that has ended."""
+"""How often a rank looks at the processes of the others while Gloo connects, and how long after Gloo has failed. Gloo
+itself waits for up to five times its timeout for a rank that has ended, or fails after some attempts to connect."""
 
 
 @contextlib.contextmanager
@@ -116,6 +116,7 @@ class _Maker:
                     f"Gloo has not connected rank {rank} to all other ranks within {seconds:g} s"
                 )
         if connecting.failure is not None:
+            _look_for_its_cause(gather)
             raise connecting.failure
         if connecting.group is None:  # some rank has found no address: its Gloo failed, or uses other keys
             return make(store, rank, size)
@@ -143,6 +144,19 @@ class _Connecting(threading.Thread):
             self.group = self._connect()
         except RuntimeError as error:
             self.failure = error
+
+
+def _look_for_its_cause(gather: Gather) -> None:
+    """Raise an error that names the ended ranks, if Gloo has failed because their connections are closed.
+
+    The connections of a process close a moment before the kernel reports that it has ended.
+    """
+    deadline = time.monotonic() + _LOOK_SECONDS
+    while True:
+        gather.check_processes()
+        if time.monotonic() > deadline:
+            return
+        time.sleep(_MAX_PAUSE_SECONDS)
 
 
 def _own_address(

@@ -91,6 +91,7 @@ class FailedWait:
         patience_seconds = _LOCAL_CAUSE_SECONDS if is_seen_here else _REMOTE_CAUSE_SECONDS
         places, pause_seconds = first, _PAUSE_SECONDS
         while health.notices is not None:
+            looked = time.monotonic()
             ended = health.ended_ranks()
             places = health.places()
             left = [rank for rank, place in sorted(places.items()) if place.has_left]
@@ -98,7 +99,7 @@ class FailedWait:
                 return self.lost(ended)
             if left:
                 return self._left(left, places)
-            if time.monotonic() > began + patience_seconds:
+            if looked > began + patience_seconds:
                 break
             time.sleep(pause_seconds)
             pause_seconds = min(1.5 * pause_seconds, _MAX_PAUSE_SECONDS)

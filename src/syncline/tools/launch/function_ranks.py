@@ -47,7 +47,7 @@ from syncline.tools.launch.guardian import Guardian, running_processes
 from syncline.tools.launch.output import Forwarder
 from syncline.words import describe_ranks
 
-_REPORT_SECONDS = 1.0
+_REPORT_SECONDS = 2.0
 """The time that the other ranks have to end by themselves and to record their own errors, after a rank has failed."""
 
 _GRACE_SECONDS = 5.0

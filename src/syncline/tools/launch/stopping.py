@@ -51,7 +51,7 @@ Ended = dict[int, tuple[int, int]]
 
 _POLL_SECONDS = 0.01
 
-_REPORT_SECONDS = 1.0
+_REPORT_SECONDS = 2.0
 """The time that the peers of a killed rank have to record their own errors."""
 
 _STOPPING_SECONDS = 60.0
