@@ -19,8 +19,8 @@ from forks import Forks, Process, is_running
 from syncline import environment
 from syncline.tools.launch.guardian import Guardian
 
-# Each prints its pid; told to end, it says so and ends, or (with "stubborn") goes on. A signal can arrive while Python's
-# own buffer prints, which then refuses a second `print`: hence os.write.
+# Each prints its pid; told to end, it says so and ends, or (with "stubborn") goes on. It says so with os.write, because
+# a `print` in a handler is an error if the signal arrives inside of the other `print`.
 PROGRAM = """
 import os, signal, sys, time
 def told(number, frame):
