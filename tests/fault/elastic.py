@@ -310,7 +310,7 @@ def wait_until_awaited(folder: Path) -> None:
 
 def wake_the_stopped(folder: Path) -> None:
     for path in filter(Path.is_file, folder.iterdir()):
-        for line in path.read_text().splitlines():
+        for line in path.read_text().rpartition("\n")[0].splitlines():  # the last line may be half written
             found = json.loads(line)
             if found.get("fault") == "stop":
                 os.kill(found["pid"], signal.SIGCONT)

@@ -118,7 +118,9 @@ class Training(Job):
     def notes(self) -> list[list[dict[str, Any]]]:
         paths = [self.folder / str(rank) for rank in range(self.size)]
         return [
-            [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+            [json.loads(line) for line in path.read_text().rpartition("\n")[0].splitlines()]
+            if path.exists()
+            else []
             for path in paths
         ]
 

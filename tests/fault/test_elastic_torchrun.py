@@ -82,7 +82,12 @@ def test_the_ranks_of_the_other_host_train_on(
 ) -> None:
     training.rendezvous = rendezvous
     if lost == "a rank":
-        training.begin(Fault(rank=4, step=3, place="last bucket"), patience_seconds=1.0)
+        # torchrun ends rank 3 a moment later. Until then it must not finish.
+        training.begin(
+            Fault(rank=4, step=3, place="last bucket"),
+            Fault(rank=3, step=3, place="forward", attempt=2, kind="wait"),
+            patience_seconds=1.0,
+        )
     else:
         training.begin_and_halt(patience_seconds=1.0)
         training.kill("b")

@@ -34,6 +34,9 @@ def test_an_error_on_one_rank_ends_the_study_and_marks_the_trial(forks: Forks, t
     program = tmp_path / "failing.py"
     program.write_text(
         f"import sys\nsys.path.insert(0, {str(PROGRAM.parent)!r})\n"
+        "import os, signal\n"
+        "if os.environ['RANK'] == '0':  # it has to mark the trial, and the launcher ends it soon after rank 1\n"
+        "    signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
         "import optuna_search, syncline as sl\n"
         "step, calls = optuna_search.step, []\n"
         "def fails(*arguments):\n"

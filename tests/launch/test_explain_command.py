@@ -219,7 +219,7 @@ def test_a_script_that_does_not_join(explain: Explain) -> None:
 
 
 def test_ctrl_c(tmp_path: Path, forks: Forks) -> None:
-    code = "import time\nprint('ready', flush=True)\ntry:\n    time.sleep(60)\nfinally:\n    print('cleaned up')\n"
+    code = "import time\ntry:\n    print('ready', flush=True)\n    time.sleep(60)\nfinally:\n    print('cleaned up')\n"
     (tmp_path / "program.py").write_text(code)
     started = forks.launch(tmp_path, "program.py", command="explain")
     started.wait_for_lines(1)

@@ -62,7 +62,7 @@ finally:
 
 def syncline(*arguments: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "syncline", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=300)
+    return subprocess.run(command, capture_output=True, text=True, timeout=900)
 
 
 @pytest.fixture

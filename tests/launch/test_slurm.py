@@ -161,7 +161,7 @@ class Slurm:
     folder: Path
     variables: dict[str, str]
 
-    def run(self, *command: str, timeout_seconds: float = 90.0, **variables: str) -> str:
+    def run(self, *command: str, timeout_seconds: float = 240.0, **variables: str) -> str:
         done = subprocess.run(
             command,
             env=self.variables | variables,
@@ -174,7 +174,7 @@ class Slurm:
         assert done.returncode == 0, done.stdout + done.stderr
         return done.stdout
 
-    def wait_for(self, path: Path, job: str, *, within_seconds: float = 90.0) -> None:
+    def wait_for(self, path: Path, job: str, *, within_seconds: float = 240.0) -> None:
         deadline = time.monotonic() + within_seconds
         while not path.exists():
             if time.monotonic() > deadline:
@@ -209,8 +209,13 @@ def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Slurm]:
     path = folder / "slurm.conf"
     host = socket.gethostname().partition(".")[0]
     path.write_text(CONFIGURATION.format(host=host, folder=folder, ports=free_ports(3)))
-    torchrun = folder / "torchrun"  # where it may be missing beside this Python
-    torchrun.write_text(f'#!/bin/sh\nexec {sys.executable} -m torch.distributed.run "$@"\n')
+    # Where it may be missing beside this Python. And all nodes are this machine, so each would take itself for the host
+    # of the store: two that begin to listen at the same moment both fail.
+    torchrun = folder / "torchrun"
+    torchrun.write_text(
+        '#!/bin/sh\nis_host=0; [ "$SLURM_NODEID" = 0 ] && is_host=1\n'
+        f'exec {sys.executable} -m torch.distributed.run --rdzv-conf "is_host=$is_host" "$@"\n'
+    )
     torchrun.chmod(0o755)
     own = f"{folder}:{Path(sys.executable).parent}"
     variables = {name: value for name, value in os.environ.items() if not name.startswith("SLURM")}
@@ -302,7 +307,7 @@ def test_a_job_that_is_asked_to_stop_saves_goes_back_to_the_queue_and_resumes(
     # The signal that SLURM sends before the time limit, sent now: to the script (B:), or to the tasks.
     to = ["--batch"] if script == "torchrun.sbatch" else []
     slurm.run("scancel", "--signal=USR1", *to, job)
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 240
     while "Restarts=1" not in slurm.run("scontrol", "show", "job", job):
         assert time.monotonic() < deadline, (slurm.folder / f"slurm-{job}.out").read_text()
         time.sleep(0.1)
@@ -327,7 +332,7 @@ def test_a_rank_that_is_killed_on_one_node_joins_the_others_again(
     for rank in range(4):
         slurm.wait_for(tmp_path / f"{rank} of 4", job, within_seconds=240)
     assert len({(tmp_path / f"{rank} of 4").read_text() for rank in range(4)}) == 1
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 240
     while "JobState=COMPLETED" not in slurm.run("scontrol", "show", "job", job):
         assert time.monotonic() < deadline, slurm.run("scontrol", "show", "job", job)
         time.sleep(0.1)

@@ -49,7 +49,7 @@ def test_a_sweep_goes_on_where_it_was_interrupted(tmp_path: Path) -> None:
         cwd=tmp_path,
         capture_output=True,
         text=True,
-        timeout=90,
+        timeout=300,
     )
     if "could not be fetched" in program.stderr:
         pytest.skip("no digits here, and no network")

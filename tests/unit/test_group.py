@@ -49,11 +49,23 @@ def test_a_change_of_the_ranks_says_how_many_were_lost() -> None:
         observe=lambda present: DECIDED,
     )
     after = Membership(1, ("a", "b", "d"), step=3, sources=("b",))
-    one._member = SimpleNamespace(  # type: ignore[assignment]
+    last = Membership(2, ("a", "d"), step=3, sources=("a",))
+    decided = iter([after, last, last])
+    member = SimpleNamespace(
         membership=PRESENT,
         name="a",
         stop=lambda **said: REPORTED,
-        look=lambda observed, now: Adopt(after, loads=False),
+        look=lambda observed, now: Adopt(next(decided), loads=False),
     )
+    one._member = member  # type: ignore[assignment]
+    one._last_trained = PRESENT
     assert one._agree(3, poll_seconds=0.0) is after
     assert (one.num_lost, one.change) == (1, "rank 2 of 3 was lost and 1 process joined")
+    # Rank 1 is lost while they connect.
+    member.membership = after
+    assert one._agree(3, poll_seconds=0.0) is last
+    assert (one.num_lost, one.change) == (2, "ranks 1, 2 of 3 were lost and 1 process joined")
+    # Or it is lost in the first step of the three.
+    one.settle()
+    one._agree(3, poll_seconds=0.0)
+    assert (one.num_lost, one.change) == (1, "rank 1 of 3 was lost")

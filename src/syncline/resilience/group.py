@@ -72,9 +72,9 @@ class Group:
     def __init__(self, rules: Rules) -> None:
         self._register: Register | None = None
         self.change = ""
-        """How the present generation differs from the former one, in words."""
+        """How the present generation differs from the last one that trained, in words."""
         self.num_lost = 0
-        """The number of members of the former generation that are not in the present one."""
+        """The number of members of the last generation that trained which are not in the present one."""
         self.all_go_on = False
         """Whether all members of the former generation are in the present one, and have stopped after the same step."""
         self.joins = is_about_to_join()
@@ -119,6 +119,7 @@ class Group:
         if self._error_file is not None:
             record_steps(self._error_file, name)
         self._member = Member(name, present, replace(rules, max_ranks=rules.max_ranks or self.first_size))
+        self._last_trained = present
         if dist.is_initialized():
             self._watch_next(present)
         self._looked_at = time.monotonic()
@@ -214,8 +215,9 @@ class Group:
                 observed = register.observe(current)
                 action = member.look(observed, now=time.monotonic())
                 if isinstance(action, Adopt):
-                    self.change = _change_in_words(current, action.membership)
-                    self.num_lost = len({*current.members} - {*action.membership.members})
+                    former = self._last_trained
+                    self.change = _change_in_words(former, action.membership)
+                    self.num_lost = len({*former.members} - {*action.membership.members})
                     return action.membership
                 if isinstance(action, Leave):
                     self.is_left_behind = observed.decided is not None
@@ -250,6 +252,10 @@ class Group:
             connection=self._connection,
         )
         self._watch_next(membership)
+
+    def settle(self) -> None:
+        """Note that the present generation trains: its members are connected, and all have the state."""
+        self._last_trained = self._member.membership
 
     def _watch_next(self, membership: Membership) -> None:
         """Watch the next member while this generation trains."""

@@ -372,6 +372,7 @@ class _Loop:
                 self._group.connect(membership)
                 with SPARE_MEMORY.collected() if self._group.all_go_on else contextlib.nullcontext():
                     self.training.follow(membership)
+                self._group.settle()
                 return
             except Exception as error:
                 if not is_loss(error):
