@@ -76,7 +76,7 @@ soak: $(STAMP) ## what is drawn by lot, for hours: kills, collectives, flipped b
 	folder=$$(mktemp -d) && $(BIN)/python tests/fault/flipped_bits.py $$folder 500 $(SEED) && rm -r $$folder
 	$(MAKE) fuzz
 
-failure-matrix: $(STAMP) ## provoke every failure, and write docs/reference/failure-matrix.md (half an hour)
+failure-matrix: $(STAMP) ## provoke every failure, and write docs/reference/failure-matrix.md (some minutes)
 	$(BIN)/python tests/failure_rows.py
 
 fuzz: $(STAMP) ## run 20,000 drawn training programs under torch's class and ours
