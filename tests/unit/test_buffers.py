@@ -267,6 +267,27 @@ def test_buffers_are_equal_before_a_forward_on_torchs_schedule(policy: str) -> N
     assert run_ranks(2, rank) == [[True, True, False, True]] * 2
 
 
+def test_the_first_forward_after_a_change_of_the_ranks_makes_buffers_equal_whatever_each_rank_did_last() -> (
+    None
+):
+    """A rank can be lost in a forward of some ranks under no_sync, and a process that joins has run no forward."""
+
+    def rank(t: Transport) -> tuple[bool, float]:
+        alone = t.split(t.rank)
+        assert alone is not None
+        ddp = sl.DistributedDataParallel(norm(float(t.rank), 1.0), process_group=alone)
+        if t.rank == 0:
+            with ddp.no_sync():
+                ddp(torch.ones(4, 2))
+        ddp._replica.use_transport(t)
+        ddp.eval()(torch.ones(4, 2))
+        return ddp._replica.buffers.last_forward().sent, ddp.module.running_mean[0].item()
+
+    first, second = run_ranks(2, rank)
+    assert first == second
+    assert first[0]
+
+
 def test_broadcast_makes_them_rank_0s() -> None:
     (first, _) = on_ranks(2, lambda r: norm(1.0 + r, 2.0 + r, steps=r), policy="broadcast")
     assert [b.flatten()[0].item() for b in first.values()] == [1.0, 2.0, 0]

@@ -340,6 +340,8 @@ class Replica:
         with self._lanes.replaced():
             self._gradient_lane, self._buffer_lane = self._open_lanes(self.selection)
             self._replace_parts()
+        # The ranks may have stopped in different forwards, and one that has joined has run none.
+        self.buffers.due = True
 
     def abort_groups(self, reason: str) -> None:
         """Let the ranks that average gradients with this rank in a group fail, because this rank stops."""
