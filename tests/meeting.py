@@ -9,9 +9,10 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 import torch.distributed as dist
+
+from syncline.liveness.store import innermost
 
 __all__ = ["end_by_sigkill", "in_threads", "meet_at_the_store", "stop"]
 
@@ -71,10 +72,7 @@ def _store_is_free() -> bool:
 
 
 def _path_of_the_store() -> str:
-    innermost: Any = dist.group.WORLD.get_group_store()  # type: ignore[union-attr]
-    while isinstance(innermost, dist.PrefixStore):
-        innermost = innermost.underlying_store
-    path: str = innermost.path
+    path: str = innermost(dist.group.WORLD.get_group_store()).path  # type: ignore[union-attr]
     return path
 
 

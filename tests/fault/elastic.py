@@ -308,10 +308,14 @@ def wait_until_awaited(folder: Path) -> None:
         time.sleep(0.005)
 
 
+def notes_in(path: Path) -> list[dict[str, Any]]:
+    """What a rank has written down so far, without a last line of which only a part is there."""
+    return [json.loads(line) for line in path.read_text().rpartition("\n")[0].splitlines()]
+
+
 def wake_the_stopped(folder: Path) -> None:
     for path in filter(Path.is_file, folder.iterdir()):
-        for line in path.read_text().rpartition("\n")[0].splitlines():  # the last line may be half written
-            found = json.loads(line)
+        for found in notes_in(path):
             if found.get("fault") == "stop":
                 os.kill(found["pid"], signal.SIGCONT)
 

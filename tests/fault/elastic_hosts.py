@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import signal
@@ -117,12 +116,7 @@ class Training(Job):
 
     def notes(self) -> list[list[dict[str, Any]]]:
         paths = [self.folder / str(rank) for rank in range(self.size)]
-        return [
-            [json.loads(line) for line in path.read_text().rpartition("\n")[0].splitlines()]
-            if path.exists()
-            else []
-            for path in paths
-        ]
+        return [elastic.notes_in(path) if path.exists() else [] for path in paths]
 
     def finished(self) -> list[int]:
         """The first ranks of the processes that have finished, all with the right weights."""

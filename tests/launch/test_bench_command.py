@@ -19,7 +19,7 @@ COMMAND = [sys.executable, "-m", "syncline", "bench", "-n", "2"]
 
 def test_a_quick_measurement(tmp_path: Path) -> None:
     options = ["--quick", "--sizes", "1K,64K", "--no-steps", "--json", "measured.json"]
-    done = subprocess.run([*COMMAND, *options], cwd=tmp_path, capture_output=True, text=True, timeout=1200)
+    done = subprocess.run([*COMMAND, *options], cwd=tmp_path, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     lines = [line.split() for line in done.stdout.splitlines()]
     assert lines[0][:5] == ["2", "ranks", "x", "1", "thread"]
@@ -40,7 +40,7 @@ def test_another_transport_than_that_of_the_baseline_is_not_measured(tmp_path: P
         cwd=tmp_path,
         capture_output=True,
         text=True,
-        timeout=1200,
+        timeout=300,
     )
     assert first.returncode == 0, first.stderr
     second = subprocess.run(
@@ -49,7 +49,7 @@ def test_another_transport_than_that_of_the_baseline_is_not_measured(tmp_path: P
         env={**os.environ, "SYNCLINE_TRANSPORT": "c10d"},
         capture_output=True,
         text=True,
-        timeout=1200,
+        timeout=300,
     )
     assert second.returncode == 2, second.stderr
     assert "transport: expected gloo, got shared memory" in second.stderr

@@ -118,8 +118,9 @@ OPERATIONS: dict[str, Callable[..., Work]] = {
 
 
 def is_linear(count: Callable[[int], int]) -> None:
+    # What earlier tests and the first ranks have left is not to be freed while lines are counted.
     gc.collect()
-    gc.disable()  # what the first ranks left is not to be freed while the lines of the second ones are counted
+    gc.disable()
     try:
         few, many = count(40), count(160)
     finally:
@@ -138,7 +139,6 @@ def test_four_times_as_many_parameters_take_at_most_four_times_as_many_lines(nam
 
         return max(run_ranks(2, rank))
 
-    gc.collect()  # what earlier tests left is not to be freed while lines are counted
     is_linear(count)
 
 

@@ -217,7 +217,12 @@ class TorchCall:
 
     @classmethod
     def latest(cls, group: dist.ProcessGroup, name: str) -> TorchCall | None:
-        """Return this rank's last call on `group`, named `name`. Return None if the backend does not count calls."""
+        """Return the last call of this rank on `group`. None if the backend of the group does not count calls.
+
+        Args:
+            group: the process group.
+            name: the name of the function of torch.distributed that was called.
+        """
         number = num_calls_started(group)
         return None if number is None else cls(group, name, number)
 

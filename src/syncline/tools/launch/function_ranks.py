@@ -45,10 +45,8 @@ from syncline.tools.launch.failures import Failure, describe, first_failure, rea
 from syncline.tools.launch.function_rank import RankTask, run_rank
 from syncline.tools.launch.guardian import Guardian, running_processes
 from syncline.tools.launch.output import Forwarder
+from syncline.tools.launch.stopping import REPORT_SECONDS
 from syncline.words import describe_ranks
-
-_REPORT_SECONDS = 2.0
-"""The time that the other ranks have to end by themselves and to record their own errors, after a rank has failed."""
 
 _GRACE_SECONDS = 5.0
 """The time that ranks have to end after a signal, until they are killed."""
@@ -182,7 +180,7 @@ class FunctionRanks:
         deadline = None if timeout_seconds is None else time.monotonic() + timeout_seconds
         while running := self._running():
             if any(self._processes[rank].exitcode for rank in self._ended):
-                self._wait_some(_REPORT_SECONDS)
+                self._wait_some(REPORT_SECONDS)
                 self._end(signal.SIGTERM)
                 continue
             left = None if deadline is None else deadline - time.monotonic()

@@ -51,8 +51,9 @@ Ended = dict[int, tuple[int, int]]
 
 _POLL_SECONDS = 0.01
 
-_REPORT_SECONDS = 2.0
-"""The time that the peers of a killed rank have to record their own errors."""
+REPORT_SECONDS = 2.0
+"""The time that the other ranks have to end by themselves and to record their own errors, after a rank was killed. In
+`sl.launch` they have it after any failure."""
 
 _STOPPING_SECONDS = 60.0
 """The time that the other ranks have to end after the first rank has stopped as requested.
@@ -234,10 +235,10 @@ class Workers:
         """End the ranks.
 
         If a rank was killed, first give the other ranks time to record their errors: wait until all ranks have ended,
-        but at most `_REPORT_SECONDS`.
+        but at most `REPORT_SECONDS`.
         """
         ended: Ended = {}
-        deadline = time.monotonic() + _REPORT_SECONDS
+        deadline = time.monotonic() + REPORT_SECONDS
         while True:
             for local_rank, rank in enumerate(processes_of(ranks)):
                 if (code := rank.poll()) is not None:

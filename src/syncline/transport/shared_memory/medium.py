@@ -46,7 +46,7 @@ class MemoryMedium:
         return size * _RANK_BYTES
 
     def write(self, name: str, text: str) -> None:
-        """Replace the text of this rank. A text that is too long even if it is compressed is not kept."""
+        """Replace the text of this rank. Compress the text if it is too long. If that is not enough, keep no text."""
         kind = name.partition("/")[0]
         data = text.encode()
         room = _SLOT_BYTES[kind] - _HEADER.size
