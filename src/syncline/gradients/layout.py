@@ -227,6 +227,11 @@ class BucketLayout:
         self.can_be_freed = False
         self.free_memory()
 
+    @property
+    def first_indices(self) -> list[int]:
+        """The index of one parameter of each bucket, the first one. Empty if no buckets are planned."""
+        return [plan.parameters[0] for plan in self.plans]
+
     def fits(self) -> bool:
         """Return whether the parameters still have the dtype and the device that the buckets were made for.
 
