@@ -46,9 +46,14 @@ class UserHook:
         if not any(defer(self, parameter) for defer in self._deferring):
             self.run(parameter)
 
+    @property
+    def is_removed(self) -> bool:
+        """Whether the program has removed the hook."""
+        return self._source is not None and self._key not in self._source
+
     def run(self, parameter: Tensor) -> None:
         """Run the hook now, unless the program has removed it."""
-        if self._source is None or self._key in self._source:
+        if not self.is_removed:
             self._hook(parameter)
 
 
@@ -72,8 +77,10 @@ class HookTable(OrderedDict[int, Hook]):
             super().__setitem__(of, found)
 
     def drop(self, key: int, defer: Defer) -> None:
-        """Remove the hook of a wrapper."""
-        self.pop(key, None)
+        """Remove the hook of a wrapper, and hooks that the program has removed."""
+        removed = [of for of, hook in self.items() if isinstance(hook, UserHook) and hook.is_removed]
+        for one in (key, *removed):
+            self.pop(one, None)
         if defer in self.deferring:
             self.deferring.remove(defer)
 
