@@ -260,10 +260,10 @@ def _checked_on_nonfinite(policy: OnNonFinite, strategy: Strategy[Any]) -> OnNon
 
     Raises:
         TypeError: the policy is not a string.
-        ValueError: the policy is unknown; or the policy is not "ignore", and replicas drift under the strategy.
+        ValueError: the policy is unknown; or all ranks must react together, and replicas drift under the strategy.
     """
     checked_choice("on_nonfinite", policy, get_args(OnNonFinite))
-    if policy != "ignore" and strategy.drifts:
+    if policy not in ("ignore", "warn") and strategy.drifts:
         raise ValueError(
             f"on_nonfinite={policy!r} cannot be combined with strategy={strategy}, because under this strategy "
             "each rank steps by itself, so the ranks cannot react together. Either use strategy=sl.EveryStep(), or "

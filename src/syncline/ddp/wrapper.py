@@ -139,11 +139,11 @@ class DistributedDataParallel(  # type: ignore[misc, override]
             default with `buffers="average"`. See `docs/guides/strategies.md`.
         replica_check: `sl.ReplicaCheck(every=100)` compares the replicas during training, one slice per step. See
             `docs/guides/replica-check.md`.
-        on_nonfinite: what all ranks do if a gradient of any rank is NaN or infinite. "ignore" does nothing, so the mean
-            is not finite either. "raise" raises `NonFiniteGradient` at the end of the backward. "skip" discards the
-            step of every optimizer; you must `attach` each optimizer. "zero" counts such elements as zero. All policies
-            but "ignore" name the rank and the parameter. While a `torch.amp.GradScaler` is in use, it handles such
-            gradients, and these policies do not apply. See `docs/guides/nothing-silent.md`.
+        on_nonfinite: what all ranks do if a gradient of any rank is NaN or infinite, so that the mean is not finite
+            either. "warn" warns once, "ignore" does nothing. "raise" raises `NonFiniteGradient` at the end of the
+            backward. "skip" discards the step of every optimizer; you must `attach` each optimizer. "zero" counts such
+            elements as zero. All policies but "ignore" name the rank and the parameter. While a `torch.amp.GradScaler`
+            is in use, it handles such gradients, and these policies do not apply. See `docs/guides/nothing-silent.md`.
 
     Raises:
         TypeError: `module` is not a `torch.nn.Module`, or another argument has a wrong type.
@@ -191,7 +191,7 @@ class DistributedDataParallel(  # type: ignore[misc, override]
         sharded: bool = False,
         strategy: Strategy[Any] | None = None,
         replica_check: ReplicaCheck | None = None,
-        on_nonfinite: OnNonFinite = "ignore",
+        on_nonfinite: OnNonFinite = "warn",
     ) -> None:
         arguments = dict(locals())
         nn.Module.__init__(self)  # because torch's own __init__ would build its reducer

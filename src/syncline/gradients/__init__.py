@@ -6,6 +6,7 @@ backward.py           one backward: its state, its graph tasks, and the wrapper 
 bucket.py             one bucket and its state; dense buckets in a flat tensor, whole or sharded
 bucket_plan.py        which gradients are in which bucket, and in which order (pure functions)
 comm_hook.py          a user's communication hook in place of all_reduce
+copying.py            the copy of a gradient into its bucket, which also finds NaN and infinity
 emitter.py            the events of a reducer, for observers
 hooks.py              the hooks that report when a parameter's gradient is ready, also in torch's distributed autograd
 layout.py             the buckets of a reducer, and the place of each gradient

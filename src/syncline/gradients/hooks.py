@@ -25,7 +25,6 @@ from syncline._torch.autograd import (
 )
 from syncline.errors import SynclineError
 from syncline.gradients.backward import BackwardState, GraphTasks, Ownership
-from syncline.gradients.bucket import copy_scaled
 from syncline.gradients.reduction import Reduction
 from syncline.gradients.usage import accumulation_nodes, is_accumulating
 
@@ -77,7 +76,7 @@ def gradient_hook(
             raise reduction.out_of_step.from_outside(backward.step, index)
         bucket, view = places[index]
         if view is not None:
-            copy_scaled(view, parameter.grad, backward.scale)
+            bucket.take(view, parameter.grad, backward.scale)
             if as_view and not rivals:
                 parameter.grad = view  # frees the gradient while its memory is still in cache
             elif stand_in is not None:
