@@ -1224,8 +1224,8 @@ def test_what_is_looked_at_later_is_found_before_anyone_steps(
 
 def test_what_is_not_known_or_does_not_go_together_is_refused() -> None:
     t = ThreadGroup(1).transport(0)
-    with pytest.raises(ValueError, match=r"one of 'ignore', 'raise', 'skip', 'zero', got 'warn'"):
-        DDP(copy.deepcopy(NET), process_group=t, on_nonfinite="warn")
+    with pytest.raises(ValueError, match=r"one of 'ignore', 'warn', 'raise', 'skip', 'zero', got 'warm'"):
+        DDP(copy.deepcopy(NET), process_group=t, on_nonfinite="warm")
     with pytest.raises(ValueError, match=r"cannot be combined with strategy=LocalSGD.*EveryStep"):
         DDP(copy.deepcopy(NET), process_group=t, on_nonfinite="skip", strategy=LocalSGD(4))
 

@@ -27,6 +27,7 @@ from syncline._torch.modules import (
 )
 from syncline._torch.profiler import UNPROFILED, is_profiling, profiled
 from syncline._torch.tensors import tree_map_only
+from syncline._torch.transforms import outside_of_transforms
 from syncline.buffers.policies import BufferHook, BufferPolicy
 from syncline.checks import checked_truth
 from syncline.compression import Compression
@@ -235,16 +236,17 @@ class DistributedDataParallel(  # type: ignore[misc, override]
         board.phase = FORWARD if self.training else EVAL_FORWARD
         if synchronizes:
             board.step = replica.gradients.step + 1
-        if torch.is_grad_enabled():
-            replica.before_forward(synchronizes=synchronizes, inside_join=inside_join)
-        replica.gradients.forward_begins()
-        if inside_join:
-            self._joined_forward_begins(synchronizes=synchronizes)
-        elif buffer_hook is None:
-            if replica.buffers.before_forward(next_is_due=synchronizes) and synchronizes:
-                replica.before_forward_of_equal_buffers()
-        else:
-            self._before_hooked_forward(buffer_hook, next_is_due=synchronizes)
+        with outside_of_transforms():
+            if torch.is_grad_enabled():
+                replica.before_forward(synchronizes=synchronizes, inside_join=inside_join)
+            replica.gradients.forward_begins()
+            if inside_join:
+                self._joined_forward_begins(synchronizes=synchronizes)
+            elif buffer_hook is None:
+                if replica.buffers.before_forward(next_is_due=synchronizes) and synchronizes:
+                    replica.before_forward_of_equal_buffers()
+            else:
+                self._before_hooked_forward(buffer_hook, next_is_due=synchronizes)
         if self.device_ids:
             device = torch.device(self.device_type, self.device_ids[0])
             inputs, kwargs = tree_map_only(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from syncline.gradients.bucket_plan import LARGE_GRADIENT_NUMEL
 from syncline.native import library_if_any
 
 _BEST_ISA = -1
@@ -17,7 +16,7 @@ def copy_scaled(view: Tensor, gradient: Tensor | None, scale: float) -> bool:
 
     If the gradient is None, set the view to zero. If the gradient is the view itself, scale it in place.
 
-    The native library copies large gradients in float32. It reads each value anyway, so the check is free. After any
+    The native library copies gradients in float32. It reads each value anyway, so the check is free. After any
     other copy it is unknown whether the values are finite.
     """
     if gradient is None:
@@ -25,7 +24,7 @@ def copy_scaled(view: Tensor, gradient: Tensor | None, scale: float) -> bool:
         return True
     if gradient is view and scale == 1.0:
         return False
-    if gradient.numel() >= LARGE_GRADIENT_NUMEL and _have_same_form(gradient, view):
+    if _have_same_form(gradient, view):
         library = library_if_any()
         if library is not None:
             found = library.scale(
