@@ -1,11 +1,13 @@
 """The averaging of gradients during backward: hooks fill buckets, and buckets are reduced while backward runs.
 
-Imports: errors, words, checks, records, user_code, events, _torch, transport, session, optimizers, tensors, equality.
+Imports: errors, words, checks, records, native, user_code, events, _torch, transport, session, optimizers, tensors,
+equality.
 
 backward.py           one backward: its state, its graph tasks, and the wrapper to which it belongs
 bucket.py             one bucket and its state; dense buckets in a flat tensor, whole or sharded
 bucket_plan.py        which gradients are in which bucket, and in which order (pure functions)
 comm_hook.py          a user's communication hook in place of all_reduce
+copying.py            the copy of a gradient into its bucket, which also finds NaN and infinity
 emitter.py            the events of a reducer, for observers
 hooks.py              the hooks that report when a parameter's gradient is ready, also in torch's distributed autograd
 layout.py             the buckets of a reducer, and the place of each gradient
