@@ -154,6 +154,8 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
         raise UsageError("--compare and --quick exclude each other: the times of --quick are not reliable")
     check_number("-n", args.n, 2, MOST_RANKS, "ranks")
     check_number("--rounds", args.rounds, 2, 100_000, "rounds")
+    if args.compare is not None:
+        check_input("--compare ", args.compare)
     for option, path in (("--json", args.json), ("--plot", args.plot)):
         if path is not None:
             check_output(option, path)
@@ -201,7 +203,6 @@ def _baseline(args: argparse.Namespace, sizes: list[int]) -> Measurement:
     from syncline.tools.bench.baseline import read_measurement, settings_of
 
     path = args.compare
-    check_input("--compare ", path)
     try:
         found = read_measurement(path)
     except (OSError, ValueError) as error:

@@ -7,6 +7,7 @@ import stat
 from pathlib import Path
 
 from syncline.tools.cli.options import UsageError
+from syncline.words import shortened
 
 MOST_RANKS = 1024
 """The largest number of ranks on one host."""
@@ -39,7 +40,7 @@ def check_number(option: str, value: float | None, least: float, most: float, wh
     if value is None or least <= value <= most:
         return
     words = f"at most {most:,}" if value > most else f"at least {least:,}"
-    raise UsageError(f"{option} {value}: expected {words}{what and ' '}{what}")
+    raise UsageError(f"{option} {shortened(str(value), 40)}: expected {words}{what and ' '}{what}")
 
 
 def check_input(option: str, path: Path) -> None:

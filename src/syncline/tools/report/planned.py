@@ -13,7 +13,7 @@ from syncline.tools.plan import CODECS, Cluster, Codec, Engine, Gradient, Job, M
 from syncline.tools.report.analysis import BucketFigures, Figures
 from syncline.tools.report.run import Run
 from syncline.tools.report.what_if import link_of
-from syncline.words import format_time
+from syncline.words import format_count, format_time
 
 _SECONDS = 1e-6
 
@@ -57,6 +57,7 @@ def job_of(run: Run, figures: Figures) -> Job:
         backward=_backward_of(figures) * _SECONDS,
         update=figures.parts.get("update", 0.0) * _SECONDS,
         data=figures.parts.get("data", 0.0) * _SECONDS,
+        times=f"mean of {format_count(figures.num_steps, 'step')}",
     )
 
 
