@@ -245,7 +245,7 @@ def test_ranks_that_are_late_in_turns() -> None:
                     )  # fmt: skip
         at = [one + 20_000 for one in at]
     found = verdict(run_of(recorded))
-    assert any("now one is late, now another" in one.headline for one in found)
+    assert any("No rank is consistently slow" in one.headline for one in found)
 
 
 def test_all_ranks_wait_for_data() -> None:
@@ -429,7 +429,7 @@ def test_report_and_compare_are_commands(tmp_path: Path, capsys: pytest.CaptureF
     assert main(["report", str(before), "--format", "json"]) == 0
     assert json.loads(capsys.readouterr().out)["choices"]
     assert main(["report", str(before)]) == 0
-    assert f"The whole report is in {before / 'report.html'}" in capsys.readouterr().out
+    assert capsys.readouterr().out.split()[-1] == str(before / "report.html")
     assert "for rank 1" in (before / "report.html").read_text()
     assert main(["compare", str(before), str(after)]) == 0
     assert "takes 58 % less time" in capsys.readouterr().out

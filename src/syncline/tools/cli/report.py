@@ -18,7 +18,7 @@ from syncline.tools.report.load import NoTrace, load
 from syncline.tools.report.page import page
 from syncline.tools.report.run import Run, run_of
 from syncline.tools.report.text import compared, text_of
-from syncline.words import format_count
+from syncline.words import MAX_COLUMNS, format_count, wrapped
 
 _REPORT_HELP = """\
 usage: syncline report DIR [--out FILE] [--format html|text|json|chrome]
@@ -82,8 +82,8 @@ def report(argv: Sequence[str]) -> int:
     path = directory / "report.html" if args.out is None else Path(args.out)
     write_file("--out", path, found.rstrip("\n") + "\n")
     for one in document["findings"][:3]:
-        print(one["headline"])
-    print(f"The whole report is in {path}")
+        print("\n".join(wrapped(one["headline"])))
+    _print_path("The whole report is in", path)
     return 0
 
 
@@ -135,7 +135,10 @@ def _write_chrome(run: Run, folder: Path) -> int:
             write_file("--out", folder / f"rank-{rank}.json", json.dumps(chrome_trace(run, rank)))
     except OSError as error:
         raise UsageError(f"cannot write into {folder}: {error.strerror}: name a folder with --out") from None
-    print(
-        f"The traces of {format_count(len(ranks), 'rank')} are in {folder}: open them in https://ui.perfetto.dev"
-    )
+    _print_path(f"Open the traces of {format_count(len(ranks), 'rank')} in https://ui.perfetto.dev:", folder)
     return 0
+
+
+def _print_path(text: str, path: Path) -> None:
+    """Print a sentence that ends with a path. A long path has a line of its own, and is not divided."""
+    print(text, path, sep=" " if len(f"{text} {path}") <= MAX_COLUMNS else "\n")

@@ -10,6 +10,7 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
+from statistics import median
 
 from syncline import environment
 from syncline.tools.cli.options import CommandParser, UsageError
@@ -138,13 +139,13 @@ class _Trials:
                 if setting in failed:
                     continue
                 run = self.run(setting, folder)
-                figures = None if run is None else figures_of(run)
-                if figures is None:
+                if run is None or not run.steady:
                     failed.add(setting)
                     say("", f"  {setting.words(self._option)}: failed with exit code {self.code}")
                     continue
-                steps[setting].append(figures.step / 1e6)
-                words = f"{setting.words(self._option)}: {figures.step / 1e3:.1f} ms a step"
+                step = median(map(run.length, run.steady))
+                steps[setting].append(step / 1e6)
+                words = f"{setting.words(self._option)}: {step / 1e3:.1f} ms, the median step"
                 say("", f"  round {number} of {num_rounds}, {words}")
         return [Trial(setting=one, steps=[] if one in failed else steps[one]) for one in settings]
 
