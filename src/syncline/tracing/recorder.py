@@ -112,7 +112,7 @@ class Recorder(Observer):
 
     def optimizer_stepped(self, event: OptimizerStepped) -> None:
         last = self._kept[-1] if self._kept else None
-        if isinstance(last, OptimizerStepped) and last.began_at >= event.began_at:
+        if isinstance(last, OptimizerStepped) and last.step == 0 and last.source is event.source:
             self._kept.pop()  # `_step_ended` has seen the inner part of this step
         self._kept.append(event)
         if event.ended_at > self._due_at:
@@ -138,9 +138,9 @@ class Recorder(Observer):
     def _step_ended(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         """Record a step of an optimizer that is not attached. Torch calls this for every optimizer."""
         began_at, source = self._steps_begun.pop(id(optimizer), None), self._backward_of[0]
-        if (
-            began_at is None or source is None or len(self._files) > 1
-        ):  # of ranks as threads, the rank is not known
+        # Ranks may be other threads. For those, it is not known whose step this is.
+        is_rank = threading.current_thread() is threading.main_thread()
+        if began_at is None or source is None or not is_rank:
             return
         name = type(optimizer).__name__
         self._kept.append(OptimizerStepped(source, name, 0, began_at, time.perf_counter(), False))

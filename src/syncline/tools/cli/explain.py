@@ -79,7 +79,7 @@ def main(argv: Sequence[str]) -> int:
         until = f"step {args.step or SETTLED_STEP}"
         say(
             _NAME,
-            f"running {program} as rank 0 of {args.n} until the end of {until}; other ranks are imitated",
+            f"running {program} as rank 0 of {args.n}, up to {until}; other ranks are imitated",
         )
         code = _run(args, options)
         report = Report.decode(path.read_text(encoding="utf-8")) if path.exists() else None
@@ -140,7 +140,7 @@ def _style(*, is_ascii: bool) -> Style:
     is_terminal = sys.stdout.isatty()
     columns = shutil.get_terminal_size((MAX_COLUMNS, 24)).columns if is_terminal else MAX_COLUMNS
     return Style(
-        columns=min(140, max(60, columns)),
+        columns=min(MAX_COLUMNS, max(60, columns)),
         has_blocks=not is_ascii and _can_print_blocks(),
         has_colours=is_terminal and environment.wants_colours(),
     )

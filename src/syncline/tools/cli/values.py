@@ -57,7 +57,7 @@ def check_input(option: str, path: Path) -> None:
     """
     kind = _kind_of(path)
     if kind is None:
-        raise UsageError(f"{option}{path}: there is no such file")
+        raise UsageError(f"cannot read {option}{path}: No such file or directory")
     if kind != "file":
         raise UsageError(f"{option}{path}: expected a file, got a {kind}")
     if not os.access(path, os.R_OK):
