@@ -73,7 +73,7 @@ class Output:
         self._stream = sys.stdout
         if isinstance(self._stream, io.TextIOWrapper) and self._stream.errors == "strict":
             self._stream.reconfigure(errors="backslashreplace")
-        sys.stdout = self  # type: ignore[assignment]
+        sys.stdout = self
         return self
 
     def __exit__(self, *_: object) -> None:
