@@ -84,6 +84,25 @@ def test_a_rank_whose_number_changes() -> None:
     assert one.rank == 4
 
 
+def test_ranks_that_start_are_said_to_start() -> None:
+    found = [RankState(rank, started_at=100.0) for rank in range(2)]
+    assert meaning(found, 105.1) == "No rank has ended a step yet: starting, 5 s."
+
+
+def test_ranks_that_ctrl_c_has_stopped() -> None:
+    found = states(MadeRun(ranks=[MadeRank()] * 2))
+    for one in found:
+        one.add([rows.EndRow(1, "KeyboardInterrupt: ")], 101.0)
+    text = screen(found, 200.0)
+    assert text.count("stopped by Ctrl-C") == 3
+    assert "KeyboardInterrupt" not in text
+
+
+def test_few_steps_say_nothing_about_who_waits() -> None:
+    ranks = [MadeRank(), MadeRank(data=5100)]
+    assert meaning(states(MadeRun(ranks=ranks, num_steps=5)), 100.5) == "Training."
+
+
 # ---------------------------------------------------------------------- files
 
 
