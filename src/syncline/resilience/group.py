@@ -6,6 +6,7 @@ import logging
 import socket
 import time
 import uuid
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import NoReturn
 
@@ -241,8 +242,15 @@ class Group:
         assert register is not None
         register.meet(membership)
         SPARE_MEMORY.keeps_files = True
-        hosts = [register.entries[name].host for name in membership.members]
-        rank = membership.members.index(self._member.name)
+        members = membership.members
+        hosts = [register.entries[name].host for name in members]
+        rank = members.index(self._member.name)
+
+        def has_ended(ranks: Sequence[int]) -> list[int]:
+            register.check_generation(membership.generation)
+            ended = register.ended([members[one] for one in ranks])
+            return [one for one in ranks if members[one] in ended]
+
         regroup(
             f"{self._key} {membership.generation}",
             rank=rank,
@@ -250,6 +258,7 @@ class Group:
             local_rank=hosts[:rank].count(hosts[rank]),
             local_size=hosts.count(hosts[rank]),
             connection=self._connection,
+            has_ended=has_ended,
         )
         self._watch_next(membership)
 

@@ -216,7 +216,7 @@ class Register:
         """Wait until all members are about to connect to each other.
 
         Raises:
-            PeerLost: a member has ended, or the next generation has been decided meanwhile.
+            PeerLost: a member has ended, or has stopped for the next generation.
         """
         generation = membership.generation
         keys = [f"here {generation} {name}" for name in membership.members]
@@ -230,9 +230,17 @@ class Register:
                 silent_since = time.monotonic()
             if gone or time.monotonic() - silent_since > SILENT_SECONDS:
                 raise PeerLost(f"{self.in_words(gone or missing)} was lost while the ranks connected anew")
-            if self._read([f"generation {generation + 1}"]):
-                raise PeerLost("the other ranks connect without a rank that was lost meanwhile")
+            self.check_generation(generation)
             time.sleep(_POLL_SECONDS)
+
+    def check_generation(self, generation: int) -> None:
+        """Check that no member has stopped in a generation, to agree with the others on the next one.
+
+        Raises:
+            PeerLost: a member has stopped.
+        """
+        if self._read([f"stopping {generation + 1}"]):
+            raise PeerLost("the other ranks have stopped, because a rank was lost meanwhile")
 
     def end(self) -> None:
         """Record that this process takes no more part."""

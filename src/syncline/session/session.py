@@ -69,7 +69,8 @@ _REFUSAL_SECONDS = 10.0
 """How long a rank with invalid arguments waits for the other ranks, in seconds, so that they raise the error, too."""
 
 _REGROUP_SECONDS = 10.0
-"""How long ranks that are all about to connect may take, in seconds. A rank that is lost meanwhile costs this time."""
+"""How long ranks that are all about to connect may take, in seconds. A rank that is stopped meanwhile costs this time.
+"""
 
 
 @dataclass(frozen=True)
@@ -367,6 +368,7 @@ class Session:
         local_rank: int,
         local_size: int,
         connection: StoreConnection,
+        has_ended: Ended,
     ) -> World:
         """Create a new default group. `world.regroup` documents this method."""
         with self._lock:
@@ -386,7 +388,14 @@ class Session:
             try:
                 seconds = min(asked.timeout_seconds, _REGROUP_SECONDS)
                 group = self._connect(
-                    PrefixStore(key, store), rank, size, world.device, asked, seconds, connection.under(key)
+                    PrefixStore(key, store),
+                    rank,
+                    size,
+                    world.device,
+                    asked,
+                    seconds,
+                    connection=connection.under(key),
+                    has_ended=has_ended,
                 )
             finally:
                 sys.excepthook = hook  # torch puts its own hook around it, again in each group

@@ -54,7 +54,7 @@ from syncline.transport.threads import transport_of_one_rank
 from syncline.transport.watched import WatchedTransport, health_of_group
 from syncline.transport.watched_work import MESSAGES
 from syncline.transport.work import DONE, Work
-from syncline.words import describe_ranks
+from syncline.words import describe_ranks, end_of_processes
 
 _BACKENDS_WITH_MEAN = {"gloo", "nccl", "xccl"}
 
@@ -390,8 +390,19 @@ class C10dTransport(WatchedTransport):
 
     def _gathering_of(self, ranks: list[int], token: bytes) -> StoreGathering:
         """Return the function by which some of these ranks exchange the addresses of a new group."""
-        rank, seconds = ranks.index(self.rank), self._connect_seconds
-        return gathering_at(self._messages, token, rank=rank, size=len(ranks), timeout_seconds=seconds)
+        return gathering_at(
+            self._messages,
+            token,
+            rank=ranks.index(self.rank),
+            size=len(ranks),
+            timeout_seconds=self._connect_seconds,
+            has_ended=lambda peers: [peer for peer in peers if ranks[peer] in self.lost_ranks()],
+        )
+
+    def lost_ranks(self) -> list[int]:
+        """Return the ranks on this host whose processes have ended. Raise the failure of the group, if it has one."""
+        self.health.raise_if_published()
+        return self.health.ended_ranks()
 
     def _new_group(
         self, ranks: list[int], token: bytes, gather: Gather, backends: dict[str, str] | None = None
@@ -426,14 +437,17 @@ class C10dTransport(WatchedTransport):
 class _GatheringOver:
     """A function by which all ranks of a transport exchange the addresses of a new group, without a store."""
 
-    def __init__(self, transport: Transport) -> None:
+    def __init__(self, transport: C10dTransport) -> None:
         self._transport = transport
 
     def __call__(self, payload: bytes, /) -> list[bytes]:
         return self._transport.all_gather_bytes(payload)
 
     def check_processes(self) -> None:
-        """Do nothing. If a process has ended, the next call raises the error."""
+        """Raise an error if the process of another rank is known to have ended, or the group has failed."""
+        if lost := self._transport.lost_ranks():
+            text = f"{describe_ranks(lost)} was lost while a process group was created: {end_of_processes(lost)}"
+            raise self._transport.health.failed(Failure(PeerLost, text))
 
 
 def _take_part(part: Tensor, reduced: Tensor, finish: Callable[[], object] | None) -> None:
