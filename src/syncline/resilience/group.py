@@ -45,12 +45,15 @@ _JOIN_POLL_SECONDS = 0.01
 _DISCONNECTING_SECONDS = 10.0
 """How long a rank that has disconnected may take until it reports."""
 
+_CAUSE_SECONDS = 0.5
+"""How long a rank looks for a lost rank after an error whose class does not say that there is one."""
+
 _NEWCOMER_SECONDS = 0.5
 """How often the members look whether a process wants to join."""
 
 
-def is_loss(error: BaseException) -> bool:
-    """Return whether an error means that a rank takes no part any more."""
+def _names_a_loss(error: Exception) -> bool:
+    """Return whether the class of an error says that a rank takes no part any more."""
     if isinstance(error, SynclineError):
         return isinstance(error, PeerLost | PeerFailed | CollectiveTimeout)
     return isinstance(error, RuntimeError) and is_of_backend(error)
@@ -152,21 +155,47 @@ class Group:
         return bool(waiting) and not register.ended(waiting) >= set(waiting)
 
     def is_loss(self, error: BaseException) -> bool:
-        """Return whether an error means that a rank takes no part any more, or that the others agree on who is left.
+        """Return whether a rank takes no part any more, so that the others agree on who is left, and repeat the step.
 
-        If the others have noticed a loss, they disconnect, and then report. To a rank that comes late, they seem to
-        have shut down normally. But a rank that has really left the loop makes no report.
+        The class of the error can say so. But the end of a process can show itself by any other error as well. So each
+        error counts as a loss if a member was killed, or if another member has stopped, to agree on who is left. If it
+        is an error of this process only, the repeated step raises it again.
+        """
+        if not isinstance(error, Exception):
+            return False
+        if _names_a_loss(error):
+            return True
+        patience_seconds = 0.0
+        if isinstance(error, UnevenInputs):
+            # The others may have noticed a loss. Then they disconnect before they report, which looks as if they had
+            # shut down normally. But a rank that has really left the loop makes no report.
+            patience_seconds = _DISCONNECTING_SECONDS
+        elif isinstance(error, SynclineError | OSError):  # and no error of the user's program
+            patience_seconds = _CAUSE_SECONDS
+        try:
+            return self._is_any_lost(patience_seconds)
+        except PeerLost:  # the launcher has ended: the error itself says more
+            return False
+
+    def _is_any_lost(self, patience_seconds: float) -> bool:
+        """Return whether a member was killed, or another member has stopped for the next generation.
+
+        Args:
+            patience_seconds: how long to wait for a sign of it.
         """
         register = self._register
-        if register is None or not isinstance(error, UnevenInputs):
-            return is_loss(error)
+        if register is None:
+            return False
         present = self._member.membership
-        deadline = time.monotonic() + _DISCONNECTING_SECONDS
+        others = [name for name in present.members if name != self._member.name]
+        deadline = time.monotonic() + patience_seconds
         while True:
             observed = register.observe(present)
-            if observed.decided is not None or not observed.reports.keys().isdisjoint(present.members):
+            if observed.decided is not None or not observed.reports.keys().isdisjoint(others):
                 return True
-            if len(observed.ended) >= len(present.members) - 1 or time.monotonic() > deadline:
+            if register.killed(others):
+                return True
+            if len(observed.ended) >= len(others) or time.monotonic() >= deadline:
                 return False
             time.sleep(_POLL_SECONDS)
 
@@ -280,7 +309,7 @@ class Group:
             try:
                 transport_of(None).barrier().wait()
             except Exception as error:
-                if not is_loss(error):
+                if not self.is_loss(error):
                     raise
                 return error
         return None

@@ -249,15 +249,23 @@ class Register:
 
     def ended(self, names: Sequence[str]) -> frozenset[str]:
         """Return those of these processes that certainly take no more part."""
+        left = self._left(names)
+        return left | self._killed([name for name in names if name not in left])
+
+    def killed(self, names: Sequence[str]) -> frozenset[str]:
+        """Return those of these processes that have certainly ended, although they had not left the loop."""
+        left = self._left(names)
+        return self._killed([name for name in names if name not in left])
+
+    def _left(self, names: Sequence[str]) -> frozenset[str]:
         keys = {f"ended {name}": name for name in names}
-        found = {keys[key] for key in self._read([*keys])}
-        for name in names:
-            process = self.entries[name].process
-            if process is not None and self._is_here(process) and process.has_ended():
-                found.add(name)
-        elsewhere = [
-            name for name in names if name not in found and not self._is_here(self.entries[name].process)
-        ]
+        return frozenset(keys[key] for key in self._read([*keys]))
+
+    def _killed(self, names: Sequence[str]) -> frozenset[str]:
+        here = [name for name in names if self._is_here(self.entries[name].process)]
+        elsewhere = [name for name in names if name not in here]
+        processes = {name: self.entries[name].process for name in here}
+        found = {name for name, process in processes.items() if process is not None and process.has_ended()}
         return frozenset(found | self._line.lost(elsewhere))
 
     def in_words(self, names: Sequence[str] | frozenset[str]) -> str:

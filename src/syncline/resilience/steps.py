@@ -27,7 +27,7 @@ from syncline.errors import PeerLost, SynclineError
 from syncline.events import OBSERVERS, RanksChanged, emit
 from syncline.records import StragglerRecord
 from syncline.resilience.batches import Batches
-from syncline.resilience.group import Group, is_loss
+from syncline.resilience.group import Group
 from syncline.resilience.handover import memory_for_state
 from syncline.resilience.membership import Membership, Rules
 from syncline.resilience.parts import (
@@ -375,7 +375,7 @@ class _Loop:
                 self._group.settle()
                 return
             except Exception as error:
-                if not is_loss(error):
+                if not self.is_loss(error):
                     raise
                 loss = error
             membership = self._group.agree(self.training.num_commits, loss)

@@ -446,7 +446,9 @@ class _GatheringOver:
     def check_processes(self) -> None:
         """Raise an error if the process of another rank is known to have ended, or the group has failed."""
         if lost := self._transport.lost_ranks():
-            text = f"{describe_ranks(lost)} was lost while a process group was created: {end_of_processes(lost)}"
+            text = (
+                f"{describe_ranks(lost)} was lost while a process group was created: {end_of_processes(lost)}"
+            )
             raise self._transport.health.failed(Failure(PeerLost, text))
 
 
