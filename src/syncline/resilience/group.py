@@ -288,6 +288,7 @@ class Group:
             local_size=hosts.count(hosts[rank]),
             connection=self._connection,
             has_ended=has_ended,
+            processes=[register.entries[name].process for name in members],
         )
         self._watch_next(membership)
 

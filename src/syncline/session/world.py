@@ -8,7 +8,7 @@ the launcher and the peers, and that end the process without a hang.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 
 import torch
@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from syncline._torch.process_groups import Store
 from syncline.liveness.gathering import Ended
+from syncline.liveness.processes import RankProcess
 from syncline.liveness.store import StoreConnection
 from syncline.session.asked import Asked
 from syncline.session.ranks import World
@@ -159,6 +160,7 @@ def regroup(
     local_size: int,
     connection: StoreConnection,
     has_ended: Ended,
+    processes: Sequence[RankProcess | None],
 ) -> World:
     """Create torch's default group anew, with other ranks. First close all process groups of this process.
 
@@ -171,6 +173,7 @@ def regroup(
         connection: a connection to the store in which the ranks have met (`job_store`). Later calls can get it again.
         has_ended: a function that returns those of some ranks of the new group whose processes have ended. It may raise
             an error, too, which ends this call.
+        processes: the process of each rank of the new group; None for one whose system does not show it.
 
     Returns:
         The new world of this process.
@@ -186,6 +189,7 @@ def regroup(
         local_size=local_size,
         connection=connection,
         has_ended=has_ended,
+        processes=processes,
     )
 
 

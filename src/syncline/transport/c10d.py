@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import secrets
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -30,7 +30,7 @@ from syncline.liveness.failed_wait import FailedWait
 from syncline.liveness.gathering import StoreGathering
 from syncline.liveness.health import Lane
 from syncline.liveness.notices import StoreMedium
-from syncline.liveness.processes import FORKED, is_inherited
+from syncline.liveness.processes import FORKED, RankProcess, is_inherited
 from syncline.liveness.store import StoreConnection, clone_of
 from syncline.transport.agreement import exchange
 from syncline.transport.base import ReduceOp, Transport
@@ -76,6 +76,7 @@ class C10dTransport(WatchedTransport):
         connection: a connection to a store, for keys of this group only, by which the ranks exchange notices. Groups
             of some ranks then need no connection of their own, either. Pass None to open one to the group's store, and
             another one before the first such group.
+        processes: the process of each rank, None for an unknown one. It is empty if the ranks have to exchange them.
         exchanges_notices: whether the ranks exchange notices from now on. If it is False, either another transport over
             this one lets them do so, or the caller calls `exchange_notices`.
 
@@ -98,6 +99,7 @@ class C10dTransport(WatchedTransport):
         timeout_seconds: float | None = None,
         board: Board | None = None,
         connection: StoreConnection | None = None,
+        processes: Sequence[RankProcess | None] = (),
         exchanges_notices: bool = True,
     ) -> None:
         if not dist.is_initialized():
@@ -131,6 +133,7 @@ class C10dTransport(WatchedTransport):
             timeout_seconds=max(timeout_seconds, group_seconds),
         )
         super().__init__(health, own_lane, rank=rank, size=size, timeout_seconds=timeout_seconds)
+        self._processes = {peer: process for peer, process in enumerate(processes) if process is not None}
         if exchanges_notices:
             self.exchange_notices(connection)
 
@@ -138,7 +141,8 @@ class C10dTransport(WatchedTransport):
         """Exchange notices with the other ranks at a store from now on. For `connection`, see the class."""
         if self.health.notices is not None:
             connection = connection or StoreConnection(self._group.get_group_store())
-            self.health.exchange_notices(StoreMedium(connection, rank=self.rank, size=self.size))
+            medium = StoreMedium(connection, rank=self.rank, size=self.size)
+            self.health.exchange_notices(medium, self._processes)
 
     @property
     def name(self) -> str:
@@ -362,6 +366,7 @@ class C10dTransport(WatchedTransport):
             timeout_seconds=self.timeout_seconds,
             board=self.board,
             connection=None if connection is None else connection.under(group.group_name),
+            processes=[self._processes.get(one) for one in ranks],
         )
         child._owns_group, child._messages = True, self._messages
         child._start_barrier().wait()
