@@ -68,7 +68,7 @@ class Fault:
     kind: str = "kill"
     attempt: int = 1
     nth: int = 1
-    """Which await of a change, if the place is "await"."""
+    """Which await of a change, if the place is "await". A place such as "await send_file 2" names it."""
     after_seconds: float = 0.0
     """How long after this place a rank is killed, while it goes on."""
 
@@ -233,7 +233,11 @@ class Moments:
             return
         self.awaits.append(name)
         for fault in list(self.faults):
-            if fault.place == "await" and fault.nth == len(self.awaits) and self.step >= fault.step:
+            is_here = fault.place == f"await {name}" or (fault.place, fault.nth) == (
+                "await",
+                len(self.awaits),
+            )
+            if is_here and self.step >= fault.step:
                 self.note(awaits=name)
                 self.happen(fault)
 
@@ -379,7 +383,7 @@ def train(plan: Plan, moments: Moments, note: Callable[..., None]) -> None:
         lane.timeout_seconds = plan.timeout_seconds  # a busy machine takes longer to begin
     checkpointer = sl.Checkpointer(plan.saves, stop_signals=()) if plan.saves else None
     kept: list[tuple[Tensor, Tensor]] = []
-    awaits = any(fault.place == "await" for fault in plan.faults)
+    awaits = any(fault.place.startswith("await") for fault in plan.faults)
     around = watched_awaits(moments) if awaits else nullcontext()
     with watched_places(moments, ddp), around, warnings.catch_warnings(record=True) as caught:
         loop = sl.steps(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import struct
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -11,7 +12,6 @@ import pytest
 import syncline as sl
 from syncline.resilience import group
 from syncline.resilience.membership import Adopt, Membership, Observation, Report
-from syncline.transport.shared_memory.core import SharedMemoryUnavailable
 
 PRESENT = Membership(0, ("a", "b", "c"), step=0, sources=("a", "b", "c"))
 NOTHING = Observation({})
@@ -58,7 +58,7 @@ OTHER_ERRORS = [
     sl.SynclineError("of no class of its own"),
     sl.CollectiveMismatch("the ranks made different calls"),
     sl.ContractMismatch("the ranks do not agree"),
-    SharedMemoryUnavailable("the ranks cannot share memory"),
+    sl.ReplicaDivergence("replicas differ", tensor="weight", num_differing=1, minority_ranks=()),
     ConnectionResetError("the other rank closed the connection"),
     RuntimeError("a backend says something that nobody knows"),
     struct.error("unpack requires a buffer of 4 bytes"),
@@ -115,3 +115,9 @@ def test_a_change_of_the_ranks_says_how_many_were_lost() -> None:
     one.settle()
     one._agree(3, poll_seconds=0.0)
     assert (one.num_lost, one.change) == (1, "rank 1 of 3 was lost")
+    # Of two that train, none is lost, and a third one is while it joins.
+    one._last_trained = Membership(4, ("a", "b"), step=3, sources=("a",))
+    member.membership = replace(one._last_trained, generation=5, members=("a", "b", "e"))
+    decided = iter([replace(one._last_trained, generation=6)])
+    one._agree(3, poll_seconds=0.0)
+    assert (one.num_lost, one.change) == (0, "1 process was lost while joining")

@@ -6,7 +6,7 @@ import logging
 import socket
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Sequence, Sized
 from dataclasses import replace
 from typing import NoReturn
 
@@ -246,7 +246,7 @@ class Group:
                 action = member.look(observed, now=time.monotonic())
                 if isinstance(action, Adopt):
                     former = self._last_trained
-                    self.change = _change_in_words(former, action.membership)
+                    self.change = _change_in_words(former, current, action.membership)
                     self.num_lost = len({*former.members} - {*action.membership.members})
                     return action.membership
                 if isinstance(action, Leave):
@@ -336,11 +336,28 @@ class Group:
                 record_steps(self._error_file, None)
 
 
-def _change_in_words(before: Membership, after: Membership) -> str:
+def _change_in_words(before: Membership, tried: Membership, after: Membership) -> str:
+    """Return how a generation differs from the last one that trained.
+
+    Args:
+        before: the last generation that trained.
+        tried: the generation before `after`: the same one, or one that could not begin.
+        after: the generation.
+    """
     gone, come = set(before.members) - set(after.members), set(after.members) - set(before.members)
+    missed = set(tried.members) - set(before.members) - set(after.members)
     lost = [rank for rank, name in enumerate(before.members) if name in gone]
-    were = "was" if len(lost) == 1 else "were"
-    words = [f"{describe_ranks(lost)} of {len(before.members)} {were} lost"] if lost else []
+    words = [f"{describe_ranks(lost)} of {len(before.members)} {_were(lost)} lost"] if lost else []
     if come:
-        words.append(f"{len(come)} {'process' if len(come) == 1 else 'processes'} joined")
+        words.append(f"{_processes(come)} joined")
+    if missed:
+        words.append(f"{_processes(missed)} {_were(missed)} lost while joining")
     return " and ".join(words) or "a connection was lost"
+
+
+def _were(some: Sized) -> str:
+    return "was" if len(some) == 1 else "were"
+
+
+def _processes(some: Sized) -> str:
+    return f"{len(some)} {'process' if len(some) == 1 else 'processes'}"
