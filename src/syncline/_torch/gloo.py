@@ -47,7 +47,7 @@ _MAX_PAUSE_SECONDS = 0.05
 _DEFAULT_TIMEOUT = timedelta(minutes=30)
 """The timeout of a Gloo group whose creator names none."""
 
-_LOOK_SECONDS = 0.1
+_LOOK_SECONDS = 0.05
 """How often a rank looks at the processes of the others while Gloo connects. Gloo itself waits for up to five times its
 timeout for a rank that has ended, or fails after some attempts to connect."""
 

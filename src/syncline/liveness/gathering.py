@@ -27,7 +27,7 @@ from syncline.words import describe_ranks, end_of_processes
 Ended = Callable[[Sequence[int]], list[int]]
 """A function that returns those of some ranks whose processes have certainly ended, as far as this rank can see."""
 
-_LOOK_SECONDS = 0.1
+_LOOK_SECONDS = 0.05
 """How often a rank that waits looks at the processes of the other ranks, if it knows them."""
 
 _RANK_0_SECONDS = 0.5

@@ -145,7 +145,7 @@ _HELLO = struct.Struct("<I32s")
 _MAX_BYTES = 1 << 20
 """The size of the largest message that a rank accepts."""
 
-_LOOK_SECONDS = 0.1
+_LOOK_SECONDS = 0.05
 """How often a rank that waits for a connection looks at the processes of the other ranks."""
 
 
