@@ -513,12 +513,12 @@ def watched_awaits(moments: Moments) -> Any:
     """Make faults possible at every await of a change."""
     counts: Counter[str] = Counter()
 
-    def begin(change: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*args: Any, **kwargs: Any) -> Any:
-            moments.is_changing = True
+    def begin(name: str, change: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any) -> Any:
+            moments.is_changing = name == "agree" or args[0].joins
             moments.awaits.clear()
             counts.clear()
-            return change(*args, **kwargs)
+            return change(*args)
 
         return call
 
@@ -550,7 +550,7 @@ def watched_awaits(moments: Moments) -> Any:
     store = pkgutil.resolve_name("syncline.liveness.store:SignedStore")
     with ExitStack() as patched:
         for owner, names, around in (
-            (group.Group, ("agree", "begin"), lambda name: begin),
+            (group.Group, ("agree", "begin"), lambda name: partial(begin, name)),
             (group.Group, ("settle",), lambda name: end),
             (
                 store,
