@@ -21,7 +21,7 @@ both_transports = pytest.mark.parametrize("transport", ["shm", "c10d"])
         ("a rank is lost", 1, "c10d", "await _own_address 1"),  # Gloo waits for its address
         ("a rank is lost", 0, "shm", "await send_file 3"),  # it has the memory of a lane of the wrapper
         ("a process joins", 2, "shm", "await receive_file 3"),
-        ("a process joins", 2, "c10d", "await new_group_of 1"),
+        ("a process joins", 2, "c10d", "await _own_address 4"),  # Gloo connects a lane of the wrapper
     ],
 )
 def test_a_process_that_is_lost_while_the_others_wait_for_it_is_not_waited_for(
