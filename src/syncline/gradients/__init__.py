@@ -13,15 +13,18 @@ lending.py            the memory of a bucket in which `.grad` lies after a backw
 ledger.py             what was reduced in the last backward
 options.py            the options of gradient synchronization, and the requests of a wrapper for its next backwards
 out_of_step.py        errors after which ranks are out of step, because some have sent data that others do not expect
+outputs.py            the outputs of forwards, which tell to which forward a backward belongs
 reducer.py            the reducer, which begins and ends each backward and decides whether it synchronizes
 reduction.py          the path of gradients: buckets are filled, sent, waited for, and handed out
 shard.py              this rank's shard of a bucket
 shard_plan.py         which rank owns which part of which bucket (pure functions)
 sparse.py             a bucket of one sparse gradient
+step_guard.py         the check before the step of any optimizer that its gradients were reduced
 step_times.py         the times of a step on each rank, which show which rank was late
 stragglers.py         the ranks that are slow over many steps (pure functions and a window of steps)
 tail.py               the tail of the last bucket, which carries the words of all riders and the times
 usage.py              which parameters a backward reaches, and how often
+user_hooks.py         hooks of the program on parameters, which run when `.grad` holds the mean
 wrapper_protocol.py   the interface by which lower layers recognize a wrapper and call its methods
 """
 
