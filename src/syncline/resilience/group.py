@@ -14,9 +14,10 @@ import torch.distributed as dist
 from syncline import environment
 from syncline._torch.process_groups import PrefixStore
 from syncline.errors import CollectiveTimeout, PeerFailed, PeerLost, SynclineError, UnevenInputs
+from syncline.liveness.connection import StoreConnection
 from syncline.liveness.failed_wait import is_of_backend
 from syncline.liveness.processes import RankProcess
-from syncline.liveness.store import SignedStore, StoreConnection
+from syncline.liveness.store import SignedStore
 from syncline.resilience.membership import Adopt, Leave, Member, Membership, Propose, Rules
 from syncline.resilience.register import SILENT_SECONDS, Entry, Line, Register
 from syncline.resilience.watch import Pulse, Watch

@@ -31,8 +31,9 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 
 from syncline.errors import PeerLost
+from syncline.liveness.connection import ANSWER_SECONDS, StoreConnection
 from syncline.liveness.processes import RankProcess
-from syncline.liveness.store import SignedStore, StoreLine, clone_of, decode, innermost
+from syncline.liveness.store import SignedStore, decode
 from syncline.resilience.membership import Membership, Observation, Report, Rules
 
 T = TypeVar("T")
@@ -63,17 +64,32 @@ class Line:
     Args:
         store: the launcher's store. The connection to it is a new one.
         silence_seconds: how long the network may fail before the connection counts as lost.
+        answer_seconds: how long the store may take to answer.
+        note_silence: a function that is called with `answer_seconds` when an answer takes long. None: no function.
     """
 
-    def __init__(self, store: Any, silence_seconds: float) -> None:
-        own, self._line = clone_of(store, _STORE_TIMEOUT, silence_seconds)
-        self._store, self._whole = SignedStore(own), SignedStore(innermost(own))
+    def __init__(
+        self,
+        store: Any,
+        silence_seconds: float,
+        answer_seconds: float = ANSWER_SECONDS,
+        note_silence: Callable[[float], object] | None = None,
+    ) -> None:
+        connection = StoreConnection(
+            store,
+            _STORE_TIMEOUT,
+            silence_seconds=silence_seconds,
+            answer_seconds=answer_seconds,
+            note_silence=note_silence,
+        )
+        self._store, self._whole = SignedStore(connection), SignedStore(connection.whole())
 
     def ask(self, question: Callable[[SignedStore], T]) -> T:
         """Return the answer of the store.
 
         Raises:
             PeerLost: the launcher, which holds the store, has ended, or cannot be reached.
+            StoreSilent: the launcher does not answer in time.
         """
         return self._answer(self._store, question)
 
@@ -88,17 +104,14 @@ class Line:
         self._answer(self._whole, partial(SignedStore.set, key=_lost(name), text="lost"))
 
     def _answer(self, store: SignedStore, question: Callable[[SignedStore], T]) -> T:
-        line: StoreLine | None = self._line
         try:
-            if line is None or line.is_open():
-                return question(store)
+            return question(store)
         except (dist.DistNetworkError, dist.DistStoreError):
-            pass
-        raise PeerLost(
-            "the launcher's store, by which the processes agree on who trains together, has ended or cannot be "
-            "reached. So this process cannot continue. The last lines of the first host's launcher name the cause. "
-            "Where there are several hosts, the network between them can be the cause"
-        )
+            raise PeerLost(
+                "the launcher's store, by which the processes agree on who trains together, has ended or cannot be "
+                "reached. So this process cannot continue. The last lines of the first host's launcher name the cause. "
+                "Where there are several hosts, the network between them can be the cause"
+            ) from None
 
 
 def _lost(name: str) -> str:

@@ -29,8 +29,9 @@ from syncline._torch.process_groups import (
 )
 from syncline.errors import CollectiveTimeout, PeerLost, SynclineError
 from syncline.launchers import Environment
+from syncline.liveness.connection import StoreConnection
 from syncline.liveness.gathering import Ended, StoreGathering
-from syncline.liveness.store import SignedStore, StoreConnection
+from syncline.liveness.store import SignedStore
 from syncline.session import process
 from syncline.session.asked import Asked
 from syncline.session.ending import (

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from syncline._torch.process_groups import Store
-from syncline.liveness.store import StoreConnection
+from syncline.liveness.connection import StoreConnection
 from syncline.session.asked import Asked
 from syncline.session.ranks import World
 from syncline.session.session import Session
