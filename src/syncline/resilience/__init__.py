@@ -8,6 +8,7 @@ Imports: errors, words, checks, environment, records, events, _torch, liveness, 
 gradients, sharded, data, compression, strategies, checkpoint, ddp.
 
 batches.py     the batches of one rank, and how many samples they have
+faults.py      exceptions of one process: which of them are a loss, and which end the job
 generators.py  the random number generators of this process, whose states are remembered in each step
 group.py       the processes that train together, as one of them sees them
 handover.py    a training state goes from the ranks that have it to others, over the transport
