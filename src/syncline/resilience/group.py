@@ -311,7 +311,7 @@ class Group:
             raise PeerFailed(_ends_the_job(step, fault)) from loss
 
     def leave(self, *, is_closed: bool) -> None:
-        """Record that this process has left the loop, and takes no more part. The loop is a generator, which calls this.
+        """Record that this process takes no more part. Only the generator of the loop calls this.
 
         Args:
             is_closed: whether the program closes the generator before its end.

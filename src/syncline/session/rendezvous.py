@@ -21,6 +21,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -29,6 +30,7 @@ from syncline import environment
 from syncline._torch.process_groups import PrefixStore, Store, TCPStore
 from syncline.errors import CollectiveTimeout, ContractMismatch, PeerLost, SynclineError
 from syncline.launchers import Environment
+from syncline.liveness.folder_store import FolderStore
 from syncline.liveness.gathering import MissingRanks, first_of, gathered, watching_rank_0
 from syncline.liveness.processes import RankProcess
 from syncline.liveness.store import SignedStore, decode
@@ -121,6 +123,8 @@ class Stores:
     def __init__(self) -> None:
         self._by_place: dict[tuple[str | None, int | None, int, int], Store] = {}
         self._num_inits: Counter[tuple[str | None, int | None, int, int]] = Counter()
+        self._in_folders: dict[str, FolderStore] = {}
+        """The stores in folders. They live as long as this process; see `FolderStore`."""
         self.of_last_init: Store | None = None
         """The store of the last `init`, in which the ranks have met; None before the first `init`."""
 
@@ -140,6 +144,21 @@ class Stores:
         self.of_last_init = PrefixStore(_round(store, env, timeout_seconds), store)
         self._num_inits[place] += 1
         return self.of_last_init
+
+    def for_changes(self, met: Store | None) -> Store | None:
+        """Return the store by which the ranks agree when a rank is lost.
+
+        Ranks that are all on the host of one launcher use a folder, so that they need no answer of the launcher.
+
+        Args:
+            met: the store in which the ranks have met, which they use otherwise.
+        """
+        folder = environment.store_folder()
+        if folder is None:
+            return met
+        if folder not in self._in_folders:
+            self._in_folders[folder] = FolderStore(Path(folder))
+        return self._in_folders[folder]
 
 
 def _round(store: Store, env: Environment, timeout_seconds: float) -> str:

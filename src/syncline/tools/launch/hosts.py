@@ -23,6 +23,7 @@ from functools import partial
 
 from syncline._torch.process_groups import PrefixStore, TCPStore
 from syncline.errors import PeerLost
+from syncline.liveness.connection import StoreSilent, interruptibly
 from syncline.liveness.store import SignedStore
 from syncline.resilience.register import Line
 from syncline.session.listening import is_of_this_host
@@ -50,12 +51,14 @@ class OtherHosts:
         address = variables["MASTER_ADDR"]
         self.has_store = is_of_this_host(address)
         """Whether the store of the job is in the launcher of this host."""
-        store = TCPStore(
-            address,
-            int(variables["MASTER_PORT"]),
-            is_master=False,
-            timeout=timedelta(seconds=_CONNECT_SECONDS),
-            wait_for_workers=False,
+        store = interruptibly(
+            lambda: TCPStore(
+                address,
+                int(variables["MASTER_PORT"]),
+                is_master=False,
+                timeout=timedelta(seconds=_CONNECT_SECONDS),
+                wait_for_workers=False,
+            )
         )
         launchers = PrefixStore(f"syncline launchers {variables['TORCHELASTIC_RESTART_COUNT']}", store)
         self._line = Line(launchers, _SILENT_SECONDS)
@@ -78,6 +81,8 @@ class OtherHosts:
         """Return whether another launcher still has ranks."""
         try:
             found = self._read([f"{kind} {n}" for n in self._others for kind in ("pulse", "ended")])
+        except StoreSilent:
+            return True  # nothing shows that they have ended
         except PeerLost:
             return False
         now = time.monotonic()
@@ -108,8 +113,9 @@ class OtherHosts:
 
 def _beat(line: Line, own: int, life: str, over: threading.Event) -> None:
     number = 0
-    with contextlib.suppress(PeerLost):
+    with contextlib.suppress(PeerLost):  # the store has ended, which `OtherHosts` finds in its own requests
         while not over.is_set():
             number += 1
-            line.ask(partial(SignedStore.set, key=f"pulse {own}", text=f"{life} {number}"))
+            with contextlib.suppress(StoreSilent):  # the first host's launcher is stopped, and may continue
+                line.ask(partial(SignedStore.set, key=f"pulse {own}", text=f"{life} {number}"))
             over.wait(_PULSE_SECONDS)
