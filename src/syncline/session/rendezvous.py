@@ -21,6 +21,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -30,6 +31,7 @@ from syncline import environment
 from syncline._torch.process_groups import PrefixStore, Store, TCPStore
 from syncline.errors import CollectiveTimeout, ContractMismatch, PeerLost, SynclineError
 from syncline.launchers import Environment
+from syncline.liveness.connection import interruptibly
 from syncline.liveness.folder_store import FolderStore
 from syncline.liveness.gathering import MissingRanks, first_of, gathered, watching_rank_0
 from syncline.liveness.processes import RankProcess
@@ -211,16 +213,19 @@ def connect(env: Environment, timeout_seconds: float) -> Store:
         with contextlib.suppress(OSError):  # TCPStore raises the error, or shares a store of this process
             bound = bound_socket(env.master_addr, env.master_port)
     try:
-        return TCPStore(
-            env.master_addr,
-            env.master_port,
-            env.size,
-            is_master=is_master,
-            timeout=timedelta(seconds=timeout_seconds),
-            wait_for_workers=False,  # `wait_for_all` waits, and its error names the missing ranks
-            multi_tenant=True,
-            master_listen_fd=None if bound is None else bound.detach(),
-            use_libuv=environment.uses_libuv(),
+        return interruptibly(
+            partial(
+                TCPStore,
+                env.master_addr,
+                env.master_port,
+                env.size,
+                is_master=is_master,
+                timeout=timedelta(seconds=timeout_seconds),
+                wait_for_workers=False,  # `wait_for_all` waits, and its error names the missing ranks
+                multi_tenant=True,
+                master_listen_fd=None if bound is None else bound.detach(),
+                use_libuv=environment.uses_libuv(),
+            )
         )
     except (dist.DistNetworkError, dist.DistStoreError) as error:
         if is_master and "address already in use" in str(error).lower():
@@ -337,7 +342,7 @@ def _wait_for_all(store: Store, mine: Presence, timeout_seconds: float) -> list[
         ) from missing
     difference = _difference(everyone)
     if difference is not None:
-        _let_all_read(store, mine, timeout_seconds)
+        _let_all_read(messages, mine, timeout_seconds)
         raise difference
     return everyone
 
@@ -388,16 +393,16 @@ def _difference(everyone: Sequence[Presence]) -> Exception | None:
     return None if text is None else ContractMismatch(text)
 
 
-def _let_all_read(store: Store, mine: Presence, timeout_seconds: float) -> None:
+def _let_all_read(messages: SignedStore, mine: Presence, timeout_seconds: float) -> None:
     """Report that this rank has read all messages. On rank 0, wait until all ranks have reported this.
 
     Rank 0 waits because the store may end together with rank 0.
     """
     keys = [f"rank {rank} has read" for rank in range(mine.size)]
     with contextlib.suppress(dist.DistStoreError, dist.DistNetworkError):
-        store.set(keys[mine.rank], "")
+        messages.set(keys[mine.rank], "")
         if mine.rank == 0:
-            store.wait(keys, timedelta(seconds=min(timeout_seconds, _READ_SECONDS)))
+            messages.wait(keys, timedelta(seconds=min(timeout_seconds, _READ_SECONDS)))
 
 
 def _parsed(text: str, rank: int) -> Presence:

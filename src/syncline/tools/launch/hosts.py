@@ -27,6 +27,7 @@ from syncline.liveness.connection import StoreSilent, interruptibly
 from syncline.liveness.store import SignedStore
 from syncline.resilience.register import Line
 from syncline.session.listening import is_of_this_host
+from syncline.tools.launch.output import say
 
 _PULSE_SECONDS = 1.0
 
@@ -112,10 +113,17 @@ class OtherHosts:
 
 
 def _beat(line: Line, own: int, life: str, over: threading.Event) -> None:
-    number = 0
-    with contextlib.suppress(PeerLost):  # the store has ended, which `OtherHosts` finds in its own requests
-        while not over.is_set():
-            number += 1
-            with contextlib.suppress(StoreSilent):  # the first host's launcher is stopped, and may continue
-                line.ask(partial(SignedStore.set, key=f"pulse {own}", text=f"{life} {number}"))
-            over.wait(_PULSE_SECONDS)
+    number, has_said_so = 0, False
+    while not over.is_set():
+        number += 1
+        try:
+            line.ask(partial(SignedStore.set, key=f"pulse {own}", text=f"{life} {number}"))
+        except StoreSilent:
+            pass  # the first host's launcher is stopped, and may continue
+        except PeerLost:
+            return  # the store has ended, which `OtherHosts` finds in its own requests
+        except Exception as error:
+            if not has_said_so:
+                say(f"cannot show the other hosts that this launcher runs, and tries again: {error!r}")
+            has_said_so = True
+        over.wait(_PULSE_SECONDS)
