@@ -86,6 +86,8 @@ class Group:
         """Whether this process has yet to join the others, by `begin`. It was started while they train, or is spare."""
         self.is_left_behind = False
         """Whether the others train on without this process, so that its end is no failure of the job."""
+        self._has_fault = False
+        """Whether an exception in the body of a step ends this process."""
         here = world()
         self.first_size = here.size
         """The number of ranks with which the loop began."""
@@ -294,7 +296,7 @@ class Group:
         """Note that an exception ends this process. The others train on, unless one has had it in this step, too."""
         if self._register is None or not is_fault(error):
             return
-        self.is_left_behind = True
+        self.is_left_behind = self._has_fault = True
         with contextlib.suppress(PeerLost, MemoryError):  # the end of this process says enough
             if self._register.record_fault(step, Fault.of(error)):
                 self.is_left_behind = False
@@ -323,7 +325,7 @@ class Group:
             self._register.end()
             if self._error_file is not None and not self.is_left_behind:
                 record_steps(self._error_file, None)
-                if is_closed:  # an exception outside of the body is a loss, too
+                if is_closed and not self._has_fault:  # an exception outside of the body is a loss, too
                     is_lost = partial(record_steps, self._error_file, self._member.name)
                     call_if_exception_closed(sys._getframe(1), is_lost)
 

@@ -14,6 +14,7 @@ wait for the rank as long as for a silent one.
 from __future__ import annotations
 
 import contextlib
+import sys
 import threading
 import time
 import uuid
@@ -27,7 +28,6 @@ from syncline.liveness.connection import StoreSilent, interruptibly
 from syncline.liveness.store import SignedStore
 from syncline.resilience.register import Line
 from syncline.session.listening import is_of_this_host
-from syncline.tools.launch.output import say
 
 _PULSE_SECONDS = 1.0
 
@@ -124,6 +124,7 @@ def _beat(line: Line, own: int, life: str, over: threading.Event) -> None:
             return  # the store has ended, which `OtherHosts` finds in its own requests
         except Exception as error:
             if not has_said_so:
-                say(f"cannot show the other hosts that this launcher runs, and tries again: {error!r}")
+                text = f"cannot show the other hosts that this launcher runs, and tries again: {error!r}"
+                print(f"syncline run: {text}", file=sys.stderr)
             has_said_so = True
         over.wait(_PULSE_SECONDS)

@@ -193,13 +193,11 @@ class Forwarder:
         text = b"".join(stream.prefix + line + b"\n" for line in lines)
         try:
             self._print(stream.to_fd, text)
-        except (
-            Exception
-        ) as error:  # if this thread ended, the ranks would block as soon as their pipes are full
+        except Exception as error:
+            # If this thread ended, the ranks would block as soon as their pipes are full.
             self._print = self._writer.write
-            self._writer.write(
-                2, f"syncline run: the display has failed ({error!r}); lines follow as they are\n".encode()
-            )
+            note = f"syncline run: the display has failed ({error!r}); lines follow as they are\n"
+            self._writer.write(2, note.encode())
             self._writer.write(stream.to_fd, text)
 
 
