@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from test_signals import assert_gone
 
+from failure_rows import record
 from forks import Forks
 from syncline.tools.launch.losses import Losses
 from syncline.tools.launch.stopping import Workers
@@ -281,7 +282,8 @@ state = sl.TrainState(model=ddp, optimizer=optimizer)
 for step in sl.steps(state, until=1_000_000):
     with step:
         if (first, step.number) == (1, 3):
-            os.kill(int(sys.argv[2]) if len(sys.argv) > 2 else os.getppid(), signal.SIGSTOP)
+            os.kill(os.getppid(), signal.SIGSTOP)
+            open("lost", "w").close()
             os.kill(os.getpid(), signal.SIGKILL)
         optimizer.zero_grad()
         ddp(torch.full((4, 2), float(first))).square().mean().backward()
@@ -368,6 +370,8 @@ def test_ranks_agree_while_their_launcher_is_stopped(transport: str, tmp_path: P
         os.kill(launcher.pid, signal.SIGCONT)
     assert launcher.wait().returncode == 0
     assert {path.read_text() for path in done} == {"6 steps among 2"}
+    seconds = max(path.stat().st_mtime for path in done) - (tmp_path / "lost").stat().st_mtime
+    record("stopped launcher", transport, "the others train on", seconds)
 
 
 def test_a_rank_that_is_started_again_joins_the_others(tmp_path: Path, forks: Forks) -> None:
