@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from syncline.liveness.connection import StoreSilent
+from syncline.liveness import StoreSilent
 from syncline.resilience import watch as watches
 from syncline.resilience.membership import Membership
 from syncline.resilience.register import Entry

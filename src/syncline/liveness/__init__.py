@@ -20,7 +20,7 @@ from __future__ import annotations
 
 from syncline.liveness.board import Board, Place, Wait
 from syncline.liveness.calls import Failure
-from syncline.liveness.connection import StoreConnection
+from syncline.liveness.connection import StoreConnection, StoreSilent
 from syncline.liveness.failed_wait import FailedWait
 from syncline.liveness.health import Health, Lane
 from syncline.liveness.notices import Notices, StoreMedium
@@ -39,6 +39,7 @@ __all__ = [
     "SignedStore",
     "StoreConnection",
     "StoreMedium",
+    "StoreSilent",
     "Wait",
     "decode",
 ]
