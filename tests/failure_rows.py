@@ -45,6 +45,7 @@ FAILURES = {
     "killed elsewhere": Failure("a rank on another host is killed", "10 s", 10.0),
     "cable": Failure("the cable between two hosts is pulled", "the timeout (4 s here) + 10 s", 14.0),
     "launcher": Failure("the launcher is killed", "2 s", 2.0),
+    "stopped launcher": Failure("the launcher is stopped, then a rank is lost in `sl.steps`", "20 s", 20.0),
     "exception": Failure("a rank raises an exception", "1 s", 1.0),
     "stopped": Failure("a rank is stopped (SIGSTOP, Ctrl-Z, a debugger)", "a warning after 1 s", 1.0),
     "absent": Failure("a rank does not come to a collective", "the timeout (2 s here) + 1 s", 3.0),
@@ -108,6 +109,7 @@ TESTS = (
     "tests/unit/test_handshake.py",
     "tests/unit/test_sampler_state.py",
     "tests/launch/test_signals.py",
+    "tests/launch/test_resilient.py",
 )
 """The files with tests that record something."""
 
@@ -243,6 +245,7 @@ sample was lost or used twice.
 
 - *SIGSTOP*: the others wait for the timeout of `sl.init`, here 4 s, and then for `patience`, here 0.5 s. The stopped
   rank gets `PeerLost` when it continues.
+- *exception*: of one rank. The same exception on another rank in the same step ends the job.
 - *connection lost*: one rank sees an error, and no rank ends. All ranks train on.
 - *slow*: the rank works for longer than `patience` in one step. It is not lost. The time is that until the next step.
 - *construction*: the rank is lost before `sl.steps` begins. The others end with an error that names it.

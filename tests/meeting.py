@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from syncline.liveness.store import innermost
+from syncline.liveness.connection import innermost
 
 __all__ = ["end_by_sigkill", "in_threads", "meet_at_the_store", "stop"]
 

@@ -20,6 +20,9 @@ TOKEN = "SYNCLINE_TOKEN"
 JOINS = "SYNCLINE_JOINS"
 """The variable that `syncline run --resilient` sets for a process that it starts in place of a lost one."""
 
+STORE_FOLDER = "SYNCLINE_STORE_FOLDER"
+"""The variable that `syncline run --resilient` sets for ranks that are all on its host: its run id, and a folder."""
+
 BUCKET_CAP_MB = "SYNCLINE_BUCKET_CAP_MB"
 """The variable that sets `bucket_cap_mb` where the program sets none."""
 
@@ -40,6 +43,17 @@ def variables() -> Mapping[str, str]:
 def joins_running_job() -> bool:
     """Return whether the launcher started this process in place of a lost one, while the other ranks train on."""
     return os.environ.get(JOINS) == "1"
+
+
+def store_folder() -> str | None:
+    """Return the folder by which the ranks of this start of the job can agree with each other; None if there is none.
+
+    Ranks that another launcher has started inside of a rank inherit the variable, but have another run id.
+    """
+    run_id, _, folder = os.environ.get(STORE_FOLDER, "").partition(" ")
+    if not folder or run_id != os.environ.get("TORCHELASTIC_RUN_ID"):
+        return None
+    return os.path.join(folder, os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
 
 
 def bucket_cap_mb() -> float | None:

@@ -31,7 +31,7 @@ ALLOWED = {
     "syncline.liveness.at_exit._threads": "the end of the process waits for these threads",
     "syncline.liveness.processes._inherited": "filled once in a fork",
     "syncline.liveness.processes._live": "the hook on forks is of the process",
-    "syncline.liveness.store._lock": "guards the file descriptors of the process",
+    "syncline.liveness.connection._lock": "guards the file descriptors of the process",
     "syncline.session.registry.REGISTRY": "what is attached to a user's modules, found by kind",
     "syncline.session.world._SESSION": "the session of the process",
     "syncline.transport.shared_memory.spare.SPARE_MEMORY": "memory outlives the groups of the process that used it",

@@ -475,7 +475,7 @@ def watched_places(moments: Moments, ddp: sl.DistributedDataParallel) -> Any:
 
         return call
 
-    clone_of = pkgutil.resolve_name("syncline.liveness.store:clone_of")
+    clone_of = pkgutil.resolve_name("syncline.liveness.connection:clone_of")
     rounds = ddp._replica.drift.rounds
     shards = pkgutil.resolve_name("syncline.sharded.attached:AttachedShards")
     standing = None if rounds is None else type(rounds.standing)
@@ -485,7 +485,7 @@ def watched_places(moments: Moments, ddp: sl.DistributedDataParallel) -> Any:
     saves = pkgutil.resolve_name("syncline.checkpoint.store:SaveStore")
     with ExitStack() as patched:
         patched.enter_context(mock.patch.object(group, "_NEWCOMER_SECONDS", 0.0))
-        patched.enter_context(mock.patch("syncline.liveness.store.clone_of", moments.counting(clone_of)))
+        patched.enter_context(mock.patch("syncline.liveness.connection.clone_of", moments.counting(clone_of)))
         for owner, name, place in (
             (group.Group, "agree", "agreeing"),
             (group.Group, "wait_for_all", "the end"),

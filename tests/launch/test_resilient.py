@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from test_signals import assert_gone
 
+from failure_rows import record
 from forks import Forks
 from syncline.tools.launch.losses import Losses
 from syncline.tools.launch.stopping import Workers
@@ -233,6 +234,66 @@ sl.shutdown()
 """
 
 
+FAULTS = """
+import sys
+import torch
+import syncline as sl
+
+how = sys.argv[1]
+first = sl.init(timeout=60).rank
+ddp = sl.DistributedDataParallel(torch.nn.Linear(2, 1))
+optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+state = sl.TrainState(model=ddp, optimizer=optimizer)
+for step in sl.steps(state, until=8):
+    is_due = step.number == 3
+    if how == "outside" and is_due and first == 1:
+        raise OSError("a file cannot be read")
+    with step:
+        if how in ("ValueError", "MemoryError") and is_due and first == 1:
+            raise {"ValueError": ValueError, "MemoryError": MemoryError}[how](f"in rank {first}")
+        if how == "exit" and is_due and first == 1:
+            sys.exit(3)
+        if how == "again" and is_due and sl.world().rank == sl.world().size - 1:
+            raise ValueError(f"in rank {first}")
+        if how == "all" and is_due:
+            raise ValueError(f"in rank {first}")
+        if how == "words" and is_due:
+            raise RuntimeError("connection to a database failed")
+        optimizer.zero_grad()
+        ddp(torch.full((4, 2), float(first))).square().mean().backward()
+        optimizer.step()
+    if how == "after" and is_due:
+        break
+if how == "after" and first == 1:
+    raise ValueError("after the loop")
+print(f"made {state.step} steps among {sl.world().size}")
+"""
+
+
+STOPPED_LAUNCHER = """
+import os, signal, sys
+import torch
+import syncline as sl
+
+first = sl.init(transport=sys.argv[1], timeout=30).rank
+ddp = sl.DistributedDataParallel(torch.nn.Linear(2, 1))
+optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+state = sl.TrainState(model=ddp, optimizer=optimizer)
+for step in sl.steps(state, until=1_000_000):
+    with step:
+        if (first, step.number) == (1, 3):
+            os.kill(os.getppid(), signal.SIGSTOP)
+            open("lost", "w").close()
+            os.kill(os.getpid(), signal.SIGKILL)
+        optimizer.zero_grad()
+        ddp(torch.full((4, 2), float(first))).square().mean().backward()
+        optimizer.step()
+    if step.is_committed and step.number == 6:
+        break
+open(f"done {first}", "w").write(f"{state.step} steps among {sl.world().size}")
+"""
+
+
 def run(folder: Path, forks: Forks, when: str, *options: str) -> subprocess.CompletedProcess[str]:
     (folder / "program.py").write_text(PROGRAM)
     return forks.launch(folder, *options, "-n", "3", "program.py", when, warm_ranks=True).wait()
@@ -260,6 +321,57 @@ def test_a_rank_that_is_lost_before_the_loop_is_a_failure(tmp_path: Path, forks:
 
 def test_a_rank_that_fails_after_the_loop_is_a_failure(tmp_path: Path, forks: Forks) -> None:
     assert run(tmp_path, forks, "after", "--resilient").returncode == 3
+
+
+@pytest.mark.parametrize("how", ["ValueError", "MemoryError", "exit", "outside"])
+def test_an_exception_of_one_rank_is_a_loss(how: str, tmp_path: Path, forks: Forks) -> None:
+    (tmp_path / "program.py").write_text(FAULTS)
+    done = forks.launch(tmp_path, "--resilient", "-n", "3", "program.py", how, warm_ranks=True).wait()
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("made 8 steps among 2") == 2
+    code = 3 if how == "exit" else 1
+    assert f"failed with exit code {code}; the other ranks train on without it" in done.stderr
+    assert "step 3: rank 1 of 3 was lost; the ranks, now 2, repeat the step" in done.stderr
+
+
+@pytest.mark.parametrize("how", ["again", "all", "words"])
+def test_the_same_exception_of_another_rank_in_the_same_step_ends_the_job(
+    how: str, tmp_path: Path, forks: Forks
+) -> None:
+    (tmp_path / "program.py").write_text(FAULTS)
+    done = forks.launch(tmp_path, "--resilient", "-n", "3", "program.py", how, warm_ranks=True).wait()
+    assert done.returncode == 1, done.stderr
+    assert done.stdout == ""
+    kind = "RuntimeError" if how == "words" else "ValueError"
+    assert (
+        f"step 3 failed by the same exception on more than one process: {kind} at program.py:" in done.stderr
+    )
+    assert "So the program is at fault, and not a process. The job ends" in done.stderr
+
+
+def test_an_exception_after_a_loop_that_all_have_left_is_a_failure(tmp_path: Path, forks: Forks) -> None:
+    (tmp_path / "program.py").write_text(FAULTS)
+    done = forks.launch(tmp_path, "--resilient", "-n", "3", "program.py", "after", warm_ranks=True).wait()
+    assert done.returncode == 1, done.stderr
+    assert "ValueError: after the loop" in done.stderr
+    assert "train on without it" not in done.stderr
+
+
+@pytest.mark.parametrize("transport", ["shm", "c10d"])
+def test_ranks_agree_while_their_launcher_is_stopped(transport: str, tmp_path: Path, forks: Forks) -> None:
+    (tmp_path / "program.py").write_text(STOPPED_LAUNCHER)
+    launcher = forks.launch(tmp_path, "--resilient", "-n", "3", "program.py", transport, warm_ranks=True)
+    deadline = time.monotonic() + 60
+    try:
+        while len(done := [*tmp_path.glob("done *")]) < 2:
+            assert time.monotonic() < deadline, launcher.output() + launcher.error()
+            time.sleep(0.01)
+    finally:
+        os.kill(launcher.pid, signal.SIGCONT)
+    assert launcher.wait().returncode == 0
+    assert {path.read_text() for path in done} == {"6 steps among 2"}
+    seconds = max(path.stat().st_mtime for path in done) - (tmp_path / "lost").stat().st_mtime
+    record("stopped launcher", transport, "the others train on", seconds)
 
 
 def test_a_rank_that_is_started_again_joins_the_others(tmp_path: Path, forks: Forks) -> None:

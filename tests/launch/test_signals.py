@@ -6,11 +6,16 @@ import array
 import contextlib
 import fcntl
 import os
+import shutil
 import signal
+import socket
 import subprocess
+import sys
 import termios
 import time
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -18,6 +23,7 @@ from failure_rows import record
 from forks import Forks, Process, is_running
 from syncline import environment
 from syncline.tools.launch.guardian import Guardian
+from syncline.tools.launch.stopping import Interruption
 
 # Each prints its pid; told to end, it says so and ends, or (with "stubborn") goes on. It says so with os.write, because
 # a `print` in a handler is an error if the signal arrives inside of the other `print`.
@@ -95,6 +101,77 @@ def test_a_second_ctrl_c_kills_at_once(forks: Forks, tmp_path: Path) -> None:
     assert time.monotonic() - start < 20  # not after 50 s
     assert done.returncode == 130
     assert_gone(pids)
+
+
+def test_sigterms_within_two_seconds_are_one_signal() -> None:
+    """A scheduler can send it to the launcher in two ways. Another signal is never a part of the same request."""
+    done: list[str] = []
+    workers: Any = SimpleNamespace(
+        are_running=False,
+        pass_on=lambda number, ends: done.append(number.name) or True,
+        kill=lambda: done.append("kill"),
+    )
+    with Interruption(workers, ["SIGTERM", "SIGINT"], None, say=print) as interruption:
+        signal.raise_signal(signal.SIGTERM)
+        signal.raise_signal(signal.SIGTERM)
+        assert done == ["SIGTERM"]
+        interruption._received_at -= 2.0
+        signal.raise_signal(signal.SIGTERM)
+        assert done == ["SIGTERM", "kill"]
+    done.clear()
+    with Interruption(workers, ["SIGTERM", "SIGINT"], None, say=print):
+        signal.raise_signal(signal.SIGTERM)
+        signal.raise_signal(signal.SIGINT)
+    assert done == ["SIGTERM", "kill"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("number", "host"), [(signal.SIGTERM, ()), (signal.SIGINT, ("--host", "127.0.0.1"))])
+def test_a_signal_ends_a_launcher_that_waits_for_another_host(
+    tmp_path: Path, number: signal.Signals, host: tuple[str, ...]
+) -> None:
+    (tmp_path / "program.py").write_text("")
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    where = ["--nnodes", "2", "--node-rank", "0", "--master-addr", "127.0.0.1", "--master-port", str(port)]
+    launcher = subprocess.Popen(
+        [sys.executable, "-m", "syncline", "run", *where, *host, "program.py"],
+        cwd=tmp_path,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    deadline = time.monotonic() + 60
+    while not listens(port):  # it waits from then on
+        assert time.monotonic() < deadline
+        assert launcher.poll() is None
+        time.sleep(0.005)
+    launcher.send_signal(number)
+    try:
+        _, error = launcher.communicate(timeout=30)  # it used to wait for ten minutes
+    finally:
+        launcher.kill()
+    assert launcher.returncode == 128 + number, error
+    assert f"stopped by {number.name}, all ranks on this host have ended" in error
+
+
+def listens(port: int) -> bool:
+    with socket.socket() as probe:
+        return probe.connect_ex(("127.0.0.1", port)) == 0
+
+
+@pytest.mark.slow
+def test_a_host_without_a_loopback_interface_is_named(tmp_path: Path) -> None:
+    (tmp_path / "program.py").write_text("")
+    command = ["unshare", "-rn", sys.executable, "-m", "syncline", "run", "-n", "2", "program.py"]
+    if (
+        shutil.which("unshare") is None
+        or subprocess.run([*command[:2], "true"], capture_output=True).returncode
+    ):
+        pytest.skip("no network namespaces here")
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 1
+    assert "this host cannot connect to its own port" in done.stderr
+    assert "ip link set lo up" in done.stderr
 
 
 def test_workers_that_do_not_end_are_killed_when_their_time_is_up(forks: Forks, tmp_path: Path) -> None:

@@ -22,10 +22,10 @@ import torch.distributed as dist
 
 from syncline import PeerFailed, SynclineError
 from syncline.liveness import Board, Failure, Notices, Place, StoreConnection, StoreMedium
+from syncline.liveness import connection as store_line
 from syncline.liveness import notices as publisher_module
-from syncline.liveness import store as store_line
+from syncline.liveness.connection import clone_of
 from syncline.liveness.notices import Publisher
-from syncline.liveness.store import clone_of
 from syncline.user_code import user_code, user_code_in_dump, user_code_of_main_thread
 
 

@@ -138,14 +138,14 @@ class _Connecting(threading.Thread):
     def __init__(self, connect: Callable[[], Any]) -> None:
         super().__init__(name="syncline connects Gloo", daemon=True)
         self.group: Any = None
-        self.failure: RuntimeError | None = None
+        self.failure: Exception | None = None
         self._connect = connect
 
     def run(self) -> None:
         """Create the group."""
         try:
             self.group = self._connect()
-        except RuntimeError as error:
+        except Exception as error:
             self.failure = error
 
 

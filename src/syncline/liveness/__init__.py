@@ -5,24 +5,27 @@ Imports: errors, words, environment, native, user_code, events, _torch.
 at_exit.py      threads of Syncline that may be inside C++ code while Python shuts down
 board.py        the position of each rank, published for its peers: step, phase, bucket, and call
 calls.py        the calls in which ranks wait, of Syncline or of torch.distributed; the failure of a group
+connection.py   connections of this process to stores, with a deadline for each request
 deadlock.py     detection of waits that can never end, by pure functions of the places of all ranks
 failed_wait.py  the search for the cause of a failed wait, and the error that names the cause
+folder_store.py a store in a folder of this host, which no process serves
 gathering.py    texts of all ranks, gathered at the store by way of rank 0
 health.py       the state of a group: whether the group can still be used, and the positions of its ranks
 notices.py      failures and positions that ranks publish for each other, at the store or in shared memory
 processes.py    whether the process of a rank has ended, is stopped, or is a fork of a rank
-store.py        messages at the store, signed and checked; this process's connection to the store
+store.py        messages at the store, signed and checked
 """
 
 from __future__ import annotations
 
 from syncline.liveness.board import Board, Place, Wait
 from syncline.liveness.calls import Failure
+from syncline.liveness.connection import StoreConnection, StoreSilent
 from syncline.liveness.failed_wait import FailedWait
 from syncline.liveness.health import Health, Lane
 from syncline.liveness.notices import Notices, StoreMedium
 from syncline.liveness.processes import RankProcess
-from syncline.liveness.store import SignedStore, StoreConnection, decode
+from syncline.liveness.store import SignedStore, decode
 
 __all__ = [
     "Board",
@@ -36,6 +39,7 @@ __all__ = [
     "SignedStore",
     "StoreConnection",
     "StoreMedium",
+    "StoreSilent",
     "Wait",
     "decode",
 ]

@@ -37,7 +37,8 @@ from syncline.errors import (
     UnevenInputs,
 )
 from syncline.liveness.board import EVAL_FORWARD, Place, Wait
-from syncline.liveness.store import decode, open_sockets
+from syncline.liveness.connection import open_sockets
+from syncline.liveness.store import decode
 from syncline.user_code import innermost_in_dump, is_users
 
 SAME_CALLS = (

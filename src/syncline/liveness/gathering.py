@@ -21,7 +21,8 @@ from typing import Any
 from torch.distributed import DistStoreError
 
 from syncline.errors import CollectiveTimeout, PeerLost, SynclineError
-from syncline.liveness.store import SignedStore, clone_of
+from syncline.liveness.connection import clone_of
+from syncline.liveness.store import SignedStore
 from syncline.words import describe_ranks, end_of_processes
 
 Ended = Callable[[Sequence[int]], list[int]]

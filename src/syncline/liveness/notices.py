@@ -29,8 +29,9 @@ from syncline.errors import SynclineError
 from syncline.events import OBSERVERS, PlaceSeen, emit
 from syncline.liveness.board import Place
 from syncline.liveness.calls import Failure, call_in_dump
+from syncline.liveness.connection import StoreConnection, StoreSilent
 from syncline.liveness.processes import RankProcess
-from syncline.liveness.store import SignedStore, StoreConnection
+from syncline.liveness.store import SignedStore
 from syncline.user_code import dump_of_main_thread, user_code_in_dump
 
 T = TypeVar("T")
@@ -71,10 +72,12 @@ class StoreMedium:
     def __init__(self, connection: StoreConnection, *, rank: int, size: int) -> None:
         self.connection = connection
         self._size = size
-        self._store: SignedStore | None = SignedStore(connection.under("syncline").store)
+        self._store: SignedStore | None = SignedStore(connection.under("syncline"))
         # Old notices stay in the store, and a group created again under the same name must not read them. Each rank
         # counts the creations separately, because a common count would mean waiting for another rank.
         self._epoch = self._ask(lambda store: store.count_up(f"epoch/{rank}"))
+        if self._epoch is None:
+            self._store = None  # the other ranks would not find this rank's notices
 
     def write(self, name: str, text: str) -> None:
         """Replace the text of this name."""
@@ -99,16 +102,17 @@ class StoreMedium:
         return f"{self._epoch}/{name}"
 
     def _ask(self, question: Callable[[SignedStore], T]) -> T | None:
-        """Return the store's answer to a question. Return None if the store has ended."""
-        with self.connection.lock:
-            if self._store is not None and self.connection.is_open():
-                try:
-                    return question(self._store)
-                except SynclineError:
-                    raise  # the store still answers, but the message is not one of Syncline
-                except RuntimeError:
-                    pass
-            self._store = None
+        """Return the store's answer to a question. Return None if the store has ended, or does not answer now."""
+        store = self._store
+        if store is not None:
+            try:
+                return question(store)
+            except StoreSilent:
+                return None  # it may answer again later
+            except SynclineError:
+                raise  # the store still answers, but the message is not one of Syncline
+            except RuntimeError:
+                self._store = None
         return None
 
 

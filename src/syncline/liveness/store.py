@@ -1,4 +1,4 @@
-"""Access to a store of torch.distributed: signed and checked messages, and a connection that never blocks forever.
+"""Messages at a store of torch.distributed, signed when they are written and checked when they are read.
 
 [Note: messages]
 
@@ -6,30 +6,16 @@ A store has no passwords, so any program that can connect to it can write any ke
 the job's processes know, a reader can verify that such a process wrote a message. The message is then signed with
 HMAC-SHA256 over the key and the text. With or without a token, a reader that finds an invalid message raises a clear
 error.
-
-[Note: connections]
-
-A TCPStore ends with the process that opened it, which is often rank 0. On a later request, torch raises an error, but
-first it prints a C++ stack trace to stderr, even at the end of a program without errors. So before each request,
-Syncline asks the kernel whether the server has closed the connection. If the network fails, no connection closes, and
-torch would wait for an answer forever. So Syncline configures the kernel to close a connection on which the other side
-no longer acknowledges anything.
 """
 
 from __future__ import annotations
 
 import contextlib
-import copy
 import functools
 import hashlib
 import hmac
 import json
 import math
-import os
-import select
-import socket
-import sys
-import threading
 import types
 import typing
 from collections.abc import Callable, Sequence
@@ -37,13 +23,14 @@ from dataclasses import MISSING, fields, is_dataclass
 from datetime import timedelta
 from typing import Any, NoReturn, TypeVar
 
+import torch.distributed as dist
+
 from syncline import environment
-from syncline._torch.process_groups import PrefixStore
+from syncline._torch.process_groups import TCPStore
 from syncline.errors import SynclineError
+from syncline.liveness.connection import ANSWER_SECONDS, Requests, StoreConnection, innermost
 
 T = TypeVar("T")
-
-_REQUEST_TIMEOUT = timedelta(seconds=1)
 
 _MAX_BYTES = 1 << 20
 
@@ -54,11 +41,16 @@ _SIGNED, _PLAIN = b"syncline signed ", b"syncline plain "
 _DIGEST_CHARS = 2 * hashlib.sha256().digest_size
 
 
+Ask = Callable[[Callable[[], Any], float], Any]
+"""A function that makes a request, and that gets the time for which the request itself waits at most."""
+
+
 class SignedStore:
     """A store of text messages, which signs messages when it writes them, and checks them when it reads them.
 
     Args:
-        store: the store of torch.distributed that holds the messages of all ranks.
+        store: the store of torch.distributed that holds the messages of all ranks, or a connection to it. A request to
+            a store of another process raises `StoreSilent` if it is not answered in time.
         token: the secret that only the job's processes know. Pass None to use no signatures. The default is the value
             of SYNCLINE_TOKEN.
 
@@ -71,21 +63,31 @@ class SignedStore:
     """
 
     def __init__(self, store: Any, *, token: str | types.EllipsisType | None = ...) -> None:
+        self._ask: Ask = lambda request, _: request()
+        self._wait_seconds = 0.0
+        """How long the store waits for a missing key; 0 if it is in this process."""
+        if isinstance(store, StoreConnection):
+            self._ask = store.ask
+            store = store.store
+        elif isinstance(innermost(store), TCPStore):
+            self._ask = Requests(max(store.timeout.total_seconds(), ANSWER_SECONDS)).make
+        if isinstance(innermost(store), TCPStore):
+            self._wait_seconds = store.timeout.total_seconds()
         self._store = store
         self._token = environment.token() if token is ... else token
 
     def set(self, key: str, text: str) -> None:
         """Write a message under a key."""
-        self._store.set(key, self._signed(key, text))
+        mine = self._signed(key, text)
+        self._ask(lambda: self._store.set(key, mine), 0.0)
 
     def set_first(self, key: str, text: str) -> str:
         """Write a message under a key if the key has no message yet. Return the message that the key has then."""
         mine = self._signed(key, text)
-        held = self._store.compare_set(key, "", mine)
+        held = self._ask(lambda: self._store.compare_set(key, "", mine), 0.0)
         if held == mine and not environment.uses_libuv():
-            self._store.set(
-                key, mine
-            )  # a store without libuv does not wake up waiting clients for compare_set
+            # A store without libuv does not wake up waiting clients for compare_set.
+            self._ask(lambda: self._store.set(key, mine), 0.0)
         return self._read(key, held)
 
     def get(self, key: str, *, max_bytes: int = _MAX_BYTES) -> str:
@@ -95,35 +97,41 @@ class SignedStore:
             key: the key.
             max_bytes: the size of the largest message that is accepted.
         """
-        return self._read(key, self._store.get(key), max(max_bytes, _MAX_BYTES))
+        return self._read(
+            key, self._ask(lambda: self._store.get(key), self._wait_seconds), max(max_bytes, _MAX_BYTES)
+        )
 
     def multi_get(self, keys: Sequence[str]) -> list[str]:
         """Return the messages of several keys. Wait for missing messages, at most for the store's timeout."""
-        values = self._store.multi_get(list(keys)) if keys else []
+        values = self._ask(lambda: self._store.multi_get(list(keys)), self._wait_seconds) if keys else []
         return [self._read(key, value) for key, value in zip(keys, values, strict=True)]
 
     def readable(self, keys: Sequence[str]) -> dict[str, str]:
         """Return the messages of these keys, by key. Missing and unreadable messages are left out."""
         if not self.has(*keys):  # `multi_get` would wait for missing keys
             keys = [key for key in keys if self.has(key)]
-        found = {}
-        for key, value in zip(keys, self._store.multi_get(list(keys)) if keys else [], strict=True):
+        found: dict[str, str] = {}
+        try:
+            values = self._ask(lambda: self._store.multi_get(list(keys)), self._wait_seconds) if keys else []
+        except dist.DistStoreError:  # one was deleted just now
+            return found
+        for key, value in zip(keys, values, strict=True):
             with contextlib.suppress(SynclineError):
                 found[key] = self._read(key, value)
         return found
 
     def has(self, *keys: str) -> bool:
         """Return whether all of these keys have messages."""
-        return bool(self._store.check(list(keys)))
+        return bool(self._ask(lambda: self._store.check(list(keys)), 0.0))
 
     def wait(self, keys: Sequence[str], timeout: timedelta) -> None:
         """Wait until all of these keys have messages, at most for the time `timeout`."""
-        self._store.wait(list(keys), timeout)
+        self._ask(lambda: self._store.wait(list(keys), timeout), timeout.total_seconds())
 
     def delete(self, key: str) -> None:
         """Delete the message of a key, if the store can delete keys."""
         with contextlib.suppress(RuntimeError):
-            self._store.delete_key(key)
+            self._ask(lambda: self._store.delete_key(key), 0.0)
 
     def count_up(self, key: str) -> int:
         """Add 1 to the number that is the message of a key, and return the new number. A missing number counts as 0.
@@ -296,145 +304,3 @@ def _checked(value: Any, kind: type) -> Any:
     if type(value) is not kind:  # not isinstance, because True is an int
         raise TypeError(value)
     return value
-
-
-# ---------------------------------------------------------------------- connections
-
-
-_CONNECT_SECONDS = 1.0
-
-_SILENCE_SECONDS = 4.0
-"""How long the other side of a connection may acknowledge nothing before the kernel closes the connection."""
-
-_lock = threading.Lock()
-
-
-class StoreLine:
-    """A connection to the server of a store, which shows whether the server still exists.
-
-    The check works only while no answer of the server is pending on the connection.
-
-    Args:
-        file_descriptor: the descriptor of the connection. When this object is deleted, it closes the descriptor.
-    """
-
-    def __init__(self, file_descriptor: int) -> None:
-        self._file_descriptor = file_descriptor
-
-    def is_open(self) -> bool:
-        """Return whether the server's end of the connection is open.
-
-        An idle connection becomes readable only when the server closes it.
-        """
-        if sys.platform == "win32":
-            return not select.select([self._file_descriptor], [], [], 0)[0]
-        poll = select.poll()  # not `select`, which refuses descriptors above 1023
-        poll.register(self._file_descriptor, select.POLLIN)
-        return not poll.poll(0)
-
-    def __del__(self) -> None:
-        with contextlib.suppress(AttributeError, OSError):
-            socket.close(self._file_descriptor)  # not os.close, which does not close sockets on Windows
-
-
-def clone_of(
-    store: Any, timeout: timedelta, silence_seconds: float = _SILENCE_SECONDS
-) -> tuple[Any, StoreLine | None]:
-    """Clone a store, so that the clone has its own connection and timeout.
-
-    If the network fails, a request over the new connection raises an error instead of waiting forever.
-
-    Args:
-        store: the store.
-        timeout: how long a request waits for a missing key.
-        silence_seconds: how long the network may fail before a request raises an error.
-
-    Returns:
-        The clone, and a `StoreLine` to the server of the store. If the store cannot be cloned, the first result is the
-        store itself. If no connection to a server is found, the second result is None.
-    """
-    server = innermost(store)
-    port = getattr(server, "port", None)
-    timeout_before = store.timeout
-    with _lock:  # otherwise a connection that another thread opens could be mistaken for the clone's
-        before = open_sockets()
-        try:
-            clone = store.clone()
-        except RuntimeError:
-            return store, None
-        made = [one for one in open_sockets() - before if port is not None and _leads_to(port, one)]
-    clone.set_timeout(timeout)
-    if store.timeout != timeout_before:
-        clone.set_timeout(timeout_before)  # the clone and the store share one timeout
-    for connection in made:
-        _end_with_the_network(connection, silence_seconds)
-    with contextlib.suppress(OSError):
-        if len(made) == 1:
-            return clone, StoreLine(os.dup(made[0]))
-        if port is not None:
-            # The clone's connection is unknown. The server closes another, idle connection at the same time.
-            idle = socket.create_connection((server.host, port), timeout=_CONNECT_SECONDS)
-            return clone, StoreLine(idle.detach())
-    return clone, None
-
-
-class StoreConnection:
-    """A connection of its own to a store, for several threads and several groups of this process.
-
-    torch looks up the name of the other end of each new connection in the DNS. That takes seconds if the DNS does not
-    answer. So the groups that follow each other in `sl.steps` use one connection, which exists before a rank is lost.
-
-    Args:
-        store: the store.
-    """
-
-    def __init__(self, store: Any) -> None:
-        self.store, self._line = clone_of(store, _REQUEST_TIMEOUT)
-        self.lock = threading.Lock()
-        """The lock that a thread holds during a request. Otherwise it could receive another thread's answer."""
-
-    def under(self, prefix: str) -> StoreConnection:
-        """Return this connection for keys with a prefix."""
-        other = copy.copy(self)
-        other.store = PrefixStore(prefix, self.store)
-        return other
-
-    def is_open(self) -> bool:
-        """Return whether the store's end of the connection is open, as far as it can be seen. Hold the lock."""
-        return self._line is None or self._line.is_open()
-
-
-def _leads_to(port: int, file_descriptor: int) -> bool:
-    """Return whether the other end of the connection of this socket has the port `port`."""
-    with contextlib.suppress(OSError), socket.socket(fileno=os.dup(file_descriptor)) as connection:
-        return bool(connection.getpeername()[1:2] == (port,))
-    return False
-
-
-def _end_with_the_network(file_descriptor: int, silence_seconds: float) -> None:
-    """Configure the kernel to close a connection on which the other side no longer acknowledges anything."""
-    if sys.platform != "linux":  # some of these options have other names there
-        return
-    with contextlib.suppress(OSError), socket.socket(fileno=os.dup(file_descriptor)) as connection:
-        connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 1)
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 1)
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(1000 * silence_seconds))
-
-
-def open_sockets() -> set[int]:
-    """Return the descriptors of all sockets of this process. The set is empty if the system does not list them."""
-    found = set()
-    with contextlib.suppress(OSError):
-        for name in os.listdir("/proc/self/fd"):
-            with contextlib.suppress(OSError):
-                if os.readlink(f"/proc/self/fd/{name}").startswith("socket:"):
-                    found.add(int(name))
-    return found
-
-
-def innermost(store: Any) -> Any:
-    """Return the store without its prefixes."""
-    while hasattr(store, "underlying_store"):
-        store = store.underlying_store
-    return store

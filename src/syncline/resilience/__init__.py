@@ -4,10 +4,11 @@ One loop has a `Group`, which agrees with the other processes on who is left, by
 the register in the launcher's store, and then connects them anew. The wrapped modules, the optimizers and the sampler
 follow. A rank that has missed a step, or joins, gets the state from the others.
 
-Imports: errors, words, checks, environment, records, events, _torch, liveness, transport, session, optimizers, tensors,
-gradients, sharded, data, compression, strategies, checkpoint, ddp.
+Imports: errors, words, checks, environment, records, user_code, events, _torch, liveness, transport, session,
+optimizers, tensors, gradients, sharded, data, compression, strategies, checkpoint, ddp.
 
 batches.py     the batches of one rank, and how many samples they have
+faults.py      exceptions of one process: which of them are a loss, and which end the job
 generators.py  the random number generators of this process, whose states are remembered in each step
 group.py       the processes that train together, as one of them sees them
 handover.py    a training state goes from the ranks that have it to others, over the transport

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import socket
+import sys
 import time
 import uuid
 from collections.abc import Sequence, Sized
 from dataclasses import replace
+from functools import partial
 from typing import NoReturn
 
 import torch.distributed as dist
@@ -15,9 +18,11 @@ import torch.distributed as dist
 from syncline import environment
 from syncline._torch.process_groups import PrefixStore
 from syncline.errors import CollectiveTimeout, PeerFailed, PeerLost, SynclineError, UnevenInputs
+from syncline.liveness.connection import StoreConnection
 from syncline.liveness.failed_wait import is_of_backend
 from syncline.liveness.processes import RankProcess
-from syncline.liveness.store import SignedStore, StoreConnection
+from syncline.liveness.store import SignedStore
+from syncline.resilience.faults import Fault, call_if_exception_closed, is_fault
 from syncline.resilience.membership import Adopt, Leave, Member, Membership, Propose, Rules
 from syncline.resilience.register import SILENT_SECONDS, Entry, Line, Register
 from syncline.resilience.watch import Pulse, Watch
@@ -85,6 +90,8 @@ class Group:
         """Whether this process has yet to join the others, by `begin`. It was started while they train, or is spare."""
         self.is_left_behind = False
         """Whether the others train on without this process, so that its end is no failure of the job."""
+        self._has_fault = False
+        """Whether an exception in the body of a step ends this process."""
         here = world()
         self.first_size = here.size
         """The number of ranks with which the loop began."""
@@ -103,9 +110,8 @@ class Group:
         members = PrefixStore(self._key, job_store())
         # While the others wait for this process, it waits for the network.
         silence_seconds = SILENT_SECONDS + rules.patience_seconds
-        register = Register(
-            members, Entry(name=name, host=here.host, process=RankProcess.own()), silence_seconds
-        )
+        entry = Entry(name=name, host=here.host, process=RankProcess.own())
+        register = Register(members, entry, silence_seconds, timeout_seconds())
         self._connection = StoreConnection(members)
         self._watch = Watch()
         self._pulse = Pulse(Line(members, silence_seconds), name, self._watch)
@@ -325,8 +331,32 @@ class Group:
         self.is_left_behind = True
         raise PeerLost(f"sl.steps ends on this rank: {why}")
 
-    def leave(self) -> None:
-        """Record that this process has left the loop, and takes no more part."""
+    def end_by_fault(self, step: int, error: BaseException) -> None:
+        """Note that an exception ends this process. The others train on, unless one has had it in this step, too."""
+        if self._register is None or not is_fault(error):
+            return
+        self.is_left_behind = self._has_fault = True
+        with contextlib.suppress(PeerLost, MemoryError):  # the end of this process says enough
+            if self._register.record_fault(step, Fault.of(error)):
+                self.is_left_behind = False
+                _LOG.error("syncline: %s", _ends_the_job(step, Fault.of(error)))
+
+    def check_faults(self, step: int, loss: Exception) -> None:
+        """Check that a step has not failed on several processes by the same exception.
+
+        Raises:
+            PeerFailed: it has.
+        """
+        fault = None if self._register is None else self._register.repeated_fault(step)
+        if fault is not None:
+            raise PeerFailed(_ends_the_job(step, fault)) from loss
+
+    def leave(self, *, is_closed: bool) -> None:
+        """Record that this process takes no more part. Only the generator of the loop calls this.
+
+        Args:
+            is_closed: whether the program closes the generator before its end.
+        """
         SPARE_MEMORY.keeps_files = False
         if self._register is not None:
             self._watch.end()
@@ -334,6 +364,16 @@ class Group:
             self._register.end()
             if self._error_file is not None and not self.is_left_behind:
                 record_steps(self._error_file, None)
+                if is_closed and not self._has_fault:  # an exception outside of the body is a loss, too
+                    is_lost = partial(record_steps, self._error_file, self._member.name)
+                    call_if_exception_closed(sys._getframe(1), is_lost)
+
+
+def _ends_the_job(step: int, fault: Fault) -> str:
+    return (
+        f"step {step} failed by the same exception on more than one process: {fault}. So the program is at fault, and "
+        "not a process. The job ends"
+    )
 
 
 def _change_in_words(before: Membership, tried: Membership, after: Membership) -> str:

@@ -11,6 +11,7 @@ These are the messages, by key. A generation is a number, and a name is that of 
     here G NAME              the process is about to connect to the other members of generation G
     pulse NAME               a number that grows as long as the process runs
     ended NAME               the process takes no more part: it has left the loop
+    fault STEP NAME          the `Fault` that has ended the process in this step
 
 A launcher does not know the prefix of these keys. It writes without a prefix:
 
@@ -26,14 +27,17 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import torch.distributed as dist
 
-from syncline.errors import PeerLost
+from syncline.errors import PeerLost, SynclineError
+from syncline.liveness.connection import ANSWER_SECONDS, StoreConnection
 from syncline.liveness.processes import RankProcess
-from syncline.liveness.store import SignedStore, StoreLine, clone_of, decode, innermost
+from syncline.liveness.store import SignedStore, decode
+from syncline.resilience.faults import Fault
 from syncline.resilience.membership import Membership, Observation, Report, Rules
+from syncline.user_code import warn_user
 
 T = TypeVar("T")
 
@@ -63,17 +67,32 @@ class Line:
     Args:
         store: the launcher's store. The connection to it is a new one.
         silence_seconds: how long the network may fail before the connection counts as lost.
+        answer_seconds: how long the store may take to answer.
+        note_silence: a function that is called with `answer_seconds` when an answer takes long. None: no function.
     """
 
-    def __init__(self, store: Any, silence_seconds: float) -> None:
-        own, self._line = clone_of(store, _STORE_TIMEOUT, silence_seconds)
-        self._store, self._whole = SignedStore(own), SignedStore(innermost(own))
+    def __init__(
+        self,
+        store: Any,
+        silence_seconds: float,
+        answer_seconds: float = ANSWER_SECONDS,
+        note_silence: Callable[[float], object] | None = None,
+    ) -> None:
+        connection = StoreConnection(
+            store,
+            _STORE_TIMEOUT,
+            silence_seconds=silence_seconds,
+            answer_seconds=answer_seconds,
+            note_silence=note_silence,
+        )
+        self._store, self._whole = SignedStore(connection), SignedStore(connection.whole())
 
     def ask(self, question: Callable[[SignedStore], T]) -> T:
         """Return the answer of the store.
 
         Raises:
             PeerLost: the launcher, which holds the store, has ended, or cannot be reached.
+            StoreSilent: the launcher does not answer in time.
         """
         return self._answer(self._store, question)
 
@@ -88,17 +107,29 @@ class Line:
         self._answer(self._whole, partial(SignedStore.set, key=_lost(name), text="lost"))
 
     def _answer(self, store: SignedStore, question: Callable[[SignedStore], T]) -> T:
-        line: StoreLine | None = self._line
         try:
-            if line is None or line.is_open():
-                return question(store)
+            return question(store)
         except (dist.DistNetworkError, dist.DistStoreError):
-            pass
-        raise PeerLost(
-            "the launcher's store, by which the processes agree on who trains together, has ended or cannot be "
-            "reached. So this process cannot continue. The last lines of the first host's launcher name the cause. "
-            "Where there are several hosts, the network between them can be the cause"
+            raise PeerLost(
+                "the launcher's store, by which the processes agree on who trains together, has ended or cannot be "
+                "reached. So this process cannot continue. The last lines of the first host's launcher name the cause. "
+                "Where there are several hosts, the network between them can be the cause"
+            ) from None
+
+
+class _Entries(dict[str, Entry]):
+    def __missing__(self, name: str) -> NoReturn:
+        raise SynclineError(
+            f"the launcher's store has no readable entry of the process {name!r}, which takes part in the training. "
+            "Another program may have deleted it"
         )
+
+
+def _note_silence(seconds: float) -> None:
+    warn_user(
+        "sl.steps waits for the launcher's store, which does not answer: its launcher may be stopped by Ctrl-Z or a "
+        f"debugger. Resume it (`fg`, or `kill -CONT PID`). This process raises an error after {seconds:g} s"
+    )
 
 
 def _lost(name: str) -> str:
@@ -112,12 +143,13 @@ class Register:
         store: the launcher's store, with a prefix of this job.
         entry: this process.
         silence_seconds: how long the network may fail before the store counts as lost.
+        timeout_seconds: how long the store may take to answer, at least 5 s.
     """
 
-    def __init__(self, store: Any, entry: Entry, silence_seconds: float) -> None:
-        self.entries: dict[str, Entry] = {}
+    def __init__(self, store: Any, entry: Entry, silence_seconds: float, timeout_seconds: float) -> None:
+        self.entries: dict[str, Entry] = _Entries()
         """The processes that have taken part so far, by name."""
-        self._line = Line(store, silence_seconds)
+        self._line = Line(store, silence_seconds, max(timeout_seconds, ANSWER_SECONDS), _note_silence)
         self._name = entry.name
         self._entry = entry
         self._pulses: dict[str, tuple[str, float]] = {}
@@ -141,7 +173,7 @@ class Register:
             time.sleep(_POLL_SECONDS)
         texts = self._line.ask(lambda store: store.multi_get(keys))
         found = [decode(Entry, text, key) for key, text in zip(keys, texts, strict=True)]
-        self.entries = {entry.name: entry for entry in found}
+        self.entries.update({entry.name: entry for entry in found})
         names = tuple(self.entries)[: rules.max_ranks or None]
         first = Membership(0, names, step=0, sources=names)
         self.first_size = len(names)
@@ -267,6 +299,21 @@ class Register:
         processes = {name: self.entries[name].process for name in here}
         found = {name for name, process in processes.items() if process is not None and process.has_ended()}
         return frozenset(found | self._line.lost(elsewhere))
+
+    def record_fault(self, step: int, fault: Fault) -> bool:
+        """Record the exception that ends this process in a step. Return whether another process had the same there."""
+        text = json.dumps(asdict(fault))
+        self._line.ask(lambda store: store.set(f"fault {step} {self._name}", text))
+        return fault in [one for name, one in self._faults(step).items() if name != self._name]
+
+    def repeated_fault(self, step: int) -> Fault | None:
+        """Return an exception that has ended several processes in this step; None if there is none."""
+        faults = [*self._faults(step).values()]
+        return next((one for one in faults if faults.count(one) > 1), None)
+
+    def _faults(self, step: int) -> dict[str, Fault]:
+        keys = {f"fault {step} {name}": name for name in self.entries}
+        return {keys[key]: decode(Fault, text, key) for key, text in self._read([*keys]).items()}
 
     def in_words(self, names: Sequence[str] | frozenset[str]) -> str:
         """Return the processes in words."""

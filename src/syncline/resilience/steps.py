@@ -27,6 +27,7 @@ from syncline.errors import PeerLost, SynclineError
 from syncline.events import OBSERVERS, RanksChanged, emit
 from syncline.records import StragglerRecord
 from syncline.resilience.batches import Batches
+from syncline.resilience.faults import Fault
 from syncline.resilience.group import Group
 from syncline.resilience.handover import memory_for_state
 from syncline.resilience.membership import Membership, Rules
@@ -62,6 +63,8 @@ class Step:
         self.loss: Exception | None = None
         """The error that has interrupted the last attempt; None if none has."""
         self._loop = loop
+        self._fault: Fault | None = None
+        """The error that has interrupted the last attempt, as other errors are compared with it."""
         self._around_batch: contextlib.ExitStack | None = None
         """The contexts around the batch that `batches` has yielded last. An error in the body leaves them open."""
 
@@ -127,12 +130,22 @@ class Step:
             self._loop.training.commit(self.num_samples)
             self.is_committed = True
             return False
-        if not self._loop.is_loss(error):
+        if not self._is_loss(error):
+            self._loop.end_by_fault(self.number, error)
             return False
         assert isinstance(error, Exception)
         self._loop.training.end_attempt(self.num_samples)
         self.loss = error
         return True
+
+    def _is_loss(self, error: BaseException) -> bool:
+        """Return whether the body is run again after this error. An error of a backend is known by its words only.
+
+        So an error of the program can seem to be one. It is known by coming again, from the same line.
+        """
+        before, self._fault = self._fault, Fault.of(error)
+        is_again = isinstance(error, RuntimeError) and not isinstance(error, SynclineError)
+        return not (is_again and self._fault == before) and self._loop.is_loss(error)
 
 
 def steps(
@@ -272,7 +285,7 @@ class _Loop:
 
     def run(self) -> Iterator[Step]:
         """Yield the steps."""
-        training = self.training
+        training, is_closed = self.training, False
         try:
             training.look_for_newcomers(self._group.someone_waits)
             begin = self._group.begin()
@@ -285,10 +298,13 @@ class _Loop:
                 if lost is None:
                     return
                 self._connect_anew(lost)
+        except GeneratorExit:
+            is_closed = True
+            raise
         finally:
             training.look_for_newcomers(None)
             self._slow.end()
-            self._group.leave()
+            self._group.leave(is_closed=is_closed)
 
     def _one_step(self) -> Iterator[Step]:
         slow = self._slow.to_leave_behind()
@@ -307,6 +323,7 @@ class _Loop:
             if step.loss is not None:
                 self.training.undo()
                 self._connect_anew(step.loss)
+                self._group.check_faults(step.number, step.loss)
                 step.discarded.append(self._group.change)
                 # This rank may have been behind, and has loaded the end of the step.
                 if self.training.state.step >= step.number:
@@ -359,6 +376,10 @@ class _Loop:
     def is_loss(self, error: BaseException) -> bool:
         """Return whether the body is run again after this error."""
         return self._group.is_loss(error)
+
+    def end_by_fault(self, step: int, error: BaseException) -> None:
+        """Note that an exception ends this process in a step."""
+        self._group.end_by_fault(step, error)
 
     def _connect_anew(self, loss: Exception | None) -> None:
         """Go on with the ranks that are left, and with those that join."""

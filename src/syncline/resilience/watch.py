@@ -16,8 +16,9 @@ import weakref
 from dataclasses import dataclass
 from functools import partial
 
-from syncline.errors import PeerLost
+from syncline.errors import PeerLost, SynclineError
 from syncline.liveness.calls import Failure
+from syncline.liveness.connection import StoreSilent
 from syncline.liveness.processes import RankProcess
 from syncline.liveness.store import SignedStore
 from syncline.resilience.membership import Membership
@@ -72,9 +73,12 @@ class Watch:
         name = watched.entry.name
         stopping, ended, pulse = f"stopping {watched.generation + 1}", f"ended {name}", f"pulse {name}"
         found = line.ask(partial(SignedStore.readable, keys=[stopping, ended, pulse]))
-        now = time.monotonic()
-        if found.get(pulse, "") != watched.pulse:
-            watched.pulse, watched.seen = found[pulse], now
+        now, shown = (
+            time.monotonic(),
+            found.get(pulse, watched.pulse),
+        )  # a missing or unreadable pulse is no new one
+        if shown != watched.pulse:
+            watched.pulse, watched.seen = shown, now
         who = f"rank {watched.rank} on {watched.entry.host}"
         if stopping in found:
             self._stop(watched, "other ranks have stopped, to agree on who is left")
@@ -85,8 +89,8 @@ class Watch:
         elif now - watched.seen > SILENT_SECONDS and not _runs_here(watched.entry):
             self._stop(watched, f"{who} has shown no sign of life for {SILENT_SECONDS:g} s")
 
-    def store_lost(self, error: PeerLost) -> None:
-        """End the collectives of this process, because it cannot reach the others any more."""
+    def has_failed(self, error: Exception) -> None:
+        """End the collectives of this process, because it cannot watch or reach the others any more."""
         if self._neighbour is not None:
             self._stop(self._neighbour, str(error))
 
@@ -127,12 +131,19 @@ class Pulse:
 
 
 def _beat(line: Line, name: str, watch: Watch, over: threading.Event) -> None:
-    number = 0
-    try:
-        while not over.wait(_PULSE_SECONDS):
-            number += 1
+    number, last_good = 0, time.monotonic()
+    while not over.wait(_PULSE_SECONDS):
+        number += 1
+        try:
             line.ask(partial(SignedStore.set, key=f"pulse {name}", text=str(number)))
             watch.look(line)
-    except PeerLost as error:
-        if not over.is_set():
-            watch.store_lost(error)
+            last_good = time.monotonic()
+        except StoreSilent:
+            pass  # its process is stopped, and may continue: until then the ranks train on
+        except PeerLost as error:
+            if not over.is_set():
+                watch.has_failed(error)
+            return
+        except Exception as error:  # the next beat may succeed, and nobody else hears of this one
+            if time.monotonic() - last_good > SILENT_SECONDS:
+                watch.has_failed(SynclineError(f"the watch over the next rank fails: {error!r}"))

@@ -105,13 +105,18 @@ class Destroyer:
         self._is_done = threading.Event()
         self._destroy = False
         self._held: list[object] = []
+        self._error: Exception | None = None
+        """The error with which torch has refused to destroy the group."""
         self._thread = threading.Thread(target=self._run, name="syncline-shutdown", daemon=True)
         self._thread.start()
 
     def _run(self) -> None:
         self._decided.wait()
-        if self._destroy:
-            dist.destroy_process_group()
+        try:
+            if self._destroy:
+                dist.destroy_process_group()
+        except Exception as error:
+            self._error = error
         self._is_done.set()
         self._held.clear()
 
@@ -137,3 +142,6 @@ class Destroyer:
                 "ranks have not joined a pending collective. Wait for all asynchronous work before sl.shutdown()",
                 UserWarning,
             )
+        if self._error is not None:
+            error, self._error = self._error, None
+            warn_user(f"torch could not destroy the process group: {error!r}", UserWarning)

@@ -21,6 +21,8 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import partial
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -29,6 +31,8 @@ from syncline import environment
 from syncline._torch.process_groups import PrefixStore, Store, TCPStore
 from syncline.errors import CollectiveTimeout, ContractMismatch, PeerLost, SynclineError
 from syncline.launchers import Environment
+from syncline.liveness.connection import interruptibly
+from syncline.liveness.folder_store import FolderStore
 from syncline.liveness.gathering import MissingRanks, first_of, gathered, watching_rank_0
 from syncline.liveness.processes import RankProcess
 from syncline.liveness.store import SignedStore, decode
@@ -123,6 +127,8 @@ class Stores:
     def __init__(self) -> None:
         self._by_place: dict[tuple[str | None, int | None, int, int], Store] = {}
         self._num_inits: Counter[tuple[str | None, int | None, int, int]] = Counter()
+        self._in_folders: dict[str, FolderStore] = {}
+        """The stores in folders. They live as long as this process; see `FolderStore`."""
         self.of_last_init: Store | None = None
         """The store of the last `init`, in which the ranks have met; None before the first `init`."""
 
@@ -142,6 +148,21 @@ class Stores:
         self.of_last_init = PrefixStore(_round(store, env, timeout_seconds), store)
         self._num_inits[place] += 1
         return self.of_last_init
+
+    def for_changes(self, met: Store | None) -> Store | None:
+        """Return the store by which the ranks agree when a rank is lost.
+
+        Ranks that are all on the host of one launcher use a folder, so that they need no answer of the launcher.
+
+        Args:
+            met: the store in which the ranks have met, which they use otherwise.
+        """
+        folder = environment.store_folder()
+        if folder is None:
+            return met
+        if folder not in self._in_folders:
+            self._in_folders[folder] = FolderStore(Path(folder))
+        return self._in_folders[folder]
 
 
 def _round(store: Store, env: Environment, timeout_seconds: float) -> str:
@@ -208,16 +229,19 @@ def connect(env: Environment, timeout_seconds: float) -> Store:
         with contextlib.suppress(OSError):  # TCPStore raises the error, or shares a store of this process
             bound = bound_socket(env.master_addr, env.master_port)
     try:
-        return TCPStore(
-            env.master_addr,
-            env.master_port,
-            env.size,
-            is_master=is_master,
-            timeout=timedelta(seconds=timeout_seconds),
-            wait_for_workers=False,  # `wait_for_all` waits, and its error names the missing ranks
-            multi_tenant=True,
-            master_listen_fd=None if bound is None else bound.detach(),
-            use_libuv=environment.uses_libuv(),
+        return interruptibly(
+            partial(
+                TCPStore,
+                env.master_addr,
+                env.master_port,
+                env.size,
+                is_master=is_master,
+                timeout=timedelta(seconds=timeout_seconds),
+                wait_for_workers=False,  # `wait_for_all` waits, and its error names the missing ranks
+                multi_tenant=True,
+                master_listen_fd=None if bound is None else bound.detach(),
+                use_libuv=environment.uses_libuv(),
+            )
         )
     except (dist.DistNetworkError, dist.DistStoreError) as error:
         if is_master and "address already in use" in str(error).lower():
@@ -336,7 +360,7 @@ def _wait_for_all(store: Store, mine: Presence, timeout_seconds: float) -> list[
         ) from missing
     difference = _difference(everyone)
     if difference is not None:
-        _let_all_read(store, mine, timeout_seconds)
+        _let_all_read(messages, mine, timeout_seconds)
         raise difference
     return everyone
 
@@ -387,16 +411,16 @@ def _difference(everyone: Sequence[Presence]) -> Exception | None:
     return None if text is None else ContractMismatch(text)
 
 
-def _let_all_read(store: Store, mine: Presence, timeout_seconds: float) -> None:
+def _let_all_read(messages: SignedStore, mine: Presence, timeout_seconds: float) -> None:
     """Report that this rank has read all messages. On rank 0, wait until all ranks have reported this.
 
     Rank 0 waits because the store may end together with rank 0.
     """
     keys = [f"rank {rank} has read" for rank in range(mine.size)]
     with contextlib.suppress(dist.DistStoreError, dist.DistNetworkError):
-        store.set(keys[mine.rank], "")
+        messages.set(keys[mine.rank], "")
         if mine.rank == 0:
-            store.wait(keys, timedelta(seconds=min(timeout_seconds, _READ_SECONDS)))
+            messages.wait(keys, timedelta(seconds=min(timeout_seconds, _READ_SECONDS)))
 
 
 def _parsed(text: str, rank: int) -> Presence:

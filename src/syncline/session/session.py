@@ -29,9 +29,10 @@ from syncline._torch.process_groups import (
 )
 from syncline.errors import CollectiveTimeout, PeerLost, SynclineError
 from syncline.launchers import Environment
+from syncline.liveness.connection import StoreConnection
 from syncline.liveness.gathering import Ended, StoreGathering
 from syncline.liveness.processes import RankProcess
-from syncline.liveness.store import SignedStore, StoreConnection
+from syncline.liveness.store import SignedStore
 from syncline.session import process
 from syncline.session.asked import Asked
 from syncline.session.ending import (
@@ -190,7 +191,7 @@ class Session:
         here = world_from(env, asked.device)
         if here.device.type == "cuda":
             torch.cuda.set_device(here.device)
-        self._job_store = self._stores.of_next_init(env, asked.timeout_seconds)
+        self._job_store = self._stores.for_changes(self._stores.of_next_init(env, asked.timeout_seconds))
         self._backend = backend_for([Presence.of_this_process(env, here.device)], warn=False)
         self._asked, self.is_about_to_join = asked, True
         self._former_world = replace(here, rank=0, size=1, local_rank=0, local_size=1)
@@ -324,7 +325,8 @@ class Session:
             group = default_group()
             if group is not None and self._regrouped() is not group:
                 is_own = self._joined is not None and self._joined.destroyer is not None
-                self._job_store = self._stores.of_last_init if is_own else group.get_group_store()
+                met = self._stores.of_last_init if is_own else group.get_group_store()
+                self._job_store = self._stores.for_changes(met)
                 self._regrouped = weakref.ref(group)
             if self._job_store is None:
                 raise SynclineError(

@@ -39,7 +39,8 @@ STOP_SIGNALS: tuple[str, ...] = tuple(name for name in ("SIGTERM", "SIGUSR1") if
 On Windows, which has no SIGUSR1, the tuple contains only SIGTERM.
 """
 
-_SAME_REQUEST_SECONDS = 2.0
+SAME_REQUEST_SECONDS = 2.0
+"""Signals to end a process that arrive within this time belong to one request."""
 
 _ENDING = frozenset(
     getattr(signal, name) for name in ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT") if hasattr(signal, name)
@@ -81,7 +82,7 @@ class _Handler:
         now = time.monotonic()
         if self.first_at is None:
             self.first_at = now
-        is_another = self.number in _ENDING and now - self.first_at >= _SAME_REQUEST_SECONDS
+        is_another = self.number in _ENDING and now - self.first_at >= SAME_REQUEST_SECONDS
         if is_another or not self.requests:
             self._do_as_before(frame)
             return

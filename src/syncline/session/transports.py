@@ -15,8 +15,8 @@ import torch.distributed as dist
 
 from syncline._torch.process_groups import is_living
 from syncline.errors import SynclineError
+from syncline.liveness.connection import StoreConnection
 from syncline.liveness.processes import RankProcess, refuse_in_forks
-from syncline.liveness.store import StoreConnection
 from syncline.native import find_library
 from syncline.session.ranks import default_group
 from syncline.torch_backend import MirrorProcessGroup

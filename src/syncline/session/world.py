@@ -15,9 +15,9 @@ import torch
 import torch.distributed as dist
 
 from syncline._torch.process_groups import Store
+from syncline.liveness.connection import StoreConnection
 from syncline.liveness.gathering import Ended
 from syncline.liveness.processes import RankProcess
-from syncline.liveness.store import StoreConnection
 from syncline.session.asked import Asked
 from syncline.session.ranks import World
 from syncline.session.session import Session

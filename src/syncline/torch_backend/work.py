@@ -78,7 +78,10 @@ class Finisher:
             # If the end of the process has the lock, Python mostly ends this thread here, outside of C++ code. If not,
             # an exit handler that the program registered before Syncline's may be waiting for this future.
             self._is_at_exit = not self._completing.acquire(timeout=_AT_EXIT_SECONDS)
-        future.set_result(None)
+        with suppress(
+            Exception
+        ):  # a callback's error belongs to this future, and the others have to be completed
+            future.set_result(None)
         if not self._is_at_exit:
             self._completing.release()
 

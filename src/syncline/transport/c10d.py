@@ -26,12 +26,12 @@ from syncline._torch.process_groups import all_gather_flat, reduce_scatter_flat
 from syncline.errors import CollectiveTimeout, PeerLost, SynclineError
 from syncline.liveness.board import MAIN_LANE, Board
 from syncline.liveness.calls import Failure
+from syncline.liveness.connection import StoreConnection, clone_of
 from syncline.liveness.failed_wait import FailedWait
 from syncline.liveness.gathering import StoreGathering
 from syncline.liveness.health import Lane
 from syncline.liveness.notices import StoreMedium
 from syncline.liveness.processes import FORKED, RankProcess, is_inherited
-from syncline.liveness.store import StoreConnection, clone_of
 from syncline.transport.agreement import exchange
 from syncline.transport.base import ReduceOp, Transport
 from syncline.transport.c10d_groups import (

@@ -9,6 +9,7 @@ larger than all numbers for "max", and smaller than all numbers for "min". So th
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Callable, Mapping
 from datetime import timedelta
@@ -287,8 +288,11 @@ def destroy(groups: list[dist.ProcessGroup]) -> None:
     """
 
     def destroy() -> None:
-        if is_living(groups[0]):
-            dist.destroy_process_group(groups[0])
+        with contextlib.suppress(
+            Exception
+        ):  # the program may be destroying it, too; nobody waits for the result
+            if is_living(groups[0]):
+                dist.destroy_process_group(groups[0])
         groups.clear()
 
     thread = threading.Thread(target=destroy, name="syncline destroys a group", daemon=True)

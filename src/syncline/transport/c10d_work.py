@@ -189,7 +189,7 @@ class MessageWork:
     def __init__(self, work: Any, timeout_seconds: float) -> None:
         self._work = work
         self._timeout = timedelta(seconds=timeout_seconds)
-        self._error: RuntimeError | None = None
+        self._error: Exception | None = None
         self._ended = threading.Event()
         threading.Thread(target=self._run, name="syncline message", daemon=True).start()
 
@@ -211,6 +211,6 @@ class MessageWork:
     def _run(self) -> None:
         try:
             self._work.wait(self._timeout)
-        except RuntimeError as error:
+        except Exception as error:
             self._error = error
         self._ended.set()

@@ -69,8 +69,10 @@ These options of torchrun are accepted, too:
   --duplicate-stdout-filters, --duplicate-stderr-filters, --logs-specs,
   --numa-binding, --signals-to-handle, --run-path, --virtual-local-rank
 
-Ctrl-C and SIGTERM are sent to all processes. A second signal kills them. SIGUSR1
-is sent to them as well, and has no other effect. The exit code is that of the
+Ctrl-C and SIGTERM are sent to all processes. A second signal kills them, but
+SIGTERMs within 2 seconds count as one. SIGUSR1 is sent to them as well, and has
+no other effect. With --resilient, a process that is lost in sl.steps is no
+failure, whether by a signal or by an exception. The exit code is that of the
 process that failed first; 75 if all processes stopped because they were asked
 to (see sl.Checkpointer.stop_if_asked; they are not started again); 128 + number
 after another end by a signal; 2 for wrong usage.

@@ -326,7 +326,7 @@ def _job(args: argparse.Namespace, guardian: Guardian, display: Display) -> Job:
         raise UsageError(f"{error}; see syncline run --help") from None
     if args.log_line_prefix_template is not None:  # torch before 2.15 reads it from the environment only
         config.log_line_prefix_template = args.log_line_prefix_template
-    if args.host is not None and config.rdzv_backend == "static":
+    if config.rdzv_backend == "static":
         listen_at(config, args.host)
     is_python = not args.no_python
     if not args.run_path:

@@ -38,6 +38,9 @@ _SAME_END_SECONDS = 1.0
 
 _KILLING_SECONDS = 5.0
 
+_ENDING_SECONDS = 10.0
+"""How long the guardian process may take to end when it has nothing to do."""
+
 _DONE = b"done\n"
 
 
@@ -83,7 +86,10 @@ class Guardian:
         self._write(_DONE)
         with contextlib.suppress(OSError):
             self._pipe.close()
-        self._process.wait()
+        try:
+            self._process.wait(_ENDING_SECONDS)
+        except subprocess.TimeoutExpired:  # it is stopped, and has nothing to do any more
+            self._process.kill()
 
     def _write(self, line: bytes) -> None:
         with contextlib.suppress(OSError, ValueError):  # the guardian process was killed: continue without it

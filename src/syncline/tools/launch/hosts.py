@@ -14,6 +14,7 @@ wait for the rank as long as for a silent one.
 from __future__ import annotations
 
 import contextlib
+import sys
 import threading
 import time
 import uuid
@@ -23,6 +24,7 @@ from functools import partial
 
 from syncline._torch.process_groups import PrefixStore, TCPStore
 from syncline.errors import PeerLost
+from syncline.liveness.connection import StoreSilent, interruptibly
 from syncline.liveness.store import SignedStore
 from syncline.resilience.register import Line
 from syncline.session.listening import is_of_this_host
@@ -50,12 +52,14 @@ class OtherHosts:
         address = variables["MASTER_ADDR"]
         self.has_store = is_of_this_host(address)
         """Whether the store of the job is in the launcher of this host."""
-        store = TCPStore(
-            address,
-            int(variables["MASTER_PORT"]),
-            is_master=False,
-            timeout=timedelta(seconds=_CONNECT_SECONDS),
-            wait_for_workers=False,
+        store = interruptibly(
+            lambda: TCPStore(
+                address,
+                int(variables["MASTER_PORT"]),
+                is_master=False,
+                timeout=timedelta(seconds=_CONNECT_SECONDS),
+                wait_for_workers=False,
+            )
         )
         launchers = PrefixStore(f"syncline launchers {variables['TORCHELASTIC_RESTART_COUNT']}", store)
         self._line = Line(launchers, _SILENT_SECONDS)
@@ -78,6 +82,8 @@ class OtherHosts:
         """Return whether another launcher still has ranks."""
         try:
             found = self._read([f"{kind} {n}" for n in self._others for kind in ("pulse", "ended")])
+        except StoreSilent:
+            return True  # nothing shows that they have ended
         except PeerLost:
             return False
         now = time.monotonic()
@@ -107,9 +113,18 @@ class OtherHosts:
 
 
 def _beat(line: Line, own: int, life: str, over: threading.Event) -> None:
-    number = 0
-    with contextlib.suppress(PeerLost):
-        while not over.is_set():
-            number += 1
+    number, has_said_so = 0, False
+    while not over.is_set():
+        number += 1
+        try:
             line.ask(partial(SignedStore.set, key=f"pulse {own}", text=f"{life} {number}"))
-            over.wait(_PULSE_SECONDS)
+        except StoreSilent:
+            pass  # the first host's launcher is stopped, and may continue
+        except PeerLost:
+            return  # the store has ended, which `OtherHosts` finds in its own requests
+        except Exception as error:
+            if not has_said_so:
+                text = f"cannot show the other hosts that this launcher runs, and tries again: {error!r}"
+                print(f"syncline run: {text}", file=sys.stderr)
+            has_said_so = True
+        over.wait(_PULSE_SECONDS)

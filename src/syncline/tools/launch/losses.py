@@ -49,10 +49,12 @@ class Losses:
             Whether a rank was started again.
         """
         is_any_restarted = False
-        for rank in sorted(failed - self.ranks):
-            path = ranks.error_files[rank]
-            if not is_in_steps(path) and rank not in self._joining:
-                continue
+        paths = ranks.error_files
+        lost_now = {rank for rank in failed - self.ranks if is_in_steps(paths[rank]) or rank in self._joining}
+        if not failed <= self.ranks | lost_now:
+            return False  # another rank has failed, which ends the job
+        for rank in sorted(lost_now):
+            path = paths[rank]
             lost = processes_of(ranks)[rank]
             if is_in_steps(path) and self._other_hosts is not None:
                 self._other_hosts.record_lost(name_in_steps(path))

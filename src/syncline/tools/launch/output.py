@@ -190,8 +190,17 @@ class Forwarder:
 
     def _show(self, stream: _Stream, lines: list[bytes]) -> None:
         stream.tail.extend(lines)
-        if lines:
-            self._print(stream.to_fd, b"".join(stream.prefix + line + b"\n" for line in lines))
+        if not lines:
+            return
+        text = b"".join(stream.prefix + line + b"\n" for line in lines)
+        try:
+            self._print(stream.to_fd, text)
+        except Exception as error:
+            # If this thread ended, the ranks would block as soon as their pipes are full.
+            self._print = self._writer.write
+            note = f"syncline run: the display has failed ({error!r}); lines follow as they are\n"
+            self._writer.write(2, note.encode())
+            self._writer.write(stream.to_fd, text)
 
 
 class RankLogs(LogsSpecs):

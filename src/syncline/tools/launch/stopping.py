@@ -1,7 +1,8 @@
 """The handling of signals to the launcher, and of the end of the ranks.
 
 `Interruption` handles signals to the launcher. The first signal is passed to the ranks, which then have a few seconds
-to end; one line says so at once. After that time, or at the second signal, the ranks are killed. Torch's handlers are
+to end; one line says so at once. After that time, or at the second signal, the ranks are killed. But SIGTERMs within
+two seconds are one signal, because a scheduler can send it to this process in two ways. Torch's handlers are
 replaced, because with them a second Ctrl-C restarts the wait, and SIGHUP ends the job even under nohup. SIGTERM and
 SIGUSR1 ask the ranks to stop at a point from which they can resume. After SIGTERM, the ranks have more time, so that
 they can save. After SIGUSR1, they have no time limit, because schedulers send this signal long before the end of the
@@ -42,7 +43,7 @@ from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.multiprocessing.api import RunProcsResult, SubprocessContext
 
 from syncline._torch import elastic
-from syncline.session.stop_request import EXIT_STOPPED
+from syncline.session.stop_request import EXIT_STOPPED, SAME_REQUEST_SECONDS
 from syncline.tools.launch.guardian import Guardian, RunningProcess, is_marked, running_processes
 from syncline.tools.launch.losses import Losses, processes_of
 
@@ -290,6 +291,8 @@ class Interruption:
         self._replaced: dict[signal.Signals, Any] = {}
         self._is_over = False
         self._num_received = 0
+        self._received_at = 0.0
+        """When the first signal arrived, by the monotonic clock."""
         self.received: signal.Signals | None = None
         """The first signal, except SIGUSR1, that this handler has received. It is None if there was no signal yet."""
 
@@ -317,6 +320,9 @@ class Interruption:
         self._workers.pass_on(signal.Signals(number), ends=False)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
+        now = time.monotonic()
+        if number == signal.SIGTERM == self.received and now < self._received_at + SAME_REQUEST_SECONDS:
+            return
         self._num_received += 1
         if self._num_received > 2:
             if not self._is_over:
@@ -328,7 +334,7 @@ class Interruption:
         if self.received is not None:
             self._workers.kill()
             return
-        self.received = signal.Signals(number)
+        self.received, self._received_at = signal.Signals(number), now
         is_stop = self.received == signal.SIGTERM
         seconds = self._shutdown_seconds
         if seconds is None:

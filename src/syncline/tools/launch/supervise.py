@@ -22,7 +22,9 @@ import traceback
 import uuid
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 from torch.distributed.elastic.multiprocessing import LogsSpecs
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -38,6 +40,8 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from syncline import environment
 from syncline._torch.process_groups import PrefixStore, Store, TCPStore
+from syncline.liveness.connection import interruptibly
+from syncline.liveness.folder_store import FolderStore
 from syncline.session.listening import LOOPBACK, bound_socket, interface_of
 from syncline.session.stop_request import EXIT_STOPPED
 from syncline.tools.launch.display import EXIT_OUTPUT_LOST, Display
@@ -53,14 +57,16 @@ _ADDRESS = "listen_at"
 
 _TIMEOUT_SECONDS = 600
 
+_PROBE_SECONDS = 5.0
 
-def listen_at(config: LaunchConfig, address: str) -> None:
-    """Change the configuration of a job so that the store of host 0 listens at `address` only.
+
+def listen_at(config: LaunchConfig, address: str | None) -> None:
+    """Change the configuration of a job so that the store of host 0 listens at `address` only, and signals end waits.
 
     Args:
         config: the configuration, with a static rendezvous. Other hosts connect to the endpoint of the rendezvous. Port
             0 in the endpoint means any free port.
-        address: an address of this host.
+        address: an address of this host; None for all addresses.
     """
     config.rdzv_backend = _BACKEND
     config.rdzv_configs[_ADDRESS] = address
@@ -79,7 +85,7 @@ class _Rendezvous(StaticTCPRendezvous):
             run_id=parameters.run_id,
             timeout=int(config.get("timeout", _TIMEOUT_SECONDS)),
         )
-        self._listen_at = str(config[_ADDRESS])
+        self._listen_at: str | None = config[_ADDRESS]
         self._opened: TCPStore | None = None
 
     def get_backend(self) -> str:
@@ -87,19 +93,59 @@ class _Rendezvous(StaticTCPRendezvous):
 
     def next_rendezvous(self) -> RendezvousInfo:
         if self._opened is None or self.master_port == 0:
-            bound = bound_socket(self._listen_at, self.master_port) if self.rank == 0 else None
-            self._opened = TCPStore(
-                self.master_addr,
-                self.master_port if bound is None else bound.getsockname()[1],
-                self.world_size,
-                bound is not None,
-                self.timeout,
-                multi_tenant=True,
-                master_listen_fd=None if bound is None else bound.detach(),
-            )
-        store: Store = PrefixStore(self.run_id, self._opened)
+            # The wait for the launchers of other hosts can last minutes. A signal to this one must end it.
+            self._opened = interruptibly(self._open)
+        store: Store = _Interruptible(self.run_id, self._opened)
         address = RendezvousStoreInfo(self.master_addr, self._opened.port)
         return RendezvousInfo(store, self.rank, self.world_size, address)
+
+    def _open(self) -> TCPStore:
+        bound, port = None, self.master_port
+        if self.rank == 0 and self._listen_at is not None:
+            bound = bound_socket(self._listen_at, port)
+            port = bound.getsockname()[1]
+            _check_that_it_connects(bound)
+        return TCPStore(
+            self.master_addr,
+            port,
+            self.world_size,
+            self.rank == 0,
+            self.timeout,
+            multi_tenant=True,
+            master_listen_fd=None if bound is None else bound.detach(),
+        )
+
+
+class _Interruptible(PrefixStore):
+    """A store with whose waits torch's agent waits for other hosts, so that signals are handled meanwhile."""
+
+    def get(self, key: str) -> bytes:
+        return interruptibly(partial(super().get, key))
+
+    def multi_get(self, keys: list[str]) -> list[bytes]:
+        return interruptibly(partial(super().multi_get, keys))
+
+    def wait(self, *arguments: Any) -> None:
+        interruptibly(partial(super().wait, *arguments))
+
+
+def _check_that_it_connects(bound: socket.socket) -> None:
+    """Check that this host can connect to a socket of its own. torch would try it again and again for minutes.
+
+    Raises:
+        OSError: it cannot, because the network interface is down.
+    """
+    bound.listen()
+    with socket.socket(bound.family, socket.SOCK_STREAM) as probe:
+        probe.settimeout(_PROBE_SECONDS)
+        try:
+            probe.connect(bound.getsockname())
+        except OSError as error:
+            host, port, *_ = bound.getsockname()
+            raise OSError(
+                f"this host cannot connect to its own port {port} at {host} ({error}). The network interface of this "
+                "address is down, as in a network namespace without `ip link set lo up`, or a firewall closes the port"
+            ) from error
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -206,6 +252,7 @@ def supervise(job: Job) -> int:
     interruption = Interruption(workers, names, job.shutdown_seconds, say=say)
     before = environment.export({environment.RUN_MARK: mark}, replace=True)
     before |= environment.export(_variables(config))
+    before |= environment.export(_store_folder(job), replace=True)
     try:
         with workers, interruption, _without_torch_logs(job.verbose):
             failure: Exception | None = None
@@ -245,6 +292,18 @@ def _variables(config: LaunchConfig) -> dict[str, str]:
     if config.max_nodes == 1:  # with several hosts, only the user can distribute a token safely
         found[environment.TOKEN] = secrets.token_hex(32)
     return found
+
+
+def _store_folder(job: Job) -> dict[str, str]:
+    """Return the variable with the folder by which ranks of this host agree without this launcher, if they can."""
+    if not job.is_resilient or job.config.max_nodes > 1:
+        return {environment.STORE_FOLDER: ""}
+    folder = job.guardian.folder / "store"
+    try:
+        FolderStore(folder)
+    except OSError:  # this file system has no links: they use the store of this launcher
+        return {environment.STORE_FOLDER: ""}
+    return {environment.STORE_FOLDER: f"{job.config.run_id} {folder}"}
 
 
 def _report(
