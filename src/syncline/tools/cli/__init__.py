@@ -22,6 +22,7 @@ from importlib import metadata
 
 from syncline.tools.cli import bench, doctor, explain, plan, report, run, watch
 from syncline.tools.cli.options import UsageError
+from syncline.words import printable
 
 __all__ = ["main"]
 
@@ -100,7 +101,7 @@ def _run_command(name: str, arguments: Sequence[str]) -> int:
     try:
         return _COMMANDS[name](arguments)
     except UsageError as error:
-        print(f"syncline {name}: {error}", file=sys.stderr)
+        print(printable(f"syncline {name}: {error}"), file=sys.stderr)
         return 2
     except SystemExit as help_was_shown:
         return int(help_was_shown.code or 0)

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
-import os
+import contextlib
 from collections.abc import Iterator
 from pathlib import Path
 
 from syncline.tracing import rows
 from syncline.tracing.file import parts_in
+from syncline.untrusted import open_regular
 
 _FIRST_BYTES = 256 * 1024
 """How much of the end of a long file is read at the first look."""
+
+
+_MAX_BYTES = 64 * 1024 * 1024
+"""How much is read at a later look. No program writes more between two looks."""
 
 
 class Follower:
@@ -36,23 +41,24 @@ class Follower:
             found: list[rows.Row] = []
             for path in paths[known[-1] :] if known else paths[-1:]:
                 found += self._added(path)
-            if found:
-                yield name, found, paths[-1].stat().st_mtime
+            with contextlib.suppress(FileNotFoundError):  # the last part was deleted meanwhile
+                if found:
+                    yield name, found, paths[-1].stat().st_mtime
 
     def _added(self, path: Path) -> list[rows.Row]:
         try:
-            file = path.open("rb")
-        except FileNotFoundError:  # deleted meanwhile, because the trace has become too large
+            file, size = open_regular(path)
+        except OSError:  # deleted meanwhile, because the trace has become too large; or it is no regular file
             return []
         with file:
-            size = os.fstat(file.fileno()).st_size
             start = self._read.get(path, 0)
             lines = []
             if path not in self._read and size > 2 * _FIRST_BYTES:
                 lines = file.read(_FIRST_BYTES).splitlines(keepends=True)[:-1]  # which process this is
                 start = size - _FIRST_BYTES
+            start = max(start, size - _MAX_BYTES)
             file.seek(start)
-            added = file.read()
+            added = file.read(max(0, size - start))
         end = added.rfind(b"\n") + 1
         self._read[path] = start + end
         return list(rows.decode([*lines, *added[:end].splitlines(keepends=True)]))
