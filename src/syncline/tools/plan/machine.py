@@ -5,13 +5,17 @@ Without a measurement, the figures of one machine with two cores are used; a pla
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from syncline.environment import cache_folder
+from syncline.untrusted import check, json_object, read_regular
+from syncline.words import printable
+
+_MAX_BYTES = 1024 * 1024
+"""The largest size of a file with figures."""
 
 
 class Cost(NamedTuple):
@@ -128,6 +132,12 @@ class Machine:
             if found["syncline machine"] != 1:
                 raise ValueError(f"the format is {found['syncline machine']!r}")
             plain = {one.name: found[one.name] for one in fields(Machine) if one.name not in _NESTED}
+            plain["name"] = printable(plain["name"])
+            _check_costs((name, one) for name, one in plain.items() if name not in ("name", "is_measured"))
+            for nested in _NESTED:
+                check(bool(found[nested]) or nested == "codings", f"some figures in {nested}", found[nested])
+                for costs in found[nested].values():
+                    _check_costs((nested, cost) for cost in costs)
             return Machine(
                 **plain,
                 shared_memory={int(num): Cost(*cost) for num, cost in found["shared_memory"].items()},
@@ -140,6 +150,14 @@ class Machine:
                 f"these are not the figures of a machine: {type(error).__name__}: {error}"
             ) from None
 
+
+def _check_costs(found: Iterable[tuple[str, Any]]) -> None:
+    for name, cost in found:
+        is_cost = type(cost) in (int, float) and 0 <= cost < _MAX_SECONDS
+        check(is_cost, f"{name} to be a time of at least 0, in seconds", cost)
+
+
+_MAX_SECONDS = 1e6
 
 _NESTED = ("shared_memory", "gloo", "calls", "codings")
 
@@ -173,7 +191,7 @@ def load_machine(path: Path | None = None, *, engine: str = "shm") -> Machine:
         if not path.is_file():
             return UNMEASURED
     try:
-        return Machine.from_json(json.loads(path.read_text()))
+        return Machine.from_json(json_object(read_regular(path, max_bytes=_MAX_BYTES)))
     except ValueError as error:
         raise ValueError(f"{path}: {error}. Write the file again: syncline bench --calibrate") from None
 
