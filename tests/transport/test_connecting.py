@@ -19,7 +19,6 @@ from syncline._torch.gloo import addresses_gathered
 from syncline._torch.process_groups import new_group_of, record_ranks
 from syncline.liveness import RankProcess
 from syncline.transport import C10dTransport
-from syncline.transport.shared_memory import sockets
 
 
 class Gathering:
@@ -151,26 +150,3 @@ def test_no_stranger_can_use_up_the_files_of_a_rank_by_connecting_to_gloo() -> N
         assert values.tolist() == [2.0] * 3
         one.close()
     transport.close()
-
-
-def test_a_queue_that_strangers_fill_only_delays_a_rank(monkeypatch: pytest.MonkeyPatch) -> None:
-    listener = sockets.listener_for_next()
-    address = sockets.address_of(listener)
-    strangers = []
-    with pytest.raises(BlockingIOError):
-        while True:
-            strangers.append(socket.socket(socket.AF_UNIX))
-            strangers[-1].setblocking(False)
-            strangers[-1].connect(b"\0" + address.encode())
-
-    def drain(seconds: float) -> None:
-        for one in strangers[:-1]:
-            listener.accept()[0].close()
-            one.close()
-
-    monkeypatch.setattr(sockets, "time", type("Clock", (), {"monotonic": time.monotonic, "sleep": drain}))
-    expected = sockets.RankOnSocket(0, os.getpid(), os.getuid())
-    with sockets.connected(address, expected, 1, bytes(32), 20.0), listener.accept()[0] as connection:
-        assert len(connection.recv(100)) == 36
-    strangers[-1].close()
-    listener.close()
