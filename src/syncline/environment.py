@@ -42,6 +42,11 @@ def joins_running_job() -> bool:
     return os.environ.get(JOINS) == "1"
 
 
+def gloo_connects_lazily() -> bool:
+    """Return whether the user has told torch that Gloo connects two ranks when they first send to each other."""
+    return "TORCH_GLOO_LAZY_INIT" in os.environ
+
+
 def bucket_cap_mb() -> float | None:
     """Return the bucket size that the user has set for all programs, in MiB; None if there is none.
 

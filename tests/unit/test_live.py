@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from made_traces import MadeRank, MadeRun, rows
 
+from syncline.tools.watch import follow
 from syncline.tools.watch.live import Live, LiveRanks
 from syncline.tools.watch.ranks import RankState, meaning, present, screen, stand_still
 from syncline.tools.watch.terminal import Terminal
@@ -184,7 +185,24 @@ def test_a_run_stands_still_if_all_do_that_have_not_ended() -> None:
 # ---------------------------------------------------------------------- the ranks of a launcher
 
 
+class Clock:
+    """Both clocks of this process, as far as what follows a trace knows them."""
+
+    now = 0.0
+
+    def time(self) -> float:
+        return self.now
+
+    monotonic = time
+
+
+@pytest.fixture(autouse=True)
+def _clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(follow, "time", Clock())
+
+
 def looked(ranks: LiveRanks, now: float) -> str:
+    Clock.now = now
     return "\n".join(ranks.look(now, 100, 24) or ["(the last one stays)"])
 
 

@@ -759,8 +759,9 @@ def test_gradients_of_a_backward_that_failed_are_not_stepped(size: int) -> None:
         ddp = DDP(net, process_group=t, on_nonfinite="skip")
         optimizer = ddp.attach(torch.optim.SGD(net.parameters(), lr=0.1))
         before = [p.detach().clone() for p in net.parameters()]
+        net[0](batch(t)).sum().mul(NAN).backward()  # without the rest
         with pytest.raises(UnreducedGradients):
-            net[0](batch(t)).sum().mul(NAN).backward()  # without the rest
+            optimizer.step()
         optimizer.step()
         assert has_stepped(ddp, before) == [False] * 6
         optimizer.zero_grad()

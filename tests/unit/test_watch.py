@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from made_traces import MadeRank, MadeRun, rows
 
 from syncline.tools.cli import main
+from syncline.tools.watch import follow
 from syncline.tools.watch.follow import Follower
 from syncline.tools.watch.ranks import RankState, meaning, present, screen
 
@@ -85,6 +88,21 @@ def test_a_rank_whose_number_changes() -> None:
 
 
 # ---------------------------------------------------------------------- files
+
+
+def test_an_age_grows_by_a_clock_that_is_never_set(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (recorded,) = MadeRun(ranks=[MadeRank()]).rows()
+    path = tmp_path / f"rank-00000.host.1{SUFFIX}"
+    lines = [rows.encode(row) for row in recorded]
+    path.write_bytes(b"".join(lines[:10]))
+    os.utime(path, (1000.0, 1000.0))
+    clock = SimpleNamespace(time=lambda: 1030.0, monotonic=lambda: 50.0)
+    monkeypatch.setattr(follow, "time", clock)
+    follower = Follower(tmp_path)
+    assert [at for _, _, at in follower.new_rows()] == [20.0]
+    clock.time, clock.monotonic = lambda: 9000.0, lambda: 60.0  # the system clock was set
+    path.write_bytes(b"".join(lines[:12]))
+    assert [at for _, _, at in follower.new_rows()] == [60.0]
 
 
 def test_only_what_is_new_is_read(tmp_path: Path) -> None:

@@ -27,7 +27,6 @@ from datetime import timedelta
 from functools import partial
 from typing import Any, Protocol
 
-from syncline import environment
 from syncline._torch.lookup import lookup
 from syncline._torch.process_groups import HashStore, Store
 
@@ -56,9 +55,6 @@ _MAX_PAUSE_SECONDS = 0.05
 _DEFAULT_TIMEOUT = timedelta(minutes=30)
 """The timeout of a Gloo group whose creator names none."""
 
-_LAZY = "TORCH_GLOO_LAZY_INIT"
-"""If this variable is set, Gloo connects two ranks when they first send to each other."""
-
 _SO_ATTACH_FILTER = 26
 _DROP_ALL = struct.pack("=HBBI", 6, 0, 0, 0)
 """A filter of the kernel (classic BPF) with one instruction: return 0, the number of bytes to keep of a packet."""
@@ -69,13 +65,14 @@ itself waits for up to five times its timeout for a rank that has ended, or fail
 
 
 @contextlib.contextmanager
-def addresses_gathered(gather: Gather) -> Iterator[None]:
+def addresses_gathered(gather: Gather, *, is_lazy: bool = False) -> Iterator[None]:
     """Gather the addresses of the Gloo groups that this thread creates in the `with` block by `gather`.
 
     Args:
         gather: a function between the ranks of the groups.
+        is_lazy: whether Gloo connects two ranks when they first send to each other. Its sockets then stay open.
     """
-    _MAKER.begin(gather)
+    _MAKER.begin(gather, is_lazy)
     try:
         yield
     finally:
@@ -87,17 +84,17 @@ class _Maker:
 
     def __init__(self) -> None:
         self._original: Any = None
-        self._gathers: dict[int, Gather] = {}
-        """The functions of the threads that are in a `with` block, by the id of the thread."""
+        self._gathers: dict[int, tuple[Gather, bool]] = {}
+        """The arguments of the threads that are in a `with` block, by the id of the thread."""
         self._lock = threading.Lock()
 
-    def begin(self, gather: Gather) -> None:
+    def begin(self, gather: Gather, is_lazy: bool) -> None:
         """Use `gather` for the groups of this thread from now on."""
         with self._lock:
             if not self._gathers:
                 self._original = getattr(_module, _NAME, None)
                 setattr(_module, _NAME, self)
-            self._gathers[threading.get_ident()] = gather
+            self._gathers[threading.get_ident()] = gather, is_lazy
 
     def end(self) -> None:
         """Undo `begin`."""
@@ -110,7 +107,8 @@ class _Maker:
         return isinstance(instance, self._original)
 
     def __call__(self, store: Store, rank: int, size: int, **options: Any) -> Any:
-        make, gather = partial(self._original, **options), self._gathers.get(threading.get_ident())
+        make = partial(self._original, **options)
+        gather, is_lazy = self._gathers.get(threading.get_ident(), (None, False))
         # Another thread creates a group of other ranks, or the group needs the store later, to exchange ranks.
         if gather is None or size == 1 or options.get("enable_reconfigure"):
             return make(store, rank, size)
@@ -138,7 +136,7 @@ class _Maker:
             raise connecting.failure
         if connecting.group is None:  # some rank has found no address: its Gloo failed, or uses other keys
             return make(store, rank, size)
-        if _LAZY not in environment.variables():
+        if not is_lazy:
             drop_connections(listens_at)
         return connecting.group
 

@@ -49,7 +49,6 @@ from syncline.ddp.wrapping import (
 from syncline.events import OBSERVERS, ForwardEnded
 from syncline.gradients.options import OnNonFinite
 from syncline.gradients.riders.replica_watch import ReplicaCheck
-from syncline.gradients.usage import when_backward_reaches_any
 from syncline.gradients.wrapper_protocol import SynchronizedModule
 from syncline.liveness.board import EVAL_FORWARD, FORWARD
 from syncline.records import BackwardRecord, RoundRecord
@@ -253,22 +252,10 @@ class DistributedDataParallel(  # type: ignore[misc, override]
         computed_from = perf_counter()
         with profiled("forward") if is_profiling() else UNPROFILED:
             output = self._run_ddp_forward(*inputs, **kwargs)
-        if torch.is_grad_enabled() and replica.was_changed:
-            replica.follow_in_backward(output)
-        if replica.gradients.ownership.rivals and torch.is_grad_enabled():
-            replica.gradients.ownership.watch(output)
+        if torch.is_grad_enabled():
+            replica.after_forward(output, synchronizes=synchronizes, is_training=self.training)
         if buffer_hook is not None and buffer_hook.after_forward:
             self._run_buffer_hook(buffer_hook)
-        if self.static_graph and torch.is_grad_enabled():
-            # The backward of a re-entrant checkpoint runs inside the backward that begins at an output.
-            when_backward_reaches_any(output, replica.gradients.outermost_hook())
-        if (
-            synchronizes
-            and self.training
-            and replica.transport.size > 1
-            and replica.gradients.controls.decide()
-        ):
-            replica.gradients.riders.forwards.forward_ended(output)
         board.phase = "after forward"
         if OBSERVERS.forward_ended:
             self._emit_forward(began_at, computed_from)
@@ -416,6 +403,16 @@ class DistributedDataParallel(  # type: ignore[misc, override]
         return replace(
             replica.transport.statistics(), stragglers=tuple(replica.gradients.reduction.stragglers.records)
         )
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clear the gradients of all parameters, as `torch.nn.Module.zero_grad` does.
+
+        Raises:
+            UnreducedGradients: some parameters got no gradient in the last backward. Every rank raises it.
+        """
+        if self._replica.gradients.waits_for_more:
+            self._replica.gradients.finish("zero_grad()")
+        super().zero_grad(set_to_none)
 
     def train(self, mode: bool = True) -> Self:
         """Set the training mode, as `torch.nn.Module.train` does."""

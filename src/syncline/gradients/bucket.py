@@ -133,7 +133,7 @@ class Bucket(ABC):
         )
 
     @abstractmethod
-    def fill(self, scale: float, missing: frozenset[int]) -> None:
+    def fill(self, scale: float, missing: frozenset[int]) -> Sequence[int]:
         """Copy the gradients that are not in the bucket yet, so that it holds all of this rank's gradients.
 
         A parameter that got no gradient in this backward may have a `.grad` from earlier backwards without
@@ -142,6 +142,9 @@ class Bucket(ABC):
         Args:
             scale: the factor by which gradients are multiplied.
             missing: indices of the parameters that got no gradient in this backward.
+
+        Returns:
+            The indices of the other parameters for which zeros were copied, because `.grad` is None.
         """
 
     @abstractmethod
@@ -260,7 +263,7 @@ class DenseBucket(Bucket):
         self._use(self._transport.renew(self.flat))
         return True
 
-    def fill(self, scale: float, missing: frozenset[int]) -> None:
+    def fill(self, scale: float, missing: frozenset[int]) -> Sequence[int]:
         num_large = self.plan.num_large
         for index, parameter, view in zip(
             self.plan.parameters[:num_large] if missing else (), self.members, self.views, strict=False
@@ -268,7 +271,8 @@ class DenseBucket(Bucket):
             if index in missing:
                 copy_scaled(view, parameter.grad, scale)
         if num_large == len(self.members):
-            return
+            return ()
+        empty: Sequence[int] = ()
         views, gradients = self.views[num_large:], [p.grad for p in self.members[num_large:]]
         any_missing = bool(missing)
         if not any_missing:
@@ -280,8 +284,11 @@ class DenseBucket(Bucket):
         if any_missing:
             for view, gradient in zip(views, gradients, strict=True):
                 copy_scaled(view, gradient, 1.0)
+            small = zip(self.plan.parameters[num_large:], gradients, strict=True)
+            empty = [index for index, gradient in small if gradient is None and index not in missing]
         if scale != 1.0:
             self._small.mul_(scale)
+        return empty
 
     def _start(self, tail: Tail | None) -> Work:
         if tail is not None:
@@ -400,11 +407,12 @@ class ShardedBucket(DenseBucket):
         )
         self._predecessor = predecessor
 
-    def fill(self, scale: float, missing: frozenset[int]) -> None:
+    def fill(self, scale: float, missing: frozenset[int]) -> Sequence[int]:
         if self._predecessor is not None:
             self._predecessor.wait()
-        super().fill(scale, missing)
+        empty = super().fill(scale, missing)
         self.shard.take_over()
+        return empty
 
     def _start(self, tail: Tail | None) -> Work:
         return self._transport.reduce_spans(self.flat, self.shard.bounds, "sum")

@@ -9,7 +9,7 @@ from functools import partial
 from torch import Tensor
 
 from syncline._torch.profiler import UNPROFILED, is_profiling, profiled
-from syncline._torch.tensors import foreach_div_
+from syncline._torch.tensors import foreach_div_, versions_of
 from syncline.errors import SynclineError
 from syncline.events import OBSERVERS
 from syncline.gradients.backward import NO_INDICES, Backward, BackwardState
@@ -60,7 +60,7 @@ class Reduction:
         comm_hook: CommHook | None = None,
         former: Reduction | None = None,
     ) -> None:
-        names = [name for name, _ in named_parameters]
+        self.names = names = [name for name, _ in named_parameters]
         self.parameters = [parameter for _, parameter in named_parameters]
         self.transport = transport
         self.options = options
@@ -200,12 +200,20 @@ class Reduction:
             self.usage.static.learn()
         if backward.state is BackwardState.DEFERRED:
             backward.move(BackwardState.FILLING)
+            backward.undefined = frozenset(backward.ready)  # no hook has looked for gradients
             for index in tuple(backward.ready):
                 self._fill(index)
         backward.missing = self.missing()
         while backward.num_launched < len(self.layout.buckets):
             self._send_next(trigger=None)
         backward.move(BackwardState.SENT)
+
+    def report_late(self, indices: Sequence[int]) -> None:
+        """Report gradients that are in `.grad`, although no hook has reported them."""
+        for index in indices:
+            self.backward.ready.append(index)
+            if self.backward.state is BackwardState.FILLING:
+                self._fill(index)
 
     def missing(self) -> frozenset[int]:
         """Return the indices of the parameters that got no gradient in the present backward.
@@ -247,7 +255,9 @@ class Reduction:
                 return
             missing = backward.missing
             with profiled("bucket {} fill", bucket.plan.index) if is_profiling() else UNPROFILED:
-                bucket.fill(backward.scale, missing and missing.intersection(bucket.plan.parameters))
+                empty = bucket.fill(backward.scale, missing and missing.intersection(bucket.plan.parameters))
+            if empty and not backward.undefined.issuperset(empty):
+                raise self.out_of_step.cleared(backward.step, sorted(set(empty) - backward.undefined))
             self.riders.look_at(bucket)
             tail = self._tail() if bucket.plan.tail_numel else None
             bucket.send(tail=tail, trigger=trigger)
@@ -279,6 +289,9 @@ class Reduction:
         """
         backward = self.backward
         divisor = backward.num_ranks
+        if backward.versions and (now := versions_of(self.parameters)) != backward.versions:
+            changed = [i for i, was in enumerate(backward.versions) if now[i] != was]
+            raise self.out_of_step.changed(backward.step, changed)
         if self.layout.message is not None:
             self._launch_message(self._tail())
         if backward.num_items is None and not self.options.allow_unused and not backward.missing:

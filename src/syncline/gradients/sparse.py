@@ -40,13 +40,14 @@ class SparseBucket(Bucket):
         self._sum: Tensor | None = None
         self._num_rows = torch.zeros(transport.size, dtype=torch.int64, device=transport.control_device)
 
-    def fill(self, scale: float, missing: frozenset[int]) -> None:
+    def fill(self, scale: float, missing: frozenset[int]) -> Sequence[int]:
         gradient = self._parameter.grad
         if gradient is None:
             self._own = _no_rows(self._parameter)
         else:  # coalescing adds up the rows of the same index
             self._own = gradient.coalesce() if gradient.is_sparse else gradient.to_sparse(1)
         self._scale = scale
+        return ()
 
     def fill_zeros(self) -> None:
         self._own = _no_rows(self._parameter)

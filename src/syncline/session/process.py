@@ -53,6 +53,7 @@ def record_failure(error: BaseException, path: str, tb: TracebackType | None = N
                 "py_callstack": "" if isinstance(error, SystemExit) else "".join(shown),
                 "timestamp": str(now_ns // 10**9),
                 "time_ns": now_ns,
+                "monotonic_ns": time.monotonic_ns(),
                 "exit_code": exit_code,
             },
         }

@@ -236,17 +236,17 @@ class HierarchicalTransport(WatchedTransport):
         )
         return self._start("broadcast", f"from rank {src}", tensor, [phases])
 
-    def _start_send(self, tensor: Tensor, dst: int) -> Work:
+    def _start_send(self, tensor: Tensor, dst: int, terms: int = 0) -> Work:
         self._check_usable()
         if tensor.is_cpu and self._up is not None and dst in self._members:
-            return self._up._start_send(tensor, self._members.index(dst))
-        return self._beneath._start_send(tensor, dst)
+            return self._up._start_send(tensor, self._members.index(dst), terms)
+        return self._beneath._start_send(tensor, dst, terms)
 
-    def _start_recv(self, tensor: Tensor, src: int) -> Work:
+    def _start_recv(self, tensor: Tensor, src: int, terms: int = 0) -> Work:
         self._check_usable()
         if tensor.is_cpu and self._up is not None and src in self._members:
-            return self._up._start_recv(tensor, self._members.index(src))
-        return self._beneath._start_recv(tensor, src)
+            return self._up._start_recv(tensor, self._members.index(src), terms)
+        return self._beneath._start_recv(tensor, src, terms)
 
     def _start_barrier(self) -> Work:
         def start(part: Transport) -> Work:

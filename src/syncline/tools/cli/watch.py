@@ -73,5 +73,5 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _show(directory: Path, states: Sequence[RankState]) -> None:
-    text = screen(present(states), time.time()) if states else f"waiting for a trace in {directory} ..."
+    text = screen(present(states), time.monotonic()) if states else f"waiting for a trace in {directory} ..."
     print(f"{_CLEAR if sys.stdout.isatty() else ''}{text}", flush=True)

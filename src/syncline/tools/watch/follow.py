@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -32,8 +32,9 @@ class Follower:
     def new_rows(self) -> Iterator[tuple[str, list[rows.Row], float]]:
         """Yield for each process that has recorded something since the last call its name, the new rows, and when.
 
-        The name is that of the file without its part. The time is that of the last change of the file, in seconds since
-        the epoch. A line that is still being written is left for the next call.
+        The name is that of the file without its part. The time is that of the last change of the file, in seconds of
+        `time.monotonic`: the system clock may be set meanwhile. A line that is still being written is left for the next
+        call.
         """
         for name, parts in parts_in(self._directory).items():
             paths = [path for _, path in parts]
@@ -41,9 +42,9 @@ class Follower:
             found: list[rows.Row] = []
             for path in paths[known[-1] :] if known else paths[-1:]:
                 found += self._added(path)
-            with contextlib.suppress(FileNotFoundError):  # the last part was deleted meanwhile
-                if found:
-                    yield name, found, paths[-1].stat().st_mtime
+            if found:
+                age = 0.0 if known else max(0.0, time.time() - _changed_at(paths[-1]))
+                yield name, found, time.monotonic() - age
 
     def _added(self, path: Path) -> list[rows.Row]:
         try:
@@ -62,3 +63,11 @@ class Follower:
         end = added.rfind(b"\n") + 1
         self._read[path] = start + end
         return list(rows.decode([*lines, *added[:end].splitlines(keepends=True)]))
+
+
+def _changed_at(path: Path) -> float:
+    """Return when a file was changed, in seconds since the epoch; now, if it was deleted meanwhile."""
+    try:
+        return path.stat().st_mtime
+    except FileNotFoundError:
+        return time.time()

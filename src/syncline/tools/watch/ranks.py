@@ -33,7 +33,7 @@ class RankState:
 
     Args:
         rank: the number of the rank, until it has recorded another one.
-        started_at: when its process was started, in seconds since the epoch.
+        started_at: when its process was started, in seconds of `time.monotonic`.
 
     Examples:
         >>> state = RankState()
@@ -49,7 +49,7 @@ class RankState:
         """The last step whose backward has ended."""
         self.end: rows.EndRow | None = None
         self.changed_at = started_at
-        """When it last recorded something but its place, in seconds since the epoch."""
+        """When it last recorded something but its place, in seconds of `time.monotonic`."""
         self.seen_at = started_at
         """When it last recorded anything."""
         self.num_events = 0
@@ -66,7 +66,7 @@ class RankState:
 
         Args:
             found: the rows.
-            at: when the last of them was written, in seconds since the epoch.
+            at: when the last of them was written, in seconds of `time.monotonic`.
         """
         times = [time for row in found if (time := rows.time_of(row)) is not None]
         last = max(times, default=0)
@@ -167,7 +167,7 @@ def screen(
 
     Args:
         states: the states of all ranks.
-        now: the time, in seconds since the epoch.
+        now: the time, in seconds of `time.monotonic`.
         columns: where to wrap lines. None means nowhere.
         lines: the largest number of lines. If not all ranks fit, those that say most are shown. None means no limit.
     """
