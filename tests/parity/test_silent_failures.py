@@ -679,6 +679,21 @@ def test_a_module_that_is_wrapped_twice_is_a_warning(outer_class: type[nn.Module
         loss_of(outer, x).backward()
 
 
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("outer_class", [torch.nn.parallel.DistributedDataParallel, DDP])
+def test_a_wrapper_whose_parameters_the_outer_one_ignores_is_no_warning(outer_class: Any) -> None:
+    """TorchRec wraps so. Warnings are errors here."""
+    net = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 2))
+    net[0] = DDP(net[0])
+    outer_class._set_params_and_buffers_to_ignore_for_model(net, ["0.module.weight", "0.module.bias"])
+    outer = outer_class(net)
+    loss_of(outer, torch.full((1, 3), float(torch.distributed.get_rank()))).backward()
+    mine = torch.cat([parameter.grad.flatten() for parameter in net.parameters()])
+    rows = [torch.empty_like(mine) for _ in range(2)]
+    torch.distributed.all_gather(rows, mine)
+    assert torch.equal(rows[0], rows[1])
+
+
 def test_a_wrapper_beside_another_one_is_no_warning() -> None:
     """The forward of a wrapped module calls another wrapper, which is not a part of it. Warnings are errors here."""
     other = DDP(copy.deepcopy(NET))

@@ -128,7 +128,7 @@ def test_long_lines_are_wrapped_below_their_beginning() -> None:
     text = screen(found, 131.0, columns=80)
     assert all(len(line) < 80 for line in text.splitlines())
     assert "train.py:7" in text.splitlines()[3]
-    assert text.splitlines()[2].startswith(" " * 36 + "all_reduce")
+    assert text.splitlines()[2].startswith(" " * 38 + "all_reduce")
     narrow = screen(found, 131.0, columns=40)
     assert all(len(line) < 40 for line in narrow.splitlines()[1:])
 
@@ -155,7 +155,7 @@ def test_ranks_that_have_not_recorded_anything_yet() -> None:
     assert "before its first step" in screen(found, 101.0)
     found[0].add([rows.PlaceRow(1, None, "before the first step, waiting in sl.mean, at a.py:3")], 130.0)
     assert meaning(found, 131.0) == (
-        "No rank has ended a step yet, and none has made progress for 31.0 s. Rank 0 waits for others; rank 1 does "
+        "No rank has ended a step yet: starting, 31 s. Rank 0 waits for others; rank 1 does "
         "not: look at the line where it is."
     )
 

@@ -237,7 +237,7 @@ class Replica:
         if self.gradients.parameters[0].is_cuda:
             refuse_graph_capture(rank=self.transport.rank, step=self.gradients.step + 1, phase="forward")
         if not self.gradients.step:  # before the first step is enough, and costs later steps nothing
-            warn_if_wrapped_twice(self.module)
+            warn_if_wrapped_twice(self.module, self.gradients.parameters)
         divergence = self.drift.divergence
         if divergence.is_open:
             return

@@ -27,6 +27,7 @@ from syncline._torch.modules import (
 )
 from syncline._torch.profiler import UNPROFILED, is_profiling, profiled
 from syncline._torch.tensors import tree_map_only
+from syncline._torch.transforms import outside_of_transforms
 from syncline.buffers.policies import BufferHook, BufferPolicy
 from syncline.checks import checked_truth
 from syncline.compression import Compression
@@ -138,11 +139,11 @@ class DistributedDataParallel(  # type: ignore[misc, override]
             default with `buffers="average"`. See `docs/guides/strategies.md`.
         replica_check: `sl.ReplicaCheck(every=100)` compares the replicas during training, one slice per step. See
             `docs/guides/replica-check.md`.
-        on_nonfinite: what all ranks do if a gradient of any rank is NaN or infinite. "ignore" does nothing, so the mean
-            is not finite either. "raise" raises `NonFiniteGradient` at the end of the backward. "skip" discards the
-            step of every optimizer; you must `attach` each optimizer. "zero" counts such elements as zero. All policies
-            but "ignore" name the rank and the parameter. While a `torch.amp.GradScaler` is in use, it handles such
-            gradients, and these policies do not apply. See `docs/guides/nothing-silent.md`.
+        on_nonfinite: what all ranks do if a gradient of any rank is NaN or infinite, so that the mean is not finite
+            either. "warn" warns once, "ignore" does nothing. "raise" raises `NonFiniteGradient` at the end of the
+            backward. "skip" discards the step of every optimizer; you must `attach` each optimizer. "zero" counts such
+            elements as zero. All policies but "ignore" name the rank and the parameter. While a `torch.amp.GradScaler`
+            is in use, it handles such gradients, and these policies do not apply. See `docs/guides/nothing-silent.md`.
 
     Raises:
         TypeError: `module` is not a `torch.nn.Module`, or another argument has a wrong type.
@@ -190,7 +191,7 @@ class DistributedDataParallel(  # type: ignore[misc, override]
         sharded: bool = False,
         strategy: Strategy[Any] | None = None,
         replica_check: ReplicaCheck | None = None,
-        on_nonfinite: OnNonFinite = "ignore",
+        on_nonfinite: OnNonFinite = "warn",
     ) -> None:
         arguments = dict(locals())
         nn.Module.__init__(self)  # because torch's own __init__ would build its reducer
@@ -234,16 +235,17 @@ class DistributedDataParallel(  # type: ignore[misc, override]
         board.phase = FORWARD if self.training else EVAL_FORWARD
         if synchronizes:
             board.step = replica.gradients.step + 1
-        if torch.is_grad_enabled():
-            replica.before_forward(synchronizes=synchronizes, inside_join=inside_join)
-        replica.gradients.forward_begins()
-        if inside_join:
-            self._joined_forward_begins(synchronizes=synchronizes)
-        elif buffer_hook is None:
-            if replica.buffers.before_forward(next_is_due=synchronizes) and synchronizes:
-                replica.before_forward_of_equal_buffers()
-        else:
-            self._before_hooked_forward(buffer_hook, next_is_due=synchronizes)
+        with outside_of_transforms():
+            if torch.is_grad_enabled():
+                replica.before_forward(synchronizes=synchronizes, inside_join=inside_join)
+            replica.gradients.forward_begins()
+            if inside_join:
+                self._joined_forward_begins(synchronizes=synchronizes)
+            elif buffer_hook is None:
+                if replica.buffers.before_forward(next_is_due=synchronizes) and synchronizes:
+                    replica.before_forward_of_equal_buffers()
+            else:
+                self._before_hooked_forward(buffer_hook, next_is_due=synchronizes)
         if self.device_ids:
             device = torch.device(self.device_type, self.device_ids[0])
             inputs, kwargs = tree_map_only(

@@ -26,7 +26,6 @@ from syncline._torch.autograd import (
 )
 from syncline.errors import SynclineError
 from syncline.gradients.backward import BackwardState, GraphTasks, Ownership
-from syncline.gradients.bucket import copy_scaled
 from syncline.gradients.reduction import Reduction
 from syncline.gradients.usage import accumulation_nodes
 from syncline.gradients.user_hooks import UserHook, table_of
@@ -83,7 +82,7 @@ def gradient_hook(
             raise reduction.out_of_step.from_outside(backward.step, index)
         bucket, view = places[index]
         if view is not None:
-            copy_scaled(view, parameter.grad, backward.scale)
+            bucket.take(view, parameter.grad, backward.scale)
             if as_view and not rivals:
                 parameter.grad = view  # frees the gradient while its memory is still in cache
             elif stand_in is not None:

@@ -11,7 +11,7 @@ import torch
 
 from syncline.gradients.bucket_plan import BucketCaps
 
-OnNonFinite = Literal["ignore", "raise", "skip", "zero"]
+OnNonFinite = Literal["ignore", "warn", "raise", "skip", "zero"]
 """The policies for gradients that are not finite. `riders/nonfinite.py` explains them."""
 
 

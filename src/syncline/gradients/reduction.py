@@ -13,7 +13,7 @@ from syncline._torch.tensors import foreach_div_, versions_of
 from syncline.errors import SynclineError
 from syncline.events import OBSERVERS
 from syncline.gradients.backward import NO_INDICES, Backward, BackwardState
-from syncline.gradients.bucket import Bucket, DenseBucket, copy_scaled
+from syncline.gradients.bucket import Bucket, DenseBucket
 from syncline.gradients.comm_hook import CommHook
 from syncline.gradients.emitter import Emitter
 from syncline.gradients.layout import BucketLayout
@@ -236,7 +236,7 @@ class Reduction:
         """Copy a ready gradient into its bucket, at the end of a backward in which hooks must not copy gradients."""
         bucket, view = self.layout.places[index]
         if view is not None:
-            copy_scaled(view, self.parameters[index].grad, self.backward.scale)
+            bucket.take(view, self.parameters[index].grad, self.backward.scale)
         bucket.num_pending -= 1
         if not bucket.num_pending:
             self.send_complete()
@@ -431,14 +431,16 @@ class Reduction:
             foreach_div_([p.grad for p in self.parameters if p.grad is not None], float(divisor))
         if self.usage.static is not None:
             self.usage.static.learn()
-        if transport.size == 1 and self.options.on_nonfinite != "ignore":
+        if (
+            transport.size == 1 and self.options.on_nonfinite != "ignore"
+        ) or self.options.on_nonfinite == "warn":
             self.check_finite_alone(backward.step)
         riders.metrics.conclude_alone()
         return divisor
 
     def check_finite_alone(self, step: int) -> None:
-        """Check `.grad` of all parameters for values that are not finite, in a world of one rank."""
-        gradients = [(index, parameter.grad) for index, parameter in enumerate(self.parameters)]
+        """Check `.grad` of the parameters for values that are not finite, because nothing is sent."""
+        gradients = ((index, parameter.grad) for index, parameter in enumerate(self.parameters))
         self.riders.nonfinite.conclude_alone(gradients, step=step)
 
     def take_part_with_zeros(self, backward: Backward) -> None:

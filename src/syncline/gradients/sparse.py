@@ -78,7 +78,9 @@ class SparseBucket(Bucket):
         if most:
             self._transport.all_gather(all_indices, indices).wait()
             self._transport.all_gather(all_values.view(-1), values.view(-1)).wait()
-        kept = torch.cat([torch.arange(rank * most, rank * most + n) for rank, n in enumerate(num_rows)])
+        kept = torch.cat(
+            [torch.arange(rank * most, rank * most + n, device="cpu") for rank, n in enumerate(num_rows)]
+        )
         kept = kept.to(parameter.device)
         self._sum = sparse_tensor(all_indices[kept][None], all_values[kept], parameter.shape).coalesce()
 

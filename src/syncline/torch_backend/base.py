@@ -238,7 +238,7 @@ def fillable(tensor: Tensor) -> tuple[Tensor, Callable[[], object] | None]:
     """
     if tensor.is_contiguous():
         return tensor, None
-    buffer = torch.empty(tensor.shape, dtype=tensor.dtype)
+    buffer = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
     return buffer, copy_back((tensor, buffer))
 
 

@@ -160,7 +160,7 @@ class Reductions(Group):
             raise ValueError(
                 f"{op.op.name} combines bits: expected a tensor of integers or booleans, got {tensor.dtype}"
             )
-        rows = torch.empty(self.transport.size, tensor.numel(), dtype=tensor.dtype)
+        rows = torch.empty(self.transport.size, tensor.numel(), dtype=tensor.dtype, device="cpu")
         work = self.transport.all_gather(rows, flat(tensor), terms=terms)
 
         def finish() -> None:
@@ -178,8 +178,8 @@ class Reductions(Group):
                 f"expected SUM or AVG for the all_reduce of a sparse tensor, got {opts.reduceOp.op.name}"
             )
         transport, mine = self.transport, tensor.detach().coalesce()
-        sizes = torch.zeros(transport.size, 2 + mine.dim(), dtype=torch.int64)
-        own_sizes = torch.tensor([mine.indices().shape[1], mine.sparse_dim(), *mine.shape])
+        sizes = torch.zeros(transport.size, 2 + mine.dim(), dtype=torch.int64, device="cpu")
+        own_sizes = torch.tensor([mine.indices().shape[1], mine.sparse_dim(), *mine.shape], device="cpu")
         transport.all_gather(sizes, own_sizes).wait()
         if bool((sizes[:, 1:] != own_sizes[1:]).any()):
             shapes = ", ".join(
@@ -192,8 +192,8 @@ class Reductions(Group):
         works, indices, values = [], [], []
         for src, count in enumerate(sizes[:, 0].tolist()):
             is_mine = src == transport.rank
-            where = torch.empty(mine.sparse_dim(), count, dtype=torch.int64)
-            what = torch.empty(count, *mine.shape[mine.sparse_dim() :], dtype=mine.dtype)
+            where = torch.empty(mine.sparse_dim(), count, dtype=torch.int64, device="cpu")
+            what = torch.empty(count, *mine.shape[mine.sparse_dim() :], dtype=mine.dtype, device="cpu")
             indices.append(mine.indices().contiguous() if is_mine else where)
             values.append(mine.values().contiguous() if is_mine else what)
             works += [transport.broadcast(indices[-1], src), transport.broadcast(values[-1], src)]
@@ -258,7 +258,7 @@ class Collectives(Reductions):
         mine = flat(input)
         if any(part.numel() != mine.numel() for part in parts):
             return self._all_gather_unequal(parts, mine, opts)
-        whole = torch.empty(mine.numel() * len(parts), dtype=mine.dtype)
+        whole = torch.empty(mine.numel() * len(parts), dtype=mine.dtype, device="cpu")
         work = self.transport.all_gather(whole, mine)
         finish = copy_back(*zip(parts, whole.chunk(len(parts)) if whole.numel() else [], strict=False))
         return self._ended_or_under_way(opts, work, [*parts, mine], finish)

@@ -218,7 +218,7 @@ class Transport(ABC):
         """
         if self.size == 1:
             return [payload]
-        lengths = gather_tensor(self, torch.tensor([len(payload)])).flatten().tolist()
+        lengths = gather_tensor(self, torch.tensor([len(payload)], device="cpu")).flatten().tolist()
         longest = max(lengths)
         if not longest:
             return [b""] * self.size

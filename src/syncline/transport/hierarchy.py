@@ -208,13 +208,13 @@ class HierarchicalTransport(WatchedTransport):
         if not input.is_cpu:
             return self._beneath._start_all_gather(output, input)
         hosts, mine, everyone = self._hosts, _as_bytes(input), _as_bytes(output)
-        of_host = torch.empty(hosts.widest * mine.numel(), dtype=torch.uint8)
+        of_host = torch.empty(hosts.widest * mine.numel(), dtype=torch.uint8, device="cpu")
         here = of_host[: len(self._members) * mine.numel()]
         if self._up is None:
             here.copy_(mine)
         whole, sort = everyone, None
         if self._across is not None and not hosts.is_even:
-            whole = torch.empty(len(hosts.members) * of_host.numel(), dtype=torch.uint8)
+            whole = torch.empty(len(hosts.members) * of_host.numel(), dtype=torch.uint8, device="cpu")
             sort = partial(hosts.put_in_rank_order, everyone, whole)
         phases = self._phases(
             lambda up: up._start_all_gather(here, mine),

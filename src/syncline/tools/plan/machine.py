@@ -5,13 +5,14 @@ Without a measurement, the figures of one machine with two cores are used; a pla
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from syncline.environment import cache_folder
-from syncline.untrusted import check, json_object, read_regular
+from syncline.untrusted import json_object, read_regular
 from syncline.words import printable
 
 _MAX_BYTES = 1024 * 1024
@@ -133,11 +134,6 @@ class Machine:
                 raise ValueError(f"the format is {found['syncline machine']!r}")
             plain = {one.name: found[one.name] for one in fields(Machine) if one.name not in _NESTED}
             plain["name"] = printable(plain["name"])
-            _check_costs((name, one) for name, one in plain.items() if name not in ("name", "is_measured"))
-            for nested in _NESTED:
-                check(bool(found[nested]) or nested == "codings", f"some figures in {nested}", found[nested])
-                for costs in found[nested].values():
-                    _check_costs((nested, cost) for cost in costs)
             return Machine(
                 **plain,
                 shared_memory={int(num): Cost(*cost) for num, cost in found["shared_memory"].items()},
@@ -150,14 +146,22 @@ class Machine:
                 f"these are not the figures of a machine: {type(error).__name__}: {error}"
             ) from None
 
+    def __post_init__(self) -> None:
+        """Check the figures, which may come from a file.
 
-def _check_costs(found: Iterable[tuple[str, Any]]) -> None:
-    for name, cost in found:
-        is_cost = type(cost) in (int, float) and 0 <= cost < _MAX_SECONDS
-        check(is_cost, f"{name} to be a time of at least 0, in seconds", cost)
+        Raises:
+            ValueError: a figure is no time.
+        """
+        tables = (self.shared_memory, self.gloo, self.calls, self.codings)
+        figures = [self.copy_per_byte, self.average_per_byte, self.outer_per_byte]
+        figures += [one for table in tables for costs in table.values() for one in costs]
+        if not all(tables[:3]) or not all(_is_time(one) for one in figures):
+            raise ValueError("these are not the figures of a machine: expected times, in seconds")
 
 
-_MAX_SECONDS = 1e6
+def _is_time(value: object) -> bool:
+    return isinstance(value, int | float) and 0 <= value < math.inf
+
 
 _NESTED = ("shared_memory", "gloo", "calls", "codings")
 

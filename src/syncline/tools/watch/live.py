@@ -67,6 +67,10 @@ class Live(Display):
         self.end()
         self._redirected.close()
 
+    @property
+    def output_failure(self) -> OSError | None:
+        return self._writer.failure
+
     def start_ranks(self, ranks: Sequence[int]) -> None:
         self._ranks.start(ranks, time.monotonic())
         if self._thread.ident is None:  # a thread starts once

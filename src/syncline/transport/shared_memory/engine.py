@@ -368,7 +368,7 @@ class Regions:
             token: random bytes that identify the tensor. They are the same on all ranks.
         """
         if numel * dtype.itemsize < IN_PLACE_BYTES:
-            return torch.zeros(numel, dtype=dtype)
+            return torch.zeros(numel, dtype=dtype, device="cpu")
         stride = -(-numel * dtype.itemsize // _MIN_STRIDE_BYTES) * _MIN_STRIDE_BYTES
         purpose = f"{numel} elements of {dtype}"
         memory = self._hub.allocate(self._hub.size * stride, purpose, may_be_used=True)
