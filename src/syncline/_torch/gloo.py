@@ -59,9 +59,12 @@ _SO_ATTACH_FILTER = 26
 _DROP_ALL = struct.pack("=HBBI", 6, 0, 0, 0)
 """A filter of the kernel (classic BPF) with one instruction: return 0, the number of bytes to keep of a packet."""
 
-_LOOK_SECONDS = 0.5
-"""How often a rank looks at the processes of the others while Gloo connects, and how long after Gloo has failed. Gloo
-itself waits for up to five times its timeout for a rank that has ended, or fails after some attempts to connect."""
+_LOOK_SECONDS = 0.05
+"""How often a rank looks at the processes of the others while Gloo connects. Gloo itself waits for up to five times its
+timeout for a rank that has ended, or fails after some attempts to connect."""
+
+_CAUSE_SECONDS = 0.5
+"""How long a rank looks for an ended process after Gloo has failed."""
 
 
 @contextlib.contextmanager
@@ -169,7 +172,7 @@ def _look_for_its_cause(gather: Gather) -> None:
 
     The connections of a process close a moment before the kernel reports that it has ended.
     """
-    deadline = time.monotonic() + _LOOK_SECONDS
+    deadline = time.monotonic() + _CAUSE_SECONDS
     while True:
         gather.check_processes()
         if time.monotonic() > deadline:
