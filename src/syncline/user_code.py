@@ -29,6 +29,8 @@ from types import FrameType
 
 import torch
 
+from syncline.words import printable
+
 _HEADER = "Thread 0x{thread:016x} (most recent call first):\n"
 
 
@@ -110,10 +112,12 @@ def warning_here(category: type[Warning] = RuntimeWarning) -> Callable[[str], No
     """
     frame = _users_frame(sys._getframe())
     if frame is None:
-        return lambda text: warnings.warn(text, category, stacklevel=3)
+        return lambda text: warnings.warn(printable(text), category, stacklevel=3)
     path, line = frame.f_code.co_filename, frame.f_lineno
     module, registry = frame.f_globals.get("__name__"), frame.f_globals.setdefault("__warningregistry__", {})
-    return lambda text: warnings.warn_explicit(text, category, path, line, module=module, registry=registry)
+    return lambda text: warnings.warn_explicit(
+        printable(text), category, path, line, module=module, registry=registry
+    )
 
 
 def user_code(frame: FrameType | None) -> str | None:

@@ -6,6 +6,7 @@ From the same values, every rank computes the same text.
 from __future__ import annotations
 
 import textwrap
+import unicodedata
 from collections import Counter
 from collections.abc import Hashable, Mapping, Sequence
 from typing import TypeVar
@@ -37,6 +38,24 @@ def wrapped(text: str, columns: int = MAX_COLUMNS, *, indent: str = "  ") -> lis
         break_on_hyphens=False,
     )
     return lines or [""]
+
+
+def printable(text: str) -> str:
+    r"""Return a text from a file or from another process, so that it can be printed.
+
+    A character that a terminal could obey, or that changes the direction of the text, becomes its escape. Line ends and
+    tabs stay.
+
+    Examples:
+        >>> print(printable("fc\x1b[2J\x07.weight"))
+        fc\x1b[2J\x07.weight
+    """
+    if text.isprintable():
+        return text
+    return "".join(
+        one if one.isprintable() or one in "\n\t" or unicodedata.category(one) == "Zs" else ascii(one)[1:-1]
+        for one in text
+    )
 
 
 def shortened(text: str, columns: int = MAX_COLUMNS) -> str:
@@ -195,7 +214,7 @@ def refusal_of(
         elif name in ("TypeError", "ValueError") or error_class is RuntimeError:
             cause = message
         text.append(f"{describe_ranks(ranks)}: {cause}")
-    return error_class("\n".join(text))
+    return error_class(printable("\n".join(text)))
 
 
 def ranks_with(values: Mapping[int, K]) -> dict[K, list[int]]:

@@ -5,9 +5,12 @@ from __future__ import annotations
 import copy
 import errno
 import random
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
+
+from syncline.checkpoint.files import Files
 
 
 class Crash(BaseException):
@@ -84,13 +87,19 @@ class FaultyFiles:
     def read(self, path: str) -> bytes:
         return self._file(path).content
 
+    def size(self, path: str) -> int:
+        return len(self._file(path).content)
+
     def map(self, path: str) -> memoryview:
         return memoryview(bytearray(self._file(path).content))
 
     def rename(self, source: str, target: str) -> None:
         (here, old), (there, new) = self._parent(source), self._parent(target)
         assert here is there, "one directory is enough for us"
-        assert new not in here.entries, f"{target} is there already"
+        if old not in here.entries:
+            raise FileNotFoundError(source)
+        if new in here.entries:
+            raise FileExistsError(target)
         self._do()
         here.change_all({old: None, new: here.entries[old]})
 
@@ -173,6 +182,26 @@ class FaultyFiles:
         if not isinstance(node, _Directory):
             raise FileNotFoundError("not a directory")
         return node
+
+
+class Meanwhile:
+    """`Files` beside whose `at`-th operation, counted from 0, another program does something to the same files."""
+
+    def __init__(self, files: Files, at: int, happens: Callable[[], object]) -> None:
+        self._files, self._left, self._happens = files, at, happens
+
+    @property
+    def has_happened(self) -> bool:
+        return self._left < 0
+
+    def __getattr__(self, name: str) -> Any:
+        def call(*args: Any) -> Any:
+            if self._left == 0:
+                self._happens()
+            self._left -= 1
+            return getattr(self._files, name)(*args)
+
+        return call
 
 
 class WrittenBefore(FaultyFiles):

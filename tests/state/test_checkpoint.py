@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 import torch
-from faulty_files import FaultyFiles, WrittenBefore
+from faulty_files import FaultyFiles, Meanwhile, WrittenBefore
 from torch import nn
 from torch.optim import lr_scheduler as lr
 from torch.utils.data import DataLoader
@@ -345,12 +345,57 @@ def test_another_run_that_saves_into_the_same_directory_is_noticed(tmp_path: Pat
     ours, theirs = Checkpointer(tmp_path, keep=2), Checkpointer(tmp_path, keep=2)
     ours.save(state, step=1)
     ours.save(state, step=2)  # nobody else has saved meanwhile
-    with pytest.warns(RuntimeWarning, match=r"save there is number 2, but .* is number 0\."):
+    with pytest.warns(RuntimeWarning, match=r"save there was number 2, but .* was number 0\."):
         theirs.save(state, step=7)
     theirs.save(state, step=8)
-    with pytest.warns(RuntimeWarning, match=r"another process saves into .* is number 4, .* is number 2"):
+    with pytest.warns(RuntimeWarning, match=r"another process saves into .* was number 4, .* was number 2"):
         ours.save(state, step=3)
     ours.save(state, step=4)
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_a_save_that_its_run_removes_while_it_is_read_is_no_damage(size: int) -> None:
+    at, is_over = 0, False
+    while not is_over:
+        files = FaultyFiles()
+        model = nn.Linear(2, 1)
+        run = Checkpointer("/runs", keep=1, files=files)
+        run.save(TrainState(model=model), step=1)
+        beside = Meanwhile(
+            files,
+            at,
+            lambda run=run, model=model: run.save(TrainState(model=model), step=2),  # type: ignore[misc]
+        )
+
+        def program(t: Transport, files: Any = files, beside: Any = beside) -> int | None:
+            files = beside if t.rank == 0 else files
+            reader = Checkpointer("/runs", files=files, read_only=True, group=t)
+            return reader.load(TrainState(model=nn.Linear(2, 1)))
+
+        assert run_ranks(size, program)[0] in (1, 2)  # and no warning
+        is_over = not beside.has_happened
+        at += 1
+    assert at > 3
+
+
+def test_a_run_whose_saves_vanish_faster_than_they_are_read_is_named() -> None:
+    files = FaultyFiles()
+    state = TrainState(model=nn.Linear(2, 1))
+    run = Checkpointer("/runs", keep=1, files=files)
+    run.save(state, step=1)
+
+    class Vanishing(FaultyFiles):
+        def __init__(self) -> None:
+            super().__init__()
+            self._root = files._root
+
+        def map(self, path: str) -> memoryview:
+            run.save(state, step=state.step + 1)
+            return super().map(path)
+
+    reader = Checkpointer("/runs", files=Vanishing(), read_only=True)
+    with pytest.raises(SynclineError, match="removed 20 saves while they were read: let it keep more"):
+        reader.load(TrainState(model=nn.Linear(2, 1)))
 
 
 def test_a_run_that_goes_on_takes_what_was_there_for_its_own(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import safetensors.torch
 import torch
-from faulty_files import Crash, FaultyFiles
+from faulty_files import Crash, FaultyFiles, Meanwhile
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -45,21 +45,20 @@ def state_at(step: int) -> dict[str, Any]:
     }
 
 
-def write(files: Files, path: str, step: int) -> None:
+def write(files: Files, path: str, step: int) -> Manifest:
+    """Write all but the manifest."""
     tree, tensors = encode(state_at(step), "state")
     stored = write_tensors(files, f"{path}/shared.safetensors", tensors)
-    manifest = Manifest(step=step, num_ranks=1, shared=tree, ranks=[{}], files={"shared.safetensors": stored})
-    write_manifest(files, path, manifest)
+    return Manifest(step=step, num_ranks=1, shared=tree, ranks=[{}], files={"shared.safetensors": stored})
 
 
 def save(files: Files, shelf: SaveDirectory, step: int) -> Save:
-    one, path = shelf.begin(step)
+    path = shelf.begin(step)
     try:
-        write(files, path, step)
+        one = shelf.commit(path, write(files, path, step))
     except OSError:
-        shelf.abandon(one)
+        shelf.abandon(path)
         raise
-    shelf.commit(one)
     shelf.prune()
     return one
 
@@ -68,7 +67,7 @@ def load(files: Files, path: str) -> tuple[int, Any]:
     manifest = read_manifest(files, path)
     tensors: dict[str, Tensor] = {}
     for name, stored in manifest.files.items():
-        tensors |= read_tensors(files, path, name, stored)
+        tensors |= read_tensors(files.map(f"{path}/{name}"), f"{path}/{name}", stored)
     return manifest.step, decode(manifest.shared, tensors)
 
 
@@ -192,13 +191,92 @@ def test_what_is_damaged_does_not_count_as_kept() -> None:
     files = FaultyFiles()
     shelf = SaveDirectory(files, "runs", 2)
     for step in range(4):
-        one, path = shelf.begin(step)
-        write(files, path, step)
-        shelf.commit(one)
+        path = shelf.begin(step)
+        shelf.commit(path, write(files, path, step))
     newest, second, third, oldest = shelf.saves()
     assert shelf.prune(damaged=[second]) == [oldest]
     assert shelf.saves() == [newest, second, third]
     assert shelf.prune() == [third]
+
+
+@pytest.mark.parametrize("takes_over", [False, True])
+@pytest.mark.parametrize("keep", [1, 2])
+def test_two_runs_in_one_directory_leave_only_complete_saves(keep: int, takes_over: bool) -> None:
+    """Whatever one run is doing when the other saves, nothing that counts as a save is incomplete.
+
+    `takes_over`: the other run begins while this one saves, and takes what it finds for what a crash has left.
+    """
+    at, is_over = 0, False
+    while not is_over:
+        files = FaultyFiles()
+        other = SaveDirectory(files, "runs", keep)
+        save(files, other, 1)
+
+        def other_saves(files: FaultyFiles = files, other: SaveDirectory = other) -> None:
+            if takes_over:
+                other.look_for_leftovers()
+            save(files, other, 2)
+
+        ours = Meanwhile(files, at, other_saves)
+        shelf = SaveDirectory(ours, "runs", keep)
+        is_refused = False
+        try:
+            save(ours, shelf, 2)
+        except (OSError, CheckpointCorrupt):
+            is_refused = True
+        is_over = not ours.has_happened
+        at += 1
+        saves = other.saves()
+        assert 1 <= len(saves) <= keep + 1
+        for one in saves:
+            found, state = load(files, other.path_of(one))
+            assert found == one.step
+            assert_same(state, state_at(found))
+        assert takes_over or not is_refused
+        assert saves[0].step == 2
+        save(files, shelf, 3)
+        assert [one.step for one in shelf.saves()] == [3, 2][:keep]
+    assert at > 15
+
+
+def test_a_save_that_lost_a_file_is_not_committed() -> None:
+    files = FaultyFiles()
+    shelf = SaveDirectory(files, "runs", KEEP)
+    for lost in ("cut", "remove"):
+        path = shelf.begin(1)
+        manifest = write(files, path, 1)
+        if lost == "cut":
+            files.cut(f"{path}/shared.safetensors", 9)
+        else:
+            files.remove(f"{path}/shared.safetensors")
+        with pytest.raises(CheckpointCorrupt, match=r"shared\.safetensors is"):
+            shelf.commit(path, manifest)
+    assert shelf.saves() == []
+
+
+def test_an_incomplete_save_does_not_count_as_kept() -> None:
+    files = FaultyFiles()
+    shelf = SaveDirectory(files, "runs", 1)
+    sound = save(files, shelf, 1)
+    for step, lost in ((2, "manifest.json"), (3, "shared.safetensors")):  # as other programs may leave them
+        path = shelf.path_of(Save(step, step))
+        files.make_directory(path)
+        write_manifest(files, path, write(files, path, step))
+        files.remove(f"{path}/{lost}")
+    assert shelf.prune() == []
+    assert load(files, shelf.path_of(sound))[0] == 1
+
+
+def test_leftovers_of_a_crash_are_removed_and_what_another_run_writes_is_not() -> None:
+    files = FaultyFiles()
+    before = SaveDirectory(files, "runs", KEEP).begin(1)
+    shelf = SaveDirectory(files, "runs", KEEP)
+    shelf.look_for_leftovers()
+    beside = SaveDirectory(files, "runs", KEEP).begin(1)
+    own = shelf.begin(1)
+    names = files.names("runs")
+    assert before.rpartition("/")[2] not in names
+    assert {beside.rpartition("/")[2], own.rpartition("/")[2]} == set(names)
 
 
 def test_a_directory_of_something_else_is_left_alone(tmp_path: Path) -> None:
@@ -222,7 +300,7 @@ def test_files_are_those_that_safetensors_reads(tmp_path: Path) -> None:
     }
     stored = write_tensors(LocalFiles(), str(tmp_path / "x.safetensors"), tensors)
     theirs = safetensors.torch.load_file(tmp_path / "x.safetensors")
-    ours = read_tensors(LocalFiles(), str(tmp_path), "x.safetensors", stored)
+    ours = read_tensors(LocalFiles().map(str(tmp_path / "x.safetensors")), "x.safetensors", stored)
     assert theirs.keys() == ours.keys() == tensors.keys()
     for name, tensor in tensors.items():
         for other in (theirs[name], ours[name]):
@@ -232,7 +310,7 @@ def test_files_are_those_that_safetensors_reads(tmp_path: Path) -> None:
 
 def test_a_later_version_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("syncline.checkpoint.directory.VERSION", VERSION + 1)
-    write(LocalFiles(), str(tmp_path), 1)
+    write_manifest(LocalFiles(), str(tmp_path), write(LocalFiles(), str(tmp_path), 1))
     monkeypatch.undo()
     with pytest.raises(
         CheckpointCorrupt, match=rf"has format version {VERSION + 1} .* reads only versions up to {VERSION}"
@@ -241,7 +319,7 @@ def test_a_later_version_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 
 def test_the_manifest_is_there_to_be_read(tmp_path: Path) -> None:
-    write(LocalFiles(), str(tmp_path), 3)
+    write_manifest(LocalFiles(), str(tmp_path), write(LocalFiles(), str(tmp_path), 3))
     text, _, checksum = (tmp_path / "manifest.json").read_text().rstrip("\n").rpartition("\n")
     body = json.loads(text)
     assert (body["format"], body["version"], body["step"]) == ("syncline checkpoint", VERSION, 3)

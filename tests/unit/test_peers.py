@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import os
+import socket
 import subprocess
 import sys
 import threading
+import time
 
 import pytest
 
 from syncline.liveness import RankProcess
+from syncline.transport.shared_memory import sockets
 from syncline.transport.shared_memory.sockets import Peers
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "pidfd_open"), reason="a system without process descriptors")
@@ -61,3 +64,26 @@ def test_many_threads_may_ask_at_once(num_files_each: int) -> None:
     for thread in threads:
         thread.join()
     assert answers == [{()}] * 4
+
+
+def test_a_queue_that_strangers_fill_only_delays_a_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    listener = sockets.listener_for_next()
+    address = sockets.address_of(listener)
+    strangers = []
+    with pytest.raises(BlockingIOError):
+        while True:
+            strangers.append(socket.socket(socket.AF_UNIX))
+            strangers[-1].setblocking(False)
+            strangers[-1].connect(b"\0" + address.encode())
+
+    def drain(seconds: float) -> None:
+        for one in strangers[:-1]:
+            listener.accept()[0].close()
+            one.close()
+
+    monkeypatch.setattr(sockets, "time", type("Clock", (), {"monotonic": time.monotonic, "sleep": drain}))
+    expected = sockets.RankOnSocket(0, os.getpid(), os.getuid())
+    with sockets.connected(address, expected, 1, bytes(32), 20.0), listener.accept()[0] as connection:
+        assert len(connection.recv(100)) == 36
+    strangers[-1].close()
+    listener.close()

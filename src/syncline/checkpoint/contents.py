@@ -7,6 +7,7 @@ objects were not saved, the state of other ranks was not loaded, or an object ha
 from __future__ import annotations
 
 import json
+from collections import ChainMap
 from collections.abc import Collection, Iterator, Mapping
 from functools import cached_property
 from typing import Any
@@ -17,7 +18,7 @@ from torch.optim import Optimizer
 
 from syncline.checkpoint.directory import MANIFEST, SHARED_FILE, Manifest, own_file
 from syncline.checkpoint.encoding import decode, encode, tensors_in
-from syncline.checkpoint.files import Files, check, checksum, malformed_is_corrupt, memory_of, read_tensors
+from syncline.checkpoint.files import Files, checksum, malformed_is_corrupt, memory_of, read_tensors
 from syncline.checkpoint.objects import (
     check_rng_state,
     copies,
@@ -30,6 +31,7 @@ from syncline.compression.averager import with_mean_residuals
 from syncline.data import DistributedSampler, place_to_resume
 from syncline.sharded.part import has_sharded_state, join_parts
 from syncline.transport.agreement import describe_tensors
+from syncline.untrusted import check
 from syncline.words import describe_ranks, format_count
 
 # ---------------------------------------------------------------------- to write
@@ -142,29 +144,40 @@ class SaveContent:
         """Whether no rank with this number took part in the save."""
         self._place = place = 0 if self.is_new_rank else rank
         self._are_others = num_ranks != manifest.num_ranks
-        self._trees = [manifest.shared | own for own in manifest.ranks]
-        stored = manifest.files.get(SHARED_FILE)
-        shared = {} if stored is None else read_tensors(files, path, SHARED_FILE, stored)
+        self._trees = [ChainMap(own, manifest.shared) for own in manifest.ranks]
+        self._manifest_path = f"{path}/{MANIFEST}"
+        stored = manifest.files
+        in_shared = stored[SHARED_FILE].tensors.keys() if SHARED_FILE in stored else set()
+        with malformed_is_corrupt(self._manifest_path):
+            of_all = {*self._needed_of_others(manifest.shared)} - in_shared
+            of_each = [{*self._needed_of_others(own)} - in_shared for own in manifest.ranks]
+        is_needed = {own_file(other): other == place or of_all or own for other, own in enumerate(of_each)}
+        # All files are mapped before any is verified, which can take long: another run may remove the save meanwhile.
+        mapped = {
+            name: files.map(f"{path}/{name}") for name in stored if name == SHARED_FILE or is_needed[name]
+        }
+        found: dict[str, dict[str, Tensor]] = {}
+        for other, own in [(None, set()), *enumerate(of_each)]:
+            name = SHARED_FILE if other is None else own_file(other)
+            if name in mapped:
+                wanted = None if other in (place, None) else own | of_all
+                found[name] = read_tensors(mapped[name], f"{path}/{name}", stored[name], wanted)
+        shared = found.get(SHARED_FILE, {})
         self._shared = shared.keys()
         """The names of the tensors that were equal on all ranks."""
-        self._tensors = []
-        self._manifest_path = f"{path}/{MANIFEST}"
-        for other, trees in enumerate(self._trees):
-            with malformed_is_corrupt(self._manifest_path):
-                wanted = None if other == place else set(self._needed_of_others(trees))
-            tensors = dict(shared)
-            if own_file(other) in manifest.files and (wanted is None or wanted - shared.keys()):
-                tensors |= read_tensors(files, path, own_file(other), manifest.files[own_file(other)], wanted)
-            self._tensors.append(tensors)
+        self._tensors = [
+            ChainMap(found.get(own_file(other), {}), shared) for other in range(manifest.num_ranks)
+        ]
 
     def _needed_of_others(self, trees: Mapping[str, Any]) -> Iterator[str]:
         """Yield the names of the tensors that this rank needs from the state of another rank.
 
         Args:
-            trees: the JSON values of the other rank, by name of the object.
+            trees: the JSON values of the other rank, or those that are equal on all ranks, by name of the object.
         """
+        sharded = set(self.manifest.sharded)
         for name, tree in trees.items():
-            if name in self.manifest.sharded:
+            if name in sharded:
                 yield from tensors_in(tree)
             elif self._are_others and is_wrapped(tree):
                 yield from tensors_in(tree["synchronization"])

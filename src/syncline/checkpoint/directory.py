@@ -14,20 +14,14 @@ from __future__ import annotations
 
 import json
 import re
+import uuid
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
-from syncline.checkpoint.files import (
-    Files,
-    StoredFile,
-    check,
-    checksum,
-    is_count,
-    json_object,
-    malformed_is_corrupt,
-)
+from syncline.checkpoint.files import MAX_READ_BYTES, Files, StoredFile, checksum, malformed_is_corrupt
 from syncline.errors import CheckpointCorrupt
+from syncline.untrusted import check, is_count, json_object
 
 FORMAT = "syncline checkpoint"
 
@@ -42,6 +36,9 @@ SHARED_FILE = "shared.safetensors"
 """The name of the file with the tensors that are equal on all ranks."""
 
 MANIFEST = "manifest.json"
+
+_MAX_VALUES = 10_000_000
+"""The largest number of objects in a save, counted once for each rank. A reader combines the objects of each rank."""
 
 _NAME = re.compile(r"save-(?P<save>\d{6,})-step-(?P<step>\d+)")
 
@@ -80,7 +77,13 @@ def own_file(rank: int) -> str:
 
 def write_manifest(files: Files, directory: str, manifest: Manifest) -> None:
     """Write the manifest into a directory that already has all other files of the save."""
-    files.write(f"{directory}/{MANIFEST}", [_text(manifest)])
+    text = _text(manifest)
+    if len(text) > MAX_READ_BYTES:
+        raise OSError(
+            f"everything but the tensors takes {len(text)} bytes, and a manifest has at most {MAX_READ_BYTES}: give "
+            "large lists of numbers to the state as tensors"
+        )
+    files.write(f"{directory}/{MANIFEST}", [text])
 
 
 def _text(manifest: Manifest) -> bytes:
@@ -135,6 +138,27 @@ def read_manifest(files: Files, directory: str) -> Manifest:
         return _manifest(body)
 
 
+def read_complete(files: Files, directory: str) -> Manifest:
+    """Read the manifest of a save, and check that all files of the save are there and have their sizes.
+
+    Raises:
+        CheckpointCorrupt: the manifest is damaged, or a file is missing or has another size.
+        OSError: a file could not be read.
+    """
+    manifest = read_manifest(files, directory)
+    for name, stored in manifest.files.items():
+        path = f"{directory}/{name}"
+        try:
+            num_bytes = files.size(path)
+        except FileNotFoundError:
+            raise CheckpointCorrupt(f"{path} is missing, so the save is not complete") from None
+        if num_bytes != stored.num_bytes:
+            raise CheckpointCorrupt(
+                f"{path} is damaged: expected {stored.num_bytes} bytes as in the manifest, found {num_bytes}"
+            )
+    return manifest
+
+
 def _manifest(body: Mapping[str, Any]) -> Manifest:
     """Check a JSON object that was read from a file, and return the manifest that it describes.
 
@@ -145,26 +169,22 @@ def _manifest(body: Mapping[str, Any]) -> Manifest:
     step, number, num_ranks = body["step"], body.get("number", 0), body["num_ranks"]
     for name, count in (("step", step), ("number", number), ("num_ranks", num_ranks)):
         check(is_count(count), f"{name} to be an integer from 0 to 2**63 - 1", count)
-    check(
-        isinstance(ranks, list) and 0 < len(ranks) == num_ranks,
-        f"ranks to be a list with an entry for each of {num_ranks} ranks",
-        ranks,
-    )
+    is_list = isinstance(ranks, list) and 0 < len(ranks) == num_ranks
+    check(is_list, f"ranks to be a list with an entry for each of {num_ranks} ranks", ranks)
     for tree in (shared, *ranks):
         check(
             isinstance(tree, dict), "shared and each entry of ranks to be an object with values by name", tree
         )
+    names = shared.keys() | ranks[0].keys()
+    check(len(names) * num_ranks <= _MAX_VALUES, f"at most {_MAX_VALUES} objects of all ranks", len(names))
+    check(shared.keys().isdisjoint(ranks[0]), "no entry of ranks to have a name that is in shared", ranks[0])
     for tree in ranks:
-        check(
-            tree.keys() == ranks[0].keys(), "each entry of ranks to have the same names as the first", [*tree]
-        )
-        check(shared.keys().isdisjoint(tree), "no entry of ranks to have a name that is in shared", [*tree])
+        check(tree.keys() == ranks[0].keys(), "each entry of ranks to have the same names as the first", tree)
     classes, sharded, about = body.get("classes", {}), body.get("sharded", []), body["about"]
     check(_are_strings(classes), "classes to be an object with strings by name", classes)
     check(isinstance(about, dict), "about to be an object", about)
-    names = shared.keys() | ranks[0].keys()
     is_known = isinstance(sharded, list) and names >= set(sharded)
-    check(is_known, f"sharded to be a list of names out of {sorted(names)}", sharded)
+    check(is_known, "sharded to be a list of names that are in shared or ranks", sharded)
     check(shared.get("step", step) == step, f"the step in shared to be {step}", shared.get("step"))
     check(isinstance(files, dict), "files to be an object with entries by file name", files)
     known = {SHARED_FILE, *map(own_file, range(num_ranks))}
@@ -176,13 +196,13 @@ def _manifest(body: Mapping[str, Any]) -> Manifest:
         ranks=ranks,
         files={name: _stored_file(name, stored, known) for name, stored in files.items()},
         classes=classes,
-        sharded=sharded,
+        sharded=[*dict.fromkeys(sharded)],
         about=about,
     )
 
 
 def _stored_file(name: str, stored: Any, known: Collection[str]) -> StoredFile:
-    check(name in known, f"the name of a tensor file to be one of {sorted(known)}", name)
+    check(name in known, f"the name of a tensor file to be {SHARED_FILE} or that of a rank", name)
     check(isinstance(stored, dict), f"the entry of {name} to be an object", stored)
     file = StoredFile(**stored)
     check(
@@ -231,7 +251,8 @@ class SaveDirectory:
 
     `begin` creates the directory of a save under a temporary name, and `commit` renames it after everything in it was
     synced. So every directory with the name of a save is complete, even after a crash. `prune` gives a save a
-    temporary name again before its files are removed.
+    temporary name again before its files are removed. Temporary names are random, because another run may save into
+    the same directory by mistake.
 
     Args:
         files: the file system.
@@ -243,6 +264,8 @@ class SaveDirectory:
         self._files = files
         self._path = path
         self._keep = keep
+        self._removable: set[str] = set()
+        """The names of unfinished directories that no run is writing: leftovers, and those of this object."""
 
     def saves(self) -> list[Save]:
         """Return the committed saves, the newest first. A save with a higher number is newer, whatever its step is."""
@@ -269,59 +292,101 @@ class SaveDirectory:
         """Return the path of a save's directory."""
         return f"{self._path}/{save.name}"
 
-    def begin(self, step: int, after: int = 0) -> tuple[Save, str]:
-        """Create an empty directory for the next save, and remove unfinished directories that crashes have left.
+    def look_for_leftovers(self) -> None:
+        """Find the unfinished directories that crashes have left, so that `begin` removes them.
+
+        Unfinished directories that appear later belong to another run, which may still write them.
+        """
+        self._removable |= {name for name in self._files.names(self._path) if name.startswith(_UNFINISHED)}
+
+    def begin(self, step: int) -> str:
+        """Create an empty directory for the next save, and return its path. Remove what `look_for_leftovers` has found.
 
         Args:
             step: the step of the state to save.
+        """
+        self._files.make_directory(self._path)
+        self._removable.intersection_update(self._files.names(self._path))
+        for name in list(self._removable):
+            self._remove(name)
+        path = self._new_path(f"step-{step}")
+        self._files.make_directory(path)
+        return path
+
+    def commit(self, path: str, manifest: Manifest, after: int = 0) -> Save:
+        """Write the manifest into the directory of a save, check the save, and give the directory its final name.
+
+        Args:
+            path: the directory, from `begin`. All other files of the save must already be written and synced.
+            manifest: the manifest. Its number is replaced by the number of the save.
             after: the number of the newest known save. The new save gets a higher number, even if the directory of
                 that save was renamed.
 
-        Returns:
-            The new save, and the path of its temporary directory.
+        Raises:
+            CheckpointCorrupt: the save is not complete, for example because another program has removed a file.
         """
-        self._files.make_directory(self._path)
-        for name in self._files.names(self._path):
-            if name.startswith(_UNFINISHED):
-                self._files.remove(f"{self._path}/{name}")
-        save = Save(max([after, *(save.number for save in self.saves())]) + 1, step)
-        path = self._unfinished(save)
-        self._files.make_directory(path)
-        return save, path
-
-    def commit(self, save: Save) -> None:
-        """Give the directory of a save its final name. All files of the save must already be written and synced."""
-        self._files.sync_directory(self._unfinished(save))
-        self._files.rename(self._unfinished(save), self.path_of(save))
-        self._files.sync_directory(self._path)
+        while True:
+            save = Save(max([after, *(save.number for save in self.saves())]) + 1, manifest.step)
+            write_manifest(self._files, path, replace(manifest, number=save.number))
+            read_complete(self._files, path)
+            self._files.sync_directory(path)
+            try:
+                self._files.rename(path, self.path_of(save))
+            except OSError:
+                if save not in self.saves():
+                    raise
+                self._files.remove(f"{path}/{MANIFEST}")  # another run has used this number meanwhile
+                continue
+            self._files.sync_directory(self._path)
+            return save
 
     def probe_path(self, token: str) -> str:
         """Return the path of a file with which the ranks check that all of them see the same directory.
 
-        `begin` removes such files.
+        If a crash leaves the file, a later `begin` removes it.
         """
         return f"{self._path}/{_UNFINISHED}probe-{token}"
 
-    def abandon(self, save: Save) -> None:
+    def abandon(self, path: str) -> None:
         """Remove the files of a save that will not be committed."""
-        self._files.remove(self._unfinished(save))
+        self._files.remove(path)
 
     def prune(self, damaged: Collection[Save] = ()) -> list[Save]:
-        """Remove all saves that are older than the `keep` newest ones, and return the removed saves.
+        """Remove all saves that are older than the `keep` newest complete ones, and return the removed saves.
 
         Args:
             damaged: the saves that are known to be damaged. They do not count as part of the `keep` newest saves.
         """
-        saves = [save for save, _ in self.identified()]
-        sound = [save for save in saves if save not in damaged]
-        gone = saves[saves.index(sound[self._keep - 1]) + 1 :] if len(sound) > self._keep else []
+        gone: list[Save] = []
+        num_sound = 0
+        for save, _ in self.identified():
+            if num_sound == self._keep:
+                gone.append(save)
+            elif save not in damaged and self._is_complete(save):
+                num_sound += 1
         for save in gone:
-            self._files.rename(self.path_of(save), self._unfinished(save))
-        if gone:
-            self._files.sync_directory(self._path)
-        for save in gone:
-            self._files.remove(self._unfinished(save))
+            self._remove(save.name)
         return gone
 
-    def _unfinished(self, save: Save) -> str:
-        return f"{self._path}/{_UNFINISHED}{save.name}"
+    def _is_complete(self, save: Save) -> bool:
+        try:
+            read_complete(self._files, self.path_of(save))
+        except (OSError, CheckpointCorrupt):
+            return False
+        return True
+
+    def _remove(self, name: str) -> None:
+        """Remove a directory in one step, which either succeeds before another run renames it, or does nothing."""
+        path = self._new_path("removed")
+        try:
+            self._files.rename(f"{self._path}/{name}", path)
+        except FileNotFoundError:  # another run has renamed or removed it meanwhile
+            return
+        self._files.sync_directory(self._path)
+        self._files.remove(path)
+
+    def _new_path(self, name: str) -> str:
+        """Return the path for an unfinished directory that no other run uses, and that this object may remove."""
+        name = f"{_UNFINISHED}{name}-{uuid.uuid4().hex[:12]}"
+        self._removable.add(name)
+        return f"{self._path}/{name}"

@@ -26,8 +26,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from syncline.checkpoint.files import STORABLE, are_counts
+from syncline.checkpoint.files import STORABLE
 from syncline.sharded.part import TensorPart
+from syncline.untrusted import MAX_DIMENSIONS, are_counts, check, is_shape, not_as_expected
 
 _KEPT = (str, bool, int, type(None))
 
@@ -141,6 +142,11 @@ class _Encoder:
                 f"{place} is a tensor {what}, which cannot be stored: expected a dense tensor with values. Convert it "
                 "to such a tensor, or leave it out of the state"
             )
+        if tensor.dim() > MAX_DIMENSIONS:
+            raise ValueError(
+                f"{place} is a tensor of {tensor.dim()} dimensions, which cannot be stored: expected at most "
+                f"{MAX_DIMENSIONS}. Reshape it"
+            )
         if hasattr(tensor, "__tensor_flatten__"):
             raise ValueError(
                 f"{place} is a {type(tensor).__name__}, which wraps other tensors and cannot be stored: store the "
@@ -220,8 +226,8 @@ def decode(encoded: Any, tensors: Mapping[str, Tensor], *, parts: Mapping[str, T
             return float(value)
         case "$bytes":
             return base64.b64decode(value, validate=True)
-        case "$dtype":
-            dtype = getattr(torch, str(value).removeprefix("torch."), None)
+        case "$dtype" if isinstance(value, str):
+            dtype = vars(torch).get(value.removeprefix("torch."))  # getattr would import submodules of torch
             if isinstance(dtype, torch.dtype):
                 return dtype
         case "$device" if isinstance(value, str):
@@ -229,7 +235,7 @@ def decode(encoded: Any, tensors: Mapping[str, Tensor], *, parts: Mapping[str, T
                 return torch.device(value)
         case "$size" if are_counts(value):
             return torch.Size(value)
-    raise ValueError(f"this version of Syncline cannot decode {tag} {value!r}")
+    raise not_as_expected("a value that this version of Syncline can decode", encoded)
 
 
 def _complex(values: Tensor, name: str) -> Tensor:
@@ -245,16 +251,15 @@ def _part(value: Any, tensors: Mapping[str, Tensor]) -> TensorPart:
     start, shape, order = value["start"], value["shape"], value["order"]
     values = decode(value["values"], tensors)
     fits = (
-        all(map(are_counts, ([start], shape, order)))
+        is_shape(shape)
+        and are_counts([start])
+        and are_counts(order)
         and sorted(order) == [*range(len(shape))]
         and isinstance(values, Tensor)
         and values.dim() == 1
         and start + values.numel() <= math.prod(shape)
     )
-    if not fits:
-        raise ValueError(
-            f"expected values, start, shape and order that describe a part of one tensor, got {value}"
-        )
+    check(fits, "values, start, shape and order that describe a part of one tensor", value)
     return TensorPart(values=values, start=start, shape=tuple(shape), order=tuple(order))
 
 

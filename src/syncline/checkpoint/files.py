@@ -9,13 +9,11 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import errno
 import json
 import math
 import mmap
 import os
 import shutil
-import stat
 import sys
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -27,6 +25,14 @@ import xxhash
 from torch import Tensor
 
 from syncline.errors import CheckpointCorrupt
+from syncline.untrusted import are_counts, check, is_shape, json_object, open_regular, read_regular
+from syncline.words import printable
+
+MAX_READ_BYTES = 256 * 1024 * 1024
+"""The largest size of a manifest. Tensor files can be larger, because they are mapped."""
+
+_MAX_HEADER_BYTES = 100_000_000
+"""The largest size of the header of a safetensors file, as other readers of this format have it."""
 
 
 class Files(Protocol):
@@ -46,7 +52,10 @@ class Files(Protocol):
         """Write a new file, part by part, and sync the file."""
 
     def read(self, path: str) -> bytes:
-        """Return the content of a file."""
+        """Return the content of a file, which has at most `MAX_READ_BYTES`."""
+
+    def size(self, path: str) -> int:
+        """Return the size of a file in bytes."""
 
     def map(self, path: str) -> memoryview:
         """Map a file into memory, and return its content. Writing to this memory does not change the file."""
@@ -59,47 +68,6 @@ class Files(Protocol):
 
     def remove(self, path: str) -> None:
         """Remove a file, or a directory with its content. If the path does not exist, do nothing."""
-
-
-_KINDS = {
-    stat.S_IFIFO: "a FIFO",
-    stat.S_IFSOCK: "a socket",
-    stat.S_IFCHR: "a device",
-    stat.S_IFBLK: "a device",
-    stat.S_IFDIR: "a directory",
-}
-
-
-def _opened(path: str) -> int:
-    """Open a regular file for reading. Refuse other kinds of files, because reading a FIFO may block forever.
-
-    Raises:
-        OSError: the path is not a regular file, or the file cannot be opened.
-    """
-    _check_is_regular(
-        os.stat(path), path
-    )  # first, because opening a device may change the state of the device
-    fd = os.open(path, os.O_RDONLY | _flags("O_NONBLOCK", "O_NOCTTY", "O_CLOEXEC", "O_BINARY"))
-    try:
-        _check_is_regular(os.fstat(fd), path)
-    except OSError:
-        os.close(fd)
-        raise
-    return fd
-
-
-def _flags(*names: str) -> int:
-    """Return these flags of `os.open`. A flag that this system does not have counts as 0."""
-    found = 0
-    for name in names:
-        found |= getattr(os, name, 0)
-    return found
-
-
-def _check_is_regular(found: os.stat_result, path: str) -> None:
-    if not stat.S_ISREG(found.st_mode):
-        kind = _KINDS.get(stat.S_IFMT(found.st_mode), "another kind of file")
-        raise OSError(errno.EINVAL, f"expected a regular file, found {kind}", path)
 
 
 class LocalFiles:
@@ -118,26 +86,27 @@ class LocalFiles:
             self.sync_directory(str(folder.parent))
 
     def write(self, path: str, parts: Iterable[bytes | memoryview]) -> None:
-        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | _flags("O_CLOEXEC", "O_BINARY")
-        fd = os.open(path, flags, 0o666)
-        try:
+        with open(path, "xb", buffering=0) as file:
             for part in parts:
                 left = memoryview(part).cast("B")
                 while left:
-                    left = left[os.write(fd, left) :]
-            os.fsync(fd)
-        finally:
-            os.close(fd)
+                    left = left[file.write(left) :]
+            os.fsync(file.fileno())
 
     def read(self, path: str) -> bytes:
-        with open(_opened(path), "rb") as file:
-            return file.read()
+        return read_regular(path, max_bytes=MAX_READ_BYTES)
+
+    def size(self, path: str) -> int:
+        file, size = open_regular(path)
+        file.close()
+        return size
 
     def map(self, path: str) -> memoryview:
-        with open(_opened(path), "rb") as file:
-            if os.fstat(file.fileno()).st_size == 0:
-                return memoryview(bytearray())
-            return memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY))
+        file, size = open_regular(path)
+        with file:
+            return memoryview(
+                mmap.mmap(file.fileno(), size, access=mmap.ACCESS_COPY) if size else bytearray()
+            )
 
     def rename(self, source: str, target: str) -> None:
         os.rename(source, target)
@@ -162,10 +131,6 @@ class LocalFiles:
 # ---------------------------------------------------------------------- content
 
 
-_MAX_COUNT = 2**63
-"""One more than the largest size that torch can represent. Counts and sizes in a save are below it."""
-
-
 @contextlib.contextmanager
 def malformed_is_corrupt(path: str) -> Iterator[None]:
     """Convert the errors that malformed content causes into a `CheckpointCorrupt` that names the file.
@@ -183,68 +148,12 @@ def malformed_is_corrupt(path: str) -> Iterator[None]:
     except RecursionError:
         raise CheckpointCorrupt(f"{path} is malformed: its values are nested too deep") from None
     except (ValueError, TypeError, LookupError, AttributeError, ArithmeticError) as error:
-        raise CheckpointCorrupt(f"{path} is malformed: {type(error).__name__}: {error}") from error
+        text = f"{path} is malformed: {type(error).__name__}: {str(error)[:_MAX_QUOTED]}"
+        raise CheckpointCorrupt(printable(text)) from error
 
 
-def json_object(text: bytes) -> dict[str, Any]:
-    """Parse a JSON object in UTF-8. The names in an object must be unique, and all numbers must be finite.
-
-    Raises:
-        ValueError: the text is not such an object.
-        RecursionError: the object is nested too deep.
-
-    Examples:
-        >>> json_object(b'{"a": [1, 2.5]}')
-        {'a': [1, 2.5]}
-        >>> json_object(b'{"a": NaN}')
-        Traceback (most recent call last):
-        ValueError: expected a finite number, found NaN
-    """
-    found = json.loads(text.decode(), object_pairs_hook=_unique, parse_constant=_refuse, parse_float=_finite)
-    check(isinstance(found, dict), "a JSON object", found)
-    return found  # type: ignore[no-any-return]
-
-
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
-        names = [name for name, _ in pairs]
-        raise ValueError(
-            "expected the names in a JSON object to be unique, found "
-            f"{next(name for name in names if names.count(name) > 1)!r} twice"
-        )
-    return found
-
-
-def _refuse(text: str) -> float:
-    raise ValueError(f"expected a finite number, found {text}")
-
-
-def _finite(text: str) -> float:
-    value = float(text)
-    return value if math.isfinite(value) else _refuse(text)
-
-
-def check(holds: bool, expected: str, found: object) -> None:
-    """Raise a ValueError with the text "expected ..., found ..." if `holds` is false."""
-    if not holds:
-        shown = repr(found)
-        raise ValueError(f"expected {expected}, found {shown[:80]}{'...' if len(shown) > 80 else ''}")
-
-
-def is_count(value: object) -> bool:
-    """Return whether `value` is an integer from 0 to 2**63 - 1. True and False do not count as integers.
-
-    Examples:
-        >>> [is_count(value) for value in (3, -1, True, 1.0, 2**63)]
-        [True, False, False, False, False]
-    """
-    return type(value) is int and 0 <= value < _MAX_COUNT
-
-
-def are_counts(value: object) -> bool:
-    """Return whether `value` is a list of integers from 0 to 2**63 - 1."""
-    return isinstance(value, list) and all(map(is_count, value))
+_MAX_QUOTED = 500
+"""The largest number of characters of an error about malformed content, which can quote any part of it."""
 
 
 STORABLE = {
@@ -314,6 +223,11 @@ def write_tensors(
         }
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)  # so that tensors begin at a multiple of eight
+    if len(text) > _MAX_HEADER_BYTES:
+        raise OSError(
+            f"the names and shapes of {len(tensors)} tensors take {len(text)} bytes, and a safetensors file holds at "
+            f"most {_MAX_HEADER_BYTES} bytes of them: save fewer tensors, or tensors with shorter names"
+        )
     head = len(text).to_bytes(8, "little") + text
     found = {name: checksums[name] if checksums else checksum(memory_of(tensor)) for name, tensor in ordered}
     files.write(path, [head, *(memory_of(tensor) for _, tensor in ordered)])
@@ -321,29 +235,28 @@ def write_tensors(
 
 
 def read_tensors(
-    files: Files, directory: str, name: str, stored: StoredFile, wanted: Collection[str] | None = None
+    content: memoryview, path: str, stored: StoredFile, wanted: Collection[str] | None = None
 ) -> dict[str, Tensor]:
-    """Read and verify the tensors of a file.
+    """Verify and return the tensors of a file. They are in the memory of `content`.
 
     Args:
-        files: the file system.
-        directory: the directory of the file.
-        name: the name of the file.
+        content: the content of the file, from `Files.map`.
+        path: the path of the file, for messages.
         stored: the expected content.
         wanted: the names of the tensors to verify and return; None means all tensors.
 
     Raises:
         CheckpointCorrupt: the content differs from the content that was written.
-        OSError: the file could not be read.
     """
-    path = f"{directory}/{name}"
-    content = files.map(path)
     if len(content) != stored.num_bytes:
         raise CheckpointCorrupt(
             f"{path} is damaged: expected {stored.num_bytes} bytes as in the manifest, found {len(content)}"
         )
     head_bytes = 8 + int.from_bytes(content[:8], "little")
-    if head_bytes > len(content) or checksum(content[:head_bytes]) != stored.header:
+    if (
+        head_bytes > min(len(content), 8 + _MAX_HEADER_BYTES)
+        or checksum(content[:head_bytes]) != stored.header
+    ):
         raise CheckpointCorrupt(f"{path} is damaged: its header does not match the checksum in the manifest")
     with malformed_is_corrupt(path):
         places = _places(bytes(content[8:head_bytes]), len(content) - head_bytes)
@@ -356,7 +269,7 @@ def read_tensors(
         memory = content[head_bytes + start : head_bytes + end]
         if checksum(memory) != expected:
             raise CheckpointCorrupt(
-                f"{path}: {key} is damaged: its bytes do not match the checksum in the manifest"
+                f"{path}: {printable(key)} is damaged: its bytes do not match the checksum in the manifest"
             )
         tensors[key] = (
             torch.frombuffer(memory, dtype=dtype).view(shape)
@@ -382,15 +295,11 @@ def _places(header: bytes, num_bytes: int) -> dict[str, tuple[torch.dtype, list[
         is_entry = isinstance(entry, dict) and entry.keys() == _ENTRY
         check(is_entry, f"the entry of {name} to have the keys {sorted(_ENTRY)}", entry)
         dtype, shape, offsets = _BY_NAME[entry["dtype"]], entry["shape"], entry["data_offsets"]
-        for numbers in (shape, offsets):
-            check(
-                are_counts(numbers),
-                f"shape and data_offsets of {name} to be lists of integers of at least 0",
-                numbers,
-            )
+        check(is_shape(shape), f"the shape of {name} to be a list of at most 64 sizes", shape)
+        check(are_counts(offsets), f"data_offsets of {name} to be a list of integers of at least 0", offsets)
         start, end_before = offsets[0], end
         end = start + math.prod(shape) * dtype.itemsize
-        is_next = offsets == [end_before, end] and is_count(math.prod(max(1, size) for size in shape))
+        is_next = offsets == [end_before, end]
         check(is_next, f"{name} of shape {shape} to have data_offsets {[end_before, end]}", offsets)
         check(start % dtype.itemsize == 0, f"{name} to begin at a multiple of {dtype.itemsize} bytes", start)
         found[name] = (dtype, shape, start, end)

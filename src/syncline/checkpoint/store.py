@@ -23,7 +23,6 @@ from syncline.checkpoint.directory import (
     SaveDirectory,
     own_file,
     read_manifest,
-    write_manifest,
 )
 from syncline.checkpoint.files import Files, StoredFile, write_tensors
 from syncline.checkpoint.rollback import Before
@@ -31,11 +30,14 @@ from syncline.checkpoint.train_state import TrainState
 from syncline.errors import CheckpointCorrupt, SynclineError
 from syncline.transport.base import Transport
 from syncline.user_code import warn_user
-from syncline.words import describe_ranks, ranks_with
+from syncline.words import describe_ranks, printable, ranks_with
 
 T = TypeVar("T")
 
 _TITLE = "sl.Checkpointer"
+
+_MAX_LISTINGS = 20
+"""How often `read_newest` lists the saves again because another run has removed the save that was being read."""
 
 
 # ---------------------------------------------------------------------- the same outcome on all ranks
@@ -69,10 +71,10 @@ def everywhere(lane: Transport, fn: Callable[[], T]) -> list[T]:
     try:
         outcome["found"] = fn()
     except (OSError, CheckpointCorrupt) as error:
-        outcome["refused"] = str(error)
+        outcome["refused"] = printable(str(error))
     except Exception as error:
         fault = error
-        outcome["failed"] = f"{type(error).__name__}: {error}"
+        outcome["failed"] = printable(f"{type(error).__name__}: {error}")
     outcomes = [json.loads(one) for one in lane.all_gather_bytes(json.dumps(outcome).encode())]
     if fault is not None:
         raise fault
@@ -150,10 +152,11 @@ class SaveStore:
         self._look_around()
 
     def _look_around(self) -> None:
-        """Find the number of the newest save on rank 0."""
+        """Find the number of the newest save, and what crashes have left, on rank 0."""
         if self._lane.rank == 0:
             with contextlib.suppress(OSError):
                 self._known_saves()
+                self._directory.look_for_leftovers()
 
     def _on_rank_0(self, fn: Callable[[], T]) -> T:
         """Call `fn` on rank 0 only, and return its result on all ranks; see `everywhere`."""
@@ -223,8 +226,7 @@ class SaveStore:
         """
         if self._lane.imitates_peers:  # `syncline explain` saves nothing
             return self._directory.path_of(Save(self._last_number + 1, step))
-        number, path = self._on_rank_0(lambda: self._begin(step, warn))
-        save = Save(number, step)
+        path = self._on_rank_0(lambda: self._directory.begin(step))
         try:
             digests = everywhere(self._lane, lambda: parts.digests)
             shared = {
@@ -233,24 +235,12 @@ class SaveStore:
                 if all(one.get(name) == digest for one in digests)
             }
             written = everywhere(self._lane, lambda: self._write_files(path, parts, shared))
-            self._on_rank_0(lambda: self._commit(save, path, parts, shared, written))
+            return self._on_rank_0(lambda: self._commit(step, path, parts, shared, written, warn))
         except Refused:
             if self._lane.rank == 0:
                 with contextlib.suppress(OSError):
-                    self._directory.abandon(save)
+                    self._directory.abandon(path)
             raise
-        return self._directory.path_of(save)
-
-    def _begin(self, step: int, warn: Callable[[str], None]) -> tuple[int, str]:
-        save, path = self._directory.begin(step, self._last_number)
-        before = self._last_number
-        if save.number > before + 1:
-            warn(
-                f"another process saves into {self.path}: the newest save there is number {save.number - 1}, but the "
-                f"newest save that this run has made or found is number {before}. Two runs in one directory remove "
-                "each other's saves, and would resume from each other's state: give each run its own directory"
-            )
-        return save.number, path
 
     def _write_files(self, path: str, parts: Parts, shared: set[str]) -> dict[str, Any]:
         """Write this rank's files. Return their expected contents, and the JSON values that are not in `shared`."""
@@ -267,11 +257,17 @@ class SaveStore:
         return {"files": written, "trees": own}
 
     def _commit(
-        self, save: Save, path: str, parts: Parts, shared: set[str], written: Sequence[Mapping[str, Any]]
-    ) -> None:
+        self,
+        step: int,
+        path: str,
+        parts: Parts,
+        shared: set[str],
+        written: Sequence[Mapping[str, Any]],
+        warn: Callable[[str], None],
+    ) -> str:
+        """Commit the save whose files are in the directory `path`, and return its final directory."""
         manifest = Manifest(
-            step=save.step,
-            number=save.number,
+            step=step,
             num_ranks=self._lane.size,
             shared={name: tree for name, tree in parts.trees.items() if entry_of(name) in shared},
             ranks=[one["trees"] for one in written],
@@ -284,11 +280,17 @@ class SaveStore:
                 "saved_at": datetime.now(UTC).isoformat(timespec="seconds"),
             },
         )
-        write_manifest(self._files, path, manifest)
-        self._directory.commit(save)
+        before, save = self._last_number, self._directory.commit(path, manifest, self._last_number)
         self._last_number = save.number
+        if save.number > before + 1:
+            warn(
+                f"another process saves into {self.path}: the newest save there was number {save.number - 1}, but the "
+                f"newest save that this run had made or found was number {before}. Two runs in one directory remove "
+                "each other's saves, and would resume from each other's state: give each run its own directory"
+            )
         with contextlib.suppress(OSError):  # the save is complete, and the next save prunes again
             self._directory.prune(self._damaged)
+        return self._directory.path_of(save)
 
     # ------------------------------------------------------------------ reading
 
@@ -303,8 +305,41 @@ class SaveStore:
 
         Raises:
             CheckpointCorrupt: there are saves, but none of them is intact.
-            SynclineError: the directory cannot be read.
+            SynclineError: the directory cannot be read, or all saves that were tried were removed meanwhile.
         """
+        for _ in range(_MAX_LISTINGS):
+            damaged: list[str] = []
+            is_gone = False
+            for save in self._listed():
+                try:
+                    found = self._read(save, state, strict=strict)
+                except Refused as refused:
+                    is_gone = self._is_gone(save)
+                    if is_gone:
+                        break  # the run that saves here has newer saves now
+                    self._damaged.add(save)
+                    damaged.append(f"{save.name}: {refused}")
+                    continue
+                if damaged:
+                    text = "\n  ".join(["damaged saves were skipped:", *damaged])
+                    self._warn(f"{text}\nLoaded instead: {save.name}")
+                return found
+            if not is_gone:
+                if not damaged:
+                    return None
+                text = "\n  ".join(
+                    [f"expected an intact save in {self.path}, but all are damaged:", *damaged]
+                )
+                raise CheckpointCorrupt(
+                    f"{text}\nNothing was loaded. Restore a save from a copy, or start again with another directory"
+                )
+        raise SynclineError(
+            f"{_TITLE}.load: another run saves into {self.path} so often that it removed {_MAX_LISTINGS} saves while "
+            "they were read: let it keep more saves, sl.Checkpointer(..., keep=3), or load again later"
+        )
+
+    def _listed(self) -> list[Save]:
+        """Return the saves, the newest first, and warn of saves whose directories were renamed."""
         try:
             known = [(Save(*one), Save(*other)) for one, other in self._on_rank_0(self._known_saves)]
         except Refused as refused:
@@ -317,25 +352,11 @@ class SaveStore:
                     f"the directory of the save {save.name} in {self.path} was renamed: by its manifest, its name was "
                     f"{identity.name}. The newest save is the one with the highest number in its manifest"
                 )
-        damaged: list[str] = []
-        for save, _ in known:
-            try:
-                found = self._read(save, state, strict=strict)
-            except Refused as refused:
-                self._damaged.add(save)
-                damaged.append(f"{save.name}: {refused}")
-                continue
-            if damaged:
-                self._warn(
-                    "\n  ".join(["damaged saves were skipped:", *damaged]) + f"\nLoaded instead: {save.name}"
-                )
-            return found
-        if damaged:
-            raise CheckpointCorrupt(
-                "\n  ".join([f"expected an intact save in {self.path}, but all are damaged:", *damaged])
-                + "\nNothing was loaded. Restore a save from a copy, or start again with another directory"
-            )
-        return None
+        return [save for save, _ in known]
+
+    def _is_gone(self, save: Save) -> bool:
+        """Return whether the directory of a save was removed since the saves were listed."""
+        return self._on_rank_0(lambda: save not in self._directory.saves())
 
     def _warn(self, text: str) -> None:
         if self._lane.rank == 0:

@@ -8,9 +8,12 @@ import warnings
 import zipfile
 from collections import OrderedDict
 from collections.abc import Iterator
+from itertools import chain
 from typing import Any
 
 import torch
+
+from syncline.untrusted import open_regular
 
 _MAX_SHOWN = 5
 
@@ -25,12 +28,19 @@ def read_torch_file(path: str) -> Any:
             running code from the file. The message lists the keys and types of these objects.
         OSError: the file could not be read.
     """
-    with open(path, "rb") as file:  # raises the system's own error if the file cannot be opened
-        is_zip = zipfile.is_zipfile(file)
+    file, size = open_regular(path)
+    with file:
+        is_zip = size > 0 and zipfile.is_zipfile(file)
+    if not size:  # also a file of the kernel, in which torch.load could wait for ever
+        raise ValueError(f"{path} cannot be read as a file that torch.save wrote: it is empty")
     try:
+        if is_zip:
+            _check_is_stored(path, size)
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", category=FutureWarning)  # about old types of torch itself
-            return torch.load(path, map_location="cpu", weights_only=True, mmap=is_zip or None)
+            found = torch.load(path, map_location="cpu", weights_only=True, mmap=is_zip or None)
+        _check_is_bounded(found)
+        return found
     except OSError:
         raise
     except Exception as error:
@@ -57,6 +67,40 @@ def read_torch_file(path: str) -> Any:
         raise ValueError("\n".join([problem, *places, remedy])) from None
 
 
+# ---------------------------------------------------------------------- files that expand
+
+
+_MAX_VALUES = 100_000_000
+"""The largest number of values in a file. A list that is in several lists counts once for each of them."""
+
+
+def _check_is_stored(path: str, num_bytes: int) -> None:
+    """Raise a ValueError if the entries of an archive take more bytes than the archive. torch.save compresses none."""
+    with zipfile.ZipFile(path) as archive:
+        entries = archive.infolist()
+    if any(one.compress_type for one in entries) or sum(one.file_size for one in entries) > num_bytes:
+        raise ValueError("its entries are compressed, or take the same bytes")
+
+
+def _check_is_bounded(content: Any) -> None:
+    """Raise a ValueError if a value contains itself, or if containers that repeat each other expand without bound."""
+    sizes: dict[int, int | None] = {}
+
+    def size_of(value: Any) -> int:
+        if not isinstance(value, list | tuple | set | dict):
+            return 1
+        if id(value) not in sizes:
+            sizes[id(value)] = None
+            inner = chain(value, value.values()) if isinstance(value, dict) else value
+            sizes[id(value)] = 1 + sum(map(size_of, inner))
+        found = sizes[id(value)]
+        if found is None or found > _MAX_VALUES:
+            raise ValueError("its containers contain themselves, or repeat each other too often")
+        return found
+
+    size_of(content)
+
+
 # ---------------------------------------------------------------------- the refused objects and their places
 
 
@@ -70,6 +114,7 @@ def _refused_types(path: str) -> list[str]:
         with zipfile.ZipFile(path) as archive:
             (name,) = (name for name in archive.namelist() if name.endswith("/data.pkl"))
             content = _Shapes(io.BytesIO(archive.read(name))).load()
+        _check_is_bounded(content)
     except Exception:  # the file is refused in any case, and the places are only a detail
         return []
     places = list(dict.fromkeys(_places(content, refused, "")))

@@ -290,7 +290,7 @@ class Session:
             purpose="while the ranks connected to each other",
             has_ended=has_ended,
         )
-        with addresses_gathered(gather):
+        with addresses_gathered(gather, is_lazy=environment.gloo_connects_lazily()):
             dist.init_process_group(
                 self._backend,
                 store=store,

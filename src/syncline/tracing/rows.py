@@ -15,6 +15,8 @@ from binascii import a2b_base64, b2a_base64
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from syncline.tracing.fields import checks_of, is_possible
+
 FORMAT = 2
 """The number of the format. A reader refuses files with a higher number."""
 
@@ -202,6 +204,8 @@ _KINDS: dict[str, Any] = {
     "end": EndRow,
 }
 
+_CHECKS = {kind: [*checks_of(kind).values()] for kind in _KINDS.values()}
+
 _NAMES = {kind: name for name, kind in _KINDS.items()}
 
 
@@ -286,21 +290,40 @@ def decode(lines: Iterable[bytes]) -> Iterator[Row]:
         [OptimizerRow(module='Net', optimizer='SGD', step=3, began=5, ended=9, is_discarded=False)]
     """
     for line in lines:
+        if len(line) > _MAX_LINE_BYTES:
+            continue
         try:
             found = json.loads(line)
             numbers = iter(_numbers_of(found))
-        except (ValueError, struct.error):
+        except (ValueError, struct.error, RecursionError):
             continue
         for one in found if isinstance(found, list) else ():
             try:
                 name, *fields = one
                 if name in _SHORT:
-                    yield _SHORT[name](numbers, *fields)
+                    yield _checked(_SHORT[name](numbers, *fields))
                 elif name != "numbers":
                     kind = _KINDS[name]
-                    yield kind(*fields[: len(kind._fields)])
-            except (ValueError, KeyError, TypeError, StopIteration):
+                    yield _checked(kind(*fields[: len(kind._fields)]))
+            except (ValueError, KeyError, TypeError, AttributeError, OverflowError, StopIteration):
                 continue
+
+
+_MAX_LINE_BYTES = 16 * 1024 * 1024
+"""Longer lines are left out. The longest have the names of all parameters."""
+
+
+def _checked(row: Any) -> Row:
+    """Return a row with its fields checked and its texts made printable.
+
+    Raises:
+        ValueError, TypeError, AttributeError: no version of Syncline writes such a row.
+    """
+    kind = type(row)
+    found: Row = kind(*(check(value) for check, value in zip(_CHECKS[kind], row, strict=True)))
+    if not is_possible(found):
+        raise ValueError(f"expected numbers that fit together, got {found}")
+    return found
 
 
 def micros(seconds: float) -> int:

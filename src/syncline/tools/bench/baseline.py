@@ -6,7 +6,6 @@ Times are compared only with times that were measured with the same settings. Th
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +13,10 @@ from typing import Any
 
 from syncline.tools.bench.goals import Figure, from_json
 from syncline.tools.bench.tables import processor_text, size_text
+from syncline.untrusted import json_value, read_regular
+
+_MAX_BYTES = 64 * 1024 * 1024
+"""The largest size of a file with a measurement."""
 
 
 @dataclass(frozen=True)
@@ -36,7 +39,7 @@ def read_measurement(path: Path) -> Measurement:
         OSError: the file cannot be read.
         ValueError: the contents are something else.
     """
-    data: object = json.loads(path.read_text())
+    data: object = json_value(read_regular(path, max_bytes=_MAX_BYTES))
     figures = from_json(data)
     settings = data.get("settings") if isinstance(data, dict) else None
     if figures and not isinstance(settings, dict):

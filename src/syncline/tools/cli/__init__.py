@@ -26,6 +26,7 @@ from syncline.tools.cli import bench, doctor, explain, plan, report, run, watch
 from syncline.tools.cli.options import UsageError
 from syncline.tools.cli.output import EXIT_BROKEN_PIPE, Output, say
 from syncline.tools.launch.display import EXIT_OUTPUT_LOST
+from syncline.words import printable
 
 __all__ = ["main"]
 
@@ -133,7 +134,7 @@ def _run_command(name: str, arguments: Sequence[str]) -> int:
     try:
         return _COMMANDS[name](arguments)
     except UsageError as error:
-        say(f"syncline {name}", str(error))
+        say(f"syncline {name}", printable(str(error)))
         return 2
     except SystemExit as help_was_shown:
         return int(help_was_shown.code or 0)

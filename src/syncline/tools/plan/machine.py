@@ -5,7 +5,6 @@ Without a measurement, the figures of one machine with two cores are used; a pla
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
@@ -13,6 +12,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from syncline.environment import cache_folder
+from syncline.untrusted import json_object, read_regular
+from syncline.words import printable
+
+_MAX_BYTES = 1024 * 1024
+"""The largest size of a file with figures."""
 
 
 class Cost(NamedTuple):
@@ -129,6 +133,7 @@ class Machine:
             if found["syncline machine"] != 1:
                 raise ValueError(f"the format is {found['syncline machine']!r}")
             plain = {one.name: found[one.name] for one in fields(Machine) if one.name not in _NESTED}
+            plain["name"] = printable(plain["name"])
             return Machine(
                 **plain,
                 shared_memory={int(num): Cost(*cost) for num, cost in found["shared_memory"].items()},
@@ -190,7 +195,7 @@ def load_machine(path: Path | None = None, *, engine: str = "shm") -> Machine:
         if not path.is_file():
             return UNMEASURED
     try:
-        return Machine.from_json(json.loads(path.read_text()))
+        return Machine.from_json(json_object(read_regular(path, max_bytes=_MAX_BYTES)))
     except ValueError as error:
         raise ValueError(f"{path}: {error}. Write the file again: syncline bench --calibrate") from None
 

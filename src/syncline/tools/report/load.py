@@ -9,6 +9,7 @@ from pathlib import Path
 
 from syncline.tracing import rows
 from syncline.tracing.file import parts_in
+from syncline.untrusted import open_regular
 
 MOST_BYTES = 128 * 1024 * 1024
 """How much is read of all files together. In memory it is ten times as large."""
@@ -80,16 +81,16 @@ def _read_process(name: str, parts: list[tuple[int, Path]], most_bytes: int) -> 
         most_bytes: how much to read.
     """
     numbers, paths = [number for number, _ in parts], [path for _, path in parts]
-    sizes = [path.stat().st_size if path.exists() else 0 for path in paths]
+    sizes = {path: _size_of(path) for path in paths}
     is_cut = numbers != list(range(len(numbers)))
-    if sum(sizes) <= most_bytes:
-        places = [(path, 0, size) for path, size in zip(paths, sizes, strict=True)]
+    if sum(sizes.values()) <= most_bytes:
+        places = [(path, 0, size) for path, size in sizes.items()]
     else:
         is_cut = True
-        backwards = _limited(reversed(list(zip(paths, sizes, strict=True))), most_bytes // 2)
+        backwards = _limited(reversed(sizes.items()), most_bytes // 2)
         places = [
-            *((path, 0, size) for path, size in _limited(zip(paths, sizes, strict=True), most_bytes // 2)),
-            *((path, sizes[paths.index(path)] - size, size) for path, size in reversed(backwards)),
+            *((path, 0, size) for path, size in _limited(sizes.items(), most_bytes // 2)),
+            *((path, sizes[path] - size, size) for path, size in reversed(backwards)),
         ]
     found = None
     for path, start, size in places:
@@ -117,8 +118,18 @@ def _limited(files: Iterable[tuple[Path, int]], most_bytes: int) -> list[tuple[P
     return found
 
 
+def _size_of(path: Path) -> int:
+    """Return the size of a file; 0 if it is no regular file, or cannot be read."""
+    try:
+        file, size = open_regular(path)
+    except OSError:
+        return 0
+    file.close()
+    return size
+
+
 def _lines(path: Path, start: int, size: int) -> Iterator[bytes]:
     # The program may delete a part meanwhile.
-    with contextlib.suppress(FileNotFoundError), path.open("rb") as file:
+    with contextlib.suppress(OSError), open_regular(path)[0] as file:
         file.seek(start)
         yield from file.read(size).splitlines()

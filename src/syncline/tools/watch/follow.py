@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
 from syncline.tracing import rows
 from syncline.tracing.file import parts_in
+from syncline.untrusted import open_regular
 
 _FIRST_BYTES = 256 * 1024
 """How much of the end of a long file is read at the first look."""
+
+
+_MAX_BYTES = 64 * 1024 * 1024
+"""How much is read at a later look. No program writes more between two looks."""
 
 
 class Follower:
@@ -39,26 +43,31 @@ class Follower:
             for path in paths[known[-1] :] if known else paths[-1:]:
                 found += self._added(path)
             if found:
-                if known:
-                    changed_at = time.monotonic()
-                else:
-                    changed_at = time.monotonic() - max(0.0, time.time() - paths[-1].stat().st_mtime)
-                yield name, found, changed_at
+                age = 0.0 if known else max(0.0, time.time() - _changed_at(paths[-1]))
+                yield name, found, time.monotonic() - age
 
     def _added(self, path: Path) -> list[rows.Row]:
         try:
-            file = path.open("rb")
-        except FileNotFoundError:  # deleted meanwhile, because the trace has become too large
+            file, size = open_regular(path)
+        except OSError:  # deleted meanwhile, because the trace has become too large; or it is no regular file
             return []
         with file:
-            size = os.fstat(file.fileno()).st_size
             start = self._read.get(path, 0)
             lines = []
             if path not in self._read and size > 2 * _FIRST_BYTES:
                 lines = file.read(_FIRST_BYTES).splitlines(keepends=True)[:-1]  # which process this is
                 start = size - _FIRST_BYTES
+            start = max(start, size - _MAX_BYTES)
             file.seek(start)
-            added = file.read()
+            added = file.read(max(0, size - start))
         end = added.rfind(b"\n") + 1
         self._read[path] = start + end
         return list(rows.decode([*lines, *added[:end].splitlines(keepends=True)]))
+
+
+def _changed_at(path: Path) -> float:
+    """Return when a file was changed, in seconds since the epoch; now, if it was deleted meanwhile."""
+    try:
+        return path.stat().st_mtime
+    except FileNotFoundError:
+        return time.time()

@@ -145,6 +145,9 @@ _HELLO = struct.Struct("<I32s")
 _MAX_BYTES = 1 << 20
 """The size of the largest message that a rank accepts."""
 
+_FULL_QUEUE_SECONDS = 0.01
+"""How long a rank waits before it connects again, if the queue of the listener is full."""
+
 _LOOK_SECONDS = 0.05
 """How often a rank that waits for a connection looks at the processes of the other ranks."""
 
@@ -191,9 +194,19 @@ def connected(
         SynclineError: the process that listens there is not the expected one.
     """
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    deadline = time.monotonic() + timeout_seconds
     try:
         connection.settimeout(timeout_seconds)
-        connection.connect(b"\0" + address.encode())
+        while True:
+            try:
+                connection.connect(b"\0" + address.encode())
+                break
+            except (
+                BlockingIOError
+            ):  # other programs fill the queue of the listener, which closes their connections
+                if time.monotonic() > deadline:
+                    raise
+                time.sleep(_FULL_QUEUE_SECONDS)
         _check_credentials(connection, expected)
         connection.sendall(_HELLO.pack(rank, token))
     except BaseException:
