@@ -72,8 +72,8 @@ FAILURES = (CollectiveMismatch, CollectiveTimeout, PeerFailed, PeerLost, UnevenI
 
 _KINDS: dict[str, type[SynclineError]] = {kind.__name__: kind for kind in FAILURES}
 
-_MAX_TEXT_BYTES = 24 * 1024
-"""Of a failure's text, in UTF-8. Ends of lines have two bytes in JSON, and shared memory has room for 64 KiB."""
+_MAX_TEXT_BYTES = 12 * 1024
+"""Of each text of a failure, in UTF-8. Ends of lines have two bytes in JSON, and shared memory has room for 64 KiB."""
 
 
 @dataclass(frozen=True)
@@ -113,6 +113,8 @@ class Failure:
     """Whether the text describes all ranks, so that every rank raises the same text."""
     stuck_ranks: Sequence[int] = ()
     """The ranks that are proved to wait forever, in calls of Syncline or of torch.distributed."""
+    traceback: str = ""
+    """The traceback of the exception that ended `aborted_by`; empty if no exception did. It is a note of the error."""
 
     def on_rank(self, rank: int | None) -> SynclineError:
         """Return the error to raise on `rank`. A process that is not in the group passes None."""
@@ -120,16 +122,23 @@ class Failure:
             return self.kind(self.text)
         if rank == self.aborted_by:
             return SynclineError(f"this transport was aborted on rank {rank}: {self.text}")
-        return self.kind(f"rank {self.aborted_by} aborted the group: {self.text}")
+        if not self.traceback:
+            return self.kind(f"rank {self.aborted_by} aborted the group: {self.text}")
+        error = self.kind(f"rank {self.aborted_by} failed: {self.text}")
+        error.add_note(f"The traceback of rank {self.aborted_by}:\n{self.traceback}")
+        return error
 
     def to_json(self, rank: int) -> str:
         """Return the failure as JSON, for `rank` to publish.
 
-        If the text of the failure is long, keep only its end, because a traceback names the error at its end.
+        If a text of the failure is long, keep only its end, because a traceback names the error at its end.
         """
         rank_of_text = None if self.is_common else rank
-        text = self.text.encode(errors="replace")[-_MAX_TEXT_BYTES:].decode(errors="ignore")
-        record = _Record(self.kind.__name__, text, rank_of_text, list(self.stuck_ranks))
+        text, trace = (
+            one.encode(errors="replace")[-_MAX_TEXT_BYTES:].decode(errors="ignore")
+            for one in (self.text, self.traceback)
+        )
+        record = _Record(self.kind.__name__, text, rank_of_text, list(self.stuck_ranks), trace)
         return json.dumps(vars(record), ensure_ascii=False)
 
     @staticmethod
@@ -147,6 +156,7 @@ class Failure:
             aborted_by=record.rank,
             is_common=record.rank is None,
             stuck_ranks=tuple(record.stuck_ranks),
+            traceback=record.traceback,
         )
 
 
@@ -158,6 +168,7 @@ class _Record:
     text: str
     rank: int | None
     stuck_ranks: list[int] = field(default_factory=list)
+    traceback: str = ""
 
 
 def remedy_for_left(here: Place, left: Iterable[Place]) -> str:

@@ -12,24 +12,20 @@ from __future__ import annotations
 
 import inspect
 import json
-import os
 import runpy
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from syncline import environment
+from syncline import environment, tracebacks
 from syncline.session.process import record_failure
 from syncline.session.world import init, shutdown, transport_of
 from syncline.tools.bench.job_times import measure_job
-
-_PACKAGE = str(Path(__file__).parents[2]) + os.sep
 
 
 def main(argv: Sequence[str]) -> None:
@@ -44,15 +40,9 @@ def main(argv: Sequence[str]) -> None:
         path = environment.error_file()
         if path is None:
             raise
-        record_failure(error.with_traceback(_below_syncline(error.__traceback__)), path)
+        described = tracebacks.describe(error)
+        record_failure(error, path, brief=described.brief, whole=described.whole)
         sys.exit(1)
-
-
-def _below_syncline(tb: TracebackType | None) -> TracebackType | None:
-    """Return a traceback without its outermost frames, which are in Syncline and in runpy; None if it has no others."""
-    while tb is not None and tb.tb_frame.f_code.co_filename.startswith((_PACKAGE, "<frozen runpy>")):
-        tb = tb.tb_next
-    return tb
 
 
 def _measure(model: str, output: str) -> None:

@@ -18,10 +18,9 @@ import os
 import secrets
 import socket
 import sys
-import traceback
 import uuid
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from torch.distributed.elastic.multiprocessing import LogsSpecs
@@ -36,7 +35,7 @@ from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCP
 from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-from syncline import environment
+from syncline import environment, tracebacks
 from syncline._torch.process_groups import PrefixStore, Store, TCPStore
 from syncline.session.listening import LOOPBACK, bound_socket, interface_of
 from syncline.session.stop_request import EXIT_STOPPED
@@ -205,6 +204,8 @@ def supervise(job: Job) -> int:
     interruption = Interruption(workers, names, job.shutdown_seconds, say=say)
     before = environment.export({environment.RUN_MARK: mark}, replace=True)
     before |= environment.export(_variables(config))
+    if job.verbose:
+        before |= environment.export({environment.WHOLE_TRACEBACKS: "1"})
     try:
         with workers, interruption, _without_torch_logs(job.verbose):
             failure: Exception | None = None
@@ -269,10 +270,11 @@ def _report(
             )
             for rank, child in failure.failures.items()
         ]
+        failures = [replace(failure, is_shown=logs.has_shown(failure)) for failure in failures]
         say(describe(failures, host=socket.gethostname(), more_hosts=job.config.max_nodes > 1))
         return first_failure(failures).exit_code
     if job.verbose:
-        traceback.print_exception(failure)
+        print(tracebacks.describe(failure).whole, file=sys.stderr)
     text = str(failure)
     first_line = text.strip().partition("\n")[0]
     if "address already in use" in text.lower() or "EADDRINUSE" in text:
