@@ -57,9 +57,10 @@ ONE_RANK_EVALUATES = (
 """The last lines of an error about a forward that only some ranks run: how to prevent the error."""
 
 _UNEVEN = (
-    "the rank that shut down made fewer steps than this rank. Give every rank the same number of batches: "
-    "DistributedSampler repeats some samples for this, or drops some with drop_last=True. Or run the loop inside "
-    "ddp.join(), which lets ranks end at different times, but does not work with sharded=True"
+    "the rank that shut down made fewer steps than this rank:\n"
+    "  - give every rank the same number of batches: sl.DistributedSampler does, with drop_last=True without repeats\n"
+    "  - or run the loop inside of `with ddp.join():`, which lets ranks end at different times (not with sharded=True)\n"
+    "  - or remove a `break` or `return` that depends on the rank"
 )
 
 _LEFT_OUT = (
@@ -187,7 +188,7 @@ def remedy_for_left(here: Place, left: Iterable[Place]) -> str:
     if here.phase == EVAL_FORWARD:
         return ONE_RANK_EVALUATES
     if here.sends_buffers:
-        return f"{_UNEVEN}. If this call is not part of a training step: {ONE_RANK_EVALUATES}"
+        return f"{_UNEVEN}\n  - or, if this call is not part of a training step, {ONE_RANK_EVALUATES}"
     if here.opening is None or any((place.step or 0) < (here.step or 0) for place in left):
         return _UNEVEN
     return _LEFT_OUT.format(call=here.opening)

@@ -40,6 +40,7 @@ from syncline.resilience.parts import (
 from syncline.resilience.slow_ranks import SlowRanks
 from syncline.resilience.training import Training
 from syncline.session.world import is_about_to_join, world
+from syncline.suggestions import suggests_arguments
 from syncline.transport.shared_memory import SPARE_MEMORY
 
 _LOG = logging.getLogger("syncline")
@@ -135,6 +136,7 @@ class Step:
         return True
 
 
+@suggests_arguments
 def steps(
     state: TrainState,
     until: int,

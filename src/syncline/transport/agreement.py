@@ -134,7 +134,9 @@ def _raise_difference(
     if reasons:
         first = min(reasons)
         # The cause adds nothing, unless a function of the user has raised it.
-        raise refusal_of(titles[first], reasons, refusals[first]) from (fault if called_in(fault) else None)
+        raise refusal_of(titles[first], reasons, refusals[first], size=transport.size) from (
+            fault if called_in(fault) else None
+        )
     if len(set(titles)) > 1:
         calls = [
             f"  rank {r}: {title}, {place}"

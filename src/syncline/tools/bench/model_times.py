@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from syncline import environment, tracebacks
 from syncline.session.process import record_failure
 from syncline.session.world import init, shutdown, transport_of
+from syncline.suggestions import did_you_mean
 from syncline.tools.bench.job_times import measure_job
 
 
@@ -79,9 +80,13 @@ def built(path: str, name: str) -> tuple[nn.Module, tuple[Any, ...]]:
         TypeError: it returns something else.
     """
     sys.path.insert(0, str(Path(path).resolve().parent))
-    function = runpy.run_path(path, run_name="syncline_plan").get(name)
-    if not callable(function):
+    found = runpy.run_path(path, run_name="syncline_plan")
+    function = found.get(name)
+    if function is not None and not callable(function):
         raise ValueError(f"syncline plan: expected a function {name} in {path}, got {function!r}")
+    if function is None:
+        functions = [one for one, value in found.items() if callable(value) and not one.startswith("__")]
+        raise ValueError(f"syncline plan: {path} has no function {name}{did_you_mean(name, functions)}")
     made = function()
     if isinstance(made, tuple) and len(made) == 2 and isinstance(made[0], nn.Module):
         inputs = made[1] if isinstance(made[1], list | tuple) else (made[1],)
