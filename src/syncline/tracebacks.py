@@ -8,7 +8,8 @@ find the mistake:
 - frames of the program and of other packages. Frames of Syncline and torch, and those of the standard library that
   they have called, are left out, unless there are no others;
 - of a deep stack, the outermost frame and the innermost ones;
-- of a chain of exceptions, the last two.
+- of a chain of exceptions, the last two;
+- of a long text of an error of Syncline, the first lines and the last one, which says what to do.
 
 Errors of several ranks that differ in numbers only count as equal. The first rank of a host that raises such an error
 prints it, and the others are silent. Errors about the group (`is_of_group`) name all ranks, so one of them is enough.
@@ -39,6 +40,9 @@ _PACKAGE = os.path.dirname(os.path.abspath(__file__)) + os.sep
 _STANDARD_LIBRARY = (str(sysconfig.get_path("stdlib")) + os.sep, "<frozen ")
 
 _MAX_FRAMES = 4
+
+_MAX_LINES = 13
+"""The number of lines of a brief traceback of an error of Syncline, if its text can be cut."""
 
 _CLAIM = ".printed-"
 
@@ -72,17 +76,14 @@ def describe(error: BaseException, tb: TracebackType | None = None) -> Described
         'ValueError: no data'
     """
     begin = _from_the_program(tb or error.__traceback__)
-    texts = []
-    for is_brief in (True, False):
-        shown = traceback.TracebackException(type(error), error, begin, compact=True)
-        if is_brief:
-            _shorten(shown)
-        elif begin is None:
-            shown.stack = None  # type: ignore[assignment]  # as Python does, it then prints no header
-        texts.append("".join(shown.format()).rstrip("\n"))
+    whole, brief = (traceback.TracebackException(type(error), error, begin, compact=True) for _ in range(2))
+    if begin is None:
+        whole.stack = None  # type: ignore[assignment]  # as Python does, it then prints no header
+    is_ours = bool(whole.stack) and whole.stack[-1].filename.startswith(_PACKAGE)
+    _shorten(brief)
     return Described(
-        brief=texts[0],
-        whole=texts[1],
+        brief=_cut(brief) if is_ours else _text(brief),
+        whole=_text(whole),
         is_of_group=bool(getattr(error, "is_of_group", False)),
         is_of_peer=bool(getattr(error, "is_of_peer", False)),
     )
@@ -96,6 +97,20 @@ def summary(error: BaseException) -> str:
         ("KeyError: 'label'", 'StopIteration')
     """
     return f"{type(error).__name__}: {error}".partition("\n")[0].removesuffix(": ")
+
+
+def _text(shown: traceback.TracebackException) -> str:
+    return "".join(shown.format()).rstrip("\n")
+
+
+def _cut(shown: traceback.TracebackException) -> str:
+    """Return a traceback of at most `_MAX_LINES` lines. The middle of a long text of the error is left out."""
+    text = _text(shown).split("\n")
+    num_hidden = len(text) - _MAX_LINES
+    num_of_error = "".join(shown.format_exception_only()).rstrip("\n").count("\n") + 1
+    if num_hidden > 0 and num_of_error > num_hidden + 3:
+        text[-2 - num_hidden : -1] = [f"  ... {num_hidden + 1} more lines"]
+    return "\n".join(text)
 
 
 def without_numbers(text: str) -> str:
@@ -114,13 +129,18 @@ def printing_hook(
     """Return the `sys.excepthook` that prints an uncaught exception of a rank.
 
     Args:
-        before: the present hook. If it is neither Python's nor torch's, it belongs to the program, and is returned.
+        before: the present hook. If it is neither Python's nor torch's, it belongs to the program, and is called.
         error_file: the path of the launcher's error file; None if there is no launcher.
         is_whole: whether to print the whole traceback, on every rank.
         prefix: the text to print before each line.
     """
     if before is not sys.__excepthook__ and not getattr(before, "__module__", "").startswith("torch."):
-        return before
+
+        def show(kind: type[BaseException], error: BaseException, tb: TracebackType | None) -> object:
+            begin = _from_the_program(tb)
+            return before(kind, error.with_traceback(begin), begin)
+
+        return show
 
     def hook(kind: type[BaseException], error: BaseException, tb: TracebackType | None) -> None:
         print_once(describe(error, tb), error_file=error_file, is_whole=is_whole, prefix=prefix)

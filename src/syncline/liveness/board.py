@@ -13,7 +13,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
 from syncline.liveness.store import decode
-from syncline.words import describe_ranks
 
 MAIN_LANE = "main"
 """The name of the first lane of every transport. `Transport.lane` explains lanes."""
@@ -168,7 +167,7 @@ class Place:
         return ", ".join(words)
 
 
-_MAX_LINES = 6
+_MAX_LINES = 32
 
 
 def describe_places(
@@ -190,15 +189,13 @@ def describe_places(
           rank 1: at its last report, 2.5 s ago: step 2, forward
           rank 2: step 3, backward
     """
-    by_words: dict[str, list[int]] = {}
-    for rank in range(size):
+    lines = []
+    for rank in range(min(size, _MAX_LINES)):
         place = places.get(rank)
         words = "it has reported nothing" if place is None else str(place)
         if place is not None and not place.has_left and now is not None and rank != here:
             words = f"at its last report, {max(0.0, now - place.seen):.1f} s ago: {words}"
-        by_words.setdefault(words, []).append(rank)
-    lines = [f"  {describe_ranks(ranks)}: {words}" for words, ranks in by_words.items()]
-    num_hidden = sum(map(len, list(by_words.values())[_MAX_LINES:]))
-    if num_hidden:
-        lines[_MAX_LINES:] = [f"  and {num_hidden} more ranks"]
+        lines.append(f"  rank {rank}: {words}")
+    if size > _MAX_LINES:
+        lines.append(f"  and {size - _MAX_LINES} more ranks")
     return "\n".join(lines)

@@ -59,7 +59,7 @@ ONE_RANK_EVALUATES = (
 _UNEVEN = (
     "the rank that shut down made fewer steps than this rank:\n"
     "  - give every rank the same number of batches: sl.DistributedSampler does, with drop_last=True without repeats\n"
-    "  - or run the loop inside of `with ddp.join():`, which lets ranks end at different times (not with sharded=True)\n"
+    "  - or run the loop inside of `with ddp.join():`, so that ranks may end one by one; not with sharded=True\n"
     "  - or remove a `break` or `return` that depends on the rank"
 )
 

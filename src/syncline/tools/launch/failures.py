@@ -180,7 +180,7 @@ def describe(failures: Sequence[Failure], *, host: str, more_hosts: bool = False
     if first.record is None and first.return_code < 0:  # the errors of other ranks name the operation
         details += _error_of_a_peer(others)
     has_more = any(
-        failure.record and failure.record.whole != failure.record.traceback for failure in failures
+        failure.record and failure.record.whole not in ("", failure.record.traceback) for failure in failures
     )
     if has_more:
         line += " (--verbose shows whole tracebacks)"
