@@ -41,7 +41,8 @@ def suggests_arguments(target: T) -> T:
         TypeError: mean() got an unexpected keyword argument 'wieght'; did you mean 'weight'?
     """
     if not isinstance(target, type):
-        return _suggesting(target)
+        suggesting: T = _suggesting(target)
+        return suggesting
     for name, function in list(vars(target).items()):
         if inspect.isfunction(function) and (name == "__init__" or not name.startswith("_")):
             setattr(target, name, _suggesting(function))

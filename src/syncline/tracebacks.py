@@ -235,7 +235,7 @@ def _brief_stack(stack: traceback.StackSummary | None) -> Any:
     if num_hidden > 1:
         gap = traceback.FrameSummary("", num_hidden, "")
         plain = [plain[0], gap, *plain[1 + num_hidden :]]
-    return _BriefStack.from_list([*plain, last])
+    return _BriefStack([*plain, last])
 
 
 class _BriefStack(traceback.StackSummary):
