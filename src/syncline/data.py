@@ -149,7 +149,7 @@ class DistributedSampler(torch_data.DistributedSampler[int]):
         if not self.shuffle:
             return list(range(self._num_samples))
         g = torch.Generator().manual_seed(self.seed + epoch)
-        order: list[int] = torch.randperm(self._num_samples, generator=g).tolist()
+        order: list[int] = torch.randperm(self._num_samples, generator=g, device="cpu").tolist()
         return order
 
     def _dealt(self, epoch: int, already: int) -> list[int]:

@@ -64,8 +64,8 @@ class NonFiniteRecord:
     in_mean: tuple[str, ...]
     """Names of the parameters whose mean gradient is not finite, although the gradients of each rank were finite."""
     outcome: str
-    """What was done about the gradients: "raised", "discarded", "zeroed" or "left to the GradScaler". It is "finite" if
-    all gradients were finite, and "not reduced" under `no_sync`."""
+    """What was done about the gradients: "warned", "raised", "discarded", "zeroed" or "left to the GradScaler". It is
+    "finite" if all gradients were finite, and "not reduced" under `no_sync`."""
     num_steps: int
     """Number of steps so far, including this step, in which the policy was applied because gradients were not finite.
     Under `on_nonfinite="skip"`, this is the number of discarded steps."""
@@ -268,7 +268,8 @@ class BackwardRecord:
     duration_seconds: float
     """Time from the first gradient of this backward until all gradients were reduced."""
     nonfinite: NonFiniteRecord | None = None
-    """The result of the `on_nonfinite` check; None if gradients are not checked for NaN and infinity."""
+    """The result of the `on_nonfinite` check. It is None under "ignore", and under "warn" except in the step that is
+    warned of."""
     metrics: Mapping[str, float] = field(default_factory=dict)
     """The means over ranks of the values that were given to `ddp.report`, by name. If the backward was not
     synchronized, these are the values of this rank alone."""

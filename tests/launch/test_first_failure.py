@@ -208,3 +208,13 @@ def test_a_missing_or_torn_record_is_none(content: str | None, tmp_path: Path) -
     if content is not None:
         (tmp_path / "error.json").write_text(content)
     assert read_error_file(str(tmp_path / "error.json")) is None
+
+
+def test_the_first_failure_is_found_though_the_system_clock_was_set_back() -> None:
+    later, earlier = spoke(0, "ValueError: second", at=1), spoke(1, "KeyError: first", at=2)
+    assert later.record is not None
+    assert earlier.record is not None
+    later = replace(later, record=replace(later.record, monotonic_ns=20))
+    assert first_failure([later, earlier]) is later  # one of the two has no time but that of the system
+    earlier = replace(earlier, record=replace(earlier.record, monotonic_ns=10))
+    assert first_failure([later, earlier]) is earlier

@@ -175,18 +175,6 @@ def reads_gradients_during_backward(ddp: Any) -> list[Tensor]:
     return [*steps(ddp, 0, 4), *read]
 
 
-def reads_in_hooks_what_it_adds_to(ddp: Any) -> list[Tensor]:
-    read: dict[int, list[Tensor]] = {}
-    for index, parameter in enumerate(ddp.parameters()):
-        parameter.register_post_accumulate_grad_hook(
-            lambda p, index=index: read.setdefault(index, []).append(p.grad.clone())
-        )
-    for step in range(5):
-        ddp.zero_grad(set_to_none=False)
-        backward(ddp, step)
-    return [tensor for index in sorted(read) for tensor in read[index]]
-
-
 def marks_gradients_in_hooks(ddp: Any) -> list[Tensor]:
     def mark(parameter: Tensor) -> None:
         assert parameter.grad is not None
@@ -272,7 +260,6 @@ PROGRAMS: list[Program] = [
     never_clears,
     captures_in_hooks,
     reads_gradients_during_backward,
-    reads_in_hooks_what_it_adds_to,
     marks_gradients_in_hooks,
     exchanges_gradients,
     turns_a_gradient,

@@ -2,8 +2,15 @@
 
 from __future__ import annotations
 
+import time
+from dataclasses import replace
+
+import pytest
+
 from syncline.liveness import Board, Place, Wait
 from syncline.liveness.board import describe_places
+from syncline.liveness.health import Health, Lane
+from syncline.liveness.notices import Notices
 
 
 def test_a_board_begins_before_the_first_step() -> None:
@@ -68,12 +75,33 @@ def test_many_ranks_are_not_all_listed() -> None:
 
 def test_who_has_left_stays_where_it_was_seen() -> None:
     places = {0: Place(step=3, has_left=True), 1: Place(step=3)}
-    left, other = describe_places(places, size=2, now=10.0).splitlines()
+    left, other = describe_places(places, size=2, ages={0: "1.0 s ago", 1: "10.0 s ago"}).splitlines()
     assert left == "  rank 0: step 3, has shut down normally"
     assert other == "  rank 1: at its last report, 10.0 s ago: step 3"
 
 
-def test_a_clock_that_goes_behind_gives_no_negative_age() -> None:
-    assert describe_places({0: Place(seen=11.0)}, size=1, now=10.0).startswith(
-        "  rank 0: at its last report, 0.0 s ago: "
-    )
+def health_of(rank: int, size: int) -> Health:
+    lane = Lane("main", group=None)
+    return Health(lane, Board(), None, rank=rank, size=size, backend="none", timeout_seconds=1.0)
+
+
+def test_ages_are_differences_of_one_clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The system clock is set back while a place is published and read, and that of another host is an hour ahead."""
+    health, now = health_of(0, 3), [100.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(time, "time", lambda: 1e9 - 1000 * now[0])
+    here = health.place()
+    elsewhere = replace(here, clock="that of another host", seen=here.seen + 3600)
+    health.notices = FixedNotices({1: here, 2: elsewhere})
+    health.places()
+    now[0] = 102.5
+    assert health.ages(health.places()) == {1: "2.5 s ago", 2: "which this rank read 2.5 s ago"}
+
+
+class FixedNotices(Notices):
+    def __init__(self, places: dict[int, Place]) -> None:
+        super().__init__(rank=0, size=3)
+        self._fixed = places
+
+    def places(self) -> dict[int, Place]:
+        return self._fixed

@@ -15,7 +15,7 @@ from meeting import in_threads
 from syncline import CollectiveTimeout, ContractMismatch, PeerLost, SynclineError
 from syncline.launchers import Environment
 from syncline.liveness import RankProcess
-from syncline.session import Presence, wait_for_all
+from syncline.session import Presence, rendezvous, wait_for_all
 from syncline.session.rendezvous import Stores, backend_for, connect, failed_connection
 
 
@@ -182,3 +182,41 @@ def test_a_process_says_who_it_is() -> None:
     env = Environment(launcher="environment", rank=1, size=2)
     mine = Presence.of_this_process(env, torch.device("cpu"))
     assert (mine.rank, mine.size, mine.gpu) == (1, 2, None)
+
+
+def test_a_host_without_a_loopback_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rendezvous, "has_loopback", lambda: False)
+    alone = Environment(
+        launcher="torchrun",
+        rank=0,
+        size=1,
+        local_rank=0,
+        local_size=1,
+        master_addr="127.0.0.1",
+        master_port=1,
+    )
+    with pytest.raises(SynclineError, match=r"no IPv4 loopback address.*ip link set lo up"):
+        connect(alone, 30.0)
+    raw = RuntimeError("[enforce fail] Cannot resolve 127.0.0.1 to a (local) address")
+    assert "ip link set lo up" in str(failed_connection(raw, presence(0), [presence(0), presence(1)], 30.0))
+
+
+def test_a_restarted_rank_names_what_it_found_in_its_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rendezvous, "_ROUND_SECONDS", 0.0)
+    store = dist.HashStore()
+    store.set("round", "syncline plain 7")
+    store.set("rank 1 in 7", "syncline plain junk")
+    restarted = Environment(
+        launcher="torchrun",
+        rank=1,
+        size=2,
+        local_rank=1,
+        local_size=2,
+        master_addr="h",
+        master_port=1,
+        launcher_has_store=True,
+    )
+    with pytest.raises(
+        SynclineError, match=r"rank 1 found 'junk' under the key 'rank 1 in 7'.*Start the whole job"
+    ):
+        rendezvous._round(store, restarted, 30.0)

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from made_traces import MadeRank, MadeRun, rows
 
+from syncline.tools.watch import follow
 from syncline.tools.watch.live import Live, LiveRanks
 from syncline.tools.watch.ranks import RankState, meaning, present, screen, stand_still
 from syncline.tools.watch.terminal import Terminal
@@ -127,7 +128,7 @@ def test_long_lines_are_wrapped_below_their_beginning() -> None:
     text = screen(found, 131.0, columns=80)
     assert all(len(line) < 80 for line in text.splitlines())
     assert "train.py:7" in text.splitlines()[3]
-    assert text.splitlines()[2].startswith(" " * 36 + "all_reduce")
+    assert text.splitlines()[2].startswith(" " * 38 + "all_reduce")
     narrow = screen(found, 131.0, columns=40)
     assert all(len(line) < 40 for line in narrow.splitlines()[1:])
 
@@ -154,7 +155,7 @@ def test_ranks_that_have_not_recorded_anything_yet() -> None:
     assert "before its first step" in screen(found, 101.0)
     found[0].add([rows.PlaceRow(1, None, "before the first step, waiting in sl.mean, at a.py:3")], 130.0)
     assert meaning(found, 131.0) == (
-        "No rank has ended a step yet, and none has made progress for 31.0 s. Rank 0 waits for others; rank 1 does "
+        "No rank has ended a step yet: starting, 31 s. Rank 0 waits for others; rank 1 does "
         "not: look at the line where it is."
     )
 
@@ -184,7 +185,24 @@ def test_a_run_stands_still_if_all_do_that_have_not_ended() -> None:
 # ---------------------------------------------------------------------- the ranks of a launcher
 
 
+class Clock:
+    """Both clocks of this process, as far as what follows a trace knows them."""
+
+    now = 0.0
+
+    def time(self) -> float:
+        return self.now
+
+    monotonic = time
+
+
+@pytest.fixture(autouse=True)
+def _clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(follow, "time", Clock())
+
+
 def looked(ranks: LiveRanks, now: float) -> str:
+    Clock.now = now
     return "\n".join(ranks.look(now, 100, 24) or ["(the last one stays)"])
 
 

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from syncline.ddp import Inventory
 from syncline.gradients import Words
 from syncline.gradients.backward import Backward, BackwardState
+from syncline.gradients.outputs import Outputs
 from syncline.gradients.riders.forwards import Forwards
 from syncline.gradients.riders.settings import Settings
 from syncline.optimizers import AttachedOptimizer
@@ -35,39 +36,53 @@ def differentiable() -> Tensor:
 
 
 def test_a_forward_waits_until_a_backward_reaches_one_of_its_tensors() -> None:
-    forwards = Forwards()
+    outputs = Outputs()
     output = Output(differentiable(), [differentiable(), torch.ones(1)])
-    forwards.forward_ended(output)
-    assert forwards.num_waiting == 1
+    outputs.watch(output, is_counted=True)
+    assert (outputs.num_waiting, outputs.num_open) == (1, 2)
+    output.hidden[0].sum().backward(retain_graph=True)
+    assert (outputs.num_waiting, outputs.num_open) == (0, 1)
     output.hidden[0].sum().backward()
-    assert forwards.num_waiting == 0
+    assert (outputs.num_waiting, outputs.num_open) == (0, 1), "counted once"
     output.logits.sum().backward()
-    assert forwards.num_waiting == 0, "counted once"
+    assert (outputs.num_waiting, outputs.num_open) == (0, 0)
 
 
 def test_a_forward_before_the_last_reduction_does_not_count_any_more() -> None:
-    forwards = Forwards()
+    outputs = Outputs()
     early = differentiable()
-    forwards.forward_ended(early)
-    forwards.forget()
-    forwards.forward_ended(differentiable())
+    outputs.watch(early, is_counted=True)
+    outputs.reduced()
+    outputs.watch(differentiable(), is_counted=True)
     early.sum().backward()
-    assert forwards.num_waiting == 1
+    assert (outputs.num_waiting, outputs.num_open) == (1, 1)
 
 
 @pytest.mark.parametrize(
     "output", [torch.ones(2), None, "text", [differentiable() for _ in range(9)]], ids=str
 )
-def test_what_has_no_tensors_to_watch_or_too_many_is_not_counted(output: object) -> None:
-    forwards = Forwards()
-    forwards.forward_ended(output)
-    assert forwards.num_waiting == 0
+def test_an_output_without_tensors_or_with_too_many_is_not_counted_but_stays_open(output: object) -> None:
+    outputs = Outputs()
+    outputs.watch(output, is_counted=True)
+    assert outputs.num_waiting == 0
+    assert outputs.num_open in (1, 9), "one that no backward is known to reach"
+
+
+def test_the_output_that_was_reached_last_says_whether_its_forward_was_local() -> None:
+    outputs, local, reduced = Outputs(), differentiable(), differentiable()
+    outputs.watch(local, is_local=True)
+    outputs.watch(reduced)
+    seen = []
+    for output in (local, reduced):
+        output.sum().backward()
+        seen.append(outputs.is_local)
+    assert seen == [True, False]
 
 
 def test_a_watched_output_can_be_saved_and_copied() -> None:
-    forwards = Forwards()
+    outputs = Outputs()
     output = differentiable()
-    forwards.forward_ended(output)
+    outputs.watch(output)
     torch.save(output, io.BytesIO())
     copy.copy(output)
     pickle.dumps(output.detach())

@@ -759,8 +759,9 @@ def test_gradients_of_a_backward_that_failed_are_not_stepped(size: int) -> None:
         ddp = DDP(net, process_group=t, on_nonfinite="skip")
         optimizer = ddp.attach(torch.optim.SGD(net.parameters(), lr=0.1))
         before = [p.detach().clone() for p in net.parameters()]
+        net[0](batch(t)).sum().mul(NAN).backward()  # without the rest
         with pytest.raises(UnreducedGradients):
-            net[0](batch(t)).sum().mul(NAN).backward()  # without the rest
+            optimizer.step()
         optimizer.step()
         assert has_stepped(ddp, before) == [False] * 6
         optimizer.zero_grad()
@@ -1224,8 +1225,8 @@ def test_what_is_looked_at_later_is_found_before_anyone_steps(
 
 def test_what_is_not_known_or_does_not_go_together_is_refused() -> None:
     t = ThreadGroup(1).transport(0)
-    with pytest.raises(ValueError, match=r"one of 'ignore', 'raise', 'skip', 'zero', got 'warn'"):
-        DDP(copy.deepcopy(NET), process_group=t, on_nonfinite="warn")
+    with pytest.raises(ValueError, match=r"one of 'ignore', 'warn', 'raise', 'skip', 'zero', got 'warm'"):
+        DDP(copy.deepcopy(NET), process_group=t, on_nonfinite="warm")
     with pytest.raises(ValueError, match=r"cannot be combined with strategy=LocalSGD.*EveryStep"):
         DDP(copy.deepcopy(NET), process_group=t, on_nonfinite="skip", strategy=LocalSGD(4))
 
@@ -1259,9 +1260,9 @@ def test_contract_and_timeline_say_it() -> None:
     assert "not finite on rank 1: 0.bias -> discarded (1 step so far)" in recorded
 
 
-def test_by_default_nobody_looks() -> None:
+def test_with_ignore_nobody_looks() -> None:
     def rank(t: Transport) -> None:
-        ddp = poisoned(t)
+        ddp = poisoned(t, on_nonfinite="ignore")
         backward(ddp, batch(t))
         assert ddp.last_step.nonfinite is None
         assert "finite" not in str(ddp.contract) + ddp.explain()

@@ -269,7 +269,41 @@ def test_the_text_has_the_numbers_that_decided_and_every_way() -> None:
     for words in ("The numbers that decided", "sl.DistributedDataParallel(model", "200 Mbit/s", "DiLoCo(20)"):
         assert words in text
     assert "this machine was not measured" in text
-    assert max(map(len, text.splitlines())) <= 140
+    assert "sharded=True cannot be combined with a compression yet" in text
+
+
+@pytest.mark.parametrize("machine", [UNMEASURED, replace(UNMEASURED, is_measured=True, name="m" * 150)])
+@pytest.mark.parametrize("cluster", [SLOW, ONE_HOST, replace(SLOW, memory_bytes=1000)])
+def test_a_plan_has_at_most_100_columns(machine: Machine, cluster: Cluster) -> None:
+    planner = planner_of(replace(JOB, name="n" * 150), cluster, machine)
+    for line in plan_text(planner, advice_on(planner)).splitlines():
+        assert len(line) <= 100, line
+
+
+def test_a_plan_says_how_wrong_it_may_be() -> None:
+    unknown, known = (
+        " ".join(plan_text(planner, advice_on(planner)).split())
+        for planner in (planner_of(), planner_of(machine=replace(UNMEASURED, is_measured=True)))
+    )
+    assert "How wrong this can be is not known" in unknown
+    step = advice_on(planner_of()).recommended.step
+    assert f"Expect {850 * step:.1f} ms to {1150 * step:.1f} ms." in known
+    assert "step ± 15 %" in known
+
+
+def test_ranks_that_train_more_than_their_number_faster_are_explained() -> None:
+    """The optimizer's step is long, and with sharded=True each of two ranks makes half of it."""
+    planner = planner_of(
+        Job(name="j", gradients=JOB.gradients, forward=0.01, backward=0.02, update=0.4), ONE_HOST
+    )
+    advice = advice_on(planner)
+    assert advice.recommended.option.sharded
+    assert advice.speedup > 2
+    text = " ".join(plan_text(planner, advice).split())
+    assert "more than 2 times, because a rank steps only its part of the parameters" in text
+    assert "less than the computation of one process, 430.0 ms" in text
+    usual = planner_of()
+    assert "more than 2 times" not in plan_text(usual, advice_on(usual))
 
 
 def test_the_json_is_the_same_plan() -> None:
@@ -289,7 +323,14 @@ def test_the_figures_of_a_machine_survive_a_file(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["{}", "[]", "nonsense", '{"syncline machine": 2}', '{"syncline machine": 1}']
+    "text",
+    [
+        *("{}", "[]", "nonsense", '{"syncline machine": 2}', '{"syncline machine": 1}'),
+        json.dumps({**UNMEASURED.to_json(), "copy_per_byte": "fast"}),
+        json.dumps({**UNMEASURED.to_json(), "copy_per_byte": float("nan")}),
+        json.dumps({**UNMEASURED.to_json(), "gloo": {}}),
+        json.dumps({**UNMEASURED.to_json(), "calls": {"2": [1.0, 1.0, -1.0, 1.0]}}),
+    ],
 )
 def test_a_file_without_figures_is_refused(tmp_path: Path, text: str) -> None:
     path = tmp_path / "machine.json"

@@ -41,7 +41,7 @@ def test_a_process_ends_when_it_is_killed_though_nobody_has_waited_for_it() -> N
 def test_another_process_with_the_same_number_is_not_the_rank() -> None:
     own = RankProcess.own()
     assert own is not None
-    assert dataclasses.replace(own, started=own.started - 1).has_ended()
+    assert dataclasses.replace(own, started=own.started - 2).has_ended()
 
 
 def test_a_process_that_is_hidden_has_not_ended(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -77,3 +77,37 @@ def test_an_end_is_seen_where_no_more_files_can_be_opened() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, limits)
     child.communicate()
     assert (had_ended, has_ended) == (False, True)
+
+
+_IN_ANOTHER_TIME = """
+import sys
+from syncline.liveness import RankProcess
+seen = RankProcess.from_json(sys.argv[1])
+print(seen.has_ended(), RankProcess.here(seen.pid) == seen, RankProcess.own().to_json(), flush=True)
+input()
+"""
+
+
+def test_a_process_in_another_time_namespace_has_not_ended() -> None:
+    """There /proc shows start times that are an hour later, and so do those of this process seen from there."""
+    own = RankProcess.own()
+    assert own is not None
+    # `exec` without a fork would stay in this namespace, so `unshare` forks.
+    enter = ["unshare", "--time", "--boottime", "3600", "--monotonic", "3600", "--fork", "--kill-child"]
+    try:
+        subprocess.run([*enter, "true"], check=True, capture_output=True)
+    except (OSError, subprocess.CalledProcessError):
+        pytest.skip("this user cannot create time namespaces here")
+    other = subprocess.Popen(
+        [*enter, sys.executable, "-c", _IN_ANOTHER_TIME, own.to_json()],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert other.stdout is not None
+    has_ended, is_same, theirs = other.stdout.readline().split(maxsplit=2)
+    assert (has_ended, is_same) == ("False", "True")
+    process = RankProcess.from_json(theirs)
+    assert not process.has_ended()
+    other.communicate("\n")
+    assert process.has_ended()

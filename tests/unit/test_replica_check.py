@@ -274,9 +274,7 @@ def test_a_rank_that_writes_while_its_backward_runs_is_noticed() -> None:
         optimizer = adam(ddp)
         if t.rank == 1:
             flip(ddp.module.two.bias, 0, 3)
-            ddp.module.one.weight.register_post_accumulate_grad_hook(
-                lambda _: flip(ddp.module.two.bias, 0, 3)
-            )
+            ddp.module.one.weight.register_hook(lambda _: flip(ddp.module.two.bias, 0, 3))
         with pytest.raises(ReplicaDivergence) as caught:
             train(t, ddp, optimizer, num_steps=1)
         return str(caught.value)

@@ -71,16 +71,17 @@ def trained(
     data: float = 0.002,
     update: float = 0.001,
     attach: bool = True,
+    num_steps: int = 10,
     **times: float,
 ) -> sl.DistributedDataParallel:
-    """Return a wrapper after two steps whose phases take the given seconds."""
+    """Return a wrapper after steps whose phases take the given seconds. They are enough for a judgement."""
     module = Sluggish(clock, times.get("forward", 0.010), times.get("backward", 0.0))
     ddp = sl.DistributedDataParallel(module, process_group=t)
     ddp._replica.gradients.reduction.clock.now = clock.perf_counter
     optimizer = torch.optim.SGD(ddp.parameters())
     if attach:
         ddp.attach(optimizer)
-    for _ in range(2):
+    for _ in range(num_steps):
         clock.seconds += data
         ddp(torch.randn(1, 2)).sum().backward()
         clock.seconds += update
@@ -105,6 +106,25 @@ def test_every_rank_names_the_rank_whose_data_came_late(clock: FakeTime) -> None
         "against 2.0 ms on the other rank. This rank waited 0.0 ms in a step of 13.0 ms (0%)."
     )
     assert " ".join(said_there).startswith("Rank 1 was late by 39.0 ms: ")
+
+
+@pytest.mark.parametrize(
+    ("num_steps", "times", "words"),
+    [
+        (2, {}, "Too few steps to judge."),
+        (10, {"forward": 0.0004, "data": 0.0}, "Too short a step to judge."),
+        (2, {"forward": 0.0004, "data": 0.0}, "Too few steps and too short a step to judge."),
+        (10, {}, "so there is nothing to gain."),
+    ],
+)
+def test_what_is_too_little_to_judge_says_so(
+    clock: FakeTime, num_steps: int, times: dict[str, float], words: str
+) -> None:
+    def rank(t: Transport) -> str:
+        return " ".join(trained(t, clock, num_steps=num_steps, **times).explain().split())
+
+    for text in run_ranks(2, rank):
+        assert text.endswith(words)
 
 
 @pytest.mark.parametrize(

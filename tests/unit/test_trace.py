@@ -190,6 +190,25 @@ def train(transport: Transport, num_steps: int = 3, **settings: Any) -> None:
         optimizer.step()
 
 
+@pytest.mark.parametrize("is_attached", [False, True])
+def test_each_step_of_an_optimizer_is_recorded_once_attached_or_not(
+    tmp_path: Path, is_attached: bool
+) -> None:
+    with sl.trace(tmp_path):
+        ddp = sl.DistributedDataParallel(nn.Linear(2, 1))
+        optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+        if is_attached:
+            ddp.attach(optimizer)
+        for _ in range(3):
+            ddp(torch.ones(1, 2)).sum().backward()
+            optimizer.step()
+    torch.optim.SGD(ddp.parameters(), lr=0.1).step()  # after the trace
+    (recorded,) = rows_in(tmp_path).values()
+    steps = [row for row in recorded if isinstance(row, rows.OptimizerRow)]
+    assert [row.optimizer for row in steps] == ["SGD"] * 3
+    assert all(row.began < row.ended for row in steps)
+
+
 def test_each_rank_records_its_steps(tmp_path: Path) -> None:
     with sl.trace(tmp_path):
         run_ranks(2, train)

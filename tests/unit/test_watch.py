@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from made_traces import MadeRank, MadeRun, rows
 
 from syncline.tools.cli import main
+from syncline.tools.watch import follow
 from syncline.tools.watch.follow import Follower
 from syncline.tools.watch.ranks import RankState, meaning, present, screen
 
@@ -37,7 +40,7 @@ def test_steps_times_and_waits_of_ranks_that_train() -> None:
     assert found[1].waiting_share < 0.01
     text = screen(found, now=100.5)
     assert "before the forward" in text
-    assert "Training; the others wait 58 % of the time, rank 1 0 %: they wait for it." in text
+    assert "Training; the others wait 58 % of the time, rank 1 0 % (medians): they wait for it." in text
 
 
 def test_ranks_that_wait_alike() -> None:
@@ -54,7 +57,7 @@ def test_a_run_that_hangs_names_the_rank_that_does_not_wait() -> None:
     hang(found[1], "step 20, after backward, at train.py:6 in load", after_seconds=30)
     text = screen(found, now=131.0)
     assert "step 20, after backward, at train.py:6 in load" in text
-    assert "No rank has made progress for 31.0 s. Ranks 0, 2 wait for others; rank 1 does not" in text
+    assert "No rank has made progress for 31 s. Ranks 0, 2 wait for others; rank 1 does not" in text
 
 
 def test_a_run_that_hangs_in_different_calls() -> None:
@@ -84,7 +87,41 @@ def test_a_rank_whose_number_changes() -> None:
     assert one.rank == 4
 
 
+def test_ranks_that_start_are_said_to_start() -> None:
+    found = [RankState(rank, started_at=100.0) for rank in range(2)]
+    assert meaning(found, 105.1) == "No rank has ended a step yet: starting, 5 s."
+
+
+def test_ranks_that_ctrl_c_has_stopped() -> None:
+    found = states(MadeRun(ranks=[MadeRank()] * 2))
+    for one in found:
+        one.add([rows.EndRow(1, "KeyboardInterrupt: ")], 101.0)
+    text = screen(found, 200.0)
+    assert text.count("stopped by Ctrl-C") == 3
+    assert "KeyboardInterrupt" not in text
+
+
+def test_few_steps_say_nothing_about_who_waits() -> None:
+    ranks = [MadeRank(), MadeRank(data=5100)]
+    assert meaning(states(MadeRun(ranks=ranks, num_steps=5)), 100.5) == "Training."
+
+
 # ---------------------------------------------------------------------- files
+
+
+def test_an_age_grows_by_a_clock_that_is_never_set(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (recorded,) = MadeRun(ranks=[MadeRank()]).rows()
+    path = tmp_path / f"rank-00000.host.1{SUFFIX}"
+    lines = [rows.encode(row) for row in recorded]
+    path.write_bytes(b"".join(lines[:10]))
+    os.utime(path, (1000.0, 1000.0))
+    clock = SimpleNamespace(time=lambda: 1030.0, monotonic=lambda: 50.0)
+    monkeypatch.setattr(follow, "time", clock)
+    follower = Follower(tmp_path)
+    assert [at for _, _, at in follower.new_rows()] == [20.0]
+    clock.time, clock.monotonic = lambda: 9000.0, lambda: 60.0  # the system clock was set
+    path.write_bytes(b"".join(lines[:12]))
+    assert [at for _, _, at in follower.new_rows()] == [60.0]
 
 
 def test_only_what_is_new_is_read(tmp_path: Path) -> None:
@@ -166,7 +203,7 @@ def test_a_process_without_a_sign_of_life_and_one_that_replaces_it() -> None:
     hang(found[0], "step 21, waiting in all_reduce", after_seconds=40)
     text = screen(found, now=141.0)
     assert "Rank 1 shows no sign of life." in text
-    assert "its process was killed, or is stopped" in text
+    assert "its process was killed, or is stopped" in " ".join(text.split())
     newer = states(MadeRun(ranks=[MadeRank()] * 2), at=140.0)[1]
     assert newer.process is not None
     newer.process = newer.process._replace(unix_seconds=2e9)

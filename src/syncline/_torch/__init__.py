@@ -15,6 +15,7 @@ optimizers.py      optimizers that step inside backward; hooks of optimizers' st
 process_groups.py  process groups, their backends and stores
 profiler.py        ranges that torch.profiler shows
 tensors.py         operations on lists of tensors; tensor subclasses
+transforms.py      the transforms of torch.func
 """
 
 from __future__ import annotations

@@ -7,7 +7,8 @@ the tasks begin.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from operator import attrgetter
 from types import FrameType
 from typing import Any
 
@@ -15,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import Node
 
-from syncline._torch.lookup import is_there, lookup
+from syncline._torch.lookup import attribute, is_there, lookup
 from syncline.errors import SynclineError
 
 # ---------------------------------------------------------------------- graph tasks
@@ -27,6 +28,9 @@ current_graph_task_id: Callable[[], int] = lookup(
 
 This is torch's own function without a wrapper, because it is called for each gradient and must be fast.
 """
+
+NO_TASK = -1
+"""A number that no graph task has. It is used where there is no graph task."""
 
 queue_callback: Callable[[Callable[[], object]], None] = lookup(
     "torch.autograd:Variable._execution_engine.queue_callback", "detect the end of a backward"
@@ -48,6 +52,38 @@ set_grad_enabled: Callable[[bool], None] = lookup(
     "torch._C:_set_grad_enabled", "work on gradients without recording a graph"
 )
 """Enable or disable gradients in this thread. `torch.no_grad` as a decorator calls nine Python functions beside it."""
+
+# ---------------------------------------------------------------------- hooks on parameters
+
+post_accumulate_hooks: Callable[[Tensor], Any] = attribute(
+    "_post_accumulate_grad_hooks", "keep the hooks of parameters"
+)
+"""Return the dictionary of the hooks that run when the gradient of a tensor is in `.grad`; None if there is none."""
+
+
+def set_post_accumulate_hooks(tensor: Tensor, hooks: dict[int, Callable[[Tensor], object]]) -> None:
+    """Let torch call the hooks in this dictionary from now on, also if it has the dictionary already."""
+    tensor._post_accumulate_grad_hooks = hooks
+
+
+_contents = attrgetter("_cdata")
+
+
+def contents_of(tensors: Iterable[Tensor]) -> list[int]:
+    """Return a number for each tensor that changes if the contents of the tensor are swapped, which loses its hooks."""
+    return list(map(_contents, tensors))
+
+
+# ---------------------------------------------------------------------- compiled autograd
+
+_COMPILED = "torch._dynamo.compiled_autograd"
+
+
+def is_in_compiled_backward() -> bool:
+    """Return whether compiled autograd runs the present backward. It calls hooks, but no callbacks at its end."""
+    found = sys.modules.get(_COMPILED)
+    return found is not None and bool(getattr(found, "in_compiled_autograd_region", False))
+
 
 # ---------------------------------------------------------------------- nested backwards
 

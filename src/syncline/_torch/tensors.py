@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -51,6 +52,14 @@ split_like: Callable[[Tensor, _Tensors], tuple[Tensor, ...]] = lookup(
 
 version_of: Callable[[Tensor], int] = attribute("_version", "detect writes to a tensor")
 """Return the version counter of a tensor. Each in-place write to the tensor increases the counter."""
+
+_version = attrgetter("_version")
+
+
+def versions_of(tensors: Iterable[Tensor]) -> list[int]:
+    """Return the version counters of tensors, without a Python call for each of them."""
+    return list(map(_version, tensors))
+
 
 _HOLDERS = "detect who else has a gradient"
 

@@ -13,11 +13,14 @@ import torch
 from torch import Tensor, nn
 
 from syncline._torch.profiler import profiled
+from syncline._torch.transforms import belongs_to_transform
 from syncline.buffers.pooling import average_buffers, running_statistics
+from syncline.errors import SynclineError
 from syncline.gradients.comm_hook import qualified_name
 from syncline.records import BufferRecord
 from syncline.tensors.broadcasting import TensorBroadcaster
-from syncline.transport.agreement import agree, describe_tensors
+from syncline.tensors.targets import check_writable, is_expanded
+from syncline.transport.agreement import describe_tensors, exchange
 from syncline.transport.base import Transport
 
 
@@ -105,7 +108,8 @@ class BufferSync:
         self._module_name = type(module).__name__
         self._tensors: list[Tensor] = []
         """The tensors that the last synchronization used."""
-        self._agreed_kinds = _kinds(self._current())
+        # An expanded buffer cannot be written, so the first synchronization has to detect it.
+        self._agreed_kinds = [(*kind, False) for *kind, _ in _kinds(self._current())]
         self._broadcaster: TensorBroadcaster | None = None
         self._last: tuple[bool, str] | None = None
         """Whether the last forward synchronized buffers, and the reason if not. It is None before any forward."""
@@ -170,6 +174,7 @@ class BufferSync:
         """Synchronize the buffers now. Return the number of collectives. See `before_forward` for the arguments."""
         tensors = self._current()
         if len(tensors) != len(self._tensors) or any(map(operator.is_not, tensors, self._tensors)):
+            self._refuse_tensors_of_transforms()
             self._tensors, self._broadcaster = tensors, None
             self._agree_on_changes()
         if self.policy == "average":
@@ -187,8 +192,22 @@ class BufferSync:
         self._broadcaster.start(src).wait()
         return self._broadcaster.num_collectives
 
+    def _refuse_tensors_of_transforms(self) -> None:
+        """Raise an error if a transform of torch.func has replaced a buffer, because it has no values to send.
+
+        Raises:
+            SynclineError: a buffer belongs to a transform.
+        """
+        for name, buffer in self._named_current():
+            if belongs_to_transform(buffer):
+                raise SynclineError(
+                    f"rank {self._transport.rank}, forward of {self._module_name}: buffers are synchronized before a "
+                    f"forward, but torch.func has replaced the buffer {name} by one of its own, which has no values "
+                    'that could be sent. Wrap the module with buffers="none", or transform ddp.module instead'
+                )
+
     def _agree_on_changes(self) -> None:
-        """Check that replaced buffers have the same shapes and types on all ranks.
+        """Check that replaced buffers have the same shapes and types on all ranks, and can be written.
 
         If a shape or type on this rank has changed, this is a collective call.
         """
@@ -197,10 +216,17 @@ class BufferSync:
             return
         self._agreed_kinds = kinds
         self._agreeing.board.phase = f"forward, where buffers of {self._module_name} were replaced"
-        agree(
+        fault = None
+        try:
+            for name, buffer in self._named_current():
+                check_writable(name, buffer)
+        except ValueError as error:
+            fault = SynclineError(str(error))
+        exchange(
             self._agreeing,
             f"the buffers of {self._module_name}, some of which were replaced",
             describe_tensors(self._named_current(), kind="buffer", layout=False),
+            fault=fault,
             remedy="If a buffer is replaced by a buffer of another shape or type, all ranks must do so before the same "
             "forward.",
         )
@@ -244,4 +270,4 @@ class BufferSync:
 
 
 def _kinds(tensors: Iterable[Tensor]) -> list[tuple[Any, ...]]:
-    return [(tensor.shape, tensor.dtype, tensor.device.type) for tensor in tensors]
+    return [(tensor.shape, tensor.dtype, tensor.device.type, is_expanded(tensor)) for tensor in tensors]

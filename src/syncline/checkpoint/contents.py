@@ -113,7 +113,7 @@ class Parts:
 def _copied(tensor: Tensor, name: str, copies: dict[str, Tensor]) -> Tensor:
     copy = copies.get(name)
     if copy is None or copy.shape != tensor.shape or copy.dtype != tensor.dtype:
-        copy = copies[name] = torch.empty(tensor.shape, dtype=tensor.dtype)
+        copy = copies[name] = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
     return copy.copy_(tensor)
 
 

@@ -361,7 +361,7 @@ def read_tensors(
         tensors[key] = (
             torch.frombuffer(memory, dtype=dtype).view(shape)
             if end > start
-            else torch.empty(shape, dtype=dtype)
+            else torch.empty(shape, dtype=dtype, device="cpu")
         )
     return tensors
 

@@ -200,7 +200,7 @@ def rng_state() -> dict[str, Any]:
     """
     version, numbers, gauss = random.getstate()
     # A tensor keeps the manifest readable; as JSON, 625 numbers per rank would hide everything else.
-    python = (version, torch.tensor(numbers), gauss)
+    python = (version, torch.tensor(numbers, device="cpu"), gauss)
     state: dict[str, Any] = {"python": python, "torch": torch.get_rng_state()}
     numpy = sys.modules.get("numpy")
     if numpy is not None:

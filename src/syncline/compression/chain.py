@@ -219,7 +219,7 @@ class _AfterEncoder(Encoder):
         self._then = encoder_of(after.then, layout)
         self._before = encoder_of(after.before, layout)
         # A tensor, so that it is saved and loaded with the others. On the CPU, because it is read in each averaging.
-        self._count = torch.zeros((), dtype=torch.int64)
+        self._count = torch.zeros((), dtype=torch.int64, device="cpu")
 
     def memory_of(self, index: int) -> dict[str, Tensor]:
         before = self._before.memory_of(index)

@@ -7,7 +7,6 @@ has only those bits in common with it that all ranks must agree on (see `factors
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -16,7 +15,7 @@ from torch import Tensor
 
 from syncline.compression.blocks import Blocks
 from syncline.compression.factors import Factors
-from syncline.native import Library, NativeUnavailable, library
+from syncline.native import Library, library, library_if_any
 
 _MAX_BLOCK_NUMEL = 1024
 """The largest block size that the native library can encode."""
@@ -206,16 +205,7 @@ def _library_for(*tensors: Tensor | None) -> Library | None:
             and not tensor.is_neg()
         ):
             return None
-    return _loaded()
-
-
-@functools.cache
-def _loaded() -> Library | None:
-    """Return the native library, or None if there is none. The answer is remembered, because a search takes long."""
-    try:
-        return library()
-    except NativeUnavailable:
-        return None
+    return library_if_any()
 
 
 def _check(result: int) -> None:

@@ -84,7 +84,7 @@ class _PowerSGDEncoder(Encoder):
                 generator = torch.Generator().manual_seed(power_sgd.seed)
                 start = self._starts[begin:end].view(rank, m)
                 self._start_of[index] = start.copy_(
-                    torch.randn(rank, m, generator=generator, dtype=torch.float32)
+                    torch.randn(rank, m, generator=generator, dtype=torch.float32, device="cpu")
                 )
 
     def means(self) -> tuple[Layout, ...]:

@@ -12,6 +12,12 @@ _SMALL_SHARE = 0.05
 _MAIN_SHARE = 0.5
 """The share of the waiting time from which a cause explains it."""
 
+_ENOUGH_STEPS = 10
+"""In earlier steps, memory is allocated and buckets are laid out, and one step says little."""
+
+_ENOUGH_SECONDS = 0.002
+"""A shorter step is mostly chance: when the system lets which process run."""
+
 _SLOWEST_LINK = 1e6
 """A bandwidth that links between ranks exceed, in bytes a second."""
 
@@ -48,8 +54,17 @@ def concluded(plan: Plan, evidence: Evidence) -> str:
     if late is not None and (
         late.rank == plan.rank or late.late_seconds >= _MAIN_SHARE * timing.waited_seconds
     ):
-        return _of_late(late, timing, has_updates=bool(plan.optimizers))
-    return _of_waits(plan, backward, timing)
+        text = _of_late(late, timing, has_updates=bool(plan.optimizers))
+    else:
+        text = _of_waits(plan, backward, timing)
+    return " ".join(filter(None, [text, _too_little(backward.step, timing.step_seconds)]))
+
+
+def _too_little(step: int, step_seconds: float) -> str:
+    """Return the sentence that this step is no ground for a judgement; empty if it is one."""
+    reasons = ["too few steps"] if step < _ENOUGH_STEPS else []
+    reasons += ["too short a step"] if step_seconds < _ENOUGH_SECONDS else []
+    return f"{' and '.join(reasons).capitalize()} to judge." if reasons else ""
 
 
 def _of_round(last: RoundRecord | None) -> str:

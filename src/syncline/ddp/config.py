@@ -26,6 +26,7 @@ from syncline.gradients.options import GradientOptions, OnNonFinite
 from syncline.gradients.riders.replica_watch import ReplicaCheck
 from syncline.sharded.sharing import one_copy_of
 from syncline.strategies import EveryStep, Strategy
+from syncline.tensors.targets import is_expanded
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -91,6 +92,7 @@ def checked_config(
 
     Raises:
         TypeError, ValueError: an argument is wrong, or cannot be combined with another one.
+        RuntimeError: a tensor that has to be synchronized is expanded.
     """
     init_sync = checked_truth("init_sync", arguments["init_sync"])
     sharded = checked_flag("sharded", arguments["sharded"])
@@ -122,12 +124,31 @@ def checked_config(
         compression=_checked_compression(arguments["compression"], chosen, strategy, sharded=sharded),
         replica_check=replica_check,
     )
+    if num_ranks > 1:
+        _check_writable(config, chosen)
     if config.gradients.sharded:
         lowers = arguments["mixed_precision"] is not None
         _check_sharded(config, chosen, lowers=lowers, skips_unused=skips_unused)
     elif num_ranks > 1:
         _check_not_shared(arguments["module"])
     return config
+
+
+def _check_writable(config: Config, chosen: Selection) -> None:
+    """Raise an error if a parameter or buffer that other ranks would send cannot be written in place.
+
+    Raises:
+        RuntimeError: an expanded tensor has to be synchronized.
+    """
+    parameters = chosen.parameters if config.init_sync or config.strategy.drifts else ()
+    buffers = chosen.buffers if config.init_buffers or config.buffers != "none" else ()
+    for name, tensor in (*parameters, *buffers):
+        if is_expanded(tensor):
+            raise RuntimeError(  # as torch does
+                f"several elements of {name} use the same memory (shape {tuple(tensor.shape)}, strides "
+                f"{tensor.stride()}), so the values of another rank cannot be written into it. Register "
+                f"{name}.clone() in its place, or name it in ignore="
+            )
 
 
 def checked_truths(given: Mapping[str, object]) -> dict[str, bool]:
@@ -311,10 +332,10 @@ def _checked_on_nonfinite(policy: OnNonFinite, strategy: Strategy[Any]) -> OnNon
 
     Raises:
         TypeError: the policy is not a string.
-        ValueError: the policy is unknown; or the policy is not "ignore", and replicas drift under the strategy.
+        ValueError: the policy is unknown; or all ranks must react together, and replicas drift under the strategy.
     """
     checked_choice("on_nonfinite", policy, get_args(OnNonFinite))
-    if policy != "ignore" and strategy.drifts:
+    if policy not in ("ignore", "warn") and strategy.drifts:
         raise ValueError(
             f"on_nonfinite={policy!r} cannot be combined with strategy={strategy}, because under this strategy "
             "each rank steps by itself, so the ranks cannot react together. Either use strategy=sl.EveryStep(), or "

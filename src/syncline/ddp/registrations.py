@@ -292,16 +292,16 @@ class Registrations:
             what: the name of the call that needs reduced gradients.
 
         Raises:
-            SynclineError: the gradients were not reduced, because the last backward ran under `no_sync`, or because its
-                end was not seen (see `GradientSync.check_finished`).
+            SynclineError: the gradients were not reduced, because the last backward ran under `no_sync`, or because it
+                has not ended (see `GradientSync.finish`).
         """
         gradients = self._gradients
-        gradients.check_finished()
+        gradients.finish(what, needs_mean=True)
         if gradients.has_unreduced and gradients.controls.decide():
             raise SynclineError(
                 f"rank {self._transport.rank}, {what} after step {gradients.step}: expected reduced gradients, but "
-                "the last backward ran under no_sync. So .grad holds the gradients of this rank alone. Run the last "
-                "micro-batch of each step outside of no_sync, or clear the gradients first"
+                "the last backward, or its forward, ran under no_sync. So .grad holds the gradients of this rank "
+                "alone. Run the last micro-batch of each step outside of no_sync, or clear the gradients first"
             )
 
     def _discards_step(self) -> bool:

@@ -36,7 +36,6 @@ from syncline.gradients.riders.replica_search import Peers
 from syncline.gradients.riders.replica_watch import ReplicaWatch
 from syncline.gradients.riders.stop import StopVote, VoteRoute
 from syncline.gradients.step_times import NUM_DIGITS
-from syncline.gradients.usage import when_backward_reaches_any
 from syncline.optimizers.attached import weakly
 from syncline.session.world import transport_of
 from syncline.sharded.optimizer import Sharding
@@ -238,7 +237,7 @@ class Replica:
         if self.gradients.parameters[0].is_cuda:
             refuse_graph_capture(rank=self.transport.rank, step=self.gradients.step + 1, phase="forward")
         if not self.gradients.step:  # before the first step is enough, and costs later steps nothing
-            warn_if_wrapped_twice(self.module)
+            warn_if_wrapped_twice(self.module, self.gradients.parameters)
         divergence = self.drift.divergence
         if divergence.is_open:
             return
@@ -254,9 +253,22 @@ class Replica:
                 )
             self.gradients.controls.do_before_reduction(weakly(self._before_reduction))
 
-    def follow_in_backward(self, output: object) -> None:
-        """Let the ranks compare the changed module when a backward begins at this output of the wrapper."""
-        when_backward_reaches_any(output, weakly(self._follow_changes))
+    def after_forward(self, output: object, *, synchronizes: bool, is_training: bool) -> None:
+        """Watch an output of the wrapper for the backwards that begin at it.
+
+        In the backward, the ranks compare the module first if it has changed.
+
+        Args:
+            output: the output of a forward with gradients enabled.
+            synchronizes: whether the backward of this forward would be synchronized.
+            is_training: whether the wrapper is in training mode.
+        """
+        self.gradients.forward_ended(
+            output,
+            is_counted=synchronizes and is_training,
+            is_local=not synchronizes,
+            prepare=weakly(self._follow_changes) if self.was_changed else None,
+        )
 
     def _has_changed(self) -> bool:
         """Return whether the module has changed since the ranks last compared it."""

@@ -16,7 +16,7 @@ NONFINITE_WORDS = {
     "skip": "no rank steps",
     "zero": "counts as zero",
 }
-"""The consequence of a gradient that is not finite, for each value of `on_nonfinite`."""
+"""The consequence of a gradient that is not finite, for each value of `on_nonfinite` that changes a step."""
 
 BUFFER_WORDS = {
     "broadcast": "broadcast from rank 0",
@@ -71,7 +71,7 @@ def _gradients(plan: Plan) -> Rule:
         Reduction.ENCODED: f"mean, {plan.config.encoding}",
         Reduction.HOOK: f"by communication hook {plan.comm_hook}",
     }[plan.reduction]
-    if options.on_nonfinite != "ignore":
+    if options.on_nonfinite in NONFINITE_WORDS:
         nonfinite = f"not finite: {NONFINITE_WORDS[options.on_nonfinite]}"
         how = nonfinite if how is None else f"{how}; {nonfinite}"
     return Rule(rule.when, how, rule.drift_allowed)

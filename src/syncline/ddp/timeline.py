@@ -109,7 +109,7 @@ def _backward_planned(plan: Plan, buckets: Sequence[BucketPlan], names: Sequence
         lines.append(f"  {_sent(plan)} when the last of its gradients is ready")
     options = plan.config.gradients
     rule = "counts as zero" if options.allow_unused else "is an error on every rank"
-    if options.on_nonfinite != "ignore":
+    if options.on_nonfinite in NONFINITE_WORDS:
         rule += f"; a gradient that is not finite: {NONFINITE_WORDS[options.on_nonfinite]}"
     kind = "views of the buckets" if options.as_bucket_view else "separate tensors"
     holds = f".grad holds the mean over {len(plan.reducing_ranks)} ranks ({kind})"

@@ -27,6 +27,7 @@ from syncline._torch.modules import (
 )
 from syncline._torch.profiler import UNPROFILED, is_profiling, profiled
 from syncline._torch.tensors import tree_map_only
+from syncline._torch.transforms import outside_of_transforms
 from syncline.buffers.policies import BufferHook, BufferPolicy
 from syncline.checks import checked_truth
 from syncline.compression import Compression
@@ -49,7 +50,6 @@ from syncline.ddp.wrapping import (
 from syncline.events import OBSERVERS, ForwardEnded
 from syncline.gradients.options import OnNonFinite
 from syncline.gradients.riders.replica_watch import ReplicaCheck
-from syncline.gradients.usage import when_backward_reaches_any
 from syncline.gradients.wrapper_protocol import SynchronizedModule
 from syncline.liveness.board import EVAL_FORWARD, FORWARD
 from syncline.records import BackwardRecord, RoundRecord
@@ -141,11 +141,11 @@ class DistributedDataParallel(  # type: ignore[misc, override]
             default with `buffers="average"`. See `docs/guides/strategies.md`.
         replica_check: `sl.ReplicaCheck(every=100)` compares the replicas during training, one slice per step. See
             `docs/guides/replica-check.md`.
-        on_nonfinite: what all ranks do if a gradient of any rank is NaN or infinite. "ignore" does nothing, so the mean
-            is not finite either. "raise" raises `NonFiniteGradient` at the end of the backward. "skip" discards the
-            step of every optimizer; you must `attach` each optimizer. "zero" counts such elements as zero. All policies
-            but "ignore" name the rank and the parameter. While a `torch.amp.GradScaler` is in use, it handles such
-            gradients, and these policies do not apply. See `docs/guides/nothing-silent.md`.
+        on_nonfinite: what all ranks do if a gradient of any rank is NaN or infinite, so that the mean is not finite
+            either. "warn" warns once, "ignore" does nothing. "raise" raises `NonFiniteGradient` at the end of the
+            backward. "skip" discards the step of every optimizer; you must `attach` each optimizer. "zero" counts such
+            elements as zero. All policies but "ignore" name the rank and the parameter. While a `torch.amp.GradScaler`
+            is in use, it handles such gradients, and these policies do not apply. See `docs/guides/nothing-silent.md`.
 
     Raises:
         TypeError: `module` is not a `torch.nn.Module`, or another argument has a wrong type.
@@ -193,7 +193,7 @@ class DistributedDataParallel(  # type: ignore[misc, override]
         sharded: bool = False,
         strategy: Strategy[Any] | None = None,
         replica_check: ReplicaCheck | None = None,
-        on_nonfinite: OnNonFinite = "ignore",
+        on_nonfinite: OnNonFinite = "warn",
     ) -> None:
         arguments = dict(locals())
         nn.Module.__init__(self)  # because torch's own __init__ would build its reducer
@@ -247,16 +247,17 @@ class DistributedDataParallel(  # type: ignore[misc, override]
         board.phase = FORWARD if self.training else EVAL_FORWARD
         if synchronizes:
             board.step = replica.gradients.step + 1
-        if torch.is_grad_enabled():
-            replica.before_forward(synchronizes=synchronizes, inside_join=inside_join)
-        replica.gradients.forward_begins()
-        if inside_join:
-            self._joined_forward_begins(synchronizes=synchronizes)
-        elif buffer_hook is None:
-            if replica.buffers.before_forward(next_is_due=synchronizes) and synchronizes:
-                replica.before_forward_of_equal_buffers()
-        else:
-            self._before_hooked_forward(buffer_hook, next_is_due=synchronizes)
+        with outside_of_transforms():
+            if torch.is_grad_enabled():
+                replica.before_forward(synchronizes=synchronizes, inside_join=inside_join)
+            replica.gradients.forward_begins()
+            if inside_join:
+                self._joined_forward_begins(synchronizes=synchronizes)
+            elif buffer_hook is None:
+                if replica.buffers.before_forward(next_is_due=synchronizes) and synchronizes:
+                    replica.before_forward_of_equal_buffers()
+            else:
+                self._before_hooked_forward(buffer_hook, next_is_due=synchronizes)
         if self.device_ids:
             device = torch.device(self.device_type, self.device_ids[0])
             inputs, kwargs = tree_map_only(
@@ -265,22 +266,10 @@ class DistributedDataParallel(  # type: ignore[misc, override]
         computed_from = perf_counter()
         with profiled("forward") if is_profiling() else UNPROFILED:
             output = self._run_ddp_forward(*inputs, **kwargs)
-        if torch.is_grad_enabled() and replica.was_changed:
-            replica.follow_in_backward(output)
-        if replica.gradients.ownership.rivals and torch.is_grad_enabled():
-            replica.gradients.ownership.watch(output)
+        if torch.is_grad_enabled():
+            replica.after_forward(output, synchronizes=synchronizes, is_training=self.training)
         if buffer_hook is not None and buffer_hook.after_forward:
             self._run_buffer_hook(buffer_hook)
-        if self.static_graph and torch.is_grad_enabled():
-            # The backward of a re-entrant checkpoint runs inside the backward that begins at an output.
-            when_backward_reaches_any(output, replica.gradients.outermost_hook())
-        if (
-            synchronizes
-            and self.training
-            and replica.transport.size > 1
-            and replica.gradients.controls.decide()
-        ):
-            replica.gradients.riders.forwards.forward_ended(output)
         board.phase = "after forward"
         if OBSERVERS.forward_ended:
             self._emit_forward(began_at, computed_from)
@@ -428,6 +417,16 @@ class DistributedDataParallel(  # type: ignore[misc, override]
         return replace(
             replica.transport.statistics(), stragglers=tuple(replica.gradients.reduction.stragglers.records)
         )
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clear the gradients of all parameters, as `torch.nn.Module.zero_grad` does.
+
+        Raises:
+            UnreducedGradients: some parameters got no gradient in the last backward. Every rank raises it.
+        """
+        if self._replica.gradients.waits_for_more:
+            self._replica.gradients.finish("zero_grad()")
+        super().zero_grad(set_to_none)
 
     def train(self, mode: bool = True) -> Self:
         """Set the training mode, as `torch.nn.Module.train` does."""

@@ -315,13 +315,22 @@ def describe_new_values(chosen: Selection, before: Selection) -> list[str]:
     return [f"values of {name}: {number:016x}" for (name, _), number in zip(new, numbers, strict=True)]
 
 
-def warn_if_wrapped_twice(module: nn.Module) -> None:
-    """Warn if the forward of `module` runs inside the forward of another wrapper that contains this wrapper, too.
+def warn_if_wrapped_twice(module: nn.Module, reduced: Sequence[Tensor]) -> None:
+    """Warn if the forward of `module` runs inside the forward of another wrapper that reduces the same gradients.
 
-    Frameworks such as Accelerate wrap what they are given, also a module that is wrapped already.
+    Frameworks such as Accelerate wrap what they are given, also a module that is wrapped already. TorchRec wraps parts
+    on purpose, and lets the outer wrapper ignore their parameters.
+
+    Args:
+        module: the module of this wrapper.
+        reduced: the parameters whose gradients this wrapper reduces.
     """
     outer = wrapper_in_forward()
     if outer is None or outer.module is module or not any(inner is module for inner in outer.modules()):
+        return
+    ignored, own = outer.parameters_to_ignore, {id(parameter) for parameter in reduced}
+    named = outer.module.named_parameters()
+    if not any(id(p) in own and p.requires_grad and name not in ignored for name, p in named):
         return
     kind = type(outer)
     warn_user(

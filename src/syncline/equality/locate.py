@@ -132,7 +132,7 @@ def locate(
 
 
 def _gathered(mine: Sequence[int], transport: Transport) -> list[list[int]]:
-    signed = torch.tensor([one - (1 << 63) for one in mine], dtype=torch.int64)
+    signed = torch.tensor([one - (1 << 63) for one in mine], dtype=torch.int64, device="cpu")
     return [row.tolist() for row in gather_rows(transport, signed)]
 
 

@@ -34,13 +34,11 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from syncline._torch.autograd import current_graph_task_id, is_inside_another_backward
+from syncline._torch.autograd import NO_TASK, is_inside_another_backward
 from syncline.errors import SynclineError
 from syncline.gradients.bucket import Bucket
-from syncline.gradients.usage import num_reached, when_backward_reaches_any
-
-NO_TASK = -1
-"""A number that no graph task has. It is used where there is no graph task."""
+from syncline.gradients.outputs import Outputs
+from syncline.gradients.usage import num_reached
 
 
 class Entry(enum.Enum):
@@ -78,8 +76,8 @@ class GraphTasks:
         self._running: set[int] = set()
         """Those of the tasks that have not ended."""
         self.is_unfinished = False
-        """Whether the tasks of the present backward have ended, although gradients are missing. They ran inside of an
-        unknown task, which may go on. This is no property, because each forward reads it."""
+        """Whether the tasks of the present backward have ended, although gradients are missing, which later tasks may
+        bring. This is no property, because each forward reads it."""
         self.has_ended_inside = False
         """Whether the last backward was ended inside a task that can still produce gradients (see `ends_backward`)."""
 
@@ -98,7 +96,7 @@ class GraphTasks:
                 self.current = task
                 return Entry.CONTINUES
             # Numbers grow, so a task with a smaller number is the outer one, in which a re-entrant backward began.
-            if task < max(self._tasks) or self._is_inside():
+            if self.is_unfinished or task < max(self._tasks) or self._is_inside():
                 return Entry.CONTINUES
             return Entry.INTERRUPTS
         if self.has_ended_inside and self._is_inside():
@@ -139,6 +137,10 @@ class GraphTasks:
             return is_complete
         return True
 
+    def wait_for_more(self) -> None:
+        """Record that a later task may bring the gradients that are missing. Until then, the backward does not end."""
+        self.is_unfinished = True
+
     def forget(self) -> None:
         """Remove all tasks of a backward that has completed or failed."""
         self._tasks.clear()
@@ -163,25 +165,17 @@ class Ownership:
 
     Args:
         parameters: the parameters of the wrapper.
+        outputs: the outputs of the wrapper's forwards.
     """
 
-    def __init__(self, parameters: Sequence[Tensor]) -> None:
+    def __init__(self, parameters: Sequence[Tensor], outputs: Outputs) -> None:
         self.rivals: list[weakref.ref[Ownership]] = []
         """Weak references to the rivals' ownerships. The list stays the same object, because hooks refer to it."""
         self.birth = next(_births)
         """A number that orders wrappers by creation: a later wrapper has a higher number."""
         self._parameters = parameters
-        self._reached_in = NO_TASK  # the last graph task that passed through an output of the wrapper
+        self._outputs = outputs
         self._refused_task = NO_TASK  # the last graph task that was found to belong to a rival
-        self._successor: Ownership | None = None
-
-    def replace(self, former: Ownership) -> None:
-        """Take the place of `former`, the ownership that this wrapper had before its module or process group changed.
-
-        Hooks on outputs of earlier forwards still call `former`, which passes each call on to this object.
-        """
-        former._successor = self
-        self._reached_in = former._reached_in
 
     def add_rivals(self, others: Iterable[Ownership]) -> None:
         """Let this wrapper know other wrappers of the same parameters as its rivals, and let them know it as theirs.
@@ -202,15 +196,12 @@ class Ownership:
     def _living_rivals(self) -> list[Ownership]:
         return [rival for reference in self.rivals if (rival := reference()) is not None]
 
-    def watch(self, output: object) -> None:
-        """Register hooks on an output of the wrapper's forward. They detect each backward that reaches this output."""
-        when_backward_reaches_any(output, self._record_reached)
+    def reconsider(self) -> None:
+        """Decide again about the running task, because it has just reached an output of the wrapper.
 
-    def _record_reached(self, gradient: object) -> None:
-        if self._successor is not None:
-            self._successor._record_reached(gradient)
-        self._reached_in = current_graph_task_id()
-        self._refused_task = NO_TASK  # decide again, because a rival may have been assigned the task before
+        A rival may have been assigned the task before.
+        """
+        self._refused_task = NO_TASK
 
     def owns(self, task: int) -> bool:
         """Return whether `task`, the graph task that runs now, belongs to this wrapper.
@@ -222,10 +213,10 @@ class Ownership:
         if task == self._refused_task:
             return False
         contenders = [self, *self._living_rivals()]
-        latest = max(contender._reached_in for contender in contenders)
+        latest = max(contender._outputs.reached_in for contender in contenders)
         # Numbers grow, so a task that runs inside another one has the higher number.
         if latest == task or (latest != NO_TASK and is_inside_another_backward()):
-            is_own = self._reached_in == latest
+            is_own = self._outputs.reached_in == latest
         else:
             is_own = max(contenders, key=Ownership._priority) is self
         self._refused_task = NO_TASK if is_own else task
@@ -284,6 +275,14 @@ class Backward:
     """Number of ranks by which gradients are divided if items are not counted (see `Controls.count_ranks`)."""
     scale: float = 1.0
     """The factor by which gradients are multiplied when they are copied into buckets."""
+    accumulates: bool = False
+    """Whether a later backward reduces the gradients, because this one, or its forward, runs under `no_sync`."""
+    is_local_by_forward: bool = False
+    """Whether it ran outside of `no_sync`, but its forward did not, so that a later backward reduces the gradients."""
+    reaches_all: bool = False
+    """Whether each graph task so far was started without `inputs=`, so that it reaches all parameters in its graph."""
+    is_compiled: bool = False
+    """Whether compiled autograd runs the backward. Then its end is not seen: it ends when no gradient is missing."""
     context_id: int | None = None
     """The id of the context in torch's distributed autograd; None for an ordinary backward."""
     keeps_tensors: bool = False
@@ -293,6 +292,10 @@ class Backward:
     missing: frozenset[int] = NO_INDICES
     """Indices of the parameters that get no gradient. Until the end of the backward, these are only the parameters that
     the backward does not reach, according to the autograd engine."""
+    undefined: frozenset[int] = NO_INDICES
+    """Indices of parameters whose hook ran without a gradient in `.grad`, as far as hooks looked for one."""
+    versions: Sequence[int] = ()
+    """The version counters of all parameters when the backward began; empty if they are not compared."""
     num_launched: int = 0
     """Number of buckets that were launched so far, in index order. A bucket whose parameters no rank uses is not sent,
     but it is counted, too."""

@@ -14,6 +14,7 @@ from syncline._torch.profiler import UNPROFILED, is_profiling, profiled
 from syncline._torch.tensors import foreach_copy_
 from syncline.gradients.bucket_plan import BucketPlan
 from syncline.gradients.comm_hook import CommHook, GradBucket
+from syncline.gradients.copying import copy_scaled
 from syncline.gradients.lending import LentMemory, can_lend
 from syncline.gradients.shard import BucketShard, view_like
 from syncline.gradients.tail import Tail
@@ -72,6 +73,8 @@ class Bucket(ABC):
         self._comm_hook: CommHook | None = None
         self._is_last = False
         self._operation = self.collective
+        self._large_are_finite = True
+        """Whether all large gradients were found to be finite when they were copied (see `take`)."""
 
     def reduce_by(self, comm_hook: CommHook | None, *, is_last: bool) -> None:
         """Choose whether a communication hook or the transport reduces the bucket.
@@ -87,6 +90,7 @@ class Bucket(ABC):
         """Prepare the bucket for the next backward. The last reduction of the bucket must have ended."""
         self._enter(BucketState.FILLING)
         self.num_pending = len(self.members)
+        self._large_are_finite = True
 
     def _enter(self, state: BucketState) -> None:
         assert state in _ALLOWED_MOVES[self.state], f"bucket {self.plan.index}: {self.state} -> {state}"
@@ -133,7 +137,7 @@ class Bucket(ABC):
         )
 
     @abstractmethod
-    def fill(self, scale: float, missing: frozenset[int]) -> None:
+    def fill(self, scale: float, missing: frozenset[int]) -> Sequence[int]:
         """Copy the gradients that are not in the bucket yet, so that it holds all of this rank's gradients.
 
         A parameter that got no gradient in this backward may have a `.grad` from earlier backwards without
@@ -142,11 +146,19 @@ class Bucket(ABC):
         Args:
             scale: the factor by which gradients are multiplied.
             missing: indices of the parameters that got no gradient in this backward.
+
+        Returns:
+            The indices of the other parameters for which zeros were copied, because `.grad` is None.
         """
 
     @abstractmethod
     def _start(self, tail: Tail | None) -> Work:
         """Start to reduce the bucket. The control data `tail` follow the gradients, unless `tail` is None."""
+
+    def take(self, view: Tensor, gradient: Tensor | None, scale: float) -> None:
+        """Copy one large gradient, times `scale`, to its place `view` in the bucket."""
+        if not copy_scaled(view, gradient, scale):
+            self._large_are_finite = False
 
     @abstractmethod
     def fill_zeros(self) -> None:
@@ -155,6 +167,10 @@ class Bucket(ABC):
     @abstractmethod
     def own(self) -> Tensor:
         """Return the tensor of this rank's own gradients. Call this method between `fill` and `send`."""
+
+    def unchecked(self) -> Tensor:
+        """Return that part of `own()` whose values were not found to be finite when they were copied."""
+        return self.own()
 
     @abstractmethod
     def own_parts(self) -> list[tuple[int, Tensor]]:
@@ -221,6 +237,8 @@ class DenseBucket(Bucket):
         self._transport = transport
         self._as_view = as_view
         self._use(flat)
+        self._small_are_finite = False
+        """Whether all small gradients were found to be finite when they were scaled (see `fill`)."""
         self._lent: LentMemory | None = None
         if lends and plan.num_large and can_lend(flat):
             self._lent = LentMemory(flat, self.members[: plan.num_large], self.views[: plan.num_large])
@@ -260,15 +278,16 @@ class DenseBucket(Bucket):
         self._use(self._transport.renew(self.flat))
         return True
 
-    def fill(self, scale: float, missing: frozenset[int]) -> None:
+    def fill(self, scale: float, missing: frozenset[int]) -> Sequence[int]:
         num_large = self.plan.num_large
         for index, parameter, view in zip(
             self.plan.parameters[:num_large] if missing else (), self.members, self.views, strict=False
         ):
             if index in missing:
-                copy_scaled(view, parameter.grad, scale)
+                self.take(view, parameter.grad, scale)
         if num_large == len(self.members):
-            return
+            return ()
+        empty: Sequence[int] = ()
         views, gradients = self.views[num_large:], [p.grad for p in self.members[num_large:]]
         any_missing = bool(missing)
         if not any_missing:
@@ -280,8 +299,10 @@ class DenseBucket(Bucket):
         if any_missing:
             for view, gradient in zip(views, gradients, strict=True):
                 copy_scaled(view, gradient, 1.0)
-        if scale != 1.0:
-            self._small.mul_(scale)
+            small = zip(self.plan.parameters[num_large:], gradients, strict=True)
+            empty = [index for index, gradient in small if gradient is None and index not in missing]
+        self._small_are_finite = copy_scaled(self._small, self._small, scale)
+        return empty
 
     def _start(self, tail: Tail | None) -> Work:
         if tail is not None:
@@ -312,6 +333,11 @@ class DenseBucket(Bucket):
 
     def own(self) -> Tensor:
         return self._gradients
+
+    def unchecked(self) -> Tensor:
+        if not self._large_are_finite:
+            return self._gradients
+        return self._gradients[:0] if self._small_are_finite else self._small
 
     def own_parts(self) -> list[tuple[int, Tensor]]:
         return list(zip(self.plan.parameters, self.views, strict=True))
@@ -400,11 +426,12 @@ class ShardedBucket(DenseBucket):
         )
         self._predecessor = predecessor
 
-    def fill(self, scale: float, missing: frozenset[int]) -> None:
+    def fill(self, scale: float, missing: frozenset[int]) -> Sequence[int]:
         if self._predecessor is not None:
             self._predecessor.wait()
-        super().fill(scale, missing)
+        empty = super().fill(scale, missing)
         self.shard.take_over()
+        return empty
 
     def _start(self, tail: Tail | None) -> Work:
         return self._transport.reduce_spans(self.flat, self.shard.bounds, "sum")
@@ -429,21 +456,3 @@ class ShardedBucket(DenseBucket):
 
     def handed_out(self) -> tuple[Tensor, list[tuple[int, Tensor]]]:
         return self.shard.gradient, self.shard.parts()
-
-
-def copy_scaled(view: Tensor, gradient: Tensor | None, scale: float) -> None:
-    """Set `view` to `gradient * scale`.
-
-    If the gradient is None, set the view to zero. If the gradient is the view itself, scale it in place.
-    """
-    if gradient is None:
-        view.zero_()
-    elif gradient is view:
-        if scale != 1.0:
-            view.mul_(scale)
-    elif scale == 1.0:
-        view.copy_(gradient)
-    elif view.dtype is not gradient.dtype:
-        view.copy_(gradient).mul_(scale)  # convert first, so that the product is computed in the view's dtype
-    else:
-        torch.mul(gradient, scale, out=view)

@@ -12,12 +12,13 @@ they are put into `.grad`, reduced there, and copied back. The reduction does no
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 
 from torch import Tensor
 
 from syncline._torch.autograd import (
+    contents_of,
     current_context_id,
     current_graph_task_id,
     gradients_in_context,
@@ -25,9 +26,9 @@ from syncline._torch.autograd import (
 )
 from syncline.errors import SynclineError
 from syncline.gradients.backward import BackwardState, GraphTasks, Ownership
-from syncline.gradients.bucket import copy_scaled
 from syncline.gradients.reduction import Reduction
-from syncline.gradients.usage import accumulation_nodes, is_accumulating
+from syncline.gradients.usage import accumulation_nodes
+from syncline.gradients.user_hooks import UserHook, table_of
 
 
 def gradient_hook(
@@ -37,6 +38,7 @@ def gradient_hook(
     *,
     stand_in: Tensor | None,
     begin: Callable[[], bool],
+    complete: Callable[[], None],
     rivals: Sequence[object],
 ) -> Callable[[Tensor], None]:
     """Return the hook of one parameter.
@@ -50,6 +52,7 @@ def gradient_hook(
         stand_in: the tensor that replaces `.grad` when the gradient is copied; None if gradients are not sharded.
         begin: a function that registers the running graph task. It returns False if the task belongs to another
             wrapper.
+        complete: a function that ends the backward if it has all gradients, called where the engine reports no end.
         rivals: the list `Ownership.rivals`, which is empty if no other wrapper has any of the same parameters.
     """
     places, static, reads_graph = reduction.layout.places, reduction.usage.static, reduction.usage.reads_graph
@@ -72,16 +75,20 @@ def gradient_hook(
         backward = reduction.backward
         backward.ready.append(index)
         if backward.state is not filling:
+            if backward.is_compiled:
+                complete()
             return
         if reads_graph and index in backward.missing:
             raise reduction.out_of_step.from_outside(backward.step, index)
         bucket, view = places[index]
         if view is not None:
-            copy_scaled(view, parameter.grad, backward.scale)
+            bucket.take(view, parameter.grad, backward.scale)
             if as_view and not rivals:
                 parameter.grad = view  # frees the gradient while its memory is still in cache
             elif stand_in is not None:
                 parameter.grad = stand_in
+        elif parameter.grad is None:
+            backward.undefined |= {index}
         bucket.num_pending -= 1
         if not bucket.num_pending:
             reduction.send_complete()
@@ -99,55 +106,87 @@ class ParameterHooks:
         begin: a function that registers the running graph task. Its argument is the id of the task's context in
             distributed autograd; without such a context there is no argument. It returns whether the task belongs to
             this wrapper.
+        complete: see `gradient_hook`.
     """
 
     def __init__(
-        self, reduction: Reduction, tasks: GraphTasks, ownership: Ownership, begin: Callable[..., bool]
+        self,
+        reduction: Reduction,
+        tasks: GraphTasks,
+        ownership: Ownership,
+        *,
+        begin: Callable[..., bool],
+        complete: Callable[[], None],
     ) -> None:
         # `begin` is not stored, because the reducer holds this object and a cycle would keep its buckets in memory.
-        self._parameters = reduction.parameters
-        self._tasks = tasks
-        self._handles = [
-            parameter.register_post_accumulate_grad_hook(
-                gradient_hook(
-                    index, reduction, tasks, stand_in=stand_in, begin=begin, rivals=ownership.rivals
-                )
+        self._reduction, self._tasks = reduction, tasks
+        self._key = -1 - ownership.birth
+        """The key of the hook in the table of each parameter. torch's own keys are positive."""
+        self.deferred: dict[tuple[UserHook, int], Tensor] = {}
+        """The calls of hooks of the program that wait for the end of the backward, with the parameter of each."""
+        for index, (parameter, stand_in) in enumerate(
+            zip(reduction.parameters, reduction.layout.stand_ins(), strict=True)
+        ):
+            hook = gradient_hook(
+                index,
+                reduction,
+                tasks,
+                stand_in=stand_in,
+                begin=begin,
+                complete=complete,
+                rivals=ownership.rivals,
             )
-            for index, (parameter, stand_in) in enumerate(
-                zip(reduction.parameters, reduction.layout.stand_ins(), strict=True)
-            )
-        ]
+            table_of(parameter).add(self._key, hook, self._defers)
+        self._contents = contents_of(reduction.parameters)
+        self.are_registered = True
+        """Whether the hooks are registered; False after `remove`."""
         self.contexts = AutogradContexts(reduction, tasks, begin)
-        self._handles += self.contexts.handles
-
-    @property
-    def are_registered(self) -> bool:
-        """Whether the hooks are still registered; False after `remove`."""
-        return bool(self._handles)
 
     def remove(self) -> None:
         """Remove all hooks."""
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
+        if self.are_registered:
+            self.are_registered = False
+            for parameter in self._reduction.parameters:
+                table_of(parameter).drop(self._key, self._defers)
+            for handle in self.contexts.handles:
+                handle.remove()
 
-    def outermost_hook(self, begin: Callable[[], bool]) -> Callable[[object], None]:
-        """Return a hook that detects the outermost graph task of a backward.
+    # ------------------------------------------------------------------ hooks that were lost
 
-        The caller registers the hook on the outputs of a forward, because the outermost task reaches these outputs.
+    def restore(self, indices: Collection[int]) -> list[int]:
+        """Register the hooks of those of these parameters anew whose contents were swapped. Return their indices.
 
-        Args:
-            begin: a function that registers the running graph task.
+        `torch.utils.swap_tensors` gives a parameter the contents of another tensor, and hooks belong to the contents.
+        Conversions of modules and `load_state_dict` swap under
+        `torch.__future__.set_swap_module_params_on_conversion(True)`, and for parameters that are subclasses.
         """
-        tasks, current_task = self._tasks, current_graph_task_id
+        parameters = self._reduction.parameters
+        found = dict(zip(indices, contents_of([parameters[index] for index in indices]), strict=True))
+        lost = [index for index, contents in found.items() if contents != self._contents[index]]
+        for index in lost:
+            self._contents[index] = found[index]
+            table_of(parameters[index])
+        return lost
 
-        def backward_begins(_: object) -> None:
-            if current_task() != tasks.outermost and self._handles:  # no handles: the hooks were removed
-                tasks.outermost = current_task()
-                if is_accumulating(self._parameters):
-                    begin()
+    # ------------------------------------------------------------------ hooks of the program
 
-        return backward_begins
+    def _defers(self, hook: UserHook, parameter: Tensor) -> bool:
+        if self._tasks.current != current_graph_task_id():
+            return False
+        if self._reduction.backward.state not in (BackwardState.FILLING, BackwardState.DEFERRED):
+            return False
+        self.deferred[hook, id(parameter)] = parameter
+        return True
+
+    def run_deferred(self) -> None:
+        """Run the hooks of the program that were kept for the end of the backward."""
+        while self.deferred:
+            kept = next(iter(self.deferred))
+            kept[0].run(self.deferred.pop(kept))
+
+    def drop_deferred(self) -> None:
+        """Forget the hooks of the program, because the backward has failed."""
+        self.deferred.clear()
 
 
 class AutogradContexts:

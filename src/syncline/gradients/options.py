@@ -11,7 +11,7 @@ import torch
 
 from syncline.gradients.bucket_plan import BucketCaps
 
-OnNonFinite = Literal["ignore", "raise", "skip", "zero"]
+OnNonFinite = Literal["ignore", "warn", "raise", "skip", "zero"]
 """The policies for gradients that are not finite. `riders/nonfinite.py` explains them."""
 
 
@@ -110,23 +110,30 @@ class Controls:
 
     # ------------------------------------------------------------------ for the reducer
 
-    def backward_begins(self) -> int | None:
+    def backward_begins(self, *, accumulates: bool) -> int | None:
         """Call the action that was given to `do_before_reduction`, if there is one.
+
+        Args:
+            accumulates: whether a later backward will reduce the gradients of the backward that begins.
 
         Returns:
             The number of ranks that was given to `count_ranks`; None if no number was given for this backward. The
             number is then forgotten, because it is valid for one backward only.
         """
-        if self._before_reduction is not None and self.enabled:
+        if self._before_reduction is not None and not accumulates:
             self._before_reduction()
             self._before_reduction = None  # only now: if it raised, the next backward calls it again
         num_ranks, self._num_contributing = self._num_contributing, None
         return num_ranks
 
-    def backward_ends(self) -> None:
-        """Wait for the futures, and call the action that was given to `do_after_reduction`."""
+    def backward_ends(self, *, accumulates: bool) -> None:
+        """Wait for the futures, and call the action that was given to `do_after_reduction`.
+
+        Args:
+            accumulates: whether a later backward will reduce the gradients of the backward that has ended.
+        """
         for future in self._futures:
             future.wait()
         self._futures.clear()
-        if self.enabled and self.on_reduced is not None:
+        if not accumulates and self.on_reduced is not None:
             self.on_reduced()

@@ -94,18 +94,41 @@ class OutOfStep:
             f"checkpointing, {_CHECKPOINTING}",
         )
 
-    def interrupted(self, step: int, num_sent: int) -> SynclineError:
-        """Return the error for a backward that began before the previous one had ended.
+    def interrupted(self, step: int, num_sent: int, before: str) -> SynclineError:
+        """Return the error for a backward that has not ended when something begins that needs its end.
 
         Args:
-            step: the step of the new backward.
-            num_sent: the number of buckets that the previous backward had sent.
+            step: the step of the backward.
+            num_sent: the number of buckets that the backward had sent.
+            before: what begins now.
         """
+        sent = "had sent nothing" if not num_sent else f"had already sent data ({num_sent} bucket(s))"
         return self._error(
             step,
-            "a backward began before the previous one had ended, and this rank had already sent data of the previous "
-            f"one ({num_sent} bucket(s)), so the ranks are out of step. If an exception ended the previous backward, "
-            f"restart all ranks from a checkpoint. With activation checkpointing, {_CHECKPOINTING}",
+            f"{before} began before this backward had ended, and this rank {sent}, so .grad does not hold the mean and "
+            "the ranks are out of step. If an exception ended the backward, restart all ranks from a checkpoint. With "
+            f"activation checkpointing, {_CHECKPOINTING}",
+        )
+
+    def changed(self, step: int, indices: Sequence[int]) -> SynclineError:
+        """Return the error for parameters that were written while their gradients were being averaged."""
+        names = format_names([self._names[index] for index in indices])
+        return self._error(
+            step,
+            f"expected parameters to stay as they are until their gradients are averaged, but these were changed in "
+            f"place inside of the backward: {names}. They were changed by gradients of this rank alone. Change them "
+            "after loss.backward(), or in hooks of register_post_accumulate_grad_hook, which run when .grad holds the "
+            "mean",
+        )
+
+    def cleared(self, step: int, indices: Sequence[int]) -> SynclineError:
+        """Return the error for gradients that were removed from `.grad` before they were sent."""
+        names = format_names([self._names[index] for index in indices])
+        return self._error(
+            step,
+            f"expected gradients to stay in .grad until they are averaged, but .grad became None inside of the "
+            f"backward: {names}. Remove them after loss.backward(), or in hooks of register_post_accumulate_grad_hook, "
+            "which run when .grad holds the mean",
         )
 
     def _error(self, step: int, problem: str) -> SynclineError:

@@ -20,10 +20,18 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from syncline._torch.autograd import current_graph_task_id, queue_callback, set_grad_enabled
+from syncline._torch.autograd import (
+    NO_TASK,
+    current_graph_task_id,
+    is_in_compiled_backward,
+    is_inside_another_backward,
+    queue_callback,
+    reaches_all_leaves,
+    set_grad_enabled,
+)
+from syncline._torch.tensors import versions_of
 from syncline.events import OBSERVERS, Source
 from syncline.gradients.backward import (
-    NO_TASK,
     Backward,
     BackwardState,
     Entry,
@@ -37,13 +45,21 @@ from syncline.gradients.hooks import ParameterHooks
 from syncline.gradients.layout import BucketLayout
 from syncline.gradients.ledger import Ledger
 from syncline.gradients.options import Controls, GradientOptions
+from syncline.gradients.outputs import Outputs
 from syncline.gradients.reduction import Reduction
 from syncline.gradients.riders.items import ItemNormalizer
 from syncline.gradients.riders.replica_watch import ReplicaWatch
 from syncline.gradients.riders.roster import Roster
+from syncline.gradients.step_guard import StepGuard
 from syncline.gradients.step_times import BACKWARD, DATA, FORWARD
+from syncline.gradients.usage import is_accumulating
+from syncline.optimizers.attached import weakly
 from syncline.session.registry import REGISTRY
 from syncline.transport.base import Transport
+
+_NUM_STEPS_COMPARED = 16
+"""The version counters of parameters are compared in this many steps from the first one on, and then in each 16th step.
+To compare those of 500 parameters takes 80 us, and a program that writes parameters in a backward does so each time."""
 
 
 class GradientSync:
@@ -109,11 +125,15 @@ class GradientSync:
         self.parameters: list[Tensor] = self.reduction.parameters
         self.layout: BucketLayout = self.reduction.layout
         self.ledger = Ledger(self.names)
-        self.ownership = Ownership(self.parameters)
+        self.outputs: Outputs = self.riders.forwards.outputs
+        """The outputs of the wrapper's forwards, which backwards reach before they reach parameters."""
+        self.outputs.call_when_reached(weakly(self._outputs_reached))
+        self.ownership = Ownership(self.parameters, self.outputs)
         """The record that decides whether a backward belongs to this wrapper or to a wrapper that shares parameters."""
-        if former is not None:
-            self.ownership.replace(former.ownership)
-        self._hooks = ParameterHooks(self.reduction, self.tasks, self.ownership, self.begin)
+        self._hooks = ParameterHooks(
+            self.reduction, self.tasks, self.ownership, begin=self.begin, complete=self._complete
+        )
+        self._guard = StepGuard(self.reduction, self.tasks, self._hooks, finish=weakly(self.finish))
         others = reducers_of(self.parameters)
         self.ownership.add_rivals(other.ownership for other in others)
         for other in others:
@@ -146,6 +166,11 @@ class GradientSync:
     def is_in_backward(self) -> bool:
         """Whether a backward has begun and not ended."""
         return self.tasks.is_running
+
+    @property
+    def waits_for_more(self) -> bool:
+        """Whether the last backward has not ended, because a further one may bring the gradients that are missing."""
+        return self.tasks.is_unfinished
 
     @property
     def has_unreduced(self) -> bool:
@@ -251,6 +276,7 @@ class GradientSync:
     def remove_hooks(self) -> None:
         """Remove all hooks from the parameters, so that later backwards are not reduced."""
         self._hooks.remove()
+        self._guard.remove()
         self.ownership.withdraw()
 
     # ------------------------------------------------------------------ a backward begins
@@ -259,33 +285,82 @@ class GradientSync:
         """Record that a forward begins, so that later gradients are not attributed to a backward that has ended.
 
         Raises:
-            SynclineError: see `check_finished`.
+            SynclineError: see `finish`.
         """
-        if self.tasks.is_unfinished:
-            self.check_finished()
+        if torch.is_grad_enabled():
+            if self.tasks.is_running:
+                self.finish("a forward")
+            if self.reduction.sends:
+                self.reduction.clock.enter(FORWARD)
         if self.tasks.has_ended_inside:
             self.tasks.forward_begins()
-        if self.reduction.sends and torch.is_grad_enabled():
-            self.reduction.clock.enter(FORWARD)
         if self._hooks.contexts.handles:
             self._hooks.contexts.forward_begins()
 
-    def check_finished(self) -> None:
-        """Check that the last backward was reduced at its end, unless it still runs.
+    def forward_ended(
+        self, output: object, *, is_counted: bool, is_local: bool, prepare: Callable[[], object] | None
+    ) -> None:
+        """Watch the output of a forward for backwards. The arguments are those of `Outputs.watch`."""
+        if (
+            is_local
+            or prepare is not None
+            or self.ownership.rivals
+            or self.reduction.usage.static is not None
+        ):
+            self.outputs.watch(
+                output,
+                is_counted=is_counted and self.reduction.sends and self.controls.decide(),
+                is_local=is_local,
+                all_tensors=True,
+                prepare=prepare,
+            )
+        elif self.reduction.sends:
+            self.outputs.watch(output, is_counted=is_counted and self.controls.decide())
+
+    def _outputs_reached(self, task: int) -> None:
+        """Prepare for the gradients of a graph task that has reached an output of the wrapper."""
+        if not self._hooks.are_registered:
+            return
+        self._hooks.restore(self.layout.first_indices)
+        if self.ownership.rivals:
+            self.ownership.reconsider()
+        if self.reduction.usage.static is not None:
+            # The backward of a re-entrant checkpoint runs inside the backward that begins at an output.
+            self.tasks.outermost = task
+            if is_accumulating(self.parameters):
+                self.begin()
+
+    def finish(self, before: str, needs_mean: bool = False) -> None:
+        """End the last backward if it waits for more gradients, because there will be none: a new step begins.
+
+        Args:
+            before: what begins now.
+            needs_mean: whether it needs reduced gradients, so that also a backward which has sent nothing is an error.
 
         Raises:
-            SynclineError: all of its gradients came from re-entrant checkpoints, and some parameters got none.
+            UnreducedGradients: some parameters got no gradient. Each rank raises it, once it has come here.
+            SynclineError: an exception interrupted the backward, or its gradients came from re-entrant checkpoints and
+                some parameters got none, which they may.
         """
-        if not self.tasks.is_unfinished or current_graph_task_id() != NO_TASK:
+        if not self.tasks.is_running or current_graph_task_id() != NO_TASK:
             return
-        backward = self.reduction.backward
-        missing = sorted(set(range(len(self.parameters))).difference(backward.ready))
-        self._leave(BackwardState.FAILED)
-        raise self.reduction.out_of_step.unfinished(backward.step, missing)
+        backward, out_of_step = self.reduction.backward, self.reduction.out_of_step
+        out_of_step.raise_again()
+        if self.tasks.is_unfinished:
+            if backward.state is BackwardState.LOCAL or backward.is_compiled or not self.options.allow_unused:
+                with torch.no_grad():
+                    self._end(backward)
+                return
+            missing = sorted(set(range(len(self.parameters))).difference(backward.ready))
+            self._leave(BackwardState.FAILED)
+            raise out_of_step.unfinished(backward.step, missing)
+        if backward.state is not BackwardState.LOCAL and (needs_mean or self._has_sent(backward)):
+            self._leave(BackwardState.FAILED)
+            raise out_of_step.interrupted(backward.step, backward.num_launched, before)
 
-    def outermost_hook(self) -> Callable[[object], None]:
-        """Return a hook that detects the outermost graph task of a backward. Register it on outputs of the forward."""
-        return self._hooks.outermost_hook(self.begin)
+    def _has_sent(self, backward: Backward) -> bool:
+        has_exchanged = backward.state is not BackwardState.LOCAL and self.reduction.usage.is_exchanged
+        return bool(backward.num_launched or has_exchanged)
 
     def begin(self, context_id: int | None = None) -> bool:
         """Record the graph task that is running: one pass of autograd over a graph.
@@ -321,37 +396,57 @@ class GradientSync:
             raise reduction.out_of_step.too_late(self.step)
         if reduction.sends:
             reduction.clock.enter(BACKWARD)
-        num_contributing = self.controls.backward_begins()
+        outputs, is_enabled = self.outputs, self.controls.enabled
+        is_of_local_forward = outputs.is_local and (
+            outputs.reached_in == task or is_inside_another_backward()
+        )
+        accumulates = not is_enabled or is_of_local_forward
+        num_contributing = self.controls.backward_begins(accumulates=accumulates)
         reduction.riders.nonfinite.backward_begins(has_hook=reduction.layout.comm_hook is not None)
         reduction.normalizer.count.backward_begins()
-        reduction.begin(self._new_backward(num_contributing, context_id))
+        reduction.begin(self._new_backward(accumulates, num_contributing, context_id))
         self._join_task(task)
         return True
 
     def _join_task(self, task: int) -> None:
         self.tasks.join(task)
-        queue_callback(partial(self._end_of_task, task))
+        backward = self.reduction.backward
+        backward.reaches_all = backward.reaches_all and reaches_all_leaves()
+        if backward.is_compiled:
+            self.tasks.wait_for_more()
+        else:
+            queue_callback(partial(self._end_of_task, task))
 
-    def _new_backward(self, num_contributing: int | None, context_id: int | None) -> Backward:
+    def _complete(self) -> None:
+        """End a backward of which no end is reported, if no gradient is missing."""
+        backward = self.reduction.backward
+        if len(backward.ready) + len(backward.missing) >= len(self.parameters):
+            self._end(backward)
+
+    def _new_backward(
+        self, accumulates: bool, num_contributing: int | None, context_id: int | None
+    ) -> Backward:
         """Return a `Backward` for the backward that begins now.
 
         Its state says whether this backward is reduced, and when the buckets are filled.
 
         Args:
+            accumulates: whether a later backward will reduce the gradients of this one.
             num_contributing: the number of ranks whose gradients count; None for all ranks.
             context_id: the id of the context in distributed autograd; None for an ordinary backward.
         """
         controls, reduction = self.controls, self.reduction
-        state, has_graph = BackwardState.LOCAL, False
-        if controls.enabled and reduction.sends and controls.decide():
+        state, has_graph, is_compiled = BackwardState.LOCAL, False, is_in_compiled_backward()
+        if not accumulates and reduction.sends and controls.decide():
             state, has_graph = BackwardState.FILLING, torch.is_grad_enabled()
             if has_graph:
                 reduction.check_graph(self.step + 1)
             static = reduction.usage.static
             is_learning = static is not None and not static.is_learnt
-            if has_graph or context_id is not None or is_learning:
+            if has_graph or context_id is not None or is_learning or is_compiled:
                 state = BackwardState.DEFERRED
-        num_items = reduction.normalizer.count.take_for_reduction() if controls.enabled else None
+        num_items = None if accumulates else reduction.normalizer.count.take_for_reduction()
+        is_compared = self.step < _NUM_STEPS_COMPARED or self.step % _NUM_STEPS_COMPARED == 0
         num_ranks = num_contributing or reduction.transport.size
         is_sum = num_items is not None or reduction.layout.comm_hook is not None
         return Backward(
@@ -360,7 +455,12 @@ class GradientSync:
             num_items=num_items,
             num_ranks=num_ranks,
             scale=1.0 if is_sum else 1.0 / num_ranks,
+            accumulates=accumulates,
+            reaches_all=True,
+            is_compiled=is_compiled,
             context_id=context_id,
+            is_local_by_forward=accumulates and controls.enabled,
+            versions=versions_of(self.parameters) if is_compared and state is not BackwardState.LOCAL else (),
             # If `.grad` became a view, one wrapper could scale a gradient in place before another one has copied it.
             keeps_tensors=has_graph or bool(self.ownership.rivals),
             ready=self._emitter.observed_list(self.step + 1) if OBSERVERS.gradient_ready else [],
@@ -373,11 +473,10 @@ class GradientSync:
             SynclineError: the previous backward has already sent data, so the ranks are out of step.
         """
         former = self.reduction.backward
-        has_exchanged = former.state is not BackwardState.LOCAL and self.reduction.usage.is_exchanged
-        has_sent = former.num_launched or has_exchanged
+        has_sent = self._has_sent(former)
         self._leave(BackwardState.FAILED)
         if has_sent:
-            raise self.reduction.out_of_step.interrupted(self.step + 1, former.num_launched)
+            raise self.reduction.out_of_step.interrupted(former.step, former.num_launched, "another backward")
 
     # ------------------------------------------------------------------ a backward ends
 
@@ -389,10 +488,14 @@ class GradientSync:
             is_copied: whether an earlier call has found that the backward ends with `task`, and has sent its gradients.
         """
         reduction = self.reduction
-        backward, nonfinite = reduction.backward, reduction.riders.nonfinite
+        backward = reduction.backward
         is_complete = len(backward.ready) >= len(reduction.parameters)
-        if not is_copied and not self.tasks.ends_backward(task, is_complete=is_complete):
-            return
+        if not is_copied:
+            if not self.tasks.ends_backward(task, is_complete=is_complete):
+                return
+            if not is_complete and self._may_get_more(backward):
+                self.tasks.wait_for_more()
+                return
         records_graph = torch.is_grad_enabled()
         set_grad_enabled(False)
         try:
@@ -400,29 +503,46 @@ class GradientSync:
             if self.ownership.rivals and not is_copied and not is_local and is_ordinary:
                 # The backward may also belong to another wrapper. So each wrapper copies its gradients before any of
                 # them changes `.grad`.
-                reduction.send_rest()
+                self._send_rest()
                 queue_callback(partial(self._end_of_task, task, is_copied=True))
                 return
+            self._end(backward)
+        finally:
+            set_grad_enabled(records_graph)
+
+    def _may_get_more(self, backward: Backward) -> bool:
+        """Return whether a further backward over the same graphs may bring the gradients that are missing.
+
+        One forward may have several losses, whose backwards reach different parameters.
+        """
+        if self.options.allow_unused or backward.accumulates or backward.context_id is not None:
+            return False
+        is_known = self.tasks.knows(self.outputs.reached_in)
+        return not (backward.reaches_all and is_known and not self.outputs.num_open)
+
+    def _end(self, backward: Backward) -> None:
+        """End the present backward, and run the program's hooks that had to wait for its result."""
+        normalizer, nonfinite = self.reduction.normalizer, self.reduction.riders.nonfinite
+        try:
             self._finish(backward)
-            if reduction.normalizer.count.open_was_used:
-                reduction.normalizer.backward_is_done()
+            if normalizer.count.open_was_used:
+                normalizer.backward_is_done()
             nonfinite.act()
         except BaseException:
             nonfinite.failed()
             self._leave(BackwardState.FAILED)
             raise
-        else:
-            self._leave(BackwardState.ENDED)
-            self.controls.backward_ends()
-        finally:
-            set_grad_enabled(records_graph)
+        self._leave(BackwardState.ENDED)
+        self.controls.backward_ends(accumulates=backward.accumulates)
+        if self._hooks.deferred:
+            self._hooks.run_deferred()
 
     def _finish(self, backward: Backward) -> None:
         """Reduce the gradients of a backward, unless it runs under `no_sync`. Then record the backward."""
         reduction = self.reduction
         is_local = backward.state is BackwardState.LOCAL
         divisor = 1
-        if is_local and not self.controls.enabled:
+        if backward.accumulates:
             reduction.unreduced.update(backward.ready)
         else:
             if is_local:
@@ -447,8 +567,18 @@ class GradientSync:
         if not is_local and not reduction.layout.order_is_learnt:
             reduction.layout.learn_order(backward.ready)
 
+    def _send_rest(self) -> None:
+        """Send what is left, also gradients whose hooks were lost, so that they were not reported."""
+        reduction, backward = self.reduction, self.reduction.backward
+        if len(backward.ready) < len(self.parameters):
+            missing = set(range(len(self.parameters))).difference(backward.ready)
+            reduction.report_late(
+                [i for i in self._hooks.restore(missing) if self.parameters[i].grad is not None]
+            )
+        reduction.send_rest()
+
     def _reduce(self, backward: Backward) -> int:
-        self.reduction.send_rest()
+        self._send_rest()
         self.step = backward.step
         return self.reduction.collect()
 
@@ -475,6 +605,8 @@ class GradientSync:
             board.phase, board.bucket = "after backward", None
         self.tasks.forget()
         reduction.backward.move(state)
+        if state is BackwardState.FAILED:
+            self._hooks.drop_deferred()
 
 
 def reducers_of(parameters: Iterable[Tensor]) -> list[GradientSync]:

@@ -9,11 +9,11 @@ from functools import partial
 from torch import Tensor
 
 from syncline._torch.profiler import UNPROFILED, is_profiling, profiled
-from syncline._torch.tensors import foreach_div_
+from syncline._torch.tensors import foreach_div_, versions_of
 from syncline.errors import SynclineError
 from syncline.events import OBSERVERS
 from syncline.gradients.backward import NO_INDICES, Backward, BackwardState
-from syncline.gradients.bucket import Bucket, DenseBucket, copy_scaled
+from syncline.gradients.bucket import Bucket, DenseBucket
 from syncline.gradients.comm_hook import CommHook
 from syncline.gradients.emitter import Emitter
 from syncline.gradients.layout import BucketLayout
@@ -60,7 +60,7 @@ class Reduction:
         comm_hook: CommHook | None = None,
         former: Reduction | None = None,
     ) -> None:
-        names = [name for name, _ in named_parameters]
+        self.names = names = [name for name, _ in named_parameters]
         self.parameters = [parameter for _, parameter in named_parameters]
         self.transport = transport
         self.options = options
@@ -200,12 +200,20 @@ class Reduction:
             self.usage.static.learn()
         if backward.state is BackwardState.DEFERRED:
             backward.move(BackwardState.FILLING)
+            backward.undefined = frozenset(backward.ready)  # no hook has looked for gradients
             for index in tuple(backward.ready):
                 self._fill(index)
         backward.missing = self.missing()
         while backward.num_launched < len(self.layout.buckets):
             self._send_next(trigger=None)
         backward.move(BackwardState.SENT)
+
+    def report_late(self, indices: Sequence[int]) -> None:
+        """Report gradients that are in `.grad`, although no hook has reported them."""
+        for index in indices:
+            self.backward.ready.append(index)
+            if self.backward.state is BackwardState.FILLING:
+                self._fill(index)
 
     def missing(self) -> frozenset[int]:
         """Return the indices of the parameters that got no gradient in the present backward.
@@ -228,7 +236,7 @@ class Reduction:
         """Copy a ready gradient into its bucket, at the end of a backward in which hooks must not copy gradients."""
         bucket, view = self.layout.places[index]
         if view is not None:
-            copy_scaled(view, self.parameters[index].grad, self.backward.scale)
+            bucket.take(view, self.parameters[index].grad, self.backward.scale)
         bucket.num_pending -= 1
         if not bucket.num_pending:
             self.send_complete()
@@ -247,7 +255,9 @@ class Reduction:
                 return
             missing = backward.missing
             with profiled("bucket {} fill", bucket.plan.index) if is_profiling() else UNPROFILED:
-                bucket.fill(backward.scale, missing and missing.intersection(bucket.plan.parameters))
+                empty = bucket.fill(backward.scale, missing and missing.intersection(bucket.plan.parameters))
+            if empty and not backward.undefined.issuperset(empty):
+                raise self.out_of_step.cleared(backward.step, sorted(set(empty) - backward.undefined))
             self.riders.look_at(bucket)
             tail = self._tail() if bucket.plan.tail_numel else None
             bucket.send(tail=tail, trigger=trigger)
@@ -279,6 +289,9 @@ class Reduction:
         """
         backward = self.backward
         divisor = backward.num_ranks
+        if backward.versions and (now := versions_of(self.parameters)) != backward.versions:
+            changed = [i for i, was in enumerate(backward.versions) if now[i] != was]
+            raise self.out_of_step.changed(backward.step, changed)
         if self.layout.message is not None:
             self._launch_message(self._tail())
         if backward.num_items is None and not self.options.allow_unused and not backward.missing:
@@ -418,14 +431,16 @@ class Reduction:
             foreach_div_([p.grad for p in self.parameters if p.grad is not None], float(divisor))
         if self.usage.static is not None:
             self.usage.static.learn()
-        if transport.size == 1 and self.options.on_nonfinite != "ignore":
+        if (
+            transport.size == 1 and self.options.on_nonfinite != "ignore"
+        ) or self.options.on_nonfinite == "warn":
             self.check_finite_alone(backward.step)
         riders.metrics.conclude_alone()
         return divisor
 
     def check_finite_alone(self, step: int) -> None:
-        """Check `.grad` of all parameters for values that are not finite, in a world of one rank."""
-        gradients = [(index, parameter.grad) for index, parameter in enumerate(self.parameters)]
+        """Check `.grad` of the parameters for values that are not finite, because nothing is sent."""
+        gradients = ((index, parameter.grad) for index, parameter in enumerate(self.parameters))
         self.riders.nonfinite.conclude_alone(gradients, step=step)
 
     def take_part_with_zeros(self, backward: Backward) -> None:

@@ -40,13 +40,14 @@ class SparseBucket(Bucket):
         self._sum: Tensor | None = None
         self._num_rows = torch.zeros(transport.size, dtype=torch.int64, device=transport.control_device)
 
-    def fill(self, scale: float, missing: frozenset[int]) -> None:
+    def fill(self, scale: float, missing: frozenset[int]) -> Sequence[int]:
         gradient = self._parameter.grad
         if gradient is None:
             self._own = _no_rows(self._parameter)
         else:  # coalescing adds up the rows of the same index
             self._own = gradient.coalesce() if gradient.is_sparse else gradient.to_sparse(1)
         self._scale = scale
+        return ()
 
     def fill_zeros(self) -> None:
         self._own = _no_rows(self._parameter)
@@ -77,7 +78,9 @@ class SparseBucket(Bucket):
         if most:
             self._transport.all_gather(all_indices, indices).wait()
             self._transport.all_gather(all_values.view(-1), values.view(-1)).wait()
-        kept = torch.cat([torch.arange(rank * most, rank * most + n) for rank, n in enumerate(num_rows)])
+        kept = torch.cat(
+            [torch.arange(rank * most, rank * most + n, device="cpu") for rank, n in enumerate(num_rows)]
+        )
         kept = kept.to(parameter.device)
         self._sum = sparse_tensor(all_indices[kept][None], all_values[kept], parameter.shape).coalesce()
 

@@ -101,7 +101,9 @@ class Place:
     has_left: bool = False
     """Whether the rank has shut down normally, by sl.shutdown() or at the end of its program."""
     seen: float = 0.0
-    """The time of the snapshot, in seconds since the epoch."""
+    """The time of the snapshot, in seconds of the monotonic clock of its rank."""
+    clock: str = ""
+    """The key of that clock (`clock_key`). The times of two clocks cannot be compared."""
 
     @staticmethod
     def of(
@@ -170,21 +172,17 @@ class Place:
 _MAX_LINES = 32
 
 
-def describe_places(
-    places: Mapping[int, Place], *, size: int, here: int | None = None, now: float | None = None
-) -> str:
+def describe_places(places: Mapping[int, Place], *, size: int, ages: Mapping[int, str] | None = None) -> str:
     """Describe the place of each rank in one line of text, and join the lines.
 
     Args:
         places: the known places, by rank.
         size: the number of ranks.
-        here: this rank. Its place is current, so its line shows no age. Pass None if all ranks show the same text.
-        now: the current time in seconds since the epoch, from which the ages of the places follow. Pass None to show no
-            ages.
+        ages: how old the places of other ranks are, by rank, in words. Pass None if all ranks show the same text.
 
     Examples:
-        >>> seen = {1: Place(step=2, phase="forward", seen=10.0), 2: Place(step=3, phase="backward", seen=12.5)}
-        >>> print(describe_places(seen, size=3, here=2, now=12.5))
+        >>> seen = {1: Place(step=2, phase="forward"), 2: Place(step=3, phase="backward")}
+        >>> print(describe_places(seen, size=3, ages={1: "2.5 s ago"}))
           rank 0: it has reported nothing
           rank 1: at its last report, 2.5 s ago: step 2, forward
           rank 2: step 3, backward
@@ -193,8 +191,8 @@ def describe_places(
     for rank in range(min(size, _MAX_LINES)):
         place = places.get(rank)
         words = "it has reported nothing" if place is None else str(place)
-        if place is not None and not place.has_left and now is not None and rank != here:
-            words = f"at its last report, {max(0.0, now - place.seen):.1f} s ago: {words}"
+        if place is not None and not place.has_left and ages is not None and rank in ages:
+            words = f"at its last report, {ages[rank]}: {words}"
         lines.append(f"  rank {rank}: {words}")
     if size > _MAX_LINES:
         lines.append(f"  and {size - _MAX_LINES} more ranks")

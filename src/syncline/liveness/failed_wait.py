@@ -213,7 +213,7 @@ class FailedWait:
         where = f"on rank {health.rank} of {health.size} over {health.backend}"
         lines = [f"{self._work} failed after {self._work.elapsed_seconds():.1f} s {where}: {what}"]
         if places is not None:
-            lines.append(describe_places(places, size=health.size, here=health.rank, now=time.time()))
+            lines.append(describe_places(places, size=health.size, ages=health.ages(places)))
         lines.append(remedy)
         if error is not None:
             lines.append(f"{health.backend} reported: {_without_cpp_frames(str(error))}")

@@ -21,7 +21,7 @@ from syncline.liveness.at_exit import Keeper
 from syncline.liveness.board import Board, Place, Wait
 from syncline.liveness.calls import Failure, num_started
 from syncline.liveness.notices import Medium, Notices, publisher
-from syncline.liveness.processes import FORKED, RankProcess, refuse_in_forks
+from syncline.liveness.processes import FORKED, RankProcess, clock_key, refuse_in_forks
 from syncline.user_code import user_code
 
 
@@ -101,7 +101,8 @@ class Position:
                 **{lane.name: lane.num_started for lane in list(self._lanes)},
                 **self._num_started_by_torch,
             },
-            seen=time.time(),
+            seen=time.monotonic(),
+            clock=clock_key(),
         )
 
 
@@ -146,6 +147,8 @@ class Health:
         self._group = None if main.group is None else weakref.ref(main.group)
         self._keeper: Keeper | None = None
         """The thread that keeps the groups alive after a failure."""
+        self._reports: dict[int, tuple[float, float]] = {}
+        """The `seen` of the last report of each rank, and when this rank read it for the first time."""
         self._ranks_that_left: set[int] = set()
         """Those ranks of which `killed_ranks` has found that they had left before they ended."""
         self._killed_at: dict[int, float] = {}
@@ -293,7 +296,27 @@ class Health:
     def places(self) -> dict[int, Place]:
         """Return the last published place of each rank, and this rank's current place."""
         published = {} if self.notices is None else self.notices.places()
+        now = time.monotonic()
+        for rank, place in published.items():
+            if self._reports.get(rank, (None,))[0] != place.seen:
+                self._reports[rank] = place.seen, now
         return {**published, self.rank: self.place(code=user_code(sys._getframe()))}
+
+    def ages(self, places: Mapping[int, Place]) -> dict[int, str]:
+        """Return how old the places of the other ranks are, by rank, in words.
+
+        An age is the difference of two times of one clock. The clock of a rank on another host is another one, so for
+        such a rank it is the time since this rank read the report.
+        """
+        now, own, found = time.monotonic(), clock_key(), {}
+        for rank, place in places.items():
+            if place.clock == own:
+                found[rank] = f"{max(0.0, now - place.seen):.1f} s ago"
+            else:
+                _, read_at = self._reports.get(rank, (place.seen, now))
+                found[rank] = f"which this rank read {now - read_at:.1f} s ago"
+        found.pop(self.rank, None)
+        return found
 
     def processes_here(self) -> Mapping[int, RankProcess]:
         """Return the processes of the other ranks on this host, by rank."""

@@ -47,7 +47,10 @@ class RankProcess:
     """A key of the host. Processes with the same key can see each other's states. `host_key` returns the key."""
     pid: int
     started: int
-    """The start time of the process, in the units of /proc/PID/stat."""
+    """The start time of the process, in the units of /proc/PID/stat, of the clock of the host.
+
+    In a time namespace (see `man time_namespaces`), /proc shows another start time. So its offset is subtracted.
+    """
 
     @staticmethod
     def own() -> RankProcess | None:
@@ -82,7 +85,7 @@ class RankProcess:
             return _is_unknown(self.pid) or (has_no_file_left and _is_empty(self.pid))
         except (IndexError, ValueError):
             return False
-        return state in "ZXx" or started != self.started
+        return state in "ZXx" or not self._is_from(started)
 
     def is_stopped(self) -> bool:
         """Return whether the process is stopped by SIGSTOP, Ctrl-Z or a debugger."""
@@ -90,7 +93,11 @@ class RankProcess:
             state, started = _state_and_start(self.pid)
         except (OSError, IndexError, ValueError):
             return False
-        return state in "Tt" and started == self.started
+        return state in "Tt" and self._is_from(started)
+
+    def _is_from(self, started: int) -> bool:
+        """Return whether a process with this pid and start time is this one. The offset of a clock may be rounded."""
+        return abs(started - self.started) <= 1
 
 
 @functools.cache  # it does not change while the process lives, and several parts of `sl.init` need it
@@ -105,6 +112,7 @@ def host_key() -> str:
     return " ".join([boot, *spaces])
 
 
+@functools.cache  # each place of a rank that is published contains it
 def clock_key() -> str:
     """Return a key of the monotonic clock of this process. Processes with the same key read the same clock."""
     try:
@@ -122,7 +130,25 @@ def _state_and_start(pid: int) -> tuple[str, int]:
     finally:
         os.close(descriptor)
     state = "X" if int(fields[6]) & _EXITING else fields[0].decode()
-    return state, int(fields[19])
+    return state, int(fields[19]) - _start_offset()
+
+
+@functools.cache
+def _start_offset() -> int:
+    """Return how much larger the start times in /proc are for this process than for the host.
+
+    They are larger by the offset of the boot clock of its time namespace. Without such a namespace, return 0.
+    """
+    try:
+        namespace = os.readlink("/proc/self/ns/time")
+        if namespace != os.readlink("/proc/self/ns/time_for_children"):
+            return 0  # the file below has the offsets for children. A process that has begun there sees them
+        with open("/proc/self/timens_offsets") as file:
+            rows = [line.split() for line in file]
+    except OSError:
+        return 0
+    seconds = sum(int(row[1]) + int(row[2]) / 1e9 for row in rows if row[0] == "boottime")
+    return round(seconds * os.sysconf("SC_CLK_TCK"))
 
 
 def _is_unknown(pid: int) -> bool:
@@ -182,7 +208,8 @@ def is_inherited(group: object) -> bool:
 
 
 def _in_the_fork() -> None:
-    host_key.cache_clear()  # the fork may be in another namespace
+    for namespace in (host_key, clock_key, _start_offset):
+        namespace.cache_clear()  # the fork may be in another namespace
     _inherited.update(living_groups())
     for what in list(_live):
         what.refuse_a_fork()

@@ -20,6 +20,6 @@ reduce.h    element-wise reductions, compiled once for each instruction set
 
 from __future__ import annotations
 
-from syncline.native.loading import Library, NativeUnavailable, find_library, library
+from syncline.native.loading import Library, NativeUnavailable, find_library, library, library_if_any
 
-__all__ = ["Library", "NativeUnavailable", "find_library", "library"]
+__all__ = ["Library", "NativeUnavailable", "find_library", "library", "library_if_any"]

@@ -1,4 +1,4 @@
-/* Encoding and decoding of values that are averaged over ranks.
+/* Encoding and decoding of values that are averaged over ranks, and copies of gradients that are not encoded.
  *
  * Each function makes one pass over its values, in blocks that stay in the cache. It divides the blocks among up to
  * `num_threads` threads. The result does not depend on their number. Tensors are aligned to their items; codes need not
@@ -7,6 +7,7 @@
  */
 
 #define _GNU_SOURCE
+#include <stdatomic.h>
 #include <stdbool.h>
 #include <stddef.h>
 #include <stdint.h>
@@ -46,6 +47,13 @@ struct narrow {
     uint16_t *out;
 };
 
+struct scale {
+    const float *values;
+    float factor;
+    float *out; /* may be `values` */
+    atomic_bool *any_infinite;
+};
+
 struct select {
     const float *values, *residual;
     float *total;
@@ -64,6 +72,7 @@ struct codec {
     void (*quantize)(const struct quantize *q, size_t from, size_t to);
     void (*mean_of_codes)(const struct mean_of_codes *m, size_t from, size_t to);
     void (*narrow)(const struct narrow *w, size_t from, size_t to);
+    bool (*scale)(const struct scale *s, size_t from, size_t to);
     void (*find)(const struct select *s, size_t from, size_t to, struct found *f);
 };
 
@@ -138,6 +147,24 @@ EXPORT int syncline_narrow(int isa, const float *values, size_t numel, size_t di
     if (!whole.kernels) return -1;
     run_all(whole, numel, numel, num_threads);
     return 0;
+}
+
+/* ------------------------------------------------------------------ copies of gradients */
+
+static void run_scale(struct part *p) {
+    const struct codec *codec = p->kernels;
+    const struct scale *s = p->work;
+    if (!codec->scale(s, p->from, p->to)) atomic_store(s->any_infinite, true);
+}
+
+/* Write values, times `factor`, to `out`. Return 1 if some products are not finite, 0 if all are finite. */
+EXPORT int syncline_scale(int isa, const float *values, size_t numel, float factor, float *out, int num_threads) {
+    atomic_bool any_infinite = false;
+    struct scale s = {.values = values, .factor = factor, .out = out, .any_infinite = &any_infinite};
+    struct part whole = {.run = run_scale, .kernels = codec_of(isa), .work = &s};
+    if (!whole.kernels) return -1;
+    run_all(whole, numel, numel, num_threads);
+    return any_infinite;
 }
 
 /* ------------------------------------------------------------------ the largest magnitudes */

@@ -47,7 +47,7 @@
 
 #include "isa.h"
 
-#define ABI 6
+#define ABI 7
 
 enum { RING_EVERY = 4, LEAST_SPIN_NANOSECONDS = 4000, SHORT_NANOSECONDS = 200000 };
 enum { BRIEF_BYTES = 64 * 1024, BRIEF_LOOKS = 100, MAX_DISAGREED = 64 };

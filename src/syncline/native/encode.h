@@ -176,6 +176,22 @@ static ISA_TARGET void FN(narrow)(const struct narrow *w, size_t from, size_t to
     }
 }
 
+/* ------------------------------------------------------------------ copies of gradients */
+
+/* Return whether all products are finite. */
+static ISA_TARGET bool FN(scale)(const struct scale *s, size_t from, size_t to) {
+    const float *values = s->values;
+    float *out = s->out, factor = s->factor;
+    uint32_t largest = 0;
+    IVDEP for (size_t i = from; i < to; i++) {
+        float product = values[i] * factor;
+        uint32_t magnitude = FN(magnitude)(product);
+        largest = magnitude > largest ? magnitude : largest;
+        out[i] = product;
+    }
+    return largest < INFINITE;
+}
+
 /* ------------------------------------------------------------------ the largest magnitudes */
 
 /* Add the residual, and list the values whose magnitude is at least `limit`, as far as they fit into `f`. */
@@ -225,4 +241,5 @@ static ISA_TARGET void FN(find)(const struct select *s, size_t from, size_t to, 
 }
 
 static const struct codec FN(codec) = {
-    .quantize = FN(quantize), .mean_of_codes = FN(mean_of_codes), .narrow = FN(narrow), .find = FN(find)};
+    .quantize = FN(quantize), .mean_of_codes = FN(mean_of_codes), .narrow = FN(narrow),
+    .scale = FN(scale), .find = FN(find)};

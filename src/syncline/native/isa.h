@@ -7,6 +7,7 @@
 #ifndef SYNCLINE_ISA_H
 #define SYNCLINE_ISA_H
 
+#include <stdatomic.h>
 #include <stdbool.h>
 #include <stdint.h>
 
@@ -53,14 +54,26 @@ static inline bool has_features(unsigned features, uint32_t registers) {
 enum { YMM = 0x6, ZMM = 0xe6 }; /* bits of the register XCR0 */
 #endif
 
-/* Return how many instruction sets of `each_isa.h` this processor has. If it has one, it has the earlier ones, too. */
-static inline int count_instruction_sets(void) {
+static inline int ask_for_instruction_sets(void) {
     int num_supported = 1;
 #if defined(__x86_64__)
     if (has_features(bit_AVX2, YMM)) num_supported++;
     if (has_features(bit_AVX2 | bit_AVX512F | bit_AVX512BW | bit_AVX512VL | bit_AVX512DQ, ZMM)) num_supported++;
 #endif
     return num_supported;
+}
+
+/* Return how many instruction sets of `each_isa.h` this processor has. If it has one, it has the earlier ones, too.
+ *
+ * The answer is kept, because a virtual machine takes tens of microseconds to ask its processor. */
+static inline int count_instruction_sets(void) {
+    static atomic_int num_supported; /* threads that ask at once write the same number */
+    int known = atomic_load_explicit(&num_supported, memory_order_relaxed);
+    if (known == 0) {
+        known = ask_for_instruction_sets();
+        atomic_store_explicit(&num_supported, known, memory_order_relaxed);
+    }
+    return known;
 }
 
 #endif

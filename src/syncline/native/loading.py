@@ -36,7 +36,7 @@ def find_library() -> Path | None:
     return found if found.is_file() else None
 
 
-_ABI = 6
+_ABI = 7
 
 
 class NativeUnavailable(SynclineError):
@@ -76,6 +76,7 @@ _PROTOTYPES: dict[str, tuple[Any, list[Any]]] = {
         [*_CODES, c_void_p, c_int, c_size_t, c_int, c_void_p, c_size_t, c_void_p, c_int],
     ),
     "narrow": (c_int, [c_int, c_void_p, c_size_t, c_size_t, c_int, c_void_p, c_int]),
+    "scale": (c_int, [c_int, c_void_p, c_size_t, c_float, c_void_p, c_int]),
     "select": (
         c_int,
         [c_int, c_void_p, c_void_p, c_void_p, c_size_t, c_size_t, c_void_p, c_void_p, c_int],
@@ -136,3 +137,12 @@ def library() -> Library:
         return Library(str(path))
     except OSError as error:
         raise NativeUnavailable(f"the native library cannot be loaded: {error}") from error
+
+
+@functools.cache
+def library_if_any() -> Library | None:
+    """Return the native library, or None if there is none. The result is remembered, because a search takes long."""
+    try:
+        return library()
+    except NativeUnavailable:
+        return None

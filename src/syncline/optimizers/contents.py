@@ -85,8 +85,8 @@ class OptimizerNumbers:
         self._integers = {path: leaf for path, leaf in sent if _is_integer(leaf)}
         self._floats = {path: leaf for path, leaf in sent if isinstance(leaf, float)}
         self.tensors: tuple[Tensor, Tensor] = (
-            torch.tensor(list(self._integers.values()), dtype=torch.int64),
-            torch.tensor(list(self._floats.values()), dtype=torch.float64),
+            torch.tensor(list(self._integers.values()), dtype=torch.int64, device="cpu"),
+            torch.tensor(list(self._floats.values()), dtype=torch.float64, device="cpu"),
         )
         """The tensors to send: the integers as int64 and the floats as float64, on the CPU."""
         self.lines: list[str] = [

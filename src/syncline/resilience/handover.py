@@ -88,7 +88,7 @@ def receive_state(
         if found is None and unused[form]:
             found = unused[form].pop()
         if found is None or not _can_hold(found, form):
-            found = torch.empty(shape, dtype=form[0])
+            found = torch.empty(shape, dtype=form[0], device="cpu")
         tensors[name] = found
     donor_of = shared_out({name: one.nbytes for name, one in tensors.items()}, len(donors))
     of_donors = [
@@ -150,14 +150,14 @@ def shared_out(sizes_bytes: Mapping[str, int], num_donors: int) -> dict[str, int
 
 def _send_text(value: Any, transport: Transport, rank: int) -> None:
     text = bytearray(json.dumps(value).encode())
-    transport.send(torch.tensor([len(text)]), rank).wait()
+    transport.send(torch.tensor([len(text)], device="cpu"), rank).wait()
     transport.send(torch.frombuffer(text, dtype=torch.uint8), rank).wait()
 
 
 def _receive_text(transport: Transport, rank: int) -> Any:
-    length = torch.zeros(1, dtype=torch.int64)
+    length = torch.zeros(1, dtype=torch.int64, device="cpu")
     transport.recv(length, rank).wait()
-    text = torch.empty(int(length), dtype=torch.uint8)
+    text = torch.empty(int(length), dtype=torch.uint8, device="cpu")
     transport.recv(text, rank).wait()
     return json.loads(bytes(text.numpy()))
 

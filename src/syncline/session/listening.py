@@ -5,6 +5,7 @@ Without such a socket, a store of torch listens on all network interfaces of the
 
 from __future__ import annotations
 
+import errno
 import ipaddress
 import socket
 import struct
@@ -12,6 +13,23 @@ import sys
 
 LOOPBACK = "127.0.0.1"
 _SIOCGIFADDR = 0x8915
+
+
+NO_LOOPBACK = (
+    "this host, container or network namespace has no IPv4 loopback address (127.0.0.1), by which the processes of a "
+    "host connect. Switch the loopback interface on, as root, by: ip link set lo up"
+)
+"""What to say, and what to do, if `has_loopback` returns False."""
+
+
+def has_loopback() -> bool:
+    """Return whether this process can use 127.0.0.1. In a new network namespace, the loopback interface is down."""
+    try:
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            probe.connect((LOOPBACK, 9))  # which only looks for a route, and sends nothing
+    except OSError as error:
+        return error.errno not in (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT, errno.ENETUNREACH)
+    return True
 
 
 def is_loopback(address: str) -> bool:

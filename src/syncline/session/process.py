@@ -54,6 +54,7 @@ def record_failure(error: BaseException, path: str, *, brief: str, whole: str) -
                 "whole_traceback": "" if is_exit else whole,
                 "timestamp": str(now_ns // 10**9),
                 "time_ns": now_ns,
+                "monotonic_ns": time.monotonic_ns(),
                 "exit_code": exit_code,
             },
         }

@@ -32,7 +32,7 @@ from syncline.launchers import Environment
 from syncline.liveness.gathering import MissingRanks, first_of, gathered, watching_rank_0
 from syncline.liveness.processes import RankProcess
 from syncline.liveness.store import SignedStore, decode
-from syncline.session.listening import bound_socket, is_loopback
+from syncline.session.listening import NO_LOOPBACK, bound_socket, has_loopback, is_loopback
 from syncline.user_code import warn_user
 from syncline.words import describe_difference, describe_ranks, refusal_of
 
@@ -160,10 +160,11 @@ def _round(store: Store, env: Environment, timeout_seconds: float) -> str:
             return own
         name = messages.get("round")
         if not environment.joins_running_job():
-            deadline = time.monotonic() + min(timeout_seconds, _ROUND_SECONDS)
-            while (
-                messages.set_first(f"rank {env.rank} in {name}", own) != own and time.monotonic() < deadline
-            ):
+            seconds = min(timeout_seconds, _ROUND_SECONDS)
+            deadline = time.monotonic() + seconds
+            while (held := messages.set_first(key := f"rank {env.rank} in {name}", own)) != own:
+                if time.monotonic() > deadline:
+                    raise _taken(env.rank, key, held, seconds)
                 time.sleep(_POLL_SECONDS)
                 name = messages.get("round")
         return name
@@ -176,6 +177,17 @@ def _round(store: Store, env: Environment, timeout_seconds: float) -> str:
         raise _store_lost(env.rank, env.size, error) from error
 
 
+def _taken(rank: int, key: str, held: str, seconds: float) -> SynclineError:
+    """Return the error for a rank that finds its place in the present start of the ranks taken."""
+    return SynclineError(
+        f"rank {rank} found {held[:60]!r} under the key {key!r} at the store in sl.init, and expected its own entry. "
+        f"For {seconds:g} s rank 0 began no new start of the ranks. Either an earlier process of rank {rank} wrote the "
+        "entry, and rank 0 was not started again together with this rank, or another program wrote it. Start the whole "
+        "job again, with another MASTER_PORT. If other programs can connect to the store, set SYNCLINE_TOKEN on all "
+        "ranks"
+    )
+
+
 def connect(env: Environment, timeout_seconds: float) -> Store:
     """Connect to the store at MASTER_ADDR:MASTER_PORT. On rank 0, open the store unless the launcher has opened it.
 
@@ -186,6 +198,8 @@ def connect(env: Environment, timeout_seconds: float) -> Store:
     assert env.master_addr is not None
     assert env.master_port is not None
     where = f"{env.master_addr}:{env.master_port} (MASTER_ADDR, MASTER_PORT)"
+    if is_loopback(env.master_addr) and not has_loopback():
+        raise SynclineError(f"rank {env.rank} of {env.size} cannot connect to {where}: {NO_LOOPBACK}")
     is_master = env.rank == 0 and not env.launcher_has_store
     bound = None
     if is_master and is_loopback(env.master_addr) and environment.uses_libuv():
@@ -286,6 +300,8 @@ def failed_connection(
             f"{where}: some rank did not connect within {timeout_seconds:g} s, although all ranks had called sl.init. "
             f"Check that all ranks still run. {reported}"
         )
+    if "cannot resolve 127.0.0.1" in str(error).lower():
+        return SynclineError(f"{where}: {NO_LOOPBACK}. {reported}")
     if any(words in str(error).lower() for words in _LOST):
         return PeerLost(
             f"{where}: a connection was lost, because another rank has ended, or the network has failed. Look at the "

@@ -80,7 +80,7 @@ class OneCopy:
         self.named = list(named)
         self._tensors = [tensor for _, tensor in named]
         self._check = check
-        self._flags = torch.zeros(1, dtype=torch.int32)
+        self._flags = torch.zeros(1, dtype=torch.int32, device="cpu")
         self._depth = 0
         self._versions: list[int] = []
         self.note_versions()

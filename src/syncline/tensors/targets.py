@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
+from syncline._torch.transforms import belongs_to_transform
 from syncline.checks import what_it_is
 from syncline.optimizers.contents import optimizer_leaves
 from syncline.trees import leaves
@@ -64,7 +65,7 @@ def distinct_tensors(
     for name, tensor in walked:
         check_dense(name, tensor)
         if for_writing:
-            _check_writable(name, tensor)
+            check_writable(name, tensor)
         others = seen.setdefault(tensor.data_ptr() or id(tensor), [])
         if not others or not any(_identity(tensor) == _identity(other) for other in others):
             others.append(tensor)
@@ -148,6 +149,11 @@ def check_dense(name: str, tensor: Tensor) -> None:
         raise ValueError(
             f"expected {name} to have a shape, got a lazy tensor: run one forward with a real batch first"
         )
+    if belongs_to_transform(tensor):
+        raise ValueError(
+            f"expected {name} to be an ordinary tensor, got one inside of a transform of torch.func (vmap, grad, ...), "
+            "which has no values that could be sent: make this call outside of the transform, with its result"
+        )
     if tensor.is_nested:
         raise ValueError(
             f"expected {name} to be a dense tensor, got a nested tensor: pass its parts, which {name}.unbind() returns"
@@ -172,17 +178,26 @@ def check_dense(name: str, tensor: Tensor) -> None:
         )
 
 
-def _check_writable(name: str, tensor: Tensor) -> None:
-    if tensor.is_contiguous():
-        return  # includes empty tensors
-    repeats = any(
-        stride == 0 and size > 1 for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
-    )
-    if repeats:
+def check_writable(name: str, tensor: Tensor) -> None:
+    """Raise an error if a tensor cannot be written in place, because several of its elements use the same memory.
+
+    A rank that sends only reads its tensors, so it would not notice. Call this before the ranks compare their calls.
+
+    Raises:
+        ValueError: the tensor is expanded.
+    """
+    if is_expanded(tensor):
         raise ValueError(
             f"expected {name} to be writable in place, got an expanded tensor (shape {tuple(tensor.shape)}, strides "
             f"{tensor.stride()}), of which several elements use the same memory: pass {name}.clone()"
         )
+
+
+def is_expanded(tensor: Tensor) -> bool:
+    """Return whether several elements of a tensor use the same memory, as `expand` makes them."""
+    if tensor.layout != torch.strided or tensor.is_contiguous():
+        return False  # includes empty tensors
+    return any(stride == 0 and size > 1 for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
 
 
 def _identity(tensor: Tensor) -> object:

@@ -6,6 +6,7 @@
 
 Imports: errors, _torch, liveness, transport.
 
+arguments.py    the arguments that each operation accepts, in one table
 base.py         the base class of process groups: their state, and the completion of their calls
 collectives.py  torch's collectives, built from a transport's operations
 group.py        the process group that torch uses

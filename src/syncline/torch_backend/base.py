@@ -5,6 +5,7 @@ If the options of a call have `asyncOp=False`, the call waits for its operation 
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
@@ -15,11 +16,15 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import GroupName
 
 from syncline._torch.process_groups import C10dBackend, set_timeout_of
+from syncline.torch_backend import arguments
 from syncline.torch_backend.work import ENDED, BackendWork, Finisher
 from syncline.transport.base import Transport
 from syncline.transport.work import CombinedWork, Work
 
 BACKEND = "syncline"
+
+_NUM_TERMS = 65535
+"""How many exchanges have different numbers, so that a message of one never arrives in another."""
 
 
 class Group:
@@ -37,6 +42,9 @@ class Group:
         self._global_ranks = global_ranks
         self._finisher = Finisher(name)
         self._coalesced: list[BackendWork] | None = None
+        self._exchanges = itertools.count(1)
+        """The numbers of the collectives that consist of messages. They are equal on all ranks, so a call takes its
+        number before anything can fail."""
         self._options = C10dBackend.Options(BACKEND, timedelta(seconds=transport.timeout_seconds))
         self._options.global_ranks_in_group = global_ranks
         self._options.group_name = GroupName(name)
@@ -55,9 +63,15 @@ class Group:
         Raises:
             ValueError: no backend serves this device. This base class always raises this error.
         """
+        if device.type == "meta":
+            remedy = "Such a tensor has no data that could be sent. Create it on the CPU, or first give its module "
+            remedy += 'memory with module.to_empty(device="cpu")'
+        else:
+            backend = dist.Backend.default_device_backend_map.get(device.type, "<its backend>")
+            remedy = "Create the group with a backend for each device, for instance "
+            remedy += f'init_process_group("cpu:{BACKEND},{device.type}:{backend}")'
         raise ValueError(
-            f"this process group is for CPU tensors only, got a tensor on {device.type}: create the group with a "
-            f'backend for each device, for instance init_process_group("cpu:{BACKEND},{device.type}:nccl")'
+            f"this process group is for CPU tensors only, got a tensor on the device {device.type}. {remedy}"
         )
 
     # ------------------------------------------------------------------ lifetime
@@ -130,8 +144,21 @@ class Group:
         started = [_Started(work) for work in works if isinstance(work, BackendWork)]
         return self._ended_or_under_way(opts, CombinedWork.of(started), result, None)
 
+    def _check(
+        self, operation: str, tensors: Sequence[Tensor], *lists: Sequence[Tensor], opts: Any = None
+    ) -> None:
+        """Raise an error if the arguments of a call for this group's own devices are wrong."""
+        arguments.check(operation, self.transport, tensors, *lists, opts=opts)
+
+    def _other_group(self, *tensors: Tensor) -> dist.ProcessGroup | None:
+        """Return the group that serves the device of the first tensor; None if this group does."""
+        if tensors and self._is_elsewhere(tensors[0]):
+            return self.group_for(tensors[0].device)
+        return None
+
     def _each(
         self,
+        name: str,
         operation: Callable[[Tensor, Tensor, Any], dist.Work],
         outputs: list[Tensor],
         inputs: list[Tensor],
@@ -139,10 +166,10 @@ class Group:
         options: Any,
     ) -> dist.Work:
         opts = opts or options()
-        if len(outputs) != len(inputs):
-            raise ValueError(
-                f"expected as many output tensors as input tensors, got {len(outputs)} outputs and {len(inputs)} inputs"
-            )
+        arguments.check_pairs(name, outputs, inputs)
+        for output, input in zip(outputs, inputs, strict=True):
+            if self._other_group(output) is None:
+                self._check(name, [output, input])
         if len(outputs) == 1:
             return operation(outputs[0], inputs[0], opts)
         later = asynchronous(opts)
@@ -150,34 +177,31 @@ class Group:
         return self._combined(opts, works, outputs)
 
     def _messages(
-        self, opts: Any, sends: list[tuple[Tensor, int]], recvs: list[tuple[Tensor, int]]
+        self, exchange: int, opts: Any, sends: list[tuple[Tensor, int]], recvs: list[tuple[Tensor, int]]
     ) -> dist.Work:
-        """Send and receive tensors, and complete the call. Skip empty tensors, and messages from this rank to itself.
+        """Send and receive tensors, and complete the call. Skip messages from this rank to itself.
+
+        The two ranks of a message compare its size, so empty tensors are sent, too. They also compare the number of
+        this exchange, so a message of a call that has failed never arrives in a later call.
 
         Args:
+            exchange: the number of this exchange, from `_exchanges`.
             opts: the options of the call.
             sends: the tensors to send, each with the receiving rank.
             recvs: the tensors to fill, each with the sending rank.
         """
         transport, copies = self.transport, []
+        terms = exchange % _NUM_TERMS or _NUM_TERMS
         works = [
-            transport.send(tensor, peer)
-            for tensor, peer in sends
-            if peer != transport.rank and tensor.numel()
+            transport.send(tensor, peer, terms=terms) for tensor, peer in sends if peer != transport.rank
         ]
         for tensor, peer in recvs:
-            if peer != transport.rank and tensor.numel():
+            if peer != transport.rank:
                 target = tensor if tensor.is_contiguous() else torch.empty_like(flat(tensor))
-                works.append(transport.recv(target.detach(), peer))
+                works.append(transport.recv(target.detach(), peer, terms=terms))
                 copies.append((tensor, target))
         result = [tensor for tensor, _ in (*recvs, *sends)]
         return self._ended_or_under_way(opts, CombinedWork.of(works), result, copy_back(*copies))
-
-    def _check_num_parts(self, operation: str, parts: Sequence[Tensor]) -> None:
-        if len(parts) != self.transport.size:
-            raise ValueError(
-                f"{operation}: expected one tensor for each of {self.transport.size} ranks, got {len(parts)} tensors"
-            )
 
 
 class _Started(Work):
@@ -214,7 +238,7 @@ def fillable(tensor: Tensor) -> tuple[Tensor, Callable[[], object] | None]:
     """
     if tensor.is_contiguous():
         return tensor, None
-    buffer = torch.empty(tensor.shape, dtype=tensor.dtype)
+    buffer = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
     return buffer, copy_back((tensor, buffer))
 
 

@@ -22,6 +22,14 @@ from torch import Tensor
 
 from syncline._torch.process_groups import AllgatherOptions, all_gather_flat, reduce_scatter_flat
 from syncline._torch.tensors import sparse_tensor
+from syncline.torch_backend.arguments import (
+    check_none,
+    check_pairs,
+    check_tag,
+    is_in_memory,
+    only,
+    split_sizes,
+)
 from syncline.torch_backend.base import Group, asynchronous, copy_back, fillable, flat, with_option
 from syncline.torch_backend.work import ENDED
 from syncline.transport.base import ReduceOp
@@ -54,7 +62,7 @@ class Reductions(Group):
         if type(tensors) is list and len(tensors) == 1 and opts is not None:  # the hot path
             tensor, op = tensors[0], opts.reduceOp
             name = "sum" if op == _SUM else _NAMES.get(op.op)
-            if name is not None and tensor.is_cpu and tensor.is_contiguous():
+            if name is not None and tensor.is_cpu and is_in_memory(tensor) and tensor.is_contiguous():
                 work = self.transport.all_reduce(tensor, name)
                 if opts.asyncOp:
                     return self._under_way(work, tensors)
@@ -63,11 +71,10 @@ class Reductions(Group):
         if isinstance(tensors, Tensor):
             tensors = [tensors]
         opts = with_option(dist.AllreduceOptions, opts, "reduceOp")
-        if len(tensors) != 1:
-            return self.allreduce_coalesced(tensors, opts)
-        tensor = tensors[0]
-        if self._is_elsewhere(tensor):
-            return self.group_for(tensor.device).allreduce(tensors, opts)
+        tensor = only("all_reduce", tensors)
+        if other := self._other_group(tensor):
+            return other.allreduce(tensors, opts)
+        self._check("all_reduce", tensors)
         if tensor.layout is torch.sparse_coo:
             return self._all_reduce_sparse(tensor, opts)
         work, finish = self._start_all_reduce(tensor, opts.reduceOp)
@@ -75,8 +82,9 @@ class Reductions(Group):
 
     def allreduce_coalesced(self, tensors: list[Tensor], opts: Any = None) -> dist.Work:
         opts = with_option(dist.AllreduceCoalescedOptions, opts, "reduceOp")
-        if tensors and self._is_elsewhere(tensors[0]):
-            return self.group_for(tensors[0].device).allreduce_coalesced(tensors, opts)
+        if other := self._other_group(*tensors):
+            return other.allreduce_coalesced(tensors, opts)
+        self._check("all_reduce_coalesced", tensors)
         by_dtype: defaultdict[torch.dtype, list[Tensor]] = defaultdict(list)
         for tensor in tensors:
             by_dtype[tensor.dtype].append(tensor)
@@ -89,32 +97,33 @@ class Reductions(Group):
         return self._ended_or_under_way(opts, CombinedWork.of(works), tensors, copy_back(*copies))
 
     def reduce(self, tensors: list[Tensor], opts: Any) -> dist.Work:
-        (tensor,) = tensors
-        if self._is_elsewhere(tensor):
-            return self.group_for(tensor.device).reduce(tensors, opts)
+        tensor = only("reduce", tensors)
+        if other := self._other_group(tensor):
+            return other.reduce(tensors, opts)
+        self._check("reduce", tensors, opts=opts)
         is_root = self.transport.rank == opts.rootRank
-        if is_root and tensor.is_contiguous():
-            return self.allreduce(tensors, opts)
         # Ranks other than the root keep their input.
-        reduced = tensor.detach().clone(memory_format=torch.contiguous_format)
-        work = CombinedWork([self._start_all_reduce(reduced, opts.reduceOp)])
-        finish = copy_back((tensor, reduced)) if is_root else None
+        reduced = tensor if is_root else tensor.detach().clone(memory_format=torch.contiguous_format)
+        work, finish = self._start_all_reduce(reduced, opts.reduceOp, terms=1 + opts.rootRank)
         return self._ended_or_under_way(opts, work, [tensor, reduced], finish)
 
     def reduce_scatter_single(self, output: Tensor, input: Tensor, opts: Any = None) -> dist.Work:
         opts = with_option(dist.ReduceScatterOptions, opts, "reduceOp")
-        if self._is_elsewhere(output):
-            return reduce_scatter_flat(self.group_for(output.device), output, input, opts)
+        if other := self._other_group(output):
+            return reduce_scatter_flat(other, output, input, opts)
+        self._check("reduce_scatter_tensor", [output, input])
         part, finish = fillable(output)
         work = self.transport.reduce_scatter(part, flat(input), _reduction(opts.reduceOp))
         return self._ended_or_under_way(opts, work, [output, input], finish)
 
     def reduce_scatter(self, outputs: Any, inputs: Any, opts: Any = None, timeout: Any = None) -> dist.Work:
-        output, parts = (outputs, inputs) if isinstance(outputs, Tensor) else (outputs[0], inputs[0])
+        is_plain = isinstance(outputs, Tensor)
+        output = outputs if is_plain else only("reduce_scatter", outputs)
+        parts = inputs if is_plain else only("reduce_scatter", inputs)
         opts = with_option(dist.ReduceScatterOptions, opts, "reduceOp")
-        if self._is_elsewhere(output):
-            return self.group_for(output.device).reduce_scatter([output], [parts], opts)
-        self._check_num_parts("reduce_scatter", parts)
+        if other := self._other_group(output):
+            return other.reduce_scatter([output], [parts], opts)
+        self._check("reduce_scatter", [output], parts)
         whole = torch.cat([part.detach().reshape(-1) for part in parts])
         op = _reduction(opts.reduceOp)
         if len({part.numel() for part in parts}) == 1:
@@ -128,13 +137,16 @@ class Reductions(Group):
     def reduce_scatter_single_coalesced(
         self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None
     ) -> dist.Work:
-        return self._each(self.reduce_scatter_single, outputs, inputs, opts, dist.ReduceScatterOptions)
+        operation, name = self.reduce_scatter_single, "reduce_scatter_tensor"
+        return self._each(name, operation, outputs, inputs, opts, dist.ReduceScatterOptions)
 
     _reduce_scatter_base = reduce_scatter_single
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
 
-    def _start_all_reduce(self, tensor: Tensor, op: Any) -> tuple[Work, Callable[[], object] | None]:
-        """Start an all_reduce of `tensor`.
+    def _start_all_reduce(
+        self, tensor: Tensor, op: Any, terms: int = 0
+    ) -> tuple[Work, Callable[[], object] | None]:
+        """Start an all_reduce of `tensor`. For `terms`, see `Transport.all_reduce`.
 
         Returns:
             The work, and a function that writes the result to `tensor`. Call the function when the work is done. The
@@ -143,13 +155,13 @@ class Reductions(Group):
         combine = _BITWISE.get(op.op)
         if combine is None:
             wire = flat(tensor)
-            return self.transport.all_reduce(wire, _reduction(op)), copy_back((tensor, wire))
+            return self.transport.all_reduce(wire, _reduction(op), terms=terms), copy_back((tensor, wire))
         if tensor.is_floating_point() or tensor.is_complex():
             raise ValueError(
                 f"{op.op.name} combines bits: expected a tensor of integers or booleans, got {tensor.dtype}"
             )
-        rows = torch.empty(self.transport.size, tensor.numel(), dtype=tensor.dtype)
-        work = self.transport.all_gather(rows, flat(tensor))
+        rows = torch.empty(self.transport.size, tensor.numel(), dtype=tensor.dtype, device="cpu")
+        work = self.transport.all_gather(rows, flat(tensor), terms=terms)
 
         def finish() -> None:
             tensor.detach().copy_(functools.reduce(cast(Any, combine), rows.unbind()).view(tensor.shape))
@@ -166,13 +178,22 @@ class Reductions(Group):
                 f"expected SUM or AVG for the all_reduce of a sparse tensor, got {opts.reduceOp.op.name}"
             )
         transport, mine = self.transport, tensor.detach().coalesce()
-        counts = torch.zeros(transport.size, dtype=torch.int64)
-        transport.all_gather(counts, torch.tensor([mine.indices().shape[1]])).wait()
+        sizes = torch.zeros(transport.size, 2 + mine.dim(), dtype=torch.int64, device="cpu")
+        own_sizes = torch.tensor([mine.indices().shape[1], mine.sparse_dim(), *mine.shape], device="cpu")
+        transport.all_gather(sizes, own_sizes).wait()
+        if bool((sizes[:, 1:] != own_sizes[1:]).any()):
+            shapes = ", ".join(
+                f"{tuple(shape)} on rank {rank}" for rank, shape in enumerate(sizes[:, 2:].tolist())
+            )
+            raise ValueError(
+                "expected a sparse tensor of one shape, with equally many sparse dimensions, on all ranks; got "
+                f"{shapes}"
+            )
         works, indices, values = [], [], []
-        for src, count in enumerate(counts.tolist()):
+        for src, count in enumerate(sizes[:, 0].tolist()):
             is_mine = src == transport.rank
-            where = torch.empty(mine.sparse_dim(), count, dtype=torch.int64)
-            what = torch.empty(count, *mine.shape[mine.sparse_dim() :], dtype=mine.dtype)
+            where = torch.empty(mine.sparse_dim(), count, dtype=torch.int64, device="cpu")
+            what = torch.empty(count, *mine.shape[mine.sparse_dim() :], dtype=mine.dtype, device="cpu")
             indices.append(mine.indices().contiguous() if is_mine else where)
             values.append(mine.values().contiguous() if is_mine else what)
             works += [transport.broadcast(indices[-1], src), transport.broadcast(values[-1], src)]
@@ -211,33 +232,33 @@ class Collectives(Reductions):
         if isinstance(tensors, Tensor):
             tensors = [tensors]
         opts = with_option(dist.BroadcastOptions, opts, "rootRank")
-        if len(tensors) != 1:
-            works = [self.broadcast([tensor], asynchronous(opts)) for tensor in tensors]
-            return self._combined(opts, works, tensors)
-        tensor = tensors[0]
-        if self._is_elsewhere(tensor):
-            return self.group_for(tensor.device).broadcast(tensors, opts)
+        tensor = only("broadcast", tensors)
+        if other := self._other_group(tensor):
+            return other.broadcast(tensors, opts)
+        self._check("broadcast", tensors, opts=opts)
         wire = flat(tensor)
         work = self.transport.broadcast(wire, opts.rootRank)
         return self._ended_or_under_way(opts, work, tensors, copy_back((tensor, wire)))
 
     def all_gather_single(self, output: Tensor, input: Tensor, opts: Any = None) -> dist.Work:
-        if self._is_elsewhere(output):
-            group = self.group_for(output.device)
-            return all_gather_flat(group, output, input, opts or AllgatherOptions())
+        if other := self._other_group(output):
+            return all_gather_flat(other, output, input, opts or AllgatherOptions())
+        self._check("all_gather_into_tensor", [output, input])
         whole, finish = fillable(output)
         work = self.transport.all_gather(whole, flat(input))
         return self._ended_or_under_way(opts, work, [output, input], finish)
 
     def allgather(self, outputs: Any, inputs: Any, opts: Any = None, timeout: Any = None) -> dist.Work:
-        parts, input = (outputs, inputs) if isinstance(inputs, Tensor) else (outputs[0], inputs[0])
-        if self._is_elsewhere(input):
-            return self.group_for(input.device).allgather([parts], [input], opts or AllgatherOptions())
-        self._check_num_parts("all_gather", parts)
+        is_plain = isinstance(inputs, Tensor)
+        parts = outputs if is_plain else only("all_gather", outputs)
+        input = inputs if is_plain else only("all_gather", inputs)
+        if other := self._other_group(input):
+            return other.allgather([parts], [input], opts or AllgatherOptions())
+        self._check("all_gather", [input], parts)
         mine = flat(input)
         if any(part.numel() != mine.numel() for part in parts):
             return self._all_gather_unequal(parts, mine, opts)
-        whole = torch.empty(mine.numel() * len(parts), dtype=mine.dtype)
+        whole = torch.empty(mine.numel() * len(parts), dtype=mine.dtype, device="cpu")
         work = self.transport.all_gather(whole, mine)
         finish = copy_back(*zip(parts, whole.chunk(len(parts)) if whole.numel() else [], strict=False))
         return self._ended_or_under_way(opts, work, [*parts, mine], finish)
@@ -246,50 +267,64 @@ class Collectives(Reductions):
         self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None
     ) -> dist.Work:
         opts = opts or AllgatherOptions()
+        for row in outputs or [[]]:
+            check_pairs("all_gather_coalesced", row, inputs)
+        lists = [[row[i] for row in outputs] for i in range(len(inputs))]
+        for parts, input in zip(lists, inputs, strict=True):
+            if self._other_group(input) is None:
+                self._check("all_gather", [input], parts)
         works = [
-            self.allgather([[row[i] for row in outputs]], [input], asynchronous(opts))
-            for i, input in enumerate(inputs)
+            self.allgather([parts], [input], asynchronous(opts))
+            for parts, input in zip(lists, inputs, strict=True)
         ]
         return self._combined(opts, works, [tensor for row in outputs for tensor in row])
 
     def all_gather_single_coalesced(
         self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None
     ) -> dist.Work:
-        return self._each(self.all_gather_single, outputs, inputs, opts, AllgatherOptions)
+        operation, name = self.all_gather_single, "all_gather_into_tensor"
+        return self._each(name, operation, outputs, inputs, opts, AllgatherOptions)
 
     def gather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any) -> dist.Work:
-        (input,) = inputs
-        if self._is_elsewhere(input):
-            return self.group_for(input.device).gather(outputs, inputs, opts)
+        exchange, input = next(self._exchanges), only("gather", inputs)
+        if other := self._other_group(input):
+            return other.gather(outputs, inputs, opts)
         if self.transport.rank != opts.rootRank:
-            return self._messages(opts, [(flat(input), opts.rootRank)], [])
-        (parts,) = outputs
-        self._check_num_parts("gather", parts)
+            self._check("gather", inputs, opts=opts)
+            check_none("gather", outputs, opts.rootRank)
+            return self._messages(exchange, opts, [(flat(input), opts.rootRank)], [])
+        parts = only("gather", outputs)
+        self._check("gather", inputs, parts, opts=opts)
         parts[opts.rootRank].copy_(input)
-        return self._messages(opts, [], [(part, rank) for rank, part in enumerate(parts)])
+        return self._messages(exchange, opts, [], [(part, rank) for rank, part in enumerate(parts)])
 
     def scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any) -> dist.Work:
-        (output,) = outputs
-        if self._is_elsewhere(output):
-            return self.group_for(output.device).scatter(outputs, inputs, opts)
+        exchange, output = next(self._exchanges), only("scatter", outputs)
+        if other := self._other_group(output):
+            return other.scatter(outputs, inputs, opts)
         if self.transport.rank != opts.rootRank:
-            return self._messages(opts, [], [(output, opts.rootRank)])
-        (parts,) = inputs
-        self._check_num_parts("scatter", parts)
+            self._check("scatter", outputs, opts=opts)
+            check_none("scatter", inputs, opts.rootRank)
+            return self._messages(exchange, opts, [], [(output, opts.rootRank)])
+        parts = only("scatter", inputs)
+        self._check("scatter", outputs, parts, opts=opts)
         output.copy_(parts[opts.rootRank])
-        return self._messages(opts, [(flat(part), rank) for rank, part in enumerate(parts)], [])
+        return self._messages(exchange, opts, [(flat(part), rank) for rank, part in enumerate(parts)], [])
 
     def alltoall(
         self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None, timeout: Any = None
     ) -> dist.Work:
-        if self._is_elsewhere(inputs[0]):
-            return self.group_for(inputs[0].device).alltoall(outputs, inputs, opts or dist.AllToAllOptions())
-        self._check_num_parts("all_to_all", outputs)
-        self._check_num_parts("all_to_all", inputs)
+        exchange = next(self._exchanges)
+        if other := self._other_group(*inputs):
+            return other.alltoall(outputs, inputs, opts or dist.AllToAllOptions())
+        return self._all_to_all(exchange, outputs, inputs, opts)
+
+    def _all_to_all(self, exchange: int, outputs: list[Tensor], inputs: list[Tensor], opts: Any) -> dist.Work:
+        self._check("all_to_all", [], outputs, inputs)
         rank = self.transport.rank
         outputs[rank].copy_(inputs[rank])
         sends = [(flat(tensor), peer) for peer, tensor in enumerate(inputs)]
-        return self._messages(opts, sends, [(tensor, peer) for peer, tensor in enumerate(outputs)])
+        return self._messages(exchange, opts, sends, [(tensor, peer) for peer, tensor in enumerate(outputs)])
 
     def all_to_all_single(
         self,
@@ -300,34 +335,43 @@ class Collectives(Reductions):
         opts: Any = None,
         timeout: Any = None,
     ) -> dist.Work:
-        if self._is_elsewhere(input):
+        name, exchange = "all_to_all_single", next(self._exchanges)
+        if other := self._other_group(input):
             opts = opts or dist.AllToAllOptions()
-            group = self.group_for(input.device)
-            return group.alltoall_base(output, input, output_split_sizes, input_split_sizes, opts)
-        outputs, inputs = self._rows(output, output_split_sizes), self._rows(input, input_split_sizes)
-        return self.alltoall(outputs, inputs, opts)
+            return other.alltoall_base(output, input, output_split_sizes, input_split_sizes, opts)
+        self._check(name, [output, input])
+        rank, size = self.transport.rank, self.transport.size
+        outputs = list(output.detach().split(split_sizes(name, output, output_split_sizes, size)))
+        inputs = list(input.detach().split(split_sizes(name, input, input_split_sizes, size)))
+        if (
+            outputs[rank].numel() == inputs[rank].numel()
+        ):  # the two tensors may have rows of different lengths
+            inputs[rank] = inputs[rank].reshape(outputs[rank].shape)
+        return self._all_to_all(exchange, outputs, inputs, opts)
 
     # ------------------------------------------------------------------ messages, barriers
 
     def send(self, tensors: list[Tensor], dst: int, tag: int = 0) -> dist.Work:
-        (tensor,) = tensors
-        if self._is_elsewhere(tensor):
-            return self.group_for(tensor.device).send(tensors, dst, tag)
-        _check_tag(tag)
+        tensor = only("send", tensors)
+        if other := self._other_group(tensor):
+            return other.send(tensors, dst, tag)
+        self._check("send", tensors)
+        check_tag("send", tag)
         wire = flat(tensor)
         return self._under_way(self.transport.send(wire, dst), [wire])
 
     def recv(self, tensors: list[Tensor], src: int, tag: int = 0) -> dist.Work:
-        (tensor,) = tensors
-        if self._is_elsewhere(tensor):
-            return self.group_for(tensor.device).recv(tensors, src, tag)
-        _check_tag(tag)
+        tensor = only("recv", tensors)
+        if other := self._other_group(tensor):
+            return other.recv(tensors, src, tag)
+        self._check("recv", tensors)
+        check_tag("recv", tag)
         target, finish = fillable(tensor)
         return self._under_way(self.transport.recv(target, src), tensors, finish, src)
 
     def recv_anysource(self, tensors: list[Tensor], tag: int = 0) -> dist.Work:
-        if self._is_elsewhere(tensors[0]):
-            return self.group_for(tensors[0].device).recv_anysource(tensors, tag)
+        if other := self._other_group(*tensors):
+            return other.recv_anysource(tensors, tag)
         raise ValueError(
             "the syncline backend cannot receive a tensor from an unknown rank: pass the sender as src= to "
             "torch.distributed.recv"
@@ -367,33 +411,3 @@ class Collectives(Reductions):
             works.append(self.transport.broadcast(wire, src))
             copies.append((part, wire))
         return self._ended_or_under_way(opts, CombinedWork.of(works), [*parts, mine], copy_back(*copies))
-
-    def _rows(self, tensor: Tensor, sizes: list[int]) -> list[Tensor]:
-        """Split `tensor` along its first dimension into one part per rank.
-
-        Args:
-            tensor: the tensor.
-            sizes: the number of rows of each part. An empty list means parts of equal size.
-        """
-        size, numel = self.transport.size, tensor.shape[0] if tensor.dim() else 0
-        if not sizes:
-            if numel % size:
-                raise ValueError(
-                    f"all_to_all_single without split sizes: expected a tensor whose number of rows is a multiple of "
-                    f"{size}, the number of ranks, got {numel} rows: pass split sizes, or a tensor of another size"
-                )
-            sizes = [numel // size] * size
-        if len(sizes) != size or sum(sizes) != numel:
-            raise ValueError(
-                f"all_to_all_single: expected {size} split sizes, one per rank, that add up to {numel}, the first "
-                f"dimension of the tensor; got {sizes}"
-            )
-        return list(tensor.detach().split(sizes))
-
-
-def _check_tag(tag: int) -> None:
-    if tag:
-        raise ValueError(
-            f"the syncline backend does not support message tags, got tag={tag}: leave out the tag, and call send and "
-            "recv in the same order on both ranks. Messages from one rank to another keep their order"
-        )

@@ -69,7 +69,7 @@ class SynclineProcessGroup(Collectives, dist.ProcessGroup):  # type: ignore[misc
         self._backend: Any = self
         if _CAN_SUBCLASS_BACKEND:
             self._backend = _Backend(transport, name, global_ranks)
-            self._backend._finisher = self._finisher
+            self._backend._finisher, self._backend._exchanges = self._finisher, self._exchanges
             serve_cpu_by(self, self._backend)
 
     # ------------------------------------------------------------------ names

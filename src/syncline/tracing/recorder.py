@@ -12,8 +12,11 @@ import time
 from collections.abc import Callable, Iterable
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import torch
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from syncline.contract import Contract
 from syncline.environment import num_cores
@@ -81,6 +84,10 @@ class Recorder(Observer):
         self._backward_of: tuple[Source | None, int] = None, 0
         """The source and the layout of the last backward."""
         self._has_ended = False
+        self._hooks: list[Any] = []
+        """The handles of the hooks by which the steps of all optimizers are seen."""
+        self._steps_begun: dict[int, float] = {}
+        """When steps of optimizers have begun that have not ended, by the id of the optimizer."""
 
     # ------------------------------------------------------------------ events
 
@@ -104,9 +111,39 @@ class Recorder(Observer):
             self._write_kept()
 
     def optimizer_stepped(self, event: OptimizerStepped) -> None:
+        last = self._kept[-1] if self._kept else None
+        if isinstance(last, OptimizerStepped) and last.step == 0 and last.source is event.source:
+            self._kept.pop()  # `_step_ended` has seen the inner part of this step
         self._kept.append(event)
         if event.ended_at > self._due_at:
             self._write_kept()
+
+    def start(self) -> Recorder:
+        if not self._hooks:
+            self._hooks = [
+                register_optimizer_step_pre_hook(self._step_begins),
+                register_optimizer_step_post_hook(self._step_ended),
+            ]
+        return super().start()
+
+    def stop(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
+        super().stop()
+
+    def _step_begins(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        self._steps_begun[id(optimizer)] = time.perf_counter()
+
+    def _step_ended(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        """Record a step of an optimizer that is not attached. Torch calls this for every optimizer."""
+        began_at, source = self._steps_begun.pop(id(optimizer), None), self._backward_of[0]
+        # Ranks may be other threads. For those, it is not known whose step this is.
+        is_rank = threading.current_thread() is threading.main_thread()
+        if began_at is None or source is None or not is_rank:
+            return
+        name = type(optimizer).__name__
+        self._kept.append(OptimizerStepped(source, name, 0, began_at, time.perf_counter(), False))
 
     def _see_layout(self, event: BackwardEnded) -> None:
         if self._layouts.get(event.source) != event.layout:

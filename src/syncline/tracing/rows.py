@@ -143,7 +143,32 @@ class EndRow(NamedTuple):
 
     at: int
     error: str
-    """The first line of the error that ended the program; empty if it ended without one."""
+    """The first line of the exception that ended the program; empty if it ended without one."""
+
+    @property
+    def is_error(self) -> bool:
+        """Whether the program failed. Ctrl-C and `sys.exit(0)` are no failures.
+
+        Examples:
+            >>> EndRow(0, "KeyboardInterrupt: ").is_error, EndRow(0, "ValueError: no").is_error
+            (False, True)
+        """
+        return bool(self.error) and not self.is_ctrl_c and self.error.strip() not in _GOOD_ENDS
+
+    @property
+    def is_ctrl_c(self) -> bool:
+        return self.error.startswith("KeyboardInterrupt")
+
+    @property
+    def words(self) -> str:
+        """How the process ended."""
+        if self.is_ctrl_c:
+            return "stopped by Ctrl-C"
+        return f"ended with an error: {self.error}" if self.is_error else "has ended"
+
+
+_GOOD_ENDS = ("SystemExit:", "SystemExit: None", "SystemExit: 0", "SystemExit: 75")
+"""Exits that are no failures. 75 is that of ranks that stopped because they were asked to."""
 
 
 Row = (

@@ -184,20 +184,28 @@ class Transport(ABC):
         self._check_flat(tensor)
         return self._started("broadcast", tensor, self._start_broadcast(tensor, src))
 
-    def send(self, tensor: Tensor, dst: int) -> Work:
-        """Send `tensor` to rank `dst`, which must call `recv`. Messages from one rank to another arrive in order."""
+    def send(self, tensor: Tensor, dst: int, *, terms: int = 0) -> Work:
+        """Send `tensor` to rank `dst`, which must call `recv`. Messages from one rank to another arrive in order.
+
+        Args:
+            tensor: the tensor.
+            dst: the receiving rank.
+            terms: a number from 0 to 65535 that shared memory compares with that of the `recv`, together with the dtype
+                and the number of elements. Other engines ignore it.
+        """
         self._check_peer("dst", dst)
         self._check_flat(tensor)
-        return self._started("send", tensor, self._start_send(tensor, dst))
+        return self._started("send", tensor, self._start_send(tensor, dst, terms))
 
-    def recv(self, tensor: Tensor, src: int) -> Work:
+    def recv(self, tensor: Tensor, src: int, *, terms: int = 0) -> Work:
         """Receive a tensor from rank `src` into `tensor`.
 
-        `tensor` must have the same dtype and number of elements as the tensor that `src` sends.
+        `tensor` must have the same dtype and number of elements as the tensor that `src` sends. For `terms`, see
+        `send`.
         """
         self._check_peer("src", src)
         self._check_flat(tensor)
-        return self._started("recv", tensor, self._start_recv(tensor, src))
+        return self._started("recv", tensor, self._start_recv(tensor, src, terms))
 
     def barrier(self) -> Work:
         """Start a barrier. The barrier is complete once every rank has called this method."""
@@ -210,7 +218,7 @@ class Transport(ABC):
         """
         if self.size == 1:
             return [payload]
-        lengths = gather_tensor(self, torch.tensor([len(payload)])).flatten().tolist()
+        lengths = gather_tensor(self, torch.tensor([len(payload)], device="cpu")).flatten().tolist()
         longest = max(lengths)
         if not longest:
             return [b""] * self.size
@@ -380,10 +388,10 @@ class Transport(ABC):
     def _start_broadcast(self, tensor: Tensor, src: int) -> Work: ...
 
     @abstractmethod
-    def _start_send(self, tensor: Tensor, dst: int) -> Work: ...
+    def _start_send(self, tensor: Tensor, dst: int, terms: int = 0) -> Work: ...
 
     @abstractmethod
-    def _start_recv(self, tensor: Tensor, src: int) -> Work: ...
+    def _start_recv(self, tensor: Tensor, src: int, terms: int = 0) -> Work: ...
 
     @abstractmethod
     def _start_barrier(self) -> Work: ...

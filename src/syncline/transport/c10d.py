@@ -236,7 +236,7 @@ class C10dTransport(WatchedTransport):
         group, options = self._group, self._options.broadcast[src]
         return self._start("broadcast", f"from rank {src}", tensor, lambda: group.broadcast([wire], options))
 
-    def _start_send(self, tensor: Tensor, dst: int) -> Work:
+    def _start_send(self, tensor: Tensor, dst: int, terms: int = 0) -> Work:
         if self._goes_through_host(tensor):
             tensor = host_copy(tensor)
         wire = movable(tensor)
@@ -244,7 +244,7 @@ class C10dTransport(WatchedTransport):
             "send", f"to rank {dst}", tensor, lambda: self._message(self._group.send, wire, dst)
         )
 
-    def _start_recv(self, tensor: Tensor, src: int) -> Work:
+    def _start_recv(self, tensor: Tensor, src: int, terms: int = 0) -> Work:
         if self._goes_through_host(tensor):
             return through_host(tensor, tensor, lambda host, _: self._start_recv(host, src))
         wire = movable(tensor)

@@ -119,13 +119,13 @@ def through_host(output: Tensor, input: Tensor, start: Callable[[Tensor, Tensor]
         start: a function that starts the operation on the copies of `output` and `input`.
     """
     sent = host_copy(input)
-    result = sent if output is input else torch.empty(output.numel(), dtype=output.dtype)
+    result = sent if output is input else torch.empty(output.numel(), dtype=output.dtype, device="cpu")
     return CombinedWork([(start(result, sent), lambda: fill(output, result))])
 
 
 def host_copy(tensor: Tensor) -> Tensor:
     """Copy a tensor to a flat tensor in the memory of the host."""
-    copy = torch.empty(tensor.numel(), dtype=tensor.dtype)
+    copy = torch.empty(tensor.numel(), dtype=tensor.dtype, device="cpu")
     fill(copy, tensor)
     return copy
 

@@ -185,11 +185,11 @@ class FaultyTransport(Transport):
     def _start_broadcast(self, tensor: Tensor, src: int) -> Work:
         return self._unless_due("broadcast").broadcast(tensor, src)
 
-    def _start_send(self, tensor: Tensor, dst: int) -> Work:
-        return self._unless_due("send").send(tensor, dst)
+    def _start_send(self, tensor: Tensor, dst: int, terms: int = 0) -> Work:
+        return self._unless_due("send").send(tensor, dst, terms=terms)
 
-    def _start_recv(self, tensor: Tensor, src: int) -> Work:
-        return self._unless_due("recv").recv(tensor, src)
+    def _start_recv(self, tensor: Tensor, src: int, terms: int = 0) -> Work:
+        return self._unless_due("recv").recv(tensor, src, terms=terms)
 
     def _start_barrier(self) -> Work:
         return self._unless_due("barrier").barrier()

@@ -208,13 +208,13 @@ class HierarchicalTransport(WatchedTransport):
         if not input.is_cpu:
             return self._beneath._start_all_gather(output, input)
         hosts, mine, everyone = self._hosts, _as_bytes(input), _as_bytes(output)
-        of_host = torch.empty(hosts.widest * mine.numel(), dtype=torch.uint8)
+        of_host = torch.empty(hosts.widest * mine.numel(), dtype=torch.uint8, device="cpu")
         here = of_host[: len(self._members) * mine.numel()]
         if self._up is None:
             here.copy_(mine)
         whole, sort = everyone, None
         if self._across is not None and not hosts.is_even:
-            whole = torch.empty(len(hosts.members) * of_host.numel(), dtype=torch.uint8)
+            whole = torch.empty(len(hosts.members) * of_host.numel(), dtype=torch.uint8, device="cpu")
             sort = partial(hosts.put_in_rank_order, everyone, whole)
         phases = self._phases(
             lambda up: up._start_all_gather(here, mine),
@@ -236,17 +236,17 @@ class HierarchicalTransport(WatchedTransport):
         )
         return self._start("broadcast", f"from rank {src}", tensor, [phases])
 
-    def _start_send(self, tensor: Tensor, dst: int) -> Work:
+    def _start_send(self, tensor: Tensor, dst: int, terms: int = 0) -> Work:
         self._check_usable()
         if tensor.is_cpu and self._up is not None and dst in self._members:
-            return self._up._start_send(tensor, self._members.index(dst))
-        return self._beneath._start_send(tensor, dst)
+            return self._up._start_send(tensor, self._members.index(dst), terms)
+        return self._beneath._start_send(tensor, dst, terms)
 
-    def _start_recv(self, tensor: Tensor, src: int) -> Work:
+    def _start_recv(self, tensor: Tensor, src: int, terms: int = 0) -> Work:
         self._check_usable()
         if tensor.is_cpu and self._up is not None and src in self._members:
-            return self._up._start_recv(tensor, self._members.index(src))
-        return self._beneath._start_recv(tensor, src)
+            return self._up._start_recv(tensor, self._members.index(src), terms)
+        return self._beneath._start_recv(tensor, src, terms)
 
     def _start_barrier(self) -> Work:
         def start(part: Transport) -> Work:

@@ -138,7 +138,7 @@ class MirrorTransport(Transport):
         self._check()
         return DONE
 
-    def _start_send(self, tensor: Tensor, dst: int) -> Work:
+    def _start_send(self, tensor: Tensor, dst: int, terms: int = 0) -> Work:
         self._check()
         expected = self._expected.get(dst)
         if expected:
@@ -147,7 +147,7 @@ class MirrorTransport(Transport):
             self._sent.setdefault(dst, deque()).append(tensor.detach().view(-1).clone())
         return DONE
 
-    def _start_recv(self, tensor: Tensor, src: int) -> Work:
+    def _start_recv(self, tensor: Tensor, src: int, terms: int = 0) -> Work:
         self._check()
         arrival = _Arrival(self, tensor, src)
         sent = self._sent.get(src)

@@ -207,11 +207,11 @@ class ThreadsTransport(Transport):
             return self._start(call, _snapshot(tensor), lambda parts: parts[src], None)
         return self._start(call, None, lambda parts: parts[src], tensor)
 
-    def _start_send(self, tensor: Tensor, dst: int) -> Work:
+    def _start_send(self, tensor: Tensor, dst: int, terms: int = 0) -> Work:
         call = Call("send", "", tensor.numel(), tensor.dtype)
         return self._start(call, _snapshot(tensor), _only_message, None, (self.rank, dst))
 
-    def _start_recv(self, tensor: Tensor, src: int) -> Work:
+    def _start_recv(self, tensor: Tensor, src: int, terms: int = 0) -> Work:
         call = Call("recv", "", tensor.numel(), tensor.dtype)
         return self._start(call, None, _only_message, tensor, (src, self.rank))
 

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 from syncline._torch.profiler import profiled
+from syncline._torch.transforms import outside_of_transforms
 from syncline.checks import checked_count
 from syncline.events import called
 from syncline.sharded.attached import is_sharded
@@ -40,11 +41,13 @@ class Prepared(NamedTuple, Generic[T]):
 def verb(transport: Transport, name: str) -> Iterator[None]:
     """Run one call of a verb: no other thread calls anything on this transport meanwhile, and observers see the call.
 
+    A verb that is called inside of a transform of torch.func runs outside of it.
+
     Args:
         transport: the transport of the call.
         name: the name of the verb, without `sl.`.
     """
-    with transport.turn, profiled(name), called(name, transport.rank):
+    with transport.turn, profiled(name), called(name, transport.rank), outside_of_transforms():
         yield
 
 

@@ -180,18 +180,18 @@ class _Leaf:
 def _as_tensor(path: str, leaf: Any) -> tuple[Tensor, str]:
     """Return a number as a tensor of shape (1,), and the name of its type."""
     if isinstance(leaf, bool):
-        return torch.tensor([leaf]), "a bool"
+        return torch.tensor([leaf], device="cpu"), "a bool"
     if isinstance(leaf, Integral):
         if not -(2**63) <= int(leaf) < 2**63:
             raise ValueError(
                 f"expected {path} to be an integer of at most 64 bits, got an integer of "
                 f"{int(leaf).bit_length()} bits: pass objects=True"
             )
-        return torch.tensor([int(leaf)]), "an integer"
+        return torch.tensor([int(leaf)], device="cpu"), "an integer"
     if isinstance(leaf, Real):
-        return torch.tensor([float(leaf)], dtype=torch.float64), "a float"
+        return torch.tensor([float(leaf)], dtype=torch.float64, device="cpu"), "a float"
     if isinstance(leaf, Complex):
-        return torch.tensor([complex(leaf)], dtype=torch.complex128), "a complex number"
+        return torch.tensor([complex(leaf)], dtype=torch.complex128, device="cpu"), "a complex number"
     raise TypeError(
         "expected values to be numbers or tensors, or dicts, lists, tuples and dataclasses of numbers and tensors, got "
         f"{what_it_is(leaf)} at {path}: leave it out, convert it to a tensor, or pass objects=True for strings, bytes, "
@@ -210,7 +210,7 @@ def _counts(found: Sequence[_Leaf], payloads: Sequence[bytes], transport: Transp
     if len(mine) <= _NUM_INLINE:
         by_rank = [[count for (count,) in _COUNT.iter_unpack(payload)] for payload in payloads]
     else:
-        by_rank = [row.tolist() for row in gather_rows(transport, torch.tensor(mine))]
+        by_rank = [row.tolist() for row in gather_rows(transport, torch.tensor(mine, device="cpu"))]
     columns = iter(zip(*by_rank, strict=True))
     return [[1] * transport.size if leaf.is_single else list(next(columns)) for leaf in found]
 

@@ -64,7 +64,7 @@ def _is_large(leaf: Any) -> bool:
 def _as_row(leaf: Any) -> Tensor:
     """Return the numbers of a leaf as a flat float64 tensor on the CPU. A complex number becomes two numbers."""
     if not isinstance(leaf, Tensor):
-        return torch.tensor([float(leaf)], dtype=torch.float64)
+        return torch.tensor([float(leaf)], dtype=torch.float64, device="cpu")
     if leaf.is_complex():
         return torch.view_as_real(leaf.detach().to("cpu", torch.complex128).resolve_conj()).reshape(-1)
     return leaf.detach().to("cpu", torch.float64).reshape(-1)
@@ -204,7 +204,7 @@ def mean(values: Any, weight: float | Tensor = 1.0, *, group: Group = None) -> A
             scale = checked_number("weight", weight, at_least=0)
             lines, found = _described(values)
             small = [_as_row(leaf) for leaf in found if not _is_large(leaf)]
-            row = torch.cat([torch.empty(0, dtype=torch.float64), *small])
+            row = torch.cat([torch.empty(0, dtype=torch.float64, device="cpu"), *small])
             inline = row[:_NUM_INLINE].tolist()
             head = _HEAD.pack(scale, *inline, *([0.0] * (_NUM_INLINE - len(inline))))
             return Prepared((found, row), lines, head)
@@ -214,7 +214,7 @@ def mean(values: Any, weight: float | Tensor = 1.0, *, group: Group = None) -> A
         for head in heads:
             weight_there, *inline = _HEAD.unpack(head)
             weights.append(weight_there)
-            rows.append(torch.tensor(inline[: row.numel()], dtype=torch.float64))
+            rows.append(torch.tensor(inline[: row.numel()], dtype=torch.float64, device="cpu"))
         total = checked_total("sl.mean", weights)
         if row.numel() > _NUM_INLINE:
             rows = gather_rows(transport, row)

@@ -109,7 +109,7 @@ def sync_gradients_(module: Any, *, group: Group = None, async_op: bool = False)
         if mine.has_short_kinds:
             kinds = [_unpacked(payload[_STANDING.size :], len(mine.kinds)) for payload in payloads]
         else:
-            rows = gather_rows(transport, torch.tensor(mine.kinds, dtype=torch.uint8))
+            rows = gather_rows(transport, torch.tensor(mine.kinds, dtype=torch.uint8, device="cpu"))
             kinds = [bytes(row.tolist()) for row in rows]
         work = mine.start(
             transport, [max(column) for column in zip(*kinds, strict=True)], num_items, wait=not async_op

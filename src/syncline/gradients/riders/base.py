@@ -22,6 +22,10 @@ class Holder(Protocol):
         """Return this rank's own gradients in the bucket as one tensor. Call this method before the bucket is sent."""
         ...
 
+    def unchecked(self) -> Tensor:
+        """Return that part of `own()` whose values were not found to be finite when they were copied."""
+        ...
+
     def own_parts(self) -> list[tuple[int, Tensor]]:
         """Return the parts of the result of `own`, as pairs of a parameter's index and the part of this parameter."""
         ...

@@ -1,11 +1,12 @@
 """Search for NaN and infinity in tensors, and in the gradients that this rank is about to send.
 
-On the CPU the first check of a bucket computes the sum of its elements. If an element is not finite, the sum is not
-finite either. But the sum of finite numbers may overflow. So if the sum is not finite, a second check reads the least
-and the greatest element, which cannot overflow.
+On the CPU most elements are checked when they are copied into their bucket (`copying.py`). For the others, the first
+check computes their sum. If an element is not finite, the sum is not finite either. But the sum of finite numbers may
+overflow. So if the sum is not finite, a second check reads the least and the greatest element, which cannot overflow.
 
 On an accelerator the program must not wait for each bucket. So kernels compute the largest magnitude of each
-parameter's gradient. The program waits once for all of these results, just before the last bucket is sent.
+parameter's gradient. The program waits once for all of these results, just before the last bucket is sent, or reads
+them in a later step without waiting (`LateResult`).
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ class OwnGradients:
 
         On an accelerator this method only starts the check, and returns False. `wait` returns what the check has found.
         """
-        values = bucket.own()
+        values = bucket.unchecked()
         if values.device.type != "cpu":
             self.check_later(bucket.own_parts())
             return False
@@ -67,15 +68,60 @@ class OwnGradients:
         for group in elsewhere.values():
             self.check_later(group)
 
+    def leave(self) -> LateResult | None:
+        """Let the accelerators finish their checks, and return the result for later; None if they check nothing."""
+        sizes, self._sizes = self._sizes, []
+        return LateResult(sizes) if sizes else None
+
     def wait(self) -> Found:
         """Wait once for the checks of all buckets. Return the description of all elements that are not finite."""
         for device in {size.device for _, size in self._sizes}:
             here = [(index, size) for index, size in self._sizes if size.device == device]
             for (index, _), size in zip(here, torch.stack([size for _, size in here]).tolist(), strict=True):
                 if not math.isfinite(size):
-                    self.found[index] = "NaN" if math.isnan(size) else "infinity"
+                    self.found[index] = _kind_of(size)
         self._sizes = []
         return self.found
+
+
+class LateResult:
+    """The result of checks on accelerators, which is copied to the host without waiting for them.
+
+    Args:
+        sizes: parameter indices, each with the largest magnitude of the parameter's gradient.
+
+    Examples:
+        >>> late = LateResult([(7, torch.tensor(2.0)), (8, torch.tensor(math.nan))])
+        >>> late.is_there, late.found()
+        (True, {8: 'NaN'})
+    """
+
+    def __init__(self, sizes: Sequence[tuple[int, Tensor]]) -> None:
+        self._parts: list[tuple[list[int], Tensor]] = []
+        self._events: list[torch.Event] = []
+        for device in dict.fromkeys(size.device for _, size in sizes):
+            here = torch.stack([size.detach().float() for _, size in sizes if size.device == device])
+            on_host = here
+            if device.type != "cpu":  # the copy is asynchronous only into pinned memory
+                on_host = torch.empty(here.shape, dtype=here.dtype, device="cpu", pin_memory=True)
+                on_host.copy_(here, non_blocking=True)
+                self._events.append(torch.Event(device))
+                self._events[-1].record()
+            self._parts.append(([index for index, size in sizes if size.device == device], on_host))
+
+    @property
+    def is_there(self) -> bool:
+        """Whether the accelerators have finished, so that `found` does not wait."""
+        return all(event.query() for event in self._events)
+
+    def found(self) -> Found:
+        """Return the kind of the elements that are not finite, by parameter index."""
+        pairs = [pair for indices, sizes in self._parts for pair in zip(indices, sizes.tolist(), strict=True)]
+        return {index: _kind_of(size) for index, size in pairs if not math.isfinite(size)}
+
+
+def _kind_of(size: float) -> str:
+    return "NaN" if math.isnan(size) else "infinity"
 
 
 def is_finite(values: Tensor, dtype: torch.dtype | None = None) -> bool:

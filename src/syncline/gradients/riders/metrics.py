@@ -82,7 +82,7 @@ class Metrics(Rider):
     def _own_word(self) -> int:
         numbers = [number for name in self._names for number in self._own(name)]
         # A number that is too large for float32 becomes infinity.
-        rounded = torch.tensor(numbers, dtype=torch.float64).float().tolist()
+        rounded = torch.tensor(numbers, dtype=torch.float64, device="cpu").float().tolist()
         return int.from_bytes(struct.pack(f">{len(rounded)}f", *rounded), "big")
 
     def receive(self, words: Words) -> None:

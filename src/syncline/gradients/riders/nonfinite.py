@@ -107,7 +107,7 @@ class NonFiniteWatch(NonFinite):
         self._own = OwnGradients()
         self._replaces = False
         """Whether this rank sends zeros in place of elements that are not finite."""
-        self._report = NonFiniteReport(policy, names, rank=transport.rank)
+        self._report = NonFiniteReport(policy, names, warns=not transport.rank)
 
     def continues(self, former: NonFinite) -> None:
         """Take over the state of a former object, because the module has changed."""
@@ -163,7 +163,7 @@ class NonFiniteWatch(NonFinite):
 
     def conclude_alone(self, gradients: Iterable[tuple[int, Tensor | None]], *, step: int) -> None:
         """Check the gradients and decide by the policy. There is only one rank, and its gradients are in no bucket."""
-        parts = _present(gradients)
+        parts = present(gradients)
         self._own.check_gradients(parts)
         findings = Findings()
         if found := self._own.wait():
@@ -180,7 +180,7 @@ class NonFiniteWatch(NonFinite):
         collective call.
         """
         self.backward_begins(has_hook=False)
-        parts = _present(gradients)
+        parts = present(gradients)
         findings = Findings(in_mean=describe([part for part in parts if not is_finite(part[1])]))
         if findings.in_mean:
             has_scaler = self._exchange(findings.in_mean).has_scaler
@@ -209,12 +209,8 @@ class NonFiniteWatch(NonFinite):
         Args:
             mine: this rank's findings.
         """
-        has_scaler = is_scaler_in_use()
-        if self._transport.size == 1:
-            return Findings(own=[mine], has_scaler=has_scaler)
-        payload = json.dumps([has_scaler, sorted(mine.items())]).encode()
-        rows = [json.loads(row) for row in self._transport.all_gather_bytes(payload)]
-        return Findings(own=[dict(row) for _, row in rows], has_scaler=any(scaler for scaler, _ in rows))
+        rows = exchange_found(self._transport, mine)
+        return Findings(own=[found for _, _, found in rows], has_scaler=any(scaler for scaler, _, _ in rows))
 
     def _decide(self, findings: Findings, parts: Iterable[tuple[int, Tensor]], *, step: int) -> None:
         """Decide what to do about a step. The findings are the same on every rank, and so is the decision.
@@ -322,7 +318,20 @@ class DiscardedGradients:
         return bool(self._number) and any(getattr(one, _MARK, 0) == self._number for one in gradients)
 
 
-def _present(gradients: Iterable[tuple[int, Tensor | None]]) -> Parts:
+def exchange_found(transport: Transport, mine: Found, *, age: int = 0) -> list[tuple[bool, int, Found]]:
+    """Gather from each rank whether it uses a GradScaler, `age`, and its findings. This is a collective call.
+
+    Args:
+        transport: the transport between the ranks.
+        mine: this rank's findings.
+        age: the number of steps since the step of the findings.
+    """
+    payload = json.dumps([is_scaler_in_use(), age, sorted(mine.items())]).encode()
+    rows = [payload] if transport.size == 1 else transport.all_gather_bytes(payload)
+    return [(scaler, age, dict(found)) for scaler, age, found in map(json.loads, rows)]
+
+
+def present(gradients: Iterable[tuple[int, Tensor | None]]) -> Parts:
     """Return the gradients that are not None, with their indices. A sparse gradient is replaced by its stored rows."""
     return [(i, stored_values(g) if g.is_sparse else g) for i, g in gradients if g is not None]
 

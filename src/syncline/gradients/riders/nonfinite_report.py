@@ -51,17 +51,17 @@ class NonFiniteReport:
     steps has doubled since the last warning.
 
     Args:
-        policy: "raise", "skip" or "zero".
+        policy: "warn", "raise", "skip" or "zero".
         names: names of all parameters, by index.
-        rank: this rank. Only rank 0 warns.
+        warns: whether this rank shows the warnings, if the findings are those of all ranks.
     """
 
-    def __init__(self, policy: OnNonFinite, names: Sequence[str], *, rank: int) -> None:
+    def __init__(self, policy: OnNonFinite, names: Sequence[str], *, warns: bool) -> None:
         self._policy = policy
         self._names = names
-        self._rank = rank
+        self._warns = warns
         self._error: NonFiniteGradient | None = None
-        """The prepared error. Under "skip" and "zero" its text is the warning.
+        """The prepared error. Under all policies but "raise", its text is the warning.
 
         It is None if there is nothing to report.
         """
@@ -109,12 +109,13 @@ class NonFiniteReport:
             return
         self._warned |= names
         self._warns_from = 2 * num_steps
-        if self._rank == 0:
+        if self._warns:
             warn_user(str(error))
 
     def _text(self, findings: Findings, *, step: int, num_steps: int) -> str:
         so_far = f'on_nonfinite="{self._policy}", {num_steps} step{"s" if num_steps != 1 else ""} so far'
         outcome = {
+            "warn": "gradients are not finite, and the weights will not be either",
             "raise": "gradients are not finite, so no optimizer may step with them",
             "skip": f"gradients are not finite, so no rank steps ({so_far})",
             "zero": f"elements of gradients that are not finite count as zero ({so_far})",
@@ -133,6 +134,11 @@ class NonFiniteReport:
             lines.append(findings.cause_in_mean)
         if self._policy == "raise":
             lines[-1] += '. on_nonfinite="skip" skips such steps on all ranks'
+        if self._policy == "warn":
+            lines[-1] += (
+                '. To stop all ranks before they step, use on_nonfinite="raise". on_nonfinite="skip" skips such steps '
+                'on all ranks, and on_nonfinite="ignore" leaves out this check. This warning comes only once'
+            )
         return "\n".join(lines)
 
     def _shown(self, found: Found) -> str:

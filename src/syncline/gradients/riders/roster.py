@@ -14,6 +14,7 @@ from syncline.gradients.riders.metrics import Metrics
 from syncline.gradients.riders.missing import MissingGradients, StaticGraph
 from syncline.gradients.riders.newcomers import Newcomers
 from syncline.gradients.riders.nonfinite import NonFinite, NonFiniteWatch
+from syncline.gradients.riders.nonfinite_notice import NonFiniteNotice
 from syncline.gradients.riders.replica_watch import Replicas
 from syncline.gradients.riders.same_data import SameData
 from syncline.gradients.riders.settings import Settings
@@ -55,10 +56,12 @@ class Roster(Riders):
         self.items = Items()
         self.missing = MissingGradients(names, are_allowed=options.allow_unused)
         self.nonfinite = NonFinite()
-        if options.on_nonfinite != "ignore":
+        if options.on_nonfinite == "warn":
+            self.nonfinite = NonFiniteNotice(names, transport)
+        elif options.on_nonfinite != "ignore":
             self.nonfinite = NonFiniteWatch(options.on_nonfinite, names, gradients, transport)
-            if former is not None:
-                self.nonfinite.continues(former.nonfinite)
+        if former is not None:
+            self.nonfinite.continues(former.nonfinite)
         riders: list[Rider] = [
             self.stop,
             self.newcomers,

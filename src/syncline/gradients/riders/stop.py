@@ -62,7 +62,7 @@ class StopVote:
 
     def gather(self, transport: Transport) -> None:
         """Gather the votes of all ranks in a collective of their own, and wait for the result."""
-        mine = torch.tensor([int(self.request.is_asked)], dtype=torch.int32)
+        mine = torch.tensor([int(self.request.is_asked)], dtype=torch.int32, device="cpu")
         rows = gather_rows(transport, mine)
         if not self.asked_ranks:
             self.asked_ranks = tuple(rank for rank, row in enumerate(rows) if row.item())

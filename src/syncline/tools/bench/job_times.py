@@ -79,4 +79,5 @@ def measure_job(
         backward=median(times["backward"]),
         update=median(times["update"]),
         state_values=state_values,
+        times=f"median of {num_steps} steps",
     )

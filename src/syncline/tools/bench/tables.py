@@ -10,7 +10,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-_MAX_WIDTH = 110
+from syncline.words import MAX_COLUMNS, wrapped
 
 _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 
@@ -103,7 +103,9 @@ def report(summary: Mapping[str, Any]) -> str:
     parts += [_steps(row) for row in summary["steps"]]
     if summary["notes"]:
         parts.append("\n".join(["Not measured", *(f"  {note}" for note in summary["notes"])]))
-    return "\n\n".join(parts)
+    return "\n\n".join(
+        "\n".join(short for line in part.splitlines() for short in wrapped(line)) for part in parts
+    )
 
 
 def _head(summary: Mapping[str, Any]) -> str:
@@ -146,7 +148,7 @@ def _by_size(rows: Sequence[Mapping[str, Any]], figure: str, form: Callable[[Any
         for row in rows
     ]
     width = sum(max(map(len, column)) + 2 for column in columns)
-    room = _MAX_WIDTH - max(map(len, names)) - 2
+    room = MAX_COLUMNS - 2 - max(map(len, names)) - 2
     num_columns = math.ceil(len(columns) / math.ceil(width / room))
     parts = [columns[at : at + num_columns] for at in range(0, len(columns), num_columns)]
     return "\n".join(_indented(table(list(zip(["", *names], *part, strict=True)))) for part in parts)

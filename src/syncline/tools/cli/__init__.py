@@ -4,11 +4,12 @@ bench.py     `syncline bench`
 doctor.py    `syncline doctor`
 explain.py   `syncline explain`
 options.py   the parser class of all commands, and the options of `syncline run`
+output.py    messages about progress, and output that cannot be written
 plan.py      `syncline plan`
-progress.py  messages about what a command does, while it prints nothing else
 report.py    `syncline report` and `syncline compare`
 run.py       `syncline run`
 tune.py      `syncline plan --tune`
+values.py    checks of numbers and files, before a command begins its work
 watch.py     `syncline watch`
 """
 
@@ -16,12 +17,15 @@ from __future__ import annotations
 
 import difflib
 import platform
+import signal
 import sys
 from collections.abc import Sequence
 from importlib import metadata
 
 from syncline.tools.cli import bench, doctor, explain, plan, report, run, watch
 from syncline.tools.cli.options import UsageError
+from syncline.tools.cli.output import EXIT_BROKEN_PIPE, Output, say
+from syncline.tools.launch.display import EXIT_OUTPUT_LOST
 
 __all__ = ["main"]
 
@@ -55,6 +59,9 @@ commands
 options
   -h, --help    show this text; syncline COMMAND --help shows the options of a command
   --version     show the versions of Syncline, torch and Python
+
+Exit codes of all commands: 2 for wrong usage; 74 if the output could not be written,
+for example to a full disk. The help of a command says what its other codes mean.
 """
 
 
@@ -65,8 +72,34 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: the arguments of the command. None means the arguments of this process.
 
     Returns:
-        The exit code, which is 2 if the command line is wrong.
+        The exit code. 2 means that the command line is wrong, and 74 that the output could not be written.
     """
+    code = 0
+    with Output() as output:
+        try:
+            code = _run(argv)
+        except KeyboardInterrupt:
+            code = 128 + signal.SIGINT
+        except OSError as error:
+            if output.failure is None and error.filename is None:
+                raise
+            if output.failure is None:
+                say("syncline", f"cannot use {error.filename}: {error.strerror}")
+                code = 2
+    return code or _output_lost(output.failure)
+
+
+def _output_lost(error: OSError | None) -> int:
+    """Print why output could not be written, and return the exit code. A reader that has left needs no message."""
+    if error is None:
+        return 0
+    if isinstance(error, BrokenPipeError):
+        return EXIT_BROKEN_PIPE
+    say("syncline", f"the output could not be written: {error.strerror}")
+    return EXIT_OUTPUT_LOST
+
+
+def _run(argv: Sequence[str] | None) -> int:
     name, *arguments = (sys.argv[1:] if argv is None else argv) or [""]
     if name in _COMMANDS:
         return _run_command(name, arguments)
@@ -81,7 +114,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"syncline {syncline} (torch {torch}, Python {platform.python_version()})")
         return 0
     if not name:
-        print(_HELP, end="", file=sys.stderr)
+        say("", _HELP.rstrip())
         return 2
     return _refuse(name)
 
@@ -92,7 +125,7 @@ def _refuse(name: str) -> int:
     remedy = f"did you mean {near[0]}?" if near else f"expected {', '.join(_COMMANDS)}; see syncline --help"
     if name.endswith(".py"):
         remedy = f"did you mean: syncline run {name}?"
-    print(f"syncline: unknown command {name!r}: {remedy}", file=sys.stderr)
+    say("syncline", f"unknown command {name!r}: {remedy}")
     return 2
 
 
@@ -100,7 +133,7 @@ def _run_command(name: str, arguments: Sequence[str]) -> int:
     try:
         return _COMMANDS[name](arguments)
     except UsageError as error:
-        print(f"syncline {name}: {error}", file=sys.stderr)
+        say(f"syncline {name}", str(error))
         return 2
     except SystemExit as help_was_shown:
         return int(help_was_shown.code or 0)

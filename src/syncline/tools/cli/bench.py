@@ -10,7 +10,6 @@ import argparse
 import contextlib
 import importlib.util
 import json
-import os
 import re
 import sys
 from collections.abc import Mapping, Sequence
@@ -23,6 +22,8 @@ from syncline.tools.bench.machine import describe_machine, total_memory_bytes
 from syncline.tools.bench.plot import SUFFIXES, can_plot, plot
 from syncline.tools.bench.tables import parse_size, report, size_text
 from syncline.tools.cli.options import CommandParser, UsageError
+from syncline.tools.cli.output import say
+from syncline.tools.cli.values import MOST_RANKS, check_input, check_number, check_output, write_file
 from syncline.tools.launch.command import worker_command
 from syncline.tools.launch.guardian import Guardian
 from syncline.tools.plan import usual_path
@@ -68,6 +69,8 @@ The page "Benchmarks" of the documentation describes the measurement. Ctrl-C end
 without a result.
 """
 
+_NAME = "syncline bench"
+
 _SIZES = "1K,16K,64K,256K,1M,4M,25M,100M"
 
 _QUICK_SIZES = "1K,64K,1M"
@@ -93,7 +96,7 @@ def main(argv: Sequence[str]) -> int:
         return _calibrate(usual_path() if args.json is None else args.json)
     sizes = _sizes(args)
     before = None if args.compare is None else _baseline(args, sizes)
-    print(f"syncline bench: starting {args.n} ranks", file=sys.stderr, flush=True)
+    say(_NAME, f"starting {args.n} ranks")
     transport = None if before is None else str(before.settings["transport"])
     plan = replace(_plan(args, sizes), mpis=_mpis(), transport=transport)
     from syncline.tools.bench.baseline import settings_of
@@ -121,7 +124,7 @@ def main(argv: Sequence[str]) -> int:
         print("\n--quick: these results only show that the benchmark runs, not how fast the engines are")
     if args.json is not None:
         kept = {**summary, "settings": settings, "figures": to_json(figures)}
-        args.json.write_text(json.dumps(kept, indent=2) + "\n")
+        write_file("--json", args.json, json.dumps(kept, indent=2) + "\n")
     if args.plot is not None:
         plot(summary, args.plot)
     return 0 if before is None else show_comparison(args.compare, before.figures, figures)
@@ -149,11 +152,13 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
         )
     if args.compare is not None and args.quick:
         raise UsageError("--compare and --quick exclude each other: the times of --quick are not reliable")
-    if args.rounds is not None and args.rounds < 2:
-        raise UsageError(f"--rounds {args.rounds}: expected at least 2 rounds")
+    check_number("-n", args.n, 2, MOST_RANKS, "ranks")
+    check_number("--rounds", args.rounds, 2, 100_000, "rounds")
+    if args.compare is not None:
+        check_input("--compare ", args.compare)
     for option, path in (("--json", args.json), ("--plot", args.plot)):
         if path is not None:
-            _check_can_write(option, path)
+            check_output(option, path)
     if args.plot is not None and args.plot in (args.json, args.compare):
         raise UsageError(f"--plot {args.plot}: expected a file of its own, got that of another option")
     if args.plot is not None and args.plot.suffix.lower() not in SUFFIXES:
@@ -163,20 +168,6 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
             "--plot needs matplotlib, which is not installed: pip install 'syncline[bench]', or leave --plot out"
         )
     return args
-
-
-def _check_can_write(option: str, path: Path) -> None:
-    """Raise an error if a file cannot be written after the measurement.
-
-    Raises:
-        UsageError: the path names no file in a folder that exists, or this user may not write it.
-    """
-    if path.is_dir():
-        raise UsageError(f"{option} {path}: expected a file, got a folder")
-    if not path.absolute().parent.is_dir():
-        raise UsageError(f"{option} {path}: expected the path of a file in a folder that exists")
-    if not os.access(path if path.exists() else path.absolute().parent, os.W_OK):
-        raise UsageError(f"{option} {path}: expected a file that this user may write")
 
 
 def _refuse_without_effect(args: argparse.Namespace) -> None:
@@ -246,14 +237,14 @@ def _calibrate(path: Path) -> int:
     """
     with contextlib.suppress(OSError):  # the check names what is wrong
         path.parent.mkdir(parents=True, exist_ok=True)
-    _check_can_write("--calibrate", path)
+    check_output("--calibrate", path)
     from syncline.tools.bench.measured import MeasurementFailed, calibrated
 
     try:
-        machine = calibrated(lambda text: print(f"syncline bench: {text}", file=sys.stderr, flush=True))
+        machine = calibrated(lambda text: say(_NAME, text))
     except MeasurementFailed as failed:
         return failed.code
-    path.write_text(json.dumps(machine.to_json(), indent=1) + "\n")
+    write_file("--json", path, json.dumps(machine.to_json(), indent=1) + "\n")
     print(f"The figures of {machine.name} are in {path}")
     return 0
 
@@ -301,5 +292,5 @@ def _mpis() -> list[dict[str, str]]:
     try:
         return [asdict(find_mpi(sys.executable))]
     except ValueError as error:
-        print(f"syncline bench: MPI is not measured: {error}", file=sys.stderr)
+        say(_NAME, f"MPI is not measured: {error}")
         return []

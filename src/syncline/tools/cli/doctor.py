@@ -10,15 +10,15 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 import textwrap
 from collections.abc import Sequence
 from dataclasses import asdict
 
 from syncline import environment
 from syncline.tools.cli.options import CommandParser, UsageError
-from syncline.tools.cli.progress import in_progress
+from syncline.tools.cli.output import in_progress, say
 from syncline.tools.cli.run import check_program
+from syncline.tools.cli.values import MOST_RANKS, MOST_STEPS, check_number
 from syncline.tools.launch.command import worker_command
 from syncline.tools.launch.guardian import Guardian
 from syncline.words import format_count
@@ -78,12 +78,8 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--continue", dest="continues", action="store_true")
     parser.add_argument("-m", "--module", action="store_true")
     args = parser.parse_all(argv)
-    if args.n < 1:
-        raise UsageError(f"-n {args.n}: expected at least 1 process")
-    if args.step < 1:
-        raise UsageError(
-            f"--step {args.step}: expected at least 1, because training forwards are counted from 1"
-        )
+    check_number("-n", args.n, 1, MOST_RANKS, "processes" if args.n > 1 else "process")
+    check_number("--step", args.step, 1, MOST_STEPS)
     if args.module and not args.training_script:
         raise UsageError("-m: expected the name of a module, as in syncline doctor -m MODULE")
     if args.training_script:
@@ -109,12 +105,8 @@ def _examine_script(args: argparse.Namespace, guardian: Guardian) -> int:
         is_module=args.module,
         before=("syncline.tools.doctor.watch", json.dumps(asdict(options))),
     )
-    print(
-        f"{_NAME}: starting {format_count(args.n, 'rank')}, which run {args.training_script} to training forward "
-        f"{args.step}",
-        file=sys.stderr,
-        flush=True,
-    )
+    ranks = format_count(args.n, "rank")
+    say(_NAME, f"starting {ranks}, which run {args.training_script} to training forward {args.step}")
     code = run_on_this_host(args.n, command, guardian)
     found = [json.loads(line) for line in report.read_text().splitlines()] if report.exists() else []
     for one in found:
@@ -122,12 +114,12 @@ def _examine_script(args: argparse.Namespace, guardian: Guardian) -> int:
     if code:
         return code
     if not found:
-        print(
-            f"syncline doctor: {args.training_script} ended before training forward {args.step} of a module in a "
+        say(
+            _NAME,
+            f"{args.training_script} ended before training forward {args.step} of a module in a "
             "DistributedDataParallel, so there was no step to examine. A training forward is a forward in training "
             "mode with gradients enabled, in a process that doctor started. If the script uses no "
             "DistributedDataParallel, or starts processes itself, call sl.debug.assert_replicas_agree in the script",
-            file=sys.stderr,
         )
         return 2
     return 0 if all(one["agrees"] for one in found) else 1

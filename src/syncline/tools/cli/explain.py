@@ -19,7 +19,9 @@ from pathlib import Path
 
 from syncline import environment
 from syncline.tools.cli.options import CommandParser, UsageError
+from syncline.tools.cli.output import say
 from syncline.tools.cli.run import check_program
+from syncline.tools.cli.values import MOST_STEPS, check_number
 from syncline.tools.explain.picture import Style
 from syncline.tools.explain.report import SETTLED_STEP, Options, Report, nothing_shown, text_of
 from syncline.tools.launch.command import worker_command
@@ -55,6 +57,9 @@ script if the script failed.
 
 _NAME = "syncline explain"
 
+_MOST_RANKS = 100_000
+"""The other ranks are imitated, so there can be many."""
+
 
 def main(argv: Sequence[str]) -> int:
     """Run `syncline explain` with these arguments.
@@ -72,15 +77,18 @@ def main(argv: Sequence[str]) -> int:
         path = Path(folder, "report.json")
         options = Options(num_ranks=args.n, step=args.step, report=str(path))
         until = f"step {args.step or SETTLED_STEP}"
-        _say(f"running {program} as rank 0 of {args.n} until the end of {until}; other ranks are imitated")
+        say(
+            _NAME,
+            f"running {program} as rank 0 of {args.n}, up to {until}; other ranks are imitated",
+        )
         code = _run(args, options)
         report = Report.decode(path.read_text(encoding="utf-8")) if path.exists() else None
     if code:
         steps = 0 if report is None else report.step
-        _say(f"{program} ended with exit code {code} after {format_count(steps, 'complete step')}")
+        say(_NAME, f"{program} ended with exit code {code} after {format_count(steps, 'complete step')}")
         return code
     if report is None or not report.step:
-        _say(nothing_shown(report, program))
+        say(_NAME, nothing_shown(report, program))
         return 1
     print(text_of(report, options, _style(is_ascii=args.ascii)))
     return 0
@@ -93,10 +101,8 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--ascii", action="store_true")
     parser.add_argument("-m", "--module", action="store_true")
     args = parser.parse_all(argv)
-    if args.n < 1:
-        raise UsageError(f"-n {args.n}: expected at least 1 rank")
-    if args.step is not None and args.step < 1:
-        raise UsageError(f"--step {args.step}: expected at least 1, because steps are counted from 1")
+    check_number("-n", args.n, 1, _MOST_RANKS, "ranks" if args.n > 1 else "rank")
+    check_number("--step", args.step, 1, MOST_STEPS)
     if args.training_script is None:
         raise UsageError(
             "expected a script: syncline explain SCRIPT [arguments]; see syncline explain --help"
@@ -134,7 +140,7 @@ def _style(*, is_ascii: bool) -> Style:
     is_terminal = sys.stdout.isatty()
     columns = shutil.get_terminal_size((MAX_COLUMNS, 24)).columns if is_terminal else MAX_COLUMNS
     return Style(
-        columns=min(140, max(60, columns)),
+        columns=min(MAX_COLUMNS, max(60, columns)),
         has_blocks=not is_ascii and _can_print_blocks(),
         has_colours=is_terminal and environment.wants_colours(),
     )
@@ -146,7 +152,3 @@ def _can_print_blocks() -> bool:
     except (UnicodeEncodeError, LookupError):
         return False
     return True
-
-
-def _say(text: str) -> None:
-    print(f"{_NAME}: {text}", file=sys.stderr, flush=True)

@@ -13,7 +13,9 @@ from syncline.environment import num_cores, threads_per_rank
 from syncline.tools.bench.machine import total_memory_bytes
 from syncline.tools.cli.options import CommandParser, UsageError
 from syncline.tools.cli.report import run_in
+from syncline.tools.cli.run import check_program
 from syncline.tools.cli.tune import tune
+from syncline.tools.cli.values import MOST_HOSTS, MOST_RANKS, check_input, check_number
 from syncline.tools.plan import (
     Cluster,
     Job,
@@ -26,6 +28,7 @@ from syncline.tools.plan import (
     parse_seconds,
     plan_json,
     plan_text,
+    usual_path,
 )
 from syncline.tools.report.analysis import figures_of
 from syncline.tools.report.planned import cluster_of, job_of
@@ -79,6 +82,8 @@ The page "Plan before you run" of the documentation says how the prediction is m
 and how good it is.
 """
 
+_USUAL_LATENCY = 50e-6
+
 _COUNTS = {"": 1.0, "K": 1e3, "M": 1e6, "B": 1e9, "G": 1e9, "T": 1e12}
 
 
@@ -128,7 +133,7 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("-n", "--ranks", type=int)
     parser.add_argument("--cores", type=int)
     parser.add_argument("--bandwidth", type=_checked(parse_rate))
-    parser.add_argument("--latency", type=_checked(parse_seconds), default=50e-6)
+    parser.add_argument("--latency", type=_checked(parse_seconds))
     parser.add_argument("--memory", type=_checked(_size))
     parser.add_argument("--engine", choices=("shm", "gloo", "nccl"))
     parser.add_argument("--machine", type=Path)
@@ -141,13 +146,14 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
         )
     if (args.parameters is None) != (args.compute is None):
         raise UsageError("--parameters and --compute belong together: --parameters 124M --compute 80ms")
-    for option, value in (("--hosts", args.hosts), ("-n", args.ranks), ("--cores", args.cores)):
-        if value is not None and value < 1:
-            raise UsageError(f"{option} {value}: expected at least 1")
+    _check_numbers(args)
     if args.trace is None and (args.hosts or 1) > 1 and args.bandwidth is None:
         raise UsageError(
             "--hosts: how fast is the link between them? Pass --bandwidth, for example --bandwidth 10Gbit"
         )
+    _check_engine(args)
+    if args.machine is not None:
+        check_input("--machine ", args.machine)
     if args.model is not None:
         path, found, name = args.model.rpartition(":")
         if not found or not name.isidentifier() or not Path(path).is_file():
@@ -155,7 +161,49 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
                 f"{args.model}: expected FILE.py:FUNCTION, with a file that exists; FUNCTION returns the module and "
                 "its inputs"
             )
+        check_program(path, is_module=False, is_python=True)
     return args
+
+
+def _check_numbers(args: argparse.Namespace) -> None:
+    for option, value, least, most, what in (
+        ("--hosts", args.hosts, 1, MOST_HOSTS, "hosts"),
+        ("-n", args.ranks, 1, MOST_RANKS, "ranks of a host"),
+        ("--cores", args.cores, 1, 100_000, "cores"),
+        ("--parameters", args.parameters, 1, 10**15, "parameters"),
+        ("--compute", args.compute, 1e-9, 1e6, "seconds"),
+        ("--latency", args.latency, 0, 1000, "seconds"),
+        ("--bandwidth", args.bandwidth, 1, 10**15, "bytes a second"),
+        ("--memory", args.memory, 1, 10**18, "bytes"),
+    ):
+        check_number(option, value, least, most, what)
+
+
+def _check_link(args: argparse.Namespace, hosts: int) -> None:
+    """Raise an error if an option describes a link between hosts, but there is one host."""
+    for option, value in (("--bandwidth", args.bandwidth), ("--latency", args.latency)):
+        if hosts == 1 and value is not None:
+            raise UsageError(
+                f"{option} is that of the link between hosts, but this plan has one host: pass --hosts, or leave it out"
+            )
+
+
+def _check_engine(args: argparse.Namespace) -> None:
+    """Raise an error if an option cannot have an effect together with --engine."""
+    if args.engine == "nccl":
+        if args.cores is not None:
+            raise UsageError(
+                "--cores has no effect with --engine nccl, whose ranks compute on accelerators: leave it out"
+            )
+        if args.model is not None:
+            raise UsageError(
+                f"--engine nccl: {args.model} would be measured on the cores of this host. Pass the time of a step "
+                "on an accelerator: --parameters N --compute TIME"
+            )
+    elif args.engine is not None and args.ranks == 1:
+        raise UsageError(
+            f"--engine {args.engine} connects the ranks of a host, but -n 1 has one: leave it out"
+        )
 
 
 def _checked(parse: Callable[[str], T]) -> Callable[[str], T]:
@@ -195,12 +243,13 @@ def _machine(args: argparse.Namespace) -> Machine:
     try:
         return load_machine(args.machine, engine=args.engine or "shm")
     except OSError as error:
-        raise UsageError(f"cannot read --machine {args.machine}: {error.strerror}") from None
+        raise UsageError(f"cannot read {args.machine or usual_path()}: {error.strerror}") from None
     except ValueError as error:
         raise UsageError(str(error)) from None
 
 
 def _cluster(args: argparse.Namespace) -> Cluster:
+    _check_link(args, args.hosts or 1)
     cores, ranks = args.cores or num_cores(), args.ranks or 2
     return Cluster(
         hosts=args.hosts or 1,
@@ -208,7 +257,7 @@ def _cluster(args: argparse.Namespace) -> Cluster:
         cores_per_host=cores,
         threads_per_rank=max(1, cores // ranks) if args.cores else threads_per_rank(ranks),
         link_bytes_per_second=args.bandwidth,
-        latency_seconds=args.latency,
+        latency_seconds=_USUAL_LATENCY if args.latency is None else args.latency,
         memory_bytes=args.memory or _memory_here(args.engine),
         engine=args.engine or "shm",
     )
@@ -240,6 +289,7 @@ def _traced(args: argparse.Namespace) -> tuple[Job, Cluster]:
         )
     job, there = job_of(run, figures), cluster_of(run, figures)
     hosts = args.hosts or there.hosts
+    _check_link(args, hosts)
     bandwidth = args.bandwidth or there.link_bytes_per_second
     if hosts > 1 and bandwidth is None:
         raise UsageError("--hosts: the trace has one host, so pass the --bandwidth of the link between hosts")
@@ -249,8 +299,15 @@ def _traced(args: argparse.Namespace) -> tuple[Job, Cluster]:
         cores_per_host=args.cores or there.cores_per_host,
         threads_per_rank=there.threads_per_rank,
         link_bytes_per_second=bandwidth,
-        latency_seconds=args.latency if args.bandwidth else there.latency_seconds,
+        latency_seconds=_latency(args, there),
         memory_bytes=args.memory,
         engine=args.engine or there.engine,
     )
     return job.slower(cluster.crowding / there.crowding), cluster
+
+
+def _latency(args: argparse.Namespace, there: Cluster) -> float:
+    """Return the latency of the options, or that of the trace if its link is the one of the plan."""
+    if args.latency is not None:
+        return float(args.latency)
+    return _USUAL_LATENCY if args.bandwidth else there.latency_seconds

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from syncline.tools.cli.options import CommandParser, UsageError
+from syncline.tools.cli.values import check_directory, write_file
 from syncline.tools.plan import UNMEASURED, Machine, load_machine
 from syncline.tools.report.chrome import chrome_trace
 from syncline.tools.report.document import document_of
@@ -17,7 +18,7 @@ from syncline.tools.report.load import NoTrace, load
 from syncline.tools.report.page import page
 from syncline.tools.report.run import Run, run_of
 from syncline.tools.report.text import compared, text_of
-from syncline.words import format_count
+from syncline.words import MAX_COLUMNS, format_count, wrapped
 
 _REPORT_HELP = """\
 usage: syncline report DIR [--out FILE] [--format html|text|json|chrome]
@@ -79,13 +80,10 @@ def report(argv: Sequence[str]) -> int:
         print(found)
         return 0
     path = directory / "report.html" if args.out is None else Path(args.out)
-    try:
-        path.write_text(found + ("" if found.endswith("\n") else "\n"), encoding="utf-8")
-    except OSError as error:
-        raise UsageError(f"cannot write {path}: {error.strerror}: name another file with --out") from None
+    write_file("--out", path, found.rstrip("\n") + "\n")
     for one in document["findings"][:3]:
-        print(one["headline"])
-    print(f"The whole report is in {path}")
+        print("\n".join(wrapped(one["headline"])))
+    _print_path("The whole report is in", path)
     return 0
 
 
@@ -114,6 +112,7 @@ def run_in(directory: Path) -> Run:
     Raises:
         UsageError: there is no trace.
     """
+    check_directory(directory)
     try:
         return run_of(load(directory))
     except NoTrace as error:
@@ -124,7 +123,7 @@ def machine_here() -> Machine:
     """Return the figures of this machine. A command that looks at a run does not fail because of them."""
     try:
         return load_machine()
-    except ValueError:
+    except (OSError, ValueError):
         return UNMEASURED
 
 
@@ -133,10 +132,13 @@ def _write_chrome(run: Run, folder: Path) -> int:
     try:
         folder.mkdir(parents=True, exist_ok=True)
         for rank in ranks:
-            (folder / f"rank-{rank}.json").write_text(json.dumps(chrome_trace(run, rank)), encoding="utf-8")
+            write_file("--out", folder / f"rank-{rank}.json", json.dumps(chrome_trace(run, rank)))
     except OSError as error:
         raise UsageError(f"cannot write into {folder}: {error.strerror}: name a folder with --out") from None
-    print(
-        f"The traces of {format_count(len(ranks), 'rank')} are in {folder}: open them in https://ui.perfetto.dev"
-    )
+    _print_path(f"Open the traces of {format_count(len(ranks), 'rank')} in https://ui.perfetto.dev:", folder)
     return 0
+
+
+def _print_path(text: str, path: Path) -> None:
+    """Print a sentence that ends with a path. A long path has a line of its own, and is not divided."""
+    print(text, path, sep=" " if len(f"{text} {path}") <= MAX_COLUMNS else "\n")

@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING
 from syncline import environment
 from syncline.session.listening import LOOPBACK, bound_socket, is_of_this_host
 from syncline.tools.cli.options import UsageError, parse_run
+from syncline.tools.cli.values import MOST_HOSTS, MOST_RANKS, check_input, check_number, is_text
 from syncline.tools.launch.command import worker_command
 from syncline.tools.launch.guardian import Guardian
 from syncline.tools.watch.live import Live, terminal_fd
@@ -126,7 +127,12 @@ def check_program(program: str, *, is_module: bool, is_python: bool) -> None:
 
 
 def _check_script(script: Path) -> None:
-    if script.is_file():
+    if script.exists() and not script.is_dir():
+        check_input("", script)
+        if not is_text(script):
+            raise UsageError(
+                f"{script} is a binary file, not a script in Python: to run it as it is, use syncline run --no-python"
+            )
         return
     if script.is_dir():
         has_main = (script / "__main__.py").is_file()
@@ -157,9 +163,10 @@ def _check_module(name: str) -> None:
 
 
 def _num_processes(text: str) -> int:
-    count = int(text) if re.fullmatch(r"\s*[+-]?\d+\s*", text) else _num_devices(text)
-    if count < 1:
-        raise UsageError(f"-n {text}: expected at least 1 process on this host")
+    count = int(text) if re.fullmatch(r"\s*[+-]?\d{1,20}\s*", text) else _num_devices(text)
+    check_number(
+        "-n", count, 1, MOST_RANKS, "processes on this host" if count > 1 else "process on this host"
+    )
     return count
 
 
@@ -198,8 +205,15 @@ def _choose_rendezvous(args: argparse.Namespace) -> None:
     least, most = _num_hosts(args.nnodes)
     if not 1 <= least <= most:
         raise UsageError(f"--nnodes {args.nnodes}: expected at least 1 host, and MIN <= MAX in MIN:MAX")
-    if args.max_restarts < 0:
-        raise UsageError(f"--max-restarts {args.max_restarts}: expected 0 or more restarts")
+    check_number("--nnodes", most, 1, MOST_HOSTS, "hosts")
+    if args.rdzv_backend == "static" and args.node_rank >= most:
+        raise UsageError(
+            f"--node-rank {args.node_rank}: expected a number below --nnodes {most}: hosts count from 0"
+        )
+    check_number("--node-rank", args.node_rank, 0, MOST_HOSTS)
+    check_number("--max-restarts", args.max_restarts, 0, 1_000_000, "restarts")
+    check_number("--monitor-interval", args.monitor_interval, 0, 3600, "seconds")
+    check_number("--shutdown-timeout", args.shutdown_timeout, 0, 1_000_000, "seconds")
     if args.master_port is not None and not 1 <= args.master_port <= 65535:
         raise UsageError(
             f"--master-port {args.master_port}: expected a port from 1 to 65535. Leave the option out for any free port"

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
+from statistics import median
 
 from syncline import environment
 from syncline.tools.cli.options import CommandParser, UsageError
+from syncline.tools.cli.output import say
 from syncline.tools.cli.report import machine_here
 from syncline.tools.cli.run import check_program
+from syncline.tools.cli.values import MOST_RANKS, check_number
 from syncline.tools.plan import Option, Planner
 from syncline.tools.report.analysis import figures_of
 from syncline.tools.report.load import NoTrace, load
@@ -59,7 +63,7 @@ def tune(argv: Sequence[str], program: Sequence[str]) -> int:
     with tempfile.TemporaryDirectory(prefix="syncline-tune-") as folder:
         first = trials.run(Setting(), Path(folder))
         if first is None:
-            print(trials.output, file=sys.stderr, end="")
+            say("", trials.output.rstrip("\n"))
             return trials.code or 1
         planner = _planner(first)
         settings = settings_to_try(
@@ -84,9 +88,9 @@ def _parse(argv: Sequence[str], program: Sequence[str]) -> argparse.Namespace:
     if not program:
         raise UsageError("expected a script: syncline plan --tune SCRIPT [arguments]")
     check_program(program[0], is_module=False, is_python=True)
-    for option, value, least in (("-n", args.n, 1), ("--steps", args.steps, 5), ("--rounds", args.rounds, 1)):
-        if value < least:
-            raise UsageError(f"{option} {value}: expected at least {least}")
+    check_number("-n", args.n, 1, MOST_RANKS)
+    check_number("--steps", args.steps, 5, 1_000_000)
+    check_number("--rounds", args.rounds, 1, 1000)
     return args
 
 
@@ -96,7 +100,7 @@ def _varied(text: str) -> tuple[str, list[float]]:
         found = [float(value) for value in values.split(",")]
     except ValueError:
         found = []
-    if not option or len(found) < 2 or min(found) <= 0:
+    if not option or len(found) < 2 or not all(0 < one < math.inf for one in found):
         raise argparse.ArgumentTypeError(
             f"{text}: expected an option and at least two positive numbers, as in --vary batch-size=16,32"
         )
@@ -135,20 +139,14 @@ class _Trials:
                 if setting in failed:
                     continue
                 run = self.run(setting, folder)
-                figures = None if run is None else figures_of(run)
-                if figures is None:
+                if run is None or not run.steady:
                     failed.add(setting)
-                    print(
-                        f"  {setting.words(self._option)}: failed with exit code {self.code}", file=sys.stderr
-                    )
+                    say("", f"  {setting.words(self._option)}: failed with exit code {self.code}")
                     continue
-                steps[setting].append(figures.step / 1e6)
-                print(
-                    f"  round {number} of {num_rounds}, {setting.words(self._option)}: "
-                    f"{figures.step / 1e3:.1f} ms a step",
-                    file=sys.stderr,
-                    flush=True,
-                )
+                step = median(map(run.length, run.steady))
+                steps[setting].append(step / 1e6)
+                words = f"{setting.words(self._option)}: {step / 1e3:.1f} ms, the median step"
+                say("", f"  round {number} of {num_rounds}, {words}")
         return [Trial(setting=one, steps=[] if one in failed else steps[one]) for one in settings]
 
     def run(self, setting: Setting, folder: Path) -> Run | None:

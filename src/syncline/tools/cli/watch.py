@@ -9,6 +9,7 @@ from pathlib import Path
 
 from syncline.checks import checked_seconds
 from syncline.tools.cli.options import CommandParser, UsageError
+from syncline.tools.cli.values import check_directory
 from syncline.tools.watch.follow import Follower
 from syncline.tools.watch.ranks import RankState, present, screen
 from syncline.tracing.file import parts_in
@@ -41,18 +42,19 @@ def main(argv: Sequence[str]) -> int:
     """
     parser = CommandParser("syncline watch", _HELP)
     parser.add_argument("directory", nargs="?")
-    parser.add_argument("--every", type=float, default=1.0)
+    parser.add_argument("--every", type=float)
     parser.add_argument("--once", action="store_true")
     args = parser.parse_all(argv)
     if args.directory is None:
         raise UsageError("expected the directory of a trace: syncline watch DIR; see syncline watch --help")
     try:
-        every = checked_seconds("--every", args.every)
+        every = checked_seconds("--every", 1.0 if args.every is None else args.every)
     except ValueError as error:
         raise UsageError(str(error)) from None
+    if args.once and args.every is not None:
+        raise UsageError("--once and --every exclude each other: --once looks only once")
     directory = Path(args.directory)
-    if directory.exists() and not directory.is_dir():
-        raise UsageError(f"{directory} is a file: expected the directory of a trace")
+    check_directory(directory)
     if args.once and not parts_in(directory):
         what = "has no trace" if directory.exists() else "does not exist"
         raise UsageError(
@@ -73,5 +75,5 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _show(directory: Path, states: Sequence[RankState]) -> None:
-    text = screen(present(states), time.time()) if states else f"waiting for a trace in {directory} ..."
+    text = screen(present(states), time.monotonic()) if states else f"waiting for a trace in {directory} ..."
     print(f"{_CLEAR if sys.stdout.isatty() else ''}{text}", flush=True)

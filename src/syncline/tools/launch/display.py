@@ -6,6 +6,9 @@ import os
 import select
 from collections.abc import Callable, Sequence
 
+EXIT_OUTPUT_LOST = 74
+"""The exit code if output could not be written, for example to a full disk. It is EX_IOERR of sysexits.h."""
+
 
 class Display:
     """A display that shows the output of the ranks, and nothing else. `syncline run --live` has another one."""
@@ -15,6 +18,11 @@ class Display:
 
     None means that they are written to the descriptor, and that rank 0 may write to a terminal directly.
     """
+
+    @property
+    def output_failure(self) -> OSError | None:
+        """Why lines that `show` got could not be written; None if all were."""
+        return None
 
     def start_ranks(self, ranks: Sequence[int]) -> None:
         """Note which ranks are started on this host now. They replace all ranks of a former attempt."""
@@ -26,10 +34,12 @@ class Display:
 class Writer:
     """Writes bytes to file descriptors. If the reader of one has closed it, as `| head` does, its bytes are dropped.
 
-    The job then continues without this output.
+    The job then continues without this output. It also does if a disk is full, but then its exit code is not 0.
     """
 
     def __init__(self) -> None:
+        self.failure: OSError | None = None
+        """The first error but that a reader has left."""
         self._closed_fds: set[int] = set()
 
     def write(self, fd: int, data: bytes) -> None:
@@ -40,5 +50,7 @@ class Writer:
                 left = left[os.write(fd, left) :]
             except BlockingIOError:
                 select.select([], [fd], [])
-            except OSError:
+            except OSError as error:
                 self._closed_fds.add(fd)
+                if not isinstance(error, BrokenPipeError):
+                    self.failure = self.failure or error

@@ -45,6 +45,8 @@ class ErrorRecord:
     """The whole traceback. It is empty if the rank ended by `sys.exit`, or if torch's own @record wrote the file."""
     time_ns: int
     """The time of the exception, in nanoseconds since 1970."""
+    monotonic_ns: int = 0
+    """The same time by the monotonic clock, which is never set. It is 0 if Syncline has not written the file."""
     exit_code: int | None = None
     """The exit code that follows from the exception. It is None if torch's own @record wrote the file."""
 
@@ -99,6 +101,7 @@ def read_error_file(path: str) -> ErrorRecord | None:
             traceback=str(extra.get("py_callstack", "")),
             whole=str(extra.get("whole_traceback", "")),
             time_ns=int(extra.get("time_ns") or Path(path).stat().st_mtime_ns),
+            monotonic_ns=int(extra.get("monotonic_ns") or 0),
             exit_code=extra.get("exit_code"),
         )
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
@@ -121,7 +124,7 @@ def first_failure(failures: Sequence[Failure]) -> Failure:
         failures: at least one failure, in the order in which the launcher detected them.
     """
     failures = [failure for failure in _without_ended(failures) if not failure.has_stopped] or failures
-    with_record = sorted((f for f in failures if f.record is not None), key=_time_ns)
+    with_record = _in_order_of_time([f for f in failures if f.record is not None])
     without_record = [f for f in _without_ended(failures) if f.record is None]
     if with_record and not _has_lost_a_peer(with_record[0]):
         return with_record[0]
@@ -138,8 +141,12 @@ def _without_ended(failures: Sequence[Failure]) -> list[Failure]:
     ]
 
 
-def _time_ns(failure: Failure) -> int:
-    return failure.record.time_ns if failure.record is not None else 0
+def _in_order_of_time(failures: Sequence[Failure]) -> list[Failure]:
+    """Sort failures by the clock that is never set, if all ranks have recorded it, else by that of the system."""
+    records = {id(failure): failure.record for failure in failures if failure.record is not None}
+    if all(record.monotonic_ns for record in records.values()):
+        return sorted(failures, key=lambda failure: records[id(failure)].monotonic_ns)
+    return sorted(failures, key=lambda failure: records[id(failure)].time_ns)
 
 
 def _has_lost_a_peer(failure: Failure) -> bool:

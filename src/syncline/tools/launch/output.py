@@ -8,7 +8,6 @@ and one for stderr, and one thread reads all pipes. Lines are complete, appear a
 from __future__ import annotations
 
 import contextlib
-import io
 import os
 import selectors
 import socket
@@ -114,10 +113,13 @@ class Forwarder:
     Args:
         show: a function that prints complete lines, which is called with the file descriptor (1 or 2) and the bytes.
             None means to write to the file descriptor.
+        writer: the writer of file descriptors and copies. None means a new one.
     """
 
-    def __init__(self, show: Callable[[int, bytes], None] | None = None) -> None:
-        self._writer = Writer()
+    def __init__(
+        self, show: Callable[[int, bytes], None] | None = None, writer: Writer | None = None
+    ) -> None:
+        self._writer = writer or Writer()
         self._print = show or self._writer.write
         self._streams: list[_Stream] = []
         self._selector = selectors.DefaultSelector()
@@ -215,6 +217,7 @@ class RankLogs(LogsSpecs):
         self._keep_in = keep_in
         self._prefix = Template(prefix)
         self._display = display or Display()
+        self._writer = Writer()
         self._forwarder: Forwarder | None = None
         self._num_attempts = 0
         self._stderr_tails: dict[int, deque[bytes]] = {}
@@ -225,6 +228,11 @@ class RankLogs(LogsSpecs):
     @property
     def root_log_dir(self) -> str:
         return str(self._keep_in or self._scratch)
+
+    @property
+    def output_failure(self) -> OSError | None:
+        """Why lines or log files of the ranks could not be written; None if all were."""
+        return self._writer.failure or self._display.output_failure
 
     def stderr_tail(self, local_rank: int) -> list[str]:
         """Return the last lines that a rank of the latest attempt wrote to stderr.
@@ -261,7 +269,7 @@ class RankLogs(LogsSpecs):
         self._stderr_tails = {}
         self._display.start_ranks([*self._ranks.values()])
         show = self._display.show
-        forwarder = Forwarder(show)
+        forwarder = Forwarder(show, self._writer)
         dest = LogsDest()
         kept = self._folder_to_keep(envs)
         folder = self._scratch / f"attempt_{self._num_attempts}"
@@ -356,12 +364,16 @@ class TorchLogs(LogsSpecs):
         self._inner = inner
         self._stderrs: dict[int, str] = {}
         self._are_all_shown = False
-        if isinstance(sys.stdout, io.TextIOWrapper):
-            sys.stdout.reconfigure(line_buffering=True)  # otherwise, lines would reach a pipe late, in blocks
+        if (reconfigure := getattr(sys.stdout, "reconfigure", None)) is not None:
+            reconfigure(line_buffering=True)  # otherwise, lines would reach a pipe late, in blocks
 
     @property
     def root_log_dir(self) -> str:
         return self._inner.root_log_dir
+
+    @property
+    def output_failure(self) -> None:
+        """Torch's launcher does not say whether its log files could be written."""
 
     def stderr_tail(self, local_rank: int) -> list[str]:
         path = self._stderrs.get(local_rank)

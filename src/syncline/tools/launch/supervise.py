@@ -39,7 +39,7 @@ from syncline import environment, tracebacks
 from syncline._torch.process_groups import PrefixStore, Store, TCPStore
 from syncline.session.listening import LOOPBACK, bound_socket, interface_of
 from syncline.session.stop_request import EXIT_STOPPED
-from syncline.tools.launch.display import Display
+from syncline.tools.launch.display import EXIT_OUTPUT_LOST, Display
 from syncline.tools.launch.failures import Failure, describe, first_failure, read_error_file
 from syncline.tools.launch.guardian import Guardian
 from syncline.tools.launch.losses import Losses
@@ -174,7 +174,8 @@ def supervise(job: Job) -> int:
     Returns:
         The exit code. 0 means success. `EXIT_STOPPED` means that all ranks stopped as requested. If a signal ended the
         job in another way, the result is 128 + the number of the signal. If a rank failed, the result is the exit code
-        of the rank that failed first. If the ranks could not be started, the result is 1.
+        of the rank that failed first. If the ranks could not be started, the result is 1. If only their output could
+        not be written, it is `EXIT_OUTPUT_LOST`.
     """
     mark = f"{os.getpid()}-{uuid.uuid4().hex}"
     config = job.config
@@ -219,7 +220,13 @@ def supervise(job: Job) -> int:
                 workers.kill_left_behind()
             logs.stop()
             job.display.end()
-            return _report(job, logs, failure, workers, interruption)
+            code = _report(job, logs, failure, workers, interruption)
+            if logs.output_failure is not None:
+                say(
+                    f"some output of the ranks is lost: it could not be written: {logs.output_failure.strerror}"
+                )
+                code = code or EXIT_OUTPUT_LOST
+            return code
     finally:
         environment.restore(before)
 

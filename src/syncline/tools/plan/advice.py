@@ -104,7 +104,7 @@ def pays(planner: Planner, option: Option, exact: Option) -> str:
     On several hosts this is a bandwidth. On one host it is the length of a step's computation.
     """
     if option.is_exact:
-        return "same result as torch's class"
+        return "exact, as torch's class"
     if planner.cluster.hosts > 1:
 
         def is_faster_over(bandwidth: float) -> bool:

@@ -47,7 +47,7 @@ def buckets_of(
             num_threads_per_rank=cluster.threads_per_rank,
         )
         caps = automatic_caps(
-            [load] * cluster.hosts,
+            [load] * min(2, cluster.hosts),  # hosts are alike, and only one host differs from several
             device_type="cuda" if cluster.engine == "nccl" else "cpu",
             reduces_in_place=cluster.engine == "shm" and (cluster.hosts == 1 or cluster.ranks_per_host > 1),
             gradient_bytes=job.num_bytes,

@@ -48,6 +48,8 @@ class Job:
     """What comes before the forward."""
     state_values: float = ADAM_STATE
     """The number of values that the optimizer keeps for each parameter."""
+    times: str = "as given"
+    """Where the times come from, in words: "median of 10 steps"."""
     activation_bytes: int = 0
     """The memory of one rank's batch; 0 if it is not known."""
 

@@ -6,6 +6,7 @@ Without a measurement, the figures of one machine with two cores are used; a pla
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -139,6 +140,22 @@ class Machine:
             raise ValueError(
                 f"these are not the figures of a machine: {type(error).__name__}: {error}"
             ) from None
+
+    def __post_init__(self) -> None:
+        """Check the figures, which may come from a file.
+
+        Raises:
+            ValueError: a figure is no time.
+        """
+        tables = (self.shared_memory, self.gloo, self.calls, self.codings)
+        figures = [self.copy_per_byte, self.average_per_byte, self.outer_per_byte]
+        figures += [one for table in tables for costs in table.values() for one in costs]
+        if not all(tables[:3]) or not all(_is_time(one) for one in figures):
+            raise ValueError("these are not the figures of a machine: expected times, in seconds")
+
+
+def _is_time(value: object) -> bool:
+    return isinstance(value, int | float) and 0 <= value < math.inf
 
 
 _NESTED = ("shared_memory", "gloo", "calls", "codings")

@@ -89,8 +89,11 @@ class Option:
 
     @property
     def words(self) -> str:
-        """A name for tables."""
-        return self.code.replace("sl.compression.", "").replace("sl.", "") or "the defaults"
+        """A short name for tables."""
+        words = self.code
+        for word in ("strategy=", "compression=", "sl.compression.", "sl."):
+            words = words.replace(word, "")
+        return words or "the defaults"
 
     def with_cap(self, cap_mb: float | None) -> Option:
         """Return the same option with another bucket size."""

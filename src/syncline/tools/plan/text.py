@@ -10,7 +10,10 @@ from syncline.tools.plan.cluster import Cluster, rate_text
 from syncline.tools.plan.job import Job
 from syncline.tools.plan.machine import Machine
 from syncline.tools.plan.predict import Planner, Prediction
-from syncline.words import format_bytes, format_count, format_time
+from syncline.words import MAX_COLUMNS, format_bytes, format_count, format_time, wrapped
+
+USUAL_ERROR = 0.15
+"""How far measured steps are from predicted ones at most, in `benchmarks/plan_audit.py` on a measured machine."""
 
 
 def plan_text(planner: Planner, advice: Advice) -> str:
@@ -18,7 +21,9 @@ def plan_text(planner: Planner, advice: Advice) -> str:
     parts = [_head(planner.job, planner.cluster, planner.machine), *advice.warnings, _choice(planner, advice)]
     parts.append(_reasons(planner, advice))
     parts.append(_table(planner, advice))
-    return "\n\n".join(parts)
+    return "\n\n".join(
+        "\n".join(short for line in part.splitlines() for short in wrapped(line)) for part in parts
+    )
 
 
 def _head(job: Job, cluster: Cluster, machine: Machine) -> str:
@@ -42,7 +47,7 @@ def _choice(planner: Planner, advice: Advice) -> str:
     if planner.cluster.num_ranks == 1:
         return f"One rank has nothing to synchronize: a step takes {format_time(one.step)}."
     code = f"sl.DistributedDataParallel(model{', ' if one.option.code else ''}{one.option.code})"
-    lines = [f"Use {code}", f"  {_sentence(planner, advice, one)}"]
+    lines = [f"Use {code}", f"  {_sentence(planner, one)}", f"  {_speedup(planner, advice)}"]
     if not one.option.is_exact:
         exact = advice.exact
         lines += [
@@ -52,15 +57,34 @@ def _choice(planner: Planner, advice: Advice) -> str:
     return "\n".join(lines)
 
 
-def _sentence(planner: Planner, advice: Advice, one: Prediction) -> str:
+def _sentence(planner: Planner, one: Prediction) -> str:
     if one.exposed >= 0:
         part = f"of which {format_time(one.exposed)} ({one.exposed / one.step:.0%}) is synchronization"
     else:
-        part = "less than the computation alone, because each rank steps only its part of the optimizer"
-    return (
-        f"a step takes about {format_time(one.step)}, {part}; {planner.cluster.num_ranks:,} ranks train "
-        f"{_times(advice.speedup)} times as fast as one process"
+        part = f"less than the computation of one process, {format_time(one.compute)}"
+    return f"A step takes about {format_time(one.step)}, {part}. {_spread(planner, one.step)}"
+
+
+def _spread(planner: Planner, step: float) -> str:
+    """Return how far a measured step may be from the predicted one."""
+    if not planner.machine.is_measured:
+        return "How wrong this can be is not known: the costs are those of another machine."
+    return f"Expect {format_time((1 - USUAL_ERROR) * step)} to {format_time((1 + USUAL_ERROR) * step)}."
+
+
+def _speedup(planner: Planner, advice: Advice) -> str:
+    """Return how much faster the ranks train than one process, and why that may be more than their number."""
+    num_ranks, one = planner.cluster.num_ranks, advice.recommended
+    text = (
+        f"In a second, {num_ranks:,} ranks train on {_times(advice.speedup)} times as many samples as one process "
+        "(each with the batch and the cores of one rank)"
     )
+    if advice.speedup > num_ranks and one.exposed < 0:
+        text += (
+            f". This is more than {num_ranks:,} times, because a rank steps only its part of the parameters: the "
+            f"optimizer's step, which takes one process {format_time(planner.job.update)}, becomes shorter"
+        )
+    return f"{text}."
 
 
 def _reasons(planner: Planner, advice: Advice) -> str:
@@ -69,7 +93,7 @@ def _reasons(planner: Planner, advice: Advice) -> str:
     has_link = planner.cluster.hosts > 1
     can_hide = has_link or planner.cluster.has_idle_cores
     rows = [
-        ["a step's computation on each rank", format_time(job.compute)],
+        [f"a step's computation on each rank ({job.times})", format_time(job.compute)],
         [
             f"all gradients {'on the link' if has_link else 'in the transport'}, uncompressed",
             format_time(exact.on_link),
@@ -82,7 +106,8 @@ def _reasons(planner: Planner, advice: Advice) -> str:
 
 
 def _table(planner: Planner, advice: Advice) -> str:
-    rows = [["", "step", "exposed", "sent a step", "memory", ""]]
+    step = f"step \u00b1 {USUAL_ERROR:.0%}".replace("%", " %") if planner.machine.is_measured else "step"
+    rows = [["", step, "sync", "sent a step", "memory", ""]]
     for other in advice.alternatives:
         one = other.prediction
         rows.append(
@@ -97,7 +122,8 @@ def _table(planner: Planner, advice: Advice) -> str:
         )
     title = "All ways, from the one that changes a training least (memory: of a rank, "
     title += "with its batch)" if planner.job.activation_bytes else "without its batch)"
-    return f"{title}\n" + _indented(table(rows))
+    body = _indented(table(rows, MAX_COLUMNS - 2))
+    return f"{title}\n{body}\n  sharded=True cannot be combined with a compression yet, so no way has both."
 
 
 def plan_json(planner: Planner, advice: Advice) -> dict[str, Any]:

@@ -26,6 +26,12 @@ EXPOSED = ("late", "transfer", "buffers", "sync", "call")
 """The parts of a step in which a rank waits for others, or for the transport."""
 
 
+ENOUGH_STEPS = 10
+"""From so many steps on, figures are the ground of a verdict. Fewer say more about chance."""
+
+_ENOUGH_MICROS = 20_000
+
+
 @dataclass(frozen=True, kw_only=True)
 class BucketFigures:
     """One bucket. Times are means in microseconds a step."""
@@ -67,8 +73,6 @@ class Figures:
 
     num_steps: int
     """The number of steps over which they were taken."""
-    step: float
-    """The median length of a step."""
     parts: Mapping[str, float]
     """The mean time of each part of a step: the phases, and the parts in `EXPOSED`. They add up to a step."""
     phases_of_ranks: Mapping[int, Mapping[str, float]]
@@ -81,9 +85,19 @@ class Figures:
     backward: float
     """The mean length of a synchronized backward, until its waits begin."""
 
+    @property
+    def step(self) -> float:
+        """The mean length of a step: the sum of its parts."""
+        return sum(self.parts.values())
+
+    @property
+    def is_enough(self) -> bool:
+        """Whether these are enough steps for a verdict."""
+        return self.num_steps >= ENOUGH_STEPS and self.num_steps * self.step >= _ENOUGH_MICROS
+
     def share(self, *parts: str) -> float:
         """Return which part of a step these parts take."""
-        return sum(self.parts.get(part, 0.0) for part in parts) / max(1.0, sum(self.parts.values()))
+        return sum(self.parts.get(part, 0.0) for part in parts) / max(1.0, self.step)
 
     @property
     def exposed(self) -> float:
@@ -143,7 +157,6 @@ def figures_of(run: Run, steps: Sequence[int] | None = None) -> Figures | None:
     of_ranks = {rank: {p: fmean(v) for p, v in own.items()} for rank, own in phases.items()}
     return Figures(
         num_steps=len(chosen),
-        step=median(run.length(number) for number in chosen),
         parts=means,
         phases_of_ranks=of_ranks,
         late=_late(

@@ -1,7 +1,8 @@
 """The data of a report, as `syncline report --format json` prints them and as the page draws them (pure functions).
 
 The page needs every span of every rank for a step that a user looks at. A long run has too many of them, so the
-document has the median, the slowest and the first step, the steps around each change of the ranks, and others evenly.
+document has a typical one, the slowest and the first step, the steps around each change of the ranks, and others
+evenly.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import math
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from syncline.tools.plan import Machine
@@ -57,6 +59,7 @@ def document_of(run: Run, machine: Machine) -> dict[str, Any]:
         "title": _title(run),
         "subtitle": _subtitle(run, figures),
         "findings": [_finding(one) for one in findings],
+        "num_steps": 0 if figures is None else figures.num_steps,
         "facts": [] if figures is None else _facts(run, figures),
         "parts": [] if figures is None else _parts(figures),
         "choices": _choices(run),
@@ -101,27 +104,31 @@ def _finding(one: Finding) -> dict[str, str]:
 def _facts(run: Run, figures: Figures) -> list[dict[str, str]]:
     steps = format_count(figures.num_steps, "step")
     return [
-        {"name": "a step", "value": format_time(figures.step / 1e6), "hint": f"the median of {steps}"},
-        {"name": "steps a second", "value": f"{1e6 / figures.step:.3g}", "hint": ""},
+        {
+            "name": "a step",
+            "value": format_time(figures.step / 1e6),
+            "hint": f"the mean of {steps}, of all ranks",
+        },
+        {"name": "steps a second", "value": f"{1e6 / max(1.0, figures.step):.3g}", "hint": ""},
         {
             "name": "own work",
             "value": f"{100 * (1 - figures.exposed):.0f} %",
-            "hint": "the part of a step in which ranks do not wait for each other or for the transport",
+            "hint": "the part of the mean step in which ranks do not wait for each other or for the transport",
         },
         {
-            "name": "exposed",
+            "name": "waiting for transfers",
             "value": f"{100 * figures.share(*(part for part in EXPOSED if part != 'late')):.0f} %",
-            "hint": "the part of a step that waits for the transport",
+            "hint": "the part of the mean step that waits for the transport",
         },
         {
-            "name": "late ranks",
+            "name": "waiting for late ranks",
             "value": f"{100 * figures.share('late'):.0f} %",
-            "hint": "the part of a step that waits for ranks that are late",
+            "hint": "the part of the mean step that waits for ranks that are late",
         },
         {
             "name": "sent in a step",
             "value": format_bytes(int(figures.payload_bytes)),
-            "hint": "the bytes that each rank passes to the transport",
+            "hint": "the mean of the bytes that each rank passes to the transport",
         },
     ]
 
@@ -141,8 +148,9 @@ def _choices(run: Run) -> dict[str, int]:
     steady = run.steady
     if not steady:
         return {}
-    by_length = sorted(steady, key=run.length)
-    return {"median": by_length[(len(by_length) - 1) // 2], "slowest": by_length[-1], "first": min(run.steps)}
+    mean = fmean(map(run.length, steady))
+    typical = min(steady, key=lambda number: abs(run.length(number) - mean))
+    return {"typical": typical, "slowest": max(steady, key=run.length), "first": min(run.steps)}
 
 
 def _shown(run: Run) -> list[int]:
@@ -215,7 +223,11 @@ def _bucket(one: BucketFigures) -> dict[str, Any]:
 
 def _contract(run: Run) -> dict[str, Any]:
     found = [row for row in run.modules if row.module == run.module and row.contract]
-    return dict(found[-1].contract) if found else {}
+    if not found:
+        return {}
+    # The contract was recorded with the buckets, in one of the first steps. What was done last then is no news now.
+    rules = [{**row, "last_done": ""} for row in found[-1].contract.get("rows", ())]
+    return {**found[-1].contract, "rows": rules}
 
 
 def _metrics(run: Run) -> dict[str, list[list[float | None]]]:
@@ -248,8 +260,8 @@ def _events(run: Run) -> list[dict[str, Any]]:
             words = "the step was discarded, because gradients were not finite"
             found.append({"step": number, "kind": "discarded", "words": words})
     for one in run.processes:
-        if one.end is not None and one.end.error:
+        if one.end is not None and (one.end.is_error or one.end.is_ctrl_c):
             last = max(run.steps, default=0)
-            words = f"rank {one.process.rank} ended with an error: {one.end.error}"
-            found.append({"step": last, "kind": "failed", "words": words})
+            kind = "failed" if one.end.is_error else "stopped"
+            found.append({"step": last, "kind": kind, "words": f"rank {one.process.rank} {one.end.words}"})
     return sorted(found, key=lambda event: event["step"])

@@ -32,6 +32,7 @@ _EVENTS = {
     "diverged": "Replicas differ",
     "discarded": "Step discarded",
     "failed": "Failed",
+    "stopped": "Stopped",
     "call": "Call",
 }
 
@@ -205,7 +206,7 @@ def _first_screen(data: Mapping[str, Any]) -> str:
             for one in parts
         )
         content.append(
-            f'<h2>Where the time of a step goes</h2>\n<div class="bar" aria-hidden="true">{bar}</div>'
+            f'<h2>Where the time of a step goes (means)</h2>\n<div class="bar" aria-hidden="true">{bar}</div>'
             f'<ul class="legend" id="parts" aria-label="The parts of a step">{rows}</ul>'
         )
     joined = "\n".join(content)
@@ -240,7 +241,7 @@ def _ranks(data: Mapping[str, Any]) -> str:
             '<ul class="legend" id="stragglers-legend" aria-label="Legend"></ul></div>'
         )
     if ranks:
-        phases = [one for one in _PHASES if any(one in own for own in ranks.values())]
+        phases = [one for one in _PHASES if any(own.get(one) for own in ranks.values())]
         rows = []
         for rank, own in ranks.items():
             cells: list[object] = [f"rank {rank}"]
@@ -289,7 +290,8 @@ def _buckets(buckets: Sequence[Mapping[str, Any]]) -> str:
         "buckets",
         "Buckets",
         '<p class="quiet">Gradients travel in buckets. A bucket is sent when its last gradient is ready, here after '
-        "the beginning of the backward. A wait counts only if the rank had nothing else to do.</p>",
+        "the beginning of the backward. A wait counts only if the rank had nothing else to do. Times are means of all "
+        "steps and ranks.</p>",
         _table("buckets-table", "Buckets", heads, rows),
         css="wide",
     )

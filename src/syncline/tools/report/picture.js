@@ -58,7 +58,9 @@ function chooseStep(wanted) {
   Object.assign(view, {from: 0, to: shown.length, bucket: shown.worst, cursor: null});
   find("step-number").value = number;
   const missing = number === wanted ? "" : `Step ${wanted} is not in this page. `;
-  find("step-words").textContent = `${missing}Step ${number}: ${time(shown.length)} over all ranks`;
+  const mean = shown.ranks.reduce((sum, one) => sum + one.ended - one.began, 0) / shown.ranks.length;
+  const apart = shown.length > 1.02 * mean ? `; ranks do not begin together, so the picture spans ${time(shown.length)}` : "";
+  find("step-words").textContent = `${missing}Step ${number}: ${time(mean)}, the mean of its ranks${apart}`;
   for (const button of find("step-choices").children) {
     button.setAttribute("aria-pressed", String(Number(button.dataset.step) === number));
   }
@@ -329,5 +331,5 @@ function startPicture() {
   ]);
   find("skip").hidden = false;
   drawings.push(drawPicture);
-  chooseStep(data.choices?.median ?? recorded[0]);
+  chooseStep(data.choices?.typical ?? recorded[0]);
 }

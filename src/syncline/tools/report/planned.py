@@ -13,7 +13,7 @@ from syncline.tools.plan import CODECS, Cluster, Codec, Engine, Gradient, Job, M
 from syncline.tools.report.analysis import BucketFigures, Figures
 from syncline.tools.report.run import Run
 from syncline.tools.report.what_if import link_of
-from syncline.words import format_time
+from syncline.words import format_count, format_time
 
 _SECONDS = 1e-6
 
@@ -57,6 +57,7 @@ def job_of(run: Run, figures: Figures) -> Job:
         backward=_backward_of(figures) * _SECONDS,
         update=figures.parts.get("update", 0.0) * _SECONDS,
         data=figures.parts.get("data", 0.0) * _SECONDS,
+        times=f"mean of {format_count(figures.num_steps, 'step')}",
     )
 
 
@@ -126,16 +127,16 @@ def predicted_rows(run: Run, figures: Figures, machine: Machine) -> list[dict[st
     planner = Planner(job=job, cluster=cluster, machine=machine, buckets={None: _buckets_of(figures)})
     waits = planner.waits(option)
     measured = (figures.parts.get("transfer", 0.0) + figures.parts.get("late", 0.0)) * _SECONDS
-    rest = sum(figures.parts.values()) * _SECONDS - measured
+    rest = figures.step * _SECONDS - measured
     of = f"costs of {machine.name}" if cluster.hosts == 1 else "the link as in this trace"
     return [
         {
-            "what": f"a step ({of})",
+            "what": f"a step, mean ({of})",
             "predicted": format_time(rest + waits),
             "measured": format_time(rest + measured),
         },
         {
-            "what": "waits for gradients at the end of the backward",
+            "what": "waits for gradients at the end of the backward, mean",
             "predicted": format_time(waits),
             "measured": format_time(measured),
         },

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from statistics import median_low
+from statistics import fmean
 
 from syncline.tools.report.clocks import SAME, Clock, Meeting, Offset, compared
 from syncline.tools.report.load import ProcessTrace
@@ -55,8 +55,8 @@ class Run:
         return later or complete
 
     def length(self, number: int) -> int:
-        """Return the length of a step, in microseconds: the median of the ranks."""
-        return median_low(one.length for one in self.steps[number].values())
+        """Return the length of a step, in microseconds: the mean of the ranks."""
+        return round(fmean(one.length for one in self.steps[number].values()))
 
     @cached_property
     def modules(self) -> list[rows.ModuleRow]:

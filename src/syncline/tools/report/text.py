@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from syncline.contract import table
+from syncline.tools.report.analysis import ENOUGH_STEPS
 from syncline.words import MAX_COLUMNS, format_bytes, format_names, format_time, wrapped
 
 _MAX_ROWS = 12
@@ -24,12 +25,13 @@ def text_of(document: Mapping[str, Any]) -> str:
         parts.append(
             table(
                 [
-                    ("a step", "", ""),
+                    ("a step (means)", "", ""),
                     *(
                         (f"  {one['words']}", _time(one["us"]), f"{100 * one['share']:.0f} %")
                         for one in document["parts"]
                     ),
-                ]
+                ],
+                MAX_COLUMNS,
             )
         )
     if len(document["ranks"]) > 1:
@@ -37,9 +39,8 @@ def text_of(document: Mapping[str, Any]) -> str:
             (f"  {rank}", *(_time(own[phase]) for phase in ("data", "forward", "backward", "update")))
             for rank, own in list(document["ranks"].items())[:_MAX_ROWS]
         ]
-        parts.append(
-            _cut(table([("rank", "data", "forward", "backward", "update"), *rows]), document["ranks"])
-        )
+        heading = ("rank (means)", "data", "forward", "backward", "update")
+        parts.append(_cut(table([heading, *rows], MAX_COLUMNS), document["ranks"]))
     if document["buckets"]:
         rows = [
             (
@@ -54,15 +55,15 @@ def text_of(document: Mapping[str, Any]) -> str:
             )
             for one in document["buckets"][:_MAX_ROWS]
         ]
-        heading = (
-            "bucket",
+        of_buckets = (
+            "bucket (means)",
             "bytes",
             "waits: late rank",
             "transport",
             "sent last by",
             "parameters",
         )
-        parts.append(_cut(table([heading, *rows]), document["buckets"]))
+        parts.append(_cut(table([of_buckets, *rows], MAX_COLUMNS), document["buckets"]))
     if document["events"]:
         lines = [f"step {event['step']}: {event['words']}" for event in document["events"][:_MAX_ROWS]]
         parts.append("\n".join(short for line in lines for short in wrapped(line, indent="  ")))
@@ -72,11 +73,11 @@ def text_of(document: Mapping[str, Any]) -> str:
     return "\n\n".join(parts)
 
 
-def _finding(one: Mapping[str, str]) -> str:
-    lines = list(wrapped(one["headline"], indent=""))
+def _finding(one: Mapping[str, str], indent: str = "") -> str:
+    lines = wrapped(indent + one["headline"], indent="")
     for more in (one["detail"], one["cure"]):
         if more:
-            lines += [f"  {line.strip()}" for line in wrapped(more, MAX_COLUMNS - 2, indent="")]
+            lines += wrapped(f"{indent}  {more}", indent="")
     return "\n".join(lines)
 
 
@@ -105,9 +106,12 @@ def compared(names: Sequence[str], documents: Sequence[Mapping[str, Any]]) -> st
         times = [own[name]["us"] if name in own else 0 for own in parts]
         words = next(own[name]["words"] for own in parts if name in own)
         rows.append((f"  {words}", _time(times[0]), _time(times[1]), _difference(*times)))
-    lines = [table(rows), _conclusion(names, parts)]
+    few = min(document["num_steps"] for document in documents) < ENOUGH_STEPS
+    conclusion = "Too few steps were recorded to compare the runs." if few else _conclusion(names, parts)
+    lines = [table(rows, MAX_COLUMNS), "\n".join(wrapped(conclusion, indent=""))]
     for name, document in zip(names, documents, strict=True):
-        lines.append("\n".join([f"{name}:", *(f"  {_finding(found)}" for found in document["findings"][:2])]))
+        found = [_finding(one, "  ") for one in document["findings"][:2]]
+        lines.append("\n".join([*wrapped(f"{name}:"), *found]))
     return "\n\n".join(lines)
 
 
@@ -122,7 +126,7 @@ def _conclusion(names: Sequence[str], parts: Sequence[Mapping[str, Any]]) -> str
         return "One of the runs has no complete step."
     change = lengths[1] / lengths[0] - 1
     if abs(change) < 0.02:
-        return f"A step of {names[1]} takes as long as one of {names[0]}, up to 2 %."
+        return f"A step of {names[1]} takes as long as one of {names[0]} (means), up to 2 %."
     differences = {
         name: (parts[1].get(name, {"us": 0})["us"] - parts[0].get(name, {"us": 0})["us"], name)
         for name in dict.fromkeys([*parts[0], *parts[1]])
@@ -131,5 +135,5 @@ def _conclusion(names: Sequence[str], parts: Sequence[Mapping[str, Any]]) -> str
     words = next(own[name]["words"] for own in parts if name in own)
     return (
         f"A step of {names[1]} takes {100 * abs(change):.0f} % {'more' if change > 0 else 'less'} time than one of "
-        f"{names[0]}. Most of the difference, {format_time(abs(most) / 1e6)}, is: {words}."
+        f"{names[0]} (means). Most of the difference, {format_time(abs(most) / 1e6)}, is: {words}."
     )

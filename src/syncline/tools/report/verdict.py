@@ -1,15 +1,17 @@
 """The verdict on a run, in sentences: what takes the time, why, and what to do about it (pure functions).
 
-Each finding has a cure that can be applied as it stands. Findings are ordered by the time that the cure can save.
+Each finding has a cure that can be applied as it stands. The finding about the largest part of a step comes first.
+Every part that ranks spend on waiting or on synchronization has a finding if it is large enough.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from syncline.tools.report.analysis import Figures
+from syncline.tools.report.analysis import ENOUGH_STEPS, Figures
 from syncline.tools.report.divergences import divergences_in
 from syncline.tools.report.run import Run
 from syncline.tools.report.what_if import best_cap, link_of, wait_of
@@ -18,8 +20,11 @@ from syncline.words import format_bytes, format_count, format_names, format_time
 
 Kind = Literal["problem", "note", "fine"]
 
-_NOTEWORTHY = 0.04
+_NOTEWORTHY = 0.05
 """The part of a step from which on a loss of time is a finding."""
+
+_LARGE = 0.1
+"""The part of a step from which on it is a problem."""
 
 _MAX_DIVERGENCES = 3
 """The number of values that differ between replicas to name. The events of the report name all of them."""
@@ -64,14 +69,14 @@ class Finding:
     detail: str = ""
     cure: str = ""
     weight: float = 0.0
-    """The part of a step that the cure can save. Findings are ordered by it."""
+    """The part of a step that the finding is about. Findings are ordered by it."""
 
     def __str__(self) -> str:
         return " ".join(part for part in (self.headline, self.detail, self.cure) if part)
 
 
 def verdict_on(run: Run, figures: Figures | None) -> list[Finding]:
-    """Return the findings about a run, the most important first. The second one says where the time of a step goes."""
+    """Return the findings about a run, the most important first. One of the first two says where a step's time goes."""
     failed = [*_diverged(run), *_failures(run)]
     if figures is None:
         none = Finding(
@@ -80,11 +85,16 @@ def verdict_on(run: Run, figures: Figures | None) -> list[Finding]:
             cure="Let the program run a few steps, with a module that is wrapped by sl.DistributedDataParallel.",
         )
         return [*failed, none]
+    if not figures.is_enough:
+        return [*failed, _too_few(figures), _where_the_time_goes(figures)]
     checks: Sequence[Callable[[Run, Figures], Iterator[Finding]]] = (
         _late_rank,
         _input_bound,
         _buckets,
         _slow_link,
+        _buffers,
+        _syncs,
+        _calls,
         _unused,
         _discarded,
     )
@@ -115,16 +125,37 @@ def _where_the_time_goes(figures: Figures) -> Finding:
     named = "; ".join(f"{_percent(share)} {words}" for share, words in parts if share >= 0.01)
     return Finding(
         kind="note",
-        headline=f"A step takes {_time(figures.step)}: {_percent(compute)} is compute{f'; {named}' if named else ''}.",
+        headline=f"A step takes {_time(figures.step)} ({_mean_of(figures)}): {_percent(compute)} is compute"
+        f"{f'; {named}' if named else ''}.",
     )
+
+
+def _mean_of(figures: Figures) -> str:
+    return f"mean of {format_count(figures.num_steps, 'step')}"
+
+
+def _too_few(figures: Figures) -> Finding:
+    few = figures.num_steps < ENOUGH_STEPS
+    return Finding(
+        kind="note",
+        headline=f"{format_count(figures.num_steps, 'step')} of {_time(figures.step)} (mean): too "
+        f"{'few' if few else 'short'} to judge.",
+        cure=f"Record at least {ENOUGH_STEPS} steps after the first three, which are slower."
+        if few
+        else "Record more steps.",
+    )
+
+
+def _kind(share: float) -> Kind:
+    return "problem" if share >= _LARGE else "note"
 
 
 def _all_is_well(figures: Figures) -> Finding:
     rest = figures.exposed
     return Finding(
         kind="fine",
-        headline=f"A step takes {_time(figures.step)}, and nothing holds it up: {_percent(1 - rest)} of it is the "
-        "program's own work.",
+        headline=f"A step takes {_time(figures.step)} ({_mean_of(figures)}), and nothing holds it up: "
+        f"{_percent(1 - rest)} of it is the program's own work.",
         detail=f"Ranks wait {_percent(rest)} of the time." if len(figures.phases_of_ranks) > 1 else "",
     )
 
@@ -140,10 +171,11 @@ def _late_rank(run: Run, figures: Figures) -> Iterator[Finding]:
     waits = f"bucket {bucket.bucket}" if bucket is not None else "its gradients"
     if late.share < 0.6:
         yield Finding(
-            kind="problem",
-            headline=f"Ranks wait {_time(figures.parts['late'])} a step for each other: now one is late, now another.",
-            detail=f"{_percent(share)} of a step. Most of it is the wait for {waits}. No rank causes more than "
-            f"{_percent(late.share)} of it.",
+            kind=_kind(share),
+            headline=f"No rank is consistently slow; {_percent(share)} of a step, {_time(figures.parts['late'])}, is "
+            "jitter.",
+            detail=f"Ranks wait for each other: now one is late, now another. Most of it is the wait for {waits}. No "
+            f"rank causes more than {_percent(late.share)} of it.",
             cure="Give all ranks the same amount of work in each step: batches of equal length (group samples of "
             "similar length), the same number of workers, and cores that other programs leave alone.",
             weight=share,
@@ -151,10 +183,10 @@ def _late_rank(run: Run, figures: Figures) -> Iterator[Finding]:
         return
     others = "the others" if len(figures.phases_of_ranks) > 2 else "the other"
     yield Finding(
-        kind="problem",
+        kind=_kind(share),
         headline=f"The others wait {_time(late.caused)} a step for rank {late.rank}, whose "
         f"{_PHASES_IN_WORDS[late.phase]} takes {_time(late.phase_time)}; {_time(late.usual_time)} on {others}.",
-        detail=f"{_percent(share)} of a step. They wait for {waits}, which rank {late.rank} sends last.",
+        detail=f"Means; {_percent(share)} of a step. They wait for {waits}, which rank {late.rank} sends last.",
         cure=_CURES_OF_LATE_RANKS[late.phase],
         weight=share,
     )
@@ -162,11 +194,11 @@ def _late_rank(run: Run, figures: Figures) -> Iterator[Finding]:
 
 def _input_bound(run: Run, figures: Figures) -> Iterator[Finding]:
     usual = sorted(own["data"] for own in figures.phases_of_ranks.values())
-    share = usual[len(usual) // 2 if len(usual) > 2 else 0] / max(1.0, sum(figures.parts.values()))
-    if share < 0.15:
+    share = usual[len(usual) // 2 if len(usual) > 2 else 0] / max(1.0, figures.step)
+    if share < _NOTEWORTHY:
         return
     yield Finding(
-        kind="problem",
+        kind=_kind(share),
         headline=f"{_percent(share)} of a step is the time before the forward, on all ranks: they wait for data.",
         detail="Unless the program does something else there, such as an evaluation.",
         cure="Load ahead: DataLoader(num_workers=..., persistent_workers=True, prefetch_factor=4), and prepare what "
@@ -197,7 +229,7 @@ def _buckets(run: Run, figures: Figures) -> Iterator[Finding]:
         return
     if share < _NOTEWORTHY:
         return
-    best, whole = best_cap(link, buckets, figures.backward), sum(figures.parts.values())
+    best, whole = best_cap(link, buckets, figures.backward), figures.step
     largest = max(buckets, key=lambda one: one.payload_bytes)
     saved = 0.0 if best is None else min(best[1], figures.parts["transfer"]) / whole
     if best is not None and saved >= 0.03:
@@ -210,20 +242,29 @@ def _buckets(run: Run, figures: Figures) -> Iterator[Finding]:
         else:
             why = "with buckets of another size, more of their way is hidden behind the backward"
         yield Finding(
-            kind="problem",
+            kind=_kind(share),
             headline=f"{_percent(share)} of a step waits for gradients that are under way; with "
             f"bucket_cap_mb={best[0]:g} the step would take about {_percent(saved)} less.",
             detail=f"{why[0].upper()}{why[1:]}.",
             cure=f"Pass bucket_cap_mb={best[0]:g}.",
-            weight=saved,
+            weight=share,
+        )
+    elif link.bytes_per_second > _SLOW_BYTES_PER_SECOND:  # otherwise, `_slow_link` has a finding
+        yield Finding(
+            kind=_kind(share),
+            headline=f"{_percent(share)} of a step waits for gradients that are under way.",
+            detail="No other size of the buckets makes this clearly shorter.",
+            cure="Larger batches make the backward longer, which hides it. sharded=True sends half of the bytes before "
+            "the optimizer's step, and compression=sl.compression.Cast() half of all.",
+            weight=share,
         )
 
 
 def _slow_link(run: Run, figures: Figures) -> Iterator[Finding]:
     share, link = figures.share("transfer"), link_of(figures.buckets)
-    if share < 0.1 or link is None or link.bytes_per_second > _SLOW_BYTES_PER_SECOND:
+    if share < _NOTEWORTHY or link is None or link.bytes_per_second > _SLOW_BYTES_PER_SECOND:
         return
-    whole = sum(figures.parts.values())
+    whole = figures.step
     total = sum(one.payload_bytes for one in figures.buckets)
     smaller = wait_of(
         link, [(one.sent, one.payload_bytes / 4) for one in sorted(figures.buckets, key=lambda b: b.sent)],
@@ -231,14 +272,64 @@ def _slow_link(run: Run, figures: Figures) -> Iterator[Finding]:
     )  # fmt: skip
     saved = max(0.0, figures.parts["transfer"] - smaller) / whole
     yield Finding(
-        kind="problem",
+        kind=_kind(share),
         headline=f"The link between the ranks is slow: it carries {format_bytes(int(link.bytes_per_second))} of "
         f"gradients a second, so the {format_bytes(total)} of a step take {_time(link.time(total))}.",
         detail=f"{_percent(share)} of a step waits for gradients that are under way.",
         cure="Send less: compression=sl.compression.Quantize(8) sends a quarter of the bytes"
         + (f" (about {_percent(saved)} less time a step)" if saved >= 0.03 else "")
         + ", and strategy=sl.DiLoCo(20) sends once in 20 steps. Larger batches help, too.",
-        weight=max(saved, share / 2),
+        weight=share,
+    )
+
+
+# ---------------------------------------------------------------------- buffers, parameter syncs, calls
+
+
+def _buffers(run: Run, figures: Figures) -> Iterator[Finding]:
+    share = figures.share("buffers")
+    if share >= _NOTEWORTHY:
+        yield Finding(
+            kind=_kind(share),
+            headline=f"{_percent(share)} of a step, {_time(figures.parts['buffers'])}, synchronizes buffers before the "
+            "forward.",
+            detail="This includes waits for the rank that sends them.",
+            cure='If they are running statistics, as those of BatchNorm, pass buffers="none" (torch\'s '
+            "broadcast_buffers=False), and call ddp.sync_buffers_() before an evaluation or a save.",
+            weight=share,
+        )
+
+
+def _syncs(run: Run, figures: Figures) -> Iterator[Finding]:
+    share = figures.share("sync")
+    if share >= _NOTEWORTHY:
+        yield Finding(
+            kind=_kind(share),
+            headline=f"{_percent(share)} of a step, {_time(figures.parts['sync'])}, is parameter syncs (mean over all "
+            "steps).",
+            detail="This includes waits for ranks that are late.",
+            cure="Let the strategy synchronize after more steps, or use sl.DiLoCo with compression= or fragments=.",
+            weight=share,
+        )
+
+
+def _calls(run: Run, figures: Figures) -> Iterator[Finding]:
+    share, late = figures.share("call"), figures.late
+    if share < _NOTEWORTHY or (late is not None and late.phase == "other"):  # then `_late_rank` says it
+        return
+    spans = [span for ranks in run.steps.values() for step in ranks.values() for span in step.spans]
+    lengths: Counter[str] = Counter()
+    for span in spans:
+        if span.kind == "call":
+            lengths[span.label] += span.length
+    names = format_names([name for name, _ in lengths.most_common(3)])
+    yield Finding(
+        kind=_kind(share),
+        headline=f"{_percent(share)} of a step, {_time(figures.parts['call'])}, is calls of Syncline: {names}.",
+        detail="This includes waits for ranks that are late.",
+        cure="Metrics of each step travel with the gradients: ddp.report(loss=loss) instead of sl.mean(loss). Save "
+        "less often, or with blocking=False.",
+        weight=share,
     )
 
 
@@ -334,7 +425,8 @@ def _failures(run: Run) -> Iterator[Finding]:
         if one.end is None and any(other.end is not None for other in run.processes)
     ]
     lost = {one.process.rank: one for one in killed}
-    errors = [one for one in run.processes if one.end is not None and one.end.error]
+    errors = [one for one in run.processes if one.end is not None and one.end.is_error]
+    stopped = [one for one in run.processes if one.end is not None and one.end.is_ctrl_c]
     if lost and not changes:
         rank = min(lost, key=lambda one: lost[one].unix_seconds(lost[one].last_at))
         # Its own trace lacks its last moments. Those of the others have the last step that all have made together.
@@ -359,6 +451,8 @@ def _failures(run: Run) -> Iterator[Finding]:
             kind="problem",
             headline=f"Rank {first.process.rank} ended with an error: {first.end.error}",
         )
+    elif stopped and not changes:
+        yield Finding(kind="note", headline="The run was stopped by Ctrl-C.")
 
 
 def changes_in(run: Run) -> list[rows.RanksRow]:

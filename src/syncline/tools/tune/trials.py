@@ -8,7 +8,7 @@ from statistics import median
 
 from syncline.contract import table
 from syncline.tools.plan import CAPS_MB, Option, Planner
-from syncline.words import format_time
+from syncline.words import MAX_COLUMNS, format_time, wrapped
 
 _CLEARLY = 0.98
 """A setting has won if it takes at most this part of the time of the program as it is."""
@@ -147,7 +147,7 @@ def trials_text(
         base_value: its value in the program as it is.
     """
     best, base = winner_of(trials, base_value), trials[0]
-    head = ["", "step", "predicted", "for the same work"]
+    head = ["", "median step", "predicted", "for the same work"]
     rows = [
         [
             one.setting.words(option),
@@ -157,13 +157,13 @@ def trials_text(
         ]
         for one in trials
     ]
-    lines = [table([head, *rows]), ""]
+    lines = [table([head, *rows], MAX_COLUMNS), ""]
     if best is base:
         return "\n".join([*lines, "Nothing was clearly faster than the program as it is."])
     saved = 1 - best.cost(base_value) / base.step
-    lines.append(f"Won: {best.setting.words(option)}, {saved:.0%} less time for the same work.")
+    lines += wrapped(f"Won: {best.setting.words(option)}, {saved:.0%} less time for the same work.")
     variables = best.setting.variables()
     if variables:
         assigned = " ".join(f"{name}={value}" for name, value in variables.items())
-        lines.append(f"Set it in the program, or run it with {assigned}")
+        lines += wrapped(f"Set it in the program, or run it with {assigned}")
     return "\n".join(lines)

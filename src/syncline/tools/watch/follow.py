@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -27,8 +28,9 @@ class Follower:
     def new_rows(self) -> Iterator[tuple[str, list[rows.Row], float]]:
         """Yield for each process that has recorded something since the last call its name, the new rows, and when.
 
-        The name is that of the file without its part. The time is that of the last change of the file, in seconds since
-        the epoch. A line that is still being written is left for the next call.
+        The name is that of the file without its part. The time is that of the last change of the file, in seconds of
+        `time.monotonic`: the system clock may be set meanwhile. A line that is still being written is left for the next
+        call.
         """
         for name, parts in parts_in(self._directory).items():
             paths = [path for _, path in parts]
@@ -37,7 +39,11 @@ class Follower:
             for path in paths[known[-1] :] if known else paths[-1:]:
                 found += self._added(path)
             if found:
-                yield name, found, paths[-1].stat().st_mtime
+                if known:
+                    changed_at = time.monotonic()
+                else:
+                    changed_at = time.monotonic() - max(0.0, time.time() - paths[-1].stat().st_mtime)
+                yield name, found, changed_at
 
     def _added(self, path: Path) -> list[rows.Row]:
         try:

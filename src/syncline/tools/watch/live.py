@@ -67,8 +67,12 @@ class Live(Display):
         self.end()
         self._redirected.close()
 
+    @property
+    def output_failure(self) -> OSError | None:
+        return self._writer.failure
+
     def start_ranks(self, ranks: Sequence[int]) -> None:
-        self._ranks.start(ranks, time.time())
+        self._ranks.start(ranks, time.monotonic())
         if self._thread.ident is None:  # a thread starts once
             self._thread.start()
 
@@ -89,7 +93,7 @@ class Live(Display):
     def _run(self) -> None:
         try:
             while True:
-                if (lines := self._ranks.look(time.time(), *self._terminal.size)) is not None:
+                if (lines := self._ranks.look(time.monotonic(), *self._terminal.size)) is not None:
                     self._terminal.draw(lines)
                 if self._ended.wait(self._every_seconds):
                     return
@@ -135,7 +139,7 @@ class LiveRanks:
         That is so when ranks stood still, and then ended: how they were ended says nothing about where they were.
 
         Args:
-            now: the time, in seconds since the epoch.
+            now: the time, in seconds of `time.monotonic`.
             columns: the width of the terminal.
             lines: the height of the terminal.
         """

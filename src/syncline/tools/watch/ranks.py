@@ -13,13 +13,16 @@ from collections.abc import Mapping, Sequence
 from statistics import median
 
 from syncline.tracing import rows
-from syncline.words import describe_ranks, format_time
+from syncline.words import MAX_COLUMNS, describe_ranks, format_time
 
 _NUM_STEPS = 50
 """The number of last steps over which times are taken."""
 
 STILL_SECONDS = 5.0
 """A rank that has recorded no step for longer than this, and for longer than ten of its steps, stands still."""
+
+_ENOUGH_STEPS = 10
+"""From so many steps on, it is said for which rank the others wait."""
 
 _MAX_RANKS = 64
 
@@ -33,7 +36,7 @@ class RankState:
 
     Args:
         rank: the number of the rank, until it has recorded another one.
-        started_at: when its process was started, in seconds since the epoch.
+        started_at: when its process was started, in seconds of `time.monotonic`.
 
     Examples:
         >>> state = RankState()
@@ -49,7 +52,7 @@ class RankState:
         """The last step whose backward has ended."""
         self.end: rows.EndRow | None = None
         self.changed_at = started_at
-        """When it last recorded something but its place, in seconds since the epoch."""
+        """When it last recorded something but its place, in seconds of `time.monotonic`."""
         self.seen_at = started_at
         """When it last recorded anything."""
         self.num_events = 0
@@ -66,7 +69,7 @@ class RankState:
 
         Args:
             found: the rows.
-            at: when the last of them was written, in seconds since the epoch.
+            at: when the last of them was written, in seconds of `time.monotonic`.
         """
         times = [time for row in found if (time := rows.time_of(row)) is not None]
         last = max(times, default=0)
@@ -119,6 +122,11 @@ class RankState:
         seconds = self.step_seconds
         return 0.0 if not seconds else min(1.0, median(self._waits) / 1e6 / seconds)
 
+    @property
+    def num_timed(self) -> int:
+        """The number of last steps whose length is known."""
+        return max(0, len(self._ends) - 1)
+
     def stands_still(self, now: float) -> bool:
         """Return whether the rank has recorded no progress for long."""
         return self.end is None and now - self.changed_at > max(
@@ -128,9 +136,9 @@ class RankState:
     def words(self, now: float) -> str:
         """Return in words what the rank is doing."""
         if self.end is not None:
-            return f"ended: {self.end.error}" if self.end.error else "has ended"
+            return f"ended: {self.end.error}" if self.end.is_error else self.end.words
         if self.is_gone(now):
-            return f"no sign of life for {format_time(now - self.seen_at)}: its process was killed, or is stopped"
+            return f"no sign of life for {now - self.seen_at:.0f} s: its process was killed, or is stopped"
         return self._place if self._place and now - self.changed_at > 2.0 else self._phase
 
     def is_gone(self, now: float) -> bool:
@@ -161,14 +169,14 @@ def present(states: Sequence[RankState]) -> list[RankState]:
 
 
 def screen(
-    states: Sequence[RankState], now: float, *, columns: int | None = None, lines: int | None = None
+    states: Sequence[RankState], now: float, *, columns: int = MAX_COLUMNS + 1, lines: int | None = None
 ) -> str:
     """Return a line for each rank, and what it means.
 
     Args:
         states: the states of all ranks.
-        now: the time, in seconds since the epoch.
-        columns: where to wrap lines. None means nowhere.
+        now: the time, in seconds of `time.monotonic`.
+        columns: where to wrap lines.
         lines: the largest number of lines. If not all ranks fit, those that say most are shown. None means no limit.
     """
     end = _wrapped(meaning(states, now), "", columns)
@@ -181,24 +189,22 @@ def screen(
             if left < 0 and shown:
                 break
         shown.append(one.rank)
-    text = [f"{'rank':>5}  {'step':>8}  {'a step':>9}  {'waits':>6}  now"]
+    text = [f"{'rank':>5}  {'step':>8}  {'median step':>11}  {'waits':>6}  now"]
     text += itertools.chain.from_iterable(entries[rank] for rank in sorted(shown))
     if len(shown) < len(entries):
         text.append(f"       and {len(entries) - len(shown)} more ranks")
     return "\n".join([*text, "", *end])
 
 
-def _entry(one: RankState, now: float, columns: int | None) -> list[str]:
+def _entry(one: RankState, now: float, columns: int) -> list[str]:
     seconds = one.step_seconds
     length = "-" if seconds is None else format_time(seconds)
     share = "-" if seconds is None else f"{100 * one.waiting_share:.0f} %"
-    head = f"{one.rank:>5}  {one.step:>8}  {length:>9}  {share:>6}  "
+    head = f"{one.rank:>5}  {one.step:>8}  {length:>11}  {share:>6}  "
     return _wrapped(one.words(now), head, columns)
 
 
-def _wrapped(text: str, head: str, columns: int | None) -> list[str]:
-    if columns is None:
-        return [head + text]
+def _wrapped(text: str, head: str, columns: int) -> list[str]:
     indent = " " * (len(head) if columns >= 2 * len(head) else min(4, columns // 4))
     return textwrap.wrap(
         text, max(columns - 1, 20), initial_indent=head, subsequent_indent=indent, break_on_hyphens=False
@@ -207,7 +213,7 @@ def _wrapped(text: str, head: str, columns: int | None) -> list[str]:
 
 def _says_little(one: RankState, now: float) -> tuple[int, int]:
     """Return a key by which ranks are sorted: first those that tell why a run does not go on."""
-    if one.end is not None and not one.end.error:
+    if one.end is not None and not one.end.is_error:
         return 4, one.rank
     if one.end is not None or one.is_gone(now):
         return 0, one.rank
@@ -227,9 +233,11 @@ def meaning(states: Sequence[RankState], now: float) -> str:
         return f"{_capital(describe_ranks(gone))} {'shows' if len(gone) == 1 else 'show'} no sign of life."
     alive = [one for one in states if one.end is None]
     if not alive:
-        failed = [one for one in states if one.end is not None and one.end.error]
-        if failed:
-            return f"All ranks have ended, {describe_ranks([one.rank for one in failed])} with an error."
+        ends = {one.rank: one.end for one in states if one.end is not None}
+        if failed := [rank for rank, end in ends.items() if end.is_error]:
+            return f"All ranks have ended, {describe_ranks(failed)} with an error."
+        if any(end.is_ctrl_c for end in ends.values()):
+            return "The run was stopped by Ctrl-C."
         return "All ranks have ended."
     still = [one for one in alive if one.stands_still(now)]
     if len(still) < len(alive):
@@ -238,9 +246,9 @@ def meaning(states: Sequence[RankState], now: float) -> str:
     seconds = min(now - one.changed_at for one in still)
     waiting = [one.rank for one in still if one.is_waiting]
     others = [one.rank for one in still if not one.is_waiting]
-    text = f"No rank has made progress for {format_time(seconds)}."
+    text = f"No rank has made progress for {seconds:.0f} s."
     if not any(one.step for one in still):
-        text = f"No rank has ended a step yet, and none has made progress for {format_time(seconds)}."
+        text = f"No rank has ended a step yet: starting, {seconds:.0f} s."
     if waiting and others:
         verb = (
             "does not: look at the line where it is"
@@ -259,7 +267,7 @@ def meaning(states: Sequence[RankState], now: float) -> str:
 def _waits_for_whom(states: Mapping[int, RankState]) -> str:
     if not states:
         return "No rank has ended two steps yet."
-    if len(states) < 2:
+    if len(states) < 2 or any(one.num_timed < _ENOUGH_STEPS for one in states.values()):
         return "Training."
     shares = {rank: one.waiting_share for rank, one in states.items()}
     least = min(shares, key=lambda rank: shares[rank])
@@ -268,7 +276,7 @@ def _waits_for_whom(states: Mapping[int, RankState]) -> str:
         return "Training; no rank waits much longer than the others."
     return (
         f"Training; the others wait {100 * median(others):.0f} % of the time, rank {least} "
-        f"{100 * shares[least]:.0f} %: they wait for it."
+        f"{100 * shares[least]:.0f} % (medians): they wait for it."
     )
 
 

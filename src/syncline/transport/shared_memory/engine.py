@@ -92,7 +92,9 @@ _ALL_DTYPES = sorted(
 _NUMBER_OF = {dtype: number for number, dtype in enumerate(_ALL_DTYPES)}
 
 
-def code_of(kind: int, dtype: torch.dtype | None = None, op: str | None = None, peer: int = 0) -> int:
+def code_of(
+    kind: int, dtype: torch.dtype | None = None, op: str | None = None, peer: int = 0, terms: int = 0
+) -> int:
     """Return the 64-bit code of a call.
 
     Args:
@@ -100,8 +102,10 @@ def code_of(kind: int, dtype: torch.dtype | None = None, op: str | None = None, 
         dtype: the dtype of the tensor. Pass None for a barrier.
         op: the reduce operation. Pass None for operations that do not reduce.
         peer: the source rank of a broadcast, or the other rank of a message. Pass 0 for other operations.
+        terms: for a message, the number that the core compares, below 65536. It takes the bits of a reduction's dtype
+            and operation. Pass 0 for other operations.
     """
-    code = kind | peer << 24
+    code = kind | terms << 8 | peer << 24
     if dtype is None:
         return code
     code |= _NUMBER_OF[dtype] << 48
@@ -155,10 +159,11 @@ def call_of(code: int, numel: int, *, size: int, peer: int | None = None) -> Cal
         numel *= size
     elif kind == Kind.BROADCAST:
         detail = f"from rank {code >> 24 & 0xFFFF}"
-    elif kind == Kind.SEND and peer is not None:
-        detail = f"to rank {peer}"
-    elif kind == Kind.RECV and peer is not None:
-        detail = f"from rank {peer}"
+    elif kind in (Kind.SEND, Kind.RECV) and peer is not None:
+        terms = code >> 8 & 0xFFFF
+        detail = (
+            f"{'to' if kind == Kind.SEND else 'from'} rank {peer}{f', of exchange {terms}' if terms else ''}"
+        )
     return Call(kind.words, detail, numel, dtype)
 
 
@@ -363,7 +368,7 @@ class Regions:
             token: random bytes that identify the tensor. They are the same on all ranks.
         """
         if numel * dtype.itemsize < IN_PLACE_BYTES:
-            return torch.zeros(numel, dtype=dtype)
+            return torch.zeros(numel, dtype=dtype, device="cpu")
         stride = -(-numel * dtype.itemsize // _MIN_STRIDE_BYTES) * _MIN_STRIDE_BYTES
         purpose = f"{numel} elements of {dtype}"
         memory = self._hub.allocate(self._hub.size * stride, purpose, may_be_used=True)

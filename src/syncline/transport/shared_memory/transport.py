@@ -266,17 +266,19 @@ class SharedMemoryTransport(WatchedTransport):
         detail = f"from rank {self._numbers[src]}"
         return self._begin("broadcast", detail, (tensor,), self._start_native, *arguments)
 
-    def _start_send(self, tensor: Tensor, dst: int) -> Work:
+    def _start_send(self, tensor: Tensor, dst: int, terms: int = 0) -> Work:
         if not tensor.is_cpu:
-            return self._transport_beneath(tensor)._start_send(tensor, dst)
-        arguments = (code_of(Kind.SEND, tensor.dtype, peer=dst), tensor.data_ptr(), 0, tensor.numel(), 0)
+            return self._transport_beneath(tensor)._start_send(tensor, dst, terms)
+        code = code_of(Kind.SEND, tensor.dtype, peer=dst, terms=terms)
+        arguments = (code, tensor.data_ptr(), 0, tensor.numel(), 0)
         queue, detail = self.engine_lane.queue_of_sends(dst), f"to rank {self._numbers[dst]}"
         return self._begin("send", detail, (tensor,), self._start_native, *arguments, queue=queue, peer=dst)
 
-    def _start_recv(self, tensor: Tensor, src: int) -> Work:
+    def _start_recv(self, tensor: Tensor, src: int, terms: int = 0) -> Work:
         if not tensor.is_cpu:
-            return self._transport_beneath(tensor)._start_recv(tensor, src)
-        arguments = (code_of(Kind.RECV, tensor.dtype, peer=src), 0, tensor.data_ptr(), tensor.numel(), 0)
+            return self._transport_beneath(tensor)._start_recv(tensor, src, terms)
+        code = code_of(Kind.RECV, tensor.dtype, peer=src, terms=terms)
+        arguments = (code, 0, tensor.data_ptr(), tensor.numel(), 0)
         queue, detail = self.engine_lane.queue_of_receives(src), f"from rank {self._numbers[src]}"
         return self._begin("recv", detail, (tensor,), self._start_native, *arguments, queue=queue, peer=src)
 

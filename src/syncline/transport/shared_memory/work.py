@@ -120,7 +120,9 @@ class SharedMemoryWork(WatchedWork):
             raise self._ended_by(outcome)
         self._end()
         if outcome == Outcome.DISAGREED:
-            raise Disagreement(f"{self}: the ranks made different calls, or passed different `terms`")
+            raise Disagreement(
+                f"{self}: the ranks made different calls, or named different roots. Make the same call on all ranks"
+            )
         return True
 
     def _ended_by(self, outcome: int) -> SynclineError:

@@ -1,0 +1,398 @@
+"""Where a backward ends, and what programs do before that: more losses, hooks, swaps of parameters, exceptions."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import syncline as sl
+from syncline import SynclineError, UnreducedGradients
+from syncline.testing import run_ranks
+from syncline.transport.base import Transport
+
+BODY = 64 * 64  # large gradients are copied as soon as they are ready, small ones when their bucket is sent
+
+
+def linear(width: int = 1) -> nn.Linear:
+    layer = nn.Linear(width, 1, bias=False)
+    nn.init.ones_(layer.weight)
+    return layer
+
+
+class TwoHeads(nn.Module):
+    def __init__(self, width: int = 1) -> None:
+        super().__init__()
+        self.actor, self.critic = linear(width), linear(width)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return self.actor(x), self.critic(x)
+
+
+def wrapped(t: Transport, module: nn.Module, **arguments: Any) -> Any:
+    return sl.DistributedDataParallel(module, process_group=t, **arguments)
+
+
+def inputs(t: Transport, width: int = 1) -> Tensor:
+    return torch.full((1, width), 1.0 + t.rank)
+
+
+def firsts(module: nn.Module) -> list[float | None]:
+    return [None if p.grad is None else p.grad.flatten()[0].item() for p in module.parameters()]
+
+
+# ---------------------------------------------------------------------- several losses of one forward
+
+
+def two_losses(ddp: Any, x: Tensor) -> None:
+    action, value = ddp(x)
+    action.sum().backward()
+    value.sum().backward()
+
+
+def parts_in_turn(ddp: Any, x: Tensor) -> None:
+    loss = torch.cat(ddp(x)).sum()
+    loss.backward(inputs=list(ddp.module.actor.parameters()), retain_graph=True)
+    loss.backward(inputs=list(ddp.module.critic.parameters()))
+
+
+def evaluates_between(ddp: Any, x: Tensor) -> None:
+    action, value = ddp(x)
+    action.sum().backward()
+    with torch.no_grad():
+        ddp(x)
+    value.sum().backward()
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.parametrize("cap_mb", [None, 1e-6])
+@pytest.mark.parametrize("losses", [two_losses, parts_in_turn, evaluates_between])
+def test_backwards_over_different_parameters_are_one_step(
+    losses: Callable[[Any, Tensor], None], cap_mb: float | None, size: int
+) -> None:
+    def rank(t: Transport) -> tuple[list[list[float | None]], int]:
+        ddp = wrapped(t, TwoHeads(), bucket_cap_mb=cap_mb)
+        seen = []
+        for _ in range(3):
+            ddp.zero_grad()
+            losses(ddp, inputs(t))
+            seen.append(firsts(ddp))
+        return seen, ddp.last_step.step
+
+    mean = (1 + size) / 2
+    assert run_ranks(size, rank) == [([[mean, mean]] * 3, 3)] * size
+
+
+NEXT: dict[str, Callable[[Any, Tensor], object]] = {
+    "forward": lambda ddp, x: ddp(x),
+    "optimizer": lambda ddp, _: torch.optim.SGD(ddp.parameters(), lr=0.1).step(),
+    "zero_grad": lambda ddp, _: ddp.zero_grad(),
+}
+
+
+@pytest.mark.parametrize("following", NEXT)
+@pytest.mark.parametrize("size", [1, 2])
+def test_a_loss_that_never_comes_is_an_error_on_every_rank_before_anything_is_lost(
+    size: int, following: str
+) -> None:
+    def rank(t: Transport) -> tuple[Any, float]:
+        ddp = wrapped(t, TwoHeads())
+        x = inputs(t)
+        ddp(x)[0].sum().backward()
+        with pytest.raises(UnreducedGradients) as error:
+            NEXT[following](ddp, x)
+        two_losses(ddp, x)  # training can go on
+        return error.value.missing, ddp.module.actor.weight.item()
+
+    expected = dict.fromkeys(range(size), ("critic.weight",))
+    assert run_ranks(size, rank) == [(expected, 1.0)] * size
+
+
+def test_one_rank_may_have_two_losses_where_the_other_has_one() -> None:
+    def rank(t: Transport) -> list[float | None]:
+        ddp = wrapped(t, TwoHeads())
+        if t.rank:
+            two_losses(ddp, inputs(t))
+        else:
+            torch.cat(ddp(inputs(t))).sum().backward()
+        return firsts(ddp)
+
+    assert run_ranks(2, rank) == [[1.5, 1.5]] * 2
+
+
+def test_an_optimizer_of_other_parameters_may_step_between_two_losses() -> None:
+    def rank(t: Transport) -> list[float | None]:
+        ddp, other = wrapped(t, TwoHeads()), linear()
+        action, value = ddp(inputs(t))
+        action.sum().backward()
+        torch.optim.SGD(other.parameters(), lr=0.1).step()
+        value.sum().backward()
+        return firsts(ddp)
+
+    assert run_ranks(2, rank) == [[1.5, 1.5]] * 2
+
+
+# ---------------------------------------------------------------------- a forward under no_sync
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_micro_batches_whose_forwards_ran_under_no_sync_are_reduced_with_the_last_one(size: int) -> None:
+    def rank(t: Transport) -> tuple[list[float | None], int, int]:
+        ddp = wrapped(t, linear())
+        before = t.statistics().total_calls
+        for at in range(4):
+            if at < 3:
+                with ddp.no_sync():
+                    loss = ddp(inputs(t)).sum()
+            else:
+                loss = ddp(inputs(t)).sum()
+            loss.backward()
+        torch.optim.SGD(ddp.parameters(), lr=0.1).step()
+        return firsts(ddp), ddp.last_step.step, t.statistics().total_calls - before
+
+    for seen, step, _ in run_ranks(size, rank):
+        assert (seen, step) == ([4 * (1 + size) / 2], 1)
+
+
+@pytest.mark.parametrize("is_attached", [False, True])
+def test_a_step_of_gradients_that_no_forward_outside_of_no_sync_followed_is_refused(
+    is_attached: bool,
+) -> None:
+    def rank(t: Transport) -> float:
+        ddp = wrapped(t, linear())
+        optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+        if is_attached:
+            ddp.attach(optimizer)
+        with ddp.no_sync():
+            loss = ddp(inputs(t)).sum()
+        loss.backward()
+        with pytest.raises(SynclineError, match=r"step\(\).*: expected reduced gradients"):
+            optimizer.step()
+        return ddp.module.weight.item()
+
+    assert run_ranks(2, rank) == [1.0, 1.0]
+
+
+def test_a_forward_under_no_sync_does_not_make_the_backward_of_another_forward_local() -> None:
+    def rank(t: Transport) -> list[float | None]:
+        ddp = wrapped(t, linear())
+        with ddp.no_sync():
+            ddp(inputs(t))  # for its output only
+        ddp(inputs(t)).sum().backward()
+        return firsts(ddp)
+
+    assert run_ranks(2, rank) == [[1.5]] * 2
+
+
+# ---------------------------------------------------------------------- hooks of the program
+
+
+@pytest.mark.parametrize("is_early", [False, True])
+@pytest.mark.parametrize("width", [1, BODY])
+@pytest.mark.parametrize("as_view", [False, True])
+def test_a_hook_that_steps_and_clears_works_with_the_mean(as_view: bool, width: int, is_early: bool) -> None:
+    def rank(t: Transport) -> tuple[list[float], float, Any]:
+        module, seen = linear(width), []
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+
+        def step_now(parameter: Tensor) -> None:
+            assert parameter.grad is not None
+            seen.append(parameter.grad[0, 0].item())
+            optimizer.step()
+            optimizer.zero_grad()
+
+        if is_early:
+            module.weight.register_post_accumulate_grad_hook(step_now)
+        ddp = wrapped(t, module, gradient_as_bucket_view=as_view)
+        if not is_early:
+            module.weight.register_post_accumulate_grad_hook(step_now)
+        for _ in range(3):
+            ddp(inputs(t, width)).sum().backward()
+        return seen, round(module.weight[0, 0].item(), 5), module.weight.grad
+
+    assert run_ranks(2, rank) == [([1.5] * 3, 0.55, None)] * 2
+
+
+def test_a_hook_runs_with_local_gradients_where_nothing_is_reduced_and_can_be_removed() -> None:
+    def rank(t: Transport) -> list[float]:
+        module, seen = linear(), []
+        early = module.weight.register_post_accumulate_grad_hook(lambda p: seen.append(10 * p.grad.item()))
+        ddp = wrapped(t, module)
+        late = module.weight.register_post_accumulate_grad_hook(lambda p: seen.append(p.grad.item()))
+        with ddp.no_sync():
+            ddp(inputs(t)).sum().backward()
+        early.remove()
+        ddp.zero_grad()
+        ddp(inputs(t)).sum().backward()
+        late.remove()
+        ddp(inputs(t)).sum().backward()
+        del ddp
+        assert not module.weight._post_accumulate_grad_hooks
+        return seen
+
+    assert run_ranks(2, rank) == [[10.0, 1.0, 1.5], [20.0, 2.0, 1.5]]
+
+
+def test_hooks_of_a_backward_that_failed_do_not_run() -> None:
+    def rank(t: Transport) -> list[Any]:
+        ddp, seen = wrapped(t, TwoHeads()), []
+        ddp.module.actor.weight.register_post_accumulate_grad_hook(seen.append)
+        ddp(inputs(t))[0].sum().backward()
+        with pytest.raises(UnreducedGradients):
+            ddp.zero_grad()
+        return seen
+
+    assert run_ranks(2, rank) == [[], []]
+
+
+@pytest.mark.parametrize("width", [1, BODY])
+def test_an_optimizer_does_not_step_inside_of_a_backward(width: int) -> None:
+    def rank(t: Transport) -> float:
+        module = linear(width)
+        ddp = wrapped(t, module)
+        optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+        module.register_full_backward_hook(lambda *_: optimizer.step())
+        x = inputs(t, width).requires_grad_()
+        with pytest.raises(SynclineError, match=r"step 1, SGD.step\(\) was called inside of a backward"):
+            ddp(x).sum().backward()
+        return module.weight[0, 0].item()
+
+    assert run_ranks(2, rank) == [1.0, 1.0]
+
+
+@pytest.mark.parametrize("width", [1, BODY])
+def test_parameters_that_are_written_inside_of_a_backward_are_named(width: int) -> None:
+    def rank(t: Transport) -> str:
+        ddp = wrapped(t, TwoHeads(width))
+
+        def descend(*_: object) -> None:
+            with torch.no_grad():
+                ddp.module.critic.weight -= 0.1
+
+        ddp.module.critic.register_full_backward_hook(descend)
+        with pytest.raises(SynclineError) as error:
+            torch.cat(ddp(inputs(t, width).requires_grad_())).sum().backward()
+        return str(error.value)
+
+    for text in run_ranks(2, rank):
+        assert "changed in place inside of the backward: critic.weight." in text
+
+
+def test_gradients_that_are_removed_inside_of_a_backward_are_named() -> None:
+    def rank(t: Transport) -> str:
+        ddp = wrapped(t, TwoHeads())
+        heads = ddp.module
+
+        def clear(*_: object) -> None:
+            heads.critic.weight.grad = None
+
+        x = inputs(t).requires_grad_()
+        action, value = ddp(x)
+        value.register_hook(lambda _: None)
+        value.sum().backward()
+        clear()
+        with pytest.raises(SynclineError) as error:
+            action.sum().backward()
+        return str(error.value)
+
+    for text in run_ranks(2, rank):
+        assert ".grad became None inside of the backward: critic.weight." in text
+
+
+# ---------------------------------------------------------------------- parameters whose contents are swapped
+
+
+def swap(parameter: nn.Parameter) -> None:
+    torch.utils.swap_tensors(parameter, nn.Parameter(parameter.detach().clone()))
+
+
+@pytest.mark.parametrize("arguments", [{}, {"static_graph": True}, {"gradient_as_bucket_view": True}])
+@pytest.mark.parametrize("swapped", [["actor"], ["critic"], ["actor", "critic"]])
+@pytest.mark.parametrize("num_ranks_swapping", [1, 2])
+def test_gradients_of_swapped_parameters_are_averaged(
+    num_ranks_swapping: int, swapped: list[str], arguments: dict[str, Any]
+) -> None:
+    def rank(t: Transport) -> list[list[float | None]]:
+        ddp = wrapped(t, TwoHeads(), **arguments)
+        seen = []
+        for step in range(4):
+            if step in (0, 2) and t.rank < num_ranks_swapping:
+                for name in swapped:
+                    swap(getattr(ddp.module, name).weight)
+            ddp.zero_grad()
+            torch.cat(ddp(inputs(t))).sum().backward()
+            seen.append(firsts(ddp))
+        return seen
+
+    assert run_ranks(2, rank) == [[[1.5, 1.5]] * 4] * 2
+
+
+@pytest.mark.parametrize("is_direct", [False, True])
+def test_where_no_hook_runs_the_optimizer_does_not_step(is_direct: bool) -> None:
+    def rank(t: Transport) -> list[float | None]:
+        ddp = wrapped(t, linear())
+        ddp(inputs(t)).sum().backward()
+        optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+        optimizer.step()
+        before = ddp.module.weight.item()
+        ddp.zero_grad()
+        swap(ddp.module.weight)
+        (ddp.module if is_direct else ddp)(inputs(t)).sum().backward()
+        if is_direct:
+            with pytest.raises(SynclineError, match=r"contents of parameters were swapped .*: weight"):
+                optimizer.step()
+            assert ddp.module.weight.item() == before
+            ddp.zero_grad()
+            ddp.module(inputs(t)).sum().backward()  # their hooks run again
+        return firsts(ddp)
+
+    assert run_ranks(2, rank) == [[1.5]] * 2
+
+
+def test_a_converted_module_is_followed_with_its_hooks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.__future__, "_swap_module_params_on_conversion", True)
+
+    def rank(t: Transport) -> list[float | None]:
+        ddp = wrapped(t, linear())
+        ddp.double()
+        ddp(inputs(t).double()).sum().backward()
+        ddp.load_state_dict(copy.deepcopy(ddp.state_dict()))
+        ddp(inputs(t).double()).sum().backward()
+        return firsts(ddp)
+
+    assert run_ranks(2, rank) == [[1.5]] * 2  # a swap drops what was in .grad
+
+
+# ---------------------------------------------------------------------- backwards that were interrupted
+
+
+class Fails(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        raise KeyError("in the program's backward")
+
+
+@pytest.mark.parametrize("cap_mb", [None, 1e-6])
+def test_an_optimizer_does_not_step_after_a_backward_that_an_exception_interrupted(
+    cap_mb: float | None,
+) -> None:
+    def rank(t: Transport) -> float:
+        last = linear()
+        ddp = wrapped(t, nn.Sequential(linear(), last), bucket_cap_mb=cap_mb)
+        with pytest.raises(KeyError):
+            last(Fails.apply(ddp.module[0](inputs(t)))).sum().backward()
+        with pytest.raises(
+            SynclineError, match=r"step 1, backward: SGD.step\(\) began before this backward had ended"
+        ):
+            torch.optim.SGD(ddp.parameters(), lr=0.1).step()
+        return last.weight.item()
+
+    assert run_ranks(2, rank) == [1.0, 1.0]
