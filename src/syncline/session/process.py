@@ -26,7 +26,7 @@ _PR_SET_PDEATHSIG = 1
 _IN_STEPS, _LEFT_STEPS = ".in_steps", ".left_steps"
 
 
-def record_failure(error: BaseException, path: str, *, brief: str, whole: str) -> None:
+def record_failure(error: BaseException, path: str, *, brief: str = "", whole: str = "") -> None:
     """Write an uncaught exception to the launcher's error file, unless Syncline has written to the file before.
 
     Write nothing if the exception is no failure: an exit with code 0, a KeyboardInterrupt (the launcher has received
