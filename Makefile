@@ -66,6 +66,7 @@ wheels: $(STAMP) ## build dist/: the sdist, wheels for Linux on x86-64 and aarch
 soak: $(STAMP) ## what is drawn by lot, for hours: kills, collectives, flipped bits, stops, programs
 	$(BIN)/python tests/fault/kills.py --kills 200 --seed $(SEED)
 	PYTHONPATH=tests $(BIN)/python tests/fault/elastic_drawn.py --runs 500 --seed $(SEED)
+	PYTHONPATH=tests $(BIN)/python tests/fault/elastic_pairs.py --pairs 200 --awaits --seed $(SEED)
 	$(BIN)/python tests/fault/elastic_soak.py --kills 200 --seed $(SEED)
 	$(BIN)/python tests/fault/elastic_soak.py --seconds 600 --seed $(SEED)
 	$(BIN)/python tests/fault/soak.py --seconds 600 --seed $(SEED)

@@ -41,7 +41,8 @@ class ContractMismatch(SynclineError):
 class UnreducedGradients(SynclineError):
     """Raised when some parameters received no gradient in a synchronized backward.
 
-    It is raised at the end of the backward, on every rank on which at least one parameter received a gradient.
+    It is raised at the end of the backward, or, while another loss may bring the gradient, before the next forward or
+    optimizer step; on every rank on which at least one parameter received a gradient.
 
     Attributes:
         missing: the names of the parameters without a gradient, by rank. Ranks are those of the module's group.

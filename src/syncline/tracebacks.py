@@ -25,6 +25,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import io
 import os
 import re
 import sys
@@ -81,9 +82,10 @@ def describe(error: BaseException, tb: TracebackType | None = None) -> Described
         whole.stack = None  # type: ignore[assignment]  # as Python does, it then prints no header
     is_ours = bool(whole.stack) and whole.stack[-1].filename.startswith(_PACKAGE)
     _shorten(brief)
+    suggestion = _suggestion(error)
     return Described(
-        brief=_cut(brief) if is_ours else _text(brief),
-        whole=_text(whole),
+        brief=(_cut(brief) if is_ours else _text(brief)) + suggestion,
+        whole=_text(whole) + suggestion,
         is_of_group=bool(getattr(error, "is_of_group", False)),
         is_of_peer=bool(getattr(error, "is_of_peer", False)),
     )
@@ -97,6 +99,17 @@ def summary(error: BaseException) -> str:
         ("KeyError: 'label'", 'StopIteration')
     """
     return f"{type(error).__name__}: {error}".partition("\n")[0].removesuffix(": ")
+
+
+def _suggestion(error: BaseException) -> str:
+    """Return the name that Python 3.11 proposes instead of an unknown one. `TracebackException` has it since 3.12."""
+    is_known = isinstance(error, NameError | AttributeError)
+    if sys.version_info >= (3, 12) or not is_known or hasattr(error, "__notes__"):
+        return ""
+    with contextlib.redirect_stderr(io.StringIO()) as printed:
+        sys.__excepthook__(type(error), error, error.__traceback__)
+    found = re.search(r"\. Did you mean: '\w+'\?$", printed.getvalue().rstrip())
+    return "" if found is None else found[0]
 
 
 def _text(shown: traceback.TracebackException) -> str:

@@ -12,13 +12,15 @@ import itertools
 import json
 import os
 import pkgutil
+import re
 import signal
 import threading
 import time
 import warnings
+from collections import Counter
 from collections.abc import Callable, Collection
 from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -65,6 +67,10 @@ class Fault:
     place: str
     kind: str = "kill"
     attempt: int = 1
+    nth: int = 1
+    """Which await of a change, if the place is "await". A place such as "await send_file 2" names it."""
+    after_seconds: float = 0.0
+    """How long after this place a rank is killed, while it goes on."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -195,6 +201,12 @@ class Moments:
     """The step before which the save was begun that a thread writes now."""
     begun_in: int = 0
     """The generation in which the body has begun."""
+    is_changing: bool = False
+    """Whether this process agrees with others, connects to them, or gets the state."""
+    awaits: list[str] = field(default_factory=list)
+    """The awaits of the present change so far, each once: a process that waits for long asks again and again."""
+    timers: list[threading.Timer] = field(default_factory=list)
+    """Threads that kill this process."""
     connected_at: list[int] = field(default_factory=list)
     """The steps in which this process has opened a connection to the store."""
 
@@ -214,7 +226,28 @@ class Moments:
                 self.faults.remove(fault)
                 self.happen(fault)
 
+    def at_await(self, name: str) -> None:
+        """This process is about to wait for another one, or for the store."""
+        is_main = threading.current_thread() is threading.main_thread()
+        if not is_main or not self.is_changing or name in self.awaits:
+            return
+        self.awaits.append(name)
+        for fault in list(self.faults):
+            is_here = fault.place == f"await {name}" or (fault.place, fault.nth) == (
+                "await",
+                len(self.awaits),
+            )
+            if is_here and self.step >= fault.step:
+                self.note(awaits=name)
+                self.happen(fault)
+
     def happen(self, fault: Fault) -> None:
+        if fault.after_seconds:
+            later = threading.Timer(fault.after_seconds, self.happen, [replace(fault, after_seconds=0.0)])
+            later.daemon = True
+            later.start()
+            self.timers.append(later)
+            return
         self.note(fault=fault.kind, pid=os.getpid(), generation=self.generation)
         if fault.kind == "wait":  # for the test
             while not (self.folder / "go").exists():
@@ -297,6 +330,8 @@ def train_or_leave(plan: Plan, first: int, folder: Path, file: TextIO) -> None:
         note(ended=end.code)
     wake_the_stopped(folder)
     sl.shutdown()
+    for timer in moments.timers:
+        timer.join()
     if plan.kills_late and any(fault.kind == "kill" for fault in moments.faults):
         os.kill(os.getpid(), signal.SIGKILL)
 
@@ -348,7 +383,9 @@ def train(plan: Plan, moments: Moments, note: Callable[..., None]) -> None:
         lane.timeout_seconds = plan.timeout_seconds  # a busy machine takes longer to begin
     checkpointer = sl.Checkpointer(plan.saves, stop_signals=()) if plan.saves else None
     kept: list[tuple[Tensor, Tensor]] = []
-    with watched_places(moments, ddp), warnings.catch_warnings(record=True) as caught:
+    awaits = any(fault.place.startswith("await") for fault in plan.faults)
+    around = watched_awaits(moments) if awaits else nullcontext()
+    with watched_places(moments, ddp), around, warnings.catch_warnings(record=True) as caught:
         loop = sl.steps(
             state,
             plan.steps,
@@ -447,7 +484,6 @@ def watched_places(moments: Moments, ddp: sl.DistributedDataParallel) -> Any:
     )
     saves = pkgutil.resolve_name("syncline.checkpoint.store:SaveStore")
     with ExitStack() as patched:
-        patched.enter_context(mock.patch("syncline.session.session._REGROUP_SECONDS", 1.0))
         patched.enter_context(mock.patch.object(group, "_NEWCOMER_SECONDS", 0.0))
         patched.enter_context(mock.patch("syncline.liveness.store.clone_of", moments.counting(clone_of)))
         for owner, name, place in (
@@ -469,6 +505,82 @@ def watched_places(moments: Moments, ddp: sl.DistributedDataParallel) -> Any:
             (shards, "dissolve", "moving shards"),
         ):
             patched.enter_context(mock.patch.object(owner, name, before(place, getattr(owner, name))))
+        yield
+
+
+@contextmanager
+def watched_awaits(moments: Moments) -> Any:
+    """Make faults possible at every await of a change."""
+    counts: Counter[str] = Counter()
+
+    def begin(name: str, change: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any) -> Any:
+            moments.is_changing = name == "agree" or args[0].joins
+            moments.awaits.clear()
+            counts.clear()
+            return change(*args)
+
+        return call
+
+    def end(settle: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any) -> Any:
+            moments.is_changing = False
+            return settle(*args)
+
+        return call
+
+    def at_store(name: str, ask: Callable[..., Any]) -> Callable[..., Any]:
+        def call(store: Any, *args: Any, **kwargs: Any) -> Any:
+            keys = kwargs["keys"] if "keys" in kwargs else args[0] if args else "none"
+            key = keys if isinstance(keys, str) else (*keys, "none")[0]
+            moments.at_await(f"{name} {re.sub('[ /]?[0-9].*', '', key)}")
+            return ask(store, *args, **kwargs)
+
+        return call
+
+    def at_call(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            counts[name] += 1
+            moments.at_await(f"{name} {counts[name]}")
+            return function(*args, **kwargs)
+
+        return call
+
+    hub = pkgutil.resolve_name("syncline.transport.shared_memory.hub")
+    store = pkgutil.resolve_name("syncline.liveness.store:SignedStore")
+    with ExitStack() as patched:
+        for owner, names, around in (
+            (group.Group, ("agree", "begin"), lambda name: partial(begin, name)),
+            (group.Group, ("settle",), lambda name: end),
+            (
+                store,
+                ("set", "set_first", "multi_get", "get", "readable", "has"),
+                lambda name: partial(at_store, name),
+            ),
+            (
+                hub,
+                ("connected", "accepted", "send_rows", "receive_rows", "send_file", "receive_file"),
+                lambda name: partial(at_call, name),
+            ),
+            (dist, ("init_process_group",), lambda name: partial(at_call, name)),
+            (
+                pkgutil.resolve_name("syncline._torch.gloo"),
+                ("_own_address",),
+                lambda name: partial(at_call, name),
+            ),
+            (
+                pkgutil.resolve_name("syncline.transport.c10d_groups"),
+                ("new_group_of",),
+                lambda name: partial(at_call, name),
+            ),
+            (
+                pkgutil.resolve_name("syncline.transport.watched:WatchedTransport"),
+                ("_check_usable",),
+                lambda name: partial(at_call, name),
+            ),
+        ):
+            for name in names:
+                patched.enter_context(mock.patch.object(owner, name, around(name)(getattr(owner, name))))
         yield
 
 
@@ -530,7 +642,11 @@ def seconds_after(fault: Fault, notes: list[list[dict[str, Any]]]) -> float:
 
 
 def check(
-    notes: list[list[dict[str, Any]]], *, takes_mean: bool = False, may_miss: bool = False
+    notes: list[list[dict[str, Any]]],
+    *,
+    takes_mean: bool = False,
+    may_miss: bool = False,
+    steps: int = STEPS,
 ) -> list[dict[str, Any]]:
     """Check all invariants, and return the last note of each process that has finished.
 
@@ -538,10 +654,11 @@ def check(
         notes: what each process has written down.
         takes_mean: whether the loss of a step is the mean over its samples, and not their sum.
         may_miss: whether the shard of a lost rank may have missed its last step.
+        steps: the number of steps.
     """
-    finals = check_ends(notes, STEPS, num_forwards=None if takes_mean else STEPS)
+    finals = check_ends(notes, steps, num_forwards=None if takes_mean else steps)
     used, lost = committed_samples(notes), lost_before_step(notes)
-    net, momentum = reference(used, STEPS, lost, takes_mean=takes_mean)
+    net, momentum = reference(used, steps, lost, takes_mean=takes_mean)
     for final in finals:
         assert "syncline-pulse" not in final["threads"]  # which could abort the process at its end
         assert not final["connected_at"]  # a new connection to the store can wait for the DNS
@@ -553,7 +670,7 @@ def check(
         is_right = torch.zeros_like(end, dtype=torch.bool)
         for number in range(len(lost) + 1):
             for missed in itertools.combinations(lost, number):
-                net, _ = reference(used, STEPS, lost, missed=missed)
+                net, _ = reference(used, steps, lost, missed=missed)
                 is_right |= end == torch.cat([p.detach().flatten() for p in net.parameters()])
         assert bool(is_right.all())
     epoch: list[int] = []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,9 @@ from syncline.testing import RankPool
 
 HOLD = Fault(rank=0, step=3, place="forward", kind="await newcomers")
 """Rank 0 waits until the newcomers have asked to join."""
+
+JOINED = [training for training in elastic.TRAININGS if training != "sharded"]
+"""The trainings that a process can join."""
 
 
 @both_transports
@@ -52,6 +56,21 @@ def test_a_process_that_waits_takes_the_place_of_a_lost_rank(
     notes = run(tmp_path, rank_pool, 3, transport, *faults, num_newcomers=1)
     assert len(elastic.check(notes)) == 3
     assert [line["step"] for line in notes[3] if "step" in line] == [*range(3, STEPS + 1)]
+
+
+@both_transports
+@pytest.mark.parametrize("training", mostly_slow(*JOINED, fast=("every step", "LocalSGD")))
+def test_a_rank_that_is_left_alone_lets_a_process_join(
+    training: str, transport: str, tmp_path: Path, rank_pool: RankPool
+) -> None:
+    """It sends nothing, so it cannot learn of the process from what it receives."""
+    # Replicas that drift notice the loss only at their next sync.
+    faults = Fault(rank=1, step=2, place="last bucket"), replace(HOLD, step=6)
+    notes = run(tmp_path, rank_pool, 2, transport, *faults, num_newcomers=1, training=training)
+    assert [line["step"] for line in notes[2] if "step" in line] == [7, 8]
+    assert len(elastic.check_ends(notes, STEPS, num_forwards=None)) == 2
+    if training == "every step":
+        elastic.check(notes)
 
 
 @both_transports

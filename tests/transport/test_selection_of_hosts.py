@@ -9,7 +9,8 @@ import pytest
 import torch.distributed as dist
 
 from meeting import end_by_sigkill, meet_at_the_store
-from syncline import PeerLost
+from syncline import PeerLost, liveness
+from syncline.liveness import RankProcess
 from syncline.session.transports import Transports
 from syncline.transport import C10dTransport
 
@@ -17,6 +18,10 @@ from syncline.transport import C10dTransport
 @pytest.mark.ranks(4, killed=[1])
 def test_a_rank_that_is_killed_meanwhile_is_named_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """The ranks have their notices and processes before the first collective that can wait for the rank."""
+    host = "aabb"[dist.get_rank()]
+    monkeypatch.setattr(liveness.processes, "host_key", lambda: host)
+    processes: list[Any] = [None] * 4
+    dist.all_gather_object(processes, RankProcess.own())
     meet_at_the_store()
     if dist.get_rank() == 1:
         start, num_started = C10dTransport._start, 0
@@ -36,7 +41,7 @@ def test_a_rank_that_is_killed_meanwhile_is_named_at_once(monkeypatch: pytest.Mo
             "auto",
             60.0,
             gather=lambda payload: pytest.fail("only ranks that all share memory use this"),
-            host_keys=list("aabb"),
+            processes=processes,
         )
     assert time.monotonic() - began < 20
     meet_at_the_store("seen", without=1)

@@ -14,7 +14,7 @@ import heapq
 import itertools
 import random
 from collections import Counter
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -81,6 +81,7 @@ class World:
     """One run of some processes. Subclasses take a safeguard out, and must then be caught."""
 
     member_class: type[Member] = Member
+    poll_seconds = 0.2
 
     def __init__(self, seed: int) -> None:
         self.random = random.Random(seed)
@@ -120,32 +121,46 @@ class World:
         self.handed_over: dict[int, str] = {}
         """The state that the sources have sent, by generation."""
         self.saves: dict[int, str] = {}
-        first = tuple(f"p{index}" for index in range(self.random.randint(2, 5)))
-        self.first = Membership(0, first, 0, first)
-        for name in first:
-            self.start(name, self.member_class(name, self.first, self.rules), "start", 0)
+        self.begin()
+
+    def begin(self) -> None:
+        """Start the processes, and draw the faults."""
+        self.start_members(self.random.randint(2, 5))
         for _ in range(self.random.randint(0, 6)):
             self.at(self.random.uniform(0, 10), self.fault)
 
+    def start_members(self, number: int) -> None:
+        first = tuple(f"p{index}" for index in range(number))
+        self.first = Membership(0, first, 0, first)
+        for name in first:
+            self.start(name, self.member_class(name, self.first, self.rules), "start", 0)
+
     # ------------------------------------------------------------------ the clock
+
+    def delay(self, longest_seconds: float) -> float:
+        """How long something takes."""
+        return self.random.uniform(0, longest_seconds)
 
     def at(self, seconds: float, happen: Callable[[], None]) -> None:
         heapq.heappush(self.events, (self.now + seconds, next(self.order), happen))
 
     def run(self) -> None:
         for _ in range(20_000):
-            if not self.events or (not self.running and self.now > 10):
+            if not self.events or self.is_over():
                 return
             self.now, _, happen = heapq.heappop(self.events)
             happen()
         raise Broken(f"no end after {self.now:.0f} s: {sorted(self.running)} still run")
+
+    def is_over(self) -> bool:
+        return not self.running and self.now > 10
 
     def start(self, name: str, member: Member, state: str, step: int) -> None:
         self.states[name], self.steps[name] = state, step
         if step >= 0:
             self.computed.setdefault(step, set()).add(state)
         self.running[name] = self.program(member)
-        self.at(self.random.random(), lambda: self.resume(name, self.running.get(name), None))
+        self.at(self.delay(1), lambda: self.resume(name, self.running.get(name), None))
 
     def resume(self, name: str, process: Process | None, value: Any) -> None:
         """Let a process go on with the answer that it has waited for, unless it has crashed meanwhile."""
@@ -175,9 +190,7 @@ class World:
         kind = self.random.choice(["crash", "crash", "pause", "cut", "apart", "join"])
         self.faults.append(kind)
         if kind == "crash":
-            self.running.pop(name).close()
-            self.crashed.add(name)
-            self.leave_all(name)
+            self.crash(name)
         elif kind == "pause":
             self.paused_until[name] = self.now + self.random.uniform(0, 20)
         elif kind == "cut":
@@ -187,6 +200,11 @@ class World:
             self.apart_until = self.now + self.random.uniform(0, 20)
         else:
             self.at(0.0, self.join)
+
+    def crash(self, name: str) -> None:
+        self.running.pop(name).close()
+        self.crashed.add(name)
+        self.leave_all(name)
 
     def join(self) -> None:
         """A newcomer asks to join after the newest generation."""
@@ -206,7 +224,7 @@ class World:
         for other in sorted(found.waiting):
             # What has arrived may have reached the other, or not.
             if not complete or self.random.random() < 0.5:
-                self.at(self.random.uniform(0, 1), partial(found.waiting.pop(other), False))
+                self.at(self.delay(1), partial(found.waiting.pop(other), False))
 
     # ------------------------------------------------------------------ what a process can ask for
 
@@ -227,11 +245,11 @@ class World:
             def arrive() -> None:
                 value = operate()
                 if not self.is_lost(name):
-                    self.at(self.random.uniform(0, 0.3), lambda: answer((value,)))
+                    self.at(self.delay(0.3), lambda: answer((value,)))
 
             for _ in range(2 if self.random.random() < 0.1 else 1):
                 if not self.is_lost(name):
-                    self.at(self.random.choice([0.01, 0.3, 3.0]) * self.random.random(), arrive)
+                    self.at(self.delay(self.random.choice([0.01, 0.3, 3.0])), arrive)
             self.at(1.0, lambda: answer(None))
 
         return ask
@@ -266,9 +284,9 @@ class World:
                 pass
             elif set(membership.members) <= found.arrived:
                 for other in sorted(found.waiting):
-                    self.at(self.random.uniform(0, 0.5), partial(found.waiting[other], True))
+                    self.at(self.delay(0.5), partial(found.waiting[other], True))
             elif gone:
-                self.at(self.random.uniform(0, 1), lambda: answer(False))
+                self.at(self.delay(1), lambda: answer(False))
             self.at(4.0, lambda: answer(False))
 
         return ask
@@ -309,7 +327,7 @@ class World:
                 if seen is None:
                     continue
                 reports, decided = seen[0]
-                ended = frozenset(self.crashed | self.finished)
+                ended = self.known_ends()
                 action = member.look(Observation(reports, ended, self.alive(), decided), now=self.now)
                 if isinstance(action, Leave):
                     return action.reason
@@ -319,10 +337,14 @@ class World:
                 elif isinstance(action, Wait):
                     if self.now > 200:
                         return "was not taken in"
-                    yield self.sleep(0.2)
+                    yield self.sleep(self.poll_seconds)
                 else:
                     break
             is_connected = yield from self.adopt(name, action)
+
+    def known_ends(self) -> frozenset[str]:
+        """The processes that are known to take no more part."""
+        return frozenset(self.crashed | self.finished)
 
     def alive(self) -> frozenset[str]:
         """The processes that show signs of life in the store now."""
@@ -398,6 +420,125 @@ class World:
         survivors = [name for name in self.first.members if name not in self.crashed]
         if len(survivors) >= self.rules.min_ranks and not finals:
             raise Broken(f"{survivors} could have finished: {self.ended}")
+
+
+@dataclass(frozen=True)
+class Death:
+    """A process crashes at one of its awaits of a change: before it has sent the request, or right after."""
+
+    name: str
+    nth: int
+    is_sent: bool
+
+
+class CloseDeaths(World):
+    """Four processes, of which the first one crashes, or which a fifth one joins. Some crash while the ranks change.
+
+    Nothing is slow, and nothing is lost on the way, so what takes long is a wait for a process that has ended.
+
+    Args:
+        joins: whether a process joins. Otherwise the first one crashes.
+        deaths: who crashes at which await.
+    """
+
+    poll_seconds = 0.01
+
+    def __init__(self, deaths: tuple[Death, ...], *, joins: bool) -> None:
+        self.deaths, self.joins = deaths, joins
+        self.awaits: Counter[str] = Counter()
+        """How often each process has waited in a change."""
+        self.died_at: list[float] = []
+        self.stepped_at: dict[str, list[float]] = {}
+        super().__init__(0)
+
+    def begin(self) -> None:
+        self.rules = Rules(max_ranks=5, patience_seconds=5.0, timeout_seconds=20.0)
+        self.is_lossy = False
+        self.start_members(4)
+        self.at(0.01, self.join if self.joins else lambda: self.crash("p0"))
+
+    def is_over(self) -> bool:
+        return not any(name in self.running for name in self.first.members)
+
+    def delay(self, longest_seconds: float) -> float:
+        return min(longest_seconds, 0.002 + 0.001 * self.random.random())
+
+    def sleep(self, seconds: float) -> Callable[[str, Process], None]:
+        return self.counted(super().sleep(seconds))
+
+    def ask_store(self, operate: Callable[[], Any]) -> Callable[[str, Process], None]:
+        return self.counted(super().ask_store(operate))
+
+    def collective(self, membership: Membership, what: Any) -> Callable[[str, Process], None]:
+        ask = super().collective(membership, what)
+        return self.counted(ask) if what in ("connect", "hand over", "loaded") else ask
+
+    def counted(self, asked: Callable[[str, Process], None]) -> Callable[[str, Process], None]:
+        """Count an await, at which the process may crash."""
+
+        def ask(name: str, process: Process) -> None:
+            self.awaits[name] += 1
+            death = next(
+                (one for one in self.deaths if (one.name, one.nth) == (name, self.awaits[name])), None
+            )
+            if death is None or death.is_sent:
+                asked(name, process)
+            if death is not None:
+                self.crash(name)
+
+        return ask
+
+    def crash(self, name: str) -> None:
+        self.died_at.append(self.now)
+        super().crash(name)
+
+    def commit(self, name: str, membership: Membership) -> None:
+        super().commit(name, membership)
+        self.stepped_at.setdefault(name, []).append(self.now)
+
+    def check_end(self) -> None:
+        super().check_end()
+        for name in self.first.members:
+            if name in self.crashed:
+                continue
+            if self.ended.get(name) != "done":
+                raise Broken(f"{name} could have finished: {self.ended}")
+            after = [at for at in self.stepped_at[name] if at > self.died_at[-1]] if self.died_at else []
+            if after and after[0] - self.died_at[-1] > MOST_SECONDS:
+                raise Broken(
+                    f"{name} made its next step {after[0] - self.died_at[-1]:.2f} s after the last death"
+                )
+
+
+MOST_SECONDS = 0.5
+"""How long the others may take until their next step, from the last death on."""
+
+
+def check_close_deaths(names: tuple[str, str], *, joins: bool, world: type[CloseDeaths] = CloseDeaths) -> int:
+    """Let two processes crash at each pair of their awaits, and return the number of pairs.
+
+    Args:
+        names: the two processes.
+        joins: see `CloseDeaths`.
+        world: the class of the world.
+    """
+
+    def reach(name: str, *before: Death) -> Iterator[Death]:
+        """Yield the deaths of a process at each of its awaits, also after others have crashed."""
+        for nth in itertools.count(1):
+            for is_sent in (False, True):
+                death = Death(name, nth, is_sent)
+                found = world((*before, death), joins=joins)
+                try:
+                    found.run()
+                    found.check_end()
+                except Broken as error:
+                    raise Broken(f"{(*before, death)}: {error}") from None
+                if name not in found.crashed:
+                    return
+                yield death
+
+    return sum(1 for first in reach(names[0]) for _ in reach(names[1], first))
 
 
 def check(seed: int, world: type[World] = World) -> World:

@@ -87,8 +87,7 @@ def test_a_rank_that_waits_in_vain_for_rank_0_names_it() -> None:
     assert "rank 0 did not take part" in str(errors[1])
 
 
-def test_an_ended_rank_is_named_before_the_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gathering, "_SLICE_SECONDS", 0.02)
+def test_an_ended_rank_is_named_before_the_deadline() -> None:
     store = dist.HashStore()
 
     def ended(ranks: Sequence[int]) -> list[int]:
@@ -103,11 +102,8 @@ def test_an_ended_rank_is_named_before_the_deadline(monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.parametrize("ended", [0, 1])
-def test_an_ended_rank_that_has_written_is_named_and_not_a_slow_one(
-    ended: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_ended_rank_that_has_written_is_named_and_not_a_slow_one(ended: int) -> None:
     """Rank 2 is slow. The others do not wait for it in vain, and do not blame it."""
-    monkeypatch.setattr(gathering, "_SLICE_SECONDS", 0.02)
     store = dist.HashStore()
     SignedStore(store, token=None).set(f"test/0/{ended}", "written")
 
@@ -123,15 +119,22 @@ def test_an_ended_rank_that_has_written_is_named_and_not_a_slow_one(
         assert "rank 2 of 3 lost rank 1 in a test" in str(late[2])
 
 
-def test_a_rank_reads_all_texts_if_rank_0_has_ended_before_it_wrote_them(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(gathering, "_SLICE_SECONDS", 0.02)
+def test_a_rank_reads_all_texts_if_rank_0_is_late(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gathering, "_GRACE_SECONDS", 0.02)
     store = dist.HashStore()
     SignedStore(store, token=None).set("test/0/0", "rank 0")
-    late = gathering_of(store, 1, 2, timeout_seconds=300.0, has_ended=list)
+    late = gathering_of(store, 1, 2, timeout_seconds=0.02)
     assert late(b"rank 1") == [b"rank 0", b"rank 1"]
+
+
+@pytest.mark.parametrize("ended", [0, 2])
+def test_a_rank_does_not_wait_for_rank_0_if_a_rank_has_ended_that_has_written(ended: int) -> None:
+    """Rank 0 has ended before it wrote all texts, or it has noticed the end of rank 2 elsewhere, and stopped."""
+    store = dist.HashStore()
+    for rank in (0, 2):
+        SignedStore(store, token=None).set(f"test/0/{rank}", "written")
+    gather = gathering_of(store, 1, 3, timeout_seconds=300.0, has_ended=lambda ranks: [ended])
+    assert f"rank 1 of 3 lost rank {ended}" in str(errors_of({1: gather})[1])
 
 
 @pytest.mark.parametrize(

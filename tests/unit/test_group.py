@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
+import struct
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -30,15 +33,58 @@ DECIDED = Observation({}, decided=Membership(1, ("a", "b"), step=3, sources=("b"
 def test_uneven_inputs_are_a_loss_if_the_others_agree_on_who_is_left(
     observations: list[Observation], is_loss: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    seen = iter(observations)
-    one = group.Group.__new__(group.Group)
-    one._register = SimpleNamespace(observe=lambda present: next(seen))  # type: ignore[assignment]
-    one._member = SimpleNamespace(membership=PRESENT)  # type: ignore[assignment]
-    seconds = iter(range(1000))
-    monkeypatch.setattr(group, "time", SimpleNamespace(monotonic=lambda: next(seconds), sleep=lambda _: None))
+    one = seeing(monkeypatch, observations)
     assert one.is_loss(sl.UnevenInputs("rank 1 has shut down normally")) == is_loss
     assert one.is_loss(sl.PeerLost("rank 1"))
     assert not one.is_loss(ValueError())
+
+
+def seeing(
+    monkeypatch: pytest.MonkeyPatch, observations: list[Observation], killed: tuple[str, ...] = ()
+) -> group.Group:
+    """A process of three that sees this in the register, under a clock that goes on by one second with each look."""
+    seen = itertools.chain(observations, itertools.repeat(NOTHING))
+    one = group.Group.__new__(group.Group)
+    one._register = SimpleNamespace(  # type: ignore[assignment]
+        observe=lambda present: next(seen), killed=lambda names: frozenset(killed).intersection(names)
+    )
+    one._member = SimpleNamespace(name="a", membership=PRESENT)  # type: ignore[assignment]
+    seconds = itertools.count()
+    monkeypatch.setattr(group, "time", SimpleNamespace(monotonic=lambda: next(seconds), sleep=lambda _: None))
+    return one
+
+
+OTHER_ERRORS = [
+    sl.SynclineError("of no class of its own"),
+    sl.CollectiveMismatch("the ranks made different calls"),
+    sl.ContractMismatch("the ranks do not agree"),
+    sl.ReplicaDivergence("replicas differ", tensor="weight", num_differing=1, minority_ranks=()),
+    ConnectionResetError("the other rank closed the connection"),
+    RuntimeError("a backend says something that nobody knows"),
+    struct.error("unpack requires a buffer of 4 bytes"),
+]
+
+
+@pytest.mark.parametrize("error", OTHER_ERRORS, ids=lambda error: type(error).__name__)
+def test_each_error_is_a_loss_if_a_member_was_killed_or_the_others_have_stopped(
+    error: Exception, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert seeing(monkeypatch, [], killed=("c",)).is_loss(error)
+    assert seeing(monkeypatch, [REPORTED]).is_loss(error)
+    assert seeing(monkeypatch, [DECIDED]).is_loss(error)
+    assert not seeing(monkeypatch, []).is_loss(error)
+    assert not seeing(monkeypatch, [], killed=("a",)).is_loss(error)  # no other one
+    for end in (KeyboardInterrupt(), SystemExit(75)):
+        assert not seeing(monkeypatch, [], killed=("c",)).is_loss(end)
+
+
+def test_an_error_stays_what_it_is_if_the_launcher_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    def observe(present: Membership) -> Observation:
+        raise sl.PeerLost("the launcher's store has ended")
+
+    one = seeing(monkeypatch, [])
+    one._register.observe = observe  # type: ignore[union-attr, assignment, method-assign]
+    assert not one.is_loss(ValueError("of the program"))
 
 
 def test_a_change_of_the_ranks_says_how_many_were_lost() -> None:
@@ -69,3 +115,9 @@ def test_a_change_of_the_ranks_says_how_many_were_lost() -> None:
     one.settle()
     one._agree(3, poll_seconds=0.0)
     assert (one.num_lost, one.change) == (1, "rank 1 of 3 was lost")
+    # Of two that train, none is lost, and a third one is while it joins.
+    one._last_trained = Membership(4, ("a", "b"), step=3, sources=("a",))
+    member.membership = replace(one._last_trained, generation=5, members=("a", "b", "e"))
+    decided = iter([replace(one._last_trained, generation=6)])
+    one._agree(3, poll_seconds=0.0)
+    assert (one.num_lost, one.change) == (0, "1 process was lost while joining")

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from membership_simulation import Broken, World, check
+from membership_simulation import Broken, CloseDeaths, World, check, check_close_deaths
 
 from syncline.resilience.membership import (
     Action,
@@ -99,6 +99,36 @@ RUNS = 1000
 def test_no_run_breaks_an_invariant(first: int) -> None:
     for seed in range(first, first + RUNS):
         check(seed)
+
+
+@pytest.mark.parametrize(
+    ("names", "joins"), [(("p1", "p2"), False), (("p1", "p3"), True), (("p2", "p5"), True)]
+)
+def test_two_processes_may_crash_at_each_pair_of_awaits_of_a_change(
+    names: tuple[str, str], joins: bool
+) -> None:
+    """The others make their next step soon after the second one has. Process p5 is the one that joins."""
+    assert check_close_deaths(names, joins=joins) > 300
+
+
+class SeesNoEnd(CloseDeaths):
+    """An ended process is waited for as one that is only silent."""
+
+    def known_ends(self) -> frozenset[str]:
+        return frozenset()
+
+
+class NoticesNoEnd(CloseDeaths):
+    """A process that waits for an ended one waits until the timeout."""
+
+    def leave_all(self, name: str) -> None:
+        pass
+
+
+@pytest.mark.parametrize("world", [SeesNoEnd, NoticesNoEnd])
+def test_a_world_that_waits_for_ended_processes_is_caught(world: type[CloseDeaths]) -> None:
+    with pytest.raises(Broken, match=r"made its next step \d.\d+ s after the last death|not the majority"):
+        check_close_deaths(("p1", "p2"), joins=False, world=world)
 
 
 class Overwrites(World):

@@ -47,9 +47,12 @@ _MAX_PAUSE_SECONDS = 0.05
 _DEFAULT_TIMEOUT = timedelta(minutes=30)
 """The timeout of a Gloo group whose creator names none."""
 
-_LOOK_SECONDS = 0.5
-"""How often a rank looks at the processes of the others while Gloo connects, and how long after Gloo has failed. Gloo
-itself waits for up to five times its timeout for a rank that has ended, or fails after some attempts to connect."""
+_LOOK_SECONDS = 0.05
+"""How often a rank looks at the processes of the others while Gloo connects. Gloo itself waits for up to five times its
+timeout for a rank that has ended, or fails after some attempts to connect."""
+
+_CAUSE_SECONDS = 0.5
+"""How long a rank looks for an ended process after Gloo has failed."""
 
 
 @contextlib.contextmanager
@@ -151,7 +154,7 @@ def _look_for_its_cause(gather: Gather) -> None:
 
     The connections of a process close a moment before the kernel reports that it has ended.
     """
-    deadline = time.monotonic() + _LOOK_SECONDS
+    deadline = time.monotonic() + _CAUSE_SECONDS
     while True:
         gather.check_processes()
         if time.monotonic() > deadline:

@@ -328,9 +328,12 @@ def warn_if_wrapped_twice(module: nn.Module, reduced: Sequence[Tensor]) -> None:
     outer = wrapper_in_forward()
     if outer is None or outer.module is module or not any(inner is module for inner in outer.modules()):
         return
-    ignored, own = outer.parameters_to_ignore, {id(parameter) for parameter in reduced}
-    named = outer.module.named_parameters()
-    if not any(id(p) in own and p.requires_grad and name not in ignored for name, p in named):
+    ignored: Collection[str] = outer.parameters_to_ignore  # type: ignore[assignment]
+    whole: nn.Module = outer.module  # type: ignore[assignment]
+    own = {id(parameter) for parameter in reduced}
+    if not any(
+        id(p) in own and p.requires_grad and name not in ignored for name, p in whole.named_parameters()
+    ):
         return
     kind = type(outer)
     warn_user(

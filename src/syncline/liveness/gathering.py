@@ -3,9 +3,9 @@
 If each rank read the texts of all ranks, a store would answer n * n reads. So rank 0 reads them, and writes them as one
 message. Each of the other ranks writes one message and reads one.
 
-While a rank waits long, it checks the processes of ranks on its host, if it knows them. If one of them has ended, rank
-0 writes this instead of the texts. All ranks then raise the same error, and not only after the timeout. If rank 0 has
-ended, a rank on its host writes it, see `watching_rank_0`.
+While a rank waits, it looks at the processes of ranks on its host, if it knows them. If one of them has ended, rank 0
+writes this instead of the texts, for the ranks of other hosts. If rank 0 has ended, a rank on its host writes it, see
+`watching_rank_0`. So all ranks raise an error, and not only after the timeout.
 """
 
 from __future__ import annotations
@@ -27,11 +27,14 @@ from syncline.words import describe_ranks, end_of_processes
 Ended = Callable[[Sequence[int]], list[int]]
 """A function that returns those of some ranks whose processes have certainly ended, as far as this rank can see."""
 
-_SLICE_SECONDS = 10.0
-"""How long a rank waits before it checks the processes of the other ranks. torch prints a warning each time."""
+_LOOK_SECONDS = 0.05
+"""How often a rank that waits looks at the processes of the other ranks, if it knows them."""
 
-_LOOK_SECONDS = 0.5
-"""How often a rank looks at the process of rank 0 in `watching_rank_0`, which prints nothing."""
+_RANK_0_SECONDS = 0.5
+"""How often a rank looks at the process of rank 0 in `watching_rank_0`, where it can wait for minutes."""
+
+_MAX_PAUSE_SECONDS = 0.05
+"""How long a rank that knows the processes pauses between two questions to the store, at most."""
 
 _ALL = " and all"
 
@@ -84,20 +87,21 @@ def gathered(
         MissingRanks: some ranks have written nothing before the deadline, or have ended.
     """
     whole = f"{keys[0]}{_ALL}"
-    awaited = range(len(keys)) if rank == 0 else [0]
     wanted = keys if rank == 0 else [whole]
-    ended = _wait(messages, wanted, timeout_seconds, has_ended and (lambda: has_ended(awaited)))
+    # All of them, because rank 0 may have stopped waiting here, having noticed the end of another rank elsewhere.
+    others = [peer for peer in range(len(keys)) if peer != rank]
+    ended = _wait(messages, wanted, timeout_seconds, has_ended and (lambda: has_ended(others)))
+    if ended:  # also if they had written before: they take no part in what follows
+        if rank == 0:
+            messages.set(whole, json.dumps({"ended": ended}))
+        raise MissingRanks(ended, have_ended=True)
     missing = [] if ended is None else _missing(messages, keys)
     if missing:
-        # Also ranks that ended after they had written. They will not take part in what follows.
-        lost = ended or []
-        if rank == 0 and lost:
-            messages.set(whole, json.dumps({"ended": lost}))
-        raise MissingRanks(lost or missing, have_ended=bool(lost))
+        raise MissingRanks(missing, have_ended=False)
     if rank != 0 and (ended is None or _wait(messages, [whole], _GRACE_SECONDS) is None):
         return _parsed(messages.get(whole, max_bytes=len(keys) * _BYTES_PER_RANK), whole, len(keys))
     texts = messages.multi_get(keys)
-    if rank == 0:  # another rank gets here if rank 0 has ended since
+    if rank == 0:  # another rank gets here if rank 0 is late
         messages.set(whole, json.dumps(texts))
     return texts
 
@@ -117,7 +121,7 @@ def watching_rank_0(store: Any, key: str, has_ended: Callable[[], bool]) -> Iter
     is_over = threading.Event()
 
     def look() -> None:
-        while not is_over.wait(_LOOK_SECONDS):
+        while not is_over.wait(_RANK_0_SECONDS):
             if has_ended():
                 with contextlib.suppress(RuntimeError, SynclineError):  # the store may have ended with rank 0
                     clone, _ = clone_of(store, store.timeout)
@@ -142,18 +146,36 @@ def _wait(
     ended: Callable[[], list[int]] | None = None,
 ) -> list[int] | None:
     """Wait for messages. Return None once they are there, or the ended ranks: an empty list after the deadline."""
-    deadline = time.monotonic() + timeout_seconds
-    while True:
-        seconds = max(0.001, deadline - time.monotonic())
-        try:
-            messages.wait(keys, timedelta(seconds=seconds if ended is None else min(seconds, _SLICE_SECONDS)))
-            return None
-        except DistStoreError:
-            found = [] if ended is None else ended()
+    if ended is not None:
+        return _wait_for_the_living(messages, keys, timeout_seconds, ended)
+    try:
+        messages.wait(keys, timedelta(seconds=max(0.001, timeout_seconds)))
+    except DistStoreError:
+        return []
+    return None
+
+
+def _wait_for_the_living(
+    messages: SignedStore, keys: Sequence[str], timeout_seconds: float, ended: Callable[[], list[int]]
+) -> list[int] | None:
+    """Do what `_wait` does, and look at the processes meanwhile.
+
+    The store is asked again and again, because torch prints a warning whenever its own wait reaches a deadline.
+    """
+    begin = last_look = time.monotonic()
+    pause_seconds = 0.001
+    while not messages.has(*keys):
+        now = time.monotonic()
+        if now > begin + timeout_seconds:
+            return []
+        if now > last_look + _LOOK_SECONDS:
+            last_look = now
+            found = ended()
             if found and not messages.has(*keys):
                 return found
-            if time.monotonic() >= deadline:
-                return []
+        time.sleep(pause_seconds)
+        pause_seconds = min(2 * pause_seconds, _MAX_PAUSE_SECONDS)
+    return None
 
 
 def _parsed(text: str, key: str, size: int) -> list[str]:

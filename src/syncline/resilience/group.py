@@ -6,6 +6,7 @@ import logging
 import socket
 import time
 import uuid
+from collections.abc import Sequence, Sized
 from dataclasses import replace
 from typing import NoReturn
 
@@ -44,12 +45,15 @@ _JOIN_POLL_SECONDS = 0.01
 _DISCONNECTING_SECONDS = 10.0
 """How long a rank that has disconnected may take until it reports."""
 
+_CAUSE_SECONDS = 0.5
+"""How long a rank looks for a lost rank after an error whose class does not say that there is one."""
+
 _NEWCOMER_SECONDS = 0.5
 """How often the members look whether a process wants to join."""
 
 
-def is_loss(error: BaseException) -> bool:
-    """Return whether an error means that a rank takes no part any more."""
+def _names_a_loss(error: Exception) -> bool:
+    """Return whether the class of an error says that a rank takes no part any more."""
     if isinstance(error, SynclineError):
         return isinstance(error, PeerLost | PeerFailed | CollectiveTimeout)
     return isinstance(error, RuntimeError) and is_of_backend(error)
@@ -151,21 +155,47 @@ class Group:
         return bool(waiting) and not register.ended(waiting) >= set(waiting)
 
     def is_loss(self, error: BaseException) -> bool:
-        """Return whether an error means that a rank takes no part any more, or that the others agree on who is left.
+        """Return whether a rank takes no part any more, so that the others agree on who is left, and repeat the step.
 
-        If the others have noticed a loss, they disconnect, and then report. To a rank that comes late, they seem to
-        have shut down normally. But a rank that has really left the loop makes no report.
+        The class of the error can say so. But the end of a process can show itself by any other error as well. So each
+        error counts as a loss if a member was killed, or if another member has stopped, to agree on who is left. If it
+        is an error of this process only, the repeated step raises it again.
+        """
+        if not isinstance(error, Exception):
+            return False
+        if _names_a_loss(error):
+            return True
+        patience_seconds = 0.0
+        if isinstance(error, UnevenInputs):
+            # The others may have noticed a loss. Then they disconnect before they report, which looks as if they had
+            # shut down normally. But a rank that has really left the loop makes no report.
+            patience_seconds = _DISCONNECTING_SECONDS
+        elif isinstance(error, SynclineError | OSError):  # and no error of the user's program
+            patience_seconds = _CAUSE_SECONDS
+        try:
+            return self._is_any_lost(patience_seconds)
+        except PeerLost:  # the launcher has ended: the error itself says more
+            return False
+
+    def _is_any_lost(self, patience_seconds: float) -> bool:
+        """Return whether a member was killed, or another member has stopped for the next generation.
+
+        Args:
+            patience_seconds: how long to wait for a sign of it.
         """
         register = self._register
-        if register is None or not isinstance(error, UnevenInputs):
-            return is_loss(error)
+        if register is None:
+            return False
         present = self._member.membership
-        deadline = time.monotonic() + _DISCONNECTING_SECONDS
+        others = [name for name in present.members if name != self._member.name]
+        deadline = time.monotonic() + patience_seconds
         while True:
             observed = register.observe(present)
-            if observed.decided is not None or not observed.reports.keys().isdisjoint(present.members):
+            if observed.decided is not None or not observed.reports.keys().isdisjoint(others):
                 return True
-            if len(observed.ended) >= len(present.members) - 1 or time.monotonic() > deadline:
+            if register.killed(others):
+                return True
+            if len(observed.ended) >= len(others) or time.monotonic() >= deadline:
                 return False
             time.sleep(_POLL_SECONDS)
 
@@ -216,7 +246,7 @@ class Group:
                 action = member.look(observed, now=time.monotonic())
                 if isinstance(action, Adopt):
                     former = self._last_trained
-                    self.change = _change_in_words(former, action.membership)
+                    self.change = _change_in_words(former, current, action.membership)
                     self.num_lost = len({*former.members} - {*action.membership.members})
                     return action.membership
                 if isinstance(action, Leave):
@@ -241,8 +271,15 @@ class Group:
         assert register is not None
         register.meet(membership)
         SPARE_MEMORY.keeps_files = True
-        hosts = [register.entries[name].host for name in membership.members]
-        rank = membership.members.index(self._member.name)
+        members = membership.members
+        hosts = [register.entries[name].host for name in members]
+        rank = members.index(self._member.name)
+
+        def has_ended(ranks: Sequence[int]) -> list[int]:
+            register.check_generation(membership.generation)
+            ended = register.ended([members[one] for one in ranks])
+            return [one for one in ranks if members[one] in ended]
+
         regroup(
             f"{self._key} {membership.generation}",
             rank=rank,
@@ -250,6 +287,8 @@ class Group:
             local_rank=hosts[:rank].count(hosts[rank]),
             local_size=hosts.count(hosts[rank]),
             connection=self._connection,
+            has_ended=has_ended,
+            processes=[register.entries[name].process for name in members],
         )
         self._watch_next(membership)
 
@@ -271,7 +310,7 @@ class Group:
             try:
                 transport_of(None).barrier().wait()
             except Exception as error:
-                if not is_loss(error):
+                if not self.is_loss(error):
                     raise
                 return error
         return None
@@ -297,11 +336,28 @@ class Group:
                 record_steps(self._error_file, None)
 
 
-def _change_in_words(before: Membership, after: Membership) -> str:
+def _change_in_words(before: Membership, tried: Membership, after: Membership) -> str:
+    """Return how a generation differs from the last one that trained.
+
+    Args:
+        before: the last generation that trained.
+        tried: the generation before `after`: the same one, or one that could not begin.
+        after: the generation.
+    """
     gone, come = set(before.members) - set(after.members), set(after.members) - set(before.members)
+    missed = set(tried.members) - set(before.members) - set(after.members)
     lost = [rank for rank, name in enumerate(before.members) if name in gone]
-    were = "was" if len(lost) == 1 else "were"
-    words = [f"{describe_ranks(lost)} of {len(before.members)} {were} lost"] if lost else []
+    words = [f"{describe_ranks(lost)} of {len(before.members)} {_were(lost)} lost"] if lost else []
     if come:
-        words.append(f"{len(come)} {'process' if len(come) == 1 else 'processes'} joined")
+        words.append(f"{_processes(come)} joined")
+    if missed:
+        words.append(f"{_processes(missed)} {_were(missed)} lost while joining")
     return " and ".join(words) or "a connection was lost"
+
+
+def _were(some: Sized) -> str:
+    return "was" if len(some) == 1 else "were"
+
+
+def _processes(some: Sized) -> str:
+    return f"{len(some)} {'process' if len(some) == 1 else 'processes'}"

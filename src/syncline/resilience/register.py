@@ -216,7 +216,7 @@ class Register:
         """Wait until all members are about to connect to each other.
 
         Raises:
-            PeerLost: a member has ended, or the next generation has been decided meanwhile.
+            PeerLost: a member has ended, or has stopped for the next generation.
         """
         generation = membership.generation
         keys = [f"here {generation} {name}" for name in membership.members]
@@ -230,9 +230,17 @@ class Register:
                 silent_since = time.monotonic()
             if gone or time.monotonic() - silent_since > SILENT_SECONDS:
                 raise PeerLost(f"{self.in_words(gone or missing)} was lost while the ranks connected anew")
-            if self._read([f"generation {generation + 1}"]):
-                raise PeerLost("the other ranks connect without a rank that was lost meanwhile")
+            self.check_generation(generation)
             time.sleep(_POLL_SECONDS)
+
+    def check_generation(self, generation: int) -> None:
+        """Check that no member has stopped in a generation, to agree with the others on the next one.
+
+        Raises:
+            PeerLost: a member has stopped.
+        """
+        if self._read([f"stopping {generation + 1}"]):
+            raise PeerLost("the other ranks have stopped, because a rank was lost meanwhile")
 
     def end(self) -> None:
         """Record that this process takes no more part."""
@@ -241,15 +249,23 @@ class Register:
 
     def ended(self, names: Sequence[str]) -> frozenset[str]:
         """Return those of these processes that certainly take no more part."""
+        left = self._left(names)
+        return left | self._killed([name for name in names if name not in left])
+
+    def killed(self, names: Sequence[str]) -> frozenset[str]:
+        """Return those of these processes that have certainly ended, although they had not left the loop."""
+        left = self._left(names)
+        return self._killed([name for name in names if name not in left])
+
+    def _left(self, names: Sequence[str]) -> frozenset[str]:
         keys = {f"ended {name}": name for name in names}
-        found = {keys[key] for key in self._read([*keys])}
-        for name in names:
-            process = self.entries[name].process
-            if process is not None and self._is_here(process) and process.has_ended():
-                found.add(name)
-        elsewhere = [
-            name for name in names if name not in found and not self._is_here(self.entries[name].process)
-        ]
+        return frozenset(keys[key] for key in self._read([*keys]))
+
+    def _killed(self, names: Sequence[str]) -> frozenset[str]:
+        here = [name for name in names if self._is_here(self.entries[name].process)]
+        elsewhere = [name for name in names if name not in here]
+        processes = {name: self.entries[name].process for name in here}
+        found = {name for name, process in processes.items() if process is not None and process.has_ended()}
         return frozenset(found | self._line.lost(elsewhere))
 
     def in_words(self, names: Sequence[str] | frozenset[str]) -> str:

@@ -27,7 +27,7 @@ from syncline.errors import PeerLost, SynclineError
 from syncline.events import OBSERVERS, RanksChanged, emit
 from syncline.records import StragglerRecord
 from syncline.resilience.batches import Batches
-from syncline.resilience.group import Group, is_loss
+from syncline.resilience.group import Group
 from syncline.resilience.handover import memory_for_state
 from syncline.resilience.membership import Membership, Rules
 from syncline.resilience.parts import (
@@ -330,15 +330,18 @@ class _Loop:
 
     def _let_newcomers_in(self) -> None:
         """Go on together with processes that want to join, if there are any."""
-        loss: Exception | None
-        if self.training.ranks_meet:
-            if not self.training.newcomers_wait():  # the same on all ranks
-                return
-            loss = self._group.wait_for_all()  # no rank may disconnect while another one is in its step
+        loss: Exception | None = None
+        if world().size == 1:  # a rank alone sends nothing by which it could tell others of the process
+            someone_waits = self.training.newcomers_wait() or self._group.someone_waits()
+        elif self.training.ranks_meet:
+            someone_waits = self.training.newcomers_wait()  # the same on all ranks
         else:
-            if not self._group.someone_waits():
-                return
+            someone_waits = self._group.someone_waits()
             loss = PeerLost("this rank stops, because a process joins")
+        if not someone_waits:
+            return
+        if loss is None:
+            loss = self._group.wait_for_all()  # no rank may disconnect while another one is in its step
         self.training.end_step()
         self._connect_anew(loss)
         self._say(self.training.state.step + 1, "continue")
@@ -377,7 +380,7 @@ class _Loop:
                 self._group.settle()
                 return
             except Exception as error:
-                if not is_loss(error):
+                if not self.is_loss(error):
                     raise
                 loss = error
             membership = self._group.agree(self.training.num_commits, loss)

@@ -221,7 +221,9 @@ class Training:
             self._load(sent, values=loads)
             self._has_state, self._spare = True, []
         for wrapper in self._wrappers:
-            wrapper._replica.gradients.count_from_step(self.state.step)
+            gradients = wrapper._replica.gradients
+            gradients.count_from_step(self.state.step)
+            gradients.riders.forwards.forget()  # those of an interrupted step, or of steps that one rank made alone
         self._forget_newcomers()  # also on a rank that has loaded the end of the step in which they were reported
         if self._rounds:
             self._samples.meet(transport, is_new=is_new, has_loaded=loads)

@@ -104,9 +104,11 @@ class Presence:
 
     def process(self, seen_from: Presence) -> RankProcess | None:
         """Return the process of this rank. None if the calling process, whose message is `seen_from`, cannot see it."""
-        if self.host_key is None or self.host_key != seen_from.host_key:
-            return None
-        return RankProcess(self.host_key, self.pid, self.started)
+        return self.process_anywhere() if self.host_key == seen_from.host_key else None
+
+    def process_anywhere(self) -> RankProcess | None:
+        """Return the process of this rank, which may be on another host. None if its system does not show it."""
+        return None if self.host_key is None else RankProcess(self.host_key, self.pid, self.started)
 
     def __str__(self) -> str:
         return f"pid {self.pid} on {self.host}"

@@ -30,6 +30,7 @@ from syncline._torch.process_groups import (
 from syncline.errors import CollectiveTimeout, PeerLost, SynclineError
 from syncline.launchers import Environment
 from syncline.liveness.gathering import Ended, StoreGathering
+from syncline.liveness.processes import RankProcess
 from syncline.liveness.store import SignedStore, StoreConnection
 from syncline.session import process
 from syncline.session.asked import Asked
@@ -69,7 +70,8 @@ _REFUSAL_SECONDS = 10.0
 """How long a rank with invalid arguments waits for the other ranks, in seconds, so that they raise the error, too."""
 
 _REGROUP_SECONDS = 10.0
-"""How long ranks that are all about to connect may take, in seconds. A rank that is lost meanwhile costs this time."""
+"""How long ranks that are all about to connect may take, in seconds. A rank that is stopped meanwhile costs this time.
+"""
 
 
 @dataclass(frozen=True)
@@ -233,6 +235,7 @@ class Session:
         store = self._stores.of_next_init(env, asked.timeout_seconds)
         mine = Presence.of_this_process(env, device, asked.lines(device))
         everyone = wait_for_all(store, mine, asked.timeout_seconds)
+        processes = [presence.process_anywhere() for presence in everyone]
         self._backend = backend_for(everyone, warn=env.local_rank == 0)
         try:
             return self._connect(
@@ -243,7 +246,7 @@ class Session:
                 asked,
                 asked.timeout_seconds,
                 has_ended=lambda ranks: [rank for rank in ranks if everyone[rank].has_ended(mine)],
-                host_keys=[presence.host_key for presence in everyone],
+                processes=processes,
             )
         except RuntimeError as error:
             named = failed_connection(error, mine, everyone, asked.timeout_seconds)
@@ -261,7 +264,7 @@ class Session:
         seconds: float,
         connection: StoreConnection | None = None,
         has_ended: Ended | None = None,
-        host_keys: Sequence[str | None] = (),
+        processes: Sequence[RankProcess | None] = (),
     ) -> dist.ProcessGroup:
         """Create torch's default group between ranks that have met at a store, and select its transport.
 
@@ -273,7 +276,7 @@ class Session:
             seconds: how long the ranks may take to connect. Their operations have the timeout of `asked`.
             connection: see `C10dTransport`.
             has_ended: a function that finds ended ranks; None if their processes are not known.
-            host_keys: see `Transports.select`.
+            processes: see `Transports.select`.
         """
         gather = StoreGathering(
             SignedStore(store),
@@ -281,7 +284,7 @@ class Session:
             rank=rank,
             size=size,
             timeout_seconds=seconds,
-            purpose="in sl.init, while the ranks connected to each other",
+            purpose="while the ranks connected to each other",
             has_ended=has_ended,
         )
         with addresses_gathered(gather):
@@ -304,7 +307,7 @@ class Session:
                 asked.timeout_seconds,
                 connection=connection,
                 gather=gather,
-                host_keys=host_keys,
+                processes=processes,
             )
         except BaseException:
             dist.destroy_process_group()
@@ -365,6 +368,8 @@ class Session:
         local_rank: int,
         local_size: int,
         connection: StoreConnection,
+        has_ended: Ended,
+        processes: Sequence[RankProcess | None],
     ) -> World:
         """Create a new default group. `world.regroup` documents this method."""
         with self._lock:
@@ -384,7 +389,15 @@ class Session:
             try:
                 seconds = min(asked.timeout_seconds, _REGROUP_SECONDS)
                 group = self._connect(
-                    PrefixStore(key, store), rank, size, world.device, asked, seconds, connection.under(key)
+                    PrefixStore(key, store),
+                    rank,
+                    size,
+                    world.device,
+                    asked,
+                    seconds,
+                    connection=connection.under(key),
+                    has_ended=has_ended,
+                    processes=processes,
                 )
             finally:
                 sys.excepthook = hook  # torch puts its own hook around it, again in each group

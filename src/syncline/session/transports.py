@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from syncline._torch.process_groups import is_living
 from syncline.errors import SynclineError
-from syncline.liveness.processes import refuse_in_forks
+from syncline.liveness.processes import RankProcess, refuse_in_forks
 from syncline.liveness.store import StoreConnection
 from syncline.native import find_library
 from syncline.session.ranks import default_group
@@ -131,7 +131,7 @@ class Transports:
         compare: Callable[[Transport], object] = lambda c10d: None,
         connection: StoreConnection | None = None,
         gather: Exchange | None = None,
-        host_keys: Sequence[str | None] = (),
+        processes: Sequence[RankProcess | None] = (),
     ) -> Transport:
         """Select the transport of a group, and return the transport. All ranks of the group must call this method.
 
@@ -143,19 +143,21 @@ class Transports:
                 ranks passed different arguments to `init`.
             connection: see `C10dTransport`.
             gather: a function with which the ranks set up shared memory. Pass None to use the group itself.
-            host_keys: the key of each rank's host, None for an unknown one. It is empty if the ranks have to exchange
-                them. All ranks pass the same keys.
+            processes: the process of each rank, None for an unknown one. All ranks pass the same ones. It is empty if
+                the ranks have to exchange their hosts.
         """
         if isinstance(group, MirrorProcessGroup):
             selected: Transport = _mirror(group, asked, timeout_seconds)
             compare(selected)
         else:
+            host_keys = [None if process is None else process.host for process in processes]
             # Where all ranks share memory, their notices are there.
             may_share_memory = gather is not None and asked != "c10d" and len(set(host_keys)) < 2
             c10d = C10dTransport(
                 group,
                 timeout_seconds=timeout_seconds,
                 connection=connection,
+                processes=processes,
                 exchanges_notices=not may_share_memory,
             )
             try:
@@ -180,7 +182,7 @@ class Transports:
             c10d: a transport between the ranks. If another transport is returned, that transport closes `c10d`.
             asked: "auto", "c10d" or "shm", the same on all ranks.
             gather: see `select`.
-            host_keys: see `select`.
+            host_keys: the key of each rank's host, None for an unknown one.
 
         Raises:
             SharedMemoryUnavailable: "shm" was requested and is not available. All ranks raise the error with the same

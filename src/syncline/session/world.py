@@ -8,13 +8,15 @@ the launcher and the peers, and that end the process without a hang.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 
 from syncline._torch.process_groups import Store
+from syncline.liveness.gathering import Ended
+from syncline.liveness.processes import RankProcess
 from syncline.liveness.store import StoreConnection
 from syncline.session.asked import Asked
 from syncline.session.ranks import World
@@ -152,7 +154,15 @@ def disconnect() -> None:
 
 
 def regroup(
-    key: str, *, rank: int, size: int, local_rank: int, local_size: int, connection: StoreConnection
+    key: str,
+    *,
+    rank: int,
+    size: int,
+    local_rank: int,
+    local_size: int,
+    connection: StoreConnection,
+    has_ended: Ended,
+    processes: Sequence[RankProcess | None],
 ) -> World:
     """Create torch's default group anew, with other ranks. First close all process groups of this process.
 
@@ -163,6 +173,9 @@ def regroup(
         rank, size: the rank of this process in the new group, and the number of ranks.
         local_rank, local_size: the rank of this process among the ranks of its host, and their number.
         connection: a connection to the store in which the ranks have met (`job_store`). Later calls can get it again.
+        has_ended: a function that returns those of some ranks of the new group whose processes have ended. It may raise
+            an error, too, which ends this call.
+        processes: the process of each rank of the new group; None for one whose system does not show it.
 
     Returns:
         The new world of this process.
@@ -171,7 +184,14 @@ def regroup(
         PeerLost, CollectiveTimeout: a rank was lost meanwhile.
     """
     return _SESSION.regroup(
-        key, rank=rank, size=size, local_rank=local_rank, local_size=local_size, connection=connection
+        key,
+        rank=rank,
+        size=size,
+        local_rank=local_rank,
+        local_size=local_size,
+        connection=connection,
+        has_ended=has_ended,
+        processes=processes,
     )
 
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import secrets
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -30,7 +30,7 @@ from syncline.liveness.failed_wait import FailedWait
 from syncline.liveness.gathering import StoreGathering
 from syncline.liveness.health import Lane
 from syncline.liveness.notices import StoreMedium
-from syncline.liveness.processes import FORKED, is_inherited
+from syncline.liveness.processes import FORKED, RankProcess, is_inherited
 from syncline.liveness.store import StoreConnection, clone_of
 from syncline.transport.agreement import exchange
 from syncline.transport.base import ReduceOp, Transport
@@ -54,7 +54,7 @@ from syncline.transport.threads import transport_of_one_rank
 from syncline.transport.watched import WatchedTransport, health_of_group
 from syncline.transport.watched_work import MESSAGES
 from syncline.transport.work import DONE, Work
-from syncline.words import describe_ranks
+from syncline.words import describe_ranks, end_of_processes
 
 _BACKENDS_WITH_MEAN = {"gloo", "nccl", "xccl"}
 
@@ -76,6 +76,7 @@ class C10dTransport(WatchedTransport):
         connection: a connection to a store, for keys of this group only, by which the ranks exchange notices. Groups
             of some ranks then need no connection of their own, either. Pass None to open one to the group's store, and
             another one before the first such group.
+        processes: the process of each rank, None for an unknown one. It is empty if the ranks have to exchange them.
         exchanges_notices: whether the ranks exchange notices from now on. If it is False, either another transport over
             this one lets them do so, or the caller calls `exchange_notices`.
 
@@ -98,6 +99,7 @@ class C10dTransport(WatchedTransport):
         timeout_seconds: float | None = None,
         board: Board | None = None,
         connection: StoreConnection | None = None,
+        processes: Sequence[RankProcess | None] = (),
         exchanges_notices: bool = True,
     ) -> None:
         if not dist.is_initialized():
@@ -131,6 +133,7 @@ class C10dTransport(WatchedTransport):
             timeout_seconds=max(timeout_seconds, group_seconds),
         )
         super().__init__(health, own_lane, rank=rank, size=size, timeout_seconds=timeout_seconds)
+        self._processes = {peer: process for peer, process in enumerate(processes) if process is not None}
         if exchanges_notices:
             self.exchange_notices(connection)
 
@@ -138,7 +141,8 @@ class C10dTransport(WatchedTransport):
         """Exchange notices with the other ranks at a store from now on. For `connection`, see the class."""
         if self.health.notices is not None:
             connection = connection or StoreConnection(self._group.get_group_store())
-            self.health.exchange_notices(StoreMedium(connection, rank=self.rank, size=self.size))
+            medium = StoreMedium(connection, rank=self.rank, size=self.size)
+            self.health.exchange_notices(medium, self._processes)
 
     @property
     def name(self) -> str:
@@ -362,6 +366,7 @@ class C10dTransport(WatchedTransport):
             timeout_seconds=self.timeout_seconds,
             board=self.board,
             connection=None if connection is None else connection.under(group.group_name),
+            processes=[self._processes.get(one) for one in ranks],
         )
         child._owns_group, child._messages = True, self._messages
         child._start_barrier().wait()
@@ -390,8 +395,19 @@ class C10dTransport(WatchedTransport):
 
     def _gathering_of(self, ranks: list[int], token: bytes) -> StoreGathering:
         """Return the function by which some of these ranks exchange the addresses of a new group."""
-        rank, seconds = ranks.index(self.rank), self._connect_seconds
-        return gathering_at(self._messages, token, rank=rank, size=len(ranks), timeout_seconds=seconds)
+        return gathering_at(
+            self._messages,
+            token,
+            rank=ranks.index(self.rank),
+            size=len(ranks),
+            timeout_seconds=self._connect_seconds,
+            has_ended=lambda peers: [peer for peer in peers if ranks[peer] in self.lost_ranks()],
+        )
+
+    def lost_ranks(self) -> list[int]:
+        """Return the ranks on this host whose processes have ended. Raise the failure of the group, if it has one."""
+        self.health.raise_if_published()
+        return self.health.ended_ranks()
 
     def _new_group(
         self, ranks: list[int], token: bytes, gather: Gather, backends: dict[str, str] | None = None
@@ -426,14 +442,19 @@ class C10dTransport(WatchedTransport):
 class _GatheringOver:
     """A function by which all ranks of a transport exchange the addresses of a new group, without a store."""
 
-    def __init__(self, transport: Transport) -> None:
+    def __init__(self, transport: C10dTransport) -> None:
         self._transport = transport
 
     def __call__(self, payload: bytes, /) -> list[bytes]:
         return self._transport.all_gather_bytes(payload)
 
     def check_processes(self) -> None:
-        """Do nothing. If a process has ended, the next call raises the error."""
+        """Raise an error if the process of another rank is known to have ended, or the group has failed."""
+        if lost := self._transport.lost_ranks():
+            text = (
+                f"{describe_ranks(lost)} was lost while a process group was created: {end_of_processes(lost)}"
+            )
+            raise self._transport.health.failed(Failure(PeerLost, text))
 
 
 def _take_part(part: Tensor, reduced: Tensor, finish: Callable[[], object] | None) -> None:

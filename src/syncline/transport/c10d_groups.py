@@ -28,7 +28,7 @@ from syncline._torch.process_groups import (
     timeout_seconds_of,
 )
 from syncline.liveness.at_exit import wait_at_exit
-from syncline.liveness.gathering import StoreGathering
+from syncline.liveness.gathering import Ended, StoreGathering
 from syncline.liveness.store import SignedStore
 from syncline.transport.base import ReduceOp
 from syncline.transport.work import CombinedWork, Work
@@ -251,7 +251,9 @@ def _name(token: bytes) -> str:
     return f"syncline-{token[:8].hex()}"
 
 
-def gathering_at(store: Any, token: bytes, *, rank: int, size: int, timeout_seconds: float) -> StoreGathering:
+def gathering_at(
+    store: Any, token: bytes, *, rank: int, size: int, timeout_seconds: float, has_ended: Ended
+) -> StoreGathering:
     """Return a function by which the ranks of a new group exchange addresses at a store.
 
     Once all ranks are connected, call its method `forget`.
@@ -263,6 +265,7 @@ def gathering_at(store: Any, token: bytes, *, rank: int, size: int, timeout_seco
         rank: this rank in the new group.
         size: the number of ranks of the new group.
         timeout_seconds: how long this rank waits for the others.
+        has_ended: a function that finds ended ranks.
     """
     return StoreGathering(
         SignedStore(PrefixStore(_name(token), store)),
@@ -271,6 +274,7 @@ def gathering_at(store: Any, token: bytes, *, rank: int, size: int, timeout_seco
         size=size,
         timeout_seconds=timeout_seconds,
         purpose="while a process group was created",
+        has_ended=has_ended,
     )
 
 

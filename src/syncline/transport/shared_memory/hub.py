@@ -33,6 +33,7 @@ from syncline.transport.shared_memory.sockets import (
     accepted,
     address_of,
     connected,
+    failed_connection,
     listener_for_next,
     receive_file,
     receive_rows,
@@ -40,7 +41,7 @@ from syncline.transport.shared_memory.sockets import (
     send_rows,
 )
 from syncline.transport.shared_memory.spare import SPARE_MEMORY
-from syncline.words import describe_ranks, end_of_processes
+from syncline.words import describe_ranks
 
 T = TypeVar("T")
 
@@ -88,6 +89,10 @@ class _Presence:
         """
         return RankOnSocket(rank, self.pid, self.uid)
 
+    def has_ended(self) -> bool:
+        """Return whether the process, which is on this host, has certainly ended."""
+        return self.started is not None and RankProcess(self.host, self.pid, self.started).has_ended()
+
 
 def _parsed(row: bytes, rank: int) -> _Presence:
     """Parse the description that `rank` sent, and raise an error if its process number or token is not valid."""
@@ -117,6 +122,7 @@ class Hub:
 
     Raises:
         SharedMemoryUnavailable: the ranks cannot share memory. All ranks raise this error, with the same text.
+        PeerLost: the process of another rank has ended.
     """
 
     def __init__(self, *, rank: int, size: int, exchange: Exchange, timeout_seconds: float) -> None:
@@ -134,8 +140,12 @@ class Hub:
             everyone = self._exchange_presence(listener, token, exchange)
             try:
                 _agree(exchange, lambda: self._connect_and_verify(listener, everyone))
-            except SharedMemoryUnavailable:
+            except SharedMemoryUnavailable as error:
                 self.close()
+                # The end of a process says nothing about memory, so it must not make the ranks use another transport.
+                lost = [peer for peer, presence in enumerate(everyone) if presence.has_ended()]
+                if lost:
+                    raise failed_connection("the ranks could not set up shared memory", lost) from error
                 raise
 
     def _exchange_presence(
@@ -234,7 +244,8 @@ class Hub:
 
         Raises:
             SharedMemoryUnavailable: there is not enough memory. All ranks raise this error.
-            SynclineError: the connection to another rank failed, for instance because its process has ended.
+            PeerLost: the connection to another rank is lost, for instance because its process has ended.
+            CollectiveTimeout: another rank did not answer in time.
         """
         num_bytes = pages(num_bytes)
         try:
@@ -244,13 +255,8 @@ class Hub:
             troubles = [row.decode() for row in self.gather(trouble.encode())]
         except OSError as error:
             self.close()  # so that the other ranks of the chain do not wait for this rank
-            lost = self.peers.gone()
-            others = describe_ranks(lost) if lost else "another rank"
-            cause = f", because {end_of_processes(lost)}" if lost else f" ({error})"
-            raise SynclineError(
-                f"cannot allocate shared memory for {purpose}: rank {self.rank} of the {self.size} ranks of "
-                f"this host lost the connection to {others}{cause}"
-            ) from error
+            what = f"rank {self.rank} of the {self.size} ranks of this host cannot get shared memory for {purpose}"
+            raise failed_connection(what, self.peers.gone(), error) from error
         _raise_if_any(f"cannot allocate shared memory for {purpose}:", troubles)
         assert memory is not None
         if may_be_used:

@@ -20,9 +20,9 @@ from dataclasses import replace
 from itertools import zip_longest
 from typing import NamedTuple
 
-from syncline.errors import SynclineError
+from syncline.errors import CollectiveTimeout, PeerLost, SynclineError
 from syncline.liveness.processes import RankProcess
-from syncline.words import describe_ranks
+from syncline.words import describe_ranks, end_of_processes
 
 
 class Peers:
@@ -95,6 +95,23 @@ class Peers:
             self.close()
 
 
+def failed_connection(what: str, lost: Sequence[int], error: OSError | None = None) -> SynclineError:
+    """Return the error to raise after ranks of this host could not communicate over their connections.
+
+    Args:
+        what: what they could not do, as a clause.
+        lost: the ranks whose processes have ended.
+        error: the error of the connection, if `lost` may be empty.
+    """
+    if lost:
+        return PeerLost(f"{what}, because of {describe_ranks(lost)}: {end_of_processes(lost)}")
+    if isinstance(error, TimeoutError):
+        return CollectiveTimeout(
+            f"{what}, because another rank did not answer in time. Check whether a rank is stopped"
+        )
+    return PeerLost(f"{what}, because the connection to another rank is lost ({error})")
+
+
 _LOOKS = 256
 """How many processes all ranks together look at in one round of calls of `Peers.gone`, if there are many ranks."""
 
@@ -128,7 +145,7 @@ _HELLO = struct.Struct("<I32s")
 _MAX_BYTES = 1 << 20
 """The size of the largest message that a rank accepts."""
 
-_LOOK_SECONDS = 0.5
+_LOOK_SECONDS = 0.05
 """How often a rank that waits for a connection looks at the processes of the other ranks."""
 
 
@@ -200,7 +217,8 @@ def accepted(
         peers: the processes of the other ranks.
 
     Raises:
-        SynclineError: the expected rank did not connect in time, or a process has ended.
+        PeerLost: the process of a rank has ended.
+        SynclineError: the expected rank did not connect in time.
     """
     deadline = time.monotonic() + timeout_seconds
     while True:
@@ -210,7 +228,7 @@ def accepted(
             connection, _ = listener.accept()
         except TimeoutError:
             if lost := peers.gone():
-                raise SynclineError(f"{describe_ranks(lost)} ended before all ranks were connected") from None
+                raise failed_connection("not all ranks of this host were connected", lost) from None
             if remaining_seconds > 0:
                 continue
             raise SynclineError(
