@@ -29,6 +29,9 @@ BUCKET_CAP_MB = "SYNCLINE_BUCKET_CAP_MB"
 TRANSPORT = "SYNCLINE_TRANSPORT"
 """The variable that sets the argument `transport` of `sl.init` where the program leaves it at "auto"."""
 
+WHOLE_TRACEBACKS = "SYNCLINE_WHOLE_TRACEBACKS"
+"""The variable that makes every rank print whole tracebacks, with the lines of torch and Syncline."""
+
 EXPLAIN = "SYNCLINE_EXPLAIN"
 """The variable that `syncline explain` sets for its process, in which the other ranks are imitated."""
 
@@ -84,6 +87,11 @@ def bucket_cap_mb() -> float | None:
 def transport() -> str | None:
     """Return the argument `transport` of `sl.init` that the user has set for all programs; None if there is none."""
     return os.environ.get(TRANSPORT) or None
+
+
+def wants_whole_tracebacks() -> bool:
+    """Return whether the user wants to read whole tracebacks, of every rank."""
+    return os.environ.get(WHOLE_TRACEBACKS) not in (None, "", "0")
 
 
 def is_explained() -> bool:

@@ -25,6 +25,11 @@ from collections.abc import Mapping, Sequence
 class SynclineError(RuntimeError):
     """The base class of all errors about synchronization that Syncline raises."""
 
+    is_of_group = False
+    """Whether an error of this class names what all ranks do, so that one of a job's ranks need print it."""
+    is_of_peer = False
+    """Whether an error of this class only follows from an exception of another rank, which prints it itself."""
+
 
 class ContractMismatch(SynclineError):
     """Raised when modules, arguments or the tensors of a call differ between ranks.
@@ -70,6 +75,8 @@ def _shown(names: Sequence[str], limit: int = 20) -> str:
 
 class UnevenInputs(SynclineError):
     """Raised when a rank skipped a batch, or ended while other ranks still run steps or wait for it in a call."""
+
+    is_of_group = True
 
 
 class CheckpointCorrupt(SynclineError):
@@ -143,17 +150,26 @@ class ReplicaDivergence(SynclineError):
 class CollectiveMismatch(SynclineError):
     """Raised when ranks called different collectives, or the same collective with different sizes."""
 
+    is_of_group = True
+
 
 class CollectiveTimeout(SynclineError):
     """Raised when a rank did not take part in a collective before the deadline."""
+
+    is_of_group = True
 
 
 class PeerLost(SynclineError):
     """Raised when the process of another rank has ended, or the connection to it is lost."""
 
+    is_of_group = True
+
 
 class PeerFailed(SynclineError):
-    """Raised when an exception has ended another rank. The text contains the traceback of that rank."""
+    """Raised when an exception has ended another rank. A note of the error has the traceback of that rank."""
+
+    is_of_group = True
+    is_of_peer = True
 
 
 class SameDataWarning(RuntimeWarning):

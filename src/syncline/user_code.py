@@ -161,7 +161,7 @@ def calling(what: str) -> Iterator[None]:
         raise
 
 
-def called_in(error: BaseException) -> str | None:
+def called_in(error: BaseException | None) -> str | None:
     """Return the name of the user's function that raised `error`, with the line if it is known.
 
     Returns None if the error was not raised inside of `calling`.

@@ -178,7 +178,11 @@ def describe_difference(
 
 
 def refusal_of(
-    title: str, reasons: Mapping[int, tuple[str, str, str | None]], refusal: str | None = None
+    title: str,
+    reasons: Mapping[int, tuple[str, str, str | None]],
+    refusal: str | None = None,
+    *,
+    size: int | None = None,
 ) -> Exception:
     """Return the error that all ranks raise together if some ranks cannot take part in a call.
 
@@ -189,6 +193,7 @@ def refusal_of(
             raised the error.
         refusal: the words that follow the title. Pass None for "refused, nothing was sent", or for "failed" if a user's
             function raised one of the errors.
+        size: the number of ranks. If all of them refuse for one reason, the text is one line. None means unknown.
 
     Returns:
         A TypeError if all errors are TypeErrors, a ValueError if all errors are TypeErrors or ValueErrors, a
@@ -213,6 +218,8 @@ def refusal_of(
             cause = f"{called} raised {cause}"
         elif name in ("TypeError", "ValueError") or error_class is RuntimeError:
             cause = message
+        if refusal is None and not has_failed and len(ranks) == size:
+            return error_class(f"{title}: {cause} (all ranks)")
         text.append(f"{describe_ranks(ranks)}: {cause}")
     return error_class(printable("\n".join(text)))
 

@@ -10,7 +10,14 @@ from pathlib import Path
 import pytest
 
 from syncline import EXIT_STOPPED
-from syncline.tools.launch.failures import ErrorRecord, Failure, describe, first_failure, read_error_file
+from syncline.tools.launch.failures import (
+    ErrorRecord,
+    Failure,
+    describe,
+    first_failure,
+    is_in,
+    read_error_file,
+)
 
 LOST = "RuntimeError: [pair.cc:553] Connection closed by peer [127.0.0.1]:7"
 
@@ -129,8 +136,22 @@ def test_what_a_killed_rank_wrote_long_before_is_not_taken_for_the_reason() -> N
 
 
 def test_many_other_failures_are_counted() -> None:
-    failures = [spoke(rank, "ValueError: x", at=rank) for rank in range(8)]
-    assert "rank 4 (exit code 1) and 3 more:" in describe(failures, host="h")
+    failures = [silent(0, 3), *(silent(rank, rank + 10) for rank in range(1, 8))]
+    assert "rank 4 (exit code 14) and 3 more kinds" in describe(failures, host="h")
+
+
+def test_equal_errors_are_told_once() -> None:
+    failures = [spoke(rank, f"ValueError: bad row {rank}", at=rank) for rank in range(4)]
+    assert describe(failures, host="h").split("\n")[0] == (
+        "ranks 0-3 (on h) failed with exit code 1, by the same error:"
+    )
+
+
+def test_what_the_user_has_seen_is_not_repeated() -> None:
+    failures = [replace(spoke(0, "ValueError: x", at=1), is_shown=True), silent(1, TERMINATED)]
+    assert describe(failures, host="h") == "rank 0 (pid 100 on h) failed with exit code 1"
+    assert is_in(failures[0], ["before", "ValueError: x"])
+    assert not is_in(failures[0], ["before", "ValueError: y"])
 
 
 def test_other_hosts_are_pointed_at() -> None:

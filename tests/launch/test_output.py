@@ -99,11 +99,13 @@ def test_a_restart_names_the_rank_that_failed_and_not_one_that_met_its_end(
         for local_rank in range(3)
     }
     files = logs.reify(envs).error_files
-    record_failure(RuntimeError("PeerLost: rank 5: its process has ended\nand more"), files[0])
+    record_failure(
+        RuntimeError("PeerLost: rank 5: its process has ended\nand more"), files[0], brief="Traceback"
+    )
     logs.note_ended({1: (71, -signal.SIGKILL), 0: (70, 1)})
     logs.note_ended({1: (71, -signal.SIGKILL), 0: (70, 1), 2: (72, -signal.SIGTERM)})
     files = logs.reify(envs).error_files
-    record_failure(ValueError("the data\nof step 3"), files[2])
+    record_failure(ValueError("the data\nof step 3"), files[2], brief="Traceback")
     logs.reify(envs)
     logs.reify(envs)
     logs.stop()

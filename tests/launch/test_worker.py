@@ -117,7 +117,7 @@ def test_an_exception_is_recorded_with_its_traceback_and_exact_time(tmp_path: Pa
     worker = run(tmp_path, sys.executable, *worker_command(["program.py"]))
     words = last_words(tmp_path)
     assert words["summary"] == "ValueError: boom"
-    assert words["py_callstack"] == worker.stderr
+    assert f"{words['py_callstack']}\n" == worker.stderr
     assert words["exit_code"] == worker.returncode == 1
     assert int(str(words["time_ns"])) // 10**9 == int(str(words["timestamp"]))
 

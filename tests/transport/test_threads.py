@@ -213,7 +213,7 @@ def test_a_closed_transport_is_lost_for_its_peers() -> None:
 
 
 def test_an_exception_reaches_the_peers_with_its_traceback_and_the_caller_as_it_is() -> None:
-    seen: list[str] = []
+    seen: list[PeerFailed] = []
 
     def this_goes_wrong() -> None:
         raise KeyError("a key of rank 1")
@@ -224,16 +224,16 @@ def test_an_exception_reaches_the_peers_with_its_traceback_and_the_caller_as_it_
         try:
             t.all_reduce(torch.zeros(1)).wait()
         except PeerFailed as error:
-            seen.append(str(error))
+            seen.append(error)
             raise
 
     with pytest.raises(KeyError, match="a key of rank 1") as caught:
         run_ranks(3, program)
     assert caught.value.__notes__ == ["raised on rank 1 of 3"]
     assert len(seen) == 2
-    for text in seen:
-        assert "rank 1 of 3 raised an exception" in text
-        assert "in this_goes_wrong" in text
+    for error in seen:
+        assert str(error) == "rank 1 failed: KeyError: 'a key of rank 1'"
+        assert "in this_goes_wrong" in error.__notes__[0]
 
 
 def test_an_abort_ends_waits_and_later_calls_in_the_group_and_in_its_parts() -> None:

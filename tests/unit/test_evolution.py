@@ -310,6 +310,8 @@ def test_an_exception_in_loss_fn_is_raised_where_it_was_and_told_elsewhere() -> 
             es.step(loss_fn)
         assert same(state_of(module), start)
         assert es.step(error).step == 2  # nobody is stuck
+        if transport.rank != 1:
+            assert "in loss_fn" in caught.value.__notes__[0]
         return str(caught.value)
 
     texts = run_ranks(3, program)
@@ -317,7 +319,6 @@ def test_an_exception_in_loss_fn_is_raised_where_it_was_and_told_elsewhere() -> 
     assert texts[0] == texts[2]
     assert "step 2: loss_fn raised an exception on rank 1, so no parameter was changed" in texts[0]
     assert texts[0].endswith("OSError: the simulator is gone")
-    assert "in loss_fn" in texts[0]
 
 
 def test_an_exception_in_loss_fn_is_raised_where_it_was_also_when_the_ranks_do_not_agree() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections import OrderedDict, namedtuple
 from dataclasses import dataclass
 from fractions import Fraction
@@ -227,7 +228,7 @@ def test_objects_of_any_structure_are_a_list_in_rank_order() -> None:
 def test_objects_above_the_limit_are_refused_before_memory_is_allocated(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setitem(gather.__globals__, "_MAX_OBJECT_BYTES", 1000)
+    monkeypatch.setitem(inspect.unwrap(gather).__globals__, "_MAX_OBJECT_BYTES", 1000)
 
     def program(t: Transport) -> str:
         with pytest.raises(ValueError, match="expected objects of up to") as caught:

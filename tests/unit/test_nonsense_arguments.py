@@ -500,7 +500,7 @@ def callables_of(name: str, cls: type) -> Iterator[tuple[str, Callable[..., Any]
 
 
 def parameters_of(name: str, function: Callable[..., Any]) -> list[inspect.Parameter]:
-    return [p for p in inspect.signature(function).parameters.values() if p.name != "self"]
+    return [p for p in inspect.signature(function).parameters.values() if p.name not in ("self", "unnamed")]
 
 
 def nonsense_for(name: str, parameter: inspect.Parameter) -> list[Any] | None:

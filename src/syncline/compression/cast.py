@@ -9,8 +9,10 @@ from torch import Tensor
 
 from syncline.compression.base import Averaging, Codec, Encoder, Layout, Sum, set_lost, total_of
 from syncline.compression.kernels import narrowed
+from syncline.suggestions import suggests_arguments
 
 
+@suggests_arguments
 @dataclass(frozen=True, repr=False)
 class Cast(Codec):
     """A compression that sends values in a narrower floating-point type, in half the bytes of float32.

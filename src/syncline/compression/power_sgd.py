@@ -12,8 +12,10 @@ from syncline.checks import checked_count, checked_flag, store
 from syncline.compression.base import Averaging, Compression, Encoder, Layout, Mean, set_lost
 from syncline.compression.factors import TorchFactors
 from syncline.compression.kernels import NativeFactors, can_encode
+from syncline.suggestions import suggests_arguments
 
 
+@suggests_arguments
 @dataclass(frozen=True, repr=False)
 class PowerSGD(Compression):
     """A compression that approximates each matrix by the product of two thin factors, and sends the factors instead.

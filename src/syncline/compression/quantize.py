@@ -13,8 +13,10 @@ from syncline.checks import checked_count, checked_flag, store
 from syncline.compression.base import AllToAll, Averaging, Codec, Encoder, Gather, Layout
 from syncline.compression.blocks import Blocks, TorchBlocks
 from syncline.compression.kernels import blocks_for
+from syncline.suggestions import suggests_arguments
 
 
+@suggests_arguments
 @dataclass(frozen=True, repr=False)
 class Quantize(Codec):
     """A compression that sends each value as a code of 8, 4 or 2 bits, with one bfloat16 scale per block of values.

@@ -11,6 +11,7 @@ from torch import Tensor
 from syncline.checks import checked_flag, checked_number, store
 from syncline.compression.base import Averaging, Compression, Encoder, Gather, Layout, set_lost, total_of
 from syncline.compression.kernels import Selected, selected
+from syncline.suggestions import suggests_arguments
 
 _MANY = 1 << 16
 """A CPU that searches this many values or more is faster if it first selects candidates."""
@@ -21,6 +22,7 @@ _MARGIN = 1.25
 """The intended number of candidates, divided by the number of values to find."""
 
 
+@suggests_arguments
 @dataclass(frozen=True, repr=False)
 class TopK(Compression):
     """A compression that sends only the values of largest magnitude, each with an int32 index.

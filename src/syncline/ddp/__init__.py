@@ -1,7 +1,7 @@
 """The package of DistributedDataParallel: the wrapper, and the parts that synchronize the module inside of it.
 
-Imports: errors, words, checks, environment, records, contract, user_code, events, _torch, liveness, transport, session,
-optimizers, tensors, equality, gradients, sharded, buffers, compression, strategies, verbs.
+Imports: errors, suggestions, words, checks, environment, records, contract, user_code, events, _torch, liveness,
+transport, session, optimizers, tensors, equality, gradients, sharded, buffers, compression, strategies, verbs.
 
 conclusion.py     say in one sentence what synchronization cost in a step, and which rank was late
 config.py         check the arguments of a wrapper, and hold them in one frozen value, which the ranks compare

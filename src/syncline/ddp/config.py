@@ -6,6 +6,7 @@ the ranks compare the values that `Config.compared` returns.
 
 from __future__ import annotations
 
+import difflib
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -200,9 +201,11 @@ def _checked_buffers(arguments: Mapping[str, Any], strategy: Strategy[Any]) -> t
             "broadcast_buffers and forward_sync_buffers were both given. In forwards, only forward_sync_buffers "
             "applies: leave broadcast_buffers out",
             FutureWarning,
-            stacklevel=4,
+            stacklevel=5,
         )
     if policy is not None:
+        if str(policy).lower() in _BUFFERS:
+            raise ValueError(f"unknown buffers={policy!r}{_meant(policy, _BUFFERS, 'buffers')}")
         checked_choice("buffers", policy, get_args(BufferPolicy))
     elif strategy.drifts and given in ({}, {"broadcast_buffers": True}):
         policy = "average"
@@ -235,6 +238,54 @@ def _checked_caps(bucket_cap_mb: Any, listed_mb: Any) -> BucketCaps | None:
     return BucketCaps(cap_bytes=caps_bytes[-1], first_cap_bytes=caps_bytes[0], listed_bytes=listed_bytes)
 
 
+_STRATEGIES = {
+    "diloco": "sl.DiLoCo()",
+    "localsgd": "sl.LocalSGD(every=8)",
+    "gossip": "sl.Gossip()",
+    "parameterserver": "sl.ParameterServer()",
+    "manual": "sl.Manual()",
+    "everystep": "sl.EveryStep()",
+    "ddp": "sl.EveryStep()",
+}
+"""What to write instead of a name of a strategy, without its underscores and hyphens."""
+
+_COMPRESSIONS = {
+    "fp16": "sl.compression.Cast()",
+    "float16": "sl.compression.Cast()",
+    "half": "sl.compression.Cast()",
+    "cast": "sl.compression.Cast()",
+    "bf16": "sl.compression.Cast(torch.bfloat16)",
+    "bfloat16": "sl.compression.Cast(torch.bfloat16)",
+    "int8": "sl.compression.Quantize()",
+    "8bit": "sl.compression.Quantize()",
+    "quantize": "sl.compression.Quantize()",
+    "topk": "sl.compression.TopK()",
+    "powersgd": "sl.compression.PowerSGD()",
+}
+
+_BUFFERS = {
+    "mean": '"average"',
+    "avg": '"average"',
+    "sync": '"broadcast"',
+    "rank0": '"broadcast"',
+    "true": '"broadcast"',
+    "off": '"none"',
+    "false": '"none"',
+}
+
+
+def _meant(given: object, known: Mapping[str, str], argument: str) -> str:
+    """Return the end of an error about a text that is given for an argument: what to write instead, or nothing.
+
+    Examples:
+        >>> _meant("DiLoCo", _STRATEGIES, "strategy"), _meant("red", _STRATEGIES, "strategy"), _meant(3, {}, "strategy")
+        ('; write strategy=sl.DiLoCo()', '', '')
+    """
+    text = str(given).removeprefix("torch.").lower().translate({ord(sign): None for sign in "_- "})
+    near = difflib.get_close_matches(text, known, n=1, cutoff=0.75)
+    return f"; write {argument}={known[near[0]]}" if near else ""
+
+
 def _checked_strategy(strategy: object) -> Strategy[Any]:
     """Check the argument `strategy`, and return it. If it is None, return `EveryStep`.
 
@@ -245,7 +296,7 @@ def _checked_strategy(strategy: object) -> Strategy[Any]:
         return EveryStep()
     if isinstance(strategy, Strategy):
         return strategy
-    given, hint = repr(strategy), ""
+    given, hint = repr(strategy), _meant(strategy, _STRATEGIES, "strategy")
     if isinstance(strategy, type):
         given = what_it_is(strategy)
         hint = ". Create an object of this class" if issubclass(strategy, Strategy) else ""
@@ -308,6 +359,7 @@ def _checked_compression(
     if not isinstance(compression, Compression):
         raise TypeError(
             f"expected compression to be None or a compression of sl.compression; got {compression!r}"
+            f"{_meant(compression, _COMPRESSIONS, 'compression')}"
         )
     if sharded:
         raise ValueError(

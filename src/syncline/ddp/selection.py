@@ -90,8 +90,8 @@ def select(
     if not trained and not delayed:
         raise RuntimeError(
             "DistributedDataParallel is not needed when a module doesn't have any parameters that require a "
-            f"gradient: {type(module).__name__} has {len(taking_part)} parameters outside of ignore=, and none of them "
-            "requires grad. Use the module itself, and call sl.broadcast_(module) once to make its replicas equal"
+            f"gradient: {type(module).__name__} has no trainable parameters{' outside of ignore=' if ignored else ''}, "
+            "so it needs no wrapper. sl.broadcast_(module) makes its replicas equal"
         )
     buffers = [(name, b) for name, b in all_buffers.items() if name not in ignored]
     _check_devices(module, taking_part, buffers)

@@ -214,7 +214,7 @@ class TrainingMethods(TorchNames, Joinable):
         with gradients.normalizer.block(checked_num_items(num_items)):
             yield
 
-    def report(self, *, weight: float | Tensor = 1.0, **metrics: float | Tensor) -> None:
+    def report(self, *unnamed: object, weight: float | Tensor = 1.0, **metrics: float | Tensor) -> None:
         """Average metrics over all ranks. The values travel with the next gradients, without a separate collective.
 
         Call this method on all ranks, with the same names, between forward and backward. After a synchronized backward
@@ -223,12 +223,13 @@ class TrainingMethods(TorchNames, Joinable):
         average values at any other time, use `sl.mean`.
 
         Args:
+            unnamed: nothing. A metric without a name is an error.
             weight: the weight of this rank's values, such as its number of samples. It must be finite and at least 0.
             metrics: the values by name: numbers, or tensors of one element on any device. They are read when the last
                 bucket is sent, and are sent as float32.
 
         Raises:
-            TypeError: a value is not a real number.
+            TypeError: a value is not a real number, or has no name.
             ValueError: the weight is negative, infinite or NaN; or no metric was given.
             ContractMismatch: the ranks report different names. The next backward raises this error, on every rank.
             SynclineError: a name is new inside `join`, where the ranks without inputs cannot report it.
@@ -242,6 +243,8 @@ class TrainingMethods(TorchNames, Joinable):
             >>> ddp.last_step.metrics
             {'loss': 0.25, 'accuracy': 0.5}
         """
+        if unnamed:
+            raise TypeError("name the metric: ddp.report(loss=loss)")
         if not metrics:
             raise ValueError("expected at least one metric by name, as in ddp.report(loss=loss); got none")
         values = {name: check_metric(name, value) for name, value in metrics.items()}

@@ -56,6 +56,7 @@ from syncline.records import BackwardRecord, RoundRecord
 from syncline.session.world import transport_of
 from syncline.sharded.sharing import OneCopy, remember_one_copy
 from syncline.strategies import Strategy
+from syncline.suggestions import suggests_arguments
 from syncline.transport.agreement import agree
 from syncline.transport.base import Transport
 from syncline.transport.statistics import Statistics
@@ -71,6 +72,7 @@ _FLAGS = (
 """The names of torch's boolean arguments. As in torch, the wrapper has an attribute for each of them."""
 
 
+@suggests_arguments
 class DistributedDataParallel(  # type: ignore[misc, override]
     TrainingMethods, JoinMethods, SynchronizedModule, nn.parallel.DistributedDataParallel
 ):
@@ -201,7 +203,7 @@ class DistributedDataParallel(  # type: ignore[misc, override]
             flags = checked_truths({name: arguments[name] for name in _FLAGS})
             if checked_truth("check_reduction", check_reduction):
                 text = "check_reduction is deprecated in torch, and has no effect. Leave it out"
-                warnings.warn(text, FutureWarning, stacklevel=2)
+                warnings.warn(text, FutureWarning, stacklevel=3)
             delayed = checked_delayed(delay_all_reduce_named_params, param_to_hook_all_reduce)
             chosen = select(module, ignore=ignore, delayed=delayed)
             self.device_ids, self.output_device = checked_device_ids(module, device_ids, output_device)
@@ -222,6 +224,16 @@ class DistributedDataParallel(  # type: ignore[misc, override]
         self._replica = Replica(module, chosen, transport, config, hosts)
         if sharded and transport.size == 1:  # so that sl.write_shared also works with one rank
             remember_one_copy(module, OneCopy(list(module.named_parameters()), transport, num_copies=1))
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError as error:
+            module = vars(self).get("_modules", {}).get("module")
+            if module is None or name.startswith("__") or not hasattr(module, name):
+                raise
+            text = f"{error}; the model is ddp.module: ddp.module.{name}"
+        raise AttributeError(text)
 
     # ------------------------------------------------------------------ a step
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import math
 import struct
-import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from typing import Any, NoReturn, cast
@@ -21,6 +20,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from syncline import tracebacks
 from syncline.checks import checked_count, checked_function, checked_number, checked_state
 from syncline.contract import Contract, Row
 from syncline.equality.fingerprint import fingerprints
@@ -326,14 +326,17 @@ class EvolutionStrategy:
             fault: the exception that loss_fn raised on this rank, or None. An exception is raised again. With None, a
                 PeerFailed with the traceback of the first failed rank is raised.
         """
-        text = "" if fault is None else "".join(traceback.format_exception(fault)).rstrip()
-        reports = self._transport.all_gather_bytes(text.encode(errors="replace"))
+        text = ("", "") if fault is None else (tracebacks.summary(fault), tracebacks.describe(fault).whole)
+        reports = self._transport.all_gather_bytes("\n".join(text).encode(errors="replace"))
         if fault is not None:
             raise fault
-        raise PeerFailed(
+        summary, _, trace = reports[failed[0]].decode().partition("\n")
+        error = PeerFailed(
             f"{_TITLE}.step, step {self.num_steps + 1}: loss_fn raised an exception on {describe_ranks(failed)}, so no "
-            f"parameter was changed. The traceback of rank {failed[0]}:\n{reports[failed[0]].decode()}"
+            f"parameter was changed: {summary}"
         )
+        error.add_note(f"The traceback of rank {failed[0]}:\n{trace}")
+        raise error
 
     # ------------------------------------------------------------------ agreement between ranks
 

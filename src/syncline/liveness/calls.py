@@ -58,9 +58,10 @@ ONE_RANK_EVALUATES = (
 """The last lines of an error about a forward that only some ranks run: how to prevent the error."""
 
 _UNEVEN = (
-    "the rank that shut down made fewer steps than this rank. Give every rank the same number of batches: "
-    "DistributedSampler repeats some samples for this, or drops some with drop_last=True. Or run the loop inside "
-    "ddp.join(), which lets ranks end at different times, but does not work with sharded=True"
+    "the rank that shut down made fewer steps than this rank:\n"
+    "  - give every rank the same number of batches: sl.DistributedSampler does, with drop_last=True without repeats\n"
+    "  - or run the loop inside of `with ddp.join():`, so that ranks may end one by one; not with sharded=True\n"
+    "  - or remove a `break` or `return` that depends on the rank"
 )
 
 _LEFT_OUT = (
@@ -73,8 +74,8 @@ FAILURES = (CollectiveMismatch, CollectiveTimeout, PeerFailed, PeerLost, UnevenI
 
 _KINDS: dict[str, type[SynclineError]] = {kind.__name__: kind for kind in FAILURES}
 
-_MAX_TEXT_BYTES = 24 * 1024
-"""Of a failure's text, in UTF-8. Ends of lines have two bytes in JSON, and shared memory has room for 64 KiB."""
+_MAX_TEXT_BYTES = 12 * 1024
+"""Of each text of a failure, in UTF-8. Ends of lines have two bytes in JSON, and shared memory has room for 64 KiB."""
 
 
 @dataclass(frozen=True)
@@ -114,6 +115,8 @@ class Failure:
     """Whether the text describes all ranks, so that every rank raises the same text."""
     stuck_ranks: Sequence[int] = ()
     """The ranks that are proved to wait forever, in calls of Syncline or of torch.distributed."""
+    traceback: str = ""
+    """The traceback of the exception that ended `aborted_by`; empty if no exception did. It is a note of the error."""
 
     def on_rank(self, rank: int | None) -> SynclineError:
         """Return the error to raise on `rank`. A process that is not in the group passes None."""
@@ -121,16 +124,23 @@ class Failure:
             return self.kind(self.text)
         if rank == self.aborted_by:
             return SynclineError(f"this transport was aborted on rank {rank}: {self.text}")
-        return self.kind(f"rank {self.aborted_by} aborted the group: {self.text}")
+        if not self.traceback:
+            return self.kind(f"rank {self.aborted_by} aborted the group: {self.text}")
+        error = self.kind(f"rank {self.aborted_by} failed: {self.text}")
+        error.add_note(f"The traceback of rank {self.aborted_by}:\n{self.traceback}")
+        return error
 
     def to_json(self, rank: int) -> str:
         """Return the failure as JSON, for `rank` to publish.
 
-        If the text of the failure is long, keep only its end, because a traceback names the error at its end.
+        If a text of the failure is long, keep only its end, because a traceback names the error at its end.
         """
         rank_of_text = None if self.is_common else rank
-        text = self.text.encode(errors="replace")[-_MAX_TEXT_BYTES:].decode(errors="ignore")
-        record = _Record(self.kind.__name__, text, rank_of_text, list(self.stuck_ranks))
+        text, trace = (
+            one.encode(errors="replace")[-_MAX_TEXT_BYTES:].decode(errors="ignore")
+            for one in (self.text, self.traceback)
+        )
+        record = _Record(self.kind.__name__, text, rank_of_text, list(self.stuck_ranks), trace)
         return json.dumps(vars(record), ensure_ascii=False)
 
     @staticmethod
@@ -148,6 +158,7 @@ class Failure:
             aborted_by=record.rank,
             is_common=record.rank is None,
             stuck_ranks=tuple(record.stuck_ranks),
+            traceback=record.traceback,
         )
 
 
@@ -159,6 +170,7 @@ class _Record:
     text: str
     rank: int | None
     stuck_ranks: list[int] = field(default_factory=list)
+    traceback: str = ""
 
 
 def remedy_for_left(here: Place, left: Iterable[Place]) -> str:
@@ -177,7 +189,7 @@ def remedy_for_left(here: Place, left: Iterable[Place]) -> str:
     if here.phase == EVAL_FORWARD:
         return ONE_RANK_EVALUATES
     if here.sends_buffers:
-        return f"{_UNEVEN}. If this call is not part of a training step: {ONE_RANK_EVALUATES}"
+        return f"{_UNEVEN}\n  - or, if this call is not part of a training step, {ONE_RANK_EVALUATES}"
     if here.opening is None or any((place.step or 0) < (here.step or 0) for place in left):
         return _UNEVEN
     return _LEFT_OUT.format(call=here.opening)

@@ -49,7 +49,15 @@ class FailedWait:
     def timed_out(self) -> SynclineError:
         """Return the error for a wait that has reached its deadline. No rank is known to have failed."""
         places = self._health.places()
-        return self._ended(CollectiveTimeout, self._late(places), _LATE, places)
+        return self._ended(CollectiveTimeout, self._late(places), self._see_stack(places), places)
+
+    def _see_stack(self, places: dict[int, Place]) -> str:
+        """Return what may be wrong with late ranks, and how to see where one of them is."""
+        processes = self._health.processes_here()
+        late = [rank for rank in absent_ranks(self._work.as_wait(), places) if rank in processes]
+        return (
+            f"{_LATE}. Stack of rank {late[0]}: py-spy dump --pid {processes[late[0]].pid}" if late else _LATE
+        )
 
     def broken_by(self, error: RuntimeError) -> SynclineError:
         """Return the error of Syncline that corresponds to an error of the backend."""
@@ -235,10 +243,7 @@ _DIFFERENT_CALLS = "the ranks made different calls:"
 
 _NOT_ALL_CALLED = "not every rank made this call before the deadline"
 
-_LATE = (
-    "a rank that did not make this call may be in an endless loop, may have fewer batches, or may have made another "
-    "call. If that rank is only slow, raise the timeout"
-)
+_LATE = "A rank that did not make this call is slow (then raise the timeout), stuck, or has fewer batches"
 
 _SEE_LOG = (
     "Look at the log of the rank that ended first: its last lines name the cause, unless a signal killed it"

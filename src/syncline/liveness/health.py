@@ -188,7 +188,7 @@ class Health:
         assert self.failure is not None
         error = self.failure.on_rank(self.rank)
         if self.failure.kind is not SynclineError and self._has_raised:
-            error = type(error)(f"{_BROKEN}\n{error}")
+            error.args = (f"{_BROKEN}\n{error}",)
         self._has_raised = True
         return error
 

@@ -41,6 +41,7 @@ from syncline.resilience.parts import (
 from syncline.resilience.slow_ranks import SlowRanks
 from syncline.resilience.training import Training
 from syncline.session.world import is_about_to_join, world
+from syncline.suggestions import suggests_arguments
 from syncline.transport.shared_memory import SPARE_MEMORY
 
 _LOG = logging.getLogger("syncline")
@@ -148,6 +149,7 @@ class Step:
         return not (is_again and self._fault == before) and self._loop.is_loss(error)
 
 
+@suggests_arguments
 def steps(
     state: TrainState,
     until: int,

@@ -7,13 +7,12 @@ import ctypes
 import os
 import sys
 import threading
-import traceback
 from collections.abc import Callable, Iterable
 from types import TracebackType
 
 import torch.distributed as dist
 
-from syncline import environment
+from syncline import environment, tracebacks
 from syncline._torch.process_groups import living_groups
 from syncline.liveness.at_exit import wait_at_exit
 from syncline.session import process
@@ -27,8 +26,8 @@ class ReportingHook:
     """A `sys.excepthook` that also reports the exception to the launcher (in the error file) and to the peers.
 
     Args:
-        before: the previous hook, which prints the exception. It is called before `report`, and `remove` installs it
-            again.
+        before: the previous hook, which `remove` installs again.
+        prefix: the text to print before each line, unless the previous hook belongs to the program and prints itself.
         report: a function that reports the exception to the peers.
     """
 
@@ -36,19 +35,27 @@ class ReportingHook:
         self,
         before: Callable[..., object],
         report: Callable[[BaseException, TracebackType | None], None],
+        prefix: str = "",
     ) -> None:
         self._before = before
         self._report = report
         self._path = environment.error_file()
+        self._print = tracebacks.printing_hook(
+            before,
+            error_file=self._path,
+            is_whole=environment.wants_whole_tracebacks(),
+            prefix=prefix,
+        )
         self._pid = os.getpid()
         sys.excepthook = self
 
     def __call__(self, kind: type[BaseException], error: BaseException, tb: TracebackType | None) -> None:
         is_rank = os.getpid() == self._pid  # a fork inherits the hook
         if is_rank and self._path is not None:
-            process.record_failure(error, self._path, tb)
+            described = tracebacks.describe(error, tb)
+            process.record_failure(error, self._path, brief=described.brief, whole=described.whole)
         # Print before the peers are informed. Once one rank has ended, the launcher soon ends the others.
-        self._before(kind, error, tb)
+        self._print(kind, error, tb)
         if is_rank:
             self._report(error, tb)
 
@@ -60,11 +67,10 @@ class ReportingHook:
 
 def report_to_peers(transports: Iterable[Transport], error: BaseException, tb: TracebackType | None) -> None:
     """Report the exception to the peers. Each rank that waits for this rank, now or later, raises `PeerFailed`."""
-    lines = traceback.format_exception(type(error), error, tb)
-    reason = "its program raised an exception:\n" + "".join(lines).rstrip()
+    text = tracebacks.describe(error, tb).brief
     for transport in transports:
         with contextlib.suppress(Exception):
-            transport.abort(reason)
+            transport.abort(tracebacks.summary(error), traceback=text)
 
 
 def has_failed() -> bool:

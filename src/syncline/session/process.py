@@ -1,11 +1,12 @@
 """The error file that a rank writes for its launcher, and the end of a rank when its launcher ends.
 
 The error file is a JSON file in the format that torch's elastic agent reads. The launcher sets the path of the file in
-TORCHELASTIC_ERROR_FILE. Syncline adds two entries to the format:
+TORCHELASTIC_ERROR_FILE. Syncline adds three entries to the format:
 
 - The time in nanoseconds. torch stores whole seconds, which is too coarse to find the rank that failed first.
 - The exit code to which the exception leads. The real exit code may differ, because the launcher may end the process by
   a signal while the process cleans up after the exception.
+- The whole traceback. torch's agent prints the other one, which is brief.
 
 This module needs only the standard library, so that `tools/launch/worker.py` can load it before torch.
 """
@@ -19,15 +20,13 @@ import os
 import signal
 import sys
 import time
-import traceback
-from types import TracebackType
 
 _PR_SET_PDEATHSIG = 1
 
 _IN_STEPS, _LEFT_STEPS = ".in_steps", ".left_steps"
 
 
-def record_failure(error: BaseException, path: str, tb: TracebackType | None = None) -> None:
+def record_failure(error: BaseException, path: str, *, brief: str = "", whole: str = "") -> None:
     """Write an uncaught exception to the launcher's error file, unless Syncline has written to the file before.
 
     Write nothing if the exception is no failure: an exit with code 0, a KeyboardInterrupt (the launcher has received
@@ -36,7 +35,8 @@ def record_failure(error: BaseException, path: str, tb: TracebackType | None = N
     Args:
         error: the exception that ends this process.
         path: the path of the launcher's error file.
-        tb: the traceback to write. None means the traceback of the exception.
+        brief: the traceback for the user.
+        whole: the whole traceback.
     """
     exit_code = exit_code_of(error)
     if not exit_code or isinstance(error, KeyboardInterrupt) or is_agreed_stop(error):
@@ -45,12 +45,13 @@ def record_failure(error: BaseException, path: str, tb: TracebackType | None = N
         return
     now_ns = time.time_ns()
     words = str(error.code) if isinstance(error, SystemExit) else str(error)
-    shown = traceback.format_exception(type(error), error, tb or error.__traceback__)
+    is_exit = isinstance(error, SystemExit)
     record = {
         "message": {
             "message": f"{type(error).__name__}: {words}",
             "extraInfo": {
-                "py_callstack": "" if isinstance(error, SystemExit) else "".join(shown),
+                "py_callstack": "" if is_exit else brief,
+                "whole_traceback": "" if is_exit else whole,
                 "timestamp": str(now_ns // 10**9),
                 "time_ns": now_ns,
                 "monotonic_ns": time.monotonic_ns(),

@@ -167,7 +167,6 @@ class Session:
         if env.ends_with_launcher:
             process.end_with_parent()
         before = environment.export(env.variables())
-        hook_before = sys.excepthook
         try:
             world = world_from(env, asked.device)
             if world.device.type == "cuda":
@@ -176,12 +175,11 @@ class Session:
         except BaseException:
             environment.restore(before)
             raise
-        # torch's hook puts "[rank1]: " before each line. The output of `syncline run` already names the rank.
-        if env.launcher != "syncline run":
-            hook_before = sys.excepthook
         destroyer = Destroyer()
         self._run_at_exit()
-        hook = ReportingHook(hook_before, self._report)
+        # The output of `syncline run` already names the rank.
+        prefix = "" if env.launcher == "syncline run" or world.size == 1 else f"[rank{world.rank}]: "
+        hook = ReportingHook(sys.excepthook, self._report, prefix)
         return _Joined(asked, world, weakref.ref(group), destroyer, before, hook)
 
     def _start_beside(self, env: Environment, asked: Asked) -> _Joined:

@@ -21,11 +21,13 @@ from syncline.liveness.processes import RankProcess
 from syncline.session.asked import Asked
 from syncline.session.ranks import World
 from syncline.session.session import Session
+from syncline.suggestions import suggests_arguments
 from syncline.transport.base import Transport
 
 _SESSION = Session()
 
 
+@suggests_arguments
 def init(
     transport: str = "auto",
     *,

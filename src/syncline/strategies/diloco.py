@@ -34,6 +34,7 @@ from syncline.strategies.base import (
     value_in_words,
 )
 from syncline.strategies.local_steps import OWN_OPTIMIZER, EverythingWithin, LocalSteps, workers_of
+from syncline.suggestions import suggests_arguments
 from syncline.words import format_count
 
 
@@ -102,6 +103,7 @@ class _State(NamedTuple):
     """The last step after which the parameters were equal on all ranks, because all fragments were synced."""
 
 
+@suggests_arguments
 @dataclass(frozen=True, repr=False)
 class DiLoCo(LocalSteps[_State]):
     """A strategy under which ranks step alone, and every `every` steps an outer optimizer combines the ranks' changes.

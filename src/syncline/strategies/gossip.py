@@ -25,6 +25,7 @@ from syncline.strategies.base import (
     every_words,
 )
 from syncline.strategies.local_steps import LOCAL_GRADIENTS, OWN_OPTIMIZER
+from syncline.suggestions import suggests_arguments
 
 Topology = Literal["ring", "exponential", "pairs"]
 
@@ -85,6 +86,7 @@ class _State(NamedTuple):
     round: int
 
 
+@suggests_arguments
 @dataclass(frozen=True, repr=False)
 class Gossip(Strategy[_State]):
     """A strategy under which ranks step alone, and every `every` steps send parts of their values to a few ranks.

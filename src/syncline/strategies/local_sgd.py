@@ -18,6 +18,7 @@ from syncline.strategies.base import (
     every_words,
 )
 from syncline.strategies.local_steps import OWN_OPTIMIZER, EverythingWithin, LocalSteps, workers_of
+from syncline.suggestions import suggests_arguments
 from syncline.words import format_count
 
 
@@ -26,6 +27,7 @@ class _State(NamedTuple):
     """Whether there is only one rank, so that nothing has to be averaged."""
 
 
+@suggests_arguments
 @dataclass(frozen=True, repr=False)
 class LocalSGD(LocalSteps[_State]):
     """A strategy under which ranks step alone, and average their parameters over all ranks every `every` steps.

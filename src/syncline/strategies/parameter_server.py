@@ -26,6 +26,7 @@ from syncline.strategies.base import (
     Update,
 )
 from syncline.strategies.local_steps import LOCAL_GRADIENTS, OWN_OPTIMIZER
+from syncline.suggestions import suggests_arguments
 from syncline.words import format_count
 
 
@@ -41,6 +42,7 @@ class _State(NamedTuple):
     """The step that each element of `closed` must reach before this rank continues."""
 
 
+@suggests_arguments
 @dataclass(frozen=True, repr=False)
 class ParameterServer(Strategy[_State]):
     """A strategy under which each rank steps at its own pace, and waits only if its values are too old.

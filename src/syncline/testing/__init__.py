@@ -1,6 +1,6 @@
 """Support for tests that run on several ranks at once.
 
-Imports: faces, environment, launchers, _torch, transport, session.
+Imports: faces, tracebacks, environment, launchers, _torch, transport, session.
 
 hosts.py   two hosts on one machine: network namespaces
 plugin.py  the pytest plugin: `@pytest.mark.ranks(n)`

@@ -15,7 +15,6 @@ import os
 import pickle
 import signal
 import sys
-import traceback
 import warnings
 from datetime import timedelta
 from multiprocessing.connection import Connection
@@ -29,7 +28,7 @@ from _pytest.assertion import install_importhook
 from _pytest.assertion import util as assertion_util
 from _pytest.config import Config, get_config, parse_warning_filter
 
-from syncline import environment, launchers
+from syncline import environment, launchers, tracebacks
 from syncline._torch.modules import import_compiler
 from syncline.session.process import end_with_parent
 from syncline.session.world import shutdown
@@ -136,8 +135,8 @@ def _run(message: bytes) -> Outcome:
         return Outcome(kind="skipped", text=str(skip))
     except pytest.xfail.Exception as xfail:
         return Outcome(kind="xfailed", text=str(xfail))
-    except (Exception, SystemExit, KeyboardInterrupt, pytest.fail.Exception):
-        return Outcome(kind="failed", text=_traceback())
+    except (Exception, SystemExit, KeyboardInterrupt, pytest.fail.Exception) as error:
+        return Outcome(kind="failed", text=tracebacks.describe(error).whole)
     finally:
         for patch in patches:  # pytest's own process cannot undo them, because this is a copy of the fixture
             patch.undo()
@@ -167,14 +166,6 @@ def _clean_up() -> None:
     shutdown()
     if dist.is_initialized():
         dist.destroy_process_group()
-
-
-def _traceback() -> str:
-    """Format the current exception with its traceback, but without the frames of this file."""
-    kind, error, trace = sys.exc_info()
-    while trace is not None and trace.tb_frame.f_code.co_filename == __file__:
-        trace = trace.tb_next
-    return "".join(traceback.format_exception(kind, error, trace)).rstrip()
 
 
 def _rewrite_assertions() -> None:

@@ -84,7 +84,8 @@ def exchange(
         ContractMismatch: the titles are equal, but the lines differ.
         TypeError, ValueError, RuntimeError: at least one rank passed a fault. All ranks raise the same class and text:
             a TypeError if all faults are TypeErrors, a ValueError if all are TypeErrors or ValueErrors, a RuntimeError
-            if all are RuntimeErrors of Syncline, else a SynclineError, which is a RuntimeError. The fault is its cause.
+            if all are RuntimeErrors of Syncline, else a SynclineError, which is a RuntimeError. A fault that a function
+            of the user raised is its cause.
     """
     assert len(payload) <= PAYLOAD_BYTES
     if transport.turn.caller:
@@ -132,7 +133,10 @@ def _raise_difference(
     reasons = {rank: tuple(reason) for rank, reason in enumerate(faults) if reason is not None}
     if reasons:
         first = min(reasons)
-        raise refusal_of(titles[first], reasons, refusals[first]) from fault
+        # The cause adds nothing, unless a function of the user has raised it.
+        raise refusal_of(titles[first], reasons, refusals[first], size=transport.size) from (
+            fault if called_in(fault) else None
+        )
     if len(set(titles)) > 1:
         calls = [
             f"  rank {r}: {title}, {place}"

@@ -348,8 +348,13 @@ class Transport(ABC):
         """
 
     @abstractmethod
-    def abort(self, reason: str) -> None:
-        """End the group: every wait and every later operation raises an error with `reason`, on all reachable ranks."""
+    def abort(self, reason: str, *, traceback: str = "") -> None:
+        """End the group: every wait and every later operation raises an error with `reason`, on all reachable ranks.
+
+        Args:
+            reason: one line that says why.
+            traceback: the traceback of the exception that ends this rank. It becomes a note of the errors of the peers.
+        """
 
     @abstractmethod
     def close(self) -> None:

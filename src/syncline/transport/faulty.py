@@ -164,8 +164,8 @@ class FaultyTransport(Transport):
     def allocate_shared(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor | None:
         return self._inner.allocate_shared(numel, dtype, device)
 
-    def abort(self, reason: str) -> None:
-        self._inner.abort(reason)
+    def abort(self, reason: str, *, traceback: str = "") -> None:
+        self._inner.abort(reason, traceback=traceback)
 
     def close(self) -> None:
         self._inner.close()

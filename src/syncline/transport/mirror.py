@@ -101,7 +101,7 @@ class MirrorTransport(Transport):
             board=self.board,
         )
 
-    def abort(self, reason: str) -> None:
+    def abort(self, reason: str, *, traceback: str = "") -> None:
         self._reason = self._reason or reason
 
     def close(self) -> None:

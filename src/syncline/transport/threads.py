@@ -8,7 +8,6 @@ the same bits. fp16 and bf16 are summed in fp32 and rounded once. An operation c
 from __future__ import annotations
 
 import threading
-import traceback
 from collections.abc import Callable, Sequence
 from copy import copy
 from typing import Any, TypeVar, cast
@@ -16,6 +15,7 @@ from typing import Any, TypeVar, cast
 import torch
 from torch import Tensor
 
+from syncline import tracebacks
 from syncline.errors import PeerFailed
 from syncline.liveness.board import MAIN_LANE, Board
 from syncline.liveness.calls import Call, Failure
@@ -168,8 +168,8 @@ class ThreadsTransport(Transport):
         shared = self._result_of(call, None, lambda parts: torch.zeros(numel, dtype=dtype, device=device))
         return cast(Tensor, shared).view(-1)  # each rank gets a separate view of the same memory
 
-    def abort(self, reason: str) -> None:
-        self._matcher.break_(Failure(PeerFailed, reason, aborted_by=self.rank))
+    def abort(self, reason: str, *, traceback: str = "") -> None:
+        self._matcher.break_(Failure(PeerFailed, reason, aborted_by=self.rank, traceback=traceback))
 
     def close(self) -> None:
         if self._matcher.name == MAIN_LANE:
@@ -329,8 +329,9 @@ def run_ranks(size: int, fn: Callable[[ThreadsTransport], T], *, timeout_seconds
                 results[rank] = fn(group.transport(rank))
         except BaseException as error:
             errors[rank] = error
-            text = f"rank {rank} of {size} raised an exception:\n{traceback.format_exc()}"
-            group._matcher.break_(Failure(PeerFailed, text))
+            text = tracebacks.describe(error).whole
+            failure = Failure(PeerFailed, tracebacks.summary(error), aborted_by=rank, traceback=text)
+            group._matcher.break_(failure)
         else:
             group._matcher.leave(rank, "its function has returned", with_children=True)
 

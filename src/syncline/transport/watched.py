@@ -53,8 +53,8 @@ class WatchedTransport(Transport):
         self._lanes.append(lane)
         return lane
 
-    def abort(self, reason: str) -> None:
-        self.health.fail(Failure(PeerFailed, reason, aborted_by=self.rank))
+    def abort(self, reason: str, *, traceback: str = "") -> None:
+        self.health.fail(Failure(PeerFailed, reason, aborted_by=self.rank, traceback=traceback))
 
     def leave(self) -> None:
         self.health.leave()

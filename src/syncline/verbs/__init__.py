@@ -2,8 +2,8 @@
 
 Each verb is a collective call: every rank of the group must make the same calls in the same order.
 
-Imports: errors, words, checks, trees, user_code, events, _torch, transport, session, optimizers, tensors, equality,
-gradients, sharded, buffers, checkpoint.
+Imports: errors, suggestions, words, checks, trees, user_code, events, _torch, transport, session, optimizers, tensors,
+equality, gradients, sharded, buffers, checkpoint.
 
 all_reduce.py      all_reduce_
 average.py         average_

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from syncline.checks import checked_flag
 from syncline.session.world import transport_of
+from syncline.suggestions import suggests_arguments
 from syncline.tensors.packing import CAP_BYTES
 from syncline.tensors.reduction import TensorReducer, check_reducible
 from syncline.tensors.targets import is_plain, mark_written, named_tensors
@@ -41,6 +42,7 @@ def all_reduce_(
 def all_reduce_(target: T, op: ReduceOp = "sum", *, group: Group = None, async_op: bool) -> T | Work: ...
 
 
+@suggests_arguments
 def all_reduce_(target: Any, op: ReduceOp = "sum", *, group: Group = None, async_op: bool = False) -> Any:
     """Reduce the tensors of `target` over all ranks, in place. The result has the same bits on every rank.
 

@@ -19,6 +19,7 @@ from syncline.checks import checked_flag, checked_number
 from syncline.optimizers.contents import OptimizerNumbers, is_setting
 from syncline.session.registry import REGISTRY
 from syncline.session.world import transport_of
+from syncline.suggestions import suggests_arguments
 from syncline.tensors.reduction import ReductionPlan, TensorReducer, check_reducible
 from syncline.tensors.targets import distinct_tensors, mark_written, named_tensors, walk
 from syncline.transport.agreement import describe_tensors, fingerprint
@@ -112,6 +113,7 @@ def average_(
 def average_(target: T, weight: float | Tensor = 1.0, *, group: Group = None, async_op: bool) -> T | Work: ...
 
 
+@suggests_arguments
 def average_(
     target: Any, weight: float | Tensor = 1.0, *, group: Group = None, async_op: bool = False
 ) -> Any:

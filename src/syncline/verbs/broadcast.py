@@ -10,6 +10,7 @@ from torch.optim import Optimizer
 from syncline.checks import checked_flag
 from syncline.optimizers.contents import OptimizerNumbers
 from syncline.session.world import transport_of
+from syncline.suggestions import suggests_arguments
 from syncline.tensors.broadcasting import TensorBroadcaster
 from syncline.tensors.targets import named_tensors
 from syncline.transport.agreement import describe_tensors
@@ -38,6 +39,7 @@ def broadcast_(target: Any, src: int = 0, *, group: Group = None, async_op: Lite
 def broadcast_(target: T, src: int = 0, *, group: Group = None, async_op: bool) -> T | Work: ...
 
 
+@suggests_arguments
 def broadcast_(target: Any, src: int = 0, *, group: Group = None, async_op: bool = False) -> Any:
     """Copy the values of `target` from rank `src` to all other ranks, in place.
 

@@ -19,6 +19,7 @@ from syncline.gradients.wrapper_protocol import replica_of
 from syncline.optimizers.contents import OptimizerNumbers, is_setting, optimizer_leaves, parameters_of
 from syncline.session.world import transport_of
 from syncline.sharded.attached import is_sharded
+from syncline.suggestions import suggests_arguments
 from syncline.tensors.targets import distinct_tensors, named_tensors
 from syncline.transport.agreement import describe_tensors
 from syncline.user_code import calling
@@ -72,6 +73,7 @@ class ReplicaReport:
         return text
 
 
+@suggests_arguments
 def check_replicas(target: Any, *, group: Group = None) -> ReplicaReport:
     """Raise an error if `target` is not the same on all ranks, bit for bit. `target` does not change.
 

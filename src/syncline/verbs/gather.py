@@ -21,6 +21,7 @@ from torch import Tensor
 from syncline.checkpoint.encoding import decode, encode
 from syncline.checks import checked_count, checked_flag, what_it_is
 from syncline.session.world import transport_of
+from syncline.suggestions import suggests_arguments
 from syncline.tensors.gathering import Row, gather_unequal
 from syncline.tensors.targets import as_bytes, check_dense
 from syncline.transport.agreement import PAYLOAD_BYTES, DeviceLabels, gather_rows
@@ -63,6 +64,7 @@ def gather(values: T, dim: int = 0, *, objects: Literal[True], group: Group = No
 def gather(values: Any, dim: int = 0, *, objects: bool = False, group: Group = None) -> Any: ...
 
 
+@suggests_arguments
 def gather(values: Any, dim: int = 0, *, objects: bool = False, group: Group = None) -> Any:
     """Return the values of all ranks, in rank order, on every rank.
 

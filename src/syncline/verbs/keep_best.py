@@ -10,6 +10,7 @@ from torch import Tensor
 
 from syncline.checks import checked_choice, checked_number, number_in
 from syncline.session.world import transport_of
+from syncline.suggestions import suggests_arguments
 from syncline.verbs.broadcast import Replaced
 from syncline.verbs.common import Group, Prepared, agree_on_call, global_rank, refuse_one_copy, verb
 
@@ -20,6 +21,7 @@ _REMEDY = "Pass the same tensors in the same containers, and the same mode, on e
 _SCORE = struct.Struct("<d")
 
 
+@suggests_arguments
 def keep_best_(
     target: Any, score: float | Tensor, mode: Literal["max", "min"] = "max", *, group: Group = None
 ) -> int:

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from syncline.checks import checked_number, what_it_is
 from syncline.session.world import transport_of
+from syncline.suggestions import suggests_arguments
 from syncline.tensors.targets import check_dense
 from syncline.transport.agreement import PAYLOAD_BYTES, exchange, gather_rows
 from syncline.transport.base import Transport
@@ -165,6 +166,7 @@ def mean(values: float, weight: float | Tensor = 1.0, *, group: Group = None) ->
 def mean(values: T, weight: float | Tensor = 1.0, *, group: Group = None) -> T: ...
 
 
+@suggests_arguments
 def mean(values: Any, weight: float | Tensor = 1.0, *, group: Group = None) -> Any:
     """Return the weighted mean of `values` over the ranks. The result has the same bits on every rank.
 

@@ -16,6 +16,7 @@ from syncline.gradients.reducer import GradientSync, reducers_of
 from syncline.gradients.riders.items import Standing
 from syncline.gradients.sparse import SparseBucket
 from syncline.session.world import transport_of
+from syncline.suggestions import suggests_arguments
 from syncline.tensors.reduction import TensorReducer
 from syncline.transport.agreement import PAYLOAD_BYTES, describe_tensors, gather_rows
 from syncline.transport.base import Transport
@@ -50,6 +51,7 @@ def sync_gradients_(module: nn.Module, *, group: Group = None, async_op: Literal
 def sync_gradients_(module: AnyModule, *, group: Group = None, async_op: bool) -> AnyModule | Work: ...
 
 
+@suggests_arguments
 def sync_gradients_(module: Any, *, group: Group = None, async_op: bool = False) -> Any:
     """Replace the gradients of a module's parameters by their mean over the ranks, without another backward.
 

@@ -12,24 +12,21 @@ from __future__ import annotations
 
 import inspect
 import json
-import os
 import runpy
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from syncline import environment
+from syncline import environment, tracebacks
 from syncline.session.process import record_failure
 from syncline.session.world import init, shutdown, transport_of
+from syncline.suggestions import did_you_mean
 from syncline.tools.bench.job_times import measure_job
-
-_PACKAGE = str(Path(__file__).parents[2]) + os.sep
 
 
 def main(argv: Sequence[str]) -> None:
@@ -44,15 +41,9 @@ def main(argv: Sequence[str]) -> None:
         path = environment.error_file()
         if path is None:
             raise
-        record_failure(error.with_traceback(_below_syncline(error.__traceback__)), path)
+        described = tracebacks.describe(error)
+        record_failure(error, path, brief=described.brief, whole=described.whole)
         sys.exit(1)
-
-
-def _below_syncline(tb: TracebackType | None) -> TracebackType | None:
-    """Return a traceback without its outermost frames, which are in Syncline and in runpy; None if it has no others."""
-    while tb is not None and tb.tb_frame.f_code.co_filename.startswith((_PACKAGE, "<frozen runpy>")):
-        tb = tb.tb_next
-    return tb
 
 
 def _measure(model: str, output: str) -> None:
@@ -89,9 +80,13 @@ def built(path: str, name: str) -> tuple[nn.Module, tuple[Any, ...]]:
         TypeError: it returns something else.
     """
     sys.path.insert(0, str(Path(path).resolve().parent))
-    function = runpy.run_path(path, run_name="syncline_plan").get(name)
-    if not callable(function):
+    found = runpy.run_path(path, run_name="syncline_plan")
+    function = found.get(name)
+    if function is not None and not callable(function):
         raise ValueError(f"syncline plan: expected a function {name} in {path}, got {function!r}")
+    if function is None:
+        functions = [one for one, value in found.items() if callable(value) and not one.startswith("__")]
+        raise ValueError(f"syncline plan: {path} has no function {name}{did_you_mean(name, functions)}")
     made = function()
     if isinstance(made, tuple) and len(made) == 2 and isinstance(made[0], nn.Module):
         inputs = made[1] if isinstance(made[1], list | tuple) else (made[1],)

@@ -8,11 +8,13 @@ from __future__ import annotations
 import json
 import re
 import signal
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from syncline.session.stop_request import EXIT_STOPPED
+from syncline.tracebacks import without_numbers
+from syncline.words import describe_ranks
 
 _MAX_TAIL_LINES = 20
 
@@ -38,7 +40,9 @@ class ErrorRecord:
     summary: str
     """The type and the text of the exception."""
     traceback: str
-    """The traceback as Python prints it. It is empty if the rank ended by `sys.exit`."""
+    """The brief traceback, as the rank prints it. It is empty if the rank ended by `sys.exit`."""
+    whole: str = ""
+    """The whole traceback. It is empty if the rank ended by `sys.exit`, or if torch's own @record wrote the file."""
     time_ns: int
     """The time of the exception, in nanoseconds since 1970."""
     monotonic_ns: int = 0
@@ -59,6 +63,8 @@ class Failure:
     """The rank's own record of its exception. It is None if the rank has recorded no exception."""
     stderr_tail: Sequence[str] = ()
     """The last lines that the rank wrote to stderr."""
+    is_shown: bool = False
+    """Whether the user has seen the error of this rank, or an equal one of another rank."""
 
     @property
     def exit_code(self) -> int:
@@ -93,6 +99,7 @@ def read_error_file(path: str) -> ErrorRecord | None:
         return ErrorRecord(
             summary=str(message["message"]),
             traceback=str(extra.get("py_callstack", "")),
+            whole=str(extra.get("whole_traceback", "")),
             time_ns=int(extra.get("time_ns") or Path(path).stat().st_mtime_ns),
             monotonic_ns=int(extra.get("monotonic_ns") or 0),
             exit_code=extra.get("exit_code"),
@@ -148,12 +155,14 @@ def _has_lost_a_peer(failure: Failure) -> bool:
     if record is None:
         return False
     # Search the whole chain of exceptions, but not the source lines, which may contain words such as "timeout=60".
-    chain = re.findall(r"^[\w.]+: .*$", record.traceback, re.MULTILINE)
+    chain = re.findall(r"^[\w.]+: .*$", record.whole or record.traceback, re.MULTILINE)
     return any(_LOST_PEER.search(text) for text in (record.summary, *chain))
 
 
 def describe(failures: Sequence[Failure], *, host: str, more_hosts: bool = False) -> str:
     """Return the final message to the user: a summary line, then the error of the rank that failed first.
+
+    The error is left out if the user has seen it.
 
     Args:
         failures: at least one failure, in the order in which the launcher detected them.
@@ -161,8 +170,11 @@ def describe(failures: Sequence[Failure], *, host: str, more_hosts: bool = False
         more_hosts: whether the job also has ranks on other hosts. Their failures are not known on this host.
     """
     first = first_failure(failures)
+    equal = [failure for failure in _without_ended(failures) if _is_equal(failure, first)]
     line = f"rank {first.rank} (pid {first.pid} on {host}) {first.ending}"
-    others = [failure for failure in _without_ended(failures) if failure is not first]
+    if len(equal) > 1:
+        line = f"{describe_ranks([one.rank for one in equal])} (on {host}) {first.ending}, by the same error"
+    others = [failure for failure in _without_ended(failures) if failure not in equal]
     stopped = [other for other in others if other.has_stopped and not first.has_stopped]
     others = [other for other in others if other not in stopped]
     if others:
@@ -174,31 +186,50 @@ def describe(failures: Sequence[Failure], *, host: str, more_hosts: bool = False
     details = _details(first)
     if first.record is None and first.return_code < 0:  # the errors of other ranks name the operation
         details += _error_of_a_peer(others)
+    has_more = any(
+        failure.record and failure.record.whole not in ("", failure.record.traceback) for failure in failures
+    )
+    if has_more:
+        line += " (--verbose shows whole tracebacks)"
     return "\n".join([f"{line}:", *details]) if details else line
+
+
+def _is_equal(failure: Failure, first: Failure) -> bool:
+    """Return whether a rank has failed as the first one has: by an equal error, apart from numbers in it."""
+    if failure is first:
+        return True
+    if failure.record is None or first.record is None or failure.exit_code != first.exit_code:
+        return False
+    texts = [one.traceback or one.summary for one in (failure.record, first.record)]
+    return without_numbers(texts[0]) == without_numbers(texts[1])
 
 
 def _error_of_a_peer(others: Sequence[Failure]) -> list[str]:
     """Return the lines of the first error in which a rank reports a lost peer. This error names the operation."""
     for other in others:
-        if other.record is not None and _has_lost_a_peer(other):
+        if other.record is not None and _has_lost_a_peer(other) and not other.is_shown:
             return [f"rank {other.rank} then reported:", *other.record.summary.rstrip().split("\n")]
     return []
 
 
 def _named(failures: Sequence[Failure]) -> str:
-    named = []
-    for failure in failures[:_MAX_OTHERS]:
+    by_ending: dict[str, list[int]] = {}
+    for failure in failures:
         is_killed = failure.record is None and failure.return_code < 0
         how = _signal_name(-failure.return_code) if is_killed else f"exit code {failure.exit_code}"
-        named.append(f"rank {failure.rank} ({how})")
-    hidden = len(failures) - len(named)
-    return ", ".join(named) + (f" and {hidden} more" if hidden else "")
+        by_ending.setdefault(how, []).append(failure.rank)
+    named = [f"{describe_ranks(ranks)} ({how})" for how, ranks in by_ending.items()]
+    hidden = len(named) - _MAX_OTHERS
+    return ", ".join(named[:_MAX_OTHERS]) + (f" and {hidden} more kinds" if hidden > 0 else "")
 
 
 def _details(failure: Failure) -> list[str]:
-    """Return the lines that explain a failure: the recorded traceback, or if it is missing, the end of stderr."""
+    """Return the lines that explain a failure: the recorded traceback, or if it is missing, the end of stderr.
+
+    What the user has seen is left out.
+    """
     if failure.record is not None and failure.record.traceback:
-        return failure.record.traceback.rstrip().split("\n")
+        return [] if failure.is_shown else failure.record.traceback.rstrip().split("\n")
     lines = _end_of(failure.stderr_tail)
     is_killed = failure.record is None and failure.return_code == -signal.SIGKILL
     if is_killed and not any(_START.search(line) for line in lines):
@@ -209,7 +240,8 @@ def _details(failure: Failure) -> list[str]:
         lines.append(
             "(the process printed no error. The kernel kills processes when memory runs out: check `dmesg` for this)"
         )
-    return lines
+        return lines
+    return [] if failure.is_shown else lines
 
 
 def _end_of(tail: Sequence[str]) -> list[str]:
@@ -223,6 +255,22 @@ def _end_of(tail: Sequence[str]) -> list[str]:
     while starts and any(chained.search(line) for line in lines[starts[-1] : start]):
         start = starts.pop()
     return lines[start:]
+
+
+def is_in(failure: Failure, printed: Iterable[str]) -> bool:
+    """Return whether lines that were printed contain the error of a rank, apart from the numbers in it.
+
+    A rank that has recorded no exception has printed all that it had to say.
+
+    Args:
+        failure: the failure of the rank.
+        printed: the last lines that all ranks of the host have printed.
+    """
+    if failure.record is None:
+        return True
+    text = (failure.record.traceback or failure.record.summary.partition(": ")[2]).rstrip()
+    last = without_numbers(text.rpartition("\n")[2])
+    return any(without_numbers(line).endswith(last) for line in printed)
 
 
 def _signal_name(number: int) -> str:

@@ -15,12 +15,14 @@ import torch.distributed as dist
 from syncline import environment, launchers
 from syncline.checks import checked_choice, checked_count, checked_function, checked_kind, checked_seconds
 from syncline.errors import SynclineError
+from syncline.suggestions import suggests_arguments
 from syncline.tools.launch.function_ranks import FunctionRanks
 from syncline.tools.launch.guardian import Guardian
 
 T = TypeVar("T")
 
 
+@suggests_arguments
 def launch(
     fn: Callable[..., T],
     ranks: int = 2,

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from syncline import environment
+from syncline import environment, tracebacks
 from syncline.session.process import end_with_parent, exit_code_of, record_failure
 from syncline.session.world import begin_in_fork, leave_at_end
 
@@ -120,14 +120,12 @@ def _write(result: Any, path: str) -> None:
 
 def _report(error: BaseException, error_file: str) -> None:
     """Record an exception for the launcher, and report it to the peers, as the end of an interpreter does."""
-    shown = error.__traceback__
-    while shown is not None and shown.tb_frame.f_code.co_filename == __file__:
-        shown = shown.tb_next
-    record_failure(error, error_file, shown)
+    described = tracebacks.describe(error)
+    record_failure(error, error_file, brief=described.brief, whole=described.whole)
     if isinstance(error, SystemExit):
         return
-    sys.last_type, sys.last_value, sys.last_traceback = type(error), error, shown
-    sys.excepthook(type(error), error, shown)
+    sys.last_type, sys.last_value, sys.last_traceback = type(error), error, error.__traceback__
+    sys.excepthook(type(error), error, error.__traceback__)
 
 
 def _print_nothing(kind: type[BaseException], error: BaseException, tb: TracebackType | None) -> None: ...

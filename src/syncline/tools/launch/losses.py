@@ -12,6 +12,7 @@ from syncline import environment
 from syncline._torch import elastic
 from syncline.session.process import came_to_steps, forget_rank, is_in_steps, name_in_steps
 from syncline.tools.launch.hosts import OtherHosts
+from syncline.tracebacks import forget_printed
 
 
 class Losses:
@@ -66,6 +67,7 @@ class Losses:
             self._num_restarts -= 1
             self._joining.add(rank)
             forget_rank(path)
+            forget_printed(path)
             elastic.start_again(ranks, rank, {environment.JOINS: "1"})
             is_any_restarted = True
         return is_any_restarted

@@ -24,7 +24,7 @@ from string import Template
 from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs
 
 from syncline.tools.launch.display import Display, Writer
-from syncline.tools.launch.failures import Failure, first_failure, read_error_file
+from syncline.tools.launch.failures import Failure, first_failure, is_in, read_error_file
 from syncline.tools.launch.stopping import Ended
 
 DEFAULT_PREFIX = "[rank ${rank}] "
@@ -250,6 +250,15 @@ class RankLogs(LogsSpecs):
         """
         return [line.decode(errors="replace") for line in self._stderr_tails.get(local_rank, ())]
 
+    def has_shown(self, failure: Failure) -> bool:
+        """Return whether the user has seen the error of a rank, or an equal one of another rank.
+
+        A rank that writes to the terminal directly, which keeps no lines here, counts as if it had printed the error.
+        """
+        is_direct = len(self._stderr_tails) < len(self._ranks)
+        printed = (line for local_rank in self._stderr_tails for line in self.stderr_tail(local_rank))
+        return is_direct or is_in(failure, printed)
+
     def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
         """Create the pipes for one attempt to run the ranks, and start to copy them.
 
@@ -266,6 +275,7 @@ class RankLogs(LogsSpecs):
             self._say_restart(next(iter(envs.values())))
         self._ended = {}
         self._ranks = {local_rank: int(env["RANK"]) for local_rank, env in envs.items()}
+        self._stderr_tails = {}
         self._display.start_ranks([*self._ranks.values()])
         show = self._display.show
         forwarder = Forwarder(show, self._writer)
@@ -362,6 +372,7 @@ class TorchLogs(LogsSpecs):
         self.kept = Path(inner.root_log_dir)
         self._inner = inner
         self._stderrs: dict[int, str] = {}
+        self._are_all_shown = False
         if (reconfigure := getattr(sys.stdout, "reconfigure", None)) is not None:
             reconfigure(line_buffering=True)  # otherwise, lines would reach a pipe late, in blocks
 
@@ -380,9 +391,18 @@ class TorchLogs(LogsSpecs):
         with open(path, errors="replace") as file:
             return [line.rstrip("\n") for line in deque(file, maxlen=_TAIL_LINES)]
 
+    def has_shown(self, failure: Failure) -> bool:
+        """Return whether the user has seen the error of a rank: ranks print to files, unless --tee copies them."""
+        return self._are_all_shown and is_in(
+            failure, (x for rank in self._stderrs for x in self.stderr_tail(rank))
+        )
+
     def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
         dest = self._inner.reify(envs)
         self._stderrs = dest.stderrs
+        self._are_all_shown = all(
+            dest.tee_stderrs.get(rank) or not path for rank, path in self._stderrs.items()
+        )
         return dest
 
     def note_ended(self, ended: Ended) -> None:

@@ -18,10 +18,9 @@ import os
 import secrets
 import socket
 import sys
-import traceback
 import uuid
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -38,7 +37,7 @@ from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCP
 from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-from syncline import environment
+from syncline import environment, tracebacks
 from syncline._torch.process_groups import PrefixStore, Store, TCPStore
 from syncline.liveness.connection import interruptibly
 from syncline.liveness.folder_store import FolderStore
@@ -253,6 +252,8 @@ def supervise(job: Job) -> int:
     before = environment.export({environment.RUN_MARK: mark}, replace=True)
     before |= environment.export(_variables(config))
     before |= environment.export(_store_folder(job), replace=True)
+    if job.verbose:
+        before |= environment.export({environment.WHOLE_TRACEBACKS: "1"})
     try:
         with workers, interruption, _without_torch_logs(job.verbose):
             failure: Exception | None = None
@@ -335,10 +336,11 @@ def _report(
             )
             for rank, child in failure.failures.items()
         ]
+        failures = [replace(failure, is_shown=logs.has_shown(failure)) for failure in failures]
         say(describe(failures, host=socket.gethostname(), more_hosts=job.config.max_nodes > 1))
         return first_failure(failures).exit_code
     if job.verbose:
-        traceback.print_exception(failure)
+        print(tracebacks.describe(failure).whole, file=sys.stderr)
     text = str(failure)
     first_line = text.strip().partition("\n")[0]
     if "address already in use" in text.lower() or "EADDRINUSE" in text:

@@ -55,7 +55,7 @@ def main(argv: list[str]) -> None:
     Args:
         argv: the arguments LAUNCHER_PID [--before MODULE ARGUMENT] [-m | --exec] PROGRAM [ARGUMENTS].
     """
-    process = _sibling("session/process")
+    process, environment, tracebacks = map(_sibling, ("session/process", "environment", "tracebacks"))
     process.end_with_parent(int(argv[0]))
     before, program = (argv[2:4], argv[4:]) if argv[1] == "--before" else ([], argv[1:])
     is_module = program[0] == "-m"
@@ -69,7 +69,7 @@ def main(argv: list[str]) -> None:
         faulthandler.enable()  # a crash in native code then prints the Python stack
 
     own_pid = os.getpid()
-    error_file = _sibling("environment").error_file()
+    error_file = environment.error_file()
     try:
         code, module = _as_module(program[0]) if is_module else _as_script(program[0])
         sys.argv[:] = [module.__file__ or program[0] if is_module else program[0], *program[1:]]
@@ -78,10 +78,16 @@ def main(argv: list[str]) -> None:
             importlib.import_module(before[0]).main(before[1])
         exec(code, module.__dict__)
     except BaseException as error:
-        shown = _without_this_file(error.__traceback__)
+        described = tracebacks.describe(error)
         if error_file and os.getpid() == own_pid:  # a fork of the program must not write the error file
-            process.record_failure(error, error_file, shown)
-        _show_from_the_program(shown)
+            process.record_failure(error, error_file, brief=described.brief, whole=described.whole)
+        is_whole = environment.wants_whole_tracebacks()
+        if isinstance(error, KeyboardInterrupt):
+            sys.excepthook = _print_nothing  # the launcher reports Ctrl-C once for all ranks
+        else:
+            sys.excepthook = tracebacks.printing_hook(
+                sys.excepthook, error_file=error_file, is_whole=is_whole
+            )
         raise
 
 
@@ -127,47 +133,7 @@ def _main_module(**attributes: Any) -> ModuleType:
     return module
 
 
-def _without_this_file(tb: TracebackType | None) -> TracebackType | None:
-    """Return the traceback without its outermost frames that belong to this file."""
-    while tb is not None and tb.tb_frame.f_code.co_filename == __file__:
-        tb = tb.tb_next
-    return tb
-
-
-def _without_libraries(tb: TracebackType | None) -> TracebackType | None:
-    """Return the traceback without its frames in torch and Syncline, or as it is if it has no others."""
-    folders = (_PACKAGE + os.sep, os.path.dirname(sys.modules["torch"].__file__ or "") + os.sep)
-    frames = []
-    while tb is not None:
-        frames.append(tb)
-        tb = tb.tb_next
-    kept = [one for one in frames if not one.tb_frame.f_code.co_filename.startswith(folders)]
-    brief = None
-    for one in reversed(kept if len(kept) < len(frames) else []):
-        brief = TracebackType(brief, one.tb_frame, one.tb_lasti, one.tb_lineno)
-    return brief or (frames[0] if frames else None)
-
-
-def _show_from_the_program(shown: TracebackType | None) -> None:
-    """Install an excepthook that shows the traceback `shown`, which is the program's part of the whole traceback.
-
-    If another rank has failed, the frames of torch and Syncline, which wait for that rank, are left out. Otherwise, in
-    a job of many ranks, they would hide the one traceback that names the cause.
-    """
-    hook = sys.excepthook
-
-    def excepthook(kind: type[BaseException], error: BaseException, _: TracebackType | None) -> None:
-        if issubclass(kind, KeyboardInterrupt):  # the launcher reports Ctrl-C once for all ranks
-            return
-        is_peers = kind.__module__ == "syncline.errors" and kind.__name__ in ("PeerFailed", "PeerLost")
-        brief = _without_libraries(shown) if is_peers else shown
-        hook(kind, error.with_traceback(brief), brief)
-        if brief is not shown:
-            note = "(the lines of torch and Syncline are left out; syncline run --log-dir DIR keeps them in error.json)"
-            with contextlib.suppress(OSError, ValueError):
-                print(note, file=sys.stderr)
-
-    sys.excepthook = excepthook
+def _print_nothing(kind: type[BaseException], error: BaseException, tb: TracebackType | None) -> None: ...
 
 
 if __name__ == "__main__":
