@@ -16,7 +16,7 @@ class Bucket:
     def __init__(self, *parts: Tensor) -> None:
         self.parts = parts
 
-    def own(self) -> Tensor:
+    def unchecked(self) -> Tensor:
         return self.parts[0]
 
     def own_parts(self) -> list[tuple[int, Tensor]]:

@@ -247,6 +247,7 @@ TABLE: dict[str, Row] = {
     f"{WRAPPER}.explain": Row(on=wrapper),
     f"{WRAPPER}.statistics": Row(on=wrapper),
     f"{WRAPPER}.train": Row(on=wrapper, nonsense={"mode": ANYTHING}),  # torch's own check
+    f"{WRAPPER}.zero_grad": Row(on=wrapper, nonsense={"set_to_none": ANYTHING}),  # torch's own check
     # when and how
     "sl.EveryStep": Row(),
     "sl.Manual": Row(),

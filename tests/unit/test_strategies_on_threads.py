@@ -410,6 +410,7 @@ def test_a_missing_gradient_is_named_on_its_rank() -> None:
         run.step(1)
         if transport.rank == 1:
             run.ddp.module[0](batch(1, 0)).sum().backward()
+            run.ddp.zero_grad()
 
     with pytest.raises(sl.UnreducedGradients) as error:
         run_ranks(2, program)
