@@ -70,7 +70,7 @@ class Facts:
     interrupts_heads: bool = False
     """Between the backwards of two heads something else happens that begins a step, or needs its gradients."""
     swaps_in_graph: bool = False
-    """A backward goes through parameters that were swapped since its forward: torch refuses it."""
+    """Parameters are swapped while a graph refers to them: torch refuses it."""
     has_one_process_meaning: bool = True
     """One process with the batches of both ranks is to end the same."""
 
@@ -89,8 +89,8 @@ class _State:
     """Losses of forwards through `.module`."""
     silent: set[str] = field(default_factory=set)
     """Losses of forwards that ran inside of `no_sync`."""
-    swapped: set[str] = field(default_factory=set)
-    """Losses whose parameters were swapped after the forward."""
+    graphs: set[str] = field(default_factory=set)
+    """Losses whose graphs no backward has freed."""
     heads: dict[str, str] = field(default_factory=dict)
     """The head that a loss is of, where it is of one."""
     left: dict[int, set[str]] = field(default_factory=dict)
@@ -159,10 +159,9 @@ class _Walk:
                 self.backward(s)
             case Drop():
                 state.losses.pop(s.loss, None)
+                state.graphs.discard(s.loss)
             case Swap():
-                for loss, wrappers in state.losses.items():
-                    if any(s.model in self.related(wrapper) for wrapper in wrappers):
-                        state.swapped.add(loss)
+                facts.swaps_in_graph |= bool(state.graphs)
             case Clip():
                 facts.interrupts_heads |= s.wrapper in state.left
                 facts.is_uneven |= state.lonely
@@ -226,7 +225,10 @@ class _Walk:
         state, facts = self.state, self.facts
         facts.is_uneven |= state.lonely
         facts.compiles |= s.compiled
-        facts.swaps_in_graph |= bool(state.swapped.intersection(s.losses))
+        if s.create_graph:
+            state.graphs.add("of a gradient")
+        elif not s.retain:
+            state.graphs.difference_update(s.losses)
         if state.bare.intersection(s.losses):
             facts.backwards_bare = True
             facts.backwards_alone |= state.lonely
@@ -287,7 +289,7 @@ class _Walk:
             names = {s.loss: "a", s.second: "b"} if s.kind == "heads" and s.second else {s.loss: "ab"}
             for name, head in names.items():
                 state.losses[name], state.heads[name] = state.losses[s.loss], head
-                state.swapped.discard(name)
+                state.graphs.add(name)
                 is_silent = not s.is_bare and not all(map(self.synchronizes, state.losses[s.loss]))
                 (state.silent.add if is_silent else state.silent.discard)(name)
         if not s.no_grad and not s.is_bare:
