@@ -22,6 +22,7 @@ from .program import (
     Save,
     Statement,
     Step,
+    Swap,
     ZeroGrad,
     statements_of,
 )
@@ -36,8 +37,8 @@ class Facts:
     decides_otherwise: bool = False
     """Torch's class and ours differ on whether some backward is reduced.
 
-    Ours reduces each backward that runs outside of `no_sync`. Torch's class reduces one, wherever it runs, for all
-    forwards that ran outside of it before.
+    Ours reduces each backward that runs outside of `no_sync`, and whose forward did. Torch's class reduces one,
+    wherever it runs, for all forwards that ran outside of it before.
     """
     wraps_alone: bool = False
     """One rank wraps a module, and sends nothing by that (`init_sync=False`)."""
@@ -64,6 +65,12 @@ class Facts:
     """
     sends_buffers_after_join: bool = False
     """A wrapper that has buffers is called after its `join`: torch's class stays inside, and sends the last rank's."""
+    compiles: bool = False
+    """Compiled autograd runs a backward, and adds up in another order."""
+    interrupts_heads: bool = False
+    """Between the backwards of two heads something else happens that begins a step, or needs its gradients."""
+    swaps_in_graph: bool = False
+    """Parameters are swapped while a graph refers to them: torch refuses it."""
     has_one_process_meaning: bool = True
     """One process with the batches of both ranks is to end the same."""
 
@@ -80,6 +87,14 @@ class _State:
     """Wrappers of which torch's class reduces the next backward."""
     bare: set[str] = field(default_factory=set)
     """Losses of forwards through `.module`."""
+    silent: set[str] = field(default_factory=set)
+    """Losses of forwards that ran inside of `no_sync`."""
+    graphs: set[str] = field(default_factory=set)
+    """Losses whose graphs no backward has freed."""
+    heads: dict[str, str] = field(default_factory=dict)
+    """The head that a loss is of, where it is of one."""
+    left: dict[int, set[str]] = field(default_factory=dict)
+    """Of wrappers after the backward of one head: the other one."""
     local: set[int] = field(default_factory=set)
     """Models whose gradients are each rank's own."""
     evaluating: set[int] = field(default_factory=set)
@@ -141,38 +156,23 @@ class _Walk:
             case Forward():
                 self.forward(s)
             case Backward():
-                if state.lonely:
-                    facts.is_uneven = True
-                if state.bare.intersection(s.losses):
-                    facts.backwards_bare = True
-                    facts.backwards_alone |= state.lonely
-                reached = {wrapper for loss in s.losses for wrapper in state.losses.get(loss, [])}
-                related = {model for wrapper in reached for model in self.related(wrapper)}
-                facts.torch_errs |= any(self.model_of(w) in related for w in state.expecting - reached)
-                facts.torch_errs |= len(related) > 1 and any(
-                    dict(wrapper.options).get("static_graph") and wrapper.model in related
-                    for wrapper in self.program.wrappers
-                )
-                for wrapper in reached - state.frozen:
-                    synchronizes = self.synchronizes(wrapper)
-                    is_otherwise = synchronizes != (wrapper in state.expecting)
-                    facts.decides_otherwise |= is_otherwise
-                    facts.contradicts_join |= is_otherwise and state.joined
-                    state.expecting.discard(wrapper)
-                    if synchronizes:
-                        state.local.discard(self.model_of(wrapper))  # others may have parameters of their own
-                    else:
-                        state.local |= self.related(wrapper)
+                self.backward(s)
             case Drop():
                 state.losses.pop(s.loss, None)
+                state.graphs.discard(s.loss)
+            case Swap():
+                facts.swaps_in_graph |= bool(state.graphs)
             case Clip():
+                facts.interrupts_heads |= s.wrapper in state.left
                 facts.is_uneven |= state.lonely
                 if state.local & self.related(s.wrapper):
                     facts.has_one_process_meaning = False  # by the norm of each rank's own
             case ZeroGrad():
+                facts.interrupts_heads |= s.wrapper in state.left
                 state.local.discard(self.model_of(s.wrapper))
                 facts.is_uneven |= state.lonely
             case Step():
+                facts.interrupts_heads |= bool(state.left)
                 facts.steps_local |= bool(state.local & set(self.program.optimizers[s.optimizer].models))
                 facts.is_uneven |= state.lonely
             case Flag():
@@ -221,8 +221,52 @@ class _Walk:
             case _:
                 facts.is_uneven |= state.lonely
 
+    def backward(self, s: Backward) -> None:
+        state, facts = self.state, self.facts
+        facts.is_uneven |= state.lonely
+        facts.compiles |= s.compiled
+        if s.create_graph:
+            state.graphs.add("of a gradient")
+        elif not s.retain:
+            state.graphs.difference_update(s.losses)
+        if state.bare.intersection(s.losses):
+            facts.backwards_bare = True
+            facts.backwards_alone |= state.lonely
+        reached = {wrapper for loss in s.losses for wrapper in state.losses.get(loss, [])}
+        related = {model for wrapper in reached for model in self.related(wrapper)}
+        facts.torch_errs |= any(self.model_of(w) in related for w in state.expecting - reached)
+        facts.torch_errs |= len(related) > 1 and any(
+            dict(wrapper.options).get("static_graph") and wrapper.model in related
+            for wrapper in self.program.wrappers
+        )
+        silent = state.silent.intersection(s.losses)
+        for wrapper in reached - state.frozen:
+            if self.leaves_a_head(s, wrapper):
+                state.local |= self.related(wrapper)
+                continue
+            synchronizes = self.synchronizes(wrapper) and not silent
+            is_otherwise = synchronizes != (wrapper in state.expecting) or 0 < len(silent) < len(s.losses)
+            facts.decides_otherwise |= is_otherwise
+            facts.contradicts_join |= state.joined and (
+                is_otherwise or self.synchronizes(wrapper) != synchronizes
+            )
+            state.expecting.discard(wrapper)
+            if synchronizes:
+                state.local.discard(self.model_of(wrapper))  # others may have parameters of their own
+            else:
+                state.local |= self.related(wrapper)
+
+    def leaves_a_head(self, s: Backward, wrapper: int) -> bool:
+        """Whether a backward waits for that of the other head."""
+        heads = {s.part} if s.part else {self.state.heads.get(loss, "ab") for loss in s.losses}
+        left = self.state.left.pop(wrapper, {"a", "b"}) - set("".join(heads))
+        if left:
+            self.state.left[wrapper] = left
+        return bool(left)
+
     def forward(self, s: Forward) -> None:
         state, facts = self.state, self.facts
+        facts.interrupts_heads |= s.wrapper in state.left and not s.no_grad
         wrappers = [s.wrapper] if s.after is None else [s.wrapper, s.after]
         for wrapper in wrappers:
             kinds = self.kinds[self.model_of(wrapper)]
@@ -242,6 +286,12 @@ class _Walk:
         if s.loss is not None and not s.no_grad:
             (state.bare.add if s.is_bare else state.bare.discard)(s.loss)
             state.losses[s.loss] = [s.wrapper] if s.detach or s.after is None else wrappers
+            names = {s.loss: "a", s.second: "b"} if s.kind == "heads" and s.second else {s.loss: "ab"}
+            for name, head in names.items():
+                state.losses[name], state.heads[name] = state.losses[s.loss], head
+                state.graphs.add(name)
+                is_silent = not s.is_bare and not all(map(self.synchronizes, state.losses[s.loss]))
+                (state.silent.add if is_silent else state.silent.discard)(name)
         if not s.no_grad and not s.is_bare:
             state.expecting |= {wrapper for wrapper in wrappers if self.synchronizes(wrapper)}
 

@@ -30,6 +30,7 @@ from .program import (
     Save,
     Statement,
     Step,
+    Swap,
     Switch,
     Wrapper,
     ZeroGrad,
@@ -77,8 +78,8 @@ class _Author:
     # ------------------------------------------------------------------ the program
 
     def program(self) -> Program:
-        shape = self.one_of(single=6, actor_critic=1, gan=1.5, pair=1)
-        self.models = [self.model()]
+        shape = self.one_of(single=6, heads=1, actor_critic=1, gan=1.5, pair=1)
+        self.models = [replace(self.model(), has_heads=shape == "heads")]
         if shape == "actor_critic":
             self.models.append(replace(self.model(), encoder_of=0))
         elif shape in ("gan", "pair"):
@@ -205,7 +206,14 @@ class _Author:
         if any(len(o.models) > 1 for o in self.optimizers):
             wrappers = list(range(len(self.wrappers)))
         work = self.one_of(
-            plain=5, accumulate=4, one_backward=1, two_forwards=0.3, twice=0.15, dropped=1, graph=0.2
+            plain=5,
+            accumulate=4,
+            one_backward=1,
+            two_forwards=0.3,
+            twice=0.15,
+            dropped=1,
+            graph=0.2,
+            heads=8.0 * self.models[0].has_heads,
         )
         body: list[Statement] = []
         for wrapper in wrappers:
@@ -215,13 +223,28 @@ class _Author:
 
     def _plain(self, wrapper: int) -> list[Statement]:
         loss = self.loss()
-        return [self.forward(wrapper, loss), Backward((loss,))]
+        hook = self.random.choice(["read", "clear"]) if self.often(0.07) else None
+        return [self.forward(wrapper, loss), Backward((loss,), hook=hook, compiled=self.often(0.002))]
+
+    def _heads(self, wrapper: int) -> list[Statement]:
+        """A backward of each head, or one of both, for the parameters of one after the other."""
+        forward = self.forward(wrapper, "l0", kind="heads", second="l1")
+        first, second = self.random.sample(["a", "b"], 2)
+        if self.often(0.3):
+            both = ("l0", "l1")
+            body = [forward, Backward(both, retain=True, part=first), Backward(both, part=second)]
+        else:
+            of = {"a": ("l0",), "b": ("l1",)}
+            body = [forward, Backward(of[first]), Backward(of[second])]
+        if self.often(0.2):  # something else happens between the two
+            body.insert(2, self.forward(wrapper, None, no_grad=True, kind="loss"))
+        return [NoSync(wrapper, tuple(body)), *self._plain(wrapper)] if self.often(0.2) else body
 
     def _accumulate(self, wrapper: int) -> list[Statement]:
         num = self.random.randint(1, 2)
         last = self._plain(wrapper)
         micro = tuple(self._plain(wrapper))
-        how = self.one_of(no_sync=3, flag=1, each=1, backward_inside=0.15, forward_inside=0.15)
+        how = self.one_of(no_sync=3, flag=1, each=1, backward_inside=0.15, forward_inside=1)
         if how == "no_sync":
             return [Loop((num, num), (NoSync(wrapper, micro),)), *last]
         if how == "flag":
@@ -231,7 +254,7 @@ class _Author:
         forward, backward = micro
         if how == "backward_inside":
             return [forward, NoSync(wrapper, (backward,)), *last]
-        return [NoSync(wrapper, (forward,)), backward, *last]
+        return [Loop((num, num), (NoSync(wrapper, (forward,)), backward)), *last]
 
     def _one_backward(self, wrapper: int) -> list[Statement]:
         """Several forwards, and one backward of the sum."""
@@ -294,7 +317,9 @@ class _Author:
     def aside(self) -> list[Statement]:
         """What programs do between two steps."""
         wrapper = self.wrapper()
-        what = self.one_of(evaluate=4, save=1, reload=1, optimizer=0.5, sum=1, probe=0.25, switch=0.7)
+        what = self.one_of(
+            evaluate=4, save=1, reload=1, optimizer=0.5, sum=1, probe=0.25, switch=0.7, swap=0.7
+        )
         if what == "evaluate":
             return self.evaluation(wrapper)
         if what == "save":
@@ -306,6 +331,8 @@ class _Author:
             return [ReloadOptimizer(self.optimizer())]
         if what == "sum":
             return [AllReduce(wrapper)]
+        if what == "swap":
+            return [Swap(self.wrappers[wrapper].model)]
         if what == "switch":
             switch = Switch(self.wrappers[wrapper].model, self.random.randrange(2))
             return [OnRank(self.random.randrange(2), (switch,))] if self.often(0.4) else [switch]

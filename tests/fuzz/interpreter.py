@@ -7,7 +7,7 @@ import io
 import traceback
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -66,9 +66,15 @@ class _Run:
     """One run. Its public names are those that programs use."""
 
     def __init__(
-        self, wrap: Callable[..., nn.Module], rank: int | None, group: Any, plain_group: Any
+        self,
+        wrap: Callable[..., nn.Module],
+        rank: int | None,
+        group: Any,
+        plain_group: Any,
+        is_torchs: bool,
     ) -> None:
         self.rank = rank
+        self.is_torchs = is_torchs
         self.outcome = Outcome()
         self.group, self.plain_group, self.wrap = group, plain_group, wrap
         self._drawn: Counter[int] = Counter()
@@ -79,6 +85,11 @@ class _Run:
         own = (
             "batch",
             "loss",
+            "losses",
+            "part",
+            "hooked",
+            "compiled",
+            "swap",
             "penalty",
             "seen",
             "total",
@@ -118,18 +129,78 @@ class _Run:
             parts.append(drawn.to(torch.get_default_dtype()))
         return torch.cat(parts)
 
-    def loss(self, output: Tensor) -> Tensor:
+    def loss(self, output: Tensor | tuple[Tensor, ...]) -> Tensor:
         """The mean over samples; in one process the mean of both ranks' means."""
+        output = torch.cat(output, dim=1) if isinstance(output, tuple) else output
         output = output.to(torch.get_default_dtype())
         parts = [output] if self.rank is not None else output.split(self._sizes)
         found = torch.stack([(part - 1).square().mean() for part in parts]).mean()
         self.seen(found)
         return found
 
-    def penalty(self, model: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    def losses(self, outputs: tuple[Tensor, ...]) -> list[Tensor]:
+        """A loss of each output."""
+        return [self.loss(output) for output in outputs]
+
+    def part(self, module: nn.Module) -> list[nn.Parameter]:
+        return [parameter for parameter in module.parameters() if parameter.requires_grad]
+
+    @contextlib.contextmanager
+    def hooked(self, what: str, *models: nn.Module) -> Iterator[None]:
+        """Hooks that read `.grad`, or clear it, during a backward.
+
+        Torch's class runs them with gradients of this rank, so that to clear them is no use. There `.grad` is cleared
+        after the backward, which is to end the same.
+        """
+        seen: dict[nn.Parameter, Tensor | None] = {}
+
+        def hook(parameter: Tensor) -> None:
+            assert isinstance(parameter, nn.Parameter)
+            assert parameter.grad is not None, "a hook ran without a gradient"
+            seen[parameter] = None if what == "clear" else parameter.grad.detach().clone()
+            if what == "clear" and not self.is_torchs:
+                parameter.grad = None
+
+        parameters = self.distinct(p for model in models for p in self.part(model))
+        handles = [parameter.register_post_accumulate_grad_hook(hook) for parameter in parameters]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+        for parameter, read in seen.items():
+            if self.is_torchs:
+                parameter.grad = None if what == "clear" else parameter.grad
+            elif read is None or parameter.grad is None:
+                assert parameter.grad is read, "a hook cleared .grad in vain, or .grad is lost"
+            else:
+                assert torch.equal(read.nan_to_num(), parameter.grad.nan_to_num()), (
+                    "a hook read another .grad"
+                )
+
+    def compiled(self) -> contextlib.AbstractContextManager[object]:
+        """Compiled autograd, which torch's class refuses: there an ordinary backward is to end the same."""
+        if self.is_torchs or self.rank is None:
+            return contextlib.nullcontext()
+        from torch._dynamo import compiled_autograd
+
+        return compiled_autograd._enable(torch.compile(backend="eager"))
+
+    def swap(self, module: nn.Module) -> None:
+        """Swap parameters with copies: nothing changes, but torch's class loses its hooks, and is spared that."""
+        if self.is_torchs:
+            return
+        for parameter in self.distinct(module.parameters()):
+            copy = nn.Parameter(parameter.detach().clone(), parameter.requires_grad)
+            copy.grad = parameter.grad
+            torch.utils.swap_tensors(parameter, copy)
+
+    def penalty(self, model: Callable[[Tensor], Any], x: Tensor) -> Tensor:
         """The loss of the gradient of the output with respect to the input."""
         x = x.detach().requires_grad_()
-        (gradient,) = torch.autograd.grad(model(x).square().sum(), x, create_graph=True)
+        output = model(x)
+        output = torch.cat(output, dim=1) if isinstance(output, tuple) else output
+        (gradient,) = torch.autograd.grad(output.square().sum(), x, create_graph=True)
         return self.loss(gradient)
 
     def seen(self, number: Tensor) -> None:
@@ -155,7 +226,7 @@ class _Run:
         file.seek(0)
         return torch.load(file)
 
-    def distinct(self, parameters: Iterable[Tensor]) -> list[Tensor]:
+    def distinct(self, parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
         return list({id(p): p for p in parameters}.values())
 
     def keep(self, names: dict[str, Any], program: Program) -> None:
@@ -193,9 +264,10 @@ def on_rank(
     rank: int | None,
     group: Any = None,
     plain_group: Any = None,
+    is_torchs: bool = False,
 ) -> Ended:
     """Run a program on this rank. `plain_group` is for what the program itself sends."""
-    run = _Run(wrap, rank, group, plain_group)
+    run = _Run(wrap, rank, group, plain_group, is_torchs)
     text = text_of(program)
     names = run.names()
     before = torch.get_default_dtype()

@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-__all__ = ["Branch", "Checkpoint", "Residual", "Tied", "Twice", "Unused", "frozen"]
+__all__ = ["Branch", "Checkpoint", "Heads", "Residual", "Tied", "Twice", "Unused", "frozen"]
 
 
 class Twice(nn.Module):
@@ -56,6 +56,17 @@ class Branch(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return (self.b if self.to else self.a)(x)
+
+
+class Heads(nn.Module):
+    """Two outputs, which have no parameters in common."""
+
+    def __init__(self, a: nn.Module, b: nn.Module) -> None:
+        super().__init__()
+        self.a, self.b = a, b
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return self.a(x), self.b(x)
 
 
 class Tied(nn.Module):

@@ -30,8 +30,8 @@ _UNNAMED = (
 )
 """What an error of ours never says: nobody can act on it."""
 
-_CALLS_OF_TORCH = ("total(", ".join()")
-"""Lines whose collectives are the program's own, or those of torch's Join."""
+_CALLS_OF_TORCH = ("total(", ".join()", "swap(")
+"""Lines whose collectives are the program's own, or those of torch's Join; or that torch refuses."""
 
 _STRICTER: tuple[tuple[str, Callable[[Facts], bool]], ...] = (
     ("it is reduced here, as users expect; torch leaves it local", lambda facts: facts.backwards_alone),
@@ -41,6 +41,8 @@ _STRICTER: tuple[tuple[str, Callable[[Facts], bool]], ...] = (
         "each backward outside of no_sync is reduced, also one that the other rank has not",
         lambda facts: facts.decides_otherwise and facts.is_uneven,
     ),
+    ("a step ends with the backwards of all heads", lambda facts: facts.interrupts_heads),
+    ("torch refuses to swap parameters that a graph refers to", lambda facts: facts.swaps_in_graph),
     ("init_sync=False: the ranks compare what they were given, still", lambda facts: facts.wraps_alone),
 )
 """Where ours may raise though torch's class is right: the reason, as in docs/reference/compatibility.md, and when."""
@@ -187,7 +189,9 @@ class _Run:
                 return []  # no_sync is read when the backward runs (docs/reference/compatibility.md): asked for
             if self.facts.torch_errs:
                 return self.wrong()
-            found = self.difference_from(theirs, exactly=not self.facts.decides_otherwise)
+            found = self.difference_from(
+                theirs, exactly=not (self.facts.decides_otherwise or self.facts.compiles)
+            )
             if found:
                 return [self.fault("differs from torch", found)]
             return self.wrong()

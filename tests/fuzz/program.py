@@ -28,6 +28,7 @@ __all__ = [
     "Save",
     "Statement",
     "Step",
+    "Swap",
     "Switch",
     "Wrapper",
     "ZeroGrad",
@@ -50,6 +51,8 @@ class Model:
 
     layers: tuple[Layer, ...]
     encoder_of: int | None = None
+    has_heads: bool = False
+    """The first layer is the head "a", the others are the head "b": two outputs of one input."""
 
 
 @dataclass(frozen=True)
@@ -86,12 +89,14 @@ class Forward(Statement):
     """Through `.module`."""
     no_grad: bool = False
     kind: str = "loss"
-    """Or "penalty": of the gradient of the output with respect to the input."""
+    """Or "penalty": of the gradient of the output with respect to the input. Or "heads": a loss of each head."""
     after: int | None = None
     """The wrapper whose output is the input."""
     detach: bool = False
     """That output is detached."""
     autocast: bool = False
+    second: str | None = None
+    """The name of the loss of the head "b", where `loss` is that of the head "a"."""
 
 
 @dataclass(frozen=True)
@@ -101,6 +106,12 @@ class Backward(Statement):
     losses: tuple[str, ...]
     retain: bool = False
     create_graph: bool = False
+    part: str | None = None
+    """`inputs=` the parameters of this head of model 0."""
+    hook: str | None = None
+    """"read" or "clear": what hooks on all parameters do with `.grad`."""
+    compiled: bool = False
+    """By compiled autograd."""
 
 
 @dataclass(frozen=True)
@@ -158,6 +169,13 @@ class Switch(Statement):
 
     model: int
     to: int
+
+
+@dataclass(frozen=True)
+class Swap(Statement):
+    """The contents of all parameters of a model are swapped with those of copies."""
+
+    model: int
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import faulthandler
 import gc
+import importlib
 import pickle
 import sys
 import time
@@ -26,6 +27,7 @@ from syncline import DistributedDataParallel
 from syncline.session import transport_of
 from syncline.transport import C10dTransport, Transport
 
+from .facts import facts_of
 from .interpreter import Outcome, alone, on_rank
 from .program import Layer, Model, Optimizer, Program, Step
 
@@ -69,6 +71,10 @@ def run_programs(jobs: list[Job], folder: str, wraps: dict[str, Any] | None = No
     """
     torch.set_num_threads(1)
     alone(_WARM_UP)  # imports much of torch
+    if any(facts_of(job.program).compiles for job in jobs):
+        importlib.import_module(
+            "torch._dynamo.compiled_autograd"
+        )  # takes seconds, which no rank is to wait for
     gc.collect()
     gc.freeze()  # what is there already is not looked through after each run
     peer = _Peer()
@@ -159,7 +165,14 @@ class _Way:
         peer = self._peer
         peer.next_run()
         began_at = time.monotonic()
-        ended = on_rank(program, self._wrap, rank=peer.rank, group=self._given, plain_group=self._plain_group)
+        ended = on_rank(
+            program,
+            self._wrap,
+            rank=peer.rank,
+            group=self._given,
+            plain_group=self._plain_group,
+            is_torchs=self.name == "torch",
+        )
         outcome = ended.outcome
         outcome.seconds = time.monotonic() - began_at
         peer.tell("has ended")

@@ -20,6 +20,9 @@ _PLAIN: dict[str, Any] = {
     "autocast": False,
     "retain": False,
     "create_graph": False,
+    "part": None,
+    "hook": None,
+    "compiled": False,
     "set_to_none": True,
     "bytes": False,
 }

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import pytest
 import torch
 
 from .facts import facts_of
 from .grammar import draw
-from .interpreter import Outcome, alone
+from .interpreter import Alone, Outcome, _Run, alone
 from .oracle import judge
 from .program import (
     Backward,
@@ -24,6 +25,7 @@ from .program import (
     Rewrap,
     Statement,
     Step,
+    Swap,
     Wrapper,
     ZeroGrad,
     statements_of,
@@ -32,6 +34,7 @@ from .shrink import shrink, smaller, weight
 from .text import text_of
 
 LINEAR = Model((Layer("linear"),))
+HEADS = Model((Layer("linear"), Layer("linear")), has_heads=True)
 PLAIN_STEP = (Forward(0, 1, loss="l0"), Backward(("l0",)), Step(0), ZeroGrad(0))
 
 
@@ -56,7 +59,7 @@ def test_a_seed_is_always_the_same_program_and_every_program_is_python() -> None
         kinds |= {type(statement).__name__ for statement in statements_of(program.body)}
         kinds |= {layer.kind for model in program.models for layer in model.layers}
         kinds |= {name for wrapper in program.wrappers for name, _ in wrapper.options}
-    rare = {"Drop", "Freeze", "Join", "Rewrap", "ReloadOptimizer", "Flag"}
+    rare = {"Drop", "Freeze", "Join", "Rewrap", "ReloadOptimizer", "Flag", "Swap"}
     layers = {
         "batch_norm",
         "dropout",
@@ -106,7 +109,9 @@ def test_what_no_sync_asks_for() -> None:
     assert not facts_of(program_of(NoSync(0, (forward, backward)), *PLAIN_STEP)).steps_local
     assert facts_of(program_of(NoSync(0, (forward, backward)), Step(0))).steps_local
     assert facts_of(program_of(NoSync(0, (forward, backward)))).ends_local == {0}
-    assert facts_of(program_of(NoSync(0, (forward,)), backward)).decides_otherwise
+    in_forward = facts_of(program_of(NoSync(0, (forward,)), backward))  # local, as with torch's class
+    assert (in_forward.decides_otherwise, in_forward.ends_local) == (False, {0})
+    assert facts_of(program_of(Forward(0, 9), NoSync(0, (forward,)), backward)).decides_otherwise
     assert facts_of(program_of(forward, NoSync(0, (backward,)))).decides_otherwise
     assert not facts_of(program_of(NoSync(0, (forward, backward)), ZeroGrad(0), Step(0))).steps_local
     assert facts_of(program_of(forward, forward, backward, backward)).decides_otherwise
@@ -118,6 +123,31 @@ def test_what_no_sync_asks_for() -> None:
     assert facts_of(program_of(dropped, NoSync(0, (forward, backward)), *PLAIN_STEP)).decides_otherwise
     in_no_sync = NoSync(0, (forward, backward))  # on rank 1 torch's class reduces it, for the dropped one
     assert facts_of(program_of(OnRank(1, (dropped,)), OnRank(0, PLAIN_STEP), in_no_sync)).decides_otherwise
+
+
+def test_the_backwards_of_two_heads_are_one_step() -> None:
+    heads, of_a, of_b = (
+        Forward(0, 1, loss="l0", kind="heads", second="l1"),
+        Backward(("l0",)),
+        Backward(("l1",)),
+    )
+    whole = facts_of(program_of(heads, of_a, of_b, Step(0), model=HEADS))
+    assert (whole.decides_otherwise, whole.steps_local, whole.interrupts_heads) == (False, False, False)
+    both = ("l0", "l1")
+    parts = (Backward(both, retain=True, part="a"), Backward(both, part="b"))
+    assert not facts_of(program_of(heads, *parts, Step(0), model=HEADS)).steps_local
+    assert facts_of(program_of(heads, of_a, model=HEADS)).ends_local == {0}
+    for between in (Step(0), ZeroGrad(0), Forward(0, 2)):
+        assert facts_of(program_of(heads, of_a, between, of_b, model=HEADS)).interrupts_heads
+    evaluation = Forward(0, 2, no_grad=True)
+    assert not facts_of(program_of(heads, of_a, evaluation, of_b, model=HEADS)).interrupts_heads
+
+
+def test_parameters_are_swapped_where_no_graph_refers_to_them() -> None:
+    forward, backward = PLAIN_STEP[:2]
+    assert facts_of(program_of(forward, Swap(0), backward)).swaps_in_graph
+    assert not facts_of(program_of(*PLAIN_STEP, Swap(0), *PLAIN_STEP)).swaps_in_graph
+    assert facts_of(program_of(*PLAIN_STEP, Swap(0), *PLAIN_STEP)).has_one_process_meaning
 
 
 def test_which_programs_one_process_can_run() -> None:
@@ -177,6 +207,36 @@ def test_what_wrapping_again_would_hide_is_kept() -> None:
     kept = {name: p for name, p in second.parameters.items() if "before it is wrapped again" in name}
     assert len(kept) == len(first.parameters)
     assert all(torch.equal(a, b) for a, b in zip(kept.values(), first.parameters.values(), strict=True))
+
+
+def test_what_is_left_out_for_torchs_class_changes_nothing() -> None:
+    """Hooks that read, swaps, the backwards of two heads or one of both: the same end in one process."""
+    forward, backward = PLAIN_STEP[:2]
+    plain = alone(program_of(*PLAIN_STEP, *PLAIN_STEP))
+    read = replace(backward, hook="read")
+    other = alone(program_of(forward, read, *PLAIN_STEP[2:], Swap(0), *PLAIN_STEP))
+    heads, both = Forward(0, 1, loss="l0", kind="heads", second="l1"), ("l0", "l1")
+    whole = alone(program_of(heads, Backward(both), Step(0), model=HEADS))
+    parts = (Backward(both, retain=True, part="a"), Backward(both, part="b"))
+    in_parts = alone(program_of(heads, *parts, Step(0), model=HEADS))
+    for expected, found in ((plain, other), (whole, in_parts)):
+        assert found.error is None
+        for name, parameter in expected.parameters.items():
+            assert torch.equal(parameter, found.parameters[name])
+    cleared = alone(program_of(forward, replace(backward, hook="clear")))
+    assert cleared.error is None
+    assert set(cleared.gradients.values()) == {None}
+
+
+def test_a_hook_that_reads_another_gradient_than_the_backward_leaves_is_found() -> None:
+    run = _Run(Alone, 0, None, None, is_torchs=False)
+    layer = torch.nn.Linear(1, 1, bias=False)
+    with pytest.raises(AssertionError, match="read another"), run.hooked("read", layer):
+        layer(torch.ones(1, 1)).sum().backward()
+        layer.weight.grad *= 2  # as a reduction after the hook would
+    with pytest.raises(AssertionError, match="in vain"), run.hooked("clear", layer):
+        layer(torch.ones(1, 1)).sum().backward()
+        layer.weight.grad = torch.ones(1, 1)
 
 
 # ---------------------------------------------------------------------- shrinking

@@ -26,6 +26,7 @@ from .program import (
     Save,
     Statement,
     Step,
+    Swap,
     Switch,
     ZeroGrad,
 )
@@ -83,6 +84,8 @@ def _model(model: Model) -> str:
     layers = [_layer(layer) for layer in model.layers]
     if model.encoder_of is not None:
         layers.insert(0, f"m{model.encoder_of}[0]")
+    if model.has_heads:
+        return f"Heads(nn.Sequential({layers[0]}), nn.Sequential({', '.join(layers[1:])}))"
     return f"nn.Sequential({', '.join(layers)})"
 
 
@@ -118,7 +121,9 @@ def _(s: Forward, program: Program) -> list[str]:
     if s.after is not None:
         inputs = f"w{s.after}({inputs})" + (".detach()" if s.detach else "")
     line = f"penalty({called}, {inputs})" if s.kind == "penalty" else f"loss({called}({inputs}))"
-    if s.loss is not None:
+    if s.kind == "heads" and s.second is not None:
+        line = f"{s.loss}, {s.second} = losses({called}({inputs}))"
+    elif s.loss is not None:
         line = f"{s.loss} = {line}"
     heads = ["torch.no_grad()"] * s.no_grad + ["torch.autocast('cpu', torch.bfloat16)"] * s.autocast
     return [f"with {', '.join(heads)}:", f"    {line}"] if heads else [line]
@@ -128,7 +133,12 @@ def _(s: Forward, program: Program) -> list[str]:
 def _(s: Backward, program: Program) -> list[str]:
     of = s.losses[0] if len(s.losses) == 1 else f"({' + '.join(s.losses)})"
     options = ["retain_graph=True"] * s.retain + ["create_graph=True"] * s.create_graph
-    return [f"{of}.backward({', '.join(options)})"]
+    options += [f"inputs=part(m0.{s.part})"] if s.part else []
+    models = ", ".join(f"m{number}" for number in range(len(program.models)))
+    heads = [f"hooked({s.hook!r}, {models})"] if s.hook else []
+    heads += ["compiled()"] * s.compiled
+    line = f"{of}.backward({', '.join(options)})"
+    return [f"with {', '.join(heads)}:", f"    {line}"] if heads else [line]
 
 
 @_lines.register
@@ -169,6 +179,11 @@ def _(s: Freeze, program: Program) -> list[str]:
 @_lines.register
 def _(s: Switch, program: Program) -> list[str]:
     return [f"switch(m{s.model}, {s.to})"]
+
+
+@_lines.register
+def _(s: Swap, program: Program) -> list[str]:
+    return [f"swap(m{s.model})"]
 
 
 @_lines.register

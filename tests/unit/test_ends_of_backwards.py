@@ -310,7 +310,10 @@ def swap(parameter: nn.Parameter) -> None:
     torch.utils.swap_tensors(parameter, nn.Parameter(parameter.detach().clone()))
 
 
-@pytest.mark.parametrize("arguments", [{}, {"static_graph": True}, {"gradient_as_bucket_view": True}])
+@pytest.mark.parametrize(
+    "arguments",
+    [{}, {"static_graph": True}, {"gradient_as_bucket_view": True}, {"find_unused_parameters": True}],
+)
 @pytest.mark.parametrize("swapped", [["actor"], ["critic"], ["actor", "critic"]])
 @pytest.mark.parametrize("num_ranks_swapping", [1, 2])
 def test_gradients_of_swapped_parameters_are_averaged(

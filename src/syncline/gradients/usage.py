@@ -14,7 +14,12 @@ from typing import Any
 from torch import Tensor
 from torch.autograd import graph
 
-from syncline._torch.autograd import is_inside_another_backward, reaches_all_leaves, will_execute_node
+from syncline._torch.autograd import (
+    contents_of,
+    is_inside_another_backward,
+    reaches_all_leaves,
+    will_execute_node,
+)
 from syncline.errors import SynclineError
 from syncline.gradients.options import GradientOptions
 from syncline.gradients.tail import Tail, TailMessage
@@ -165,6 +170,7 @@ class Usage:
         """Whether the ranks exchange at the beginning of each backward which parameters they use in it."""
         self._parameters = parameters
         self._nodes = accumulation_nodes(parameters if self.reads_graph else ())
+        self._contents = contents_of(parameters if self.reads_graph else ())
         self._message = TailMessage(transport, len(parameters) if self.is_exchanged else 0)
         self._own: Sequence[int] = ()
         self._exchanged: Sequence[float] | None = None
@@ -176,6 +182,9 @@ class Usage:
         """
         if is_inside_another_backward():
             return frozenset()
+        contents = contents_of(self._parameters)
+        if contents != self._contents:  # a swap of a parameter's contents gives it another node
+            self._contents, self._nodes = contents, accumulation_nodes(self._parameters)
         return frozenset(index for index, node in enumerate(self._nodes) if not will_execute_node(node))
 
     def exchange(self, now: Set[int], unreduced: Set[int]) -> None:
