@@ -17,7 +17,7 @@ import signal
 import threading
 import time
 import warnings
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Collection
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
@@ -369,8 +369,10 @@ def train(plan: Plan, moments: Moments, note: Callable[..., None]) -> None:
         moments.at("after optimizer")
 
     optimizer.register_step_post_hook(stepped)
-    net.last.weight.register_post_accumulate_grad_hook(lambda _: moments.at("first bucket"))
-    net.first.weight.register_post_accumulate_grad_hook(lambda _: moments.at("last bucket"))
+    for layer, moment in ((net.last, "first bucket"), (net.first, "last bucket")):
+        # Not by torch's method: a hook of the program waits for the end of the backward.
+        hooks = layer.weight._post_accumulate_grad_hooks
+        OrderedDict.__setitem__(hooks, -1000, lambda _, moment=moment: moments.at(moment))
     loader = DataLoader(Samples(), batch_size=BATCH, sampler=sampler)
     first = sl.world().rank
     work = Work(plan.slow, first)
