@@ -76,7 +76,8 @@ def test_the_failure_report_is_the_last_thing_shown(forks: Forks, tmp_path: Path
         text = "\n".join(terminal.lines())
         report = text[text.index("syncline run:") :]
         assert report.startswith("syncline run: rank 1 ")
-        assert report.endswith("ValueError: bad\n")
+        assert "ValueError: bad\n" in text[: text.index("syncline run:")]
+        assert "\n" not in report.rstrip()
         assert "--- the ranks" not in text
         assert_restored(terminal, tmp_path)
     assert len(list((tmp_path / "kept").iterdir())) == 2

@@ -247,8 +247,10 @@ def policies(**kwargs: Any) -> Any:
 
 def test_an_unknown_policy_is_refused() -> None:
     with pytest.raises(
-        ValueError, match="expected buffers to be one of 'broadcast', 'average', 'none', got 'mean'"
+        ValueError, match="expected buffers to be one of 'broadcast', 'average', 'none', got 'median'"
     ):
+        sl.DistributedDataParallel(nn.BatchNorm1d(1), buffers="median")
+    with pytest.raises(ValueError, match="unknown buffers='mean'; write buffers=\"average\""):
         sl.DistributedDataParallel(nn.BatchNorm1d(1), buffers="mean")
 
 

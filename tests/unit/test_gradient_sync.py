@@ -652,7 +652,7 @@ def test_a_parameter_in_two_reentrant_checkpoints_without_static_graph_is_an_err
 
 
 @pytest.mark.parametrize("view", [False, True])
-@pytest.mark.parametrize(("size", "budget"), [(1, 48), (2, 120)])
+@pytest.mark.parametrize(("size", "budget"), [(1, 49), (2, 121)])
 def test_python_calls_are_one_a_parameter_and_few_a_bucket(size: int, budget: int, view: bool) -> None:
     """Pure-Python reducers lose their time in calls; this is the budget."""
     package = str(Path(syncline.__file__).parent)
