@@ -477,8 +477,7 @@ def test_a_syntax_error_is_shown(run: Run) -> None:
     assert done.returncode == 1
     *shown, last = done.stderr.splitlines()
     assert sum("SyntaxError" in line for line in shown) == 1
-    assert "ranks 0, 1" in last
-    assert "by the same error" in last
+    assert re.match("syncline run: rank", last)  # of one, if the other was ended before it had printed
 
 
 def test_a_rank_that_fails_with_a_collective_under_way_does_not_hold_up_its_peers(run: Run) -> None:

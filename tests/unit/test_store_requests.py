@@ -61,6 +61,8 @@ def test_each_request_to_a_stopped_store_has_a_deadline(name: str, server: tuple
     store = SignedStore(connection.under(name), token=None)
     store.set("here", "text")
     os.kill(pid, signal.SIGSTOP)
+    while Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2][0] != "T":
+        time.sleep(0.001)  # until then it can answer
     try:
         for _ in range(2):  # the second request finds that the first has no answer yet
             if name == "delete":
