@@ -14,6 +14,7 @@ import functools
 import json
 import os
 import socket
+import sys
 import weakref
 from dataclasses import dataclass
 from typing import Protocol
@@ -139,6 +140,8 @@ def _start_offset() -> int:
 
     They are larger by the offset of the boot clock of its time namespace. Without such a namespace, return 0.
     """
+    if sys.platform != "linux":
+        return 0
     try:
         namespace = os.readlink("/proc/self/ns/time")
         if namespace != os.readlink("/proc/self/ns/time_for_children"):
