@@ -535,7 +535,10 @@ def test_torchs_record_decorator_does_not_blur_which_rank_was_first(run: Run) ->
         "    raise KeyError('the consequence')\n"
         "main()\n"
     )
-    assert done.stderr.endswith("ValueError: the cause\n")
+    assert done.stderr.count("ValueError: the cause\n") == 1
+    last = done.stderr[done.stderr.rindex("syncline run:") :]
+    assert last.startswith("syncline run: rank 1 ")
+    assert "failed later: rank 0" in last
 
 
 def test_restarts_say_why_and_count(run: Run) -> None:
