@@ -65,13 +65,6 @@ def when_backward_reaches(tensor: Tensor, call: Callable[[Any], None]) -> None:
         tensor.grad_fn.register_prehook(call)
 
 
-def when_backward_reaches_any(output: object, call: Callable[[Any], None]) -> None:
-    """Register the function `call`, which is called for each tensor in `output` that a backward reaches."""
-    for tensor in tensors_in(output):
-        if tensor.requires_grad:
-            when_backward_reaches(tensor, call)
-
-
 def is_accumulating(parameters: Sequence[Tensor]) -> bool:
     """Return whether the running graph task writes gradients of any of these parameters to `.grad`.
 
