@@ -95,7 +95,7 @@ def test_a_model_is_measured_in_as_many_processes_as_a_host_has_ranks(
     ("function", "words"),
     [
         ("only_a_module", "return model, (tokens, targets)"),
-        ("absent", "expected a function absent"),
+        ("absent", "has no function absent"),
         ("broken", "RuntimeError: there is no data"),
         ("wrong_shape", "mat1 and mat2 shapes cannot be multiplied"),
     ],
@@ -112,7 +112,7 @@ def test_a_file_that_fails_is_shown_once_from_its_own_first_line(tmp_path: Path)
     done = syncline("plan", f"{path}:build", "-n", "2")
     assert done.returncode == 1
     first, *lines = done.stderr.splitlines()
-    assert re.match(r"syncline run: rank \d \(pid \d+ on .*\) failed with exit code 1", first)
+    assert re.match(r"syncline run: ranks 0, 1 \(on .*\) failed with exit code 1, by the same error", first)
     assert lines == [
         "Traceback (most recent call last):",
         f'  File "{path}", line 1, in <module>',

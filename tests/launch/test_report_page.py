@@ -103,7 +103,7 @@ def test_the_first_screen_names_the_illness_and_its_cure(opened: Any) -> None:
 def test_the_picture_has_every_span_of_every_rank(opened: Any) -> None:
     data = sick()
     made = opened(data)
-    number = data["choices"]["median"]
+    number = data["choices"]["typical"]
     assert made.locator("#picture-svg").get_attribute("data-step") == str(number)
     for rank, step in data["steps"][str(number)].items():
         drawn = made.locator(f"rect.span[data-rank='{rank}']").all()

@@ -265,6 +265,7 @@ class Replica:
         """
         self.gradients.forward_ended(
             output,
+            owner=self,
             is_counted=synchronizes and is_training,
             is_local=not synchronizes,
             prepare=weakly(self._follow_changes) if self.was_changed else None,

@@ -53,6 +53,7 @@ class Outputs:
         self,
         output: object,
         *,
+        owner: object = None,
         is_counted: bool = False,
         is_local: bool = False,
         all_tensors: bool = False,
@@ -62,6 +63,8 @@ class Outputs:
 
         Args:
             output: the output of a forward, which may contain tensors in containers.
+            owner: the object without which the backward is not synchronized. The output keeps it alive: a program may
+                drop its wrapper before the backward.
             is_counted: whether `num_waiting` counts the forward. Outputs with many tensors are not counted.
             is_local: whether the forward ran under `no_sync`.
             all_tensors: whether each tensor must be watched, even if there are many.
@@ -77,7 +80,7 @@ class Outputs:
         is_whole = 0 < len(tensors) <= _MAX_WATCHED_TENSORS
         if not all_tensors:
             del tensors[_MAX_WATCHED_TENSORS:]
-        forward = _Forward(self, self._era, is_counted and is_whole, is_local, prepare)
+        forward = _Forward(self, owner, self._era, is_counted and is_whole, is_local, prepare)
         self.num_waiting += forward.is_waiting
         self.num_open += len(tensors) + (not is_whole)
         for tensor in tensors:
@@ -108,18 +111,19 @@ class Outputs:
 class _Forward:
     """One forward, whose outputs are watched."""
 
-    __slots__ = ("era", "is_local", "is_waiting", "outputs", "prepare")
+    __slots__ = ("era", "is_local", "is_waiting", "outputs", "owner", "prepare")
 
     def __init__(
         self,
         outputs: Outputs,
+        owner: object,
         era: int,
         is_waiting: bool,
         is_local: bool,
         prepare: Callable[[], object] | None,
     ) -> None:
-        self.outputs, self.era, self.is_waiting = outputs, era, is_waiting
-        self.is_local, self.prepare = is_local, prepare
+        self.outputs, self.owner, self.era = outputs, owner, era
+        self.is_waiting, self.is_local, self.prepare = is_waiting, is_local, prepare
 
 
 class _Hook:

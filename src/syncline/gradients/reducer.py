@@ -298,7 +298,13 @@ class GradientSync:
             self._hooks.contexts.forward_begins()
 
     def forward_ended(
-        self, output: object, *, is_counted: bool, is_local: bool, prepare: Callable[[], object] | None
+        self,
+        output: object,
+        *,
+        owner: object,
+        is_counted: bool,
+        is_local: bool,
+        prepare: Callable[[], object] | None,
     ) -> None:
         """Watch the output of a forward for backwards. The arguments are those of `Outputs.watch`."""
         if (
@@ -309,13 +315,14 @@ class GradientSync:
         ):
             self.outputs.watch(
                 output,
+                owner=owner,
                 is_counted=is_counted and self.reduction.sends and self.controls.decide(),
                 is_local=is_local,
                 all_tensors=True,
                 prepare=prepare,
             )
         elif self.reduction.sends:
-            self.outputs.watch(output, is_counted=is_counted and self.controls.decide())
+            self.outputs.watch(output, owner=owner, is_counted=is_counted and self.controls.decide())
 
     def _outputs_reached(self, task: int) -> None:
         """Prepare for the gradients of a graph task that has reached an output of the wrapper."""
