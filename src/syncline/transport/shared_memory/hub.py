@@ -376,8 +376,16 @@ def attempt(action: Callable[[], T]) -> tuple[T | None, str]:
 
 
 def _agree(exchange: Exchange, action: Callable[[], object]) -> None:
-    """Call `action`. If it fails on one rank, raise `SharedMemoryUnavailable` on all ranks."""
-    _, trouble = attempt(action)
+    """Call `action`. If it fails on one rank, raise `SharedMemoryUnavailable` on all ranks.
+
+    A connection that is lost in it is an ordinary error: a rank that fails closes its connections. The ranks use
+    another way to tell each other, `exchange`.
+    """
+    trouble = ""
+    try:
+        action()
+    except (SynclineError, OSError, MemoryError) as error:
+        trouble = str(error) or type(error).__name__
     troubles = [row.decode(errors="replace") for row in exchange(trouble.encode())]
     _raise_if_any("the ranks cannot share memory:", troubles)
 

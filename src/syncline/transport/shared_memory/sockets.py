@@ -201,9 +201,8 @@ def connected(
             try:
                 connection.connect(b"\0" + address.encode())
                 break
-            except (
-                BlockingIOError
-            ):  # other programs fill the queue of the listener, which closes their connections
+            except BlockingIOError:
+                # Other programs fill the queue of the listener, which closes their connections.
                 if time.monotonic() > deadline:
                     raise
                 time.sleep(_FULL_QUEUE_SECONDS)
