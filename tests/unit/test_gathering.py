@@ -12,7 +12,7 @@ import torch.distributed as dist
 from meeting import in_threads
 from syncline import CollectiveTimeout, PeerLost, SynclineError
 from syncline.liveness import SignedStore, gathering
-from syncline.liveness.gathering import StoreGathering
+from syncline.liveness.gathering import Lookout, StoreGathering
 
 
 class CountingStore:
@@ -87,18 +87,42 @@ def test_a_rank_that_waits_in_vain_for_rank_0_names_it() -> None:
     assert "rank 0 did not take part" in str(errors[1])
 
 
-def test_an_ended_rank_is_named_before_the_deadline() -> None:
-    store = dist.HashStore()
+@pytest.mark.parametrize("lost", [0, 2])
+@pytest.mark.parametrize("kind", ["of this process", "with connections"])
+def test_an_ended_rank_is_named_before_the_deadline(kind: str, lost: int) -> None:
+    if kind == "of this process":
+        stores = [dist.HashStore()] * 3
+    else:
+        server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        stores = [dist.TCPStore("127.0.0.1", server.port, wait_for_workers=False) for _ in range(3)]
 
     def ended(ranks: Sequence[int]) -> list[int]:
-        return [rank for rank in ranks if rank == 2]
+        return [rank for rank in ranks if rank == lost]
 
+    left = [rank for rank in range(3) if rank != lost]
     errors = errors_of(
-        {rank: gathering_of(store, rank, 3, timeout_seconds=300.0, has_ended=ended) for rank in range(2)}
+        {rank: gathering_of(stores[rank], rank, 3, timeout_seconds=250.0, has_ended=ended) for rank in left}
     )
-    for rank in range(2):
+    for rank in left:
         assert isinstance(errors[rank], PeerLost)
-        assert f"rank {rank} of 3 lost rank 2 in a test: its process has ended" in str(errors[rank])
+        assert f"rank {rank} of 3 lost rank {lost} in a test: its process has ended" in str(errors[rank])
+
+
+def test_a_rank_looks_at_few_processes_at_a_time_and_all_together_look_at_all() -> None:
+    looked_at: list[list[int]] = []
+
+    def has_ended(ranks: Sequence[int]) -> list[int]:
+        looked_at.append(list(ranks))
+        return []
+
+    lookouts = [Lookout(rank, 64, has_ended) for rank in range(64)]
+    assert not any(lookout.ended() for lookout in lookouts)
+    assert max(map(len, looked_at)) <= 4
+    assert {rank for ranks in looked_at for rank in ranks} == set(range(64))
+    looked_at.clear()
+    for _ in range(21):
+        lookouts[5].ended()
+    assert {rank for ranks in looked_at for rank in ranks} == set(range(64)) - {5}
 
 
 @pytest.mark.parametrize("ended", [0, 1])

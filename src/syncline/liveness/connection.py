@@ -28,6 +28,7 @@ import select
 import socket
 import sys
 import threading
+import time
 import weakref
 from collections.abc import Callable
 from datetime import timedelta
@@ -98,12 +99,19 @@ class Requests:
         thread.start()
         weakref.finalize(self, self._calls.put, None).atexit = False
 
-    def make(self, request: Callable[[], T], wait_seconds: float = 0.0) -> T:
+    def make(
+        self,
+        request: Callable[[], T],
+        wait_seconds: float = 0.0,
+        meanwhile: Callable[[], object] | None = None,
+    ) -> T:
         """Make a request on the thread, and return its result, or raise its error.
 
         Args:
             request: the request.
             wait_seconds: how long the request itself waits at most, for example for a key.
+            meanwhile: a function that is called again and again until the request is over, if it takes long. It must
+                not use this connection.
 
         Raises:
             StoreSilent: there is no answer to this request in time, or none to an earlier one yet.
@@ -115,6 +123,10 @@ class Requests:
                 raise self._silent(self.seconds)
             self._last = call = _Call(request)
             self._calls.put(call)
+            if meanwhile is not None:
+                deadline = time.monotonic() + wait_seconds
+                while not call.is_over.wait(MEANWHILE_SECONDS) and time.monotonic() < deadline:
+                    meanwhile()
             self._wait(call, self.seconds + wait_seconds, may_be_silent=not wait_seconds)
             result: T = call.result()
             return result
@@ -139,6 +151,9 @@ class Requests:
 
 
 _NOTE_SECONDS = 2.0
+
+MEANWHILE_SECONDS = 0.05
+"""How often a thread that waits at a store calls a function meanwhile."""
 
 
 def _make(calls: SimpleQueue[_Call[Any] | None]) -> None:
@@ -291,18 +306,21 @@ class StoreConnection:
         other.store = store
         return other
 
-    def ask(self, request: Callable[[], T], wait_seconds: float) -> T:
+    def ask(
+        self, request: Callable[[], T], wait_seconds: float, meanwhile: Callable[[], object] | None = None
+    ) -> T:
         """Make a request over this connection.
 
         Args:
             request: the request.
             wait_seconds: how long the store waits at most before it answers.
+            meanwhile: see `Requests.make`.
 
         Raises:
             StoreSilent: the store has not answered in time.
             DistNetworkError: the store has ended, or cannot be reached.
         """
-        return self._requests.make(partial(self._ask_if_open, request), wait_seconds)
+        return self._requests.make(partial(self._ask_if_open, request), wait_seconds, meanwhile)
 
     def _ask_if_open(self, request: Callable[[], T]) -> T:
         if self._line is not None and not self._line.is_open():

@@ -3,39 +3,31 @@
 If each rank read the texts of all ranks, a store would answer n * n reads. So rank 0 reads them, and writes them as one
 message. Each of the other ranks writes one message and reads one.
 
-While a rank waits, it looks at the processes of ranks on its host, if it knows them. If one of them has ended, rank 0
-writes this instead of the texts, for the ranks of other hosts. If rank 0 has ended, a rank on its host writes it, see
-`watching_rank_0`. So all ranks raise an error, and not only after the timeout.
+While a rank waits, it looks at the processes of ranks on its host, if it knows them. If one of them has ended, it
+writes this instead of the texts, which wakes up all ranks, also those of other hosts. So all ranks raise an error, and
+not only after the timeout.
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
-import threading
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 from torch.distributed import DistStoreError
 
 from syncline.errors import CollectiveTimeout, PeerLost, SynclineError
-from syncline.liveness.connection import clone_of
 from syncline.liveness.store import SignedStore
 from syncline.words import describe_ranks, end_of_processes
 
 Ended = Callable[[Sequence[int]], list[int]]
 """A function that returns those of some ranks whose processes have certainly ended, as far as this rank can see."""
 
-_LOOK_SECONDS = 0.05
-"""How often a rank that waits looks at the processes of the other ranks, if it knows them."""
-
-_RANK_0_SECONDS = 0.5
-"""How often a rank looks at the process of rank 0 in `watching_rank_0`, where it can wait for minutes."""
-
-_MAX_PAUSE_SECONDS = 0.05
-"""How long a rank that knows the processes pauses between two questions to the store, at most."""
+_AT_ONCE = 3
+"""How many processes a rank looks at in one round. The ranks begin at different ones, so all together look at all."""
 
 _ALL = " and all"
 
@@ -72,7 +64,7 @@ def gathered(
     keys: Sequence[str],
     rank: int,
     timeout_seconds: float,
-    has_ended: Ended | None = None,
+    lookout: Lookout | None = None,
 ) -> list[str]:
     """Return the messages of all ranks in rank order; a collective call. Each rank has written its own before.
 
@@ -82,24 +74,28 @@ def gathered(
             writes all messages.
         rank: this rank.
         timeout_seconds: how long to wait for the other ranks.
-        has_ended: a function that finds ended ranks; None if the processes are not known.
+        lookout: an object that finds ended ranks; None if the processes are not known.
 
     Raises:
         MissingRanks: some ranks have written nothing before the deadline, or have ended.
     """
     whole = f"{keys[0]}{_ALL}"
-    wanted = keys if rank == 0 else [whole]
-    # All of them, because rank 0 may have stopped waiting here, having noticed the end of another rank elsewhere.
-    others = [peer for peer in range(len(keys)) if peer != rank]
-    ended = _wait(messages, wanted, timeout_seconds, has_ended and (lambda: has_ended(others)))
-    if ended:  # also if they had written before: they take no part in what follows
-        if rank == 0:
-            messages.set(whole, json.dumps({"ended": ended}))
-        raise MissingRanks(ended, have_ended=True)
-    missing = [] if ended is None else _missing(messages, keys)
+    look = None if lookout is None else partial(_tell, messages, whole, lookout)
+    if rank != 0 or look is None:
+        is_in_time = _wait(messages, keys if rank == 0 else [whole], timeout_seconds, look)
+    else:
+
+        def meanwhile() -> None:
+            look()
+            if messages.has(whole):  # a rank has written that ranks have ended
+                _parsed(messages.get(whole), whole, len(keys))
+
+        # torch cannot wait for one of several messages
+        is_in_time = messages.poll(lambda: messages.has(*keys), timeout_seconds, meanwhile)
+    missing = [] if is_in_time else _missing(messages, keys)
     if missing:
         raise MissingRanks(missing, have_ended=False)
-    if rank != 0 and (ended is None or _wait(messages, [whole], _GRACE_SECONDS) is None):
+    if rank != 0 and (is_in_time or _wait(messages, [whole], _GRACE_SECONDS)):
         return _parsed(messages.get(whole, max_bytes=len(keys) * _BYTES_PER_RANK), whole, len(keys))
     texts = messages.multi_get(keys)
     if rank == 0:  # another rank gets here if rank 0 is late
@@ -107,33 +103,37 @@ def gathered(
     return texts
 
 
-@contextlib.contextmanager
-def watching_rank_0(store: Any, key: str, has_ended: Callable[[], bool]) -> Iterator[None]:
-    """Look at the process of rank 0 while this rank waits for it in `gathered`.
-
-    If the process has ended, a message of this rank wakes up all ranks that wait, also those of other hosts. It has a
-    connection of its own, because the wait occupies the connection of `store`.
+class Lookout:
+    """Looks at the processes of the other ranks, at few of them each time: there may be hundreds on a host.
 
     Args:
-        store: the store of torch.distributed of the messages.
-        key: the first of the keys of `gathered`.
-        has_ended: a function that returns whether the process of rank 0 has certainly ended.
+        rank: this rank.
+        size: the number of ranks.
+        has_ended: a function that finds ended ranks.
     """
-    is_over = threading.Event()
 
-    def look() -> None:
-        while not is_over.wait(_RANK_0_SECONDS):
-            if has_ended():
-                with contextlib.suppress(RuntimeError, SynclineError):  # the store may have ended with rank 0
-                    clone, _ = clone_of(store, store.timeout)
-                    SignedStore(clone).set_first(f"{key}{_ALL}", json.dumps({"ended": [0]}))
-                return
+    def __init__(self, rank: int, size: int, has_ended: Ended) -> None:
+        self._has_ended = has_ended
+        self._others = [(rank + 1 + k) % size for k in range(size - 1)]
+        self._num_looks = 0
 
-    threading.Thread(target=look, name="syncline-rank-0", daemon=True).start()
-    try:
-        yield
-    finally:
-        is_over.set()
+    def ended(self) -> list[int]:
+        """Look at rank 0 and some others. If one has ended, look at all, and return those that have ended.
+
+        Ranks that have written their text count as well: they take no part in what follows.
+        """
+        first = self._num_looks * _AT_ONCE % max(1, len(self._others))
+        self._num_looks += 1
+        some = [0, *self._others[first : first + _AT_ONCE]]
+        return self._has_ended(self._others) if self._has_ended(some) else []
+
+
+def _tell(messages: SignedStore, whole: str, lookout: Lookout) -> None:
+    """Look at processes. If one has ended, write this instead of the texts of all ranks."""
+    ended = lookout.ended()
+    if ended:
+        with contextlib.suppress(RuntimeError, SynclineError):  # the store may have ended with rank 0
+            messages.clone().set_first(whole, json.dumps({"ended": ended}))
 
 
 def _missing(messages: SignedStore, keys: Sequence[str]) -> list[int]:
@@ -141,42 +141,14 @@ def _missing(messages: SignedStore, keys: Sequence[str]) -> list[int]:
 
 
 def _wait(
-    messages: SignedStore,
-    keys: Sequence[str],
-    timeout_seconds: float,
-    ended: Callable[[], list[int]] | None = None,
-) -> list[int] | None:
-    """Wait for messages. Return None once they are there, or the ended ranks: an empty list after the deadline."""
-    if ended is not None:
-        return _wait_for_the_living(messages, keys, timeout_seconds, ended)
+    messages: SignedStore, keys: Sequence[str], timeout_seconds: float, look: Callable[[], None] | None = None
+) -> bool:
+    """Wait for messages. Return whether they are there in time."""
     try:
-        messages.wait(keys, timedelta(seconds=max(0.001, timeout_seconds)))
+        messages.wait(keys, timedelta(seconds=max(0.001, timeout_seconds)), look)
     except DistStoreError:
-        return []
-    return None
-
-
-def _wait_for_the_living(
-    messages: SignedStore, keys: Sequence[str], timeout_seconds: float, ended: Callable[[], list[int]]
-) -> list[int] | None:
-    """Do what `_wait` does, and look at the processes meanwhile.
-
-    The store is asked again and again, because torch prints a warning whenever its own wait reaches a deadline.
-    """
-    begin = last_look = time.monotonic()
-    pause_seconds = 0.001
-    while not messages.has(*keys):
-        now = time.monotonic()
-        if now > begin + timeout_seconds:
-            return []
-        if now > last_look + _LOOK_SECONDS:
-            last_look = now
-            found = ended()
-            if found and not messages.has(*keys):
-                return found
-        time.sleep(pause_seconds)
-        pause_seconds = min(2 * pause_seconds, _MAX_PAUSE_SECONDS)
-    return None
+        return False
+    return True
 
 
 def _parsed(text: str, key: str, size: int) -> list[str]:
@@ -230,7 +202,7 @@ class StoreGathering:
         self._size = size
         self._timeout_seconds = timeout_seconds
         self._purpose = purpose
-        self._has_ended = has_ended
+        self._lookout = None if has_ended is None else Lookout(rank, size, has_ended)
         self._num_calls = 0
 
     def __call__(self, payload: bytes) -> list[bytes]:
@@ -244,21 +216,20 @@ class StoreGathering:
         self._num_calls += 1
         self._messages.set(keys[self._rank], payload.decode())
         try:
-            texts = gathered(self._messages, keys, self._rank, self._timeout_seconds, self._has_ended)
+            texts = gathered(self._messages, keys, self._rank, self._timeout_seconds, self._lookout)
         except MissingRanks as missing:
             raise self._error(missing) from missing
         return [text.encode() for text in texts]
 
     def check_processes(self) -> None:
-        """Check that no other rank has ended, as far as this rank can see.
+        """Check that no other rank has ended, as far as this rank can see. Each call looks at some of them.
 
         Raises:
             PeerLost: some ranks have ended.
         """
-        if self._has_ended is not None:
-            lost = self._has_ended([peer for peer in range(self._size) if peer != self._rank])
-            if lost:
-                raise self._error(MissingRanks(lost, have_ended=True))
+        lost = [] if self._lookout is None else self._lookout.ended()
+        if lost:
+            raise self._error(MissingRanks(lost, have_ended=True))
 
     def forget(self) -> None:
         """Delete what this rank has written. All ranks must have returned from their last call."""

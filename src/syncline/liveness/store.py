@@ -16,6 +16,7 @@ import hashlib
 import hmac
 import json
 import math
+import time
 import types
 import typing
 from collections.abc import Callable, Sequence
@@ -28,7 +29,14 @@ import torch.distributed as dist
 from syncline import environment
 from syncline._torch.process_groups import TCPStore
 from syncline.errors import SynclineError
-from syncline.liveness.connection import ANSWER_SECONDS, Requests, StoreConnection, innermost
+from syncline.liveness.connection import (
+    ANSWER_SECONDS,
+    MEANWHILE_SECONDS,
+    Requests,
+    StoreConnection,
+    clone_of,
+    innermost,
+)
 
 T = TypeVar("T")
 
@@ -41,8 +49,8 @@ _SIGNED, _PLAIN = b"syncline signed ", b"syncline plain "
 _DIGEST_CHARS = 2 * hashlib.sha256().digest_size
 
 
-Ask = Callable[[Callable[[], Any], float], Any]
-"""A function that makes a request, and that gets the time for which the request itself waits at most."""
+Ask = Callable[..., Any]
+"""`Requests.make`, or a function with the same arguments."""
 
 
 class SignedStore:
@@ -63,7 +71,7 @@ class SignedStore:
     """
 
     def __init__(self, store: Any, *, token: str | types.EllipsisType | None = ...) -> None:
-        self._ask: Ask = lambda request, _: request()
+        self._ask: Ask = lambda request, *_: request()
         self._wait_seconds = 0.0
         """How long the store waits for a missing key; 0 if it is in this process."""
         if isinstance(store, StoreConnection):
@@ -124,9 +132,44 @@ class SignedStore:
         """Return whether all of these keys have messages."""
         return bool(self._ask(lambda: self._store.check(list(keys)), 0.0))
 
-    def wait(self, keys: Sequence[str], timeout: timedelta) -> None:
-        """Wait until all of these keys have messages, at most for the time `timeout`."""
-        self._ask(lambda: self._store.wait(list(keys), timeout), timeout.total_seconds())
+    def wait(
+        self, keys: Sequence[str], timeout: timedelta, meanwhile: Callable[[], object] | None = None
+    ) -> None:
+        """Wait until all of these keys have messages, at most for the time `timeout`.
+
+        Args:
+            keys: the keys.
+            timeout: how long to wait.
+            meanwhile: a function that is called again and again. It must use another connection; see `clone`.
+
+        Raises:
+            DistStoreError: some keys still have no message.
+        """
+        if meanwhile is None or self._wait_seconds:
+            seconds = timeout.total_seconds()
+            self._ask(lambda: self._store.wait(list(keys), timeout), seconds, meanwhile)
+        elif not self.poll(lambda: self.has(*keys), timeout.total_seconds(), meanwhile):
+            raise dist.DistStoreError(f"no process has written {', '.join(keys)} in time")
+
+    @staticmethod
+    def poll(condition: Callable[[], bool], seconds: float, meanwhile: Callable[[], object]) -> bool:
+        """Wait until a condition holds, at most for a time. Return whether it holds. See `wait` for `meanwhile`."""
+        deadline, next_call = time.monotonic() + seconds, time.monotonic() + MEANWHILE_SECONDS
+        pause_seconds = 0.001
+        while not condition():
+            now = time.monotonic()
+            if now > deadline:
+                return False
+            if now > next_call:
+                next_call = now + MEANWHILE_SECONDS
+                meanwhile()
+            time.sleep(pause_seconds)
+            pause_seconds = min(2 * pause_seconds, MEANWHILE_SECONDS)
+        return True
+
+    def clone(self) -> SignedStore:
+        """Return a store of the same messages with a connection of its own."""
+        return SignedStore(clone_of(self._store, self._store.timeout)[0], token=self._token)
 
     def delete(self, key: str) -> None:
         """Delete the message of a key, if the store can delete keys."""

@@ -33,7 +33,7 @@ from syncline.errors import CollectiveTimeout, ContractMismatch, PeerLost, Syncl
 from syncline.launchers import Environment
 from syncline.liveness.connection import interruptibly
 from syncline.liveness.folder_store import FolderStore
-from syncline.liveness.gathering import MissingRanks, first_of, gathered, watching_rank_0
+from syncline.liveness.gathering import Lookout, MissingRanks, first_of, gathered
 from syncline.liveness.processes import RankProcess
 from syncline.liveness.store import SignedStore, decode
 from syncline.session.listening import NO_LOOPBACK, bound_socket, has_loopback, is_loopback
@@ -349,7 +349,7 @@ def _wait_for_all(store: Store, mine: Presence, timeout_seconds: float) -> list[
             "If the first process belongs to an earlier job, end that process, or use another MASTER_PORT"
         )
     try:
-        everyone = _messages_of_all(store, messages, keys, mine, timeout_seconds)
+        everyone = _messages_of_all(messages, keys, mine, timeout_seconds)
     except MissingRanks as missing:
         if missing.have_ended:
             raise _rank_0_lost(messages, keys, mine) from missing
@@ -376,18 +376,17 @@ def _rank_0_lost(messages: SignedStore, keys: Sequence[str], mine: Presence) -> 
 
 
 def _messages_of_all(
-    store: Store, messages: SignedStore, keys: Sequence[str], mine: Presence, timeout_seconds: float
+    messages: SignedStore, keys: Sequence[str], mine: Presence, timeout_seconds: float
 ) -> list[Presence]:
     """Return the messages of all ranks in rank order. Each rank reads that of rank 0 first, and compares the sizes."""
-    watch: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
+    lookout: Lookout | None = None
     if mine.rank != 0:
         first = _parsed(first_of(messages, keys, timeout_seconds), 0)
         _check_sizes([first, mine])
-        process = first.process(mine)
-        if process is not None:
-            watch = watching_rank_0(store, keys[0], process.has_ended)
-    with watch:
-        texts = gathered(messages, keys, mine.rank, timeout_seconds)
+        lookout = Lookout(
+            mine.rank, mine.size, lambda ranks: [0] if 0 in ranks and first.has_ended(mine) else []
+        )
+    texts = gathered(messages, keys, mine.rank, timeout_seconds, lookout)
     everyone = [_parsed(text, rank) for rank, text in enumerate(texts)]
     _check_sizes(everyone)
     return everyone
