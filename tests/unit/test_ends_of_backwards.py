@@ -188,6 +188,27 @@ def test_a_step_of_gradients_that_no_forward_outside_of_no_sync_followed_is_refu
     assert run_ranks(2, rank) == [1.0, 1.0]
 
 
+def test_a_backward_whose_forward_ran_under_no_sync_can_be_reduced_by_the_name_that_torch_has_for_it() -> (
+    None
+):
+    """Accelerate's `trigger_sync_in_backward` calls it."""
+
+    def rank(t: Transport) -> list[list[float | None]]:
+        ddp, seen = wrapped(t, linear()), []
+        for _ in range(2):
+            with ddp.no_sync():
+                losses = [ddp(inputs(t)).sum() for _ in range(2)]
+            losses[0].backward()
+            seen.append(firsts(ddp))
+            ddp.reducer.prepare_for_backward([])
+            losses[1].backward()
+            seen.append(firsts(ddp))
+            ddp.zero_grad()
+        return seen
+
+    assert run_ranks(2, rank) == [[[1.0], [3.0]] * 2, [[2.0], [3.0]] * 2]
+
+
 def test_a_forward_under_no_sync_does_not_make_the_backward_of_another_forward_local() -> None:
     def rank(t: Transport) -> list[float | None]:
         ddp = wrapped(t, linear())

@@ -85,7 +85,8 @@ class _NoReducer:
         pass
 
     def prepare_for_backward(self, tensors: Iterable[Tensor]) -> None:
-        pass
+        """Let the next backward be reduced also if its forward ran under `no_sync` (`trigger_sync_in_backward`)."""
+        self._gradients.outputs.synchronizes_all = True
 
     def _delay_all_reduce(self) -> None:
         pass

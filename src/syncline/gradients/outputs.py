@@ -41,6 +41,8 @@ class Outputs:
         """The last graph task that has reached an output."""
         self.is_local = False
         """Whether the output that was reached last belongs to a forward under `no_sync`."""
+        self.synchronizes_all = False
+        """Whether the next reduction may begin at the output of a forward under `no_sync`, as at any other."""
         self._era = 0
         """The number of reductions so far. Outputs of an earlier era no longer count."""
         self._when_reached: Callable[[int], object] | None = None
@@ -88,6 +90,7 @@ class Outputs:
 
     def reduced(self) -> None:
         """Count anew, because gradients were reduced."""
+        self.synchronizes_all = False
         if self.num_open:
             self.num_waiting = self.num_open = 0
             self._era += 1
@@ -100,7 +103,7 @@ class Outputs:
                 self.num_waiting -= 1
         if forward.prepare is not None:
             forward.prepare()
-        self.is_local = forward.is_local
+        self.is_local = forward.is_local and not self.synchronizes_all
         task = current_graph_task_id()
         if task != self.reached_in:
             self.reached_in = task
