@@ -409,8 +409,8 @@ def test_who_loses_a_peer_in_training_shows_one_traceback_that_says_where(run: R
     assert done.returncode == 128 + signal.SIGKILL
     assert done.stderr.count("Traceback (most recent call last)") == 1, done.stderr
     assert 'program.py", line 8, in <module>' in done.stderr
-    assert "PeerLost: rank 0, step 3, backward, bucket 0 (bias, weight): all_reduce(sum)" in done.stderr
-    assert "rank 1: its process has ended" in done.stderr
+    first = "PeerLost: rank 0, step 3, backward, bucket 0 (bias, weight): rank 1: its process has ended"
+    assert first in done.stderr
     assert re.search(r"\n\[rank 0\]   rank 1: at its last report, \d+\.\d s ago: ", done.stderr)
     assert "network" not in done.stderr, "all ranks are on one host"
 

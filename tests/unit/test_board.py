@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from syncline.liveness import Board, Place, Wait
-from syncline.liveness.board import describe_places
+from syncline.liveness.board import describe_late, describe_places
 from syncline.liveness.health import Health, Lane
 from syncline.liveness.notices import Notices
 
@@ -37,6 +37,29 @@ def test_a_message_has_no_number() -> None:
     assert str(Wait(lane="main", call=None, words="recv(from rank 1)")) == (
         "recv(from rank 1) (a message on the main lane)"
     )
+
+
+@pytest.mark.parametrize(
+    ("late", "here", "expected"),
+    [
+        (Place(step=4), Place(step=5, phase="forward"), "forward of step 5"),
+        (Place(step=5, phase="forward"), Place(step=5, phase="backward", bucket=1), "backward of step 5"),
+        (None, Place(step=5, phase="backward"), "backward of step 5"),
+        (Place(step=5, phase="forward"), Place(step=5, phase="forward"), "all_reduce(sum) (step 5, forward)"),
+        (Place(step=6), Place(step=5, phase="forward"), "all_reduce(sum) (step 5, forward)"),
+        (Place(step=4), Place(step=5, phase="the sync after step 5"), "the sync after step 5"),
+        (Place(), Place(opening="sl.mean"), "sl.mean"),
+        (Place(), Place(), "all_reduce(sum)"),
+        (Place(step=4), Place(step=5, opening="sl.mean", phase="forward"), "sl.mean (step 5, forward)"),
+    ],
+)
+def test_a_late_rank_has_missed_the_phase_unless_it_may_have_reached_it(
+    late: Place | None, here: Place, expected: str
+) -> None:
+    places = {0: here} if late is None else {0: here, 1: late}
+    words = describe_late([1], places, here, "all_reduce(sum) of 4 elements, torch.float32", 20.02)
+    seen = "it has reported nothing" if late is None else f"last seen: {late}"
+    assert words == f"rank 1 did not reach {expected} within 20 s; {seen}"
 
 
 def test_a_snapshot_stays_when_the_board_goes_on() -> None:

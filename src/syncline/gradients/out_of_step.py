@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from syncline.errors import SynclineError
+from syncline.errors import CollectiveTimeout, SynclineError
 from syncline.gradients.bucket_plan import BucketPlan
 from syncline.words import format_names
 
@@ -45,6 +45,9 @@ class OutOfStep:
         shown = ", ".join(names[:3]) + (f", ... ({len(names)} parameters)" if len(names) > 3 else "")
         place = f"rank {self._rank}, step {step}, backward, bucket {bucket.index} ({shown})"
         self.text = f"{place}: {error}"
+        if isinstance(error, CollectiveTimeout):  # its first line names the step and the phase already
+            first, newline, details = str(error).partition("\n")
+            self.text = f"{first}\n{place}{newline}{details}"
         if isinstance(error, SynclineError):
             error.args = (self.text,)
         else:  # a user's hook raised the error, so its text stays as it is

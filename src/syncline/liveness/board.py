@@ -8,11 +8,12 @@ all ranks.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
 from syncline.liveness.store import decode
+from syncline.words import describe_ranks
 
 MAIN_LANE = "main"
 """The name of the first lane of every transport. `Transport.lane` explains lanes."""
@@ -197,3 +198,53 @@ def describe_places(places: Mapping[int, Place], *, size: int, ages: Mapping[int
     if size > _MAX_LINES:
         lines.append(f"  and {size - _MAX_LINES} more ranks")
     return "\n".join(lines)
+
+
+def describe_late(
+    late: Sequence[int], places: Mapping[int, Place], here: Place, call: str, seconds: float
+) -> str:
+    """Return a sentence that says which ranks are late, for what, and where they were last seen.
+
+    Args:
+        late: the ranks that did not come; empty if they are unknown.
+        places: the known places, by rank.
+        here: the place of this rank, which waited.
+        call: the call in which it waited, in words: the name of the operation, and perhaps the size of its tensor.
+        seconds: how long it waited.
+
+    Examples:
+        >>> seen = {1: Place(step=4, phase="after step", code="base.py:37 in load")}
+        >>> describe_late([1], seen, Place(step=5, phase="forward"), "broadcast", 20.02)
+        'rank 1 did not reach forward of step 5 within 20 s; last seen at base.py:37 in load'
+        >>> describe_late([0, 1], seen, Place(step=4, phase="after step"), "all_reduce(max) of 4 elements", 1.5)
+        'ranks 0, 1 did not reach all_reduce(max) (step 4, after step) within 1.5 s; rank 0 has reported nothing'
+    """
+    known = [places[rank] for rank in late if rank in places]
+    within = f"{_goal(known, here, call)} within {round(seconds, 1 if seconds >= 1 else 3):g} s"
+    if not late:
+        return f"not every rank reached {within}"
+    place, subject = places.get(late[0]), f"rank {late[0]} "
+    if place is None:
+        seen = f"{'it ' if len(late) == 1 else subject}has reported nothing"
+    else:
+        where = f": {place}" if place.code is None else f" at {place.code}"
+        seen = f"{'' if len(late) == 1 else f'{subject}was '}last seen{where}"
+    return f"{describe_ranks(late)} did not reach {within}; {seen}"
+
+
+def _goal(late: Sequence[Place], here: Place, call: str) -> str:
+    """Return what the late ranks did not reach: the phase of this rank, or its call if they may have got there."""
+    is_part = here.opening is None and not here.phase.startswith(("after ", "before "))
+    if is_part and all(_is_earlier(place, here) for place in late):
+        has_step = here.step is None or f"step {here.step}" in here.phase
+        return here.phase if has_step else f"{here.phase} of step {here.step}"
+    title = here.opening or call.partition(" of ")[0]
+    where = Place(step=here.step, phase=here.phase, bucket=here.bucket)
+    return title if where == Place() else f"{title} ({where})"
+
+
+def _is_earlier(place: Place, here: Place) -> bool:
+    """Return whether a rank at `place` has certainly not reached the phase of `here`."""
+    if (place.step or 0) != (here.step or 0):
+        return (place.step or 0) < (here.step or 0)
+    return here.phase == "backward" and place.phase in (FORWARD, "after forward")

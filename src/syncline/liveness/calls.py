@@ -57,6 +57,9 @@ ONE_RANK_EVALUATES = (
 )
 """The last lines of an error about a forward that only some ranks run: how to prevent the error."""
 
+LATE = "A rank that did not make this call is slow (then raise the timeout), stuck, or has fewer batches"
+"""What may be wrong with late ranks."""
+
 _UNEVEN = (
     "the rank that shut down made fewer steps than this rank:\n"
     "  - give every rank the same number of batches: sl.DistributedSampler does, with drop_last=True without repeats\n"

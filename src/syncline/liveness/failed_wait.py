@@ -15,9 +15,10 @@ from syncline.errors import (
     SynclineError,
     UnevenInputs,
 )
-from syncline.liveness.board import Place, Wait, describe_places
+from syncline.liveness.board import Place, Wait, describe_late, describe_places
 from syncline.liveness.calls import (
     ENDLESS_WAIT,
+    LATE,
     ONE_RANK_EVALUATES,
     SAME_CALLS,
     Call,
@@ -56,7 +57,7 @@ class FailedWait:
         processes = self._health.processes_here()
         late = [rank for rank in absent_ranks(self._work.as_wait(), places) if rank in processes]
         return (
-            f"{_LATE}. Stack of rank {late[0]}: py-spy dump --pid {processes[late[0]].pid}" if late else _LATE
+            f"{LATE}. Stack of rank {late[0]}: py-spy dump --pid {processes[late[0]].pid}" if late else LATE
         )
 
     def broken_by(self, error: RuntimeError) -> SynclineError:
@@ -195,11 +196,10 @@ class FailedWait:
             raise health.failed(Failure(CollectiveMismatch, text, is_common=True, stuck_ranks=stuck))
 
     def _late(self, places: dict[int, Place]) -> str:
+        wait, here = self._work.as_wait(), self._health.place()
         unseen = [rank for rank in range(self._health.size) if rank not in places]
-        late = sorted([*absent_ranks(self._work.as_wait(), places), *unseen])
-        return (
-            f"{describe_ranks(late)} did not make this call before the deadline" if late else _NOT_ALL_CALLED
-        )
+        late = sorted([*absent_ranks(wait, places), *unseen])
+        return describe_late(late, places, here, wait.words, self._work.elapsed_seconds())
 
     def _ended(
         self,
@@ -211,7 +211,7 @@ class FailedWait:
     ) -> SynclineError:
         health = self._health
         where = f"on rank {health.rank} of {health.size} over {health.backend}"
-        lines = [f"{self._work} failed after {self._work.elapsed_seconds():.1f} s {where}: {what}"]
+        lines = [what, f"{self._work} failed after {self._work.elapsed_seconds():.1f} s {where}"]
         if places is not None:
             lines.append(describe_places(places, size=health.size, ages=health.ages(places)))
         lines.append(remedy)
@@ -242,8 +242,6 @@ Each rank that still runs publishes a report within this time.
 _DIFFERENT_CALLS = "the ranks made different calls:"
 
 _NOT_ALL_CALLED = "not every rank made this call before the deadline"
-
-_LATE = "A rank that did not make this call is slow (then raise the timeout), stuck, or has fewer batches"
 
 _SEE_LOG = (
     "Look at the log of the rank that ended first: its last lines name the cause, unless a signal killed it"
@@ -284,7 +282,7 @@ def _meaning(message: str) -> tuple[type[SynclineError], str, str]:
             SAME_CALLS,
         )
     if "timed out" in words or "timeout" in words:
-        return CollectiveTimeout, _NOT_ALL_CALLED, _LATE
+        return CollectiveTimeout, _NOT_ALL_CALLED, LATE
     if any(sign in words for sign in _SIGNS_OF_LOSS):
         return PeerLost, "the connection to a peer is lost", _SEE_LOG
     return (

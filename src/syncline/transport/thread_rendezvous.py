@@ -16,8 +16,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from syncline.errors import CollectiveMismatch, CollectiveTimeout, PeerFailed, SynclineError, UnevenInputs
-from syncline.liveness.board import MAIN_LANE, Board, Place, Wait, describe_places
-from syncline.liveness.calls import ENDLESS_WAIT, SAME_CALLS, Call, Failure, remedy_for_left
+from syncline.liveness.board import MAIN_LANE, Board, Place, Wait, describe_late, describe_places
+from syncline.liveness.calls import ENDLESS_WAIT, LATE, SAME_CALLS, Call, Failure, remedy_for_left
 from syncline.liveness.deadlock import stuck_among
 from syncline.liveness.processes import FORKED, refuse_in_forks
 from syncline.transport.work import Disagreement
@@ -291,16 +291,18 @@ class CallMatcher:
             self._break_locked(Failure(CollectiveMismatch, text))
 
     def _time_out(self, rank: int, rendezvous: Rendezvous, timeout_seconds: float) -> None:
+        call, places = rendezvous.calls[rank], self._places()
+        late = describe_late(rendezvous.absent(), places, places[rank], str(call), timeout_seconds)
         text = (
-            f"{rendezvous.calls[rank]} ({rendezvous.title} of this group of {self.size}): "
-            f"{describe_ranks(rendezvous.absent())} did not make this call within {timeout_seconds:g} s\n"
-            f"{rendezvous.describe_calls()}\n{self._describe_places()}\n"
-            "find out what the absent ranks do instead. Perhaps they are in an endless loop, or have fewer batches. If "
-            "they are only slow, raise the timeout"
+            f"{late}\n{call} ({rendezvous.title} of this group of {self.size}) failed on rank {rank}\n"
+            f"{rendezvous.describe_calls()}\n{self._describe_places()}\n{LATE}"
         )
         self._break_locked(Failure(CollectiveTimeout, text))
 
     def _describe_places(self) -> str:
+        return describe_places(self._places(), size=self.size)
+
+    def _places(self) -> dict[int, Place]:
         common = self._common
         places = {}
         for rank, board in common.boards.items():
@@ -310,7 +312,7 @@ class CallMatcher:
                 if waiting == rank
             )
             places[rank] = Place.of(board, wait=next(waits, None), has_left=rank in common.gone)
-        return describe_places(places, size=self.size)
+        return places
 
     def break_(self, failure: Failure) -> None:
         """Make all current and later calls fail, in this group and in the groups that were split from it."""
