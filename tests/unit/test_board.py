@@ -9,6 +9,7 @@ import pytest
 
 from syncline.liveness import Board, Place, Wait
 from syncline.liveness.board import describe_late, describe_places
+from syncline.liveness.calls import remedy_for_left
 from syncline.liveness.health import Health, Lane
 from syncline.liveness.notices import Notices
 
@@ -60,6 +61,23 @@ def test_a_late_rank_has_missed_the_phase_unless_it_may_have_reached_it(
     words = describe_late([1], places, here, "all_reduce(sum) of 4 elements, torch.float32", 20.02)
     seen = "it has reported nothing" if late is None else f"last seen: {late}"
     assert words == f"rank 1 did not reach {expected} within 20 s; {seen}"
+
+
+@pytest.mark.parametrize(
+    ("here", "bullets"),
+    [
+        (Place(step=4, phase="backward"), ["as many batches", "ddp.join()"]),
+        (Place(step=4, phase="forward", wait=Wait(lane="buffers", call=5, words="broadcast(from rank 0)")),
+         ["as many batches", "ddp.join()", "ddp.module(x)"]),
+        (Place(step=4, phase="forward in eval mode"), ["ddp.module(x)", "ddp.sync_buffers_()"]),
+    ],
+)  # fmt: skip
+def test_the_remedy_for_a_rank_that_has_left_is_few_bullets_and_the_likeliest_comes_first(
+    here: Place, bullets: list[str]
+) -> None:
+    _, *found = remedy_for_left(here, [Place(step=3)]).split("\n  - ")
+    assert len(found) == len(bullets)
+    assert all(expected in bullet for expected, bullet in zip(bullets, found, strict=True))
 
 
 def test_a_snapshot_stays_when_the_board_goes_on() -> None:

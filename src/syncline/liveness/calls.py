@@ -52,8 +52,9 @@ ENDLESS_WAIT = "the ranks wait for each other in different calls, and none of th
 
 ONE_RANK_EVALUATES = (
     "a forward of the wrapper sends the module's buffers (BatchNorm's statistics), so all ranks must run it. To "
-    "evaluate on one rank only, call ddp.module(x) on that rank; or call ddp.sync_buffers_() on all ranks, and then "
-    "the wrapper under torch.no_grad() on one rank"
+    "evaluate on one rank only:\n"
+    "  - call ddp.module(x) on that rank\n"
+    "  - or call ddp.sync_buffers_() on all ranks, and then the wrapper under torch.no_grad() on one rank"
 )
 """The last lines of an error about a forward that only some ranks run: how to prevent the error."""
 
@@ -62,9 +63,13 @@ LATE = "A rank that did not make this call is slow (then raise the timeout), stu
 
 _UNEVEN = (
     "the rank that shut down made fewer steps than this rank:\n"
-    "  - give every rank the same number of batches: sl.DistributedSampler does, with drop_last=True without repeats\n"
-    "  - or run the loop inside of `with ddp.join():`, so that ranks may end one by one; not with sharded=True\n"
-    "  - or remove a `break` or `return` that depends on the rank"
+    "  - give every rank as many batches (sl.DistributedSampler does; drop_last=True repeats none), and let no `break` "
+    "or `return` depend on the rank\n"
+    "  - or run the loop inside of `with ddp.join():`, so that ranks may end one by one; not with sharded=True"
+)
+
+_OR_EVALUATES = (
+    "\n  - or, if one rank evaluates: call ddp.module(x) there, because ddp(x) sends the module's buffers"
 )
 
 _LEFT_OUT = (
@@ -192,7 +197,7 @@ def remedy_for_left(here: Place, left: Iterable[Place]) -> str:
     if here.phase == EVAL_FORWARD:
         return ONE_RANK_EVALUATES
     if here.sends_buffers:
-        return f"{_UNEVEN}\n  - or, if this call is not part of a training step, {ONE_RANK_EVALUATES}"
+        return _UNEVEN + _OR_EVALUATES
     if here.opening is None or any((place.step or 0) < (here.step or 0) for place in left):
         return _UNEVEN
     return _LEFT_OUT.format(call=here.opening)
