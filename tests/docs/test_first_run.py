@@ -22,7 +22,7 @@ def words_of(printed: str) -> list[str]:
     for line in printed.splitlines():
         prefix, text = re.match(r"(\[rank \d\] )?(.*)", line).groups("")  # type: ignore[union-attr]
         of_rank.setdefault(prefix, []).append(text)
-    changing = r"[\d.]+ ms|pid \d+ on \S+|\"[^\"]*/train\.py\"|(?<=averages loss behind the gradients ).*"
+    changing = r"[\d.]+ ms|pid \d+ on \S+|\"[^\"]*/train\.py\"|(?<=averages loss with the gradients ).*"
     texts = (f"{prefix}{' '.join(' '.join(lines).split())} " for prefix, lines in sorted(of_rank.items()))
     return [re.sub(changing, "_", text) for text in texts]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -374,6 +375,21 @@ def test_the_contract_answers_before_and_after_the_first_step() -> None:
     assert "sent by all_reduce when 0.weight was ready" in record
     assert ".grad now holds the mean over 2 ranks" in record
     assert "loss      local to each rank, not averaged automatically" in record
+
+
+def test_the_safety_checks_have_a_size_and_are_named_when_asked() -> None:
+    def rank(t: Transport) -> tuple[str, str, list[str]]:
+        ddp = DDP(nn.Linear(2, 2), process_group=t)
+        planned = ddp.explain(verbose=True)
+        ddp(batch(t)).sum().backward()
+        return ddp.contract["safety checks"].size, ddp.explain(), [planned, ddp.explain(verbose=True)]
+
+    size, brief, verbose = run_ranks(2, rank)[0]
+    assert re.fullmatch(r"\d+ B", size)
+    assert f"plus {size} of safety checks (ddp.explain(verbose=True) names them)" in brief
+    assert "requests to stop" not in brief
+    for text in verbose:
+        assert f"plus {size} of safety checks: requests to stop, " in text
 
 
 def test_the_timeline_names_the_communication_hook() -> None:

@@ -116,9 +116,9 @@ class Plan:
     metrics: tuple[str, ...] = ()
     """The names of the metrics that `ddp.report` averages."""
     reports: tuple[str, ...] = ()
-    """The subjects of the reports that each rank sends with its gradients, in words."""
-    num_report_bits: int = 0
-    """The size of all reports of one rank, in bits."""
+    """The subjects of the safety checks: what each rank reports with its gradients, in words."""
+    num_report_bytes: int = 0
+    """The size of all reports of one rank, in bytes."""
 
     @property
     def reducing_ranks(self) -> list[int]:

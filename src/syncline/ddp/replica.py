@@ -35,7 +35,6 @@ from syncline.gradients.reducer import GradientSync
 from syncline.gradients.riders.replica_search import Peers
 from syncline.gradients.riders.replica_watch import ReplicaWatch
 from syncline.gradients.riders.stop import StopVote, VoteRoute
-from syncline.gradients.step_times import NUM_DIGITS
 from syncline.optimizers.attached import weakly
 from syncline.session.world import transport_of
 from syncline.sharded.optimizer import Sharding
@@ -417,6 +416,7 @@ class Replica:
     def plan(self) -> Plan:
         """The plan of this replica, which the contract and the timeline describe."""
         hook = self.gradients.layout.comm_hook
+        form = replace(self.gradients.layout.form, widths=tuple(self.gradients.riders.widths))
         return replace(
             self._plan_of(self.selection),
             num_copies=0 if self.sharding is None else self.sharding.num_copies,
@@ -425,7 +425,7 @@ class Replica:
             optimizers=self.registered.in_words(),
             metrics=self.registered.metric_names(),
             reports=(*self.gradients.riders.subjects, "times of the step"),
-            num_report_bits=sum(self.gradients.riders.widths) + 8 * NUM_DIGITS,
+            num_report_bytes=form.num_digits + form.num_noted,
         )
 
     def evidence(self, *, looks_ahead: bool = False) -> Evidence:

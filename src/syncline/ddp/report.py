@@ -9,7 +9,7 @@ from syncline.contract import Contract, Row, Rule, add_evidence
 from syncline.ddp.plan import Buffers, Evidence, Parameters, Plan, Reduction
 from syncline.gradients.riders.replica_watch import ReplicaCheck
 from syncline.records import BackwardRecord, describe_mean
-from syncline.words import format_count, format_names
+from syncline.words import format_bytes, format_count, format_names
 
 NONFINITE_WORDS = {
     "raise": "an error on every rank",
@@ -137,16 +137,16 @@ def _metrics_row(plan: Plan) -> Row:
     rule = Rule("only when asked: sl.mean(...)", "weighted mean", "local values differ")
     if plan.metrics:
         rule = rule._replace(
-            when="every backward after ddp.report(...)", how="weighted mean, behind the gradients"
+            when="every backward after ddp.report(...)", how="weighted mean, with the gradients"
         )
     return _row("loss, metrics", format_names(plan.metrics) if plan.metrics else "-", rule)
 
 
 def _checks_row(plan: Plan) -> Row:
     if not _sends_reports(plan):
-        return _row("checks", "none", _ALONE if plan.num_ranks == 1 else Rule("never", None, "-"))
-    rule = Rule("with the gradients", "reports of each rank: see explain()", "none")
-    return _row("checks", f"{plan.num_report_bits} bits", rule)
+        return _row("safety checks", "none", _ALONE if plan.num_ranks == 1 else Rule("never", None, "-"))
+    rule = Rule("with the gradients", "in the same message", "none")
+    return _row("safety checks", format_bytes(plan.num_report_bytes), rule)
 
 
 def _sends_reports(plan: Plan) -> bool:
@@ -188,7 +188,7 @@ def _last_done(plan: Plan, evidence: Evidence, backward: BackwardRecord) -> dict
         "buffers": _last_buffers(evidence),
         "optimizer": "nothing sent",
         "loss, metrics": f"step {backward.step}, with the gradients" if backward.metrics else "see sl.mean",
-        "checks": f"step {backward.step}"
+        "safety checks": f"step {backward.step}"
         if backward.synchronized and _sends_reports(plan)
         else "nothing sent",
         "replica check": _last_compared(evidence),

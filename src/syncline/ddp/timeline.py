@@ -17,7 +17,14 @@ _NOTHING_SENT = "nothing sent: there is one rank"
 _STAY_LOCAL = "nothing sent: gradients stay on their rank"
 
 
-def explain(plan: Plan, evidence: Evidence, buckets: Sequence[BucketPlan], names: Sequence[str]) -> str:
+def explain(
+    plan: Plan,
+    evidence: Evidence,
+    buckets: Sequence[BucketPlan],
+    names: Sequence[str],
+    *,
+    verbose: bool = False,
+) -> str:
     """Return a timeline of one step, in words: of the last recorded step, or of the plan if no step has run.
 
     The lines have at most 100 columns. The last sentence says what synchronization cost, and which rank was late.
@@ -27,15 +34,18 @@ def explain(plan: Plan, evidence: Evidence, buckets: Sequence[BucketPlan], names
         evidence: the last records of this rank.
         buckets: the plans of the buckets.
         names: the names of the parameters. The indices in `buckets` refer to this list.
+        verbose: whether to name each safety check.
     """
+    checks = f"plus {format_bytes(plan.num_report_bytes)} of safety checks"
+    checks += f": {', '.join(plan.reports)}" if verbose else " (ddp.explain(verbose=True) names them)"
     recorded = evidence.backward
     if recorded is None:
         heading = "One step, as planned (none has run yet)"
-        buffers, backward = _buffers_planned(plan), _backward_planned(plan, buckets, names)
+        buffers, backward = _buffers_planned(plan), _backward_planned(plan, buckets, names, checks)
     else:
         heading = f"One step, as recorded on rank {plan.rank}, step {recorded.step}"
         buffers = _buffers_recorded(plan, evidence.buffers)
-        backward = _backward_recorded(plan, recorded)
+        backward = _backward_recorded(plan, recorded, checks)
     forward = [f"parameters  nothing sent: {_parameters_text(plan)}", f"buffers     {buffers}"]
     phases = {
         "forward": [_NOTHING_SENT] if plan.num_ranks == 1 else forward,
@@ -96,7 +106,9 @@ def _buffers_recorded(plan: Plan, record: BufferRecord | None) -> str:
 # ---------------------------------------------------------------------- backward
 
 
-def _backward_planned(plan: Plan, buckets: Sequence[BucketPlan], names: Sequence[str]) -> list[str]:
+def _backward_planned(
+    plan: Plan, buckets: Sequence[BucketPlan], names: Sequence[str], checks: str
+) -> list[str]:
     if plan.num_ranks == 1:
         return [f"{_NOTHING_SENT}; .grad holds the gradients of this rank"]
     if not plan.averages_in_backward:
@@ -117,18 +129,14 @@ def _backward_planned(plan: Plan, buckets: Sequence[BucketPlan], names: Sequence
         kind = ".grad of a parameter cannot be read"
         holds = f"each rank holds its shard of the mean over {plan.num_ranks} ranks ({kind})"
     end = f"at the end of backward each rank waits for all buckets; then {holds}"
-    return [*lines, _reports(plan), end, f"a missing gradient {rule}"]
+    return [*lines, checks, end, f"a missing gradient {rule}"]
 
 
-def _reports(plan: Plan) -> str:
-    return f"behind the gradients each rank reports: {', '.join(plan.reports)}"
-
-
-def _backward_recorded(plan: Plan, backward: BackwardRecord) -> list[str]:
+def _backward_recorded(plan: Plan, backward: BackwardRecord, checks: str) -> list[str]:
     if plan.num_ranks == 1:
         lines = [f"{_NOTHING_SENT}; .grad holds the gradients of this rank"]
     elif backward.synchronized:
-        lines = _buckets_recorded(plan, backward)
+        lines = _buckets_recorded(plan, backward, checks)
     elif plan.rules is not None:
         lines = [_STAY_LOCAL]
     else:
@@ -145,7 +153,7 @@ def _backward_recorded(plan: Plan, backward: BackwardRecord) -> list[str]:
     return lines
 
 
-def _buckets_recorded(plan: Plan, backward: BackwardRecord) -> list[str]:
+def _buckets_recorded(plan: Plan, backward: BackwardRecord, checks: str) -> list[str]:
     lines = []
     for bucket in backward.buckets:
         size = format_bytes(bucket.payload_bytes)
@@ -154,7 +162,7 @@ def _buckets_recorded(plan: Plan, backward: BackwardRecord) -> list[str]:
         launched = f"{format_time(bucket.launched_seconds)} after the first gradient"
         waited = f"; waited {format_time(bucket.waited_seconds)} for the bucket at the end"
         lines.append(f"  {_sent(plan)} {when}, {launched}{'' if plan.imitates_peers else waited}")
-    lines.append(_reports(plan))
+    lines.append(checks)
     mean = describe_mean(backward)
     if plan.reduction is Reduction.SHARDS:
         return [*lines, f"each rank now holds its shard of the {mean}; .grad of a parameter cannot be read"]
@@ -204,5 +212,5 @@ def _rounds(plan: Plan, evidence: Evidence) -> list[str]:
 
 def _loss(plan: Plan) -> str:
     if plan.metrics:
-        return f"local to each rank; ddp.report averages {format_names(plan.metrics)} behind the gradients"
+        return f"local to each rank; ddp.report averages {format_names(plan.metrics)} with the gradients"
     return "local to each rank, not averaged automatically; sl.mean(loss, weight=...) averages it"

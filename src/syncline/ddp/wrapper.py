@@ -390,10 +390,13 @@ class DistributedDataParallel(  # type: ignore[misc, override]
         """A table of what is synchronized, when and how. After a step it also shows the last synchronizations."""
         return contract_of(self._replica.plan, self._replica.evidence())
 
-    def explain(self) -> str:
+    def explain(self, *, verbose: bool = False) -> str:
         """Return a timeline of one step, in words: of the last recorded step, or of the plan before the first step.
 
         The last sentence draws the conclusion: what synchronization cost, and which rank the others waited for.
+
+        Args:
+            verbose: whether to name each safety check that travels with the gradients.
         """
         gradients = self._replica.gradients
         return explain(
@@ -401,6 +404,7 @@ class DistributedDataParallel(  # type: ignore[misc, override]
             self._replica.evidence(looks_ahead=True),
             gradients.layout.plans,
             gradients.names,
+            verbose=verbose,
         )
 
     @property
