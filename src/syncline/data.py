@@ -10,9 +10,11 @@ import torch.utils.data as torch_data
 
 from syncline.checks import checked_count, checked_flag, checked_state, checked_truth, what_it_is
 from syncline.session.world import world
+from syncline.suggestions import suggests_arguments
 from syncline.words import one_line
 
 
+@suggests_arguments
 class DistributedSampler(torch_data.DistributedSampler[int]):
     """A sampler that divides a dataset's indices among the ranks.
 

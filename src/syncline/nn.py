@@ -28,6 +28,7 @@ from torch.nn.parameter import is_lazy
 from syncline._torch.modules import COPIED_WITH_A_LAYER, BatchNorm
 from syncline.checks import checked_count, checked_kind, checked_number, checked_truth
 from syncline.session.world import transport_of
+from syncline.suggestions import suggests_arguments
 from syncline.transport.base import Transport
 
 __all__ = ["SyncBatchNorm"]
@@ -77,6 +78,7 @@ class SyncBatchNorm(nn.SyncBatchNorm):
 
     process_group: Any  # None, a dist.ProcessGroup or a Transport
 
+    @suggests_arguments
     def __init__(
         self,
         num_features: int,

@@ -56,20 +56,17 @@ def _suggesting(function: Any) -> Any:
     names = [one.name for one in parameters if one.kind is not one.POSITIONAL_ONLY and one.name != "self"]
     if not names:
         return function
+    all_names = {one.name for one in parameters}
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
         try:
             return function(*args, **kwargs)
         except TypeError as error:
-            trace = error.__traceback__
-            if (
-                trace is not None and trace.tb_next is None
-            ):  # the call itself failed, not something inside of it
-                text = str(error)
-                unknown = _UNKNOWN.search(text)
-                if unknown is not None:
-                    error.args = (text + did_you_mean(unknown[1], names),)
+            text = str(error)
+            unknown = _UNKNOWN.search(text)
+            if unknown is not None and unknown[1] in kwargs and unknown[1] not in all_names:
+                error.args = (text + did_you_mean(unknown[1], names),)
             raise
 
     return call

@@ -23,6 +23,7 @@ from syncline.checks import checked_count, checked_flag, checked_path, what_it_i
 from syncline.events import called
 from syncline.session.stop_request import STOP_SIGNALS
 from syncline.session.world import before_shutdown, transport_of
+from syncline.suggestions import suggests_arguments
 from syncline.transport.base import Transport
 from syncline.user_code import warn_user, warning_here
 from syncline.words import one_line
@@ -30,6 +31,7 @@ from syncline.words import one_line
 _FILE_METHODS = tuple(name for name in vars(Files) if not name.startswith("_"))
 
 
+@suggests_arguments
 class Checkpointer:
     """A writer and reader of a training run's saves, which are all in one directory.
 

@@ -21,12 +21,14 @@ from syncline.gradients.reducer import GradientSync, reducers_of
 from syncline.gradients.wrapper_protocol import replica_of
 from syncline.session.world import transport_of
 from syncline.sharded.part import ShardedState, sharded_state_of
+from syncline.suggestions import suggests_arguments
 from syncline.user_code import calling
 from syncline.words import one_line
 
 _RESERVED = ("step", "rng")
 
 
+@suggests_arguments
 class TrainState(ShardedState):
     """A collection of the objects of a training run, which are saved, loaded and compared together.
 

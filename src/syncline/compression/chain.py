@@ -27,6 +27,7 @@ from syncline.compression.base import (
     Mean,
     encoder_of,
 )
+from syncline.suggestions import suggests_arguments
 
 _GIVES = {
     "means": "fewer values, which are averaged",
@@ -151,6 +152,7 @@ class _ChainEncoder(Encoder):
                 reply = yield request
 
 
+@suggests_arguments
 @dataclass(frozen=True, repr=False)
 class After(Composed):
     """A compression that runs one compression for the first averagings, and a second one for all later averagings.

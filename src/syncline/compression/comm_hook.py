@@ -18,6 +18,7 @@ from syncline.compression.averager import joined_state, parted_state
 from syncline.compression.base import Compression
 from syncline.compression.exchange import MeanExchange
 from syncline.session.world import transport_of
+from syncline.suggestions import suggests_arguments
 from syncline.transport.base import Transport
 
 _Kept = tuple[
@@ -81,6 +82,7 @@ class HookState:
         by communication hook Cast(dtype=bfloat16)
     """
 
+    @suggests_arguments
     def __init__(
         self,
         compression: Compression,

@@ -25,6 +25,7 @@ from syncline.compression.base import (
     computing_dtype,
 )
 from syncline.errors import SynclineError
+from syncline.suggestions import suggests_arguments
 from syncline.tensors.targets import as_bytes
 from syncline.transport.base import Transport
 from syncline.transport.work import Work
@@ -64,6 +65,7 @@ class MeanExchange:
         [[127.0, 127.0], [127.0, 127.0]]
     """
 
+    @suggests_arguments
     def __init__(
         self,
         compression: Compression | None,

@@ -24,6 +24,7 @@ from syncline.ddp.config import checked_truths
 from syncline.ddp.replica import Replica
 from syncline.ddp.torch_names import TorchNames
 from syncline.ddp.wrapping import broadcast_values
+from syncline.suggestions import suggests_arguments
 from syncline.transport.base import Transport
 from syncline.transport.c10d_work import CallOfTorch
 
@@ -134,6 +135,7 @@ class _ShadowHook(JoinHook):
         self._sync_module(int(last.item()))
 
 
+@suggests_arguments
 class JoinMethods(TorchNames, Joinable):
     """The methods of the wrapper for uneven inputs. Only `DistributedDataParallel` inherits from this class."""
 

@@ -17,10 +17,12 @@ from syncline.ddp.torch_names import TorchNames
 from syncline.gradients.comm_hook import checked_comm_hook
 from syncline.gradients.riders.items import checked_num_items
 from syncline.gradients.riders.metrics import check_metric
+from syncline.suggestions import suggests_arguments
 
 AnyOptimizer = TypeVar("AnyOptimizer", bound=Optimizer)
 
 
+@suggests_arguments
 class TrainingMethods(TorchNames, Joinable):
     """The methods of the wrapper for a training loop. Only `DistributedDataParallel` inherits from this class."""
 

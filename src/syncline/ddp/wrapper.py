@@ -404,7 +404,7 @@ class DistributedDataParallel(  # type: ignore[misc, override]
             self._replica.evidence(looks_ahead=True),
             gradients.layout.plans,
             gradients.names,
-            verbose=verbose,
+            verbose=checked_truth("verbose", verbose),
         )
 
     @property

@@ -1,7 +1,7 @@
 """Tools that check whether a step has the same results in each run and on each rank, and that locate differences.
 
-Imports: errors, words, checks, trees, user_code, _torch, transport, session, tensors, equality, gradients, data,
-checkpoint, verbs, ddp.
+Imports: errors, suggestions, words, checks, trees, user_code, _torch, transport, session, tensors, equality, gradients,
+data, checkpoint, verbs, ddp.
 
 compare.py           find the first difference between recordings (pure functions)
 compare_replicas.py  `compare_replicas` and `assert_replicas_agree`

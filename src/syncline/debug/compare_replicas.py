@@ -19,11 +19,13 @@ from syncline.debug.repeated_runs import Step, examine
 from syncline.debug.report import Disagreement, Report
 from syncline.debug.run_state import Subject, synchronization_of
 from syncline.session.world import transport_of
+from syncline.suggestions import suggests_arguments
 from syncline.transport.base import Transport
 from syncline.user_code import calling
 from syncline.verbs.common import Group, refuse_sharded
 
 
+@suggests_arguments
 def assert_replicas_agree(
     fn: Callable[..., Any],
     module: nn.Module | TrainState | None = None,
@@ -90,6 +92,7 @@ def assert_replicas_agree(
     return report
 
 
+@suggests_arguments
 def compare_replicas(
     fn: Callable[..., Any],
     module: nn.Module | TrainState | None = None,

@@ -38,6 +38,7 @@ from syncline.optimizers.attached import settings_of
 from syncline.optimizers.contents import made_optimizer
 from syncline.records import EvolutionRecord
 from syncline.session.world import transport_of
+from syncline.suggestions import suggests_arguments
 from syncline.tensors.broadcasting import TensorBroadcaster
 from syncline.tensors.targets import named_tensors
 from syncline.transport.agreement import PAYLOAD_BYTES, describe_tensors, exchange
@@ -69,6 +70,7 @@ _PROBE_NUMEL = 4096
 """The number of random values that each rank generates at construction, to compare its noise with the other ranks."""
 
 
+@suggests_arguments
 class EvolutionStrategy:
     """An evolution strategy, which trains a module by random changes of its parameters, without a backward pass.
 

@@ -33,6 +33,7 @@ from syncline.exporters.base import (
     is_of_checkpoints,
     waited_seconds,
 )
+from syncline.suggestions import suggests_arguments
 
 if TYPE_CHECKING:
     from opentelemetry.trace import Span
@@ -70,6 +71,7 @@ class OpenTelemetry(Exporter):
         ...     ddp(torch.ones(1, 2)).sum().backward()
     """
 
+    @suggests_arguments
     def __init__(self, *, every: int = 10) -> None:
         super().__init__()
         every = checked_count("every", every, at_least=1)

@@ -29,6 +29,7 @@ from syncline.exporters.base import (
     import_client,
     waited_seconds,
 )
+from syncline.suggestions import suggests_arguments
 
 if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry
@@ -68,6 +69,7 @@ class Prometheus(Exporter):
         1.0
     """
 
+    @suggests_arguments
     def __init__(self, registry: CollectorRegistry | None = None) -> None:
         super().__init__()
         client = import_client(

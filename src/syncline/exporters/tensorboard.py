@@ -19,6 +19,7 @@ from syncline.events import (
     Source,
 )
 from syncline.exporters.base import Exporter, StepClock, exports, import_client
+from syncline.suggestions import suggests_arguments
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
@@ -59,6 +60,7 @@ class TensorBoard(Exporter):
         ...     loss.backward()
     """
 
+    @suggests_arguments
     def __init__(
         self,
         writer_or_dir: str | os.PathLike[str] | SummaryWriter,

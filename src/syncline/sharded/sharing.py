@@ -23,6 +23,7 @@ from syncline.errors import SynclineError
 from syncline.gradients.shard import view_like
 from syncline.session.registry import REGISTRY
 from syncline.session.world import transport_of
+from syncline.suggestions import suggests_arguments
 from syncline.tensors.broadcasting import TensorBroadcaster
 from syncline.transport.agreement import describe_tensors, exchange
 from syncline.transport.base import Transport
@@ -196,6 +197,7 @@ AnyModule = TypeVar("AnyModule", bound=nn.Module)
 _ALIGNMENT_BYTES = 64
 
 
+@suggests_arguments
 def share_(module: AnyModule, *, group: dist.ProcessGroup | Transport | None = None) -> AnyModule:
     """Move the parameters of `module` into shared memory. Each host then has one copy, with rank 0's values.
 
@@ -249,6 +251,7 @@ def share_(module: AnyModule, *, group: dist.ProcessGroup | Transport | None = N
     return module
 
 
+@suggests_arguments
 def write_shared(module: nn.Module) -> AbstractContextManager[None]:
     """Return a context in which shared parameters may be written.
 

@@ -10,6 +10,7 @@ from types import TracebackType
 from syncline import environment
 from syncline.checks import checked_number, checked_path
 from syncline.session.ending import uncaught_exception
+from syncline.suggestions import suggests_arguments
 from syncline.tracing.recorder import Recorder
 from syncline.words import one_line
 
@@ -53,6 +54,7 @@ class Trace:
         self._end(error)
 
 
+@suggests_arguments
 def trace(directory: str | os.PathLike[str], *, max_mb: float = 64.0) -> Trace:
     """Record the steps of this process in a directory, until the process ends or the result's `stop` is called.
 

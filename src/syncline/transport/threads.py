@@ -19,6 +19,7 @@ from syncline import tracebacks
 from syncline.errors import PeerFailed
 from syncline.liveness.board import MAIN_LANE, Board
 from syncline.liveness.calls import Call, Failure
+from syncline.suggestions import suggests_arguments
 from syncline.transport.base import ReduceOp, Transport
 from syncline.transport.c10d_groups import fill
 from syncline.transport.caller_lock import Turn
@@ -293,6 +294,7 @@ def _only_message(parts: list[Tensor | None]) -> Tensor:
 # ---------------------------------------------------------------------- ranks as threads
 
 
+@suggests_arguments
 def run_ranks(size: int, fn: Callable[[ThreadsTransport], T], *, timeout_seconds: float = 60.0) -> list[T]:
     """Run `fn(transport)` on `size` ranks, each in its own thread.
 

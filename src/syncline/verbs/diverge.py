@@ -12,6 +12,7 @@ from syncline._torch.modules import uncompiled
 from syncline.checks import checked_kind
 from syncline.errors import SynclineError
 from syncline.session.registry import REGISTRY
+from syncline.suggestions import suggests_arguments
 from syncline.transport.agreement import exchange
 from syncline.transport.base import Transport
 from syncline.verbs.common import refuse_one_copy
@@ -148,6 +149,7 @@ def record_equal(tensors: Iterable[Tensor], *, by_writing: bool = True) -> None:
             one.record_equal(by_writing=by_writing)
 
 
+@suggests_arguments
 def diverge(module: nn.Module) -> AbstractContextManager[None]:
     """Turn off all synchronization of a wrapped module inside a context, so that its replicas drift apart.
 

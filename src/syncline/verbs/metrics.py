@@ -143,6 +143,7 @@ def _results(found: Sequence[Any], mean: Tensor, large: Iterator[Tensor]) -> Ite
 T = TypeVar("T")
 
 
+@suggests_arguments
 def barrier(group: Group = None) -> None:
     """Wait until every rank of the group has called this function.
 

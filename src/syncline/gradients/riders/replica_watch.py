@@ -28,6 +28,7 @@ from syncline.gradients.backward import Backward
 from syncline.gradients.riders.base import Holder, Reduced, Rider, Words
 from syncline.gradients.riders.coverage import Coverage, Listing
 from syncline.gradients.riders.replica_search import Located, Peers
+from syncline.suggestions import suggests_arguments
 from syncline.tensors.broadcasting import TensorBroadcaster
 from syncline.tensors.targets import distinct_tensors
 from syncline.user_code import warn_user
@@ -44,6 +45,7 @@ _NUM_SAMPLES = 64
 _MAX_FINGERPRINT: int = 2**_NUM_FINGERPRINT_BITS - 1
 
 
+@suggests_arguments
 @dataclass(frozen=True, slots=True)
 class ReplicaCheck:
     """The settings of `DistributedDataParallel(replica_check=...)`, which compares replicas during training.
