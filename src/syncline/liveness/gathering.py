@@ -135,7 +135,7 @@ def _look(lookout: Lookout, keys: Sequence[str], messages: Callable[[], SignedSt
         with contextlib.suppress(RuntimeError, SynclineError):  # the store may have ended with rank 0
             store = messages()
             store.set_first(f"{keys[0]}{_ALL}", json.dumps({"ended": ended}))
-            for key in keys:  # rank 0 waits for all of them
+            for key in keys if 0 not in ended else ():  # rank 0 waits for all of them
                 store.set_first(key, "")
 
 
