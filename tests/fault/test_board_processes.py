@@ -107,9 +107,9 @@ def test_a_timeout_names_the_absent_rank_its_step_its_phase_and_its_line() -> No
     tell("rank 0 gave up")
     first, call, _, about_rank_1, *_ = str(caught.value).splitlines()
     line = r"test_board_processes.py:\d+ in wait_for"
-    assert re.fullmatch(rf"rank 1 did not reach barrier within 1\.\d s; last seen at {line}", first)
+    assert re.fullmatch(rf"rank 1 did not reach barrier within 1\.5 s; last seen at {line}", first)
     assert re.fullmatch(
-        r"barrier \(call 1 on the main lane\) failed after 1\.\d s on rank 0 of 2 over gloo", call
+        r"barrier \(call 1 on the main lane\) failed after \d+\.\d s on rank 0 of 2 over gloo", call
     )
     where = rf"step 12, forward, at {line}"
     assert re.fullmatch(rf"  rank 1: at its last report, \d+\.\d s ago: {where}", about_rank_1)

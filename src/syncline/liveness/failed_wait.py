@@ -47,10 +47,12 @@ class FailedWait:
         self._health = health
         self._work = work
 
-    def timed_out(self) -> SynclineError:
-        """Return the error for a wait that has reached its deadline. No rank is known to have failed."""
+    def timed_out(self, timeout_seconds: float) -> SynclineError:
+        """Return the error for a wait that was not over after `timeout_seconds`. No rank is known to have failed."""
         places = self._health.places()
-        return self._ended(CollectiveTimeout, self._late(places), self._see_stack(places), places)
+        return self._ended(
+            CollectiveTimeout, self._late(places, timeout_seconds), self._see_stack(places), places
+        )
 
     def _see_stack(self, places: dict[int, Place]) -> str:
         """Return what may be wrong with late ranks, and how to see where one of them is."""
@@ -70,7 +72,7 @@ class FailedWait:
             return self._health.adopted(published)
         places = self._health.places() if kind is CollectiveTimeout else None
         if places is not None:
-            what = self._late(places)
+            what = self._late(places, self._work.elapsed_seconds())
         return self._ended(kind, what, remedy, places, error)
 
     def lost(self, ranks: Sequence[int]) -> SynclineError:
@@ -195,11 +197,11 @@ class FailedWait:
             text = "\n".join(lines)
             raise health.failed(Failure(CollectiveMismatch, text, is_common=True, stuck_ranks=stuck))
 
-    def _late(self, places: dict[int, Place]) -> str:
+    def _late(self, places: dict[int, Place], seconds: float) -> str:
         wait, here = self._work.as_wait(), self._health.place()
         unseen = [rank for rank in range(self._health.size) if rank not in places]
         late = sorted([*absent_ranks(wait, places), *unseen])
-        return describe_late(late, places, here, wait.words, self._work.elapsed_seconds())
+        return describe_late(late, places, here, wait.words, seconds)
 
     def _ended(
         self,

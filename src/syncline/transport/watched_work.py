@@ -176,7 +176,7 @@ class WatchedWork(Work):
             while True:
                 remaining_seconds = deadline - time.monotonic()
                 if remaining_seconds <= 0:
-                    raise FailedWait(self._health, self).timed_out()
+                    raise FailedWait(self._health, self).timed_out(timeout_seconds)
                 try:
                     long_wait.check()
                 except SynclineError:
