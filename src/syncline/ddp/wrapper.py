@@ -284,9 +284,8 @@ class DistributedDataParallel(  # type: ignore[misc, override]
         with while_in_forward_of_ddp(self) if is_read else UNPROFILED:
             if self._lowered is not None:
                 return self._lowered(inputs, kwargs)
-            return self._modules["module"](
-                *inputs, **kwargs
-            )  # attributes of modules are looked up in Python code
+            # `self.module` would look it up in Python code.
+            return vars(self)["_modules"]["module"](*inputs, **kwargs)
 
     def _emit_forward(self, began_at: float, computed_from: float) -> None:
         gradients, buffers = self._replica.gradients, self._replica.buffers
