@@ -72,7 +72,7 @@ class FailedWait:
             return self._health.adopted(published)
         places = self._health.places() if kind is CollectiveTimeout else None
         if places is not None:
-            what = self._late(places, self._work.elapsed_seconds())
+            what, remedy = self._late(places, self._work.timeout_seconds), self._see_stack(places)
         return self._ended(kind, what, remedy, places, error)
 
     def lost(self, ranks: Sequence[int]) -> SynclineError:

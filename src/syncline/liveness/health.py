@@ -42,6 +42,10 @@ class Lane:
 class Waiting(Protocol):
     """An operation for which this rank waits. Its methods return the information that errors show."""
 
+    @property
+    def timeout_seconds(self) -> float:
+        """The longest time for which an operation of the group can be pending."""
+
     def as_wait(self, *, number: int = 0, blocks_rank: bool = True) -> Wait:
         """Return this operation as a wait, for the peers to read."""
 
