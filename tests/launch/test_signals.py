@@ -139,6 +139,8 @@ def test_a_signal_ends_a_launcher_that_waits_for_another_host(
         cwd=tmp_path,
         stderr=subprocess.PIPE,
         text=True,
+        # as in what a shell script starts with `&`
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_IGN),
     )
     deadline = time.monotonic() + 60
     while not listens(port):  # it waits from then on

@@ -266,7 +266,7 @@ class Interruption:
     no exception. At the second signal, the handler kills the ranks. SIGUSR1 is always passed to the ranks, and has
     no other effect.
 
-    Enter the context in the main thread. A signal that is ignored at that time, as under nohup, stays ignored.
+    Enter the context in the main thread. If SIGHUP is ignored at that time, as under nohup, it stays ignored.
 
     Args:
         workers: the ranks.
@@ -299,7 +299,9 @@ class Interruption:
     def __enter__(self) -> Interruption:
         handlers = dict.fromkeys(self._signals, self._handle) | {signal.SIGUSR1: self._pass_on}
         for number, handler in handlers.items():
-            if signal.getsignal(number) != signal.SIG_IGN:
+            # nohup ignores SIGHUP. A shell without job control ignores SIGINT in what it starts with `&`, where nobody
+            # has asked for it, and `kill -INT` is to end the job.
+            if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
                 self._replaced[number] = signal.signal(number, handler)
         self._replaced[signal.SIGALRM] = signal.signal(signal.SIGALRM, lambda *_: self._workers.kill())
         return self
