@@ -71,6 +71,8 @@ class Facts:
     """Between the backwards of two heads something else happens that begins a step, or needs its gradients."""
     swaps_in_graph: bool = False
     """Parameters are swapped while a graph refers to them: torch refuses it."""
+    steps_swapped: bool = False
+    """An optimizer steps again with the gradients of one backward, and parameters were swapped in between."""
     refuses_expanded: bool = False
     """A module with an expanded buffer that has to be sent is wrapped.
 
@@ -100,6 +102,8 @@ class _State:
     """The head that a loss is of, where it is of one."""
     left: dict[int, set[str]] = field(default_factory=dict)
     """Of wrappers after the backward of one head: the other one."""
+    used: dict[int, bool] = field(default_factory=dict)
+    """Of models that were stepped since their last backward: whether they were swapped since."""
     local: set[int] = field(default_factory=set)
     """Models whose gradients are each rank's own."""
     evaluating: set[int] = field(default_factory=set)
@@ -138,7 +142,6 @@ class _Walk:
             options, model = dict(wrapper.options), program.models[wrapper.model]
             self.facts.refuses_expanded |= (
                 "expanded" in kinds_in(model.layers)
-                and not wrapper.ignores
                 and model.around is None
                 and options.get("broadcast_buffers", True)
             )
@@ -186,6 +189,7 @@ class _Walk:
                 state.graphs.discard(s.loss)
             case Swap():
                 facts.swaps_in_graph |= bool(state.graphs)
+                state.used |= dict.fromkeys(state.used, True)
             case Clip():
                 facts.interrupts_heads |= s.wrapper in state.left
                 facts.is_uneven |= state.lonely
@@ -199,7 +203,10 @@ class _Walk:
                 facts.interrupts_heads |= bool(state.left)
                 models = self.program.optimizers[s.optimizer].models
                 numbers = [n for n, w in enumerate(self.program.wrappers) if w.model in models]
-                facts.steps_local |= any(state.local & self.inside(number) for number in numbers)
+                inside = {model for number in numbers for model in self.inside(number)}
+                facts.steps_local |= bool(state.local & inside)
+                facts.steps_swapped |= any(state.used.get(model) for model in inside)
+                state.used = dict.fromkeys(inside, False) | state.used
                 facts.is_uneven |= state.lonely
             case Flag():
                 (state.off.discard if s.on else state.off.add)(s.wrapper)
@@ -269,6 +276,7 @@ class _Walk:
             for wrapper in self.program.wrappers
         )
         for wrapper in reached - state.frozen:
+            state.used.pop(self.model_of(wrapper), None)
             through = [loss for loss in s.losses if wrapper in state.losses.get(loss, [])]
             silent = [loss for loss in through if (loss, wrapper) in state.silent]
             if self.leaves_a_head(s, wrapper):

@@ -378,8 +378,7 @@ class _Author:
         if self.often(0.07):
             self.add_layer(Layer("scaled"))
         if self.often(0.03):
-            at = self.add_layer(Layer("expanded"))
-            self.wrappers[at] = replace(self.wrappers[at], ignores=self.often(0.6))
+            self.add_layer(Layer(self.one_of(expanded=2, ignored=3)))
         has_join = any(isinstance(s, Join) for s in statements_of(body))
         if self.often(0.08) and not has_join:
             body = self.nested(body)
@@ -393,13 +392,12 @@ class _Author:
             body = rewritten(body, lambda s: replace(s, compiled=False) if isinstance(s, Backward) else s)
         return body
 
-    def add_layer(self, layer: Layer) -> int:
-        """Put a layer into some model, not as the first or the last one; the number of the model."""
+    def add_layer(self, layer: Layer) -> None:
+        """Put a layer into some model, not as the first or the last one."""
         number = self.random.randrange(len(self.models))
         layers = self.models[number].layers
         at = self.random.randrange(1, len(layers))
         self.models[number] = replace(self.models[number], layers=(*layers[:at], layer, *layers[at:]))
-        return number
 
     def nested(self, body: tuple[Statement, ...]) -> tuple[Statement, ...]:
         """Put a wrapper into some model, and into some programs its `no_sync` around that of the outer one."""

@@ -47,6 +47,7 @@ _STRICTER: tuple[tuple[str, Callable[[Facts], bool]], ...] = (
     ),
     ("a step ends with the backwards of all heads", lambda facts: facts.interrupts_heads),
     ("torch refuses to swap parameters that a graph refers to", lambda facts: facts.swaps_in_graph),
+    ("a swap is taken for the end of the hooks of a backward", lambda facts: facts.steps_swapped),
     ("init_sync=False: the ranks compare what they were given, still", lambda facts: facts.wraps_alone),
 )
 """Where ours may raise though torch's class is right: the reason, as in docs/reference/compatibility.md, and when."""

@@ -69,8 +69,6 @@ class Wrapper:
 
     model: int
     options: tuple[tuple[str, Any], ...] = ()
-    ignores: bool = False
-    """It ignores expanded buffers."""
 
 
 @dataclass(frozen=True)

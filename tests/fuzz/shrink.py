@@ -56,7 +56,7 @@ def weight(program: Program) -> tuple[int, int]:
     )
     odd += sum(max(s.counts) + (s.counts[0] != s.counts[1]) for s in statements if isinstance(s, Loop))
     odd += sum(len(getattr(s, "losses", ())) for s in statements)
-    odd += sum(len(wrapper.options) + wrapper.ignores for wrapper in program.wrappers)
+    odd += sum(len(wrapper.options) for wrapper in program.wrappers)
     odd += sum(len(o.models) + (o.kind != "sgd") for o in program.optimizers)
     odd += program.dtype != "float64"
     layers = sum(
@@ -76,8 +76,6 @@ def smaller(program: Program) -> Iterator[Program]:
     if program.dtype != "float64":
         yield replace(program, dtype="float64")
     for at, wrapper in enumerate(program.wrappers):
-        if wrapper.ignores:
-            yield replace(program, wrappers=_with(program.wrappers, at, replace(wrapper, ignores=False)))
         for left_out in range(len(wrapper.options)):
             options = wrapper.options[:left_out] + wrapper.options[left_out + 1 :]
             yield replace(program, wrappers=_with(program.wrappers, at, replace(wrapper, options=options)))

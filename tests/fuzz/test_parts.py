@@ -62,7 +62,6 @@ def test_a_seed_is_always_the_same_program_and_every_program_is_python() -> None
         kinds |= {name for wrapper in program.wrappers for name, _ in wrapper.options}
         kinds |= {f"{s.kind} of a wrapper" for s in statements_of(program.body) if isinstance(s, Forward)}
         kinds |= {"nested" for model in program.models if model.around is not None}
-        kinds |= {"ignores" for wrapper in program.wrappers if wrapper.ignores}
     rare = {"Drop", "Freeze", "Join", "Rewrap", "ReloadOptimizer", "Flag", "Swap"}
     layers = {
         "batch_norm",
@@ -77,7 +76,7 @@ def test_a_seed_is_always_the_same_program_and_every_program_is_python() -> None
     }
     options = {"find_unused_parameters", "static_graph", "gradient_as_bucket_view", "broadcast_buffers"}
     last = {*TRANSFORMS, *(f"{how} of a wrapper" for how in TRANSFORMS)}
-    last |= {"scaled", "expanded", "nested", "ignores"}
+    last |= {"scaled", "expanded", "nested", "ignored"}
     assert kinds >= rare | layers | options | last
 
 
@@ -169,6 +168,9 @@ def test_parameters_are_swapped_where_no_graph_refers_to_them() -> None:
     assert facts_of(program_of(forward, Swap(0), backward)).swaps_in_graph
     assert not facts_of(program_of(*PLAIN_STEP, Swap(0), *PLAIN_STEP)).swaps_in_graph
     assert facts_of(program_of(*PLAIN_STEP, Swap(0), *PLAIN_STEP)).has_one_process_meaning
+    assert not facts_of(program_of(*PLAIN_STEP, Swap(0), *PLAIN_STEP)).steps_swapped
+    assert not facts_of(program_of(forward, backward, Swap(0), Step(0))).steps_swapped
+    assert facts_of(program_of(forward, backward, Step(0), Swap(0), Step(0))).steps_swapped
 
 
 def test_which_programs_one_process_can_run() -> None:
@@ -212,22 +214,22 @@ def test_where_torch_is_wrong_ours_is_right_or_a_named_error() -> None:
 
 
 def test_an_expanded_buffer_is_refused_on_every_rank_wherever_it_is_sent() -> None:
-    model, right = Model((Layer("linear"), Layer("expanded"))), outcome(w=1.0)
     text = "RuntimeError: several elements of 1.scale use the same memory"
     refused = Outcome(error=text, kinds=("RuntimeError",), line="4: w0 = DDP(m0)")
-    later = replace(refused, line="6: l0 = loss(w0(batch(1, (3, 3))))")
+    later, right = replace(refused, line="6: l0 = loss(w0(batch(1, (3, 3))))"), outcome(w=1.0)
 
-    def found(wrapper: Wrapper, *ours: Outcome) -> list[str]:
-        program = replace(program_of(*PLAIN_STEP, model=model), wrappers=(wrapper,))
+    def found(layer: str, *ours: Outcome, **options: bool) -> list[str]:
+        program = program_of(*PLAIN_STEP, model=Model((Layer("linear"), Layer(layer))))
+        program = replace(program, wrappers=(Wrapper(0, tuple(options.items())),))
         a, b = ({"torch": right, "gloo": o} for o in ours)
         return [fault.kind for fault in judge(program, (a, b), None).faults]
 
-    assert found(Wrapper(0), refused, refused) == []
+    assert found("expanded", refused, refused) == []
     for ours in ((refused, right), (right, right), (later, later)):
-        assert found(Wrapper(0), *ours) == ["expanded buffer"]
-    for kept in (Wrapper(0, ignores=True), Wrapper(0, (("broadcast_buffers", False),))):
-        assert found(kept, right, right) == []
-        assert found(kept, refused, refused) == ["raises"]
+        assert found("expanded", *ours) == ["expanded buffer"]
+    for layer, is_sent in (("ignored", True), ("expanded", False)):
+        assert found(layer, right, right, broadcast_buffers=is_sent) == []
+        assert found(layer, refused, refused, broadcast_buffers=is_sent) == ["raises"]
 
 
 def test_one_process_is_a_witness_where_torch_differs() -> None:

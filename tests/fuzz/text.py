@@ -43,6 +43,7 @@ _LAYERS = {
     "tied": "Tied()",
     "scaled": "Scaled()",
     "expanded": "Scaled(rows=3)",
+    "ignored": "Scaled(rows=3)",
 }
 _AROUND = {
     "twice": "Twice({})",
@@ -110,7 +111,8 @@ def _layer(layer: Layer) -> str:
 def _wrap(program: Program, number: int) -> str:
     wrapper = program.wrappers[number]
     options = "".join(f", {name}={value!r}" for name, value in wrapper.options)
-    ignores = wrapper.ignores or program.models[wrapper.model].around is not None
+    model = program.models[wrapper.model]
+    ignores = model.around is not None or any(layer.kind == "ignored" for layer in model.layers)
     module = f"ignoring(m{wrapper.model})" if ignores else f"m{wrapper.model}"
     return f"w{number} = DDP({module}, process_group=group{options})"
 
