@@ -122,8 +122,9 @@ class _Run:
 
     def ignoring(self, module: nn.Module) -> nn.Module:
         """Let a wrapper of this module ignore what belongs to wrappers inside of it, and expanded buffers."""
-        tensors = [*module.named_parameters(), *module.named_buffers()]
-        names = [name for name, t in tensors if _INSIDE in name or (0 in t.stride() and t.numel() > 1)]
+        parameters = module.named_parameters(remove_duplicate=False)  # a tied one has several names
+        names = [name for name, _ in parameters if _INSIDE in name]
+        names += [n for n, t in module.named_buffers() if _INSIDE in n or (0 in t.stride() and t.numel() > 1)]
         if self.rank is not None:
             self.wrap._set_params_and_buffers_to_ignore_for_model(module, names)
         return module
