@@ -115,6 +115,17 @@ def test_a_report_needs_a_file_that_can_be_written(trace: Path, capsys: pytest.C
     assert "No space left" in refused(f"report {trace} --out /dev/full", capsys)
 
 
+@pytest.mark.parametrize("line", ["report {}", "report {} --format chrome"])
+def test_a_link_in_the_folder_of_a_trace_is_not_followed(
+    line: str, trace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    target = tmp_path / "target"
+    target.mkdir() if "chrome" in line else target.write_text("of the user")
+    (trace / ("chrome" if "chrome" in line else "report.html")).symlink_to(target)
+    assert "it is a link" in refused(line.format(trace), capsys)
+    assert target.is_dir() or target.read_text() == "of the user"
+
+
 @pytest.mark.parametrize(
     "line", ["--help", "run --help", "--version", "report {} --format json", "run --no-python echo hello"]
 )

@@ -9,7 +9,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from syncline.liveness.calls import _as_announced, call_in_dump, num_started
+from syncline.liveness import calls
+from syncline.liveness.calls import _as_announced, _close_connections, call_in_dump, num_started
 
 
 @pytest.fixture
@@ -44,3 +45,21 @@ def test_addresses_are_recognized_as_gloo_announces_them() -> None:
     assert _as_announced(2, "127.0.0.1", 0xA9B3) in announced
     assert _as_announced(2, "127.0.0.1", 0xA9B4) not in announced
     assert len(_as_announced(10, "::1", 80)) == 24
+
+
+class StoppedGroup:
+    """A group whose store does not answer, because the process that opened it is stopped."""
+
+    def __init__(self) -> None:
+        self.goes_on = threading.Event()
+
+    def get_group_store(self) -> dist.Store:
+        self.goes_on.wait()
+        return dist.HashStore()
+
+
+def test_a_store_that_does_not_answer_holds_up_no_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(calls, "ANSWER_SECONDS", 0.01)
+    stopped = StoppedGroup()
+    _close_connections(stopped)  # type: ignore[arg-type]
+    stopped.goes_on.set()

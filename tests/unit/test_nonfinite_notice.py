@@ -110,6 +110,16 @@ def test_a_rank_that_sends_nothing_warns_for_itself(size: int, kwargs: dict[str,
     assert f"rank {size - 1}: 0.weight" in text
 
 
+def test_after_the_first_steps_it_looks_at_each_eighth() -> None:
+    notice = NonFiniteNotice(["weight"], ThreadGroup(1).transport(0))
+    for step in range(17, 24):
+        notice.conclude_alone([(0, torch.tensor([math.nan]))], step=step)
+        assert notice.last is None
+    notice.conclude_alone([(0, torch.tensor([math.nan]))], step=24)
+    with pytest.warns(RuntimeWarning, match="step 24"):
+        notice.act()
+
+
 def test_a_scaler_handles_infinities_itself() -> None:
     def program(t: Transport) -> None:
         ddp = DDP(copy.deepcopy(NET), process_group=t)

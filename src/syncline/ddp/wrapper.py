@@ -282,7 +282,10 @@ class DistributedDataParallel(  # type: ignore[misc, override]
         # class. Only the compiler reads the attribute, and the search for a module that is wrapped twice.
         is_read = is_compiler_in_use() or replica.was_changed or not replica.gradients.step
         with while_in_forward_of_ddp(self) if is_read else UNPROFILED:
-            return self.module(*inputs, **kwargs) if self._lowered is None else self._lowered(inputs, kwargs)
+            if self._lowered is not None:
+                return self._lowered(inputs, kwargs)
+            # `self.module` would look it up in Python code.
+            return vars(self)["_modules"]["module"](*inputs, **kwargs)
 
     def _emit_forward(self, began_at: float, computed_from: float) -> None:
         gradients, buffers = self._replica.gradients, self._replica.buffers

@@ -20,6 +20,7 @@ import sys
 import threading
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from types import FrameType
 from typing import Any
 
@@ -37,7 +38,7 @@ from syncline.errors import (
     UnevenInputs,
 )
 from syncline.liveness.board import EVAL_FORWARD, Place, Wait
-from syncline.liveness.connection import open_sockets
+from syncline.liveness.connection import ANSWER_SECONDS, StoreSilent, interruptibly, open_sockets
 from syncline.liveness.store import decode
 from syncline.user_code import innermost_in_dump, is_users
 
@@ -326,7 +327,10 @@ def _close_connections(group: dist.ProcessGroup) -> None:
     Each rank wrote its addresses to the store when the group was created. A connection belongs to the group if one of
     its ends has such an address.
     """
-    announced = b"".join(_announced(group))
+    try:
+        announced = b"".join(interruptibly(partial(_announced, group), ANSWER_SECONDS))
+    except StoreSilent:
+        return  # the waits end at their deadlines
     for file_descriptor in open_sockets():
         with contextlib.suppress(OSError), socket.socket(fileno=os.dup(file_descriptor)) as connection:
             if connection.family not in (socket.AF_INET, socket.AF_INET6):

@@ -80,18 +80,16 @@ def gathered(
         MissingRanks: some ranks have written nothing before the deadline, or have ended.
     """
     whole = f"{keys[0]}{_ALL}"
-    look = None if lookout is None else partial(_tell, messages, whole, lookout)
-    if rank != 0 or look is None:
-        is_in_time = _wait(messages, keys if rank == 0 else [whole], timeout_seconds, look)
+    wanted = keys if rank == 0 else [whole]
+    if lookout is None:
+        is_in_time = _wait(messages, wanted, timeout_seconds)
+    elif lookout.may_raise:  # torch does not stop waiting
+        look = partial(_look, lookout, keys, lambda: messages)
+        is_in_time = messages.poll(lambda: messages.has(*wanted), timeout_seconds, look)
     else:
-
-        def meanwhile() -> None:
-            look()
-            if messages.has(whole):  # a rank has written that ranks have ended
-                _parsed(messages.get(whole), whole, len(keys))
-
-        # torch cannot wait for one of several messages
-        is_in_time = messages.poll(lambda: messages.has(*keys), timeout_seconds, meanwhile)
+        is_in_time = _wait(messages, wanted, timeout_seconds, partial(_look, lookout, keys, messages.clone))
+    if rank == 0 and lookout is not None and messages.has(whole):  # a rank has written that ranks have ended
+        return _parsed(messages.get(whole), whole, len(keys))
     missing = [] if is_in_time else _missing(messages, keys)
     if missing:
         raise MissingRanks(missing, have_ended=False)
@@ -110,10 +108,12 @@ class Lookout:
         rank: this rank.
         size: the number of ranks.
         has_ended: a function that finds ended ranks.
+        may_raise: whether `has_ended` may raise an error, so that this rank stops waiting.
     """
 
-    def __init__(self, rank: int, size: int, has_ended: Ended) -> None:
+    def __init__(self, rank: int, size: int, has_ended: Ended, *, may_raise: bool = False) -> None:
         self._has_ended = has_ended
+        self.may_raise = may_raise
         self._others = [(rank + 1 + k) % size for k in range(size - 1)]
         self._num_looks = 0
 
@@ -128,12 +128,15 @@ class Lookout:
         return self._has_ended(self._others) if self._has_ended(some) else []
 
 
-def _tell(messages: SignedStore, whole: str, lookout: Lookout) -> None:
-    """Look at processes. If one has ended, write this instead of the texts of all ranks."""
+def _look(lookout: Lookout, keys: Sequence[str], messages: Callable[[], SignedStore]) -> None:
+    """Look at processes. If one has ended, write this instead of the texts of all ranks, and wake up all ranks."""
     ended = lookout.ended()
     if ended:
         with contextlib.suppress(RuntimeError, SynclineError):  # the store may have ended with rank 0
-            messages.clone().set_first(whole, json.dumps({"ended": ended}))
+            store = messages()
+            store.set_first(f"{keys[0]}{_ALL}", json.dumps({"ended": ended}))
+            for key in keys if 0 not in ended else ():  # rank 0 waits for all of them
+                store.set_first(key, "")
 
 
 def _missing(messages: SignedStore, keys: Sequence[str]) -> list[int]:
@@ -183,6 +186,7 @@ class StoreGathering:
         timeout_seconds: how long a call waits for the other ranks.
         purpose: the purpose of the calls, for messages.
         has_ended: a function that finds ended ranks; None if the processes are not known.
+        may_raise: see `Lookout`.
     """
 
     def __init__(
@@ -195,6 +199,7 @@ class StoreGathering:
         timeout_seconds: float,
         purpose: str,
         has_ended: Ended | None = None,
+        may_raise: bool = False,
     ) -> None:
         self._messages = messages
         self._prefix = prefix
@@ -202,7 +207,7 @@ class StoreGathering:
         self._size = size
         self._timeout_seconds = timeout_seconds
         self._purpose = purpose
-        self._lookout = None if has_ended is None else Lookout(rank, size, has_ended)
+        self._lookout = None if has_ended is None else Lookout(rank, size, has_ended, may_raise=may_raise)
         self._num_calls = 0
 
     def __call__(self, payload: bytes) -> list[bytes]:

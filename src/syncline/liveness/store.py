@@ -140,7 +140,8 @@ class SignedStore:
         Args:
             keys: the keys.
             timeout: how long to wait.
-            meanwhile: a function that is called again and again. It must use another connection; see `clone`.
+            meanwhile: a function that is called again and again. It must use another connection (see `clone`), and
+                raise nothing.
 
         Raises:
             DistStoreError: some keys still have no message.

@@ -287,6 +287,8 @@ class Session:
             timeout_seconds=seconds,
             purpose="while the ranks connected to each other",
             has_ended=has_ended,
+            may_raise=connection
+            is not None,  # in `sl.steps`, a rank stops if the others have changed meanwhile
         )
         with addresses_gathered(gather, is_lazy=environment.gloo_connects_lazily()):
             dist.init_process_group(

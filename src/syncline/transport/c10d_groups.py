@@ -267,7 +267,7 @@ def gathering_at(
         rank: this rank in the new group.
         size: the number of ranks of the new group.
         timeout_seconds: how long this rank waits for the others.
-        has_ended: a function that finds ended ranks.
+        has_ended: a function that finds ended ranks, or raises the failure of the group.
     """
     return StoreGathering(
         SignedStore(PrefixStore(_name(token), store)),
@@ -277,6 +277,7 @@ def gathering_at(
         timeout_seconds=timeout_seconds,
         purpose="while a process group was created",
         has_ended=has_ended,
+        may_raise=True,
     )
 
 

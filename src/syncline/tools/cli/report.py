@@ -70,7 +70,7 @@ def report(argv: Sequence[str]) -> int:
     directory = Path(args.directory)
     run = run_in(directory)
     if args.format == "chrome":
-        return _write_chrome(run, directory / "chrome" if args.out is None else Path(args.out))
+        return _write_chrome(run, directory, args.out)
     document = document_of(run, machine_here())
     if args.format == "html":
         found = page(document)
@@ -80,7 +80,7 @@ def report(argv: Sequence[str]) -> int:
         print(found)
         return 0
     path = directory / "report.html" if args.out is None else Path(args.out)
-    write_file("--out", path, found.rstrip("\n") + "\n")
+    write_file("--out", path, found.rstrip("\n") + "\n", follows_link=args.out is not None)
     for one in document["findings"][:3]:
         print("\n".join(wrapped(one["headline"])))
     _print_path("The whole report is in", path)
@@ -127,12 +127,16 @@ def machine_here() -> Machine:
         return UNMEASURED
 
 
-def _write_chrome(run: Run, folder: Path) -> int:
+def _write_chrome(run: Run, directory: Path, out: str | None) -> int:
+    folder = directory / "chrome" if out is None else Path(out)
+    if out is None and folder.is_symlink():
+        raise UsageError(f"cannot write into {folder}: it is a link: name a folder with --out")
     ranks = sorted({rank for ranks in run.steps.values() for rank in ranks})
     try:
         folder.mkdir(parents=True, exist_ok=True)
         for rank in ranks:
-            write_file("--out", folder / f"rank-{rank}.json", json.dumps(chrome_trace(run, rank)))
+            text = json.dumps(chrome_trace(run, rank))
+            write_file("--out", folder / f"rank-{rank}.json", text, follows_link=out is not None)
     except OSError as error:
         raise UsageError(f"cannot write into {folder}: {error.strerror}: name a folder with --out") from None
     _print_path(f"Open the traces of {format_count(len(ranks), 'rank')} in https://ui.perfetto.dev:", folder)

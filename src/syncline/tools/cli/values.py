@@ -100,18 +100,20 @@ def check_output(option: str, path: Path) -> None:
         raise UsageError(f"{option} {path}: expected a file that this user may write")
 
 
-def write_file(option: str, path: Path, text: str) -> None:
+def write_file(option: str, path: Path, text: str, *, follows_link: bool = True) -> None:
     """Write a text to a file.
 
     Args:
         option: the option that names another file.
         path: the file. A pipe needs a reader: without one, the command would wait for ever.
         text: the text.
+        follows_link: whether the file may be a link to another one. It must not if the user has not named it: who made
+            the folder would choose which file of the user is overwritten.
 
     Raises:
         UsageError: the file cannot be written.
     """
-    fd = _opened(option, path)
+    fd = _opened(option, path, follows_link=follows_link)
     try:
         with open(fd, "w", encoding="utf-8", errors="backslashreplace") as file:
             file.write(text)
@@ -119,12 +121,15 @@ def write_file(option: str, path: Path, text: str) -> None:
         raise _cannot_write(option, path, error) from None
 
 
-def _opened(option: str, path: Path) -> int:
+def _opened(option: str, path: Path, *, follows_link: bool) -> int:
     """Return the descriptor of a file that is opened to be written, without a wait for the reader of a pipe."""
     waits = getattr(os, "O_NONBLOCK", 0)
+    no_link = 0 if follows_link else getattr(os, "O_NOFOLLOW", 0)
     try:
-        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | waits, 0o666)
+        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | waits | no_link, 0o666)
     except OSError as error:
+        if no_link and path.is_symlink():
+            raise UsageError(f"cannot write {path}: it is a link: name a file with {option}") from None
         if _kind_of(path) == "pipe":
             raise UsageError(f"cannot write {path}: no process reads this pipe") from None
         raise _cannot_write(option, path, error) from None
