@@ -6,6 +6,8 @@ import argparse
 import sys
 import time
 from collections import Counter
+from itertools import count as numbers
+from itertools import islice
 
 from .grammar import draw
 from .runner import Runner, Tally, report_of
@@ -16,6 +18,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.fuzz", description=__doc__)
     parser.add_argument("--programs", type=int, default=300)
     parser.add_argument("--seed", type=int, default=0, help="of the first program")
+    parser.add_argument("--having", default="", metavar="TEXT", help="skip programs without this text")
     parser.add_argument("--show", type=int, metavar="SEED", help="print one program")
     parser.add_argument("--as-drawn", action="store_true", help="do not shrink")
     options = parser.parse_args()
@@ -25,8 +28,10 @@ def main() -> int:
     runner, tally, known = Runner(), Tally(), Counter[tuple[str, ...]]()
     began = time.monotonic()
     try:
-        seeds = range(options.seed, options.seed + options.programs)
-        for program, verdict in runner.verdicts(draw(seed) for seed in seeds):
+        drawn = (
+            program for program in map(draw, numbers(options.seed)) if options.having in text_of(program)
+        )
+        for program, verdict in runner.verdicts(islice(drawn, options.programs)):
             tally.add(program, verdict)
             if tally.num_programs % 100 == 0:
                 print(f"# {time.monotonic() - began:.0f} s: {tally}", flush=True)

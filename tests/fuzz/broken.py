@@ -1,12 +1,16 @@
-"""A class that is wrong on purpose: the fuzzer has to find it."""
+"""Classes that are wrong on purpose: the fuzzer has to find each."""
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from typing import Any
 
-from syncline import DistributedDataParallel
+from torch import Tensor
 
-__all__ = ["Forgetful"]
+from syncline import DistributedDataParallel
+from syncline._torch.transforms import belongs_to_transform
+
+__all__ = ["Forgetful", "Jealous", "Possessive"]
 
 
 class Forgetful(DistributedDataParallel):
@@ -19,3 +23,24 @@ class Forgetful(DistributedDataParallel):
             self.num_forwards += 1
             self.require_backward_grad_sync = self.num_forwards != 2
         return super().forward(*inputs, **kwargs)
+
+
+class Possessive(DistributedDataParallel):
+    """Lets no wrapper inside of it reduce."""
+
+    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        with ExitStack() as stack:
+            for part in self.module.modules():
+                if isinstance(part, DistributedDataParallel):
+                    stack.enter_context(part.no_sync())
+            return super().forward(*inputs, **kwargs)
+
+
+class Jealous(DistributedDataParallel):
+    """Does not reduce what a transform of torch.func has called."""
+
+    def forward(self, x: Tensor) -> Any:
+        if not belongs_to_transform(x):
+            return super().forward(x)
+        with self.no_sync():
+            return super().forward(x)

@@ -71,6 +71,13 @@ class Facts:
     """Between the backwards of two heads something else happens that begins a step, or needs its gradients."""
     swaps_in_graph: bool = False
     """Parameters are swapped while a graph refers to them: torch refuses it."""
+    steps_swapped: bool = False
+    """An optimizer steps again with the gradients of one backward, and parameters were swapped in between."""
+    refuses_expanded: bool = False
+    """A module with an expanded buffer that has to be sent is wrapped.
+
+    Ours then raises on every rank, at once. Torch's class raises where the buffer is first written, if it is.
+    """
     has_one_process_meaning: bool = True
     """One process with the batches of both ranks is to end the same."""
 
@@ -87,14 +94,16 @@ class _State:
     """Wrappers of which torch's class reduces the next backward."""
     bare: set[str] = field(default_factory=set)
     """Losses of forwards through `.module`."""
-    silent: set[str] = field(default_factory=set)
-    """Losses of forwards that ran inside of `no_sync`."""
+    silent: set[tuple[str, int]] = field(default_factory=set)
+    """Losses, and wrappers whose forwards for them ran inside of their `no_sync`."""
     graphs: set[str] = field(default_factory=set)
     """Losses whose graphs no backward has freed."""
     heads: dict[str, str] = field(default_factory=dict)
     """The head that a loss is of, where it is of one."""
     left: dict[int, set[str]] = field(default_factory=dict)
     """Of wrappers after the backward of one head: the other one."""
+    used: dict[int, bool] = field(default_factory=dict)
+    """Of models that were stepped since their last backward: whether they were swapped since."""
     local: set[int] = field(default_factory=set)
     """Models whose gradients are each rank's own."""
     evaluating: set[int] = field(default_factory=set)
@@ -129,6 +138,15 @@ class _Walk:
         for number, model in enumerate(program.models):
             if model.encoder_of is not None:
                 self.kinds[number] |= self.kinds[model.encoder_of]
+        for wrapper in program.wrappers:
+            options, model = dict(wrapper.options), program.models[wrapper.model]
+            self.facts.refuses_expanded |= (
+                "expanded" in kinds_in(model.layers)
+                and model.around is None
+                and options.get("broadcast_buffers", True)
+            )
+            if "scaled" in kinds_in(model.layers) and not options.get("broadcast_buffers", True):
+                self.facts.has_one_process_meaning = False  # each rank keeps its own
 
     def model_of(self, wrapper: int) -> int:
         return self.program.wrappers[wrapper].model
@@ -138,6 +156,15 @@ class _Walk:
         model = self.model_of(wrapper)
         roots = {self.root(model)}
         return {m for m in range(len(self.program.models)) if m == model or self.root(m) in roots}
+
+    def with_inner(self, wrappers: list[int]) -> list[int]:
+        """Wrappers, and those that are layers of their models."""
+        inner = [self.program.models[self.model_of(wrapper)].around for wrapper in wrappers]
+        return [*wrappers, *(wrapper for wrapper in inner if wrapper is not None)]
+
+    def inside(self, wrapper: int) -> set[int]:
+        """The model of a wrapper, and models whose wrappers are layers of it."""
+        return {self.model_of(w) for w in self.with_inner([wrapper])}
 
     def root(self, model: int) -> int:
         encoder = self.program.models[model].encoder_of
@@ -162,29 +189,38 @@ class _Walk:
                 state.graphs.discard(s.loss)
             case Swap():
                 facts.swaps_in_graph |= bool(state.graphs)
+                state.used |= dict.fromkeys(state.used, True)
             case Clip():
                 facts.interrupts_heads |= s.wrapper in state.left
                 facts.is_uneven |= state.lonely
-                if state.local & self.related(s.wrapper):
+                if state.local & (self.related(s.wrapper) | self.inside(s.wrapper)):
                     facts.has_one_process_meaning = False  # by the norm of each rank's own
             case ZeroGrad():
                 facts.interrupts_heads |= s.wrapper in state.left
-                state.local.discard(self.model_of(s.wrapper))
+                state.local -= self.inside(s.wrapper)
                 facts.is_uneven |= state.lonely
             case Step():
                 facts.interrupts_heads |= bool(state.left)
-                facts.steps_local |= bool(state.local & set(self.program.optimizers[s.optimizer].models))
+                models = self.program.optimizers[s.optimizer].models
+                numbers = [n for n, w in enumerate(self.program.wrappers) if w.model in models]
+                inside = {model for number in numbers for model in self.inside(number)}
+                facts.steps_local |= bool(state.local & inside)
+                facts.steps_swapped |= any(state.used.get(model) for model in inside)
+                state.used = dict.fromkeys(inside, False) | state.used
                 facts.is_uneven |= state.lonely
             case Flag():
                 (state.off.discard if s.on else state.off.add)(s.wrapper)
                 facts.is_uneven |= state.lonely
             case Mode():
-                models = self.related(s.wrapper)
+                inside = self.inside(s.wrapper)
                 state.evaluating = (
-                    state.evaluating - models if s.train else state.evaluating | {self.model_of(s.wrapper)}
+                    state.evaluating - self.related(s.wrapper) - inside
+                    if s.train
+                    else state.evaluating | inside
                 )
             case Freeze():
-                (state.frozen.add if s.on else state.frozen.discard)(s.wrapper)
+                frozen = set(self.with_inner([s.wrapper]))
+                state.frozen = state.frozen | frozen if s.on else state.frozen - frozen
                 facts.is_uneven |= state.lonely
             case Rewrap():
                 facts.is_uneven |= state.lonely
@@ -239,13 +275,15 @@ class _Walk:
             dict(wrapper.options).get("static_graph") and wrapper.model in related
             for wrapper in self.program.wrappers
         )
-        silent = state.silent.intersection(s.losses)
         for wrapper in reached - state.frozen:
+            state.used.pop(self.model_of(wrapper), None)
+            through = [loss for loss in s.losses if wrapper in state.losses.get(loss, [])]
+            silent = [loss for loss in through if (loss, wrapper) in state.silent]
             if self.leaves_a_head(s, wrapper):
                 state.local |= self.related(wrapper)
                 continue
             synchronizes = self.synchronizes(wrapper) and not silent
-            is_otherwise = synchronizes != (wrapper in state.expecting) or 0 < len(silent) < len(s.losses)
+            is_otherwise = synchronizes != (wrapper in state.expecting) or 0 < len(silent) < len(through)
             facts.decides_otherwise |= is_otherwise
             facts.contradicts_join |= state.joined and (
                 is_otherwise or self.synchronizes(wrapper) != synchronizes
@@ -267,16 +305,17 @@ class _Walk:
     def forward(self, s: Forward) -> None:
         state, facts = self.state, self.facts
         facts.interrupts_heads |= s.wrapper in state.left and not s.no_grad
-        wrappers = [s.wrapper] if s.after is None else [s.wrapper, s.after]
+        wrappers = self.with_inner([s.wrapper] if s.after is None else [s.wrapper, s.after])
+        called = [wrapper for wrapper in wrappers if not (s.is_bare and wrapper == s.wrapper)]
         for wrapper in wrappers:
             kinds = self.kinds[self.model_of(wrapper)]
             is_training = self.model_of(wrapper) not in state.evaluating
             is_noisy = "dropout" in kinds and is_training
             counts_batches = "batch_norm" in kinds and is_training
-            if wrapper in state.has_joined:
-                facts.sends_buffers_after_join |= "batch_norm" in kinds and not s.is_bare
+            sends = bool(kinds & {"batch_norm", "scaled"}) and wrapper in called
+            facts.sends_buffers_after_join |= sends and wrapper in state.has_joined
             if state.lonely:
-                facts.sends_buffers_alone |= "batch_norm" in kinds and not s.is_bare and not s.no_grad
+                facts.sends_buffers_alone |= sends and not s.no_grad
                 if counts_batches:
                     facts.has_one_process_meaning = False
             elif is_noisy or counts_batches:
@@ -285,15 +324,16 @@ class _Walk:
             facts.has_one_process_meaning = False  # rounded in another order
         if s.loss is not None and not s.no_grad:
             (state.bare.add if s.is_bare else state.bare.discard)(s.loss)
-            state.losses[s.loss] = [s.wrapper] if s.detach or s.after is None else wrappers
+            state.losses[s.loss] = self.with_inner([s.wrapper]) if s.detach else wrappers
             names = {s.loss: "a", s.second: "b"} if s.kind == "heads" and s.second else {s.loss: "ab"}
             for name, head in names.items():
                 state.losses[name], state.heads[name] = state.losses[s.loss], head
                 state.graphs.add(name)
-                is_silent = not s.is_bare and not all(map(self.synchronizes, state.losses[s.loss]))
-                (state.silent.add if is_silent else state.silent.discard)(name)
-        if not s.no_grad and not s.is_bare:
-            state.expecting |= {wrapper for wrapper in wrappers if self.synchronizes(wrapper)}
+                for wrapper in state.losses[s.loss]:
+                    is_silent = wrapper in called and not self.synchronizes(wrapper)
+                    (state.silent.add if is_silent else state.silent.discard)((name, wrapper))
+        if not s.no_grad:
+            state.expecting |= {wrapper for wrapper in called if self.synchronizes(wrapper)}
 
 
 def facts_of(program: Program) -> Facts:

@@ -8,6 +8,7 @@ from typing import Any
 
 from .facts import kinds_in
 from .program import (
+    TRANSFORMS,
     AllReduce,
     Backward,
     Clip,
@@ -34,10 +35,15 @@ from .program import (
     Switch,
     Wrapper,
     ZeroGrad,
+    rewritten,
+    statements_of,
     with_body,
 )
 
 __all__ = ["draw"]
+
+_NOT_TRANSFORMED = {"batch_norm", "dropout", "checkpoint", "reentrant", "vmap"}
+"""Kinds of layers that torch.func refuses inside of some transform."""
 
 
 def draw(seed: int) -> Program:
@@ -96,14 +102,10 @@ class _Author:
             body = self.with_a_slip(body)
         if self.often(0.08):
             body = (*body, *(self.anything(2) for _ in range(self.random.randint(2, 6))))
-        return Program(
-            tuple(self.models),
-            tuple(self.wrappers),
-            tuple(self.optimizers),
-            body,
-            dtype=self.one_of(float64=2, float32=1),
-            seed=self.seed,
-        )
+        dtype = self.one_of(float64=2, float32=1)
+        body = self.extended(body)
+        models, wrappers, optimizers = tuple(self.models), tuple(self.wrappers), tuple(self.optimizers)
+        return Program(models, wrappers, optimizers, body, dtype, self.seed)
 
     def optimizer_kind(self) -> str:
         return self.one_of(sgd=1, momentum=1, adamw=1)
@@ -224,7 +226,7 @@ class _Author:
     def _plain(self, wrapper: int) -> list[Statement]:
         loss = self.loss()
         hook = self.random.choice(["read", "clear"]) if self.often(0.07) else None
-        return [self.forward(wrapper, loss), Backward((loss,), hook=hook, compiled=self.often(0.002))]
+        return [self.forward(wrapper, loss), Backward((loss,), hook=hook, compiled=self.often(0.01))]
 
     def _heads(self, wrapper: int) -> list[Statement]:
         """A backward of each head, or one of both, for the parameters of one after the other."""
@@ -365,6 +367,60 @@ class _Author:
         if what == "freeze":
             return [Freeze(wrapper, True), Freeze(wrapper, False)]
         return [Mode(wrapper, False)]
+
+    # ------------------------------------------------------------------ drawn last
+
+    def extended(self, body: tuple[Statement, ...]) -> tuple[Statement, ...]:
+        """With what is drawn last, so that the rest of a seed's program stays what it is without."""
+        if self.often(0.05):
+            inner = Layer(self.one_of(linear=1, layer_norm=1, tanh=1, tied=1))
+            self.add_layer(Layer(self.random.choice(TRANSFORMS), (Layer("linear"), inner)))
+        if self.often(0.07):
+            self.add_layer(Layer("scaled"))
+        if self.often(0.03):
+            self.add_layer(Layer(self.one_of(expanded=2, ignored=3)))
+        has_join = any(isinstance(s, Join) for s in statements_of(body))
+        if self.often(0.08) and not has_join:
+            body = self.nested(body)
+        if self.often(0.07) and not has_join:
+            how = self.random.choice(TRANSFORMS)
+            body = rewritten(body, lambda s: self.by_transform(s, how))
+        kinds = {getattr(s, "kind", type(s).__name__) for s in statements_of(body)}
+        kinds |= set[str]().union(*(kinds_in(model.layers) for model in self.models))
+        # Compiled autograd fails in backwards of gradients, and refers to parameters; also without a wrapper.
+        if kinds & {"penalty", "grad", "jacobian", "Swap"}:
+            body = rewritten(body, lambda s: replace(s, compiled=False) if isinstance(s, Backward) else s)
+        return body
+
+    def add_layer(self, layer: Layer) -> None:
+        """Put a layer into some model, not as the first or the last one."""
+        number = self.random.randrange(len(self.models))
+        layers = self.models[number].layers
+        at = self.random.randrange(1, len(layers))
+        self.models[number] = replace(self.models[number], layers=(*layers[:at], layer, *layers[at:]))
+
+    def nested(self, body: tuple[Statement, ...]) -> tuple[Statement, ...]:
+        """Put a wrapper into some model, and into some programs its `no_sync` around that of the outer one."""
+        outer, inner = self.random.randrange(len(self.models)), len(self.models)
+        self.models[outer] = replace(self.models[outer], around=inner)
+        self.models.append(self.model())
+        self.wrappers.append(Wrapper(inner, self.options(self.models[inner])))
+        if self.often(0.5):
+            return body
+
+        def change(s: Statement) -> Statement:
+            return NoSync(inner, (s,)) if isinstance(s, NoSync) and s.wrapper == outer else s
+
+        return rewritten(body, change)
+
+    def by_transform(self, s: Statement, how: str) -> Statement:
+        """Call a wrapper, in most of its forwards, by a transform of torch.func."""
+        if not isinstance(s, Forward) or s.kind != "loss" or s.after is not None:
+            return s
+        model = self.models[self.wrappers[s.wrapper].model]
+        inner = () if model.around is None else self.models[model.around].layers
+        is_fit = not model.has_heads and not kinds_in(model.layers + inner) & _NOT_TRANSFORMED
+        return replace(s, kind=how) if is_fit and self.often(0.7) else s
 
     # ------------------------------------------------------------------ slips, and anything
 

@@ -22,6 +22,8 @@ from .text import text_of
 __all__ = ["Outcome", "alone", "on_rank"]
 
 WIDTH = 4
+_INSIDE = ".module."
+"""In the names of what belongs to a wrapper inside of a module. It is kept as its own model's."""
 
 
 @dataclass
@@ -67,7 +69,7 @@ class _Run:
 
     def __init__(
         self,
-        wrap: Callable[..., nn.Module],
+        wrap: Any,
         rank: int | None,
         group: Any,
         plain_group: Any,
@@ -89,6 +91,7 @@ class _Run:
             "part",
             "hooked",
             "compiled",
+            "ignoring",
             "swap",
             "penalty",
             "seen",
@@ -116,6 +119,15 @@ class _Run:
                 self.outcome.parameters[key] = parameter.detach().clone()
         self._wrapped[module] += 1
         return self.wrap(module, **options)
+
+    def ignoring(self, module: nn.Module) -> nn.Module:
+        """Let a wrapper of this module ignore what belongs to wrappers inside of it, and expanded buffers."""
+        parameters = module.named_parameters(remove_duplicate=False)  # a tied one has several names
+        names = [name for name, _ in parameters if _INSIDE in name]
+        names += [n for n, t in module.named_buffers() if _INSIDE in n or (0 in t.stride() and t.numel() > 1)]
+        if self.rank is not None:
+            self.wrap._set_params_and_buffers_to_ignore_for_model(module, names)
+        return module
 
     def batch(self, seed: int, sizes: tuple[int, int]) -> Tensor:
         """This rank's inputs, others in each call; in one process those of both ranks."""
@@ -179,12 +191,15 @@ class _Run:
                 )
 
     def compiled(self) -> contextlib.AbstractContextManager[object]:
-        """Compiled autograd, which torch's class refuses: there an ordinary backward is to end the same."""
+        """Compiled autograd, which torch's class refuses: there an ordinary backward is to end the same.
+
+        The graph that it has found runs as it is: to compile one takes half a minute, and no rank is to wait so long.
+        """
         if self.is_torchs or self.rank is None:
             return contextlib.nullcontext()
         from torch._dynamo import compiled_autograd
 
-        return compiled_autograd._enable(torch.compile(backend="eager"))
+        return compiled_autograd._enable(lambda graph: graph)
 
     def swap(self, module: nn.Module) -> None:
         """Swap parameters with copies: nothing changes, but torch's class loses its hooks, and is spared that."""
@@ -236,6 +251,8 @@ class _Run:
             if model is None:
                 continue
             for name, parameter in model.named_parameters():
+                if _INSIDE in name:
+                    continue
                 self.outcome.parameters[f"m{number}.{name}"] = parameter.detach().clone()
                 gradient = parameter.grad
                 self.outcome.gradients[f"m{number}.{name}"] = (

@@ -2,12 +2,27 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor, nn
+from torch.func import functional_call, grad, jacrev, vmap
 from torch.utils.checkpoint import checkpoint
 
-__all__ = ["Branch", "Checkpoint", "Heads", "Residual", "Tied", "Twice", "Unused", "frozen"]
+__all__ = [
+    "Branch",
+    "Checkpoint",
+    "Heads",
+    "Residual",
+    "Scaled",
+    "Tied",
+    "Transformed",
+    "Twice",
+    "Unused",
+    "frozen",
+    "transformed",
+]
 
 
 class Twice(nn.Module):
@@ -79,6 +94,47 @@ class Tied(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.b(self.a(x).tanh())
+
+
+class Scaled(nn.Module):
+    """A buffer that a forward reads. If it has several rows, they are one memory."""
+
+    def __init__(self, rows: int = 1) -> None:
+        super().__init__()
+        # What is ignored has to be the same on all ranks from the first.
+        scale = torch.rand(1, 4) if rows == 1 else torch.linspace(0.5, 2.0, 4)
+        self.register_buffer("scale", scale.expand(rows, 4))
+
+    def forward(self, x: Tensor) -> Any:
+        return x * self.scale[0]  # type: ignore[index]
+
+
+class Transformed(Twice):
+    """Layers inside of a transform of torch.func."""
+
+    def __init__(self, how: str, *inner: nn.Module) -> None:
+        super().__init__(*inner)
+        self.how = how
+
+    def forward(self, x: Tensor) -> Tensor:
+        return transformed(self.how, self.inner, x)
+
+
+def transformed(how: str, model: nn.Module, x: Tensor) -> Any:
+    """Call a model by a transform of torch.func; the output is as wide as the input."""
+
+    def squares(x: Tensor) -> Any:
+        return model(x).square()
+
+    match how:
+        case "vmap":
+            return vmap(model)(x)
+        case "grad":
+            return grad(lambda x: squares(x).sum())(x)
+        case "jacobian":
+            return vmap(jacrev(squares))(x).sum(1)
+    values: Callable[..., Any] = functional_call
+    return values(model, {name: 2 * value for name, value in model.named_parameters()}, (x,))
 
 
 def frozen(module: nn.Module) -> nn.Module:

@@ -41,8 +41,13 @@ _STRICTER: tuple[tuple[str, Callable[[Facts], bool]], ...] = (
         "each backward outside of no_sync is reduced, also one that the other rank has not",
         lambda facts: facts.decides_otherwise and facts.is_uneven,
     ),
+    (
+        "a forward under no_sync makes its backward local; a step refuses its gradients",
+        lambda facts: facts.decides_otherwise and facts.steps_local,
+    ),
     ("a step ends with the backwards of all heads", lambda facts: facts.interrupts_heads),
     ("torch refuses to swap parameters that a graph refers to", lambda facts: facts.swaps_in_graph),
+    ("a swap is taken for the end of the hooks of a backward", lambda facts: facts.steps_swapped),
     ("init_sync=False: the ranks compare what they were given, still", lambda facts: facts.wraps_alone),
 )
 """Where ours may raise though torch's class is right: the reason, as in docs/reference/compatibility.md, and when."""
@@ -177,6 +182,9 @@ class _Run:
         mine = self.fared()
         if mine == "dies":
             return [self.fault("a process died", self.errors())]
+        if self.facts.refuses_expanded:
+            refused = [self.refuses_expanded(outcome) for outcome in self.outcomes]
+            return [] if all(refused) else [self.fault("expanded buffer", self.errors())]
         errors = [outcome for outcome in self.outcomes if outcome.error]
         if how == "right":
             if errors and any(applies(self.facts) for _, applies in _STRICTER):
@@ -209,6 +217,11 @@ class _Run:
         if found and not self.facts.steps_local and not self.facts.is_uneven:
             return [self.fault("silent difference", found)]
         return [] if found else self.wrong()
+
+    def refuses_expanded(self, outcome: Outcome) -> bool:
+        """Whether a rank says, where it wraps a module, that an expanded buffer cannot be written, and which one."""
+        error = outcome.error or ""
+        return "DDP(" in outcome.line and "several elements of" in error and ".scale" in error
 
     def wrong(self) -> list[Fault]:
         found = self.difference_from_one_process()

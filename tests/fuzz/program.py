@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
 __all__ = [
+    "TRANSFORMS",
     "AllReduce",
     "Backward",
     "Clip",
@@ -32,9 +34,13 @@ __all__ = [
     "Switch",
     "Wrapper",
     "ZeroGrad",
+    "rewritten",
     "statements_of",
     "with_body",
 ]
+
+TRANSFORMS = ("vmap", "grad", "jacobian", "call")
+"""Of torch.func: kinds of layers, and of forwards."""
 
 
 @dataclass(frozen=True)
@@ -53,6 +59,8 @@ class Model:
     encoder_of: int | None = None
     has_heads: bool = False
     """The first layer is the head "a", the others are the head "b": two outputs of one input."""
+    around: int | None = None
+    """The wrapper that is its second layer, and whose parameters and buffers its own wrapper ignores."""
 
 
 @dataclass(frozen=True)
@@ -89,7 +97,8 @@ class Forward(Statement):
     """Through `.module`."""
     no_grad: bool = False
     kind: str = "loss"
-    """Or "penalty": of the gradient of the output with respect to the input. Or "heads": a loss of each head."""
+    """Or "penalty": of the gradient of the output with respect to the input. Or "heads": a loss of each head. Or one of
+    `TRANSFORMS`, around the wrapper."""
     after: int | None = None
     """The wrapper whose output is the input."""
     detach: bool = False
@@ -257,6 +266,11 @@ def statements_of(body: tuple[Statement, ...]) -> list[Statement]:
     for statement in body:
         found += [statement, *statements_of(getattr(statement, "body", ()))]
     return found
+
+
+def rewritten(body: tuple[Statement, ...], change: Callable[[Any], Statement]) -> tuple[Statement, ...]:
+    """With another statement in the place of each, also of those inside of others."""
+    return tuple(change(with_body(s, rewritten(s.body, change)) if hasattr(s, "body") else s) for s in body)
 
 
 def with_body(statement: Any, body: tuple[Statement, ...]) -> Any:

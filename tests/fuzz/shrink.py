@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import fields, replace
 from typing import Any
 
-from .program import Layer, Loop, Model, Optimizer, Program, Statement, Wrapper, statements_of, with_body
+from .program import Layer, Loop, Optimizer, Program, Statement, statements_of, with_body
 
 __all__ = ["shrink", "smaller", "weight"]
 
@@ -59,7 +59,9 @@ def weight(program: Program) -> tuple[int, int]:
     odd += sum(len(wrapper.options) for wrapper in program.wrappers)
     odd += sum(len(o.models) + (o.kind != "sgd") for o in program.optimizers)
     odd += program.dtype != "float64"
-    layers = sum(_num_layers(model.layers) + (model.encoder_of is not None) for model in program.models)
+    layers = sum(
+        _num_layers(m.layers) + (m.encoder_of is not None) + (m.around is not None) for m in program.models
+    )
     return 3 * len(statements) + layers + 2 * len(program.optimizers) + 2 * len(program.wrappers), odd
 
 
@@ -88,6 +90,8 @@ def smaller(program: Program) -> Iterator[Program]:
     for at, model in enumerate(program.models):
         if model.encoder_of is not None:
             yield replace(program, models=_with(program.models, at, replace(model, encoder_of=None)))
+        if model.around is not None:
+            yield replace(program, models=_with(program.models, at, replace(model, around=None)))
         for layers in _smaller_layers(model.layers):
             if layers:
                 yield replace(program, models=_with(program.models, at, replace(model, layers=layers)))
@@ -159,7 +163,7 @@ def _without_model(program: Program, at: int) -> Iterator[Program]:
         return
     if any(at in optimizer.models for optimizer in program.optimizers):
         return
-    if any(model.encoder_of == at for model in program.models):
+    if any(at in (model.encoder_of, model.around) for model in program.models):
         return
     body: tuple[Statement, ...] | None = program.body
     for name in ("wrapper", "after", "model"):
@@ -167,16 +171,16 @@ def _without_model(program: Program, at: int) -> Iterator[Program]:
     if body is None:
         return
 
-    def renumbered(number: int) -> int:
-        return number - (number > at)
+    def renumbered(number: Any) -> Any:
+        return number if number is None else number - (number > at)
 
     models = [
-        Model(model.layers, None if model.encoder_of is None else renumbered(model.encoder_of))
+        replace(model, encoder_of=renumbered(model.encoder_of), around=renumbered(model.around))
         for number, model in enumerate(program.models)
         if number != at
     ]
     wrappers = [
-        Wrapper(renumbered(w.model), w.options) for number, w in enumerate(program.wrappers) if number != at
+        replace(w, model=renumbered(w.model)) for number, w in enumerate(program.wrappers) if number != at
     ]
     optimizers = [Optimizer(o.kind, tuple(map(renumbered, o.models))) for o in program.optimizers]
     yield replace(

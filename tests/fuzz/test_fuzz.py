@@ -8,7 +8,7 @@ from contextlib import closing
 
 import pytest
 
-from .broken import Forgetful
+from .broken import Forgetful, Jealous, Possessive
 from .grammar import draw
 from .program import (
     Backward,
@@ -25,6 +25,7 @@ from .program import (
     statements_of,
 )
 from .runner import Runner, Tally, report_of
+from .text import text_of
 
 SEEDS = range(1_000_000, 1_000_200)
 
@@ -65,14 +66,33 @@ def test_a_class_that_leaves_out_a_reduction_is_found_and_the_program_is_shrunk(
         optimizers=(Optimizer("sgd", (0,)),),
         body=(OnRank(0, (Forward(0, 2, no_grad=True),)), Loop((3, 3), step)),
     )
-    forgetful = runner.wrapping({"gloo": Forgetful})
+    least = found(runner, Forgetful, program)
+    kinds = [type(statement) for statement in statements_of(least.body)]
+    assert OnRank not in kinds
+    assert kinds.count(Forward) == (1 if Loop in kinds else 2)
+
+
+@pytest.mark.parametrize(
+    ("broken", "text"),
+    [(Possessive, "nn.Sequential(nn.Linear(4, 4), w1"), (Jealous, "transformed('vmap', w0")],
+)
+def test_a_class_that_is_wrong_with_what_is_inside_or_around_is_found(
+    runner: Runner, broken: type, text: str
+) -> None:
+    """It is wrong only with a wrapper inside, or inside of a transform: what is left has that."""
+    models = (Model((Layer("linear"), Layer("tanh")), around=1), Model((Layer("linear"),)))
+    body = (Forward(0, 1), Forward(0, 2, loss="l0", kind="vmap"), Backward(("l0",)))
+    program = Program(models, (Wrapper(0), Wrapper(1)), (), body)
+    assert text in text_of(found(runner, broken, program))
+
+
+def found(runner: Runner, broken: type, program: Program) -> Program:
+    """Check that a class is found to differ from torch's; what is left of the program."""
+    wrapping = runner.wrapping({"gloo": broken})
     for _ in range(3):  # a rank that a busy machine has held up for 0.3 s counts as one that hangs
-        verdict = next(forgetful.verdicts([program], ("torch", "gloo")))[1]
+        verdict = next(wrapping.verdicts([program], ("torch", "gloo")))[1]
         if verdict.torch == "right":
             break
     assert verdict.torch == "right"
     assert [fault.kind for fault in verdict.faults] == ["differs from torch"]
-    least, _ = forgetful.shrunk(program, verdict)
-    kinds = [type(statement) for statement in statements_of(least.body)]
-    assert OnRank not in kinds
-    assert kinds.count(Forward) == (1 if Loop in kinds else 2)
+    return wrapping.shrunk(program, verdict)[0]

@@ -7,11 +7,12 @@ from dataclasses import replace
 import pytest
 import torch
 
-from .facts import facts_of
+from .facts import Facts, facts_of
 from .grammar import draw
 from .interpreter import Alone, Outcome, _Run, alone
 from .oracle import judge
 from .program import (
+    TRANSFORMS,
     Backward,
     Flag,
     Forward,
@@ -59,6 +60,8 @@ def test_a_seed_is_always_the_same_program_and_every_program_is_python() -> None
         kinds |= {type(statement).__name__ for statement in statements_of(program.body)}
         kinds |= {layer.kind for model in program.models for layer in model.layers}
         kinds |= {name for wrapper in program.wrappers for name, _ in wrapper.options}
+        kinds |= {f"{s.kind} of a wrapper" for s in statements_of(program.body) if isinstance(s, Forward)}
+        kinds |= {"nested" for model in program.models if model.around is not None}
     rare = {"Drop", "Freeze", "Join", "Rewrap", "ReloadOptimizer", "Flag", "Swap"}
     layers = {
         "batch_norm",
@@ -72,7 +75,9 @@ def test_a_seed_is_always_the_same_program_and_every_program_is_python() -> None
         "reentrant",
     }
     options = {"find_unused_parameters", "static_graph", "gradient_as_bucket_view", "broadcast_buffers"}
-    assert kinds >= rare | layers | options
+    last = {*TRANSFORMS, *(f"{how} of a wrapper" for how in TRANSFORMS)}
+    last |= {"scaled", "expanded", "nested", "ignored"}
+    assert kinds >= rare | layers | options | last
 
 
 def test_most_programs_have_a_meaning_in_one_process() -> None:
@@ -143,11 +148,29 @@ def test_the_backwards_of_two_heads_are_one_step() -> None:
     assert not facts_of(program_of(heads, of_a, evaluation, of_b, model=HEADS)).interrupts_heads
 
 
+def test_a_wrapper_inside_of_another_one_reduces_for_itself() -> None:
+    forward, backward = PLAIN_STEP[:2]
+
+    def nested(*body: Statement) -> Facts:
+        models = (replace(LINEAR, around=1), LINEAR)
+        return facts_of(Program(models, (Wrapper(0), Wrapper(1)), (Optimizer("sgd", (0,)),), body))
+
+    assert nested(*PLAIN_STEP) == facts_of(program_of(*PLAIN_STEP))
+    outer, both = NoSync(0, (forward, backward)), NoSync(1, (NoSync(0, (forward, backward)),))
+    assert (nested(outer).ends_local, nested(outer).decides_otherwise) == ({0}, False)
+    assert (nested(both).ends_local, nested(both).decides_otherwise) == ({0, 1}, False)
+    assert nested(NoSync(1, (forward, backward)), Step(0)).steps_local
+    assert not nested(NoSync(1, (forward, backward)), ZeroGrad(0), Step(0)).steps_local
+
+
 def test_parameters_are_swapped_where_no_graph_refers_to_them() -> None:
     forward, backward = PLAIN_STEP[:2]
     assert facts_of(program_of(forward, Swap(0), backward)).swaps_in_graph
     assert not facts_of(program_of(*PLAIN_STEP, Swap(0), *PLAIN_STEP)).swaps_in_graph
     assert facts_of(program_of(*PLAIN_STEP, Swap(0), *PLAIN_STEP)).has_one_process_meaning
+    assert not facts_of(program_of(*PLAIN_STEP, Swap(0), *PLAIN_STEP)).steps_swapped
+    assert not facts_of(program_of(forward, backward, Swap(0), Step(0))).steps_swapped
+    assert facts_of(program_of(forward, backward, Step(0), Swap(0), Step(0))).steps_swapped
 
 
 def test_which_programs_one_process_can_run() -> None:
@@ -188,6 +211,25 @@ def test_where_torch_is_wrong_ours_is_right_or_a_named_error() -> None:
     assert judged((unnamed, unnamed), (unnamed, unnamed)) == ["unnamed error"]
     local = (NoSync(0, PLAIN_STEP[:2]), Step(0))
     assert judged(differs, differs, *local) == []  # asked for
+
+
+def test_an_expanded_buffer_is_refused_on_every_rank_wherever_it_is_sent() -> None:
+    text = "RuntimeError: several elements of 1.scale use the same memory"
+    refused = Outcome(error=text, kinds=("RuntimeError",), line="4: w0 = DDP(m0)")
+    later, right = replace(refused, line="6: l0 = loss(w0(batch(1, (3, 3))))"), outcome(w=1.0)
+
+    def found(layer: str, *ours: Outcome, **options: bool) -> list[str]:
+        program = program_of(*PLAIN_STEP, model=Model((Layer("linear"), Layer(layer))))
+        program = replace(program, wrappers=(Wrapper(0, tuple(options.items())),))
+        a, b = ({"torch": right, "gloo": o} for o in ours)
+        return [fault.kind for fault in judge(program, (a, b), None).faults]
+
+    assert found("expanded", refused, refused) == []
+    for ours in ((refused, right), (right, right), (later, later)):
+        assert found("expanded", *ours) == ["expanded buffer"]
+    for layer, is_sent in (("ignored", True), ("expanded", False)):
+        assert found(layer, right, right, broadcast_buffers=is_sent) == []
+        assert found(layer, refused, refused, broadcast_buffers=is_sent) == ["raises"]
 
 
 def test_one_process_is_a_witness_where_torch_differs() -> None:

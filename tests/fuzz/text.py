@@ -5,6 +5,7 @@ from __future__ import annotations
 from functools import singledispatch
 
 from .program import (
+    TRANSFORMS,
     AllReduce,
     Backward,
     Clip,
@@ -40,6 +41,9 @@ _LAYERS = {
     "tanh": "nn.Tanh()",
     "dropout": "nn.Dropout(0.5)",
     "tied": "Tied()",
+    "scaled": "Scaled()",
+    "expanded": "Scaled(rows=3)",
+    "ignored": "Scaled(rows=3)",
 }
 _AROUND = {
     "twice": "Twice({})",
@@ -49,6 +53,7 @@ _AROUND = {
     "branch": "Branch({})",
     "checkpoint": "Checkpoint({}, use_reentrant=False)",
     "reentrant": "Checkpoint({}, use_reentrant=True)",
+    **{how: f"Transformed({how!r}, {{}})" for how in TRANSFORMS},
 }
 _OPTIMIZERS = {
     "sgd": "torch.optim.SGD({}, lr=0.1)",
@@ -60,10 +65,12 @@ _OPTIMIZERS = {
 def text_of(program: Program) -> str:
     """The program as Python; `interpreter.py` has the names that it uses."""
     lines = [f"torch.set_default_dtype(torch.{program.dtype})", _seed(program)]
-    for number, model in enumerate(program.models):
-        lines.append(f"m{number} = {_model(model)}")
-    for number in range(len(program.wrappers)):
-        lines.append(_wrap(program, number))
+    inner = [model.around for model in program.models if model.around is not None]
+    for number in inner:
+        lines += [_made(program, program.wrappers[number].model), _wrap(program, number)]
+    inside = [program.wrappers[number].model for number in inner]
+    lines += [_made(program, number) for number in range(len(program.models)) if number not in inside]
+    lines += [_wrap(program, number) for number in range(len(program.wrappers)) if number not in inner]
     for number, optimizer in enumerate(program.optimizers):
         owners = " + ".join(f"list(m{model}.parameters())" for model in optimizer.models)
         owners = (
@@ -80,10 +87,16 @@ def _seed(program: Program) -> str:
     return f"torch.manual_seed({'0' if vouches else 'rank or 0'})"
 
 
+def _made(program: Program, number: int) -> str:
+    return f"m{number} = {_model(program.models[number])}"
+
+
 def _model(model: Model) -> str:
     layers = [_layer(layer) for layer in model.layers]
     if model.encoder_of is not None:
         layers.insert(0, f"m{model.encoder_of}[0]")
+    if model.around is not None:
+        layers.insert(1, f"w{model.around}")
     if model.has_heads:
         return f"Heads(nn.Sequential({layers[0]}), nn.Sequential({', '.join(layers[1:])}))"
     return f"nn.Sequential({', '.join(layers)})"
@@ -98,7 +111,10 @@ def _layer(layer: Layer) -> str:
 def _wrap(program: Program, number: int) -> str:
     wrapper = program.wrappers[number]
     options = "".join(f", {name}={value!r}" for name, value in wrapper.options)
-    return f"w{number} = DDP(m{wrapper.model}, process_group=group{options})"
+    model = program.models[wrapper.model]
+    ignores = model.around is not None or any(layer.kind == "ignored" for layer in model.layers)
+    module = f"ignoring(m{wrapper.model})" if ignores else f"m{wrapper.model}"
+    return f"w{number} = DDP({module}, process_group=group{options})"
 
 
 def _body(body: tuple[Statement, ...], program: Program) -> list[str]:
@@ -121,6 +137,8 @@ def _(s: Forward, program: Program) -> list[str]:
     if s.after is not None:
         inputs = f"w{s.after}({inputs})" + (".detach()" if s.detach else "")
     line = f"penalty({called}, {inputs})" if s.kind == "penalty" else f"loss({called}({inputs}))"
+    if s.kind in TRANSFORMS:
+        line = f"loss(transformed({s.kind!r}, {called}, {inputs}))"
     if s.kind == "heads" and s.second is not None:
         line = f"{s.loss}, {s.second} = losses({called}({inputs}))"
     elif s.loss is not None:

@@ -58,6 +58,20 @@ def test_buffers_are_synchronized_outside_of_the_transform(buffers: Any, transpo
 
 
 @pytest.mark.ranks(2)
+def test_a_forward_under_no_sync_inside_of_a_transform_makes_its_backward_local() -> None:
+    ddp = sl.DistributedDataParallel(Scaled())
+    x = torch.arange(6.0).view(3, 2) + dist.get_rank()
+    for number in range(3):
+        with ddp.no_sync():
+            found = transformed(ddp, x)[number]
+        found.square().sum().backward()
+        loss = transformed(ddp.module, x)[number].square().sum()
+        (local,) = torch.autograd.grad(loss, ddp.module.weight)
+        assert torch.equal(ddp.module.weight.grad, local)
+        ddp.zero_grad()
+
+
+@pytest.mark.ranks(2)
 def test_a_verb_inside_of_a_transform_is_an_ordinary_call() -> None:
     sl.init(transport="shm")
     try:

@@ -390,6 +390,21 @@ def test_where_no_hook_runs_the_optimizer_does_not_step(is_direct: bool) -> None
     assert run_ranks(2, rank) == [[1.5]] * 2
 
 
+def test_a_step_of_other_parameters_does_not_use_up_a_backward() -> None:
+    def rank(t: Transport) -> float:
+        ddp, other = wrapped(t, linear()), linear()
+        optimizer, others = (torch.optim.SGD(module.parameters(), lr=1.0) for module in (ddp, other))
+        ddp(inputs(t)).sum().backward()
+        others.step()
+        copied = nn.Parameter(ddp.module.weight.detach().clone())
+        copied.grad = ddp.module.weight.grad
+        torch.utils.swap_tensors(ddp.module.weight, copied)
+        optimizer.step()
+        return ddp.module.weight.item()
+
+    assert run_ranks(2, rank) == [-0.5] * 2
+
+
 def test_a_converted_module_is_followed_with_its_hooks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.__future__, "_swap_module_params_on_conversion", True)
 

@@ -21,6 +21,16 @@ belongs_to_transform: Callable[[Tensor], bool] = (
 )
 """Return whether a tensor stands for several values, or is tracked, inside of a transform that runs now."""
 
+_contents = lookup("torch._C:_functorch.get_unwrapped", _USE)
+
+
+def without_transforms(tensor: Tensor) -> Tensor:
+    """Return the tensor that stands for this one outside of all transforms: the one that a backward can reach."""
+    while belongs_to_transform(tensor):
+        tensor = _contents(tensor)
+    return tensor
+
+
 _NOTHING: AbstractContextManager[Any] = nullcontext()
 
 

@@ -12,6 +12,7 @@ from itertools import islice
 from torch import Tensor
 
 from syncline._torch.autograd import NO_TASK, current_graph_task_id
+from syncline._torch.transforms import without_transforms
 from syncline.gradients.usage import tensors_in, when_backward_reaches
 
 _MAX_WATCHED_TENSORS = 8
@@ -73,9 +74,10 @@ class Outputs:
             prepare: a function to call when a backward reaches the output, before anything else.
         """
         if isinstance(output, Tensor):
-            tensors = [output] if output.requires_grad else []
+            tensors = [found] if (found := without_transforms(output)).requires_grad else []
         else:
-            differentiable = (tensor for tensor in tensors_in(output) if tensor.requires_grad)
+            ordinary = map(without_transforms, tensors_in(output))
+            differentiable = (tensor for tensor in ordinary if tensor.requires_grad)
             tensors = list(
                 differentiable if all_tensors else islice(differentiable, _MAX_WATCHED_TENSORS + 1)
             )

@@ -39,7 +39,8 @@ class StepGuard:
     ) -> None:
         self._reduction, self._tasks, self._hooks, self._finish = reduction, tasks, hooks, finish
         self._seen = reduction.backward
-        """The last backward that had begun when an optimizer stepped last."""
+        """The last backward that had begun when an optimizer of these parameters stepped last."""
+        self._own = frozenset(map(id, reduction.parameters))
         self._handle = register_optimizer_step_pre_hook(weakly(self._check))
 
     def remove(self) -> None:
@@ -54,11 +55,18 @@ class StepGuard:
         """
         reduction, tasks = self._reduction, self._tasks
         backward, seen = reduction.backward, self._seen
-        self._seen = backward
         if backward is not seen and not backward.is_local_by_forward and not tasks.is_running:
+            if any(
+                id(parameter) in self._own
+                for group in optimizer.param_groups
+                for parameter in group["params"]
+            ):
+                self._seen = backward
             return
         stepped = {id(parameter) for parameter in parameters_of(optimizer)}
         own = [index for index, parameter in enumerate(reduction.parameters) if id(parameter) in stepped]
+        if own:
+            self._seen = backward
         if not own or (not reduction.sends and not tasks.is_unfinished):
             return
         what = f"{type(optimizer).__name__}.step()"
@@ -66,8 +74,8 @@ class StepGuard:
             self._check_backward(what)
         elif backward.is_local_by_forward and not reduction.unreduced.isdisjoint(own):
             raise self._error(
-                f"{what}: expected reduced gradients, but each forward since the last reduction ran under no_sync, so "
-                "its backward was not reduced. Run the forward of the last micro-batch of each step outside of no_sync"
+                f"{what}: expected reduced gradients, but the forward of the last backward ran under no_sync, so that "
+                "backward was not reduced. Run the forward of the last micro-batch of each step outside of no_sync"
             )
         elif backward is seen and any(reduction.parameters[index].grad is not None for index in own):
             self._check_hooks(own, what)
