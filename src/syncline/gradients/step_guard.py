@@ -56,10 +56,9 @@ class StepGuard:
         reduction, tasks = self._reduction, self._tasks
         backward, seen = reduction.backward, self._seen
         if backward is not seen and not backward.is_local_by_forward and not tasks.is_running:
+            # Not all parameters are looked at: it would cost each step of other optimizers a time that grows with them.
             if any(
-                id(parameter) in self._own
-                for group in optimizer.param_groups
-                for parameter in group["params"]
+                id(group["params"][0]) in self._own for group in optimizer.param_groups if group["params"]
             ):
                 self._seen = backward
             return
