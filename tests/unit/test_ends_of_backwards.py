@@ -405,6 +405,21 @@ def test_a_step_of_other_parameters_does_not_use_up_a_backward() -> None:
     assert run_ranks(2, rank) == [-0.5] * 2
 
 
+def test_a_wrapper_whose_hooks_another_one_has_registered_again_has_not_lost_them() -> None:
+    def rank(t: Transport) -> list[float | None]:
+        inner = linear()
+        outer = nn.Sequential(inner, linear())
+        _first, second = wrapped(t, inner), wrapped(t, outer)
+        optimizer = torch.optim.SGD(outer.parameters(), lr=1.0)
+        torch.utils.swap_tensors(inner.weight, nn.Parameter(inner.weight.detach().clone()))
+        second(inputs(t)).sum().backward()
+        found = firsts(outer)
+        optimizer.step()
+        return found
+
+    assert run_ranks(2, rank) == [[1.5, 1.5]] * 2
+
+
 def test_a_converted_module_is_followed_with_its_hooks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.__future__, "_swap_module_params_on_conversion", True)
 

@@ -28,7 +28,7 @@ from syncline.errors import SynclineError
 from syncline.gradients.backward import BackwardState, GraphTasks, Ownership
 from syncline.gradients.reduction import Reduction
 from syncline.gradients.usage import accumulation_nodes
-from syncline.gradients.user_hooks import UserHook, table_of
+from syncline.gradients.user_hooks import HookTable, UserHook, table_of
 
 
 def gradient_hook(
@@ -124,6 +124,7 @@ class ParameterHooks:
         """The key of the hook in the table of each parameter. torch's own keys are positive."""
         self.deferred: dict[tuple[UserHook, int], Tensor] = {}
         """The calls of hooks of the program that wait for the end of the backward, with the parameter of each."""
+        self._tables: list[HookTable] = []
         for index, (parameter, stand_in) in enumerate(
             zip(reduction.parameters, reduction.layout.stand_ins(), strict=True)
         ):
@@ -136,8 +137,9 @@ class ParameterHooks:
                 complete=complete,
                 rivals=ownership.rivals,
             )
-            table_of(parameter).add(self._key, hook, self._defers)
-        self._contents = contents_of(reduction.parameters)
+            table = table_of(parameter)
+            table.add(self._key, hook, self._defers)
+            self._tables.append(table)
         self.are_registered = True
         """Whether the hooks are registered; False after `remove`."""
         self.contexts = AutogradContexts(reduction, tasks, begin)
@@ -162,10 +164,10 @@ class ParameterHooks:
         """
         parameters = self._reduction.parameters
         found = dict(zip(indices, contents_of([parameters[index] for index in indices]), strict=True))
-        lost = [index for index, contents in found.items() if contents != self._contents[index]]
+        # Another wrapper of the same parameters may have registered the hooks of all.
+        lost = [index for index, contents in found.items() if contents != self._tables[index].contents]
         for index in lost:
-            self._contents[index] = found[index]
-            table_of(parameters[index])
+            self._tables[index] = table_of(parameters[index])
         return lost
 
     # ------------------------------------------------------------------ hooks of the program

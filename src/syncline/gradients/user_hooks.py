@@ -16,7 +16,7 @@ from typing import TypeAlias
 
 from torch import Tensor
 
-from syncline._torch.autograd import post_accumulate_hooks, set_post_accumulate_hooks
+from syncline._torch.autograd import contents_of, post_accumulate_hooks, set_post_accumulate_hooks
 
 Hook: TypeAlias = Callable[[Tensor], object]
 
@@ -64,6 +64,8 @@ class HookTable(OrderedDict[int, Hook]):
         super().__init__()
         self.deferring: list[Defer] = []
         """The functions of the wrappers that have the parameter."""
+        self.contents = 0
+        """The contents of the parameter whose gradients call the hooks; see `contents_of`."""
 
     def __setitem__(self, key: int, hook: Hook) -> None:
         super().__setitem__(key, hook if isinstance(hook, UserHook) else UserHook(hook, self.deferring))
@@ -98,4 +100,5 @@ def table_of(parameter: Tensor) -> HookTable:
         for key, hook in (found or {}).items():
             table[key] = UserHook(hook, table.deferring, key, found)
     set_post_accumulate_hooks(parameter, table)
+    (table.contents,) = contents_of([parameter])
     return table
