@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import threading
 from typing import Any
 
 import pytest
@@ -13,6 +14,8 @@ from torch.distributed.algorithms.join import Joinable
 
 import syncline as sl
 from syncline.ddp.torch_names import REFUSED
+from syncline.testing import run_ranks
+from syncline.transport.base import Transport
 
 TorchDDP = torch.nn.parallel.DistributedDataParallel
 
@@ -23,7 +26,7 @@ HARMLESS = {
     "_get_active_ddp_module": "reads _active_ddp_module",
     "_get_data_parallel_params": "lists parameters",
     "_get_parameters": "lists parameters",
-    "_inside_ddp_forward": "sets _active_ddp_module; our forward calls it if something reads that",
+    "_inside_ddp_forward": "sets _active_ddp_module, as our forward does if something reads that",
     "_log_and_throw": "raises what it is given; there is no logger",
     "_set_params_and_buffers_to_ignore_for_model": "marks the module, which is read when it is wrapped",
     "gather": "of outputs, which nobody calls",
@@ -101,6 +104,26 @@ def test_a_subclass_may_replace_how_the_module_runs_as_in_torch() -> None:
     assert torch.equal(Doubled(module)(x), 2 * module(x))
 
 
+def test_no_thread_leaves_its_wrapper_there() -> None:
+    """Then the attribute could hold the last reference to a wrapper, and be read by others while that is freed."""
+    both, left = threading.Barrier(2), threading.Event()
+
+    class Net(nn.Linear):
+        def forward(self, x: Any) -> Any:
+            both.wait()
+            return super().forward(x)
+
+    def rank(t: Transport) -> None:
+        ddp = sl.DistributedDataParallel(Net(1, 1), process_group=t)
+        if t.rank:  # enters the forward like rank 0, and leaves it later
+            ddp.module.register_forward_hook(lambda *_: left.wait() and None)
+        ddp(torch.ones(1, 1))
+        left.set()
+
+    run_ranks(2, rank)
+    assert TorchDDP._get_active_ddp_module() is None
+
+
 def test_torch_compile_finds_the_wrapper_in_whose_forward_it_compiles() -> None:
     """By it, torch splits graphs at the buckets. In a step that compiles nothing it is not set, which would cost."""
     found = []
@@ -111,13 +134,12 @@ def test_torch_compile_finds_the_wrapper_in_whose_forward_it_compiles() -> None:
             return self.run(x)
 
     torch.compiler.reset()  # an earlier test of this process may have compiled
-    outside = TorchDDP._get_active_ddp_module()  # torch restores it wrongly for ranks that are threads
     net = Net(1, 1)
     net.run = super(Net, net).forward
     ddp = sl.DistributedDataParallel(net)
     for _ in range(2):
         ddp(torch.ones(1, 1)).sum().backward()
-    assert found == [ddp, outside]
+    assert found == [ddp, None]
     found.clear()
 
     def backend(graph: Any, _: Any) -> Any:
@@ -130,7 +152,7 @@ def test_torch_compile_finds_the_wrapper_in_whose_forward_it_compiles() -> None:
     finally:
         torch.compiler.reset()
     assert found == [ddp, ddp]
-    assert TorchDDP._get_active_ddp_module() is outside
+    assert TorchDDP._get_active_ddp_module() is None
 
 
 @pytest.mark.ranks(2)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import gc
 import weakref
@@ -38,14 +37,6 @@ class TwoHeads(nn.Module):
 
 def wrapped(t: Transport, module: nn.Module, **arguments: Any) -> Any:
     return sl.DistributedDataParallel(module, process_group=t, **arguments)
-
-
-@pytest.fixture
-def frees_wrappers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Do not let torch store the wrapper whose forward runs. It restores it wrongly for ranks that are threads."""
-    monkeypatch.setattr(
-        nn.parallel.DistributedDataParallel, "_inside_ddp_forward", lambda _: contextlib.nullcontext()
-    )
 
 
 def inputs(t: Transport, width: int = 1) -> Tensor:
@@ -249,9 +240,7 @@ def test_a_hook_that_steps_and_clears_works_with_the_mean(as_view: bool, width: 
     assert run_ranks(2, rank) == [([1.5] * 3, 0.55, None)] * 2
 
 
-def test_a_hook_runs_with_local_gradients_where_nothing_is_reduced_and_can_be_removed(
-    frees_wrappers: None,
-) -> None:
+def test_a_hook_runs_with_local_gradients_where_nothing_is_reduced_and_can_be_removed() -> None:
     def rank(t: Transport) -> list[float]:
         module, seen = linear(), []
         early = module.weight.register_post_accumulate_grad_hook(lambda p: seen.append(10 * p.grad.item()))
@@ -469,9 +458,7 @@ def test_an_optimizer_does_not_step_after_a_backward_that_an_exception_interrupt
 
 
 @pytest.mark.parametrize("arguments", [{}, {"static_graph": True}, {"find_unused_parameters": True}], ids=str)
-def test_an_output_keeps_its_wrapper_until_its_backward_has_ended(
-    arguments: dict[str, Any], frees_wrappers: None
-) -> None:
+def test_an_output_keeps_its_wrapper_until_its_backward_has_ended(arguments: dict[str, Any]) -> None:
     def program(t: Transport) -> weakref.ref[Any]:
         module = linear()
         ddp = wrapped(t, module, **arguments)

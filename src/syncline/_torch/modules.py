@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import importlib
 import sys
+import threading
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from types import MethodType
@@ -136,14 +137,41 @@ IGNORED_BY_DDP = "_ddp_params_and_buffers_to_ignore"
 """The attribute of a module that lists the parameters and buffers that torch's DistributedDataParallel ignores."""
 
 
+_ACTIVE = "_active_ddp_module"
+"""The attribute of torch's class that holds the wrapper whose forward runs."""
+
+_in_this_thread = threading.local()
+
+
+class _InForward:
+    """The context of the forward of a wrapper. Unlike torch's own, it is right for ranks that are threads.
+
+    torch's context restores what another thread has set. So the attribute could hold the last reference to a wrapper,
+    and while Python frees it, the attribute can be read (CPython drops what it has cached about a class too late).
+    """
+
+    __slots__ = ("_outer", "_wrapper")
+
+    def __init__(self, wrapper: nn.Module) -> None:
+        self._wrapper = wrapper
+
+    def __enter__(self) -> None:
+        self._outer = getattr(_in_this_thread, "wrapper", None)
+        _in_this_thread.wrapper = self._wrapper
+        setattr(DistributedDataParallel, _ACTIVE, self._wrapper)
+
+    def __exit__(self, *_: object) -> None:
+        _in_this_thread.wrapper = self._outer
+        if getattr(DistributedDataParallel, _ACTIVE) is self._wrapper:
+            setattr(DistributedDataParallel, _ACTIVE, self._outer)
+
+
 def while_in_forward_of_ddp(wrapper: nn.Module) -> AbstractContextManager[Any]:
     """Return a context in which torch.compile treats the code as part of a wrapper's forward.
 
     Only in this context does torch.compile split graphs at the buckets, which is faster.
     """
-    make = getattr(wrapper, "_inside_ddp_forward", nullcontext)
-    context: AbstractContextManager[Any] = make()
-    return context
+    return _InForward(wrapper) if hasattr(DistributedDataParallel, _ACTIVE) else nullcontext()
 
 
 def wrapper_in_forward() -> nn.Module | None:
@@ -151,7 +179,7 @@ def wrapper_in_forward() -> nn.Module | None:
 
     It is known only for code inside of `while_in_forward_of_ddp`.
     """
-    wrapper: nn.Module | None = getattr(DistributedDataParallel, "_active_ddp_module", None)
+    wrapper: nn.Module | None = getattr(DistributedDataParallel, _ACTIVE, None)
     return wrapper
 
 

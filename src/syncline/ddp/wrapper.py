@@ -29,7 +29,7 @@ from syncline._torch.profiler import UNPROFILED, is_profiling, profiled
 from syncline._torch.tensors import tree_map_only
 from syncline._torch.transforms import outside_of_transforms
 from syncline.buffers.policies import BufferHook, BufferPolicy
-from syncline.checks import checked_truth
+from syncline.checks import checked_flag, checked_truth
 from syncline.compression import Compression
 from syncline.contract import Contract
 from syncline.ddp.config import checked_config, checked_truths
@@ -407,7 +407,7 @@ class DistributedDataParallel(  # type: ignore[misc, override]
             self._replica.evidence(looks_ahead=True),
             gradients.layout.plans,
             gradients.names,
-            verbose=checked_truth("verbose", verbose),
+            verbose=checked_flag("verbose", verbose),
         )
 
     @property

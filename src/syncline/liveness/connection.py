@@ -116,7 +116,7 @@ class Requests:
         Raises:
             StoreSilent: there is no answer to this request in time, or none to an earlier one yet.
         """
-        if not self._turn.acquire(timeout=self.seconds + wait_seconds):
+        if not _in_slices(lambda seconds: self._turn.acquire(timeout=seconds), self.seconds + wait_seconds):
             raise self._silent(self.seconds + wait_seconds)
         try:
             if self._last is not None and not self._last.is_over.is_set():
@@ -135,11 +135,11 @@ class Requests:
 
     def _wait(self, call: _Call[Any], seconds: float, *, may_be_silent: bool) -> None:
         if may_be_silent and self._note_silence is not None and seconds > _NOTE_SECONDS:
-            if call.is_over.wait(_NOTE_SECONDS):
+            if _in_slices(call.is_over.wait, _NOTE_SECONDS):
                 return
             self._note_silence(seconds)
             seconds -= _NOTE_SECONDS
-        if not call.is_over.wait(seconds):
+        if not _in_slices(call.is_over.wait, seconds):
             raise self._silent(self.seconds)
 
     def _silent(self, seconds: float) -> StoreSilent:
@@ -149,6 +149,20 @@ class Requests:
             "run. Resume this process (`fg`, or `kill -CONT PID`), or end the job"
         )
 
+
+def _in_slices(wait: Callable[[float], bool], seconds: float) -> bool:
+    """Wait for something in several calls of `wait`, and return whether it has happened in time.
+
+    If a signal arrives just before Python waits for a lock, its handler runs only when the wait ends.
+    """
+    deadline = time.monotonic() + seconds
+    while not wait(max(0.0, min(_SLICE_SECONDS, deadline - time.monotonic()))):
+        if time.monotonic() >= deadline:
+            return False
+    return True
+
+
+_SLICE_SECONDS = 0.5
 
 _NOTE_SECONDS = 2.0
 
