@@ -22,6 +22,7 @@ ALLOWED = {
     "syncline.events.observer.OBSERVERS": "what happens in the process is passed to its observers",
     "syncline.faces._IMPORTING": "threads that ask for public names at once import one module after the other",
     "syncline._torch.gloo._MAKER": "threads create groups at once, by one name of torch",
+    "syncline._torch.modules._in_this_thread": "torch stores the wrapper whose forward runs in a class, of all threads",
     "syncline._torch.modules._is_kept_out": "torch's compiler, which is configured, is of the process",
     "syncline._torch.optimizers._lock": "guards _scalers",
     "syncline._torch.optimizers._scalers": "torch's GradScaler, a class, reports scalers; torch keeps no list of them",

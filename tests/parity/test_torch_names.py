@@ -15,7 +15,7 @@ from torch.distributed.algorithms.join import Joinable
 import syncline as sl
 from syncline.ddp.torch_names import REFUSED
 from syncline.testing import run_ranks
-from syncline.transport.base import Transport
+from syncline.transport import Transport
 
 TorchDDP = torch.nn.parallel.DistributedDataParallel
 
