@@ -123,23 +123,26 @@ class Requests:
                 raise self._silent(self.seconds)
             self._last = call = _Call(request)
             self._calls.put(call)
-            if meanwhile is not None:
-                deadline = time.monotonic() + wait_seconds
-                while not call.is_over.wait(MEANWHILE_SECONDS) and time.monotonic() < deadline:
-                    meanwhile()
-            self._wait(call, self.seconds + wait_seconds, may_be_silent=not wait_seconds)
+            self._wait(call, self.seconds + wait_seconds, meanwhile, may_be_silent=not wait_seconds)
             result: T = call.result()
             return result
         finally:
             self._turn.release()
 
-    def _wait(self, call: _Call[Any], seconds: float, *, may_be_silent: bool) -> None:
+    def _wait(
+        self,
+        call: _Call[Any],
+        seconds: float,
+        meanwhile: Callable[[], object] | None,
+        *,
+        may_be_silent: bool,
+    ) -> None:
         if may_be_silent and self._note_silence is not None and seconds > _NOTE_SECONDS:
             if _in_slices(call.is_over.wait, _NOTE_SECONDS):
                 return
             self._note_silence(seconds)
             seconds -= _NOTE_SECONDS
-        if not _in_slices(call.is_over.wait, seconds):
+        if not _in_slices(call.is_over.wait, seconds, meanwhile):
             raise self._silent(self.seconds)
 
     def _silent(self, seconds: float) -> StoreSilent:
@@ -150,15 +153,25 @@ class Requests:
         )
 
 
-def _in_slices(wait: Callable[[float], bool], seconds: float) -> bool:
+def _in_slices(
+    wait: Callable[[float], bool], seconds: float, meanwhile: Callable[[], object] | None = None
+) -> bool:
     """Wait for something in several calls of `wait`, and return whether it has happened in time.
 
     If a signal arrives just before Python waits for a lock, its handler runs only when the wait ends.
+
+    Args:
+        wait: a function that waits for some seconds, and returns whether it has happened.
+        seconds: how long to wait in all.
+        meanwhile: a function to call after each part of the wait. The parts are then `MEANWHILE_SECONDS` long.
     """
     deadline = time.monotonic() + seconds
-    while not wait(max(0.0, min(_SLICE_SECONDS, deadline - time.monotonic()))):
+    slice_seconds = _SLICE_SECONDS if meanwhile is None else MEANWHILE_SECONDS
+    while not wait(max(0.0, min(slice_seconds, deadline - time.monotonic()))):
         if time.monotonic() >= deadline:
             return False
+        if meanwhile is not None:
+            meanwhile()
     return True
 
 

@@ -47,12 +47,16 @@ class FailedWait:
         self._health = health
         self._work = work
 
-    def timed_out(self, timeout_seconds: float) -> SynclineError:
-        """Return the error for a wait that was not over after `timeout_seconds`. No rank is known to have failed."""
+    def timed_out(self, timeout_seconds: float, error: RuntimeError | None = None) -> SynclineError:
+        """Return the error for a wait that was not over after `timeout_seconds`. No rank is known to have failed.
+
+        Args:
+            timeout_seconds: the timeout.
+            error: the error of the backend, if the backend has noticed it.
+        """
         places = self._health.places()
-        return self._ended(
-            CollectiveTimeout, self._late(places, timeout_seconds), self._see_stack(places), places
-        )
+        late = self._late(places, timeout_seconds)
+        return self._ended(CollectiveTimeout, late, self._see_stack(places), places, error)
 
     def _see_stack(self, places: dict[int, Place]) -> str:
         """Return what may be wrong with late ranks, and how to see where one of them is."""
@@ -70,10 +74,9 @@ class FailedWait:
         published = self._health.published_failure()
         if published is not None and published.kind is PeerFailed:
             return self._health.adopted(published)
-        places = self._health.places() if kind is CollectiveTimeout else None
-        if places is not None:
-            what, remedy = self._late(places, self._work.timeout_seconds), self._see_stack(places)
-        return self._ended(kind, what, remedy, places, error)
+        if kind is CollectiveTimeout:
+            return self.timed_out(self._work.timeout_seconds, error)
+        return self._ended(kind, what, remedy, None, error)
 
     def lost(self, ranks: Sequence[int]) -> SynclineError:
         """Return the error for a wait in which the processes of these ranks have ended."""
@@ -243,8 +246,6 @@ Each rank that still runs publishes a report within this time.
 
 _DIFFERENT_CALLS = "the ranks made different calls:"
 
-_NOT_ALL_CALLED = "not every rank made this call before the deadline"
-
 _SEE_LOG = (
     "Look at the log of the rank that ended first: its last lines name the cause, unless a signal killed it"
 )
@@ -284,7 +285,7 @@ def _meaning(message: str) -> tuple[type[SynclineError], str, str]:
             SAME_CALLS,
         )
     if "timed out" in words or "timeout" in words:
-        return CollectiveTimeout, _NOT_ALL_CALLED, LATE
+        return CollectiveTimeout, "a peer is late", LATE
     if any(sign in words for sign in _SIGNS_OF_LOSS):
         return PeerLost, "the connection to a peer is lost", _SEE_LOG
     return (

@@ -54,7 +54,7 @@ class MissingRanks(Exception):
 
 def first_of(messages: SignedStore, keys: Sequence[str], timeout_seconds: float) -> str:
     """Wait for the message of rank 0, and return it. For `keys` and the errors, see `gathered`."""
-    if _wait(messages, keys[:1], timeout_seconds) is not None and not messages.has(keys[0]):
+    if not _wait(messages, keys[:1], timeout_seconds) and not messages.has(keys[0]):
         raise MissingRanks(_missing(messages, keys), have_ended=False)
     return messages.get(keys[0])
 
@@ -81,19 +81,13 @@ def gathered(
     """
     whole = f"{keys[0]}{_ALL}"
     wanted = keys if rank == 0 else [whole]
-    if lookout is None:
-        is_in_time = _wait(messages, wanted, timeout_seconds)
-    elif lookout.may_raise:  # torch does not stop waiting
-        look = partial(_look, lookout, keys, lambda: messages)
-        is_in_time = messages.poll(lambda: messages.has(*wanted), timeout_seconds, look)
-    else:
-        is_in_time = _wait(messages, wanted, timeout_seconds, partial(_look, lookout, keys, messages.clone))
+    is_in_time = _wait(messages, wanted, timeout_seconds, lookout, keys)
     if rank == 0 and lookout is not None and messages.has(whole):  # a rank has written that ranks have ended
         return _parsed(messages.get(whole), whole, len(keys))
     missing = [] if is_in_time else _missing(messages, keys)
     if missing:
         raise MissingRanks(missing, have_ended=False)
-    if rank != 0 and (is_in_time or _wait(messages, [whole], _GRACE_SECONDS)):
+    if rank != 0 and (is_in_time or _wait(messages, wanted, _GRACE_SECONDS)):
         return _parsed(messages.get(whole, max_bytes=len(keys) * _BYTES_PER_RANK), whole, len(keys))
     texts = messages.multi_get(keys)
     if rank == 0:  # another rank gets here if rank 0 is late
@@ -144,11 +138,29 @@ def _missing(messages: SignedStore, keys: Sequence[str]) -> list[int]:
 
 
 def _wait(
-    messages: SignedStore, keys: Sequence[str], timeout_seconds: float, look: Callable[[], None] | None = None
+    messages: SignedStore,
+    wanted: Sequence[str],
+    timeout_seconds: float,
+    lookout: Lookout | None = None,
+    keys: Sequence[str] = (),
 ) -> bool:
-    """Wait for messages. Return whether they are there in time."""
+    """Wait for some messages, and look at processes meanwhile. Return whether the messages are there in time.
+
+    Args:
+        messages: the store.
+        wanted: the keys of the messages.
+        timeout_seconds: how long to wait.
+        lookout: an object that finds ended ranks; None to look at no processes.
+        keys: the keys of all ranks. Only a lookout needs them.
+    """
+    timeout = timedelta(seconds=max(0.001, timeout_seconds))
     try:
-        messages.wait(keys, timedelta(seconds=max(0.001, timeout_seconds)), look)
+        if lookout is None:
+            messages.wait(wanted, timeout)
+        else:
+            store = (lambda: messages) if lookout.may_raise else messages.clone
+            look = partial(_look, lookout, keys, store)
+            messages.wait(wanted, timeout, look, may_raise=lookout.may_raise)
     except DistStoreError:
         return False
     return True

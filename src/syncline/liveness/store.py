@@ -133,40 +133,43 @@ class SignedStore:
         return bool(self._ask(lambda: self._store.check(list(keys)), 0.0))
 
     def wait(
-        self, keys: Sequence[str], timeout: timedelta, meanwhile: Callable[[], object] | None = None
+        self,
+        keys: Sequence[str],
+        timeout: timedelta,
+        meanwhile: Callable[[], object] | None = None,
+        *,
+        may_raise: bool = False,
     ) -> None:
         """Wait until all of these keys have messages, at most for the time `timeout`.
 
         Args:
             keys: the keys.
             timeout: how long to wait.
-            meanwhile: a function that is called again and again. It must use another connection (see `clone`), and
-                raise nothing.
+            meanwhile: a function that is called again and again. It must use another connection; see `clone`.
+            may_raise: whether `meanwhile` may raise an error, which ends the wait. torch does not stop waiting, so the
+                store is then asked again and again, and `meanwhile` may use this connection.
 
         Raises:
             DistStoreError: some keys still have no message.
         """
-        if meanwhile is None or self._wait_seconds:
-            seconds = timeout.total_seconds()
+        seconds = timeout.total_seconds()
+        if meanwhile is None or (self._wait_seconds and not may_raise):
             self._ask(lambda: self._store.wait(list(keys), timeout), seconds, meanwhile)
-        elif not self.poll(lambda: self.has(*keys), timeout.total_seconds(), meanwhile):
-            raise dist.DistStoreError(f"no process has written {', '.join(keys)} in time")
+        else:
+            self._poll(keys, seconds, meanwhile)
 
-    @staticmethod
-    def poll(condition: Callable[[], bool], seconds: float, meanwhile: Callable[[], object]) -> bool:
-        """Wait until a condition holds, at most for a time. Return whether it holds. See `wait` for `meanwhile`."""
+    def _poll(self, keys: Sequence[str], seconds: float, meanwhile: Callable[[], object]) -> None:
         deadline, next_call = time.monotonic() + seconds, time.monotonic() + MEANWHILE_SECONDS
         pause_seconds = 0.001
-        while not condition():
+        while not self.has(*keys):
             now = time.monotonic()
             if now > deadline:
-                return False
+                raise dist.DistStoreError(f"no process has written {', '.join(keys)} in time")
             if now > next_call:
                 next_call = now + MEANWHILE_SECONDS
                 meanwhile()
             time.sleep(pause_seconds)
             pause_seconds = min(2 * pause_seconds, MEANWHILE_SECONDS)
-        return True
 
     def clone(self) -> SignedStore:
         """Return a store of the same messages with a connection of its own."""

@@ -287,8 +287,8 @@ class Session:
             timeout_seconds=seconds,
             purpose="while the ranks connected to each other",
             has_ended=has_ended,
-            may_raise=connection
-            is not None,  # in `sl.steps`, a rank stops if the others have changed meanwhile
+            # In `sl.steps`, a rank stops waiting if the others have changed meanwhile.
+            may_raise=connection is not None,
         )
         with addresses_gathered(gather, is_lazy=environment.gloo_connects_lazily()):
             dist.init_process_group(

@@ -299,8 +299,8 @@ class Interruption:
     def __enter__(self) -> Interruption:
         handlers = dict.fromkeys(self._signals, self._handle) | {signal.SIGUSR1: self._pass_on}
         for number, handler in handlers.items():
-            # nohup ignores SIGHUP. A shell without job control ignores SIGINT in what it starts with `&`, where nobody
-            # has asked for it, and `kill -INT` is to end the job.
+            # Who uses nohup wants SIGHUP to be ignored. SIGINT is also ignored in what a script starts with `&`, and
+            # there `kill -INT` must still end the job.
             if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
                 self._replaced[number] = signal.signal(number, handler)
         self._replaced[signal.SIGALRM] = signal.signal(signal.SIGALRM, lambda *_: self._workers.kill())

@@ -362,14 +362,19 @@ def _build() -> str:
     return f"{core.group_bytes(2)} {core.lane_bytes(2, 4, 4096, 4096)}"
 
 
-def attempt(action: Callable[[], T]) -> tuple[T | None, str]:
+def attempt(
+    action: Callable[[], T], *, raised: tuple[type[Exception], ...] = FAILURES
+) -> tuple[T | None, str]:
     """Call `action`. If it succeeds, return its result and "". If it fails, return None and the text of its error.
 
-    An error that is the failure of the group is raised, because the ranks can no longer tell each other such texts.
+    Args:
+        action: a function.
+        raised: the errors that are raised instead. By default these are the failures of the group, because after such a
+            failure the ranks can no longer tell each other the text.
     """
     try:
         return action(), ""
-    except FAILURES:
+    except raised:
         raise
     except (SynclineError, OSError, MemoryError) as error:
         return None, str(error) or type(error).__name__
@@ -381,11 +386,7 @@ def _agree(exchange: Exchange, action: Callable[[], object]) -> None:
     A connection that is lost in it is an ordinary error: a rank that fails closes its connections. The ranks use
     another way to tell each other, `exchange`.
     """
-    trouble = ""
-    try:
-        action()
-    except (SynclineError, OSError, MemoryError) as error:
-        trouble = str(error) or type(error).__name__
+    _, trouble = attempt(action, raised=())
     troubles = [row.decode(errors="replace") for row in exchange(trouble.encode())]
     _raise_if_any("the ranks cannot share memory:", troubles)
 
