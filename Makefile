@@ -15,8 +15,12 @@ SEED ?= 0
 # Two test processes, each of which takes whole files, in the order of tests/conftest.py: ranks stay warm in it.
 WORKERS ?= 2
 IN_WORKERS := --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder
+# More flags for pytest: tools/gate.py has some.
+PYTEST_FLAGS ?=
 # make test-frameworks has the one folder, make check the other
-PYTEST := $(BIN)/python -m pytest $(IN_WORKERS) --ignore tests/frameworks --ignore tests/architecture
+PYTEST := $(BIN)/python -m pytest $(IN_WORKERS) --ignore tests/frameworks --ignore tests/architecture $(PYTEST_FLAGS)
+# Without byte code, each process that a test starts would compile the package anew.
+unexport PYTHONDONTWRITEBYTECODE
 
 # Accelerate, Transformers, Lightning, Ray and others, pinned, in a virtual environment of their own.
 FRAMEWORKS := .venv-frameworks
@@ -105,7 +109,7 @@ format: $(STAMP) ## let ruff rewrite what it can
 	$(BIN)/ruff check --fix .
 
 $(FRAMEWORKS_STAMP): requirements-frameworks.txt constraints-frameworks.txt pyproject.toml $(NATIVE)
-	test -x $(FRAMEWORKS)/bin/python || $(PYTHON) -m venv $(FRAMEWORKS)
+	test -x $(FRAMEWORKS)/bin/pip || $(PYTHON) -m venv $(FRAMEWORKS)
 	@echo "downloading the frameworks into $(FRAMEWORKS), once; this can take minutes ..."
 	PIP_CONSTRAINT=/dev/null $(FRAMEWORKS)/bin/python -m pip install --quiet --disable-pip-version-check \
 		--constraint constraints-frameworks.txt --requirement requirements-frameworks.txt
@@ -113,7 +117,7 @@ $(FRAMEWORKS_STAMP): requirements-frameworks.txt constraints-frameworks.txt pypr
 	@touch $@
 
 test-frameworks: $(FRAMEWORKS_STAMP) ## test the recipes with the real Accelerate, Transformers, Lightning, Ray, ...
-	$(FRAMEWORKS)/bin/python -m pytest -p no:cacheprovider -W default $(IN_WORKERS) $(TEST_FRAMEWORKS)
+	$(FRAMEWORKS)/bin/python -m pytest -p no:cacheprovider -W default $(IN_WORKERS) $(PYTEST_FLAGS) $(TEST_FRAMEWORKS)
 
 MPI_VENVS ?=
 BENCH ?= build/bench

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import os
+import random
+import sys
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 import pytest
 from hypothesis import settings
+
+import hangs
 
 if TYPE_CHECKING:
     from forks import Forks
@@ -14,32 +19,39 @@ if TYPE_CHECKING:
 
 LONGEST_FIRST = (
     "test_ray.py",
-    "test_site.py",
-    "test_fuzz.py",
-    "test_shared_memory.py",
-    "test_torch_suite.py",
-    "test_slurm.py",
+    "test_plan_command.py",
+    "test_lines_of_one_mistake.py",
     "test_elastic_hosts.py",
     "test_elastic.py",
-    "test_other_systems.py",
+    "test_sick_runs.py",
+    "test_site.py",
+    "test_slurm.py",
+    "test_resilient.py",
+    "test_packages.py",
+    "test_explain_command.py",
     "test_sanitizers.py",
     "test_examples.py",
+    "test_stop.py",
+    "test_signals.py",
+    "test_fuzz.py",
+    "test_run_live.py",
+    "test_torch_suite.py",
+    "test_elastic_torchrun.py",
+    "test_torchrun_hosts.py",
+    "test_hosts.py",
+    "test_shared_memory.py",
+    "test_other_systems.py",
     "test_contract.py",
     "test_testing_plugin.py",
     "test_sharded.py",
     "test_doctor_command.py",
-    "test_hosts.py",
-    "test_elastic_torchrun.py",
-    "test_packages.py",
     "test_first_run.py",
     "test_run.py",
     "test_bench_command.py",
     "test_launch.py",
     "test_shared_memory_faults.py",
-    "test_stop.py",
     "test_one_process.py",
     "test_build.py",
-    "test_torchrun_hosts.py",
     "test_compression_processes.py",
     "test_loud_failures.py",
     "test_strategy_benchmarks.py",
@@ -51,9 +63,52 @@ LONGEST_FIRST = (
 """Files that take long, the longest first: `make test` gives whole files to two processes, of which none is to begin
 a long one when the other has ended."""
 
-# A property is judged by what it finds, not by how long a busy machine takes for an example.
-settings.register_profile("syncline", deadline=None)
-settings.load_profile("syncline")
+PYTEST_VARIABLE = "PYTEST_CURRENT_TEST"
+"""The environment variable that pytest itself changes during a test."""
+
+# What tests start writes its stacks when it is ended because it hangs.
+os.environ |= hangs.FAULTHANDLER
+
+# A property is judged by what it finds, not by how long a busy machine takes for an example. Its examples are the same
+# in each run. With HYPOTHESIS_PROFILE=nightly, they are new ones.
+settings.register_profile("syncline", deadline=None, derandomize=True)
+settings.register_profile("nightly", deadline=None)
+settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "syncline"))
+
+
+def pytest_addoption(parser: pytest.Parser, pluginmanager: pytest.PytestPluginManager) -> None:
+    """Accept what pyproject.toml says of pytest-timeout where it is missing: `make test-gpu` takes any Python."""
+    if not pluginmanager.hasplugin("timeout"):
+        for name in ("timeout", "timeout_method"):
+            parser.addini(name, "of pytest-timeout")
+
+
+@pytest.fixture(autouse=True)
+def process_as_before() -> Iterator[None]:
+    """Begin each test with the same random numbers, and restore what it has changed in this process.
+
+    So no test depends on which others have run before. This takes less than 0.2 ms.
+    """
+    import torch
+
+    random.seed(0)
+    # `torch.manual_seed` also looks for devices, which takes longer.
+    torch.default_generator.manual_seed(0)
+    if numpy := sys.modules.get("numpy"):
+        numpy.random.seed(0)
+    folder, variables = os.getcwd(), os.environ.copy()
+    dtype, num_threads = torch.get_default_dtype(), torch.get_num_threads()
+    with torch.set_grad_enabled(torch.is_grad_enabled()):
+        yield
+    torch.set_default_dtype(dtype)
+    if torch.get_num_threads() != num_threads:
+        torch.set_num_threads(num_threads)
+    variables[PYTEST_VARIABLE] = os.environ.get(PYTEST_VARIABLE, "")
+    if os.environ != variables:
+        for name in os.environ.keys() - variables.keys():
+            del os.environ[name]
+        os.environ.update(variables)
+    os.chdir(folder)
 
 
 @pytest.fixture(scope="session")

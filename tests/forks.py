@@ -27,7 +27,7 @@ import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from multiprocessing.connection import Connection, wait
@@ -37,14 +37,13 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 
+from hangs import FAULTHANDLER, HANG_SECONDS, end_trees
 from syncline.session import end_with_parent
 from syncline.testing import variables_of_rank
 
-__all__ = ["Forks", "Process"]
+__all__ = ["Forks", "Process", "wait_for_all"]
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGCHLD)
-MAX_SECONDS_OF_RANKS = 200.0
-
 
 # ---------------------------------------------------------------------- for tests
 
@@ -60,45 +59,56 @@ class Process:
     def has_ended(self) -> bool:
         return (self.folder / "code").exists()
 
-    def wait(self, timeout_seconds: float = 60.0) -> subprocess.CompletedProcess[str]:
+    def wait(self, timeout_seconds: float = HANG_SECONDS) -> subprocess.CompletedProcess[str]:
         """Wait for its end, and return its exit code (below 0 for a signal) and output.
 
-        A process that has not ended in time is killed. The error has its output, and the stacks of a program.
+        If it has not ended in time, it is ended with all that it has started. The error has its output and the stacks.
         """
-        if not self._ends_within(timeout_seconds):
-            self.kill()
-            raise TimeoutError(f"no end after {timeout_seconds} s; output: {self.output()} {self.error()}")
-        code = int((self.folder / "code").read_text())
-        return subprocess.CompletedProcess([], code, self.output(), self.error())
+        [done] = wait_for_all([self], timeout_seconds)
+        return done
 
-    def wait_for_lines(self, num_lines: int, timeout_seconds: float = 60.0) -> list[str]:
+    def wait_for_lines(self, num_lines: int, timeout_seconds: float = HANG_SECONDS) -> list[str]:
         """Return the lines that it has printed, once there are that many."""
         deadline = time.monotonic() + timeout_seconds
         while len(lines := self.output().splitlines()) < num_lines:
             if time.monotonic() > deadline or self.has_ended:
+                self.kill()
                 raise TimeoutError(f"expected {num_lines} lines, got {lines}; {self.error()}")
             time.sleep(0.005)
         return lines
 
     def kill(self) -> None:
-        """End it, if it has not ended; a program prints its stacks."""
-        for number in (signal.SIGABRT, signal.SIGKILL):
-            if not self._ends_within(0.0):
-                with contextlib.suppress(ProcessLookupError):  # it ends just now
-                    os.kill(self.pid, number)
-                self._ends_within(5.0)
-
-    def _ends_within(self, seconds: float) -> bool:
-        deadline = time.monotonic() + seconds
-        while not self.has_ended and time.monotonic() < deadline:
-            time.sleep(0.005)
-        return self.has_ended
+        """End it and all that it has started, if it has not ended. Each process prints its stacks."""
+        if not self.has_ended:
+            end_trees([self.pid])
 
     def output(self) -> str:
         return (self.folder / "output").read_text()
 
     def error(self) -> str:
         return (self.folder / "error").read_text()
+
+
+def wait_for_all(
+    processes: Sequence[Process], timeout_seconds: float = HANG_SECONDS, others: Iterable[Process] = ()
+) -> list[subprocess.CompletedProcess[str]]:
+    """Do what `Process.wait` does with ranks that wait for each other.
+
+    If one of them hangs, all are ended, and the others with them. The error has the output of all.
+    """
+    deadline = time.monotonic() + timeout_seconds
+    while not all(process.has_ended for process in processes):
+        if time.monotonic() > deadline:
+            everyone = {process.pid: process for process in (*processes, *others)}.values()
+            end_trees([process.pid for process in everyone if not process.has_ended])
+            texts = [f"output: {process.output()} {process.error()}" for process in everyone]
+            raise TimeoutError("\n".join([f"no end after {timeout_seconds:g} s", *texts]))
+        time.sleep(0.005)
+    codes = [int((process.folder / "code").read_text()) for process in processes]
+    return [
+        subprocess.CompletedProcess([], code, process.output(), process.error())
+        for code, process in zip(codes, processes, strict=True)
+    ]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -195,7 +205,7 @@ class Forks:
         with tempfile.TemporaryDirectory() as folder:
             started = [self.start(Path(folder), program, *arguments, variables=rank) for rank in ranks]
             try:
-                ended = [process.wait(MAX_SECONDS_OF_RANKS) for process in started]
+                ended = wait_for_all(started)
             finally:
                 for process in started:
                     process.kill()
@@ -222,7 +232,7 @@ class Forks:
             folder=folder,
             cwd=cwd,
             arguments=tuple(map(str, arguments)),
-            variables=outside | dict(variables or {}),
+            variables=outside | FAULTHANDLER | dict(variables or {}),
             **how,
         )
         channel = self._channel_to_server()
@@ -231,7 +241,7 @@ class Forks:
             return Process(channel.recv(), folder)
         except (EOFError, OSError) as error:
             assert self._server is not None
-            code, self._server = self._server.wait(10), None
+            code, self._server = self._server.wait(HANG_SECONDS), None
             self._errors.seek(0)
             raise RuntimeError(f"the server has ended with {code}: {self._errors.read()}") from error
 
@@ -337,8 +347,8 @@ def be(request: Request, server_pid: int) -> int:
         enter(request.host)
     if request.warm_ranks:
         warm_the_ranks()
+    faulthandler.enable()
     if request.is_program:
-        faulthandler.enable()
         return exit_code_of_script(request.arguments)
     from syncline.tools.cli import main
 

@@ -7,9 +7,10 @@ from contextlib import contextmanager
 
 import pytest
 
+import hangs
 from syncline.testing import HostsUnavailable, SimulatedHosts, simulated_hosts
 
-__all__ = ["hosts_or_skip"]
+__all__ = ["hosts_or_skip", "outputs_of"]
 
 
 @contextmanager
@@ -22,3 +23,11 @@ def hosts_or_skip(
             yield hosts
     except HostsUnavailable as error:
         pytest.skip(str(error))
+
+
+def outputs_of(hosts: SimulatedHosts) -> list[tuple[int, str, str]]:
+    """Do what `hosts.outputs` does. If a rank hangs, the error has the stacks of all."""
+    outputs = hangs.communicate_with_all(hosts.processes)
+    codes = [process.returncode for process in hosts.processes]
+    hosts.processes.clear()
+    return [(code, *output) for code, output in zip(codes, outputs, strict=True)]

@@ -20,6 +20,8 @@ from pathlib import Path
 
 import pytest
 
+import hangs
+
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "src" / "syncline"
 
@@ -169,7 +171,7 @@ def linted(sources: Path = PACKAGE.parent) -> subprocess.CompletedProcess[str]:
     """Run the linter of imports, whose contracts are in pyproject.toml, on a tree of sources."""
     options = ("--config", str(ROOT / "pyproject.toml"), "--no-cache", "--no-logo")
     command = [sys.executable, "-c", _LINT, str(sources), *options]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120)
+    return hangs.run(command)
 
 
 def is_pure(module: str) -> bool:
@@ -403,9 +405,7 @@ for statement in sys.argv[1:]:
 
 def side_effects_of(*statements: str) -> list[list[str]]:
     """What each of some statements changes, run one after the other in a process of its own."""
-    result = subprocess.run(
-        [sys.executable, "-c", _PROBE, *statements], capture_output=True, text=True, timeout=120
-    )
+    result = hangs.run([sys.executable, "-c", _PROBE, *statements])
     assert (result.returncode, result.stderr) == (0, "")
     return [list(json.loads(line)) for line in result.stdout.splitlines()]
 
@@ -422,7 +422,7 @@ HEAVY = (
 def loaded_by(*statements: str) -> list[list[str]]:
     """The modules that are loaded after each of some statements, run one after the other in a process of its own."""
     code = "import json, sys\n" + "".join(f"{one}\nprint(json.dumps([*sys.modules]))\n" for one in statements)
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    result = hangs.run([sys.executable, "-c", code])
     assert (result.returncode, result.stderr) == (0, "")
     return [list(json.loads(line)) for line in result.stdout.splitlines()]
 

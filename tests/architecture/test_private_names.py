@@ -15,7 +15,6 @@ import ast
 import functools
 import importlib
 import re
-import subprocess
 import sys
 import tomllib
 from collections.abc import Iterator
@@ -29,6 +28,7 @@ from torch.distributed.algorithms.join import Join, Joinable
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.elastic.multiprocessing.api import SubprocessContext
 
+import hangs
 from syncline import SynclineError
 from syncline._torch.lookup import TESTED, attribute, is_there, lookup
 
@@ -251,7 +251,7 @@ try:
 except sl.errors.SynclineError as error:
     print(error)
 """
-    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
+    result = hangs.run([sys.executable, "-c", program])
     assert result.returncode == 0, result.stderr
     assert "has no torch.nn.modules.batchnorm._BatchNorm. Syncline needs it to normalize" in result.stdout
 

@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
+import hangs
+
 START = Path(__file__).parents[2] / "docs" / "start"
 PAGE = (START / "first-run.md").read_text()
 TEN_LINES = (START / "ten-lines.md").read_text()
@@ -57,13 +59,9 @@ COMMANDS = {
 def run(directory: Path, command: str, code: str) -> subprocess.CompletedProcess[str]:
     (directory / "train.py").write_text(code)
     program, *arguments = command.split()
-    return subprocess.run(
+    return hangs.run(
         [*COMMANDS[program], *arguments],
         cwd=directory,
-        text=True,
-        capture_output=True,
-        timeout=300,
-        check=False,
     )
 
 

@@ -9,7 +9,6 @@ import json
 import os
 import re
 import shutil
-import subprocess
 import sys
 import threading
 import time
@@ -20,6 +19,8 @@ from typing import Any
 from urllib.parse import unquote, urljoin, urlsplit
 
 import pytest
+
+import hangs
 
 pytestmark = pytest.mark.slow
 pytest.importorskip("mkdocs")
@@ -33,12 +34,10 @@ needs_browser = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on this
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The built site."""
     folder = tmp_path_factory.mktemp("site")
-    built = subprocess.run(
+    built = hangs.run(
         [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(folder)],
         cwd=ROOT,
         env={**os.environ, "NO_MKDOCS_2_WARNING": "1"},
-        capture_output=True,
-        text=True,
     )
     assert built.returncode == 0, built.stderr
     return folder

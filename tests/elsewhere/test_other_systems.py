@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+import hangs
 from syncline.testing.ports import held_port
 
 ROOT = Path(__file__).parents[2]
@@ -24,7 +25,7 @@ NEEDS_LINUX = ("native/", "transport/shared_memory/")
 
 def outputs_of(processes: list[subprocess.Popen[str]]) -> list[str]:
     """What the processes print."""
-    outputs = [process.communicate(timeout=120)[0] for process in processes]
+    outputs = [output for output, _ in hangs.communicate_with_all(processes)]
     for process, output in zip(processes, outputs, strict=True):
         assert process.returncode == 0, output
     return outputs
@@ -69,7 +70,7 @@ def test_the_type_checker_finds_every_name_on_the_other_system(system: str, tmp_
         str(tmp_path),
     )  # the standard library is still read
     command = [sys.executable, "-m", "mypy", "--platform", system, *switches, "src"]
-    output = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600).stdout
+    output = hangs.run(command, cwd=ROOT, timeout_seconds=600).stdout
     files = set(re.findall(r"^src/syncline/(.+?):\d+: error: Module has no attribute", output, re.MULTILINE))
     assert any(name.startswith(NEEDS_LINUX) for name in files), output  # else this test cannot fail
     allowed = NEEDS_LINUX if system == "darwin" else (*NEEDS_LINUX, *NEEDS_LINUX_OR_MACOS)

@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 import torch
 
+import hangs
 from syncline.testing.ports import held_port, variables_of_rank
 
 ROOT = Path(__file__).parents[2]
@@ -66,7 +67,7 @@ int main(int count, char **arguments) {
 def dist(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("dist")
     command = [sys.executable, str(ROOT / "tools/wheels.py"), str(folder)]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=1200)
+    result = hangs.run(command, timeout_seconds=1200)
     assert result.returncode == 0, result.stdout + result.stderr
     return folder
 
@@ -111,7 +112,7 @@ def run_installed(wheel: Path, folder: Path) -> list[str]:
             )
             for rank in range(2)
         ]
-        outputs = [rank.communicate(timeout=120)[0] for rank in ranks]
+        outputs = [output for output, _ in hangs.communicate_with_all(ranks)]
     assert [rank.returncode for rank in ranks] == [0, 0], outputs
     assert all(str(base) in output for output in outputs), outputs
     return outputs
@@ -143,7 +144,7 @@ def test_the_aarch64_core_adds_in_an_emulator(dist: Path, tmp_path: Path) -> Non
     zig = [sys.executable, "-m", "ziglang", "cc", "-target", "aarch64-linux-gnu.2.28"]
     subprocess.run([*zig, str(source), "-o", str(program)], check=True, timeout=300)
     command = [emulator, "-L", "/usr/aarch64-linux-gnu", str(program), str(core)]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    result = hangs.run(command)
     assert (result.returncode, result.stdout) == (0, "baseline\n"), result.stderr
 
 

@@ -15,7 +15,7 @@ import elastic
 import elastic_program
 from elastic import Fault, Plan
 
-from forks import Forks, Process, is_running
+from forks import Forks, Process, is_running, wait_for_all
 from syncline.testing import SimulatedHosts
 
 __all__ = ["NUM_ON_A", "Job", "Training"]
@@ -63,8 +63,8 @@ class Job:
             "SYNCLINE_TOKEN": "a token of this test only",
         }
 
-    def wait(self, letter: str, timeout_seconds: float = 120.0) -> tuple[int, str, str]:
-        ended = self.launchers[letter].wait(timeout_seconds)
+    def wait(self, letter: str) -> tuple[int, str, str]:
+        [ended] = wait_for_all([self.launchers[letter]], others=self.launchers.values())
         return ended.returncode, ended.stdout, _WITHOUT_A_NAME.sub("", ended.stderr)
 
     def kill(self, letter: str) -> None:

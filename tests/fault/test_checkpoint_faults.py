@@ -21,7 +21,7 @@ from syncline.transport import run_ranks
 def test_whenever_a_process_is_killed_its_last_save_is_there(tmp_path: Path, forks: Forks) -> None:
     program = Path(__file__).with_name("killed_while_saving.py")
     (tmp_path / "saves").mkdir()
-    done = forks.start(tmp_path, program, tmp_path / "saves", 50, 0).wait(180)
+    done = forks.start(tmp_path, program, tmp_path / "saves", 50, 0).wait()
     assert done.returncode == 0, done.stderr
     num_saves, num_met = (int(word) for word in done.stdout.split() if word.isdigit())
     assert num_saves >= 3

@@ -18,7 +18,7 @@ def test_flipped_bits_are_found(tmp_path: Path, forks: Forks) -> None:
     if not os.path.exists("/proc/self/mem"):
         pytest.skip("there is no /proc/PID/mem")
     program = Path(__file__).with_name("flipped_bits.py")
-    done = forks.start(tmp_path, program, tmp_path, NUM_FLIPS, 0).wait(240)
+    done = forks.start(tmp_path, program, tmp_path, NUM_FLIPS, 0).wait()
     if "PermissionError" in done.stderr:
         pytest.skip("may not write into the memory of a child")
     # The job ends with sl.check_replicas(state), so what was not found has left no trace; the program judges the rest.

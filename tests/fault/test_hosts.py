@@ -43,9 +43,11 @@ class Ranks:
 
     processes: list[Process]
 
-    def outputs(self, timeout_seconds: float) -> list[tuple[int, str, str]]:
+    def outputs(self) -> list[tuple[int, str, str]]:
         """Exit code, output and errors of each, once all have ended."""
-        ended = [process.wait(timeout_seconds) for process in self.processes]
+        from forks import wait_for_all  # not above: the ranks run this file, and do not find it
+
+        ended = wait_for_all(self.processes)
         return [(one.returncode, one.stdout, WITHOUT_A_NAME.sub("", one.stderr)) for one in ended]
 
 
@@ -245,7 +247,7 @@ PROGRAMS: Mapping[str, Callable[[], None]] = {
     ],
 )
 def test_two_hosts_train_as_one_process_does(start: Start, ranks: str, transport: str) -> None:
-    for rank, (code, out, err) in enumerate(start("trained_as_by_one_process", ranks).outputs(90)):
+    for rank, (code, out, err) in enumerate(start("trained_as_by_one_process", ranks).outputs()):
         assert (code, err) == (0, ""), f"rank {rank}: {err}"
         head = out.splitlines()[0]
         assert head.endswith(f"{len(ranks)} ranks on 2 hosts, transport: {transport}"), head
@@ -257,18 +259,21 @@ def test_two_hosts_train_as_one_process_does(start: Start, ranks: str, transport
 )
 def test_two_hosts_have_a_copy_each_where_both_can(start: Start, ranks: str, copies: str) -> None:
     job = start("trained_as_by_one_process", ranks, SHARDED="1")
-    for rank, (code, out, err) in enumerate(job.outputs(90)):
+    for rank, (code, out, err) in enumerate(job.outputs()):
         assert (code, err) == (0, ""), f"rank {rank}: {err}"
         assert copies in out, out
 
 
 def test_four_hosts_reach_each_other() -> None:
-    from virtual_hosts import hosts_or_skip  # not above: the ranks run this file, and do not find it
+    from virtual_hosts import (  # not above: the ranks run this file, and do not find it
+        hosts_or_skip,
+        outputs_of,
+    )
 
     program = "import syncline as sl; w = sl.init(device='cpu'); print(sl.mean(float(w.rank)), w.size); sl.shutdown()"
     with hosts_or_skip(4, megabits_per_second=200) as hosts:
         hosts.start([sys.executable, "-c", program], "abcd")
-        outputs = hosts.outputs(90)
+        outputs = outputs_of(hosts)
     assert [out.splitlines()[-1] for _, out, _ in outputs] == ["1.5 4"] * 4, outputs
     assert [code for code, _, _ in outputs] == [0] * 4
     with pytest.raises(ValueError, match="expected a number from 2 to 26"), simulated_hosts(27):
@@ -277,12 +282,12 @@ def test_four_hosts_reach_each_other() -> None:
 
 @pytest.mark.parametrize("ranks", ["aabb", "abab"])
 def test_hosts_drift_apart_and_meet(start: Start, ranks: str) -> None:
-    for rank, (code, _, err) in enumerate(start("drift_between_hosts", ranks, HOSTS=ranks).outputs(90)):
+    for rank, (code, _, err) in enumerate(start("drift_between_hosts", ranks, HOSTS=ranks).outputs()):
         assert (code, err) == (0, ""), f"rank {rank}: {err}"
 
 
 def test_shared_memory_over_two_hosts_is_refused_with_a_way_out(start: Start) -> None:
-    outputs = start("refused_as_shared_memory", "aabb").outputs(60)
+    outputs = start("refused_as_shared_memory", "aabb").outputs()
     texts = {out for _, out, _ in outputs}
     assert len(texts) == 1, outputs
     (text,) = texts
@@ -305,7 +310,7 @@ def start_with_disks(
 
 def test_hosts_that_see_one_disk_save_and_load(start: Start, hosts: SimulatedHosts, tmp_path: Path) -> None:
     job, mounted = start_with_disks(start, "saves_and_loads", tmp_path, hosts, one_for_all=True)
-    for rank, (code, out, err) in enumerate(job.outputs(90)):
+    for rank, (code, out, err) in enumerate(job.outputs()):
         assert (code, out, err) == (0, f"rank {rank} of 4 was there\n", ""), f"rank {rank}: {err}"
     assert not list(mounted.iterdir()), "it was mounted there for the ranks alone"
     (saved,) = (tmp_path / hosts.names["a"] / "runs").iterdir()
@@ -326,7 +331,7 @@ def test_hosts_that_see_different_disks_are_refused_with_a_way_out(
 ) -> None:
     program = "refused_without_a_common_directory"
     job, mounted = start_with_disks(start, program, tmp_path, hosts, one_for_all=False)
-    outputs = job.outputs(60)
+    outputs = job.outputs()
     texts = {out for _, out, _ in outputs}
     assert [code for code, _, _ in outputs] == [0] * 4, outputs
     assert len(texts) == 1, "every rank says the same"
@@ -343,7 +348,7 @@ def test_a_killed_rank_is_an_error_on_both_hosts_within_seconds(start: Start, vi
     )  # not above: the ranks, which run this file, have only its folder in their path
 
     job = start("until_it_fails", "aabb", TIMEOUT_SECONDS="60", VICTIM=str(victim))
-    for rank, (code, out, err) in enumerate(job.outputs(90)):
+    for rank, (code, out, err) in enumerate(job.outputs()):
         if rank == victim:
             assert code == -signal.SIGKILL
             continue
@@ -357,12 +362,13 @@ def test_a_killed_rank_is_an_error_on_both_hosts_within_seconds(start: Start, vi
 def test_a_cable_that_is_pulled_is_an_error_and_no_hang(hosts: SimulatedHosts) -> None:
     """Of programs that the hosts start, as benchmarks do."""
     from failure_rows import record  # not above: see the other test
+    from virtual_hosts import outputs_of
 
     command = [sys.executable, __file__, "until_it_fails"]
     hosts.start(command, "aabb", {"TIMEOUT_SECONDS": str(SHORT_SECONDS)})
     hosts.wait_ready()
     hosts.cut()
-    for rank, (code, out, err) in enumerate(hosts.outputs(60)):
+    for rank, (code, out, err) in enumerate(outputs_of(hosts)):
         told = json.loads(out)
         assert told["kind"] in ("CollectiveTimeout", "PeerLost"), (rank, told, err)
         assert told["seconds"] < SHORT_SECONDS + 10, (rank, told)

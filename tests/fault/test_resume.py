@@ -59,7 +59,7 @@ def test_a_run_of_the_launcher_that_is_killed_goes_on(tmp_path: Path, forks: For
     for folder in (whole, killed):
         folder.mkdir()
     line = ["-n", "2", PROGRAM, *arguments(killed, "every-step", "SIGKILL@10@0")]
-    done = forks.launch(tmp_path, *line, warm_ranks=True).wait(120)
+    done = forks.launch(tmp_path, *line, warm_ranks=True).wait()
     assert done.returncode, done.stderr
     for folder in (whole, killed):
         assert forks.run(2, PROGRAM, *arguments(folder, "every-step")) == ([0, 0], "")

@@ -23,6 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+import hangs
 import syncline as sl
 from failure_rows import record
 from meeting import stop
@@ -372,8 +373,7 @@ def test_the_limit_of_a_control_group_is_an_error_on_all_ranks_and_nobody_is_kil
         )
         for rank in range(2)
     ]
-    for rank in ranks:
-        out, err = rank.communicate(timeout=60)
+    for rank, (out, err) in zip(ranks, hangs.communicate_with_all(ranks), strict=True):
         assert rank.returncode == 0, err
         told, total = out.splitlines()
         assert "MB of shared memory are needed, but only" in told
@@ -432,7 +432,7 @@ def test_a_stranger_is_turned_away_and_the_ranks_still_meet(who: str) -> None:
     finally:
         hub.listener_for_next, hub.secrets.token_bytes = original, token_bytes
     t.barrier().wait()
-    output, _ = strangers[0].communicate(timeout=20)
+    output, _ = hangs.communicate(strangers[0])
     assert output == "turned away\n"
     assert time.monotonic() - began < 15, "the ranks waited for the stranger"
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import signal
-import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,6 +12,7 @@ from pathlib import Path
 import pytest
 from test_resume import report_of
 
+import hangs
 import syncline as sl
 from forks import Forks
 
@@ -79,7 +79,7 @@ class Runs:
         launcher = self._forks.launch(self.folder, *line, warm_ranks=warm_ranks)
         assert launcher.wait_for_lines(1) == ["[rank 0] pauses"]
         os.kill(launcher.pid, to_launcher)
-        done = launcher.wait(120)
+        done = launcher.wait()
         assert done.returncode == sl.EXIT_STOPPED, done.stderr
         lines = done.stderr.splitlines()
         if to_launcher == signal.SIGTERM:  # after SIGUSR1, the ranks have no time limit
@@ -147,7 +147,7 @@ def test_whenever_any_ranks_are_asked_all_stop(
     strategy: str, num_stops: int, tmp_path: Path, forks: Forks
 ) -> None:
     program = PROGRAM.with_name("asked_to_stop.py")
-    done = forks.start(tmp_path, program, tmp_path, strategy, num_stops, 0).wait(240)
+    done = forks.start(tmp_path, program, tmp_path, strategy, num_stops, 0).wait()
     assert done.returncode == 0, done.stderr
     assert done.stderr.count("exit code 75") == num_stops
     assert len(done.stderr.splitlines()) == num_stops
@@ -184,5 +184,5 @@ def test_the_second_sigterm_ends_at_once(signals: list[str], code: int) -> None:
         f"assert request.why == 'got {signals[0]}'\n"
         "raise stopping.Stopped\n"
     )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    done = hangs.run([sys.executable, "-c", program])
     assert (done.returncode, done.stderr) == (code, "")

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from syncline.testing import HostsUnavailable, SimulatedHosts, simulated_hosts
+from virtual_hosts import outputs_of
 
 pytestmark = pytest.mark.slow
 
@@ -65,7 +66,7 @@ def test_the_commands_of_the_page_train_on_two_hosts(tmp_path: Path) -> None:
     try:
         with simulated_hosts() as hosts, names_resolved(hosts):
             hosts.start(["bash", "-c", script], "ab")
-            outputs = hosts.outputs(240)
+            outputs = outputs_of(hosts)
     except HostsUnavailable as error:
         pytest.skip(str(error))
     expected = re.search(r"```text\n(.*?)\n```", PAGE.read_text(), re.S)

@@ -9,6 +9,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import hangs
+
 ROOT = Path(__file__).parents[2]
 
 LAUNCHERS = {
@@ -22,14 +24,10 @@ LAUNCHERS = {
 def launch(launcher: str, program: Path, *arguments: str) -> str:
     """Run a program on two ranks of the CPU, and return what it printed."""
     variables = {"OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true", "CUDA_VISIBLE_DEVICES": ""}
-    finished = subprocess.run(
+    finished = hangs.run(
         [sys.executable, "-m", *LAUNCHERS[launcher], str(program), *arguments],
         env=os.environ | variables,
-        stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
-        text=True,
-        timeout=300,
-        check=False,
     )
     assert finished.returncode == 0, finished.stdout
     return finished.stdout
@@ -39,13 +37,9 @@ def python(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
     """Run Python in the folder of these tests, as on a machine without a scheduler."""
     schedulers = ("SLURM", "PMI", "OMPI")
     variables = {name: value for name, value in os.environ.items() if not name.startswith(schedulers)}
-    return subprocess.run(
+    return hangs.run(
         [sys.executable, *map(str, arguments)],
         env=variables | {"OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
         cwd=Path(__file__).parent,
     )
 

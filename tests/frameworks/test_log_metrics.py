@@ -50,7 +50,7 @@ def wandb_records(path: Path) -> list[Any]:
 
 def test_both_loggers_have_the_means_of_all_ranks(forks: Forks, tmp_path: Path) -> None:
     line = ["-n", 2, PROGRAM, "--", "--steps", 20, "--directory", tmp_path / "logs"]
-    done = forks.launch(tmp_path, *line, warm_ranks=True).wait(200.0)
+    done = forks.launch(tmp_path, *line, warm_ranks=True).wait()
     assert done.returncode == 0, done.stderr
 
     scalars = tensorboard_scalars(tmp_path / "logs")

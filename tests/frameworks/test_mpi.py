@@ -15,6 +15,8 @@ from pathlib import Path
 
 import pytest
 
+import hangs
+
 OWN = str(Path(sys.executable).parent)
 MPIS = {
     name: path
@@ -70,13 +72,9 @@ def variables() -> dict[str, str]:
 
 @pytest.mark.parametrize("name", MPIS)
 def test_each_process_of_mpirun_is_a_rank(name: str, tmp_path: Path) -> None:
-    done = subprocess.run(
+    done = hangs.run(
         command(name, str(tmp_path)),
         env=variables(),
-        capture_output=True,
-        text=True,
-        timeout=180,
-        check=False,
     )
     assert done.returncode == 0, done.stderr
     found = [(tmp_path / f"rank-{rank}").read_text() for rank in range(2)]
@@ -95,13 +93,13 @@ def test_sigusr1_to_mpirun_stops_the_ranks_and_mpirun_ends_with_75(name: str, tm
             start_new_session=True,
         )
     try:
-        deadline = time.monotonic() + 180
+        deadline = time.monotonic() + hangs.HANG_SECONDS
         while len(list(tmp_path.glob("listens-*"))) < 2:
             assert process.poll() is None, log.read_text()
             assert time.monotonic() < deadline, log.read_text()
             time.sleep(0.05)
         process.send_signal(signal.SIGUSR1)
-        process.wait(120)
+        hangs.communicate(process)
     finally:
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGKILL)

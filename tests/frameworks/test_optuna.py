@@ -17,7 +17,7 @@ PROGRAM = Path(__file__).parents[2] / "examples" / "optuna_search.py"
 def test_a_study_goes_on_after_pruned_and_failed_trials(forks: Forks, tmp_path: Path) -> None:
     storage = f"sqlite:///{tmp_path}/study.db"
     line = ["-n", 2, PROGRAM, "--", "--trials", 12, "--epochs", 4, "--storage", storage]
-    done = forks.launch(tmp_path, *line, warm_ranks=True).wait(200.0)
+    done = forks.launch(tmp_path, *line, warm_ranks=True).wait()
     assert done.returncode == 0, done.stderr
     assert "[rank 0] Best loss: " in done.stdout
     study = optuna.load_study(study_name="ring", storage=storage)
@@ -48,7 +48,7 @@ def test_an_error_on_one_rank_ends_the_study_and_marks_the_trial(forks: Forks, t
         "optuna_search.main()\n"
     )
     line = ["-n", 2, program, "--", "--trials", 3, "--epochs", 2, "--storage", storage]
-    done = forks.launch(tmp_path, *line, warm_ranks=True).wait(200.0)
+    done = forks.launch(tmp_path, *line, warm_ranks=True).wait()
     assert done.returncode == 1
     assert "MemoryError: only rank 1" in done.stderr
     (trial,) = optuna.load_study(study_name="ring", storage=storage).trials

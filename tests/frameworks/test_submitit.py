@@ -13,6 +13,8 @@ from pathlib import Path
 
 import pytest
 
+import hangs
+
 pytest.importorskip("submitit")
 
 ROOT = Path(__file__).parents[2]
@@ -55,11 +57,12 @@ def log_of(folder: Path, controller: int, rank: int, kind: str) -> str:
 
 
 def wait_until(folder: Path, controller: int, pattern: str, *, kind: str = "out", count: int = 1) -> str:
-    deadline = time.monotonic() + 120
+    deadline = time.monotonic() + hangs.HANG_SECONDS
     while len(re.findall(pattern, log_of(folder, controller, 0, kind))) < count:
-        assert time.monotonic() < deadline, [
-            log_of(folder, controller, rank, kind) for rank in (0, 1) for kind in ("out", "err")
-        ]
+        if time.monotonic() > deadline:
+            hangs.end_trees([controller])
+            logs = [log_of(folder, controller, rank, kind) for rank in (0, 1) for kind in ("out", "err")]
+            raise TimeoutError("\n".join(logs))
         time.sleep(0.05)
     return log_of(folder, controller, 0, kind)
 
@@ -88,9 +91,7 @@ def test_a_job_of_submitit_saves_is_put_back_into_the_queue_and_resumes(
 def test_the_result_of_a_job_of_submitit_comes_back(tmp_path: Path) -> None:
     command = [sys.executable, str(PROGRAM), "--cluster=local", "--ranks=2", f"--directory={tmp_path}"]
     variables = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [*command, "--steps=300"], env=variables, capture_output=True, text=True, check=False, timeout=180
-    )
+    done = hangs.run([*command, "--steps=300"], env=variables)
     assert done.returncode == 0, done.stderr
     loss = re.search(r"^loss (\d+\.\d+)$", done.stdout, re.M)
     assert loss, done.stdout

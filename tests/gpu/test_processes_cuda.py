@@ -8,7 +8,6 @@ from __future__ import annotations
 import copy
 import os
 import signal
-import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -19,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+import hangs
 import syncline as sl
 from syncline.native import NativeUnavailable, library
 
@@ -385,7 +385,7 @@ def test_the_other_rank_repeats_the_step_with_the_same_random_numbers(place: str
     (tmp_path / "train.py").write_text(STEPS)
     command = [sys.executable, "-m", "syncline", "run", "--resilient", "-n", "2"]
     command += [str(tmp_path / "train.py"), DEVICES[place]]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
+    done = hangs.run(command)
     assert done.returncode == 0, done.stderr
     assert "rank 0 has made 6 steps, 1 rank is left" in done.stdout
     assert "step 3: rank 1 of 2 was lost; the ranks, now 1, repeat the step" in done.stderr

@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+import hangs
+
 pytestmark = pytest.mark.slow
 
 COMMAND = [sys.executable, "-m", "syncline", "bench", "-n", "2"]
@@ -19,7 +21,7 @@ COMMAND = [sys.executable, "-m", "syncline", "bench", "-n", "2"]
 
 def test_a_quick_measurement(tmp_path: Path) -> None:
     options = ["--quick", "--sizes", "1K,64K", "--no-steps", "--json", "measured.json"]
-    done = subprocess.run([*COMMAND, *options], cwd=tmp_path, capture_output=True, text=True, timeout=300)
+    done = hangs.run([*COMMAND, *options], cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     lines = [line.split() for line in done.stdout.splitlines()]
     assert lines[0][:5] == ["2", "ranks", "x", "1", "thread"]
@@ -35,21 +37,15 @@ def test_a_quick_measurement(tmp_path: Path) -> None:
 
 def test_another_transport_than_that_of_the_baseline_is_not_measured(tmp_path: Path) -> None:
     options = ["--sizes", "1K", "--no-steps", "--rounds", "2"]
-    first = subprocess.run(
+    first = hangs.run(
         [*COMMAND, *options, "--json", "before.json"],
         cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=300,
     )
     assert first.returncode == 0, first.stderr
-    second = subprocess.run(
+    second = hangs.run(
         [*COMMAND, *options, "--compare", "before.json"],
         cwd=tmp_path,
         env={**os.environ, "SYNCLINE_TRANSPORT": "c10d"},
-        capture_output=True,
-        text=True,
-        timeout=300,
     )
     assert second.returncode == 2, second.stderr
     assert "transport: expected gloo, got shared memory" in second.stderr
@@ -78,7 +74,7 @@ def test_ctrl_c_ends_it_cleanly(tmp_path: Path, heeds_sigint: None) -> None:
             assert process.stderr.readline() == "syncline bench: starting 2 ranks\n"
             assert "all_reduce of 64 KiB" in process.stderr.readline()
             process.send_signal(signal.SIGINT)
-            output, error = process.communicate(timeout=120)
+            output, error = hangs.communicate(process)
         finally:
             process.kill()
     assert process.returncode == 128 + signal.SIGINT

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 from tests.unit.made_traces import MadeRank, MadeRun, rows
 
+import hangs
 from syncline.tools.cli import main
 from syncline.tools.launch.display import Writer
 
@@ -134,7 +134,7 @@ def test_output_that_is_lost_is_an_error(line: str, unbuffered: str, trace: Path
     command = [sys.executable, "-m", "syncline", *line.format(trace).split()]
     variables = {**os.environ, "PYTHONUNBUFFERED": unbuffered}
     with open("/dev/full", "w") as full:
-        done = subprocess.run(command, env=variables, stdout=full, stderr=subprocess.PIPE, text=True)
+        done = hangs.run(command, env=variables, stdout=full)
     assert done.returncode == 74
     (message,) = done.stderr.splitlines()
     assert "could not be written: No space left on device" in message
@@ -145,19 +145,19 @@ def test_a_reader_that_has_left_is_no_news(line: str, trace: Path) -> None:
     reader, writer = os.pipe()
     os.close(reader)
     command = [sys.executable, "-m", "syncline", *line.format(trace).split()]
-    done = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, text=True)
+    done = hangs.run(command, stdout=writer)
     os.close(writer)
     assert (done.returncode, done.stderr) == (141, "")
 
 
 def test_a_closed_stdout_is_an_error_and_a_closed_stderr_is_not() -> None:
     command = f"{sys.executable} -m syncline --version"
-    done = subprocess.run(f"{command} >&-", shell=True, capture_output=True, text=True)
+    done = hangs.run(f"{command} >&-", shell=True)
     assert (done.returncode, done.stderr) == (
         74,
         "syncline: the output could not be written: Bad file descriptor\n",
     )
-    done = subprocess.run(f"{command} 2>&-", shell=True, capture_output=True, text=True)
+    done = hangs.run(f"{command} 2>&-", shell=True)
     assert done.returncode == 0
     assert done.stdout.startswith("syncline ")
 

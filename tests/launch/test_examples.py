@@ -5,12 +5,12 @@ from __future__ import annotations
 import re
 import shlex
 import shutil
-import subprocess
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 
+import hangs
 from forks import Forks
 from syncline.native import find_library
 
@@ -44,7 +44,7 @@ def test_an_example_runs_on_two_ranks(
         pytest.skip(f"the data cannot be had here: {error}")
     line = ["-n", "2", program, *arguments] if arguments is not None else make_train("EPOCHS=1")
     line = [str(EXAMPLES / program) if word.endswith(program) else word for word in line]
-    done = forks.launch(tmp_path, *line).wait(300.0)
+    done = forks.launch(tmp_path, *line).wait()
     assert done.returncode == 0, done.stderr
     assert f"[rank 0] {last}" in done.stdout
     assert done.stdout.count(last) == 1
@@ -63,9 +63,7 @@ def make_train(*variables: str) -> list[str]:
     make = shutil.which("make")
     if make is None:
         pytest.skip("there is no make here")
-    done = subprocess.run(
-        [make, "--dry-run", "train", *variables], cwd=ROOT, capture_output=True, text=True, check=True
-    )
+    done = hangs.run([make, "--dry-run", "train", *variables], cwd=ROOT, check=True)
     (line,) = re.findall(r"/syncline run (.*)", done.stdout)
     return shlex.split(line)
 
@@ -80,7 +78,7 @@ def test_torch_s_own_parallelism_trains_on_the_backend(
     if find_library() is None:
         pytest.skip("the native core is not here")
     line = ["-n", num_ranks, EXAMPLES / "torch_parallelism.py", "--", way]
-    done = forks.launch(tmp_path, *line, warm_ranks=True).wait(200.0)
+    done = forks.launch(tmp_path, *line, warm_ranks=True).wait()
     assert done.returncode == 0, done.stderr
     (loss,) = re.findall(rf"Loss with {way} on {num_ranks} ranks: (\S+)", done.stdout)
     assert float(loss) < 0.6  # 0.69 if it has learned nothing

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 from test_run import clean_environment
 
+import hangs
 from forks import Forks
-
-TIMEOUT_SECONDS = 180
 
 PROGRAM = """
 import os
@@ -42,16 +40,13 @@ def test_transports_that_differ_are_one_error_on_all_ranks(
     (tmp_path / "program.py").write_text(PROGRAM)
     if launcher == "torchrun":
         command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "program.py"]
-        done = subprocess.run(
+        done = hangs.run(
             command,
             cwd=tmp_path,
             env=clean_environment(),
-            capture_output=True,
-            text=True,
-            timeout=TIMEOUT_SECONDS,
         )
     else:
-        done = forks.launch(tmp_path, "-n", "2", "program.py").wait(TIMEOUT_SECONDS)
+        done = forks.launch(tmp_path, "-n", "2", "program.py").wait()
     assert done.returncode == 0, done.stderr
     said = [(tmp_path / f"said{rank}").read_text() for rank in range(2)]
     assert said[0] == said[1]

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import re
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+import hangs
 
 WRAP = "import torch, syncline as sl\nworld = sl.init(timeout=5)\nmodel = torch.nn.Linear(4, 2)\n"
 
@@ -55,7 +56,7 @@ def test_one_mistake_is_at_most_15_lines(tmp_path: Path, mistake: str, num_ranks
     source, says = MISTAKES[mistake]
     (tmp_path / "train.py").write_text(source)
     command = [sys.executable, "-m", "syncline", "run", "-n", str(num_ranks), "train.py"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False)
+    done = hangs.run(command, cwd=tmp_path)
     lines = (done.stdout + done.stderr).splitlines()
     assert done.returncode == 1
     assert len(lines) <= 15, "\n".join(lines)

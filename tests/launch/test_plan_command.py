@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+import hangs
 from syncline.tools.plan import load_machine
 
 pytestmark = pytest.mark.slow
@@ -62,7 +63,7 @@ finally:
 
 def syncline(*arguments: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "syncline", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=900)
+    return hangs.run(command, timeout_seconds=900)
 
 
 @pytest.fixture

@@ -15,13 +15,13 @@ from pathlib import Path
 import pytest
 from torch.distributed.run import get_args_parser
 
+import hangs
 from forks import Forks
 from syncline.tools.cli import main
 from syncline.tools.cli.options import parse_run
 
 Run = Callable[..., subprocess.CompletedProcess[str]]
 COMMAND = [sys.executable, "-m", "syncline", "run"]
-TIMEOUT_SECONDS = 60
 
 
 @pytest.fixture
@@ -49,12 +49,17 @@ atexit.register(wait_for_rank_0)  # before Syncline's function, which therefore 
 """
 """The launcher ends rank 0 soon after rank 1. In a program that begins with this, rank 0 has said all by then."""
 
-OF_RANK_1 = """
-import os
-mine = os.environ["TORCHELASTIC_ERROR_FILE"]
-its = os.path.join(os.path.dirname(os.path.dirname(mine)), "1", "error.json")
+RANK_1_FAILS_FIRST = """
+import atexit, os, time
+def wait_for_error_of(rank):
+    path = os.path.join(os.path.dirname(os.path.dirname(os.environ["TORCHELASTIC_ERROR_FILE"])), rank, "error.json")
+    while not os.path.exists(path) or "time_ns" not in open(path).read():
+        time.sleep(0.001)
+if os.environ["RANK"] == "1":
+    atexit.register(wait_for_error_of, "0")
 """
-"""Programs that wait for the recorded error of rank 1 begin with this."""
+"""In a program that begins with this, rank 0 can wait for the recorded error of rank 1, whose process does not end
+before rank 0 has recorded its own error. So both are known, whichever process ends first."""
 
 
 def clean_environment() -> dict[str, str]:
@@ -186,7 +191,7 @@ def test_help_and_mistakes_do_not_wait_for_torch(
 ) -> None:
     (tmp_path / "program.py").touch()
     command = [sys.executable, "-m", "syncline", *line.split()]
-    done = subprocess.run(command, cwd=tmp_path, env=without_torch, capture_output=True, text=True)
+    done = hangs.run(command, cwd=tmp_path, env=without_torch)
     assert done.returncode == exit_code, done.stderr
     assert words in (done.stderr if exit_code else done.stdout)
     assert "Traceback" not in done.stderr
@@ -197,7 +202,7 @@ def test_the_console_script_needs_no_torch_to_answer(without_torch: dict[str, st
     code = (
         f"import sys; from {script.module} import {script.attr}; sys.exit({script.attr}(['run', '--help']))"
     )
-    done = subprocess.run([sys.executable, "-c", code], env=without_torch, capture_output=True, text=True)
+    done = hangs.run([sys.executable, "-c", code], env=without_torch)
     assert (done.returncode, done.stderr) == (0, "")
 
 
@@ -335,19 +340,15 @@ def test_one_program_starts_three_ways(forks: Forks, tmp_path: Path) -> None:
         text=True,
         env=clean_environment(),
     )
-    output, error = torchrun.communicate(timeout=TIMEOUT_SECONDS)
+    output, error = hangs.communicate(torchrun)
     done = launcher.wait()
     assert (done.returncode, done.stderr) == (0, "")
     assert sorted(done.stdout.splitlines()) == ["[rank 0] mean 0.5 of 2", "[rank 1] mean 0.5 of 2"]
     assert torchrun.returncode == 0, error
     assert output.count("mean 0.5 of 2") == 2
-    alone = subprocess.run(
+    alone = hangs.run(
         [sys.executable, str(program)],
-        capture_output=True,
-        text=True,
-        timeout=TIMEOUT_SECONDS,
         env=clean_environment(),
-        check=False,
     )
     assert (alone.returncode, alone.stdout, alone.stderr) == (0, "mean 0.0 of 1\n", "")
 
@@ -358,12 +359,10 @@ def test_one_program_starts_three_ways(forks: Forks, tmp_path: Path) -> None:
 def test_the_last_thing_shown_is_the_rank_that_failed_first_whose_traceback_is_shown_once(run: Run) -> None:
     """Rank 0 fails because rank 1 did; it is rank 1's error that helps."""
     done = run(
-        f"{OF_RANK_1}"
-        "import time\n"
+        f"{RANK_1_FAILS_FIRST}"
         "if os.environ['RANK'] == '1':\n"
         "    raise ValueError('the cause')\n"
-        "while not os.path.exists(its):\n"
-        "    time.sleep(0.001)\n"
+        "wait_for_error_of('1')\n"
         "raise ConnectionError('the consequence')\n"
     )
     assert done.returncode == 1
@@ -453,23 +452,57 @@ def test_a_rank_that_exits_with_0_has_left_in_good_order(rank: int, transport: s
     assert f"rank {rank} has shut down normally" in done.stderr
 
 
-def test_who_loses_a_peer_has_the_time_to_say_so(run: Run) -> None:
-    """However slow it is to find words: the launcher sees the death within a tenth of a second."""
-    done = run(
-        "import os, signal, time\n"
+@pytest.mark.parametrize("transport", ["c10d", "shm"])
+@pytest.mark.parametrize(
+    ("end", "words", "error"),
+    [
+        (
+            "os.kill(os.getpid(), signal.SIGKILL)",
+            r"was killed by SIGKILL \(signal 9\), exit code 137",
+            r"\[rank 0\] .*PeerLost: ",
+        ),
+        ("raise ValueError('the cause')", "failed with exit code 1", r"\[rank 1\] ValueError: the cause\n"),
+    ],
+    ids=["killed", "failed"],
+)
+def test_who_loses_a_peer_has_the_time_to_say_so(
+    end: str, words: str, error: str, transport: str, forks: Forks, tmp_path: Path
+) -> None:
+    """However slow it is to find words: it says them when the launcher has long seen the end of the other rank.
+
+    The launcher gives it more time than usual, because the machine may be busy.
+    """
+    (tmp_path / "program.py").write_text(
+        "import contextlib, os, signal, time\n"
+        "from pathlib import Path\n"
         "import syncline as sl\n"
-        "world = sl.init(timeout=60)\n"
+        f"world = sl.init({transport!r}, timeout=300)\n"
+        "if world.rank == 1:\n"
+        "    Path('pid').write_text(str(os.getpid()))\n"
         "sl.barrier()\n"
         "if world.rank == 1:\n"
-        "    os.kill(os.getpid(), signal.SIGKILL)\n"
+        f"    {end}\n"
         "try:\n"
         "    sl.barrier()\n"
-        "except sl.PeerLost:\n"
-        "    time.sleep(0.4)\n"
+        "except sl.SynclineError:\n"
+        "    with contextlib.suppress(ProcessLookupError):\n"
+        "        while True:\n"
+        "            os.kill(int(Path('pid').read_text()), 0)  # until the launcher has waited for it\n"
+        "            time.sleep(0.001)\n"
         "    raise\n"
     )
-    assert done.returncode == 128 + signal.SIGKILL
-    assert re.search(r"\[rank 0\] .*PeerLost: ", done.stderr)
+    launcher = tmp_path / "launcher.py"
+    launcher.write_text(
+        "import sys\n"
+        "from syncline.tools.cli import main\n"
+        "from syncline.tools.launch import stopping\n"
+        "stopping.REPORT_SECONDS = 300\n"
+        "sys.exit(main(['run', '-n', '2', 'program.py']))\n"
+    )
+    done = forks.start(tmp_path, launcher, warm_ranks=True).wait()
+    last = done.stderr[done.stderr.rindex("syncline run:") :]
+    assert re.match(rf"syncline run: rank 1 \(.*\) {words}; failed later: rank 0 \(exit code 1\)", last)
+    assert re.search(error, done.stderr)
 
 
 def test_a_syntax_error_is_shown(run: Run) -> None:
@@ -523,15 +556,13 @@ def test_the_traceback_of_a_failing_rank_reaches_its_waiting_peer(run: Run, join
 @pytest.mark.slow
 def test_torchs_record_decorator_does_not_blur_which_rank_was_first(run: Run) -> None:
     done = run(
-        f"{OF_RANK_1}"
-        "import time\n"
+        f"{RANK_1_FAILS_FIRST}"
         "from torch.distributed.elastic.multiprocessing.errors import record\n"
         "@record\n"
         "def main():\n"
         "    if os.environ['RANK'] == '1':\n"
         "        raise ValueError('the cause')\n"
-        "    while not os.path.exists(its) or 'time_ns' not in open(its).read():\n"
-        "        time.sleep(0.001)\n"
+        "    wait_for_error_of('1')\n"
         "    raise KeyError('the consequence')\n"
         "main()\n"
     )

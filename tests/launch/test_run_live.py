@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
 import sys
 import termios
 import time
@@ -12,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+import hangs
 from forks import Forks, Process
 from terminals import SeenTerminal
 
@@ -131,7 +131,7 @@ def test_what_is_redirected_has_the_lines_of_the_ranks_and_nothing_else(tmp_path
     with SeenTerminal() as terminal:
         with (tmp_path / "out").open("wb") as out:
             command = [sys.executable, "-m", "syncline", "run", "-n", "2", "--live", "program.py"]
-            done = subprocess.run(command, cwd=tmp_path, stdout=out, stderr=terminal.fd, timeout=60)
+            done = hangs.run(command, cwd=tmp_path, stdout=out, stderr=terminal.fd)
         assert done.returncode == 0
         assert sorted(terminal.lines()) == ["", "[rank 0] err", "[rank 1] err"]
     assert sorted((tmp_path / "out").read_text().splitlines()) == ["[rank 0] out", "[rank 1] out"]

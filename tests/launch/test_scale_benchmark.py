@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+import hangs
 
 SCRIPT = Path(__file__).parents[2] / "benchmarks" / "scale.py"
 
@@ -15,9 +16,7 @@ SCRIPT = Path(__file__).parents[2] / "benchmarks" / "scale.py"
 def table_of(*arguments: str, **variables: str) -> dict[str, list[float]]:
     """Run the script, and return the figures of each line of its table, without the exponent."""
     command = [sys.executable, str(SCRIPT), *arguments]
-    done = subprocess.run(
-        command, capture_output=True, text=True, timeout=600, env={**os.environ, **variables}
-    )
+    done = hangs.run(command, timeout_seconds=600, env={**os.environ, **variables})
     assert done.returncode == 0, done.stderr
     _, table, _ = done.stdout.split("\n\n", 2)
     heading, sizes, *lines = table.splitlines()

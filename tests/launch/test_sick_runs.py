@@ -12,8 +12,9 @@ from typing import Any
 
 import pytest
 
+import hangs
 from syncline.tools.cli import main
-from virtual_hosts import hosts_or_skip
+from virtual_hosts import hosts_or_skip, outputs_of
 
 PROGRAM = Path(__file__).with_name("sick_program.py")
 
@@ -22,13 +23,13 @@ pytestmark = pytest.mark.slow
 
 def run_here(illness: str, directory: Path, *options: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "syncline", "run", "-n", "2", *options, str(PROGRAM), illness]
-    return subprocess.run([*command, str(directory)], capture_output=True, text=True, timeout=120)
+    return hangs.run([*command, str(directory)])
 
 
 def run_over_a_link(illness: str, directory: Path, megabits_per_second: float) -> None:
     with hosts_or_skip(megabits_per_second=megabits_per_second) as hosts:
         hosts.start([sys.executable, str(PROGRAM), illness, str(directory)], on="ab")
-        for code, _, errors in hosts.outputs(120):
+        for code, _, errors in outputs_of(hosts):
             assert code == 0, errors
 
 

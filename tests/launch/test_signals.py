@@ -19,6 +19,7 @@ from typing import Any
 
 import pytest
 
+import hangs
 from failure_rows import record
 from forks import Forks, Process, is_running
 from syncline import environment
@@ -149,7 +150,7 @@ def test_a_signal_ends_a_launcher_that_waits_for_another_host(
         time.sleep(0.005)
     launcher.send_signal(number)
     try:
-        _, error = launcher.communicate(timeout=30)  # it used to wait for ten minutes
+        _, error = hangs.communicate(launcher)  # it used to wait for ten minutes
     finally:
         launcher.kill()
     assert launcher.returncode == 128 + number, error
@@ -170,7 +171,7 @@ def test_a_host_without_a_loopback_interface_is_named(tmp_path: Path) -> None:
         or subprocess.run([*command[:2], "true"], capture_output=True).returncode
     ):
         pytest.skip("no network namespaces here")
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    done = hangs.run(command, cwd=tmp_path)
     assert done.returncode == 1
     assert "this host cannot connect to its own port" in done.stderr
     assert "ip link set lo up" in done.stderr

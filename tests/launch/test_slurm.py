@@ -19,6 +19,7 @@ from pathlib import Path
 
 import pytest
 
+import hangs
 from syncline.testing import held_port
 
 ROOT = Path(__file__).parents[2]
@@ -161,25 +162,18 @@ class Slurm:
     folder: Path
     variables: dict[str, str]
 
-    def run(self, *command: str, timeout_seconds: float = 240.0, **variables: str) -> str:
-        done = subprocess.run(
-            command,
-            env=self.variables | variables,
-            cwd=ROOT,
-            capture_output=True,
-            text=True,
-            timeout=timeout_seconds,
-            check=False,
-        )
+    def run(self, *command: str, **variables: str) -> str:
+        done = hangs.run(command, env=self.variables | variables, cwd=ROOT)
         assert done.returncode == 0, done.stdout + done.stderr
         return done.stdout
 
-    def wait_for(self, path: Path, job: str, *, within_seconds: float = 240.0) -> None:
-        deadline = time.monotonic() + within_seconds
+    def wait_for(self, path: Path, job: str) -> None:
+        deadline = time.monotonic() + hangs.HANG_SECONDS
         while not path.exists():
             if time.monotonic() > deadline:
-                log = self.folder / f"slurm-{job}.out"
-                raise AssertionError(self.run("scontrol", "show", "job", job) + log.read_text())
+                state = self.run("scontrol", "show", "job", job)
+                hangs.end_trees([], mark=self.variables["SLURM_CONF"])
+                raise TimeoutError(state + (self.folder / f"slurm-{job}.out").read_text())
             time.sleep(0.05)
 
     def submit(self, *arguments: str, **variables: str) -> str:
@@ -330,7 +324,7 @@ def test_a_rank_that_is_killed_on_one_node_joins_the_others_again(
         "--nodes=2", "examples/slurm/resilient.sbatch", str(program), str(tmp_path), **variables
     )
     for rank in range(4):
-        slurm.wait_for(tmp_path / f"{rank} of 4", job, within_seconds=240)
+        slurm.wait_for(tmp_path / f"{rank} of 4", job)
     assert len({(tmp_path / f"{rank} of 4").read_text() for rank in range(4)}) == 1
     deadline = time.monotonic() + 240
     while "JobState=COMPLETED" not in slurm.run("scontrol", "show", "job", job):

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+import hangs
 
 pytestmark = pytest.mark.slow
 
@@ -44,12 +45,9 @@ def test_a_sweep_goes_on_where_it_was_interrupted(tmp_path: Path) -> None:
     of_another_length = {**done, **found, "steps": 6, "loss": 0.0}
     results = tmp_path / "runs.jsonl"
     results.write_text("".join(json.dumps(run) + "\n" for run in (done | found, of_another_length)))
-    program = subprocess.run(
+    program = hangs.run(
         [*COMMAND, *OPTIONS, "every-step", "diloco-20-4bit"],
         cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=300,
     )
     if "could not be fetched" in program.stderr:
         pytest.skip("no digits here, and no network")

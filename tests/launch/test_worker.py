@@ -11,14 +11,13 @@ from pathlib import Path
 
 import pytest
 
+import hangs
 from syncline.tools.launch.command import worker_command
 
 
 def run(folder: Path, *command: str) -> subprocess.CompletedProcess[str]:
     variables = {**os.environ, "TORCHELASTIC_ERROR_FILE": str(folder / "error.json")}
-    return subprocess.run(
-        command, capture_output=True, text=True, timeout=60, cwd=folder, env=variables, check=False
-    )
+    return hangs.run(command, cwd=folder, env=variables)
 
 
 def both_ways(

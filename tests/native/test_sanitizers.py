@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+import hangs
+
 pytestmark = pytest.mark.slow
 
 HERE = Path(__file__).parent
@@ -55,14 +57,14 @@ def built(compiler: str, flags: tuple[str, ...], folder: Path, core: Path = CORE
 
 
 def must_run(command: list[str]) -> None:
-    result = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    result = hangs.run(command)
     assert result.returncode == 0, result.stderr
 
 
 def run(program: Path, num_ranks: int, num_rounds: int, seed: int, *before: str) -> tuple[int, str]:
     command = [*before, str(program), str(num_ranks), str(num_rounds), str(seed)]
     environment = {**os.environ, "TSAN_OPTIONS": "halt_on_error=1"}
-    result = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment)
+    result = hangs.run(command, env=environment)
     return result.returncode, result.stdout + result.stderr
 
 
@@ -103,7 +105,7 @@ def test_a_codec_that_writes_behind_its_end_would_be_found(tmp_path: Path) -> No
     kernels.write_text(text.replace(before, before.replace("n *", after)))
     mutant = shutil.copy(CODEC, tmp_path)
     program = built_codec(compiler_with(MEMORY, tmp_path), MEMORY, tmp_path, mutant)
-    result = subprocess.run([str(program), "1", "9"], capture_output=True, text=True, timeout=300)
+    result = hangs.run([str(program), "1", "9"])
     assert "heap-buffer-overflow" in result.stderr
 
 
@@ -117,7 +119,7 @@ def built_codec(compiler: str, flags: tuple[str, ...], folder: Path, codec: Path
 def assert_codec_all_right(program: Path, num_rounds: int, *before: str) -> None:
     for seed in ("1", "2"):
         command = [*before, str(program), seed, str(num_rounds)]
-        result = subprocess.run(command, capture_output=True, text=True, timeout=300)
+        result = hangs.run(command)
         assert (result.returncode, result.stdout) == (0, "all right\n"), result.stdout + result.stderr
 
 
@@ -179,7 +181,7 @@ def test_nothing_to_warn_of(source: Path, compiler: str, optimization: str, tmp_
         "-fPIC",
     ]
     command = [compiler, *flags, "-c", str(source), "-o", str(tmp_path / "object.o")]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    result = hangs.run(command)
     assert result.returncode == 0, result.stderr
 
 

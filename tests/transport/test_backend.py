@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+import hangs
 import syncline as sl
 from meeting import end_by_sigkill
 from syncline import CollectiveTimeout, PeerFailed, PeerLost, SynclineError
@@ -543,9 +544,8 @@ def test_a_process_ends_in_peace_while_a_future_waits(how: str, tmp_path: Path) 
     with groups_of_processes(_ENDS_EARLY, str(tmp_path / "store"), how) as ranks:
         for rank in ranks:  # on a busy machine it may take a minute to import torch
             assert rank.stdout is not None
-            assert rank.stdout.readline() == "ready\n", rank.communicate(timeout=60)[1]
-        for rank in ranks:
-            _, errors = rank.communicate(timeout=60)
+            assert rank.stdout.readline() == "ready\n", hangs.communicate(rank)[1]
+        for rank, (_, errors) in zip(ranks, hangs.communicate_with_all(ranks), strict=True):
             if "SharedMemoryUnavailable" in errors:
                 pytest.skip(errors)
             assert rank.returncode == 0, errors

@@ -20,6 +20,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+import hangs
 from syncline import PeerFailed, SynclineError
 from syncline.liveness import Board, Failure, Notices, Place, StoreConnection, StoreMedium
 from syncline.liveness import connection as store_line
@@ -168,7 +169,7 @@ def test_a_store_that_is_gone_is_seen_without_asking_it(capfd: pytest.CaptureFix
     clone.set("here", "1")
     assert line.is_open()
     assert clone.get("here") == b"1"
-    server.communicate("\n", timeout=60)
+    hangs.communicate(server, input="\n")
     assert not line.is_open()
     notices.post(lambda: Place(step=2))
     assert notices.places() == {}
@@ -249,7 +250,7 @@ asking.join()
 assert all(place.startswith("<string>:") for place in places), places
 print(len(places) > 0)
 """
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    done = hangs.run([sys.executable, "-c", program])
     assert (done.returncode, done.stdout) == (0, "True\n"), done.stderr
 
 

@@ -6,7 +6,6 @@ import functools
 import gc
 import os
 import resource
-import subprocess
 import sys
 import threading
 import time
@@ -22,6 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+import hangs
 from syncline import CollectiveMismatch, SynclineError
 from syncline.native import find_library, library
 from syncline.transport import C10dTransport, ReduceOp, Transport, Work
@@ -345,9 +345,7 @@ def test_many_ranks(size: int, tmp_path: Path) -> None:
     path = os.pathsep.join([str(Path(__file__).parent), *sys.path])
     program = f"from test_shared_memory import many_ranks; many_ranks({size}, {str(tmp_path / 'store')!r})"
     command = [sys.executable, "-c", program]
-    result = subprocess.run(
-        command, env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True, timeout=100
-    )
+    result = hangs.run(command, env={**os.environ, "PYTHONPATH": path})
     assert result.returncode == 0, result.stderr[-5000:]
 
 

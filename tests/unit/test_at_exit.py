@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 
 import pytest
 
-from syncline.native import find_library
+import hangs
 
 DESTRUCTOR = """
 import time
@@ -26,22 +25,48 @@ WAIT = """
 import contextlib, sys, threading, time
 from datetime import timedelta
 import torch.distributed as dist
-import syncline.liveness.at_exit
+from syncline.liveness.at_exit import AT_EXIT
 
 class Last:
     def __del__(self, sleep=time.sleep):
-        sleep(1.5)  # Python is shutting down, and takes longer for it than the wait
+        sleep(0.2)  # Python is shutting down, and the wait would return meanwhile
 
 def wait():
-    began.set()
-    with contextlib.suppress(dist.DistStoreError):  # if Python is slow, and does not shut down before
-        dist.HashStore().wait(["never"], timedelta(seconds=0.5))
+    while True:
+        with contextlib.suppress(dist.DistStoreError):
+            AT_EXIT.wait_in_torch(store.wait, ["never"], timedelta(milliseconds=20))
+        began.set()
 
 sys.modules["last"] = Last()
-began = threading.Event()
+began, store = threading.Event(), dist.HashStore()
 threading.Thread(target=wait, daemon=True).start()
 began.wait()
 raise SystemExit(3)
+"""
+
+GROUP = """
+import syncline as sl, sys, torch, torch.distributed as dist
+
+class Last:
+    def __init__(self, group):
+        self.group, self.me = group, self
+    def __del__(self, write=sys.stdout.write):
+        write(f"{self.group.size()}\\n")
+
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+x, last = torch.ones(1), Last(dist.group.WORLD)
+sl.average_(x)
+if destroys:
+    dist.destroy_process_group()
+import atexit
+from syncline.liveness.at_exit import AT_EXIT
+
+def count():
+    print(x._use_count() > 1, sys.getrefcount(last.group) > 3, flush=True)
+
+atexit.unregister(AT_EXIT.end)
+atexit.register(count)
+atexit.register(AT_EXIT.end)
 """
 
 CALLBACK = """
@@ -94,7 +119,7 @@ complete().wait()
 
 
 def ended(program: str) -> tuple[int, str, str]:
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    done = hangs.run([sys.executable, "-c", program])
     return done.returncode, done.stdout, done.stderr
 
 
@@ -102,9 +127,14 @@ def test_the_end_of_the_process_waits_for_a_destructor_under_way() -> None:
     assert ended(DESTRUCTOR) == (0, "destroyed\n", "")
 
 
-@pytest.mark.skipif(find_library() is None, reason="the native library was not built")
-def test_a_wait_of_torch_that_ends_while_python_shuts_down_does_not_abort_the_process() -> None:
+def test_a_thread_that_waits_in_torch_again_and_again_stays_outside_of_it_while_python_shuts_down() -> None:
     assert ended(WAIT) == (3, "", "")
+
+
+@pytest.mark.parametrize("destroys", [False, True])
+def test_a_group_that_is_left_is_never_destroyed_and_its_threads_need_no_python(destroys: bool) -> None:
+    program = f"destroys = {destroys}\n{GROUP}"
+    assert ended(program) == (0, "True True\n1\n", "")
 
 
 def test_the_end_of_the_process_waits_for_the_callback_of_a_future() -> None:

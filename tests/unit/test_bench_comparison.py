@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+import hangs
 from syncline.tools.bench.baseline import differences, read_measurement, settings_of
 from syncline.tools.bench.goals import Figure, to_json
 from syncline.tools.bench.machine import describe_machine
@@ -215,7 +216,7 @@ def test_differences_name_every_setting() -> None:
 
 def compare(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, str(ROOT / "benchmarks" / "compare.py"), *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=60)
+    return hangs.run(command)
 
 
 @pytest.fixture
@@ -263,7 +264,7 @@ def test_a_baseline_is_checked_before_the_measurement(folders: tuple[Path, Path]
 @pytest.mark.skipif(shutil.which("make") is None, reason="make is not installed")
 def test_make_checks_the_baseline_first() -> None:
     command = ["make", "--dry-run", "bench-compare", "BASELINE=old", "BENCH=new"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    done = hangs.run(command, cwd=ROOT)
     steps = [line.partition("python ")[2] or line for line in done.stdout.splitlines()]
     check, deletion, comparison = (
         steps.index(step)
@@ -275,7 +276,7 @@ def test_make_checks_the_baseline_first() -> None:
     )
     assert check < deletion < comparison
     command = ["make", "--dry-run", "bench-baseline", "BENCH=new"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    done = hangs.run(command, cwd=ROOT)
     assert done.returncode == 2
     assert "expected BASELINE=new, got BENCH=new" in done.stderr
 

@@ -16,6 +16,7 @@ from types import ModuleType
 
 import pytest
 
+import hangs
 import syncline as sl
 from syncline.native import find_library, loading
 
@@ -48,13 +49,10 @@ builds = pytest.mark.skipif(
 def build_wheel(folder: Path, compiler: str, source: Path = ROOT) -> tuple[Path, str]:
     """The wheel of this tree, and everything that was printed while it was built; nothing is downloaded."""
     options = ("--verbose", "--no-index", "--no-deps", "--no-build-isolation", "--disable-pip-version-check")
-    result = subprocess.run(
+    result = hangs.run(
         [sys.executable, "-m", "pip", "wheel", *options, "--wheel-dir", str(folder), str(source)],
         env={**os.environ, "CC": compiler},
-        stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
-        text=True,
-        timeout=300,
     )
     assert result.returncode == 0, result.stdout
     [wheel] = folder.glob("*.whl")

@@ -21,6 +21,8 @@ from typing import Any
 import pytest
 import torch
 
+import hangs
+
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
@@ -144,12 +146,8 @@ def test_a_folder_that_cannot_be_written_to_is_named(
 
 @pytest.mark.slow
 def test_without_network_the_program_says_what_to_do_and_ends_with_1(cache: Path, shelf: Path) -> None:
-    program = subprocess.run(
+    program = hangs.run(
         [sys.executable, EXAMPLES / "example_data.py"],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
     )
     assert program.returncode == 1
     assert program.stdout == ""

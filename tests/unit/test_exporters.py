@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 import warnings
 from collections.abc import Iterator
@@ -14,6 +13,7 @@ import pytest
 import torch
 from torch import nn
 
+import hangs
 import syncline as sl
 from syncline.events import OBSERVERS, RanksChanged
 from syncline.exporters.base import MAX_METRICS, MAX_MODULES, Names, import_client
@@ -86,7 +86,7 @@ sl.exporters, sl.exporters.TensorBoard, sl.exporters.OpenTelemetry, sl.exporters
 print([name for name in sys.modules if name.startswith(("tensorboard", "torch.utils.tensorboard", "prometheus"))])
 print([name for name in sys.modules if name.startswith("opentelemetry")])
 """
-    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
+    result = hangs.run([sys.executable, "-c", program])
     assert (result.stdout, result.stderr) == ("[]\n[]\n", "")
 
 

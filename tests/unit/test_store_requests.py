@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
+import hangs
 from meeting import in_threads
 from syncline import PeerLost
 from syncline.liveness import Place, SignedStore, StoreConnection, StoreMedium
@@ -38,7 +39,7 @@ def server() -> Iterator[tuple[int, int]]:
     assert process.stdout is not None
     yield process.pid, int(process.stdout.readline())
     os.kill(process.pid, signal.SIGCONT)
-    process.communicate("\n", timeout=60)
+    hangs.communicate(process, input="\n")
 
 
 REQUESTS: dict[str, Callable[[SignedStore], object]] = {

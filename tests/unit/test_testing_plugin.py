@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+import hangs
 from forks import is_running
 
 # ---------------------------------------------------------------------- what a rank sees
@@ -162,7 +163,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "test_failing.py").write_text(_FAILING)
     (folder / "pytest.ini").write_text("[pytest]\n")
     command = [sys.executable, "-m", "pytest", "-ra", "-p", "no:cacheprovider"]
-    ended = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=300)
+    ended = hangs.run(command, cwd=folder)
     (folder / "report.txt").write_text(ended.stdout)
     return folder
 

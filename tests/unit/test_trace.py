@@ -7,7 +7,6 @@ import json
 import math
 import os
 import signal
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ import pytest
 import torch
 from torch import nn
 
+import hangs
 import syncline as sl
 from syncline.events import (
     OBSERVERS,
@@ -307,7 +307,7 @@ def test_what_was_recorded_before_a_kill_can_be_read(tmp_path: Path) -> None:
         "    ddp(torch.ones(1, 2)).sum().backward()\n"
         "os.kill(os.getpid(), signal.SIGKILL)\n"
     )
-    done = subprocess.run([sys.executable, program, tmp_path / "trace"], timeout=60)
+    done = hangs.run([sys.executable, program, tmp_path / "trace"])
     assert done.returncode == -signal.SIGKILL
     (found,) = rows_in(tmp_path / "trace").values()
     assert [row.step for row in found if isinstance(row, rows.BackwardRow)] == [1, 2, 3, 4, 5]

@@ -189,6 +189,12 @@ def backend_on(group: dist.ProcessGroup, device: torch.device) -> Any:
     return group._get_backend(device)
 
 
+def uses_gloo(group: dist.ProcessGroup) -> bool:
+    """Return whether Gloo is a backend of a process group, which may be destroyed already."""
+    devices = getattr(group, "_device_types", ())
+    return any(getattr(backend_on(group, device), "name", str)() == "gloo" for device in devices)
+
+
 def timeout_seconds_of(group: dist.ProcessGroup) -> float | None:
     """Return the shortest timeout of a group's backends, in seconds. Return None if no timeout is known."""
     found = []

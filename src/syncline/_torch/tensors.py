@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import gc
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from operator import attrgetter
@@ -47,6 +48,20 @@ split_like: Callable[[Tensor, _Tensors], tuple[Tensor, ...]] = lookup(
     "torch._C:_nn.unflatten_dense_tensors", "view a flat tensor as tensors of given shapes"
 )
 """Split a flat tensor into views that have the shapes of given tensors."""
+
+_ScriptList = lookup("torch._C:ScriptList", "hold tensors in C++ code")
+
+
+def owner_of_all_tensors() -> object:
+    """Return an object of C++ code that owns all tensors on the CPU, together with Python.
+
+    While it exists, other C++ code can drop a tensor without the interpreter's lock. (A C++ object needs the lock when
+    only Python still owns the tensor.)
+    """
+    kinds = Tensor, torch.nn.Parameter
+    tensors = [one for one in gc.get_objects() if type(one) in kinds and one.device.type == "cpu"]
+    return _ScriptList(tensors) if is_there(_ScriptList) else tensors
+
 
 # ---------------------------------------------------------------------- one tensor
 

@@ -1,8 +1,8 @@
 """Detection of waits that cannot end, and of their cause: the positions of all ranks, and ranks that have ended.
 
-Imports: errors, words, environment, native, user_code, events, _torch.
+Imports: errors, words, environment, user_code, events, _torch.
 
-at_exit.py      threads of Syncline that may be inside C++ code while Python shuts down
+at_exit.py      the end of a process: threads that are inside C++ code of torch, and groups that still exist
 board.py        the position of each rank, published for its peers: step, phase, bucket, and call
 calls.py        the calls in which ranks wait, of Syncline or of torch.distributed; the failure of a group
 connection.py   connections of this process to stores, with a deadline for each request

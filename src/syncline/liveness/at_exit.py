@@ -1,11 +1,15 @@
-"""What happens, while Python shuts down, to threads of Syncline that may be inside C++ code of torch.
+"""The end of a process: while Python shuts down, no thread is inside C++ code of torch that may need Python again.
 
-The destructor of a Gloo group waits for its threads and pending operations, so it runs where nobody waits for it. Gloo
-completes a message only while a thread waits for it. And a thread completes the futures of the backend, which run
-callbacks of the program. But up to Python 3.13, a thread that is inside C++ code when Python has shut down aborts the
-process, whose exit status is then 134. So the end of the process waits for destructors and callbacks. The other threads
-may be inside such code for as long as a peer takes: if the native library is there, they sleep instead of aborting the
-process.
+Up to Python 3.13, a thread that asks for the interpreter's lock while Python shuts down is ended there. Inside C++ code
+of torch, this aborts the process (exit status 134), or leaves a mutex locked for ever. So before Python shuts down:
+
+- Threads of Syncline leave C++ code and end, or stay outside of it. A thread that runs destructors or callbacks is
+  waited for.
+- Threads of the program that wait for a collective of Syncline stay outside of C++ code (`AtExit.wait_in_torch`).
+- A thread of a Gloo group drops the tensors of a collective a little after the collective has ended. It needs Python
+  for it only if Python code is the only other owner of the tensor. So C++ code becomes another owner of all tensors.
+- A process group that still exists is never destroyed. Its destructor would wait for operations that other ranks may
+  never join, and Python runs it late, when the threads of the group can no longer end.
 """
 
 from __future__ import annotations
@@ -13,60 +17,123 @@ from __future__ import annotations
 import atexit
 import contextlib
 import ctypes
-import sys
+import os
 import threading
 import time
-import weakref
-from typing import TypeVar
+from collections.abc import Callable
+from typing import Any, Protocol, TypeVar
+from weakref import WeakSet
 
-from syncline.native import NativeUnavailable, library
+from syncline._torch.process_groups import living_groups, uses_gloo
+from syncline._torch.tensors import owner_of_all_tensors
 
 T = TypeVar("T")
 
 _AT_EXIT_SECONDS = 10.0
 
-_threads: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
-_locks: weakref.WeakSet[threading.Lock] = weakref.WeakSet()
+_STOP_SECONDS = 1.0
+
+_YIELD_SECONDS = 0.0005
+"""How long the end of a process gives way to threads that have asked for the interpreter's lock before."""
+
+_NUM_YIELDS = 10
 
 
-def wait_at_exit(thread: threading.Thread) -> None:
-    """Let the end of the process wait for a thread, for all threads and locks together at most 10 s."""
-    _threads.add(thread)
+class Stoppable(Protocol):
+    """An object with a thread that may be inside of C++ code for long."""
+
+    def stop(self, seconds: float) -> object:
+        """Let the thread end, and wait for it, at most for so many seconds."""
 
 
-def acquire_at_exit(lock: threading.Lock) -> None:
-    """Let the end of the process acquire a lock and keep it, for all threads and locks together within at most 10 s.
+class AtExit:
+    """What the end of this process waits for, stops and keeps."""
 
-    Args:
-        lock: a lock that a thread holds while it is inside C++ code.
-    """
-    _locks.add(lock)
+    def __init__(self) -> None:
+        self._groups: WeakSet[Any] = WeakSet()
+        """Process groups, also those that torch has forgotten."""
+        self.begin_in_fork()
+        atexit.register(self.end)
+        if hasattr(os, "register_at_fork"):
+            os.register_at_fork(after_in_child=self.begin_in_fork)
+
+    def begin_in_fork(self) -> None:
+        """Forget the threads of the parent process. A fork does not have them."""
+        self._threads: WeakSet[threading.Thread] = WeakSet()
+        self._locks: WeakSet[threading.Lock] = WeakSet()
+        self._stoppable: WeakSet[Stoppable] = WeakSet()
+        self._waiting: set[int] = set()
+        """The threads that wait inside of C++ code."""
+        self._ending: int | None = None
+        """The thread that ends the process."""
+
+    def wait_for(self, thread: threading.Thread) -> None:
+        """Let the end of the process wait for a thread, for all threads and locks together at most 10 s."""
+        self._threads.add(thread)
+
+    def acquire(self, lock: threading.Lock) -> None:
+        """Let the end of the process acquire a lock and keep it, for all threads and locks together within 10 s.
+
+        Args:
+            lock: a lock that a thread holds while it is inside C++ code.
+        """
+        self._locks.add(lock)
+
+    def stop(self, what: Stoppable) -> None:
+        """Let the end of the process stop a thread, and wait for it at most 1 s."""
+        self._stoppable.add(what)
+
+    def keep(self, group: object) -> None:
+        """If a Gloo group still exists at the end of the process, never destroy it. Torch may have forgotten it."""
+        self._groups.add(group)
+
+    def wait_in_torch(self, wait: Callable[..., T], *args: object) -> T:
+        """Call a function that waits in C++ code for a short time, with its arguments, and return its result.
+
+        Once the process ends, only the thread that ends it may call the function. Other threads wait here for ever.
+        """
+        thread = threading.get_ident()
+        self._waiting.add(thread)
+        try:
+            if self._ending not in (None, thread):
+                self._waiting.discard(thread)
+                threading.Event().wait()  # Python ends the thread here, outside of C++ code
+            return wait(*args)
+        finally:
+            self._waiting.discard(thread)
+
+    def end(self) -> None:
+        """Do all this. Python calls this function before it shuts down."""
+        deadline = time.monotonic() + _AT_EXIT_SECONDS
+        self._ending = threading.get_ident()
+        while self._waiting and time.monotonic() < deadline:
+            time.sleep(_YIELD_SECONDS)
+        for what in _all(self._stoppable):
+            what.stop(max(0.0, min(_STOP_SECONDS, deadline - time.monotonic())))
+        for thread in _all(self._threads):
+            thread.join(max(0.0, deadline - time.monotonic()))
+        for lock in _all(self._locks):
+            lock.acquire(timeout=max(0.0, deadline - time.monotonic()))
+        kept = [group for group in {*_all(self._groups), *living_groups()} if uses_gloo(group)]
+        if kept:
+            keep_for_ever(kept)
+            keep_for_ever(owner_of_all_tensors())
+            for _ in range(_NUM_YIELDS):
+                time.sleep(_YIELD_SECONDS)
 
 
-@atexit.register
-def _wait() -> None:
-    _let_threads_sleep()
-    deadline = time.monotonic() + _AT_EXIT_SECONDS
-    for thread in _all(_threads):
-        thread.join(max(0.0, deadline - time.monotonic()))
-    for lock in _all(_locks):
-        lock.acquire(timeout=max(0.0, deadline - time.monotonic()))
+AT_EXIT = AtExit()
 
 
-def _all(of: weakref.WeakSet[T]) -> list[T]:
+def keep_for_ever(what: object) -> None:
+    """Let an object, and what it refers to, exist until the kernel ends the process."""
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(what))
+
+
+def _all(of: WeakSet[T]) -> list[T]:
     while True:
         with contextlib.suppress(RuntimeError):  # another thread has added one meanwhile
             return list(of)
-
-
-def _let_threads_sleep() -> None:
-    """Let threads that Python would end inside C++ code sleep instead. (Python 3.14 and later do this.)"""
-    if sys.version_info >= (3, 14):
-        return
-    with contextlib.suppress(NativeUnavailable, OSError, AttributeError):
-        cpp = ctypes.CDLL("libstdc++.so.6")  # torch has loaded it
-        functions = cpp["_ZSt13set_terminatePFvvE"], cpp["__cxa_current_exception_type"]
-        library().let_threads_sleep(*functions)
 
 
 class Keeper:
@@ -90,11 +157,11 @@ class Keeper:
 
     def drop(self) -> None:
         """Drop the groups now. This method does not wait for it."""
-        wait_at_exit(self._thread)
+        AT_EXIT.wait_for(self._thread)
         self._is_over.set()
 
 
 def _keep(groups: list[object], seconds: float, is_over: threading.Event) -> None:
     is_over.wait(seconds)
-    wait_at_exit(threading.current_thread())
+    AT_EXIT.wait_for(threading.current_thread())
     groups.clear()

@@ -40,6 +40,7 @@ import torch.distributed as dist
 
 from syncline._torch.process_groups import PrefixStore
 from syncline.errors import PeerLost
+from syncline.liveness.at_exit import AT_EXIT
 
 T = TypeVar("T")
 
@@ -95,9 +96,17 @@ class Requests:
         self._turn = threading.Lock()
         """The lock that a thread holds while it waits for an answer."""
         self._last: _Call[Any] | None = None
-        thread = threading.Thread(target=_make, args=(self._calls,), name="syncline store", daemon=True)
-        thread.start()
+        self._is_stopped = False
+        self._thread = threading.Thread(target=_make, args=(self._calls,), name="syncline store", daemon=True)
+        self._thread.start()
         weakref.finalize(self, self._calls.put, None).atexit = False
+        AT_EXIT.stop(self)
+
+    def stop(self, seconds: float) -> None:
+        """End the thread when it has made the requests, and wait for it, at most for so many seconds."""
+        self._is_stopped = True
+        self._calls.put(None)
+        self._thread.join(seconds)
 
     def make(
         self,
@@ -122,6 +131,9 @@ class Requests:
             if self._last is not None and not self._last.is_over.is_set():
                 raise self._silent(self.seconds)
             self._last = call = _Call(request)
+            if self._is_stopped:  # an exit handler of the program asks after the thread has ended
+                call.run()
+                return call.result()
             self._calls.put(call)
             self._wait(call, self.seconds + wait_seconds, meanwhile, may_be_silent=not wait_seconds)
             result: T = call.result()

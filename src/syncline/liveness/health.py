@@ -6,7 +6,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import sys
 import time
 import weakref
@@ -17,7 +16,7 @@ from typing import Protocol
 
 from syncline._torch.process_groups import is_living
 from syncline.errors import SynclineError
-from syncline.liveness.at_exit import Keeper
+from syncline.liveness.at_exit import AT_EXIT, Keeper, keep_for_ever
 from syncline.liveness.board import Board, Place, Wait
 from syncline.liveness.calls import Failure, num_started
 from syncline.liveness.notices import Medium, Notices, publisher
@@ -37,6 +36,10 @@ class Lane:
     """The type of the device on which the barriers of the lane run."""
     num_started: int = 0
     """The number of collectives that this rank has started on the lane."""
+
+    def __post_init__(self) -> None:
+        if self.group is not None:
+            AT_EXIT.keep(self.group)
 
 
 class Waiting(Protocol):
@@ -266,7 +269,7 @@ class Health:
         try:
             self._keeper = Keeper(groups, self._timeout_seconds + 1)
         except RuntimeError:  # Python 3.12 starts no thread while it exits, so keep the groups until the end
-            ctypes.pythonapi.Py_IncRef(ctypes.py_object(groups))
+            keep_for_ever(groups)
 
     def drop_groups(self) -> None:
         """Drop the groups that are kept after a failure. A thread waits for their pending operations meanwhile.

@@ -8,7 +8,6 @@ codec.c     encoding and decoding of values that are averaged, for compressions
 core.c      collectives between processes over shared memory
 each_isa.h  include a header of kernels once for each instruction set
 encode.h    the kernels of codec.c, compiled once for each instruction set
-exit.c      what the C++ runtime does with threads that Python ends while it shuts down
 factors.c   encoding and decoding of matrices as two thin factors, for PowerSGD
 factors.h   the kernels of factors.c, compiled once for each instruction set
 half.h      conversions between fp32 and 16-bit types, compiled once for each instruction set

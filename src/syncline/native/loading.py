@@ -1,6 +1,6 @@
 """Functions that find and load the native library, and that declare the types of its functions.
 
-The comments in `core.c`, `codec.c`, `factors.c` and `exit.c` document these functions.
+The comments in `core.c`, `codec.c` and `factors.c` document these functions.
 """
 
 from __future__ import annotations
@@ -69,7 +69,6 @@ _PROTOTYPES: dict[str, tuple[Any, list[Any]]] = {
     "abort": (c_int, [c_void_p, c_char_p, c_size_t]),
     "abort_text": (c_int64, [c_void_p, c_char_p]),
     "called": (c_int, [c_void_p, c_void_p]),
-    "let_threads_sleep": (None, [c_void_p, c_void_p]),
     "quantize": (c_int, [*_CODES, c_void_p, c_void_p, c_void_p, c_float, c_void_p, c_int]),
     "mean_of_codes": (
         c_int,

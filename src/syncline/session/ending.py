@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import os
 import sys
 import threading
@@ -14,7 +13,7 @@ import torch.distributed as dist
 
 from syncline import environment, tracebacks
 from syncline._torch.process_groups import living_groups
-from syncline.liveness.at_exit import wait_at_exit
+from syncline.liveness.at_exit import AT_EXIT, keep_for_ever
 from syncline.session import process
 from syncline.transport.base import Transport
 from syncline.user_code import warn_user
@@ -97,7 +96,7 @@ def keep_groups() -> None:
     The destructor of a group would wait for these collectives until the timeout, while the peers wait for this process.
     Without the destructor, the process ends at once, and the kernel closes its connections.
     """
-    ctypes.pythonapi.Py_IncRef(ctypes.py_object(living_groups()))
+    keep_for_ever(living_groups())
 
 
 class Destroyer:
@@ -140,7 +139,7 @@ class Destroyer:
         group has not been destroyed by then, warn.
         """
         self._destroy = destroy
-        wait_at_exit(self._thread)
+        AT_EXIT.wait_for(self._thread)
         self._decided.set()
         if not self._is_done.wait(_DESTROY_SECONDS):
             warn_user(

@@ -23,7 +23,7 @@ import time
 
 _PR_SET_PDEATHSIG = 1
 
-_IN_STEPS, _LEFT_STEPS = ".in_steps", ".left_steps"
+_IN_STEPS, _LEFT_STEPS, _ENDED = ".in_steps", ".left_steps", ".ended"
 
 
 def record_failure(error: BaseException, path: str, *, brief: str = "", whole: str = "") -> None:
@@ -122,9 +122,30 @@ def came_to_steps(path: str) -> bool:
     return os.path.exists(path + _IN_STEPS) or os.path.exists(path + _LEFT_STEPS)
 
 
+def record_program_end(path: str) -> None:
+    """Record for the launcher that the program of this process has ended, and that the interpreter is to end, too.
+
+    Args:
+        path: the path of the launcher's error file. The record is a file beside it.
+    """
+    with contextlib.suppress(OSError):  # the launcher may have ended and removed its folder
+        open(path + _ENDED, "w").close()
+
+
+def has_program_ended(path: str) -> bool:
+    """Return whether the program of the process with this error file has ended."""
+    return os.path.exists(path + _ENDED)
+
+
+def forget_program_end(path: str) -> None:
+    """Remove what `record_program_end` has recorded."""
+    with contextlib.suppress(OSError):
+        os.remove(path + _ENDED)
+
+
 def forget_rank(path: str) -> None:
     """Remove all that a former process has recorded in this error file and beside it."""
-    for left in (path, path + _IN_STEPS, path + _LEFT_STEPS):
+    for left in (path, path + _IN_STEPS, path + _LEFT_STEPS, path + _ENDED):
         with contextlib.suppress(FileNotFoundError):
             os.remove(left)
 

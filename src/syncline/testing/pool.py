@@ -37,12 +37,15 @@ FORKS = "--fork"
 
 _POLL_SECONDS = 0.002
 
+_WRITING_SECONDS = 10.0
+"""How long a process may take to write its stacks."""
+
 
 def _start(channel: socket.socket, output: Path, *options: str) -> subprocess.Popen[bytes]:
-    """Start a process that runs `worker.py` and prints to the file `output`."""
+    """Start a process that runs `worker.py` and prints to the file `output`, with its stacks at SIGABRT."""
     with output.open("wb") as log:
         return subprocess.Popen(
-            [sys.executable, "-m", WORKER, str(channel.fileno()), *options],
+            [sys.executable, "-X", "faulthandler", "-m", WORKER, str(channel.fileno()), *options],
             pass_fds=[channel.fileno()],
             stdin=subprocess.DEVNULL,
             stdout=log,
@@ -92,11 +95,14 @@ class Template:
                 self._channel.send(request)
                 if handle is not None:
                     send_handle(self._channel, handle.fileno(), self._process.pid)
+                if not self._channel.poll(_START_SECONDS):
+                    _abort(self._process)
                 answer: int | None = self._channel.recv()
         except (EOFError, OSError) as error:
             printed = self._output.read_text(errors="replace")
             raise RuntimeError(
-                f"the process from which ranks are forked has ended unexpectedly. Its output:\n{printed}"
+                "the process from which ranks are forked has ended unexpectedly, or did not answer within "
+                f"{_START_SECONDS:g} s. Its output:\n{printed}"
             ) from error
         return answer
 
@@ -201,7 +207,7 @@ class _Worker:
         if not self.is_ready:
             try:
                 if not self.channel.poll(_START_SECONDS):
-                    raise TimeoutError
+                    _abort(self.process)
                 self.channel.recv_bytes()
             except (EOFError, OSError) as error:
                 raise RuntimeError(
@@ -211,7 +217,11 @@ class _Worker:
             self.is_ready = True
 
     def kill(self) -> None:
+        """Kill the process and the children in its session, such as workers of a DataLoader."""
         self.channel.close()
+        if self.process.poll() is None:
+            with contextlib.suppress(ProcessLookupError):  # it was forked just now, and has no session yet
+                os.killpg(self.process.pid, signal.SIGKILL)
         self.process.kill()
         self.process.wait()
 
@@ -359,6 +369,15 @@ def _outcome(worker: _Worker, *, must_be_killed: bool) -> Outcome:
             kind="failed", text="expected the process to be killed (SIGKILL), but the test ended normally"
         )
     return outcome
+
+
+def _abort(process: subprocess.Popen[bytes] | ForkedProcess) -> None:
+    """End a process that hangs. It writes its stacks first."""
+    process.send_signal(signal.SIGABRT)
+    deadline = time.monotonic() + _WRITING_SECONDS
+    while process.poll() is None and time.monotonic() < deadline:
+        time.sleep(_POLL_SECONDS)
+    process.kill()
 
 
 def _stacks(worker: _Worker) -> str:

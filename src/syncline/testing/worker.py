@@ -100,7 +100,6 @@ def _print_to(path: str) -> None:
 
 def _work(channel: Connection) -> None:
     """Run the tasks that the pool sends, until the pool closes the channel."""
-    faulthandler.enable()
     faulthandler.register(signal.SIGUSR1, all_threads=True)
     torch.set_num_threads(1)
     with contextlib.suppress(EOFError, ConnectionResetError, BrokenPipeError):

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.futures import Future
 
 from syncline.errors import CollectiveTimeout
-from syncline.liveness.at_exit import acquire_at_exit
+from syncline.liveness.at_exit import AT_EXIT
 from syncline.transport.work import Work
 
 _POLL_SECONDS = 0.0005
@@ -54,7 +54,7 @@ class Finisher:
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name=f"syncline {self._name}", daemon=True)
             self._thread.start()
-            acquire_at_exit(self._completing)
+            AT_EXIT.acquire(self._completing)
         self._queue.put((work, future))
 
     def close(self) -> None:

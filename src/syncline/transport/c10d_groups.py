@@ -29,7 +29,7 @@ from syncline._torch.process_groups import (
     record_ranks,
     timeout_seconds_of,
 )
-from syncline.liveness.at_exit import wait_at_exit
+from syncline.liveness.at_exit import AT_EXIT
 from syncline.liveness.gathering import Ended, StoreGathering
 from syncline.liveness.store import SignedStore
 from syncline.transport.base import ReduceOp
@@ -303,7 +303,7 @@ def destroy(groups: list[dist.ProcessGroup]) -> None:
     except RuntimeError:  # the interpreter is ending
         destroy()
     else:
-        wait_at_exit(thread)
+        AT_EXIT.wait_for(thread)
         thread.join(_DESTROY_SECONDS)
 
 

@@ -17,6 +17,7 @@ from torch import distributed as dist
 
 from syncline._torch.autograd import call_without_context
 from syncline.errors import SynclineError
+from syncline.liveness.at_exit import AT_EXIT
 from syncline.liveness.board import Wait
 from syncline.liveness.calls import TorchCall
 from syncline.liveness.failed_wait import FailedWait, is_of_backend
@@ -78,9 +79,9 @@ class C10dWork(WatchedWork):
             if device == "cpu":
                 self._wait_in_slices(self._timeout_seconds if timeout_seconds is None else timeout_seconds)
             elif timeout_seconds is None:
-                self._work.wait()
+                AT_EXIT.wait_in_torch(self._work.wait)
             else:
-                self._work.wait(timedelta(seconds=max(timeout_seconds, 0.001)))
+                AT_EXIT.wait_in_torch(self._work.wait, timedelta(seconds=max(timeout_seconds, 0.001)))
         except SynclineError:
             raise
         except RuntimeError as error:
@@ -100,7 +101,7 @@ class C10dWork(WatchedWork):
         work = self._work
         try:
             if work is not None:
-                work.wait(_SLICE)
+                AT_EXIT.wait_in_torch(work.wait, _SLICE)
         except RuntimeError:
             return False
         return True
@@ -115,7 +116,7 @@ class C10dWork(WatchedWork):
         while True:
             pause_seconds = min(pause_seconds, seconds)
             try:
-                work.wait(_at_least_a_millisecond(pause_seconds))
+                AT_EXIT.wait_in_torch(work.wait, _at_least_a_millisecond(pause_seconds))
                 return True
             except RuntimeError:
                 pass
@@ -191,7 +192,13 @@ class MessageWork:
         self._timeout = timedelta(seconds=timeout_seconds)
         self._error: Exception | None = None
         self._ended = threading.Event()
-        threading.Thread(target=self._run, name="syncline message", daemon=True).start()
+        self._thread = threading.Thread(target=self._run, name="syncline message", daemon=True)
+        self._thread.start()
+        AT_EXIT.stop(self)
+
+    def stop(self, seconds: float) -> None:
+        """Wait for the thread, at most for so many seconds. (Torch has no function that ends its wait.)"""
+        self._thread.join(seconds)
 
     def wait(self, timeout: timedelta | None = None) -> None:
         """Wait until the message is complete.

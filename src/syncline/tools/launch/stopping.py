@@ -19,12 +19,13 @@ other ranks at once, and restarts all ranks if restarts are allowed. The process
 its DataLoader. They would end at the signal, and their rank would then fail. SIGTERM and SIGUSR1 are therefore sent to
 the ranks' own processes only, and the launcher then waits for the ranks.
 
-[Note: time to report a killed peer]
+[Note: time to report a failed peer]
 
-Torch's launcher ends all ranks as soon as it detects that one of them was killed. The killed rank itself recorded no
-exception. The other ranks detect its death within milliseconds, and raise an error that names the rank, the step and
-the collective. `Workers` therefore waits for up to a second before the ranks are ended, so that they can record this
-error.
+Torch's launcher ends all ranks as soon as it detects that one of them has failed. The other ranks detect this within
+milliseconds, and raise an error that names the rank, the step and the collective. `Workers` therefore waits for up to
+two seconds before the ranks are ended, so that they can record this error. So the launcher knows all failures of a
+moment, and what it says does not depend on which process ends first. It does not wait longer than until all ranks have
+ended.
 """
 
 from __future__ import annotations
@@ -53,8 +54,7 @@ Ended = dict[int, tuple[int, int]]
 _POLL_SECONDS = 0.01
 
 REPORT_SECONDS = 2.0
-"""The time that the other ranks have to end by themselves and to record their own errors, after a rank was killed. In
-`sl.launch` they have it after any failure."""
+"""The time that the other ranks have to end by themselves and to record their own errors, after a rank has failed."""
 
 _STOPPING_SECONDS = 60.0
 """The time that the other ranks have to end after the first rank has stopped as requested.
@@ -108,6 +108,7 @@ class Workers:
         self._groups: set[int] = set()  # each rank leads a session and a process group
         self._requested: signal.Signals | None = None
         self._stopped_at: float | None = None
+        self._report_until: float | None = None
         self._replaced = contextlib.ExitStack()
 
     def __enter__(self) -> Workers:
@@ -181,7 +182,7 @@ class Workers:
         if self._losses is not None:
             self._losses.begin(ranks)
         start(ranks)
-        self._stopped_at = None
+        self._stopped_at = self._report_until = None
         self._see_started(ranks)
         self._first_pids = {local_rank: rank.pid for local_rank, rank in enumerate(self._ranks)}
 
@@ -235,17 +236,20 @@ class Workers:
     def _close(self, close: Callable[..., None], ranks: SubprocessContext, *args: Any, **kwargs: Any) -> None:
         """End the ranks.
 
-        If a rank was killed, first give the other ranks time to record their errors: wait until all ranks have ended,
-        but at most `REPORT_SECONDS`.
+        If a rank has failed, first give the other ranks time to record their errors: wait until all ranks have ended,
+        but at most `REPORT_SECONDS`. A second call, after a signal to the launcher, does not begin this time again.
         """
         ended: Ended = {}
-        deadline = time.monotonic() + REPORT_SECONDS
         while True:
             for local_rank, rank in enumerate(processes_of(ranks)):
                 if (code := rank.poll()) is not None:
                     ended.setdefault(local_rank, (rank.pid, code))
-            is_killed = any(code < 0 and code not in _ORDERLY for _, code in ended.values())
-            if not is_killed or len(ended) == ranks.nprocs or time.monotonic() >= deadline:
+            has_failed = any(code not in (0, EXIT_STOPPED, *_ORDERLY) for _, code in ended.values())
+            if not has_failed or len(ended) == ranks.nprocs:
+                break
+            now = time.monotonic()
+            self._report_until = self._report_until or now + REPORT_SECONDS
+            if now >= self._report_until:
                 break
             time.sleep(_POLL_SECONDS)
         self._note_ended(ended)

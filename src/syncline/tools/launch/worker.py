@@ -89,6 +89,9 @@ def main(argv: list[str]) -> None:
                 sys.excepthook, error_file=error_file, is_whole=is_whole
             )
         raise
+    finally:
+        if error_file and os.getpid() == own_pid:
+            process.record_program_end(error_file)
 
 
 def _as_script(path: str) -> tuple[CodeType, ModuleType]:
