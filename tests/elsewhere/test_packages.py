@@ -67,7 +67,7 @@ int main(int count, char **arguments) {
 def dist(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("dist")
     command = [sys.executable, str(ROOT / "tools/wheels.py"), str(folder)]
-    result = hangs.run(command, timeout_seconds=1200)
+    result = hangs.run(command, timeout_seconds=600)
     assert result.returncode == 0, result.stdout + result.stderr
     return folder
 

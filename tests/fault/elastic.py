@@ -42,6 +42,12 @@ from syncline.testing import RankPool, Task
 
 __all__ = ["Fault", "Plan", "one_rank"]
 
+HANG_SECONDS = 300.0
+"""After this time, the ranks are ended. It is far above what a busy machine needs."""
+
+LONG_SECONDS = 10 * HANG_SECONDS
+"""A wait that lasts so long is a hang."""
+
 STEPS = 8
 SAMPLES = 60
 BATCH = 2
@@ -93,6 +99,8 @@ class Plan:
     port: int
     timeout_seconds: float = 30.0
     patience_seconds: float = 5.0
+    connect_seconds: float = 10.0
+    """The time in which all ranks connect to each other again. Gloo waits so long for a rank that does not come."""
     min_ranks: int = 1
     max_ranks: int | None = None
     num_newcomers: int = 0
@@ -301,6 +309,7 @@ def one_rank(plan: Plan, folder: str) -> None:
                     name = f"syncline.transport.shared_memory.{module}.IN_PLACE_BYTES"
                     stack.enter_context(mock.patch(name, 1))
                 stack.enter_context(mock.patch("syncline.gradients.bucket_plan.LARGE_GRADIENT_NUMEL", 1))
+            stack.enter_context(mock.patch("syncline.session.session._REGROUP_SECONDS", plan.connect_seconds))
             file = stack.enter_context(Path(folder, f"{first}").open("a"))
             train_or_leave(plan, first, Path(folder), file)
     finally:
@@ -599,7 +608,7 @@ def run(plan: Plan, folder: str, pool: RankPool) -> list[list[dict[str, Any]]]:
         module="elastic",
         qualname="one_rank",
         arguments={"plan": plan, "folder": folder},
-        timeout_seconds=60.0,
+        timeout_seconds=HANG_SECONDS,
     )
     killed = [fault.rank for fault in plan.faults if fault.kind == "kill"]
     outcomes = pool.run(plan.size + plan.num_newcomers, task, killed)

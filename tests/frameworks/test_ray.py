@@ -23,7 +23,7 @@ os.environ |= {
     "RAY_AUTH_MODE": "disabled",
     "RAY_USAGE_STATS_ENABLED": "0",
     # After a failure, Ray may still count the lost node, and wait this long for a worker on it.
-    "RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S": "5",
+    "RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S": "30",
 }
 
 from ray.cluster_utils import Cluster  # noqa: E402

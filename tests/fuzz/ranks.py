@@ -7,12 +7,16 @@ connections, under ours it says that it leaves, or why it fails. Groups that wer
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
 import gc
 import importlib
+import os
 import pickle
 import sys
+import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
@@ -48,12 +52,14 @@ class Job(NamedTuple):
 
 
 _GRACE_SECONDS = 0.3
-"""How long a rank that has ended waits for the other one, before it makes its end known."""
-_NOTICED_SECONDS = 5.0
+"""How long the other rank must have been asleep before a rank that has ended makes its end known."""
+_LOOK_SECONDS = 0.02
+"""How often it looks."""
+_NOTICED_SECONDS = 20.0
 """How long the other one may take to notice."""
-_TIMEOUT_SECONDS = {"torch": 3.0, "gloo": 8.0, "shm": 8.0}
+_TIMEOUT_SECONDS = {"torch": 6.0, "gloo": 16.0, "shm": 16.0}
 """After which a collective that nobody joins fails."""
-_PLAIN_TIMEOUT_SECONDS = 2.0
+_PLAIN_TIMEOUT_SECONDS = 4.0
 """The same of the program's own collectives."""
 _MEETING_TIMEOUT = timedelta(seconds=120)
 _WATCHDOG_SECONDS = 60.0
@@ -109,8 +115,10 @@ class _Peer:
             self._store = dist.TCPStore("127.0.0.1", port, 2, False, _MEETING_TIMEOUT)
         self._number = 0
         # Only then do the short timeouts of the groups begin: on a busy machine one rank may be seconds late.
-        self.tell("here")
-        assert self.word(_MEETING_TIMEOUT.total_seconds()) is not None, "the other rank has not come"
+        self.tell(str(os.getpid()))
+        pid = self.word(_MEETING_TIMEOUT.total_seconds())
+        assert pid is not None, "the other rank has not come"
+        self._pid = int(pid)
 
     def next_run(self) -> None:
         self._number += 1
@@ -126,6 +134,34 @@ class _Peer:
         except dist.DistStoreError:
             return None
         return self._store.get(key).decode()
+
+    def ends(self) -> bool:
+        """Wait until the other rank has told of its end. Return False if it waits in vain: it is asleep.
+
+        A rank that is late because the machine is busy is not asleep: one of its threads could run.
+        """
+        asleep: deque[bool] = deque(maxlen=round(_GRACE_SECONDS / _LOOK_SECONDS))
+        while self.word(_LOOK_SECONDS) is None:
+            asleep.append(not (_can_run(self._pid) or _can_run(os.getpid())))
+            if sum(asleep) > 0.8 * (asleep.maxlen or 0):  # it wakes at times, to look whether this rank lives
+                return False
+        return True
+
+
+def _can_run(pid: int) -> bool:
+    """Return whether a thread of a process runs, or would if a processor were free, or waits for a disk.
+
+    The calling thread does not count.
+    """
+    threads: list[Path] = []
+    with contextlib.suppress(OSError):  # the process has ended
+        threads = list(Path(f"/proc/{pid}/task").iterdir())
+    for thread in threads:
+        with contextlib.suppress(OSError):
+            state = (thread / "stat").read_text().rpartition(")")[2].split()[0]
+            if state in "RD" and int(thread.name) != threading.get_native_id():
+                return True
+    return False
 
 
 class _Way:
@@ -176,7 +212,7 @@ class _Way:
         outcome = ended.outcome
         outcome.seconds = time.monotonic() - began_at
         peer.tell("has ended")
-        has_peer_ended = peer.word(_GRACE_SECONDS) is not None
+        has_peer_ended = peer.ends()
         is_sound = has_peer_ended and outcome.error is None
         if not has_peer_ended and isinstance(self._given, Transport):
             if outcome.error is None:

@@ -89,10 +89,7 @@ def test_a_class_that_is_wrong_with_what_is_inside_or_around_is_found(
 def found(runner: Runner, broken: type, program: Program) -> Program:
     """Check that a class is found to differ from torch's; what is left of the program."""
     wrapping = runner.wrapping({"gloo": broken})
-    for _ in range(3):  # a rank that a busy machine has held up for 0.3 s counts as one that hangs
-        verdict = next(wrapping.verdicts([program], ("torch", "gloo")))[1]
-        if verdict.torch == "right":
-            break
+    verdict = next(wrapping.verdicts([program], ("torch", "gloo")))[1]
     assert verdict.torch == "right"
     assert [fault.kind for fault in verdict.faults] == ["differs from torch"]
     return wrapping.shrunk(program, verdict)[0]

@@ -63,7 +63,7 @@ finally:
 
 def syncline(*arguments: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "syncline", *arguments]
-    return hangs.run(command, timeout_seconds=900)
+    return hangs.run(command, timeout_seconds=600)
 
 
 @pytest.fixture

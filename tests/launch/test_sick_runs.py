@@ -1,7 +1,11 @@
-"""Runs that are ill on purpose: the first lines of their report name the illness, and its cure works."""
+"""Runs that are ill on purpose: the first lines of their report name the illness and its cure.
+
+How much faster a cured run is, benchmarks/slow_steps.py measures. Here, a cure is tried if it changes more than times.
+"""
 
 from __future__ import annotations
 
+import functools
 import json
 import re
 import subprocess
@@ -68,18 +72,6 @@ def first_lines(report: dict[str, Any]) -> str:
     return "\n".join(" ".join(one.values()) for one in report["findings"][:4])
 
 
-def share(report: dict[str, Any], part: str) -> float:
-    return sum(one["share"] for one in report["parts"] if one["part"] == part)
-
-
-def step_us(report: dict[str, Any]) -> float:
-    return float(sum(one["us"] for one in report["parts"]))
-
-
-def late_us(report: dict[str, Any]) -> float:
-    return float(sum(one["us"] for one in report["parts"] if one["part"] == "late"))
-
-
 ILLNESSES = {
     "slow loader": ("for rank 1, whose data loading", "DataLoader(num_workers="),
     "tiny buckets": ("The gradients are cut into 24 buckets of", "leave bucket_cap_mb out"),
@@ -97,76 +89,61 @@ LINKS = {"one huge bucket": 200.0, "slow link": 100.0}
 """The bandwidths of the runs over a link, in Mbit/s."""
 
 
+@pytest.fixture(scope="module")
+def sick(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """A function that returns the directory of the traces of a run with an illness. Each runs once."""
+
+    @functools.cache
+    def directory_of(illness: str) -> Path:
+        directory = tmp_path_factory.mktemp("run") / "sick"
+        if illness in LINKS:
+            run_over_a_link(illness, directory, LINKS[illness])
+        else:
+            done = run_here(illness, directory)
+            assert (done.returncode == 0) == (illness != "lost rank"), done.stderr
+        return directory
+
+    return directory_of
+
+
 @pytest.mark.parametrize("illness", ILLNESSES)
-def test_a_browser_shows_the_illness_and_its_cure_at_once(
-    illness: str, tmp_path: Path, first_screen: Callable[[Path], str]
+def test_the_first_lines_name_the_illness_and_its_cure(
+    illness: str, sick: Callable[[str], Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    if illness in LINKS:
-        run_over_a_link(illness, tmp_path / "sick", LINKS[illness])
-    else:
-        run_here(illness, tmp_path / "sick")
-    shown = first_screen(tmp_path / "sick")
+    shown = first_lines(report_of(sick(illness), capsys))
     for words in ILLNESSES[illness]:
         assert words in shown
 
 
-def test_a_slow_loader_on_one_rank(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run_here("slow loader", tmp_path / "sick").returncode == 0
-    sick = report_of(tmp_path / "sick", capsys)
-    assert "for rank 1, whose data loading" in first_lines(sick)
-    assert "DataLoader(num_workers=" in first_lines(sick)
-    assert share(sick, "late") > 0.2
-    assert run_here("slow loader, cured", tmp_path / "cured").returncode == 0
-    cured = report_of(tmp_path / "cured", capsys)
-    # Its steps take some milliseconds, so on a busy machine any rank may be late by a part of them.
-    assert late_us(cured) < 0.2 * late_us(sick)
-    assert step_us(cured) < 0.8 * step_us(sick)
+@pytest.mark.parametrize("illness", ILLNESSES)
+def test_a_browser_shows_the_illness_and_its_cure_at_once(
+    illness: str, sick: Callable[[str], Path], first_screen: Callable[[Path], str]
+) -> None:
+    shown = first_screen(sick(illness))
+    for words in ILLNESSES[illness]:
+        assert words in shown
 
 
-def test_tiny_buckets(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run_here("tiny buckets", tmp_path / "sick").returncode == 0
-    sick = report_of(tmp_path / "sick", capsys)
-    assert "The gradients are cut into 24 buckets of" in first_lines(sick)
-    assert "leave bucket_cap_mb out" in first_lines(sick)
+def test_a_link_is_not_said_to_carry_more_than_it_can(
+    sick: Callable[[str], Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    shown = first_lines(report_of(sick("slow link"), capsys))
+    carried = re.search(r"The link between the ranks is slow: it carries ([\d.]+) MB", shown)
+    assert carried is not None
+    assert float(carried[1]) <= 12.6, "100 Mbit/s"
+
+
+def test_the_cure_of_tiny_buckets(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run_here("tiny buckets, cured", tmp_path / "cured").returncode == 0
     assert len(report_of(tmp_path / "cured", capsys)["buckets"]) == 1
 
 
-def test_one_huge_bucket_over_a_link(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    run_over_a_link("one huge bucket", tmp_path / "sick", 200)
-    sick = report_of(tmp_path / "sick", capsys)
-    assert "with bucket_cap_mb=" in first_lines(sick)
-    assert "holds 100 % of the gradients" in first_lines(sick)
-    run_over_a_link("one huge bucket, cured", tmp_path / "cured", 200)
-    cured = report_of(tmp_path / "cured", capsys)
-    assert share(cured, "transfer") < 0.75 * share(sick, "transfer")
-
-
-def test_a_slow_link(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    run_over_a_link("slow link", tmp_path / "sick", 100)
-    sick = report_of(tmp_path / "sick", capsys)
-    carried = re.search(r"The link between the ranks is slow: it carries ([\d.]+) MB", first_lines(sick))
-    assert carried is not None
-    assert 4 < float(carried[1]) <= 12.6, "100 Mbit/s, less what other programs cost"
-    assert "Quantize(8)" in first_lines(sick)
-    run_over_a_link("slow link, cured", tmp_path / "cured", 100)
-    assert step_us(report_of(tmp_path / "cured", capsys)) < 0.6 * step_us(sick)
-
-
-def test_an_unused_parameter(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run_here("unused parameter", tmp_path / "sick").returncode == 0
-    sick = first_lines(report_of(tmp_path / "sick", capsys))
-    assert "2 parameters never get a gradient: head.bias, head.weight" in sick
-    assert "leave find_unused_parameters out" in sick
+def test_the_cure_of_an_unused_parameter(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run_here("unused parameter, cured", tmp_path / "cured").returncode == 0
     assert "never" not in first_lines(report_of(tmp_path / "cured", capsys))
 
 
-def test_a_rank_that_is_lost(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run_here("lost rank", tmp_path / "sick").returncode != 0
-    sick = first_lines(report_of(tmp_path / "sick", capsys))
-    assert "Rank 1 was lost after step 9" in sick
-    assert "syncline run --resilient" in sick
+def test_the_cure_of_a_lost_rank(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     done = run_here("lost rank, cured", tmp_path / "cured", "--resilient")
     assert done.returncode == 0, done.stderr
     cured = report_of(tmp_path / "cured", capsys)

@@ -284,6 +284,10 @@ def test_unused_parameters_are_named() -> None:
     (sick,) = [one for one in verdict(run) if "never" in one.headline]
     assert sick.headline == "1 parameter never gets a gradient: head.weight."
     assert "requires_grad_(False)" in sick.cure
+    late = [MadeRank(), MadeRank(data=2000)]
+    brief = [MadeRank(data=0, forward=10, backward=10, update=5)] * 2
+    for ranks in (late, brief):  # what takes time, or too little of it, hides nothing
+        assert verdict(made(unused=["head.weight"], looks_for_unused=True, ranks=ranks))[0] == sick
     (needless,) = [one for one in verdict(made(looks_for_unused=True)) if "find_unused" in one.headline]
     assert "Leave find_unused_parameters out" in needless.cure
 

@@ -132,7 +132,7 @@ class Requests:
                 raise self._silent(self.seconds)
             self._last = call = _Call(request)
             if self._is_stopped:  # an exit handler of the program asks after the thread has ended
-                call.run()
+                AT_EXIT.wait_in_torch(call.run)
                 return call.result()
             self._calls.put(call)
             self._wait(call, self.seconds + wait_seconds, meanwhile, may_be_silent=not wait_seconds)

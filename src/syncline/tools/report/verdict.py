@@ -76,7 +76,10 @@ class Finding:
 
 
 def verdict_on(run: Run, figures: Figures | None) -> list[Finding]:
-    """Return the findings about a run, the most important first. One of the first two says where a step's time goes."""
+    """Return the findings about a run, the most important first. What is wrong comes before what takes time.
+
+    How long things take differs from run to run on a busy machine, and must not hide what is wrong with the program.
+    """
     failed = [*_diverged(run), *_failures(run)]
     if figures is None:
         none = Finding(
@@ -85,6 +88,8 @@ def verdict_on(run: Run, figures: Figures | None) -> list[Finding]:
             cure="Let the program run a few steps, with a module that is wrapped by sl.DistributedDataParallel.",
         )
         return [*failed, none]
+    if figures.num_steps >= ENOUGH_STEPS:
+        failed += _never_used(run)
     if not figures.is_enough:
         return [*failed, _too_few(figures), _where_the_time_goes(figures)]
     checks: Sequence[Callable[[Run, Figures], Iterator[Finding]]] = (
@@ -95,7 +100,7 @@ def verdict_on(run: Run, figures: Figures | None) -> list[Finding]:
         _buffers,
         _syncs,
         _calls,
-        _unused,
+        _looked_for_in_vain,
         _discarded,
     )
     found = sorted((one for check in checks for one in check(run, figures)), key=lambda one: -one.weight)
@@ -333,10 +338,9 @@ def _calls(run: Run, figures: Figures) -> Iterator[Finding]:
     )
 
 
-def _unused(run: Run, figures: Figures) -> Iterator[Finding]:
+def _never_used(run: Run) -> Iterator[Finding]:
     last = [step for ranks in run.steps.values() for step in ranks.values()][-200:]
     never = set.intersection(*(set(step.unused) for step in last)) if last else set()
-    looks = any(row.looks_for_unused for row in run.modules)
     if never:
         names = format_names(sorted(never))
         yield Finding(
@@ -345,13 +349,17 @@ def _unused(run: Run, figures: Figures) -> Iterator[Finding]:
             f"{'get a gradient' if len(never) > 1 else 'gets a gradient'}: {names}.",
             detail="Because of find_unused_parameters=True this is no error. But each backward has to look for them "
             "in its graph, and their buckets carry zeros."
-            if looks
+            if _looks_for_unused(run)
             else "With several ranks that average their gradients, this is an error.",
             cure="Take them out of the model, or freeze them before it is wrapped (parameter.requires_grad_(False)). "
             "Then leave find_unused_parameters out.",
-            weight=_NOTEWORTHY,
         )
-    elif looks and not any(step.unused for ranks in run.steps.values() for step in ranks.values()):
+
+
+def _looked_for_in_vain(run: Run, figures: Figures) -> Iterator[Finding]:
+    if _looks_for_unused(run) and not any(
+        step.unused for ranks in run.steps.values() for step in ranks.values()
+    ):
         yield Finding(
             kind="note",
             headline="find_unused_parameters=True is set, but every parameter got a gradient in every step.",
@@ -359,6 +367,10 @@ def _unused(run: Run, figures: Figures) -> Iterator[Finding]:
             cure="Leave find_unused_parameters out.",
             weight=0.01,
         )
+
+
+def _looks_for_unused(run: Run) -> bool:
+    return any(row.looks_for_unused for row in run.modules)
 
 
 # ---------------------------------------------------------------------- what went wrong
