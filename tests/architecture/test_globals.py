@@ -28,6 +28,7 @@ ALLOWED = {
     "syncline._torch.optimizers._scalers": "torch's GradScaler, a class, reports scalers; torch keeps no list of them",
     "syncline.gradients.backward._births": "numbers objects in the order of their creation",
     "syncline.gradients.riders.nonfinite._numbers": "numbers steps, so that marks of two reducers differ",
+    "syncline.gradients.step_guard._CHECKS": "torch's hooks before the steps of all optimizers are of the process",
     "syncline.liveness.at_exit.AT_EXIT": "what the end of the process waits for",
     "syncline.liveness.processes._inherited": "filled once in a fork",
     "syncline.liveness.processes._live": "the hook on forks is of the process",

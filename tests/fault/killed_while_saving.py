@@ -1,6 +1,7 @@
 """Kills a process that saves and saves, many times, and looks each time what it has left: DIRECTORY NUM_KILLS SEED.
 
-Processes are forks of this one, so that each begins at once. Prints how many saves there were, and where they were met.
+Processes are forks of this one, so that each begins at once. Every second one is killed while it saves. Prints how many
+saves there were, and where they were met.
 """
 
 from __future__ import annotations
@@ -66,13 +67,17 @@ def load(directory: str) -> int:
     return step
 
 
+def saves_under_way(directory: str) -> list[Path]:
+    return [path for path in Path(directory).glob("unfinished-*") if path.is_dir()]
+
+
 def main() -> None:
     directory, num_kills, seed = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
     rng = random.Random(seed)
     torch.set_num_threads(1)
     last = 0
     met: Counter[str] = Counter()
-    for _ in range(num_kills):
+    for number in range(num_kills):
         told, ready = os.pipe()
         pid = os.fork()
         if pid == 0:
@@ -84,10 +89,11 @@ def main() -> None:
         assert os.read(told, 1) == b"x"
         os.close(told)
         time.sleep(rng.uniform(0, 0.1))
+        while number % 2 and not saves_under_way(directory):
+            time.sleep(0.0001)
         os.kill(pid, signal.SIGKILL)
         os.waitpid(pid, 0)
-        unfinished = [path for path in Path(directory).glob("unfinished-*") if path.is_dir()]
-        met["in a save" if unfinished else "between two"] += 1
+        met["in a save" if saves_under_way(directory) else "between two"] += 1
         found = load(directory)
         assert found >= last, f"step {found}, and step {last} was there before"
         last = found

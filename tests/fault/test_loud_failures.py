@@ -46,10 +46,8 @@ def test_a_killed_peer_is_a_lost_peer_with_rank_step_phase_and_parameters() -> N
         step(ddp)
     if dist.get_rank() == 1:
         end_by_sigkill()
-    start = time.monotonic()
     with pytest.raises(PeerLost) as caught:
         step(ddp)
-    assert time.monotonic() - start < 20
     text = str(caught.value)
     assert text.startswith("rank 0, step 3, backward, bucket 0 (last.bias, last.weight, first.bias, ...")
     assert "rank 1: its process has ended" in text
@@ -118,10 +116,8 @@ def test_a_rank_that_has_fewer_batches_and_ends_is_uneven_inputs() -> None:
     if dist.get_rank() == 1:
         sl.shutdown()
         return
-    start = time.monotonic()
     with pytest.raises(UnevenInputs) as caught:
         step(ddp)
-    assert time.monotonic() - start < 20
     text = str(caught.value)
     assert "rank 0, step 3, backward, bucket 0" in text
     assert "rank 1 has shut down normally" in text
@@ -134,10 +130,8 @@ def test_a_rank_that_has_fewer_batches_and_waits_in_another_call_is_a_mismatch_o
     ddp = sl.DistributedDataParallel(Net())
     for _ in range(2):
         step(ddp)
-    start = time.monotonic()
     with pytest.raises(CollectiveMismatch) as caught:
         sl.mean(1.0) if dist.get_rank() == 1 else step(ddp)
-    assert time.monotonic() - start < 20
     for text in everybody_says(caught.value):
         assert "rank 0: step 3, backward, bucket 0, waiting in all_reduce(sum)" in text
         assert "rank 1: step 2, after backward, waiting in sl.mean (call " in text

@@ -6,7 +6,6 @@ import os
 import re
 import signal
 import subprocess
-import time
 from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
@@ -219,14 +218,12 @@ def test_a_script_that_does_not_join(explain: Explain) -> None:
 
 
 def test_ctrl_c(tmp_path: Path, forks: Forks) -> None:
-    code = "import time\ntry:\n    print('ready', flush=True)\n    time.sleep(60)\nfinally:\n    print('cleaned up')\n"
+    code = "import time\ntry:\n    print('ready', flush=True)\n    time.sleep(999)\nfinally:\n    print('cleaned up')\n"
     (tmp_path / "program.py").write_text(code)
     started = forks.launch(tmp_path, "program.py", command="explain")
     started.wait_for_lines(1)
-    began = time.monotonic()
     os.kill(started.pid, signal.SIGINT)
     done = started.wait()
-    assert time.monotonic() - began < 20
     assert done.returncode == 128 + signal.SIGINT
     assert done.stdout == "ready\ncleaned up\n"
     assert "Traceback" not in done.stderr

@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -18,6 +19,7 @@ import torch
 import syncline as sl
 from forks import is_running
 from syncline import PeerFailed, PeerLost, SynclineError
+from syncline.tools.launch.function_ranks import FunctionRanks
 from syncline.tools.launch.guardian import Guardian
 
 if TYPE_CHECKING:
@@ -187,20 +189,39 @@ def test_a_killed_rank_is_named() -> None:
     assert "was killed by SIGKILL" in text
 
 
+def let_time_be_up_when_one_rank_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However long the others take to start and to end."""
+    running, passed_seconds = FunctionRanks._running, 0.0
+
+    def looked(ranks: FunctionRanks) -> list[int]:
+        nonlocal passed_seconds
+        found = running(ranks)
+        passed_seconds = 3000.0 if len(found) == 1 else passed_seconds
+        return found
+
+    monkeypatch.setattr(FunctionRanks, "_running", looked)
+    clock = SimpleNamespace(monotonic=lambda: time.monotonic() + passed_seconds)
+    monkeypatch.setattr("syncline.tools.launch.function_ranks.time", clock)
+
+
 def test_a_timeout_names_the_ranks_and_shows_their_stacks(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("syncline.tools.launch.function_ranks._STACKS_SECONDS", 3.0)
+    let_time_be_up_when_one_rank_is_left(monkeypatch)
 
     def waits_forever() -> None:
+        (tmp_path / "waits").touch()
         threading.Event().wait()
 
     def program() -> None:
         if os.environ["RANK"] == "1":
             waits_forever()
+        while not (tmp_path / "waits").exists():
+            time.sleep(0.001)
 
-    text = failure_of(program, TimeoutError, timeout=6.0)
-    assert text.startswith("sl.launch: expected all ranks to end within 6 s, but rank 1 of 2 did not.")
+    text = failure_of(program, TimeoutError, timeout=2000.0)
+    assert text.startswith("sl.launch: expected all ranks to end within 2000 s, but rank 1 of 2 did not.")
     lines = [line for line in capsys.readouterr().err.splitlines() if "in waits_forever" in line]
     assert len(lines) == 1
     assert lines[0].startswith("[rank 1] ")

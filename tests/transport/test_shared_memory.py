@@ -8,7 +8,6 @@ import os
 import resource
 import sys
 import threading
-import time
 import warnings
 import weakref
 from collections.abc import Callable
@@ -40,7 +39,8 @@ HUGE_NUMEL = 2**31 + 4097
 
 
 def met() -> SharedMemoryTransport:
-    transport = SharedMemoryTransport.over(C10dTransport(timeout_seconds=40))
+    """Who waits until the timeout hangs."""
+    transport = SharedMemoryTransport.over(C10dTransport(timeout_seconds=3000))
     assert isinstance(transport, SharedMemoryTransport)
     return transport
 
@@ -391,10 +391,8 @@ def test_different_calls_are_told_at_once_on_all_ranks(what: str) -> None:
     t = met()
     t.barrier().wait()
     most, one, words_of_most, words_of_one = DIFFERENT[what]
-    began = time.monotonic()
     with pytest.raises(CollectiveMismatch) as caught:
         (one if t.rank == 1 else most)(t).wait()
-    seconds = time.monotonic() - began
     text = str(caught.value)
     for rank, words in enumerate((words_of_most, words_of_one, words_of_most)):
         (line,) = [line for line in text.split("\n") if line.strip().startswith(f"rank {rank}:")]
@@ -402,7 +400,6 @@ def test_different_calls_are_told_at_once_on_all_ranks(what: str) -> None:
     texts = [""] * t.size
     dist.all_gather_object(texts, text)
     assert len(set(texts)) == 1
-    assert seconds < 20
 
 
 @pytest.mark.ranks(2)

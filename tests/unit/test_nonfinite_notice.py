@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import copy
-import gc
 import math
 import warnings
+import weakref
 from typing import Any
 
 import pytest
@@ -15,6 +15,7 @@ from torch import Tensor, nn
 import syncline.gradients.copying
 from syncline import DistributedDataParallel as DDP
 from syncline import LocalSGD
+from syncline._torch import note_scalers
 from syncline.compression import Quantize
 from syncline.gradients.copying import copy_scaled
 from syncline.gradients.riders.finite import OwnGradients
@@ -28,8 +29,9 @@ NET = nn.Sequential(nn.Linear(3, 200), nn.Tanh(), nn.Linear(200, 200), nn.Tanh()
 
 
 @pytest.fixture(autouse=True)
-def every_warning() -> Any:
-    gc.collect()  # scalers of other tests
+def every_warning(monkeypatch: pytest.MonkeyPatch) -> Any:
+    note_scalers()
+    monkeypatch.setattr("syncline._torch.optimizers._scalers", weakref.WeakSet())  # none of other tests
     with warnings.catch_warnings():
         warnings.simplefilter("always")
         yield

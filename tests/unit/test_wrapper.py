@@ -12,6 +12,7 @@ import pytest
 import torch
 from fake_devices import fake, two_gpus  # noqa: F401  # a fixture
 from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 import syncline as sl
 from syncline import ContractMismatch
@@ -498,3 +499,21 @@ def test_methods_that_only_the_library_calls_are_not_public() -> None:
     public = {name for name in dir(DDP) if not name.startswith("_")}
     torchs_attributes = {*dir(nn.parallel.DistributedDataParallel), *vars(torch_names.TorchNames)}
     assert public - torchs_attributes == documented
+
+
+def test_a_wrapper_may_be_freed_while_torch_calls_the_hooks_before_a_step() -> None:
+    """The garbage collector may run at any time, and frees a wrapper that is in a cycle."""
+    net = nn.Linear(2, 1)
+    wrappers = [DDP(nn.Linear(2, 1))]
+
+    def free(*_: object) -> None:
+        wrappers.clear()
+        gc.collect()
+
+    handle = register_optimizer_step_pre_hook(free)
+    try:
+        wrappers.append(DDP(net))
+        torch.optim.SGD(net.parameters()).step()
+    finally:
+        handle.remove()
+    assert not wrappers

@@ -20,6 +20,34 @@ from syncline.optimizers.contents import parameters_of
 from syncline.words import format_names
 
 
+class _Checks:
+    """The checks of all guards of this process, which one hook of torch calls.
+
+    Torch iterates over its hooks while they run. Meanwhile, the garbage collector may free a wrapper, which removes its
+    guard. So each guard has no hook of its own, and the one hook is never removed.
+    """
+
+    def __init__(self) -> None:
+        self._by_guard: dict[int, Callable[..., object]] = {}
+        self._is_registered = False
+
+    def add(self, guard: StepGuard, check: Callable[..., object]) -> None:
+        if not self._is_registered:
+            self._is_registered = True
+            register_optimizer_step_pre_hook(self._call)
+        self._by_guard[id(guard)] = check
+
+    def remove(self, guard: StepGuard) -> None:
+        self._by_guard.pop(id(guard), None)
+
+    def _call(self, optimizer: Optimizer, *_: object) -> None:
+        for check in list(self._by_guard.values()):
+            check(optimizer)
+
+
+_CHECKS = _Checks()
+
+
 class StepGuard:
     """The guard of one wrapper's parameters, until `remove` is called.
 
@@ -41,13 +69,13 @@ class StepGuard:
         self._seen = reduction.backward
         """The last backward that had begun when an optimizer of these parameters stepped last."""
         self._own = frozenset(map(id, reduction.parameters))
-        self._handle = register_optimizer_step_pre_hook(weakly(self._check))
+        _CHECKS.add(self, weakly(self._check))
 
     def remove(self) -> None:
         """Guard no longer."""
-        self._handle.remove()
+        _CHECKS.remove(self)
 
-    def _check(self, optimizer: Optimizer, *_: object) -> None:
+    def _check(self, optimizer: Optimizer) -> None:
         """Check that the gradients that an optimizer is about to use were reduced.
 
         Raises:
