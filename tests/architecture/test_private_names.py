@@ -42,7 +42,6 @@ NOT_TORCHS = frozenset(
         *("_asdict", "_fields", "_make", "_replace"),  # named tuples
         *("_actions", "_current_frames", "_exit", "_getframe", "_NamedFuncPointer", "_Py_DumpTraceback"),
         *("_fixtureinfo", "_reprcompare"),  # pytest
-        *("_ZSt13set_terminatePFvvE", "__cxa_current_exception_type"),  # the C++ runtime
     }
 )
 OFFERS = frozenset({"ddp.torch_names"})

@@ -14,6 +14,7 @@ import os
 import select
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -92,8 +93,13 @@ ENDINGS = {
     "sys.exit(3)": Ending(f"{_ALL}keep = Holder()\nend(3)", (3, 3)),
     "Ctrl-C": Ending(f"{_ALL}keep = Holder()\nend()\nos.kill(os.getpid(), signal.SIGINT)\ntime.sleep(60)", (-2, -2)),
     "Ctrl-C in a collective": Ending(
-        f"{_ALL}threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT)).start()\n"
-        "try:\n    time.sleep(60) if rank else dist.barrier()\nfinally:\n    end()",
+        f"{_ALL}told = os.path.join(os.path.dirname(__file__), 'told')\n"
+        "def interrupt():\n    os.kill(os.getpid(), signal.SIGINT)\n    open(told, 'w').close()\n"
+        "if rank == 0:\n    threading.Timer(0.2, interrupt).start()\n"
+        "try:\n"
+        "    if rank == 0:\n        dist.barrier()\n"
+        "    while not os.path.exists(told):\n        time.sleep(0.01)\n"  # rank 0 is interrupted before rank 1 ends
+        "    os.kill(os.getpid(), signal.SIGINT)\n    time.sleep(60)\nfinally:\n    end()",
         (-2, -2),
     ),
     "a lost rank before the end": Ending(
@@ -162,7 +168,7 @@ def run(ending: str, transport: str, folder: Path, python: str = sys.executable)
         folder: for the program.
         python: the interpreter.
     """
-    program = folder / f"{len(list(folder.iterdir()))}.py"
+    program = Path(tempfile.mkdtemp(dir=folder)) / "program.py"
     program.write_text(_HEAD + ENDINGS[ending].program + "\n")
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     agent = {"TORCHELASTIC_USE_AGENT_STORE": "True", "OMP_NUM_THREADS": "1", **hangs.FAULTHANDLER}
@@ -206,8 +212,6 @@ def _time_of_last_line(output: str) -> float:
 
 
 def main(arguments: Sequence[str]) -> int:
-    import tempfile
-
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

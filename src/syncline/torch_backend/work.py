@@ -65,7 +65,7 @@ class Finisher:
 
     def _run(self) -> None:
         # No C++ frame should be on the stack during the wait. If Python shuts down while a thread is inside a C++ call,
-        # the process aborts, unless `at_exit.py` can prevent it.
+        # the process may abort.
         while (item := self._queue.get()) is not None:
             work, future = item
             with suppress(BaseException):  # `work` keeps the error, and the future's callback raises it
