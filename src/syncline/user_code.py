@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import ctypes
 import faulthandler
+import gc
 import os
 import re
 import sys
@@ -57,6 +58,18 @@ def dump_of_main_thread() -> str:
 # stacks are written, the process crashes. This happened with Gloo's threads, which free tensors. A program that creates
 # threads through ctypes in a loop reproduces it within seconds. On Python 3.11, only the main thread's stack is
 # therefore written.
+
+
+def frames_of_threads() -> dict[int, FrameType]:
+    """Return the innermost frame of each thread, by the identifier of the thread.
+
+    Python 3.11 can deadlock if its garbage collector starts inside of `sys._current_frames`: destructors let other
+    threads run, while the function holds a lock that a thread needs to end. So the collector runs just before it.
+    """
+    if sys.version_info < (3, 12) and gc.isenabled():
+        gc.collect(0)
+    return sys._current_frames()
+
 
 _main_state: int | None = None
 """The address of the interpreter's state for the main thread; None if unknown. It is valid until the process ends."""

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import gc
+import sys
 import threading
 from collections.abc import Iterator
+from types import FrameType
 
 import pytest
 import torch
@@ -30,6 +33,38 @@ def test_a_rank_says_how_far_it_has_come_unless_another_thread_may_go_on(group: 
     assert found == [{}], "the main thread is in the user's code"
     assert num_started({lane, "another"}) == {lane: 1}
     assert num_started({"another"}) == {}
+
+
+def test_no_garbage_collection_begins_while_python_lists_the_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On Python 3.11, one that lets another thread end meanwhile would stop the whole process for ever."""
+    list_threads, inside, begun = sys._current_frames, threading.Event(), []
+
+    def listed() -> dict[int, FrameType]:
+        inside.set()
+        found = list_threads()
+        inside.clear()
+        return found
+
+    def note(phase: str, _: object) -> None:
+        if inside.is_set():
+            begun.append(phase)
+
+    monkeypatch.setattr(sys, "_current_frames", listed)
+    end = threading.Event()
+    threads = [threading.Thread(target=end.wait) for _ in range(30)]
+    for thread in threads:
+        thread.start()
+    gc.callbacks.append(note)
+    try:
+        gc.collect()
+        # Fewer new objects than there are threads are left until the next one begins.
+        due: list[object] = [[] for _ in range(gc.get_threshold()[0] - 20)]
+        num_started({"any"})
+    finally:
+        gc.callbacks.remove(note)
+        end.set()
+    assert due
+    assert not begun
 
 
 def test_who_is_in_no_call_of_torch_is_seen_in_none() -> None:

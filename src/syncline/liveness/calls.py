@@ -40,7 +40,7 @@ from syncline.errors import (
 from syncline.liveness.board import EVAL_FORWARD, Place, Wait
 from syncline.liveness.connection import ANSWER_SECONDS, StoreSilent, interruptibly, open_sockets
 from syncline.liveness.store import decode
-from syncline.user_code import innermost_in_dump, is_users
+from syncline.user_code import frames_of_threads, innermost_in_dump, is_users
 
 SAME_CALLS = (
     "every rank must make the same calls in the same order, with equal sizes and dtypes: "
@@ -257,7 +257,7 @@ class TorchCall:
     def end(self, error: SynclineError) -> None:
         """End this call by raising `error` in the main thread. Do nothing if the call has already returned."""
         main = threading.main_thread().ident or 0
-        if _call_of_frame(sys._current_frames().get(main)) != self:
+        if _call_of_frame(frames_of_threads().get(main)) != self:
             return
 
         class Raised(type(error)):  # type: ignore[misc]  # CPython needs a class that it calls without arguments
@@ -281,7 +281,7 @@ def call_in_dump(dump: str) -> TorchCall | None:
     path, name = innermost_in_dump(dump, main)
     if path != _FILE or name not in _NEEDS_THE_OTHER:
         return None
-    return _call_of_frame(sys._current_frames().get(main))
+    return _call_of_frame(frames_of_threads().get(main))
 
 
 def num_started(lanes: set[str]) -> dict[str, int]:
@@ -294,7 +294,7 @@ def num_started(lanes: set[str]) -> dict[str, int]:
         lanes: the names of the lanes to count. Lanes that are not process groups of torch are ignored.
     """
     if any(
-        _may_call(frame) for ident, frame in sys._current_frames().items() if ident != threading.get_ident()
+        _may_call(frame) for ident, frame in frames_of_threads().items() if ident != threading.get_ident()
     ):
         return {}
     found = {}
