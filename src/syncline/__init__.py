@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from syncline.contract import Contract as Contract
     from syncline.contract import Row as Row
     from syncline.data import DistributedSampler as DistributedSampler
+    from syncline.ddp.replacement import replace_torch_ddp as replace_torch_ddp
     from syncline.ddp.wrapper import DistributedDataParallel as DistributedDataParallel
     from syncline.errors import CheckpointCorrupt as CheckpointCorrupt
     from syncline.errors import CollectiveMismatch as CollectiveMismatch

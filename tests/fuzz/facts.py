@@ -37,8 +37,8 @@ class Facts:
     decides_otherwise: bool = False
     """Torch's class and ours differ on whether some backward is reduced.
 
-    Ours reduces each backward that runs outside of `no_sync`, and whose forward did. Torch's class reduces one,
-    wherever it runs, for all forwards that ran outside of it before.
+    Ours reduces each backward that runs outside of `no_sync`, unless all forwards since the last reduction ran inside.
+    Torch's class reduces one, wherever it runs, for all forwards that ran outside of it before.
     """
     wraps_alone: bool = False
     """One rank wraps a module, and sends nothing by that (`init_sync=False`)."""
@@ -71,8 +71,6 @@ class Facts:
     """Between the backwards of two heads something else happens that begins a step, or needs its gradients."""
     swaps_in_graph: bool = False
     """Parameters are swapped while a graph refers to them: torch refuses it."""
-    steps_swapped: bool = False
-    """An optimizer steps again with the gradients of one backward, and parameters were swapped in between."""
     refuses_expanded: bool = False
     """A module with an expanded buffer that has to be sent is wrapped.
 
@@ -94,16 +92,14 @@ class _State:
     """Wrappers of which torch's class reduces the next backward."""
     bare: set[str] = field(default_factory=set)
     """Losses of forwards through `.module`."""
-    silent: set[tuple[str, int]] = field(default_factory=set)
-    """Losses, and wrappers whose forwards for them ran inside of their `no_sync`."""
+    announced: dict[int, bool] = field(default_factory=dict)
+    """Of wrappers that had a forward since our class reduced last: whether one ran outside of their `no_sync`."""
     graphs: set[str] = field(default_factory=set)
     """Losses whose graphs no backward has freed."""
     heads: dict[str, str] = field(default_factory=dict)
     """The head that a loss is of, where it is of one."""
     left: dict[int, set[str]] = field(default_factory=dict)
     """Of wrappers after the backward of one head: the other one."""
-    used: dict[int, bool] = field(default_factory=dict)
-    """Of models that were stepped since their last backward: whether they were swapped since."""
     local: set[int] = field(default_factory=set)
     """Models whose gradients are each rank's own."""
     evaluating: set[int] = field(default_factory=set)
@@ -189,7 +185,6 @@ class _Walk:
                 state.graphs.discard(s.loss)
             case Swap():
                 facts.swaps_in_graph |= bool(state.graphs)
-                state.used |= dict.fromkeys(state.used, True)
             case Clip():
                 facts.interrupts_heads |= s.wrapper in state.left
                 facts.is_uneven |= state.lonely
@@ -205,8 +200,6 @@ class _Walk:
                 numbers = [n for n, w in enumerate(self.program.wrappers) if w.model in models]
                 inside = {model for number in numbers for model in self.inside(number)}
                 facts.steps_local |= bool(state.local & inside)
-                facts.steps_swapped |= any(state.used.get(model) for model in inside)
-                state.used = dict.fromkeys(inside, False) | state.used
                 facts.is_uneven |= state.lonely
             case Flag():
                 (state.off.discard if s.on else state.off.add)(s.wrapper)
@@ -276,20 +269,18 @@ class _Walk:
             for wrapper in self.program.wrappers
         )
         for wrapper in reached - state.frozen:
-            state.used.pop(self.model_of(wrapper), None)
-            through = [loss for loss in s.losses if wrapper in state.losses.get(loss, [])]
-            silent = [loss for loss in through if (loss, wrapper) in state.silent]
             if self.leaves_a_head(s, wrapper):
                 state.local |= self.related(wrapper)
                 continue
-            synchronizes = self.synchronizes(wrapper) and not silent
-            is_otherwise = synchronizes != (wrapper in state.expecting) or 0 < len(silent) < len(through)
+            synchronizes = self.synchronizes(wrapper) and state.announced.get(wrapper, True)
+            is_otherwise = synchronizes != (wrapper in state.expecting)
             facts.decides_otherwise |= is_otherwise
             facts.contradicts_join |= state.joined and (
                 is_otherwise or self.synchronizes(wrapper) != synchronizes
             )
             state.expecting.discard(wrapper)
             if synchronizes:
+                state.announced.pop(wrapper, None)
                 state.local.discard(self.model_of(wrapper))  # others may have parameters of their own
             else:
                 state.local |= self.related(wrapper)
@@ -329,11 +320,11 @@ class _Walk:
             for name, head in names.items():
                 state.losses[name], state.heads[name] = state.losses[s.loss], head
                 state.graphs.add(name)
-                for wrapper in state.losses[s.loss]:
-                    is_silent = wrapper in called and not self.synchronizes(wrapper)
-                    (state.silent.add if is_silent else state.silent.discard)((name, wrapper))
         if not s.no_grad:
             state.expecting |= {wrapper for wrapper in called if self.synchronizes(wrapper)}
+            for wrapper in called:
+                before = state.announced.get(wrapper, False)
+                state.announced[wrapper] = before or self.synchronizes(wrapper)
 
 
 def facts_of(program: Program) -> Facts:

@@ -41,13 +41,8 @@ _STRICTER: tuple[tuple[str, Callable[[Facts], bool]], ...] = (
         "each backward outside of no_sync is reduced, also one that the other rank has not",
         lambda facts: facts.decides_otherwise and facts.is_uneven,
     ),
-    (
-        "a forward under no_sync makes its backward local; a step refuses its gradients",
-        lambda facts: facts.decides_otherwise and facts.steps_local,
-    ),
     ("a step ends with the backwards of all heads", lambda facts: facts.interrupts_heads),
     ("torch refuses to swap parameters that a graph refers to", lambda facts: facts.swaps_in_graph),
-    ("a swap is taken for the end of the hooks of a backward", lambda facts: facts.steps_swapped),
     ("init_sync=False: the ranks compare what they were given, still", lambda facts: facts.wraps_alone),
 )
 """Where ours may raise though torch's class is right: the reason, as in docs/reference/compatibility.md, and when."""

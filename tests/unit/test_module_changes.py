@@ -68,15 +68,19 @@ def test_an_output_without_tensors_or_with_too_many_is_not_counted_but_stays_ope
     assert outputs.num_open in (1, 9), "one that no backward is known to reach"
 
 
-def test_the_output_that_was_reached_last_says_whether_its_forward_was_local() -> None:
-    outputs, local, reduced = Outputs(), differentiable(), differentiable()
-    outputs.watch(local, is_local=True)
-    outputs.watch(reduced)
-    seen = []
-    for output in (local, reduced):
-        output.sum().backward()
-        seen.append(outputs.is_local)
-    assert seen == [True, False]
+def test_a_view_that_is_changed_in_place_is_still_reached() -> None:
+    outputs, output = Outputs(), differentiable()[:1]
+    outputs.watch(output, is_counted=True)
+    output *= 2
+    output.sum().backward()
+    assert (outputs.num_waiting, outputs.num_open) == (0, 0)
+
+
+def test_no_hook_is_left_on_a_leaf() -> None:
+    outputs, leaf = Outputs(), torch.ones(2, requires_grad=True)
+    outputs.watch([leaf, leaf * 2], is_counted=True)
+    assert not leaf._backward_hooks
+    assert (outputs.num_waiting, outputs.num_open) == (0, 2)
 
 
 def test_a_watched_output_can_be_saved_and_copied() -> None:
@@ -197,7 +201,6 @@ def replace_submodule(module: nn.Sequential) -> None:
         lambda module: module.append(nn.ReLU()),
         lambda module: module[2].append(nn.Linear(1, 1)),
         lambda module: module[0].register_parameter("extra", nn.Parameter(torch.zeros(1))),
-        lambda module: module[0].register_buffer("extra", torch.zeros(1)),
         lambda module: module[0].bias.requires_grad_(True),
         lambda module: module.pop(2),
         replace_parameter,
@@ -214,10 +217,11 @@ def test_what_is_added_removed_replaced_or_unfrozen_is_noticed(
     assert inventory.has_changed()
 
 
-def test_values_and_replaced_buffers_are_no_change() -> None:
+def test_values_and_buffers_are_no_change() -> None:
     module = net()
     inventory = Inventory(module)
     module[1].running_mean = torch.ones(3)
+    module[0].register_buffer("extra", torch.zeros(1))
     with torch.no_grad():
         module[0].weight.fill_(1.0)
     module(torch.ones(2, 2)).sum().backward()

@@ -53,6 +53,15 @@ set_grad_enabled: Callable[[bool], None] = lookup(
 )
 """Enable or disable gradients in this thread. `torch.no_grad` as a decorator calls nine Python functions beside it."""
 
+_base: Callable[[Tensor], Tensor | None] = attribute("_base", "watch outputs that are views")
+
+
+def node_before_views(tensor: Tensor) -> Node | None:
+    """Return the node of the graph that computed a tensor, or the tensor of which it is a view; None for a leaf."""
+    base = _base(tensor)
+    return tensor.grad_fn if base is None or base.grad_fn is None else base.grad_fn
+
+
 # ---------------------------------------------------------------------- hooks on parameters
 
 post_accumulate_hooks: Callable[[Tensor], Any] = attribute(

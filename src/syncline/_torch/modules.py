@@ -10,9 +10,9 @@ from __future__ import annotations
 import importlib
 import sys
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from types import MethodType
+from types import FrameType, MethodType
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
@@ -28,6 +28,29 @@ if TYPE_CHECKING:
     BatchNorm = _BatchNorm
 else:
     BatchNorm = lookup("torch.nn.modules.batchnorm:_BatchNorm", "normalize batches over ranks")
+
+
+class _TableOfScript(Mapping[str, Any]):
+    """The parameters, buffers or submodules of a ScriptModule, whose table is no dictionary."""
+
+    def __init__(self, table: Any) -> None:
+        self._table = table
+
+    def __getitem__(self, key: str) -> Any:
+        if key not in self._table:
+            raise KeyError(key)
+        return self._table[key]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._table.keys())
+
+    def __len__(self) -> int:
+        return len(self._table)
+
+
+def as_mapping(table: Any) -> Mapping[str, Any]:
+    """Return a table of a module (`_parameters`, `_buffers` or `_modules`) as a mapping, which stays up to date."""
+    return table if isinstance(table, dict) else _TableOfScript(table)
 
 
 _COMPILER = "torch._dynamo"
@@ -89,6 +112,17 @@ def _keep_out_of_compilation() -> None:
     add = lookup(f"{_COMPILER}:trace_rules.add", "exclude its functions from torch.compile")
     _is_kept_out = True
     add(__name__.partition(".")[0])
+
+
+_FUNCTIONAL_CALL = lookup("torch.nn.utils.stateless:_functional_call.__code__", "follow changes of a module")
+
+
+def is_in_functional_call() -> bool:
+    """Return whether `torch.func.functional_call` runs in this thread. It replaces parameters for one forward only."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code is not _FUNCTIONAL_CALL:
+        frame = frame.f_back
+    return frame is not None
 
 
 # ---------------------------------------------------------------------- layers

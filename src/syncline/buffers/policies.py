@@ -6,12 +6,14 @@ The hook has the interface of torch's `_register_buffer_comm_hook`.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
+from itertools import chain
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
+from syncline._torch.modules import as_mapping
 from syncline._torch.profiler import profiled
 from syncline._torch.transforms import belongs_to_transform
 from syncline.buffers.pooling import average_buffers, running_statistics
@@ -55,16 +57,19 @@ class BufferHook:
 
 BufferPolicy = Literal["broadcast", "average", "none"]
 
+Place = tuple[str, Mapping[str, Tensor | None], str]
+"""The name of a buffer in a module, the table of a submodule that contains the buffer, and its key there."""
+
 
 class BufferSync:
     """The synchronization of a module's buffers before a forward.
 
-    As in torch, a forward sends nothing if the previous forward ran under `no_sync` or `torch.no_grad()`. A module
-    without buffers never sends anything. Autograd's version counters do not change, so that two forwards can precede
-    one backward (as for the discriminator of a GAN).
+    As in torch, a forward sends nothing if the previous forward ran under `no_sync` or `torch.no_grad()`. A module that
+    had no buffers when it was wrapped never sends any. Autograd's version counters do not change, so that two forwards
+    can precede one backward (as for the discriminator of a GAN).
 
     Args:
-        module: the module that has the buffers. A buffer may be replaced by assignment at any time.
+        module: the module that has the buffers. Buffers may be added, removed and replaced at any time.
         transport: the transport that sends the buffers.
         agreeing: the transport over which ranks compare the shapes and types of the buffers after one has changed. Pass
             None to use `transport`.
@@ -75,6 +80,7 @@ class BufferSync:
         enabled: whether forwards synchronize buffers. With the policy "none" they do not. If the attribute `enabled` is
             set later, the policy "none" acts as "broadcast".
         ignored: names of buffers that are never synchronized.
+        are_local: whether no buffer is ever synchronized, because the module had none when it was wrapped.
     """
 
     def __init__(
@@ -86,6 +92,7 @@ class BufferSync:
         policy: BufferPolicy = "broadcast",
         enabled: bool = True,
         ignored: Collection[str] = (),
+        are_local: bool = False,
     ) -> None:
         self.policy: BufferPolicy = policy
         self.enabled = enabled and policy != "none"
@@ -96,13 +103,13 @@ class BufferSync:
         no_grad, or if `sync` was called after the previous forward."""
         self.are_equal = False
         """Whether `sync` has made the buffers equal, and no forward has run after it."""
-        self.places = [
-            (path, owner._buffers, name)
-            for prefix, owner in module.named_modules()
-            for name, buffer in owner._buffers.items()
-            if buffer is not None and (path := f"{prefix}.{name}" if prefix else name) not in ignored
-        ]
-        """The name of each buffer in the module, the dictionary that contains the buffer, and its key there."""
+        self.are_local = are_local
+        """Whether no buffer is ever synchronized."""
+        self._ignored = ignored
+        self._tables = [(prefix, as_mapping(owner._buffers)) for prefix, owner in module.named_modules()]
+        self._keys: list[str] | None = None
+        """The keys of all tables when `_places` was made."""
+        self._places: list[Place] = []
         self._transport = transport
         self._agreeing = agreeing or transport
         self._module_name = type(module).__name__
@@ -114,6 +121,20 @@ class BufferSync:
         self._last: tuple[bool, str] | None = None
         """Whether the last forward synchronized buffers, and the reason if not. It is None before any forward."""
 
+    @property
+    def places(self) -> list[Place]:
+        """The name of each buffer in the module, the dictionary that contains the buffer, and its key there."""
+        keys = [*chain.from_iterable(table for _, table in self._tables)]
+        if keys != self._keys:
+            self._keys = keys
+            self._places = [
+                (path, table, key)
+                for prefix, table in self._tables
+                for key in table
+                if (path := f"{prefix}.{key}" if prefix else key) not in self._ignored
+            ]
+        return self._places
+
     def leave_to_hook(self, *, next_is_due: bool) -> bool:
         """Leave the synchronization in this forward to a user's hook. Return whether the hook has to run.
 
@@ -123,7 +144,7 @@ class BufferSync:
         due, self.due = self.due, next_is_due
         self.are_equal = False
         self._last = (False, "a buffer hook is registered")
-        return due and self.enabled and bool(self.places)
+        return due and self.enabled and not self.are_local
 
     def before_forward(
         self, *, next_is_due: bool, src: int = 0, counts: bool = True, num_counting: int | None = None
@@ -140,6 +161,8 @@ class BufferSync:
         were_equal, self.are_equal = self.are_equal, False
         if not self.places:
             self._last = (False, "the module has no buffers")
+        elif self.are_local:
+            self._last = (False, "the module had no buffers when it was wrapped")
         elif not self.enabled:
             self._last = (False, self.why_disabled)
         elif self._transport.size == 1:
@@ -164,7 +187,7 @@ class BufferSync:
         Returns:
             The number of collectives. It is 0 if there are no buffers, or only one rank.
         """
-        if not self.places or self._transport.size == 1:
+        if self.are_local or self._transport.size == 1:
             return 0
         self.due, self.are_equal = False, True
         with profiled("buffers"):
@@ -182,7 +205,7 @@ class BufferSync:
             taking_part = {id(tensor) for tensor in distinct}
             return average_buffers(
                 distinct,
-                running_statistics((owner for _, owner, _ in self.places), taking_part),
+                running_statistics((table for _, table in self._tables), taking_part),
                 self._transport,
                 counts=counts,
                 num_counting=num_counting,
@@ -234,10 +257,11 @@ class BufferSync:
     def continues(self, former: BufferSync) -> None:
         """Take over the settings of a former `BufferSync`, because the module has changed."""
         self.enabled, self.due, self.why_disabled = former.enabled, former.due, former.why_disabled
+        self._agreed_kinds = former._agreed_kinds
 
     def _named_current(self) -> list[tuple[str, Tensor]]:
         """Return the present buffers with their names. If a buffer has several names, it occurs with each name."""
-        named = ((path, owner.get(name)) for path, owner, name in self.places)
+        named = ((path, table[key]) for path, table, key in self.places if key in table)
         return [(path, tensor) for path, tensor in named if tensor is not None]
 
     def _current(self) -> list[Tensor]:

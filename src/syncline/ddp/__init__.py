@@ -11,6 +11,7 @@ lanes.py          close the lanes of an object when it is freed, or has others
 plan.py           hold the facts about a wrapped module, and derive from them how it is synchronized
 registrations.py  compare hooks, optimizers and metrics that users register
 replica.py        hold the parts that synchronize one rank's replica
+replacement.py    let torch's name of the class refer to ours
 report.py         describe plans and records in words, as the rows of a contract
 selection.py      select the parameters and buffers that take part, and detect changes of the module
 timeline.py       describe one step in words, from the plan or from the records

@@ -23,6 +23,7 @@ from syncline.compression import Compression
 from syncline.ddp.selection import Selection
 from syncline.gradients.bucket_plan import MIB, BucketCaps, automatic_caps
 from syncline.gradients.options import GradientOptions, OnNonFinite
+from syncline.gradients.riders.replica_look import Looks
 from syncline.gradients.riders.replica_watch import ReplicaCheck
 from syncline.sharded.sharing import one_copy_of
 from syncline.strategies import EveryStep, Strategy
@@ -44,7 +45,7 @@ class Config:
     tensors that are added later."""
     strategy: Strategy[Any]
     compression: Compression | None
-    replica_check: ReplicaCheck | None
+    replica_check: ReplicaCheck | Looks | None
 
     @property
     def encoding(self) -> str | None:
@@ -305,15 +306,15 @@ def _checked_strategy(strategy: object) -> Strategy[Any]:
     )
 
 
-def _checked_replica_check(replica_check: object, *, sharded: bool) -> ReplicaCheck | None:
+def _checked_replica_check(replica_check: object, *, sharded: bool) -> ReplicaCheck | Looks | None:
     """Check the argument `replica_check`, and return it.
 
     Raises:
         TypeError: `replica_check` is not a `ReplicaCheck`.
         ValueError: `replica_check` repairs replicas, which `sharded=True` does not allow.
     """
-    if replica_check is None:
-        return None
+    if replica_check is None or isinstance(replica_check, Looks):
+        return replica_check
     if not isinstance(replica_check, ReplicaCheck):
         hint = ". Create an object of this class: sl.ReplicaCheck()" if replica_check is ReplicaCheck else ""
         raise TypeError(

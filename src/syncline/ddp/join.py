@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -203,7 +203,9 @@ class JoinMethods(TorchNames, Joinable):
     def _make_all_equal_to(self, src: int) -> None:
         self._authoritative_rank = src
         replica = self._replica
-        broadcast_values(replica.selection, replica.transport, src=src, buffers=replica.buffers.enabled)
+        chosen = replace(replica.selection, buffers=tuple(replica.buffers.named_present()))
+        are_sent = replica.buffers.enabled and not replica.buffers.are_local
+        broadcast_values(chosen, replica.transport, src=src, buffers=are_sent)
 
     def _joined_forward_begins(self, *, synchronizes: bool) -> None:
         """Prepare a forward inside of `join`, on a rank that has inputs. A collective call.

@@ -58,6 +58,8 @@ class Buffers(Enum):
     """The module has no buffers."""
     ALONE = auto()
     """There is only one rank, so nothing is done."""
+    LOCAL = auto()
+    """The module has got its buffers after it was wrapped. As in torch's class, each rank keeps its own."""
     OFF = auto()
     """Buffers are not synchronized after construction."""
     WITH_PARAMETERS = auto()
@@ -111,6 +113,8 @@ class Plan:
     imitates_peers: bool = False
     """Whether this process imitates the other ranks, so that no time of communication was measured."""
     has_buffer_hook: bool = False
+    has_local_buffers: bool = False
+    """Whether no buffer is ever synchronized, because the module had none when it was wrapped."""
     optimizers: tuple[str, ...] = ()
     """The class names of the attached optimizers, with a description of their shards if they are sharded."""
     metrics: tuple[str, ...] = ()
@@ -170,6 +174,8 @@ class Plan:
             return Buffers.ABSENT
         if self.num_ranks == 1:
             return Buffers.ALONE
+        if self.has_local_buffers:
+            return Buffers.LOCAL
         if self.config.buffers == "none":
             return Buffers.OFF
         return Buffers.BEFORE_FORWARD if self.rules is None else Buffers.WITH_PARAMETERS
@@ -184,7 +190,8 @@ class Plan:
         """The names of the parts of a replica that `replica_check` compares."""
         parts = [] if self.has_one_copy else ["parameters"]
         if self.rules is None:
-            has_buffers = self.sizes.buffers.num_tensors and self.config.buffers != "none"
+            are_sent = self.config.buffers != "none" and not self.has_local_buffers
+            has_buffers = self.sizes.buffers.num_tensors and are_sent
             parts += ["buffers"] if has_buffers and not self.has_buffer_hook else []
             parts += ["optimizer state"] if self.optimizers and not self.config.gradients.sharded else []
         return parts
@@ -197,7 +204,7 @@ class Plan:
             "strategy": "EveryStep()" if self.rules is None else self.rules.strategy,
             "communication hook": self.comm_hook,
         }
-        if self.sizes.buffers.num_tensors:
+        if self.sizes.buffers.num_tensors and (self.config.init_buffers or self.config.buffers != "none"):
             facts["buffers"] = self.config.buffers
             facts["buffers are broadcast at construction"] = self.config.init_buffers
         return [f"{name}: {value}" for name, value in (facts | self.config.compared()).items()]

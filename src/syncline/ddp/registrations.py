@@ -35,7 +35,6 @@ class Registrations:
     bucket is sent.
 
     Args:
-        module: the wrapped module.
         config: the configuration of the wrapper.
         rounds: the execution of a strategy under which replicas drift. Pass None under `EveryStep`.
         compare: a function that calls `agree`. After each registration, it is called at the start of the next
@@ -45,7 +44,6 @@ class Registrations:
 
     def __init__(
         self,
-        module: nn.Module,
         config: Config,
         rounds: Rounds | None,
         compare: Callable[[], None],
@@ -54,22 +52,24 @@ class Registrations:
         self.buffer_hook = buffer_hook
         """The user's hook, which synchronizes buffers instead of the buffer policy; None if there is none."""
         self._are_agreed = False
-        self._module = module
-        self._title = type(module).__name__
         self._config = config
         self._rounds = rounds
         self._compare = compare
         self._sharding: Sharding | None = None
         self._step_began_at = 0.0
 
-    def use(self, gradients: GradientSync, transport: Transport, sharding: Sharding | None) -> None:
+    def use(
+        self, module: nn.Module, gradients: GradientSync, transport: Transport, sharding: Sharding | None
+    ) -> None:
         """Let later registrations use these parts. The next synchronized backward compares all registrations.
 
         Args:
+            module: the wrapped module.
             gradients: the synchronization of gradients.
             transport: the transport between the ranks that compare the registrations.
             sharding: the shards of the module. Pass None if the module is not sharded.
         """
+        self._module, self._title = module, type(module).__name__
         self._gradients = gradients
         self._transport = transport
         self._sharding = sharding

@@ -12,6 +12,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from syncline._torch.modules import is_in_functional_call
 from syncline.buffers.policies import BufferSync
 from syncline.ddp.config import Config
 from syncline.ddp.drift import Drift, ReplicaChecks, SyncState
@@ -32,8 +33,9 @@ from syncline.ddp.wrapping import (
 from syncline.errors import SynclineError
 from syncline.gradients.backward import refuse_graph_capture
 from syncline.gradients.reducer import GradientSync
+from syncline.gradients.riders.replica_look import Looks
 from syncline.gradients.riders.replica_search import Peers
-from syncline.gradients.riders.replica_watch import ReplicaWatch
+from syncline.gradients.riders.replica_watch import ReplicaCheck, ReplicaWatch
 from syncline.gradients.riders.stop import StopVote, VoteRoute
 from syncline.optimizers.attached import weakly
 from syncline.session.world import transport_of
@@ -72,19 +74,23 @@ class Replica:
         self._numbered_title = transport.numbered(self._title)
         self.was_changed = False
         """Whether the last forward with gradients enabled has detected that the module changed."""
+        self._compared: Selection | None = None
+        """The tensors that the ranks compared last; None if the module has not changed since then."""
         self.sharding: Sharding | None = None
+        self._has_local_buffers = not chosen.buffers
+        """Whether no buffer is ever synchronized, because the module had none when it was wrapped."""
         self._first_plan, spec = first_plan(config, self._title, chosen, transport, hosts)
         agree_on_module(self._first_plan, chosen, transport)
         check_one_copy(module, transport)
         if config.init_sync:
             broadcast_values(chosen, transport, src=0, buffers=config.init_buffers)
         self._lanes = Lanes(self)
-        self._gradient_lane, self._buffer_lane = self._open_lanes(chosen)
+        self._gradient_lane, self._buffer_lane = self._open_lanes()
         drifting = spec if config.strategy.drifts else None
         self.drift = Drift(
             module, chosen.reduced, config, transport, drifting, self.checks, title=self._numbered_title
         )
-        self.registered = Registrations(module, config, self.drift.rounds, weakly(self._before_reduction))
+        self.registered = Registrations(config, self.drift.rounds, weakly(self._before_reduction))
         self.state = SyncState(config, self.drift, None, {})
         """The owner of the state that the strategy and the compression keep between steps."""
         self._wire(chosen)
@@ -93,7 +99,7 @@ class Replica:
     def _title(self) -> str:
         return type(self.module).__name__
 
-    def _open_lanes(self, chosen: Selection) -> tuple[Transport, Transport]:
+    def _open_lanes(self) -> tuple[Transport, Transport]:
         """Open one lane for gradients and one for buffers, so that their messages cannot mix. A collective call."""
         gradients = self._open_lane("gradients")
         workers = self._first_plan.workers
@@ -102,7 +108,7 @@ class Replica:
             assert within is not None
             gradients = within
             self._lanes.keep([within], of=self.transport)
-        return gradients, self._open_lane("buffers") if chosen.buffers else self.transport
+        return gradients, self.transport if self._has_local_buffers else self._open_lane("buffers")
 
     def _open_lane(self, purpose: str, lanes: Lanes | None = None) -> Transport:
         """Open a lane for a purpose, and add it to `lanes`, or else to those of this replica."""
@@ -120,11 +126,16 @@ class Replica:
         """
         self.selection = chosen
         # Not part of the configuration, because a group of one rank may be replaced by a larger one.
-        compares = self.config.replica_check is not None and self.transport.size > 1
+        check = self.config.replica_check if self.transport.size > 1 else None
+        looks = isinstance(check, Looks) and not self.config.strategy.drifts
         self.gradients = GradientSync(
             chosen.reduced,
             self._gradient_lane,
-            replace(self.config.gradients, compares_replicas=compares),
+            replace(
+                self.config.gradients,
+                compares_replicas=isinstance(check, ReplicaCheck),
+                looks_at_replicas=looks,
+            ),
             main_lane=self.transport,
             title=self._numbered_title,
             # Known before there are buckets: encoded gradients need no memory of the transport.
@@ -137,6 +148,7 @@ class Replica:
             agreeing=self.transport,
             policy=self.config.buffers,
             ignored=set(chosen.ignored),
+            are_local=self._has_local_buffers,
         )
         if self.config.gradients.sharded:
             self.sharding = Sharding(
@@ -151,7 +163,7 @@ class Replica:
         rules = self._first_plan.rules
         if rules is not None and rules.equal_after_sync:
             self.checks.after_syncs = self._watch(self.transport, range(self.transport.size))
-        self.registered.use(self.gradients, self.transport, self.sharding)
+        self.registered.use(self.module, self.gradients, self.transport, self.sharding)
         self.drift.use(self.gradients, self.buffers, self.registered, rules)
         self._inventory = Inventory(self.module)
         # The finalizer must hold no reference that keeps the wrapper alive.
@@ -183,7 +195,7 @@ class Replica:
     def _watch(self, transport: Transport, ranks: Sequence[int]) -> ReplicaWatch | None:
         """Return a watch that compares the replicas of these ranks; None if no comparison is configured or possible."""
         check = self.config.replica_check
-        if check is None or transport.size == 1:
+        if not isinstance(check, ReplicaCheck) or transport.size == 1:
             return None
         has_one_copy = self.sharding is not None and self.sharding.num_copies == 1
         steps_alike = self.drift.rounds is None and not self.config.gradients.sharded
@@ -191,13 +203,15 @@ class Replica:
             check,
             Peers(self._title, transport, ranks),
             [] if has_one_copy else self.selection.parameters,
-            buffers=[] if self.config.buffers == "none" else self.buffers.places,
+            buffers=[] if self.config.buffers == "none" or self._has_local_buffers else self.buffers.places,
             optimizers=weakly(self.registered.optimizers) if steps_alike else list,
             agreed_at=0 if self.config.init_sync else None,
         )
 
     def _watch_gradients(self) -> None:
-        """Let the ranks that average their gradients together compare their replicas in each synchronized backward."""
+        """Let the ranks that average their gradients together compare their replicas in synchronized backwards."""
+        has_one_copy = self.sharding is not None and self.sharding.num_copies == 1
+        self.gradients.riders.look.use(self._title, [] if has_one_copy else self.selection.parameters)
         ranks = self._plan_of(self.selection).reducing_ranks
         self.checks.in_backwards = self._watch(self._gradient_lane, ranks)
         self.gradients.compare_replicas_by(self.checks.in_backwards)
@@ -219,13 +233,14 @@ class Replica:
 
     # ------------------------------------------------------------------ a module that changes
 
-    def before_forward(self, *, synchronizes: bool, inside_join: bool) -> None:
-        """Detect a change of the module, and check that `sl.diverge` has not left the replicas different.
+    def before_forward(self, module: nn.Module, *, synchronizes: bool, inside_join: bool) -> None:
+        """Follow a change of the module, and check that `sl.diverge` has not left the replicas different.
 
-        This sends nothing, because one rank may run a forward alone. A change is also detected under `no_sync`, because
+        This sends nothing, because one rank may run a forward alone. A change is also followed under `no_sync`, because
         the backward may run outside of `no_sync`.
 
         Args:
+            module: the module of the wrapper, which the program may have replaced.
             synchronizes: whether the backward of this forward would be synchronized.
             inside_join: whether the forward runs inside of `join`.
 
@@ -243,85 +258,74 @@ class Replica:
         needs_attach = self.config.strategy.needs_attach
         if synchronizes and divergence.has_diverged and (self.drift.reduces() or needs_attach):
             divergence.check_not_diverged()
-        self.was_changed = self._has_changed()
+        has_changed = module is not self.module or self._has_changed()
+        self.was_changed = has_changed and not is_in_functional_call()
         if self.was_changed:
+            self.module = module
             if inside_join:
                 raise SynclineError(
                     f"rank {self.transport.rank}: {self._title} was changed inside of join(), but the ranks without "
                     "inputs cannot make the same change. Change the module before or after join()"
                 )
-            self.gradients.controls.do_before_reduction(weakly(self._before_reduction))
+            self._follow_changes()
 
     def after_forward(self, output: object, *, synchronizes: bool, is_training: bool) -> None:
-        """Watch an output of the wrapper for the backwards that begin at it.
-
-        In the backward, the ranks compare the module first if it has changed.
+        """Record a forward with gradients enabled, and watch its output for the backwards that begin at it.
 
         Args:
-            output: the output of a forward with gradients enabled.
+            output: the output of the forward.
             synchronizes: whether the backward of this forward would be synchronized.
             is_training: whether the wrapper is in training mode.
         """
-        self.gradients.forward_ended(
-            output,
-            owner=self,
-            is_counted=synchronizes and is_training,
-            is_local=not synchronizes,
-            prepare=weakly(self._follow_changes) if self.was_changed else None,
-        )
+        self.gradients.forward_ended(output, owner=self, is_counted=synchronizes and is_training)
 
     def _has_changed(self) -> bool:
         """Return whether the module has changed since the ranks last compared it."""
         return self._inventory.has_changed() or not self.gradients.layout.fits()
 
     def _before_reduction(self) -> None:
-        """Compare the registrations of the ranks at the start of a synchronized backward. A collective call.
+        """Compare the module and the registrations of the ranks if they have changed. A collective call.
 
-        Raises:
-            SynclineError: the module has changed, and the ranks could not compare the change.
+        This runs at the start of a synchronized backward, because all ranks run the backward, but one rank may run a
+        forward alone.
         """
-        if not self.drift.divergence.is_open and self._has_changed():
-            raise SynclineError(
-                f"rank {self.transport.rank}, step {self.gradients.step + 1}, backward: {self._title} has changed "
-                "since it was wrapped. This backward did not begin at an output of the wrapper, so the ranks could not "
-                "compare the change. Call the wrapper instead of the module, and return tensors from forward, or "
-                "lists, tuples, dictionaries or dataclasses of tensors. If that is not possible, wrap the changed "
-                "module again"
+        before, chosen = self._compared, replace(self.selection, buffers=())
+        if before is not None:
+            self.transport.board.phase = f"backward, where {self._title} has changed since it was wrapped"
+            agree_on_module(
+                self._plan_of(chosen),
+                chosen,
+                self.transport,
+                new_values=describe_new_values(chosen, before) if self.config.init_sync else (),
+                remedy="Change a wrapped module in the same way on every rank, between the same two steps. If new "
+                "parameters have different values, call sl.broadcast_(ddp.module) on every rank after the change.",
             )
+            self._compared = None
         self.registered.agree()
 
-    def _follow_changes(self, _: object = None) -> None:
-        """Compare a changed module between the ranks, then synchronize it in its new form. A collective call.
+    def _follow_changes(self) -> None:
+        """Synchronize a changed module in its new form. The ranks compare it in the next synchronized backward.
 
-        This runs at the start of a backward, because all ranks run the backward, but one rank may run a forward alone.
-        At that time it is too late to broadcast the values of new tensors, so the ranks compare these values.
+        It is too late to broadcast the values of new tensors then, so the ranks compare these values.
         """
-        if not self.gradients.controls.enabled or self.drift.divergence.is_open or not self._has_changed():
+        self.gradients.finish("a forward")
+        if self.gradients.is_in_backward:  # a forward that a checkpoint computes again
             return
         self.drift.refuse(UNCHANGED)
-        self.transport.board.phase = f"backward, where {self._title} has changed since it was wrapped"
-        before, chosen = self.selection, self._chosen_again()
+        before, chosen = self._compared or self.selection, self._chosen_again()
         delayed = frozenset(name for name, _ in chosen.delayed)
         self.config = self.config.with_gradients(sparse=chosen.sparse, delayed=delayed)
-        agree_on_module(
-            self._plan_of(chosen),
-            chosen,
-            self.transport,
-            new_values=describe_new_values(chosen, before) if self.config.init_sync else (),
-            remedy="Change a wrapped module in the same way on every rank, between the same two steps. If new "
-            "parameters have different values, call sl.broadcast_(ddp.module) on every rank after the change.",
-        )
-        if chosen.buffers and not before.buffers:
-            self._buffer_lane = self._open_lane("buffers")
         self._wire_again(chosen)
+        self._compared = before
 
     def agree_before_join(self) -> None:
         """Run the comparisons of a backward before `join`. A collective call.
 
         A rank without inputs runs no backward, so it could not compare later.
         """
-        self._follow_changes()
-        self.registered.agree()
+        if not self.drift.divergence.is_open and self._has_changed():
+            self._follow_changes()
+        self._before_reduction()
 
     def use_static_graph(self) -> None:
         """Behave from now on as if `static_graph=True` had been given. Call this method before the first backward."""
@@ -350,7 +354,7 @@ class Replica:
             self.sharding.dissolve(transport)
             self.sharding, self.config = None, self.config.with_gradients(sharded=False)
         with self._lanes.replaced():
-            self._gradient_lane, self._buffer_lane = self._open_lanes(self.selection)
+            self._gradient_lane, self._buffer_lane = self._open_lanes()
             self._replace_parts()
         # The ranks may have stopped in different forwards, and one that has joined has run none.
         self.buffers.due = True
@@ -418,10 +422,11 @@ class Replica:
         hook = self.gradients.layout.comm_hook
         form = replace(self.gradients.layout.form, widths=tuple(self.gradients.riders.widths))
         return replace(
-            self._plan_of(self.selection),
+            self._plan_of(replace(self.selection, buffers=tuple(self.buffers.named_present()))),
             num_copies=0 if self.sharding is None else self.sharding.num_copies,
             comm_hook=None if hook is None or self.state.compression is not None else hook.name,
             has_buffer_hook=self.registered.buffer_hook is not None,
+            has_local_buffers=self._has_local_buffers,
             optimizers=self.registered.in_words(),
             metrics=self.registered.metric_names(),
             reports=(*self.gradients.riders.subjects, "times of the step"),
@@ -465,7 +470,7 @@ class Replica:
         unpickle alone.
         """
         self.module, self.config, self._first_plan, compression, idle, buffer_hook = state
-        self.was_changed, self.sharding = False, None
+        self.was_changed, self.sharding, self._compared = False, None, None
         self.checks = ReplicaChecks()
         self.transport = transport_of(None)
         self._numbered_title = self._title  # not numbered, because one rank may unpickle alone
@@ -474,6 +479,9 @@ class Replica:
         title = self._numbered_title
         self.drift = Drift(self.module, (), self.config, self.transport, None, self.checks, title=title)
         compare = weakly(self._before_reduction)
-        self.registered = Registrations(self.module, self.config, None, compare, buffer_hook)
+        self.registered = Registrations(self.config, None, compare, buffer_hook)
         self.state = SyncState(self.config, self.drift, compression, idle)
-        self._wire(self._chosen_again())
+        chosen = self._chosen_again()
+        self._has_local_buffers = not chosen.buffers
+        self._wire(chosen)
+        self.buffers.due = False  # one rank may run the forward of a copy alone, such as that of `AveragedModel`

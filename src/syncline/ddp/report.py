@@ -44,7 +44,7 @@ def contract_of(plan: Plan, evidence: Evidence) -> Contract:
         _metrics_row(plan),
         _checks_row(plan),
     ]
-    if plan.config.replica_check is not None:
+    if isinstance(plan.config.replica_check, ReplicaCheck):
         rows.append(_replica_row(plan, plan.config.replica_check))
     title = f"DistributedDataParallel({plan.module}), {where}, transport: {plan.transport}"
     contract = Contract(title=title, rows=tuple(rows))
@@ -107,6 +107,8 @@ def _buffers(plan: Plan) -> Rule:
             return Rule("never: the module has none", None, "-")
         case Buffers.ALONE:
             return _ALONE
+        case Buffers.LOCAL:
+            return Rule("never: local, added after wrapping", None, "unbounded")
         case Buffers.OFF if plan.config.init_buffers:
             return Rule("once, at construction", "broadcast from rank 0", "unbounded")
         case Buffers.OFF:

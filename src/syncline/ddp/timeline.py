@@ -84,6 +84,8 @@ def _buffers_planned(plan: Plan) -> str:
             return "nothing sent: the module has no buffers"
         case Buffers.ALONE:
             return _NOTHING_SENT
+        case Buffers.LOCAL:
+            return "nothing sent: the module had no buffers when it was wrapped"
         case Buffers.OFF:
             why = "broadcasting buffers is switched off" if plan.rules is None else "buffers='none'"
             return f"nothing sent: {why}"

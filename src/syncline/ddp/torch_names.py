@@ -86,7 +86,7 @@ class _NoReducer:
 
     def prepare_for_backward(self, tensors: Iterable[Tensor]) -> None:
         """Let the next backward be reduced also if its forward ran under `no_sync` (`trigger_sync_in_backward`)."""
-        self._gradients.outputs.synchronizes_all = True
+        self._gradients.controls.announce_reduction()
 
     def _delay_all_reduce(self) -> None:
         pass
@@ -250,7 +250,7 @@ class TorchNames:
     def will_sync_module_buffers(self) -> bool:
         """Return whether the next forward synchronizes buffers."""
         replica = self._replica
-        return replica.buffers.due and replica.buffers.enabled and bool(replica.selection.buffers)
+        return replica.buffers.due and replica.buffers.enabled and not replica.buffers.are_local
 
     def _set_static_graph(self) -> None:
         """Behave from now on as if `static_graph=True` had been given. Call this method before the first backward."""

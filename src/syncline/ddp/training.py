@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.algorithms.join import Joinable
 from torch.optim import Optimizer
 
@@ -25,6 +25,15 @@ AnyOptimizer = TypeVar("AnyOptimizer", bound=Optimizer)
 @suggests_arguments
 class TrainingMethods(TorchNames, Joinable):
     """The methods of the wrapper for a training loop. Only `DistributedDataParallel` inherits from this class."""
+
+    def __init__(self) -> None:
+        """Initialize what `super(DistributedDataParallel, self).__init__()` initializes under torch's class.
+
+        Subclasses that wrap the parts of a module by themselves, such as mmengine's, call it instead of the
+        constructor.
+        """
+        nn.Module.__init__(self)  # type: ignore[arg-type]  # the wrapper is a module
+        Joinable.__init__(self)
 
     def attach(
         self, optimizer: AnyOptimizer, *, elementwise: bool | None = None, replace: bool | None = None

@@ -15,13 +15,13 @@ from typing import Any, Self
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.algorithms.join import Joinable
 from torch.optim import Optimizer
 
 from syncline._torch.modules import (
     NotTraced,
     is_compiler_in_use,
     is_in_join,
+    metadata_of,
     while_in_forward_of_ddp,
     with_join_disabled,
 )
@@ -49,6 +49,7 @@ from syncline.ddp.wrapping import (
 )
 from syncline.events import OBSERVERS, ForwardEnded
 from syncline.gradients.options import OnNonFinite
+from syncline.gradients.riders.replica_look import LOOKS, Looks
 from syncline.gradients.riders.replica_watch import ReplicaCheck
 from syncline.gradients.wrapper_protocol import SynchronizedModule
 from syncline.liveness.board import EVAL_FORWARD, FORWARD
@@ -139,7 +140,9 @@ class DistributedDataParallel(  # type: ignore[misc, override]
             `sl.ParameterServer` or `sl.Manual`. None means `sl.EveryStep()`. Under all other strategies, replicas
             drift apart between two parameter syncs. Buffers are then synchronized together with the parameters, by
             default with `buffers="average"`. See `docs/guides/strategies.md`.
-        replica_check: `sl.ReplicaCheck(every=100)` compares the replicas during training, one slice per step. See
+        replica_check: how replicas are compared during training. By default the ranks compare all parameters in the
+            steps 1, 2, 4, 8, ..., and warn once if they differ; not under strategies that let replicas drift. None
+            compares nothing. `sl.ReplicaCheck(every=100)` compares one slice per step, and raises an error. See
             `docs/guides/replica-check.md`.
         on_nonfinite: what all ranks do if a gradient of any rank is NaN or infinite, so that the mean is not finite
             either. "warn" warns once, "ignore" does nothing. "raise" raises `NonFiniteGradient` at the end of the
@@ -192,12 +195,11 @@ class DistributedDataParallel(  # type: ignore[misc, override]
         reduce_dtype: torch.dtype | None = None,
         sharded: bool = False,
         strategy: Strategy[Any] | None = None,
-        replica_check: ReplicaCheck | None = None,
+        replica_check: ReplicaCheck | Looks | None = LOOKS,
         on_nonfinite: OnNonFinite = "warn",
     ) -> None:
         arguments = dict(locals())
-        nn.Module.__init__(self)  # because torch's own __init__ would build its reducer
-        Joinable.__init__(self)
+        super().__init__()  # not torch's own, which would build its reducer
         transport = transport_of(group_of_mesh(process_group, device_mesh, module))
         with refusals(transport):
             flags = checked_truths({name: arguments[name] for name in _FLAGS})
@@ -249,7 +251,10 @@ class DistributedDataParallel(  # type: ignore[misc, override]
             board.step = replica.gradients.step + 1
         with outside_of_transforms():
             if torch.is_grad_enabled():
-                replica.before_forward(synchronizes=synchronizes, inside_join=inside_join)
+                # `self.module` would look it up in Python code.
+                replica.before_forward(
+                    vars(self)["_modules"]["module"], synchronizes=synchronizes, inside_join=inside_join
+                )
             replica.gradients.forward_begins()
             if inside_join:
                 self._joined_forward_begins(synchronizes=synchronizes)
@@ -284,7 +289,6 @@ class DistributedDataParallel(  # type: ignore[misc, override]
         with while_in_forward_of_ddp(self) if is_read else UNPROFILED:
             if self._lowered is not None:
                 return self._lowered(inputs, kwargs)
-            # `self.module` would look it up in Python code.
             return vars(self)["_modules"]["module"](*inputs, **kwargs)
 
     def _emit_forward(self, began_at: float, computed_from: float) -> None:
@@ -431,8 +435,9 @@ class DistributedDataParallel(  # type: ignore[misc, override]
         Raises:
             UnreducedGradients: some parameters got no gradient in the last backward. Every rank raises it.
         """
-        if self._replica.gradients.waits_for_more:
-            self._replica.gradients.finish("zero_grad()")
+        replica = vars(self).get("_replica")  # a subclass that wraps parts of its module has none
+        if replica is not None and replica.gradients.waits_for_more:
+            replica.gradients.finish("zero_grad()")
         super().zero_grad(set_to_none)
 
     def train(self, mode: bool = True) -> Self:
@@ -448,6 +453,9 @@ class DistributedDataParallel(  # type: ignore[misc, override]
         if are_of_the_bare_module(keys, self.module):
             values = {key: state_dict.pop(prefix + key) for key in keys}
             state_dict.update({f"{prefix}module.{key}": value for key, value in values.items()})
+            # torch looks up the version of each submodule's state here, by the path that the submodule has now.
+            metadata = metadata_of(state_dict) or {}
+            metadata.update({f"module.{path}".removesuffix("."): one for path, one in list(metadata.items())})
         super()._load_from_state_dict(state_dict, prefix, *args)
 
     def __getstate__(self) -> dict[str, Any]:

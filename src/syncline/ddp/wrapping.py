@@ -266,6 +266,8 @@ def agree_on_module(
 ) -> None:
     """Compare the module and its configuration between the ranks. A collective call.
 
+    Buffers that are never sent are not compared.
+
     Args:
         plan: the plan of the module.
         chosen: the tensors that are synchronized.
@@ -276,11 +278,12 @@ def agree_on_module(
     Raises:
         ContractMismatch: the module or its configuration differs between ranks. The text is the same on every rank.
     """
+    sends_buffers = plan.config.init_buffers or plan.config.buffers != "none"
     lines = [
         *plan.compared(),
         *(f"ignored: {name}" for name in chosen.ignored),
         *describe_tensors(chosen.parameters, kind="parameter"),
-        *describe_tensors(chosen.buffers, kind="buffer"),
+        *describe_tensors(chosen.buffers if sends_buffers else (), kind="buffer"),
         *new_values,
     ]
     agree(transport, _TITLE, lines, remedy=remedy)
@@ -308,9 +311,9 @@ def broadcast_values(chosen: Selection, transport: Transport, *, src: int, buffe
 
 
 def describe_new_values(chosen: Selection, before: Selection) -> list[str]:
-    """Return a line for each tensor that is in `chosen`, but not in `before`: its name, and a hash of its values."""
-    known = {id(tensor) for _, tensor in (*before.parameters, *before.buffers)}
-    new = [(name, t.detach()) for name, t in (*chosen.parameters, *chosen.buffers) if id(t) not in known]
+    """Return a line for each parameter that is in `chosen`, but not in `before`: its name, and a hash of its values."""
+    known = {id(parameter) for _, parameter in before.parameters}
+    new = [(name, p.detach()) for name, p in chosen.parameters if id(p) not in known]
     numbers = fingerprints([tensor for _, tensor in new])
     return [f"values of {name}: {number:016x}" for (name, _), number in zip(new, numbers, strict=True)]
 

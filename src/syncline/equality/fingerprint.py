@@ -280,6 +280,25 @@ class SliceHash:
         return found
 
 
+def begin_hashes(tensors: Sequence[Tensor]) -> tuple[dict[int, int], list[tuple[list[int], Tensor]]]:
+    """Hash each tensor in host memory, and let other devices begin to hash theirs, without waiting for them.
+
+    The strides of the tensors must be the same on all ranks.
+
+    Returns:
+        The hashes in host memory, by the index of the tensor. For each other device, the indices of its tensors, and
+        their hashes, int64.
+    """
+    on_host = SliceHash()
+    elsewhere: dict[torch.device, dict[int, Tensor]] = {}
+    for index, tensor in enumerate(tensors):
+        if _is_in_host_memory(tensor):
+            on_host.add(index, tensor, 0, tensor.numel())
+        elif tensor.numel():
+            elsewhere.setdefault(tensor.device, {})[index] = tensor
+    return on_host.by_leaf(), [_sums_of(device, here) for device, here in elsewhere.items()]
+
+
 def hash_of(tensors: Sequence[Tensor]) -> bytes:
     """Return an 8-byte hash of all values of some tensors. It does not depend on their strides."""
     found = SliceHash()

@@ -17,9 +17,9 @@ from the outer task or from more inner tasks. The engine reports only the number
 of each task. A task that begins later has a higher number.
 
 Several wrappers may share parameters: an actor and a critic may share an encoder, and a notebook may wrap the same
-module twice. Then one gradient is ready for several wrappers at once, but only the wrapper whose forward built the
-graph may reduce it. A hook on the outputs of that forward finds this wrapper, because a backward reaches an output
-before it reaches a parameter behind the output.
+module twice. Then one gradient is ready for several wrappers at once. As in torch's class, each wrapper with a forward
+since its last reduction takes part, and the mean of equal means is the mean. `Ownership` leaves out a wrapper only if
+the graph has none of the parameters that the wrapper shares with no other.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from torch import Tensor
 from syncline._torch.autograd import NO_TASK, is_inside_another_backward
 from syncline.errors import SynclineError
 from syncline.gradients.bucket import Bucket
-from syncline.gradients.outputs import Outputs
+from syncline.gradients.options import Announced, Controls
 from syncline.gradients.usage import num_reached
 
 
@@ -158,24 +158,28 @@ _births = itertools.count()
 
 
 class Ownership:
-    """The record by which a wrapper decides whether a backward belongs to it or to one of its rivals.
+    """The record by which a wrapper decides whether it takes part in a backward that its rivals see, too.
 
-    The rivals of a wrapper are the other wrappers that have some of its parameters. A wrapper without rivals owns every
-    backward.
+    The rivals of a wrapper are the other wrappers that have some of its parameters. A wrapper without rivals takes part
+    in every backward.
 
     Args:
         parameters: the parameters of the wrapper.
-        outputs: the outputs of the wrapper's forwards.
+        controls: the requests of the wrapper, which know whether it has run a forward since the last reduction.
+        tasks: the graph tasks of the present backward of the wrapper.
+        allows_unused: whether a backward may lack gradients of the wrapper's parameters.
     """
 
-    def __init__(self, parameters: Sequence[Tensor], outputs: Outputs) -> None:
+    def __init__(
+        self, parameters: Sequence[Tensor], controls: Controls, tasks: GraphTasks, *, allows_unused: bool
+    ) -> None:
         self.rivals: list[weakref.ref[Ownership]] = []
         """Weak references to the rivals' ownerships. The list stays the same object, because hooks refer to it."""
         self.birth = next(_births)
         """A number that orders wrappers by creation: a later wrapper has a higher number."""
         self._parameters = parameters
-        self._outputs = outputs
-        self._refused_task = NO_TASK  # the last graph task that was found to belong to a rival
+        self._controls, self._tasks, self._allows_unused = controls, tasks, allows_unused
+        self._refused_task = NO_TASK  # the last graph task that was left to the rivals
 
     def add_rivals(self, others: Iterable[Ownership]) -> None:
         """Let this wrapper know other wrappers of the same parameters as its rivals, and let them know it as theirs.
@@ -196,31 +200,32 @@ class Ownership:
     def _living_rivals(self) -> list[Ownership]:
         return [rival for reference in self.rivals if (rival := reference()) is not None]
 
-    def reconsider(self) -> None:
-        """Decide again about the running task, because it has just reached an output of the wrapper.
+    def takes_part_in(self, task: int) -> bool:
+        """Return whether the wrapper takes part in the backward of `task`, the graph task that runs now.
 
-        A rival may have been assigned the task before.
-        """
-        self._refused_task = NO_TASK
-
-    def owns(self, task: int) -> bool:
-        """Return whether `task`, the graph task that runs now, belongs to this wrapper.
-
-        A task that passed through no output of any wrapper (because the modules were called directly) belongs to the
-        wrapper with the most parameters in the graph. If several wrappers have the same number of parameters in the
-        graph, the task belongs to the wrapper that was created last.
+        If no wrapper has run a forward since its last reduction (because the modules were called directly), only the
+        wrapper with the most parameters in the graph takes part, and of several such wrappers the one that was created
+        last.
         """
         if task == self._refused_task:
             return False
         contenders = [self, *self._living_rivals()]
-        latest = max(contender._outputs.reached_in for contender in contenders)
-        # Numbers grow, so a task that runs inside another one has the higher number.
-        if latest == task or (latest != NO_TASK and is_inside_another_backward()):
-            is_own = self._outputs.reached_in == latest
+        found = [one for one in contenders if one._controls.announced is not Announced.NOTHING]
+        if not found:
+            found = [max(contenders, key=Ownership._priority)]
+        elif any(one._tasks.is_running for one in found) and is_inside_another_backward():
+            found = [one for one in found if one._tasks.is_running]
         else:
-            is_own = max(contenders, key=Ownership._priority) is self
-        self._refused_task = NO_TASK if is_own else task
-        return is_own
+            found = [one for one in found if one._allows_unused or one._reaches_own()] or found
+        takes_part = self in found
+        self._refused_task = NO_TASK if takes_part else task
+        return takes_part
+
+    def _reaches_own(self) -> bool:
+        """Return whether the graph has any parameter that this wrapper shares with no other; True if there is none."""
+        shared = {id(parameter) for rival in self._living_rivals() for parameter in rival._parameters}
+        own = [p for p in self._parameters if id(p) not in shared and p.requires_grad]
+        return not own or num_reached(own) > 0
 
     def _priority(self) -> tuple[int, int]:
         # Some parameters may have been frozen since construction.
@@ -278,7 +283,8 @@ class Backward:
     accumulates: bool = False
     """Whether a later backward reduces the gradients, because this one, or its forward, runs under `no_sync`."""
     is_local_by_forward: bool = False
-    """Whether it ran outside of `no_sync`, but its forward did not, so that a later backward reduces the gradients."""
+    """Whether it ran outside of `no_sync`, but all forwards before it inside, so that a later backward reduces the
+    gradients."""
     reaches_all: bool = False
     """Whether each graph task so far was started without `inputs=`, so that it reaches all parameters in its graph."""
     is_compiled: bool = False

@@ -30,6 +30,12 @@ _MIN_TURNS = 3
 """The pool always has memory for at least this number of buckets at the same time."""
 
 
+def gradient_dtype(parameter: Tensor) -> torch.dtype:
+    """Return the dtype of the gradients of a parameter, which is the parameter's own unless `grad_dtype` is set."""
+    dtype: torch.dtype | None = getattr(parameter, "grad_dtype", None)
+    return parameter.dtype if dtype is None else dtype
+
+
 def parameter_specs(
     named_parameters: Sequence[tuple[str, Tensor]], options: GradientOptions
 ) -> list[ParameterSpec]:
@@ -37,7 +43,7 @@ def parameter_specs(
     specs = []
     name_of = cache(str)  # a few dtypes and devices, for perhaps many parameters
     for name, parameter in named_parameters:
-        dtype = parameter.dtype
+        dtype = gradient_dtype(parameter)
         if options.reduce_dtype is not None and dtype.is_floating_point and name not in options.sparse:
             dtype = options.reduce_dtype
         specs.append(
@@ -230,13 +236,13 @@ class BucketLayout:
         self.free_memory()
 
     def fits(self) -> bool:
-        """Return whether the parameters still have the dtype and the device that the buckets were made for.
+        """Return whether gradients still have the dtype and the device that the buckets were made for.
 
         Only one parameter per bucket is checked, because a module is converted or moved as a whole.
         """
         # Every forward calls this, and a generator would cost more.
         for parameter, dtype, device in self._kinds:
-            if parameter.dtype is not dtype or parameter.device != device:
+            if gradient_dtype(parameter) is not dtype or parameter.device != device:
                 return False
         return True
 
@@ -246,8 +252,8 @@ class BucketLayout:
         self.plans = self._planned(order)
         self.first_indices = [plan.parameters[0] for plan in self.plans]
         firsts = [self._parameters[index] for index in self.first_indices]
-        self._kinds = [(first, first.dtype, first.device) for first in firsts]
-        kinds = {(spec.dtype, p.dtype) for spec, p in zip(self._specs, self._parameters, strict=True)}
+        self._kinds = [(first, gradient_dtype(first), first.device) for first in firsts]
+        kinds = {(spec.dtype, gradient_dtype(p)) for spec, p in zip(self._specs, self._parameters, strict=True)}
         self._converting = {name for name, dtype in kinds if str(dtype) != f"torch.{name}"}
 
     @property

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -10,6 +11,7 @@ from typing import Any, Literal
 import torch
 
 from syncline.gradients.bucket_plan import BucketCaps
+from syncline.user_code import warn_user
 
 OnNonFinite = Literal["ignore", "warn", "raise", "skip", "zero"]
 """The policies for gradients that are not finite. `riders/nonfinite.py` explains them."""
@@ -39,12 +41,22 @@ class GradientOptions:
     """Whether each rank reduces only its shard of every bucket, and the optimizer steps only this shard."""
     compares_replicas: bool = False
     """Whether fingerprints of the replicas are sent with the gradients, so that ranks can compare the replicas."""
+    looks_at_replicas: bool = False
+    """Whether hashes of all parameters are sent with the gradients of a few steps, to warn if replicas differ."""
     on_nonfinite: OnNonFinite = "ignore"
     """The policy that all ranks follow if a gradient on any rank is not finite."""
 
 
 def _always() -> bool:
     return True
+
+
+class Announced(enum.Enum):
+    """What the forwards since the last reduction have announced of the next backward, as in torch's class."""
+
+    NOTHING = "there was no forward"
+    LOCAL = "all forwards ran under no_sync"
+    REDUCTION = "a forward ran outside of no_sync"
 
 
 class Controls:
@@ -57,6 +69,8 @@ class Controls:
     def __init__(self) -> None:
         self.enabled = True
         """Whether backwards synchronize gradients; False under `no_sync`."""
+        self.announced = Announced.NOTHING
+        """What the forwards since the last reduction have announced."""
         self.decide: Callable[[], bool] = _always
         """A function that is called when a backward begins. It returns whether the gradients are reduced."""
         self._num_contributing: int | None = None
@@ -65,6 +79,7 @@ class Controls:
         """A function that is called at the end of each backward, except under `no_sync`; None to call nothing."""
         self._before_reduction: Callable[[], None] | None = None
         self._futures: list[torch.futures.Future[Any]] = []
+        self._has_warned = False
 
     @contextmanager
     def disabled(self) -> Iterator[None]:
@@ -108,7 +123,24 @@ class Controls:
         """Let the next backward wait for `futures` at its end, for example for the futures of a buffer hook."""
         self._futures.extend(futures)
 
+    def announce_reduction(self) -> None:
+        """Let the next backward be reduced, as after a forward outside of `no_sync`."""
+        self.announced = Announced.REDUCTION
+
+    def warn_of_local_step(self, text: str) -> None:
+        """Warn that an optimizer steps with gradients that were not reduced, unless there was such a warning before."""
+        if not self._has_warned:
+            self._has_warned = True
+            warn_user(text)
+
     # ------------------------------------------------------------------ for the reducer
+
+    def forward_ended(self) -> None:
+        """Record that a forward with gradients enabled has run. One outside of `no_sync` outweighs those inside."""
+        if self.enabled:
+            self.announce_reduction()
+        elif self.announced is Announced.NOTHING:
+            self.announced = Announced.LOCAL
 
     def backward_begins(self, *, accumulates: bool) -> int | None:
         """Call the action that was given to `do_before_reduction`, if there is one.
@@ -135,5 +167,7 @@ class Controls:
         for future in self._futures:
             future.wait()
         self._futures.clear()
-        if not accumulates and self.on_reduced is not None:
-            self.on_reduced()
+        if not accumulates:
+            self.announced = Announced.NOTHING
+            if self.on_reduced is not None:
+                self.on_reduced()

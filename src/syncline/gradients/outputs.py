@@ -1,7 +1,7 @@
 """The outputs of a wrapper's forwards. A backward reaches an output before it reaches the parameters behind it.
 
-So hooks on the outputs see each backward, also one in which no hook of a parameter runs. They find out to which forward
-a backward belongs, and which outputs no backward has reached yet.
+Hooks on the outputs count the forwards that no backward has reached, for a warning, and tell whether a further backward
+may bring gradients that are missing. They decide nothing else: an output can hide its tensors from the wrapper.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ from itertools import islice
 
 from torch import Tensor
 
-from syncline._torch.autograd import NO_TASK, current_graph_task_id
+from syncline._torch.autograd import NO_TASK, current_graph_task_id, node_before_views
 from syncline._torch.transforms import without_transforms
-from syncline.gradients.usage import tensors_in, when_backward_reaches
+from syncline.gradients.usage import tensors_in
 
 _MAX_WATCHED_TENSORS = 8
 """The largest number of tensors that are watched in one output. To watch a tensor costs a microsecond."""
@@ -40,10 +40,6 @@ class Outputs:
         """The number of tensors in outputs after the last reduction that no backward has reached, as far as known."""
         self.reached_in = NO_TASK
         """The last graph task that has reached an output."""
-        self.is_local = False
-        """Whether the output that was reached last belongs to a forward under `no_sync`."""
-        self.synchronizes_all = False
-        """Whether the next reduction may begin at the output of a forward under `no_sync`, as at any other."""
         self._era = 0
         """The number of reductions so far. Outputs of an earlier era no longer count."""
         self._when_reached: Callable[[int], object] | None = None
@@ -53,25 +49,19 @@ class Outputs:
         self._when_reached = call
 
     def watch(
-        self,
-        output: object,
-        *,
-        owner: object = None,
-        is_counted: bool = False,
-        is_local: bool = False,
-        all_tensors: bool = False,
-        prepare: Callable[[], object] | None = None,
+        self, output: object, *, owner: object = None, is_counted: bool = False, all_tensors: bool = False
     ) -> None:
         """Watch for backwards that reach the tensors of an output.
+
+        A leaf is not watched: a hook on it would outlive the graph. An output that is a view is watched at the tensor
+        that it is a view of, because a view that is changed in place leaves the graph.
 
         Args:
             output: the output of a forward, which may contain tensors in containers.
             owner: the object without which the backward is not synchronized. The output keeps it alive: a program may
                 drop its wrapper before the backward.
-            is_counted: whether `num_waiting` counts the forward. Outputs with many tensors are not counted.
-            is_local: whether the forward ran under `no_sync`.
+            is_counted: whether `num_waiting` counts the forward, if each of its tensors is watched.
             all_tensors: whether each tensor must be watched, even if there are many.
-            prepare: a function to call when a backward reaches the output, before anything else.
         """
         if isinstance(output, Tensor):
             tensors = [found] if (found := without_transforms(output)).requires_grad else []
@@ -81,18 +71,18 @@ class Outputs:
             tensors = list(
                 differentiable if all_tensors else islice(differentiable, _MAX_WATCHED_TENSORS + 1)
             )
-        is_whole = 0 < len(tensors) <= _MAX_WATCHED_TENSORS
+        nodes = [node for tensor in tensors if (node := node_before_views(tensor)) is not None]
+        is_whole = 0 < len(tensors) == len(nodes) <= _MAX_WATCHED_TENSORS
         if not all_tensors:
-            del tensors[_MAX_WATCHED_TENSORS:]
-        forward = _Forward(self, owner, self._era, is_counted and is_whole, is_local, prepare)
+            del nodes[_MAX_WATCHED_TENSORS:]
+        forward = _Forward(self, owner, self._era, is_counted and is_whole)
         self.num_waiting += forward.is_waiting
-        self.num_open += len(tensors) + (not is_whole)
-        for tensor in tensors:
-            when_backward_reaches(tensor, _Hook(forward))
+        self.num_open += len(nodes) + (not is_whole)
+        for node in nodes:
+            node.register_prehook(_Hook(forward))  # costs a third of a hook on the tensor
 
     def reduced(self) -> None:
         """Count anew, because gradients were reduced."""
-        self.synchronizes_all = False
         if self.num_open:
             self.num_waiting = self.num_open = 0
             self._era += 1
@@ -103,9 +93,6 @@ class Outputs:
             if forward.is_waiting:
                 forward.is_waiting = False
                 self.num_waiting -= 1
-        if forward.prepare is not None:
-            forward.prepare()
-        self.is_local = forward.is_local and not self.synchronizes_all
         task = current_graph_task_id()
         if task != self.reached_in:
             self.reached_in = task
@@ -116,19 +103,10 @@ class Outputs:
 class _Forward:
     """One forward, whose outputs are watched."""
 
-    __slots__ = ("era", "is_local", "is_waiting", "outputs", "owner", "prepare")
+    __slots__ = ("era", "is_waiting", "outputs", "owner")
 
-    def __init__(
-        self,
-        outputs: Outputs,
-        owner: object,
-        era: int,
-        is_waiting: bool,
-        is_local: bool,
-        prepare: Callable[[], object] | None,
-    ) -> None:
-        self.outputs, self.owner, self.era = outputs, owner, era
-        self.is_waiting, self.is_local, self.prepare = is_waiting, is_local, prepare
+    def __init__(self, outputs: Outputs, owner: object, era: int, is_waiting: bool) -> None:
+        self.outputs, self.owner, self.era, self.is_waiting = outputs, owner, era, is_waiting
 
 
 class _Hook:

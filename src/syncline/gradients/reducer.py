@@ -14,7 +14,7 @@ are:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from functools import partial
 
 import torch
@@ -24,7 +24,6 @@ from syncline._torch.autograd import (
     NO_TASK,
     current_graph_task_id,
     is_in_compiled_backward,
-    is_inside_another_backward,
     queue_callback,
     reaches_all_leaves,
     set_grad_enabled,
@@ -44,7 +43,7 @@ from syncline.gradients.emitter import Emitter
 from syncline.gradients.hooks import ParameterHooks
 from syncline.gradients.layout import BucketLayout
 from syncline.gradients.ledger import Ledger
-from syncline.gradients.options import Controls, GradientOptions
+from syncline.gradients.options import Announced, Controls, GradientOptions
 from syncline.gradients.outputs import Outputs
 from syncline.gradients.reduction import Reduction
 from syncline.gradients.riders.items import ItemNormalizer
@@ -127,13 +126,16 @@ class GradientSync:
         self.ledger = Ledger(self.names)
         self.outputs: Outputs = self.riders.forwards.outputs
         """The outputs of the wrapper's forwards, which backwards reach before they reach parameters."""
-        self.outputs.call_when_reached(weakly(self._outputs_reached))
-        self.ownership = Ownership(self.parameters, self.outputs)
-        """The record that decides whether a backward belongs to this wrapper or to a wrapper that shares parameters."""
+        if options.static_graph:
+            self.outputs.call_when_reached(weakly(self._outputs_reached))
+        self.ownership = Ownership(
+            self.parameters, self.controls, self.tasks, allows_unused=options.allow_unused
+        )
+        """The record that decides whether this wrapper takes part in a backward, if others share parameters with it."""
         self._hooks = ParameterHooks(
             self.reduction, self.tasks, self.ownership, begin=self.begin, complete=self._complete
         )
-        self._guard = StepGuard(self.reduction, self.tasks, self._hooks, finish=weakly(self.finish))
+        self._guard = StepGuard(self.reduction, self.tasks, self.controls, finish=weakly(self.finish))
         others = reducers_of(self.parameters)
         self.ownership.add_rivals(other.ownership for other in others)
         for other in others:
@@ -290,6 +292,7 @@ class GradientSync:
         if torch.is_grad_enabled():
             if self.tasks.is_running:
                 self.finish("a forward")
+            self._hooks.restore(self.layout.first_indices)
             if self.reduction.sends:
                 self.reduction.clock.enter(FORWARD)
         if self.tasks.has_ended_inside:
@@ -297,42 +300,20 @@ class GradientSync:
         if self._hooks.contexts.handles:
             self._hooks.contexts.forward_begins()
 
-    def forward_ended(
-        self,
-        output: object,
-        *,
-        owner: object,
-        is_counted: bool,
-        is_local: bool,
-        prepare: Callable[[], object] | None,
-    ) -> None:
-        """Watch the output of a forward for backwards. The arguments are those of `Outputs.watch`."""
-        if (
-            is_local
-            or prepare is not None
-            or self.ownership.rivals
-            or self.reduction.usage.static is not None
-        ):
-            self.outputs.watch(
-                output,
-                owner=owner,
-                is_counted=is_counted and self.reduction.sends and self.controls.decide(),
-                is_local=is_local,
-                all_tensors=True,
-                prepare=prepare,
-            )
-        elif self.reduction.sends:
-            self.outputs.watch(output, owner=owner, is_counted=is_counted and self.controls.decide())
+    def forward_ended(self, output: object, *, owner: object, is_counted: bool) -> None:
+        """Record that a forward with gradients enabled has run. The arguments are those of `Outputs.watch`."""
+        self.controls.forward_ended()
+        is_static = self.reduction.usage.static is not None
+        if self.reduction.sends or is_static:
+            is_counted = is_counted and self.reduction.sends and self.controls.decide()
+            self.outputs.watch(output, owner=owner, is_counted=is_counted, all_tensors=is_static)
 
     def _outputs_reached(self, task: int) -> None:
-        """Prepare for the gradients of a graph task that has reached an output of the wrapper."""
-        if not self._hooks.are_registered:
-            return
-        self._hooks.restore(self.layout.first_indices)
-        if self.ownership.rivals:
-            self.ownership.reconsider()
-        if self.reduction.usage.static is not None:
-            # The backward of a re-entrant checkpoint runs inside the backward that begins at an output.
+        """Begin a backward of a static graph that has reached an output of the wrapper.
+
+        The backward of a re-entrant checkpoint runs inside the backward that begins at an output.
+        """
+        if self._hooks.are_registered:
             self.tasks.outermost = task
             if is_accumulating(self.parameters):
                 self.begin()
@@ -385,7 +366,7 @@ class GradientSync:
                 captured into a CUDA graph.
         """
         task = current_graph_task_id()
-        if self.ownership.rivals and not self.tasks.knows(task) and not self.ownership.owns(task):
+        if self.ownership.rivals and not self.tasks.knows(task) and not self.ownership.takes_part_in(task):
             return False
         reduction = self.reduction
         if reduction.out_of_step.text is not None:
@@ -403,11 +384,7 @@ class GradientSync:
             raise reduction.out_of_step.too_late(self.step)
         if reduction.sends:
             reduction.clock.enter(BACKWARD)
-        outputs, is_enabled = self.outputs, self.controls.enabled
-        is_of_local_forward = outputs.is_local and (
-            outputs.reached_in == task or is_inside_another_backward()
-        )
-        accumulates = not is_enabled or is_of_local_forward
+        accumulates = not self.controls.enabled or self.controls.announced is Announced.LOCAL
         num_contributing = self.controls.backward_begins(accumulates=accumulates)
         reduction.riders.nonfinite.backward_begins(has_hook=reduction.layout.comm_hook is not None)
         reduction.normalizer.count.backward_begins()

@@ -1,6 +1,6 @@
 """The guard that no optimizer steps with gradients which should have been averaged and were not.
 
-It is called before each step of any `torch.optim.Optimizer`, attached or not. In a healthy step it reads three flags.
+It is called before each step of any `torch.optim.Optimizer`, attached or not. In a healthy step it reads two flags.
 """
 
 from __future__ import annotations
@@ -13,11 +13,10 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from syncline._torch.autograd import NO_TASK, current_graph_task_id
 from syncline.errors import SynclineError
 from syncline.gradients.backward import BackwardState, GraphTasks
-from syncline.gradients.hooks import ParameterHooks
+from syncline.gradients.options import Controls
 from syncline.gradients.reduction import Reduction
 from syncline.optimizers.attached import weakly
 from syncline.optimizers.contents import parameters_of
-from syncline.words import format_names
 
 
 class _Checks:
@@ -54,7 +53,7 @@ class StepGuard:
     Args:
         reduction: the reduction, which holds the present backward.
         tasks: the graph tasks of the present backward.
-        hooks: the hooks on the parameters.
+        controls: the requests of the wrapper.
         finish: `GradientSync.finish`.
     """
 
@@ -62,13 +61,10 @@ class StepGuard:
         self,
         reduction: Reduction,
         tasks: GraphTasks,
-        hooks: ParameterHooks,
+        controls: Controls,
         finish: Callable[[str, bool], object],
     ) -> None:
-        self._reduction, self._tasks, self._hooks, self._finish = reduction, tasks, hooks, finish
-        self._seen = reduction.backward
-        """The last backward that had begun when an optimizer of these parameters stepped last."""
-        self._own = frozenset(map(id, reduction.parameters))
+        self._reduction, self._tasks, self._controls, self._finish = reduction, tasks, controls, finish
         _CHECKS.add(self, weakly(self._check))
 
     def remove(self) -> None:
@@ -78,55 +74,34 @@ class StepGuard:
     def _check(self, optimizer: Optimizer) -> None:
         """Check that the gradients that an optimizer is about to use were reduced.
 
+        If the forward ran under `no_sync`, this is only a warning: the program may average gradients or parameters by
+        itself.
+
         Raises:
-            UnreducedGradients, SynclineError: they were not.
+            UnreducedGradients, SynclineError: a backward runs, or has not ended.
         """
         reduction, tasks = self._reduction, self._tasks
-        backward, seen = reduction.backward, self._seen
-        if backward is not seen and not backward.is_local_by_forward and not tasks.is_running:
-            # Not all parameters are looked at: it would cost each step of other optimizers a time that grows with them.
-            if any(
-                id(group["params"][0]) in self._own for group in optimizer.param_groups if group["params"]
-            ):
-                self._seen = backward
+        backward = reduction.backward
+        if not tasks.is_running and not backward.is_local_by_forward:
             return
         stepped = {id(parameter) for parameter in parameters_of(optimizer)}
         own = [index for index, parameter in enumerate(reduction.parameters) if id(parameter) in stepped]
-        if own:
-            self._seen = backward
         if not own or (not reduction.sends and not tasks.is_unfinished):
             return
         what = f"{type(optimizer).__name__}.step()"
-        if tasks.is_running:
-            self._check_backward(what)
-        elif backward.is_local_by_forward and not reduction.unreduced.isdisjoint(own):
-            raise self._error(
-                f"{what}: expected reduced gradients, but the forward of the last backward ran under no_sync, so that "
-                "backward was not reduced. Run the forward of the last micro-batch of each step outside of no_sync"
-            )
-        elif backward is seen and any(reduction.parameters[index].grad is not None for index in own):
-            self._check_hooks(own, what)
-
-    def _check_backward(self, what: str) -> None:
-        if current_graph_task_id() == NO_TASK:
+        if not tasks.is_running:
+            if not reduction.unreduced.isdisjoint(own):
+                self._controls.warn_of_local_step(
+                    f"step {backward.step}, {what}: the gradients were not averaged, because each forward since the "
+                    "last reduction ran under no_sync. Run the forward of the last micro-batch of each step outside of "
+                    "no_sync. If the program averages gradients or parameters itself, run the backward inside of "
+                    "no_sync, too. This warning comes only once"
+                )
+        elif current_graph_task_id() == NO_TASK:
             self._finish(what, True)
-        elif self._reduction.backward.state is not BackwardState.LOCAL:
-            raise self._error(
-                f"{what} was called inside of a backward, before the gradients were averaged over the ranks. Call "
-                "it after loss.backward(), or in a hook of register_post_accumulate_grad_hook, which runs when .grad "
-                "holds the mean"
+        elif backward.state is not BackwardState.LOCAL:
+            raise SynclineError(
+                f"rank {reduction.transport.rank}, step {backward.step}, {what} was called inside of a backward, "
+                "before the gradients were averaged over the ranks. Call it after loss.backward(), or in a hook of "
+                "register_post_accumulate_grad_hook, which runs when .grad holds the mean"
             )
-
-    def _check_hooks(self, own: list[int], what: str) -> None:
-        if lost := self._hooks.restore(own):
-            names = format_names([self._reduction.names[index] for index in lost])
-            raise self._error(
-                f"{what}: the gradients were not averaged over the ranks, because the contents of parameters were "
-                f"swapped (by torch.utils.swap_tensors, or by a conversion of the module), and the backward did not "
-                f"begin at an output of the wrapper: {names}. Call the wrapper instead of its module. The next "
-                "backward averages these gradients again"
-            )
-
-    def _error(self, text: str) -> SynclineError:
-        reduction = self._reduction
-        return SynclineError(f"rank {reduction.transport.rank}, step {reduction.backward.step}, {text}")

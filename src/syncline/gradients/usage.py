@@ -7,9 +7,8 @@ the first backward are counted (`StaticUsage`). `Usage` combines the three for t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import fields, is_dataclass
-from typing import Any
 
 from torch import Tensor
 from torch.autograd import graph
@@ -47,22 +46,6 @@ def tensors_in(output: object) -> Iterator[Tensor]:
     elif is_dataclass(output) and not isinstance(output, type):
         for field in fields(output):
             yield from tensors_in(getattr(output, field.name))
-
-
-def when_backward_reaches(tensor: Tensor, call: Callable[[Any], None]) -> None:
-    """Register the function `call`, which is called when a backward reaches a tensor that requires grad.
-
-    Examples:
-        >>> import torch
-        >>> y = torch.ones(1, requires_grad=True) * 2
-        >>> when_backward_reaches(y, lambda _: print("here"))
-        >>> y.backward()
-        here
-    """
-    if tensor.grad_fn is None:
-        tensor.register_hook(call)
-    else:  # a hook on the node costs a third of one on the tensor
-        tensor.grad_fn.register_prehook(call)
 
 
 def is_accumulating(parameters: Sequence[Tensor]) -> bool:

@@ -13,6 +13,18 @@ from syncline.checks import checked_choice, checked_seconds
 TRANSPORTS = ("auto", "c10d", "shm")
 
 
+def checked_transport(transport: str = "auto") -> str:
+    """Check the name of a transport, and return it. "auto" becomes that of the environment variable, if there is one.
+
+    Raises:
+        TypeError, ValueError: the name, or the value of the environment variable, is invalid.
+    """
+    transport = checked_choice("transport", transport, TRANSPORTS)
+    if transport == "auto" and (of_user := environment.transport()) is not None:
+        return checked_choice(f"the environment variable {environment.TRANSPORT}", of_user, TRANSPORTS)
+    return transport
+
+
 @dataclass(frozen=True, kw_only=True)
 class Asked:
     """The arguments of one call of `sl.init`."""
@@ -28,13 +40,8 @@ class Asked:
         Raises:
             TypeError, ValueError: an argument is invalid.
         """
-        transport = checked_choice("transport", transport, TRANSPORTS)
-        if transport == "auto" and (of_user := environment.transport()) is not None:
-            transport = checked_choice(
-                f"the environment variable {environment.TRANSPORT}", of_user, TRANSPORTS
-            )
         return Asked(
-            transport=transport,
+            transport=checked_transport(transport),
             timeout_seconds=checked_seconds("timeout", timeout),
             device=_checked_device(device),
         )

@@ -34,7 +34,7 @@ from syncline.liveness.gathering import Ended, StoreGathering
 from syncline.liveness.processes import RankProcess
 from syncline.liveness.store import SignedStore
 from syncline.session import process
-from syncline.session.asked import Asked
+from syncline.session.asked import Asked, checked_transport
 from syncline.session.ending import (
     Destroyer,
     ReportingHook,
@@ -455,7 +455,7 @@ class Session:
     def transport_of(self, group: dist.ProcessGroup | Transport | None) -> Transport:
         """Return the transport of a group. `world.transport_of` documents this method."""
         joined = self._joined
-        return self.transports.of(group, "auto" if joined is None else joined.asked.transport)
+        return self.transports.of(group, checked_transport() if joined is None else joined.asked.transport)
 
     def before_shutdown(self, wait: Callable[[], object]) -> None:
         """Register a method that `shutdown` calls. `world.before_shutdown` documents this method."""

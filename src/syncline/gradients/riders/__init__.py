@@ -14,6 +14,7 @@ newcomers.py         rider: whether a process waits to join the ranks, in `sl.st
 nonfinite.py         rider: gradients that are NaN or infinite; marks on gradients that must not be applied
 nonfinite_notice.py  rider: one warning if gradients are not finite, the default
 nonfinite_report.py  the error or warning about such gradients
+replica_look.py      rider: a comparison of all parameters in the steps 1, 2, 4, 8, ..., the default
 replica_search.py    search for the values in which replicas differ
 replica_watch.py     rider: the fingerprint of one slice of the replica in each step, which ranks compare
 roster.py            all riders of a reducer, in order

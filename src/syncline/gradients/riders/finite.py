@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -71,7 +72,12 @@ class OwnGradients:
     def leave(self) -> LateResult | None:
         """Let the accelerators finish their checks, and return the result for later; None if they check nothing."""
         sizes, self._sizes = self._sizes, []
-        return LateResult(sizes) if sizes else None
+        devices = dict.fromkeys(size.device for _, size in sizes)
+        here = [[(index, size) for index, size in sizes if size.device == device] for device in devices]
+        parts = [
+            ([index for index, _ in part], torch.stack([size.float() for _, size in part])) for part in here
+        ]
+        return LateResult(parts) if sizes else None
 
     def wait(self) -> Found:
         """Wait once for the checks of all buckets. Return the description of all elements that are not finite."""
@@ -88,36 +94,42 @@ class LateResult:
     """The result of checks on accelerators, which is copied to the host without waiting for them.
 
     Args:
-        sizes: parameter indices, each with the largest magnitude of the parameter's gradient.
+        parts: for each device, parameter indices, and a number for each of them, (num_indices,).
 
     Examples:
-        >>> late = LateResult([(7, torch.tensor(2.0)), (8, torch.tensor(math.nan))])
-        >>> late.is_there, late.found()
+        >>> late = LateResult([([7, 8], torch.tensor([2.0, math.nan]))])
+        >>> late.is_there, late.nonfinite()
         (True, {8: 'NaN'})
     """
 
-    def __init__(self, sizes: Sequence[tuple[int, Tensor]]) -> None:
+    def __init__(self, parts: Sequence[tuple[list[int], Tensor]]) -> None:
         self._parts: list[tuple[list[int], Tensor]] = []
         self._events: list[torch.Event] = []
-        for device in dict.fromkeys(size.device for _, size in sizes):
-            here = torch.stack([size.detach().float() for _, size in sizes if size.device == device])
+        for indices, here in parts:
             on_host = here
-            if device.type != "cpu":  # the copy is asynchronous only into pinned memory
+            if here.device.type != "cpu":  # the copy is asynchronous only into pinned memory
                 on_host = torch.empty(here.shape, dtype=here.dtype, device="cpu", pin_memory=True)
                 on_host.copy_(here, non_blocking=True)
-                self._events.append(torch.Event(device))
+                self._events.append(torch.Event(here.device))
                 self._events[-1].record()
-            self._parts.append(([index for index, size in sizes if size.device == device], on_host))
+            self._parts.append((indices, on_host))
 
     @property
     def is_there(self) -> bool:
-        """Whether the accelerators have finished, so that `found` does not wait."""
+        """Whether the accelerators have finished, so that the methods do not wait."""
         return all(event.query() for event in self._events)
 
-    def found(self) -> Found:
-        """Return the kind of the elements that are not finite, by parameter index."""
-        pairs = [pair for indices, sizes in self._parts for pair in zip(indices, sizes.tolist(), strict=True)]
-        return {index: _kind_of(size) for index, size in pairs if not math.isfinite(size)}
+    def numbers(self) -> dict[int, Any]:
+        """Return the numbers by parameter index."""
+        return {
+            index: number
+            for indices, numbers in self._parts
+            for index, number in zip(indices, numbers.tolist(), strict=True)
+        }
+
+    def nonfinite(self) -> Found:
+        """Return the kind of the numbers that are not finite, by parameter index."""
+        return {i: _kind_of(number) for i, number in self.numbers().items() if not math.isfinite(number)}
 
 
 def _kind_of(size: float) -> str:

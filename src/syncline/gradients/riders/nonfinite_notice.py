@@ -74,7 +74,7 @@ class NonFiniteNotice(NonFinite):
         self._num_steps_late += 1
         if self._late is not None and self._late.is_there:
             if not self._reported:
-                self._reported, self._age = self._late.found(), self._num_steps_late
+                self._reported, self._age = self._late.nonfinite(), self._num_steps_late
             self._late = None
         if self._late is None:  # otherwise this step is left out, because the program must not wait
             self._late, self._num_steps_late = self._own.leave(), 0
@@ -122,7 +122,7 @@ class NonFiniteNotice(NonFinite):
                 found = describe(present([*seen, *rest]))
         else:
             if self._late is not None and self._late.is_there:
-                found, self._late = self._late.found(), None
+                found, self._late = self._late.nonfinite(), None
             if self._late is None:
                 self._own.check_later([(index, gradient)])
                 self._late = self._own.leave()

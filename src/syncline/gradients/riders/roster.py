@@ -15,6 +15,7 @@ from syncline.gradients.riders.missing import MissingGradients, StaticGraph
 from syncline.gradients.riders.newcomers import Newcomers
 from syncline.gradients.riders.nonfinite import NonFinite, NonFiniteWatch
 from syncline.gradients.riders.nonfinite_notice import NonFiniteNotice
+from syncline.gradients.riders.replica_look import ReplicaLook
 from syncline.gradients.riders.replica_watch import Replicas
 from syncline.gradients.riders.same_data import SameData
 from syncline.gradients.riders.settings import Settings
@@ -77,6 +78,9 @@ class Roster(Riders):
         riders += [self.items, self.metrics]
         if options.on_nonfinite != "ignore":
             riders.append(self.nonfinite)
+        self.look = ReplicaLook()
         if options.compares_replicas:
             riders.append(self.replicas)
+        elif options.looks_at_replicas:
+            riders.append(self.look)
         super().__init__(riders, transport)

@@ -89,8 +89,8 @@ class SameData(Rider):
 def _text(steps: Sequence[int], num_ranks: int) -> str:
     return (
         f"every rank computed the same gradients in steps {steps[0]} to {steps[-1]}, so the {num_ranks} ranks train "
-        "on the same data. Pass sampler=sl.DistributedSampler(dataset) to the DataLoader, or seed the generator that "
-        "draws batches differently on each rank. If the ranks are meant to train on the same data, silence this "
-        "warning by "
+        "on the same data. If the DataLoader has no distributed sampler, pass sampler=sl.DistributedSampler(dataset). "
+        "If it has one, something else is equal: seed the generators of drawn batches, noise, masks or time steps "
+        "differently on each rank. If the ranks are meant to train on the same data, silence this warning by "
         'warnings.filterwarnings("ignore", category=sl.SameDataWarning). This warning comes only once'
     )

@@ -1,0 +1,110 @@
+"""The default look at the replicas: what it warns of, when, and what it leaves alone."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import syncline as sl
+from syncline.testing import run_ranks
+from syncline.transport.base import Transport
+
+
+class ActNorm(nn.Module):
+    """A layer that computes its scale from the first batch, as in Glow."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(2))
+        self._is_initialized = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self._is_initialized:
+            self._is_initialized = True
+            with torch.no_grad():
+                self.scale.copy_(1 / x.std(0))
+        return x * self.scale
+
+
+def net(first: nn.Module | None = None) -> nn.Sequential:
+    module = nn.Sequential(first or nn.Linear(2, 2), nn.Linear(2, 1))
+    for parameter in module.parameters():
+        nn.init.constant_(parameter, 0.5)
+    return module
+
+
+def batch(t: Transport, step: int) -> Tensor:
+    return torch.randn(4, 2, generator=torch.Generator().manual_seed(100 * t.rank + step))
+
+
+def heard(
+    size: int,
+    module: Callable[[], nn.Module],
+    num_steps: int,
+    between: Callable[[Any, Transport, int], object] = lambda ddp, t, step: None,
+    **arguments: Any,
+) -> list[str]:
+    """Train some steps, and return the warnings of all ranks."""
+
+    def rank(t: Transport) -> None:
+        ddp: Any = sl.DistributedDataParallel(module(), process_group=t, **arguments)
+        optimizer = torch.optim.SGD(ddp.parameters(), lr=0.01)
+        for step in range(1, num_steps + 1):
+            between(ddp, t, step)
+            optimizer.zero_grad()
+            ddp(batch(t, step)).square().mean().backward()
+            optimizer.step()
+
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        run_ranks(size, rank)
+    return [str(one.message) for one in found]
+
+
+def test_what_a_rank_computes_from_its_first_batch_is_named_on_every_rank_in_the_first_step() -> None:
+    one, other = heard(2, lambda: net(ActNorm()), 3)
+    assert one == other
+    assert one.startswith(
+        "Sequential, step 1: expected equal parameters on all ranks, but 1 of 3 parameters differ:\n"
+        "  0.scale  rank 0 | rank 1\nThey were never compared before."
+    )
+    assert "sl.broadcast_(ddp.module)" in one
+
+
+def test_a_write_on_one_rank_is_found_in_the_next_step_that_looks() -> None:
+    def write(ddp: Any, t: Transport, step: int) -> None:
+        if step == 6 and t.rank == 1:
+            with torch.no_grad():
+                ddp.module[1].bias.add_(1.0)
+
+    texts = heard(3, net, 20, write)
+    assert len(texts) == 3
+    assert len(set(texts)) == 1
+    assert texts[0].startswith("Sequential, step 8:")
+    assert "  1.bias  ranks 0, 2 | rank 1\nThey were equal in step 4." in texts[0]
+
+
+@pytest.mark.parametrize("arguments", [{"replica_check": None}, {"ignore": ["0.scale"]}], ids=str)
+def test_what_may_differ_is_left_alone(arguments: dict[str, Any]) -> None:
+    assert not heard(2, lambda: net(ActNorm()), 3, **arguments)
+
+
+def test_equal_replicas_are_compared_in_few_steps() -> None:
+    """The words of the rider show when a rank looks."""
+
+    def rank(t: Transport) -> list[int]:
+        ddp: Any = sl.DistributedDataParallel(net(), process_group=t)
+        look, steps = ddp._replica.gradients.riders.look, []
+        for step in range(1, 20):
+            ddp.zero_grad()
+            ddp(batch(t, step)).sum().backward()
+            if look._equal_in == step:
+                steps.append(step)
+        return steps
+
+    assert run_ranks(2, rank) == [[1, 2, 4, 8, 16]] * 2
