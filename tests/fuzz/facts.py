@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from .program import (
+    Average,
     Backward,
     Clip,
     Drop,
@@ -141,7 +142,7 @@ class _Walk:
                 and model.around is None
                 and options.get("broadcast_buffers", True)
             )
-            if "scaled" in kinds_in(model.layers) and not options.get("broadcast_buffers", True):
+            if kinds_in(model.layers) & {"scaled", "bank"} and not options.get("broadcast_buffers", True):
                 self.facts.has_one_process_meaning = False  # each rank keeps its own
 
     def model_of(self, wrapper: int) -> int:
@@ -190,6 +191,10 @@ class _Walk:
                 facts.is_uneven |= state.lonely
                 if state.local & (self.related(s.wrapper) | self.inside(s.wrapper)):
                     facts.has_one_process_meaning = False  # by the norm of each rank's own
+            case Average():
+                facts.interrupts_heads |= s.wrapper in state.left
+                state.local -= self.inside(s.wrapper)
+                facts.is_uneven |= state.lonely
             case ZeroGrad():
                 facts.interrupts_heads |= s.wrapper in state.left
                 state.local -= self.inside(s.wrapper)

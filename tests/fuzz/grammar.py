@@ -10,6 +10,7 @@ from .facts import kinds_in
 from .program import (
     TRANSFORMS,
     AllReduce,
+    Average,
     Backward,
     Clip,
     Drop,
@@ -25,6 +26,7 @@ from .program import (
     OnRank,
     Optimizer,
     Program,
+    Prune,
     Reload,
     ReloadOptimizer,
     Rewrap,
@@ -44,6 +46,16 @@ __all__ = ["draw"]
 
 _NOT_TRANSFORMED = {"batch_norm", "dropout", "checkpoint", "reentrant", "vmap"}
 """Kinds of layers that torch.func refuses inside of some transform."""
+
+
+def without_swaps(body: tuple[Statement, ...]) -> tuple[Statement, ...]:
+    """With an empty loop in the place of each swap, which TorchScript and pruning do not allow."""
+    return rewritten(body, lambda s: Loop((0, 0), ()) if isinstance(s, Swap) else s)
+
+
+def without_transform(s: Any) -> Statement:
+    """Call a wrapper plainly."""
+    return replace(s, kind="loss") if isinstance(s, Forward) and s.kind in TRANSFORMS else s  # type: ignore[no-any-return]
 
 
 def draw(seed: int) -> Program:
@@ -390,11 +402,38 @@ class _Author:
         # Compiled autograd fails in backwards of gradients, and refers to parameters; also without a wrapper.
         if kinds & {"penalty", "grad", "jacobian", "Swap"}:
             body = rewritten(body, lambda s: replace(s, compiled=False) if isinstance(s, Backward) else s)
+        if self.often(0.1):
+            number = self.random.randrange(len(self.models))
+            inner = [self.wrappers[model.around].model for model in self.models if model.around is not None]
+            if not self.models[number].has_heads and number not in inner:
+                how = self.random.choice(["opaque", "slots", "closure", "leaf", "view"])
+                self.models[number] = replace(self.models[number], returns=how)
+                body = rewritten(body, lambda s: without_transform(s))
+        if self.often(0.05):
+            self.add_layer(Layer("lazy"))
+        if self.often(0.03) and ("broadcast_buffers", False) in self.wrappers[0].options:
+            self.add_layer(Layer("bank"), 0)
+        if self.often(0.04):
+            self.add_layer(Layer("scripted"))
+            body = without_swaps(body)
+        if self.often(0.05):
+            at = self.random.randrange(len(body) + 1)
+            body = without_swaps((*body[:at], Prune(self.random.randrange(len(self.models))), *body[at:]))
+        if self.often(0.05) and not has_join:
+            body = self.averaging(body)
         return body
 
-    def add_layer(self, layer: Layer) -> None:
+    def averaging(self, body: tuple[Statement, ...]) -> tuple[Statement, ...]:
+        """Append steps of a loop that averages by itself; only the forward is in `no_sync`, as torch allows."""
+        stepped = {model for optimizer in self.optimizers for model in optimizer.models}
+        wrapper = next(number for number, one in enumerate(self.wrappers) if one.model in stepped)
+        forward = NoSync(wrapper, (self.forward(wrapper, "l0"),))
+        step = (ZeroGrad(wrapper), forward, Backward(("l0",)), Average(wrapper), Step(self.stepping(wrapper)))
+        return (*body, Loop((2, 2), step))
+
+    def add_layer(self, layer: Layer, number: int | None = None) -> None:
         """Put a layer into some model, not as the first or the last one."""
-        number = self.random.randrange(len(self.models))
+        number = self.random.randrange(len(self.models)) if number is None else number
         layers = self.models[number].layers
         at = self.random.randrange(1, len(layers))
         self.models[number] = replace(self.models[number], layers=(*layers[:at], layer, *layers[at:]))

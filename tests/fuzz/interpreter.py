@@ -46,6 +46,8 @@ class Outcome:
     """At the end, and also before a module is wrapped again, which makes those of all ranks equal."""
     gradients: dict[str, Tensor | None] = field(default_factory=dict)
     buffers: dict[str, Tensor] = field(default_factory=dict)
+    has_warned: bool = False
+    """A look at the replicas has warned that they differ."""
 
 
 class Alone(nn.Module):
@@ -143,6 +145,7 @@ class _Run:
 
     def loss(self, output: Tensor | tuple[Tensor, ...]) -> Tensor:
         """The mean over samples; in one process the mean of both ranks' means."""
+        output = modules.unpacked(output)
         output = torch.cat(output, dim=1) if isinstance(output, tuple) else output
         output = output.to(torch.get_default_dtype())
         parts = [output] if self.rank is not None else output.split(self._sizes)
@@ -213,7 +216,7 @@ class _Run:
     def penalty(self, model: Callable[[Tensor], Any], x: Tensor) -> Tensor:
         """The loss of the gradient of the output with respect to the input."""
         x = x.detach().requires_grad_()
-        output = model(x)
+        output = modules.unpacked(model(x))
         output = torch.cat(output, dim=1) if isinstance(output, tuple) else output
         (gradient,) = torch.autograd.grad(output.square().sum(), x, create_graph=True)
         return self.loss(gradient)
@@ -229,6 +232,13 @@ class _Run:
             dist.all_reduce(found, group=self.plain_group)
             found /= 2
         return found
+
+    def average(self, module: nn.Module) -> None:
+        """The program's own averaging of gradients."""
+        for parameter in self.distinct(module.parameters()):
+            if self.rank is not None and parameter.grad is not None:
+                dist.all_reduce(parameter.grad, group=self.plain_group)
+                parameter.grad /= 2
 
     def switch(self, module: nn.Module, to: int) -> None:
         for part in module.modules():
@@ -289,8 +299,9 @@ def on_rank(
     names = run.names()
     before = torch.get_default_dtype()
     try:
-        with warnings.catch_warnings():
+        with warnings.catch_warnings(record=True) as heard:
             warnings.simplefilter("ignore")
+            warnings.filterwarnings("always", "(.|\n)*expected equal parameters", RuntimeWarning)
             exec(compile(text, "<program>", "exec"), names)
     except Exception as error:
         run.outcome.error = f"{type(error).__name__}: {error}"
@@ -298,6 +309,7 @@ def on_rank(
         run.outcome.line = _line_of(error, text)
         traceback.clear_frames(error.__traceback__)
     finally:
+        run.outcome.has_warned = bool(heard)
         run.keep(names, program)
         torch.set_default_dtype(before)
     return Ended(run.outcome, names)

@@ -8,20 +8,27 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call, grad, jacrev, vmap
+from torch.nn.utils import prune
 from torch.utils.checkpoint import checkpoint
 
 __all__ = [
+    "Bank",
     "Branch",
     "Checkpoint",
     "Heads",
+    "Lazy",
     "Residual",
+    "Returning",
     "Scaled",
     "Tied",
     "Transformed",
     "Twice",
     "Unused",
     "frozen",
+    "pruned",
+    "scripted",
     "transformed",
+    "unpacked",
 ]
 
 
@@ -107,6 +114,87 @@ class Scaled(nn.Module):
 
     def forward(self, x: Tensor) -> Any:
         return x * self.scale[0]  # type: ignore[index]
+
+
+class Lazy(nn.Module):
+    """A mask that a forward makes, and makes anew for a larger batch. Batches have other sizes on other ranks."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if "mask" not in self._buffers or len(self.get_buffer("mask")) < len(x):
+            self.register_buffer("mask", torch.ones(len(x), 1), persistent=False)
+        return x * self.get_buffer("mask")[: len(x)]
+
+
+class Bank(nn.Module):
+    """A memory of this rank's own samples, of another size than on the other rank."""
+
+    def __init__(self, rank: int | None) -> None:
+        super().__init__()
+        self.register_buffer("bank", torch.ones(2 + (rank or 0), 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.get_buffer("bank").mean(0)
+
+
+class Slots:
+    __slots__ = ("held",)
+
+    def __init__(self, held: Tensor) -> None:
+        self.held = held
+
+
+class Opaque:
+    """An output whose tensor is found by nobody."""
+
+    def __init__(self, held: Tensor) -> None:
+        self.held = held
+
+
+class Returning(nn.Sequential):
+    """Layers whose output is packed in some way."""
+
+    def __init__(self, how: str, *layers: nn.Module) -> None:
+        super().__init__(*layers)
+        self.how = how
+
+    def forward(self, x: Tensor) -> Any:
+        y = super().forward(x)
+        match self.how:
+            case "opaque":
+                return Opaque(y)
+            case "slots":
+                return Slots(y)
+            case "closure":
+                return lambda: y
+            case "leaf":
+                return next(self.parameters()), y
+        return y[:, :]
+
+
+def unpacked(output: Any) -> Any:
+    """The tensor, or the tensors of two heads, in an output. A view is changed in place, as programs do."""
+    if isinstance(output, Opaque | Slots):
+        return output.held
+    if callable(output) and not isinstance(output, Tensor):
+        return output()
+    if isinstance(output, tuple) and isinstance(output[0], nn.Parameter):
+        return output[1]
+    if isinstance(output, Tensor) and output._is_view():
+        output *= 0.5
+    return output
+
+
+def scripted(layer: nn.Module) -> Any:
+    """Compile a layer by TorchScript, whose tables of parameters are no dictionaries."""
+    return torch.jit.script(layer)
+
+
+def pruned(module: nn.Module) -> None:
+    """Prune one linear layer, if there is one that is not pruned: its weight becomes a mask and a parameter."""
+    for layer in module.modules():
+        if isinstance(layer, nn.Linear) and "weight" in layer._parameters:
+            prune.l1_unstructured(layer, "weight", amount=0.25)
+            return
 
 
 class Transformed(Twice):

@@ -30,7 +30,7 @@ _UNNAMED = (
 )
 """What an error of ours never says: nobody can act on it."""
 
-_CALLS_OF_TORCH = ("total(", ".join()", "swap(")
+_CALLS_OF_TORCH = ("total(", "average(", ".join()", "swap(")
 """Lines whose collectives are the program's own, or those of torch's Join; or that torch refuses."""
 
 _STRICTER: tuple[tuple[str, Callable[[Facts], bool]], ...] = (
@@ -197,6 +197,8 @@ class _Run:
             )
             if found:
                 return [self.fault("differs from torch", found)]
+            if any(outcome.has_warned for outcome in self.outcomes):
+                return [self.fault("false warning", "parameters were equal, and a look at them warned")]
             return self.wrong()
         if errors:
             return self.unnamed(theirs)

@@ -9,6 +9,7 @@ from typing import Any
 __all__ = [
     "TRANSFORMS",
     "AllReduce",
+    "Average",
     "Backward",
     "Clip",
     "Drop",
@@ -24,6 +25,7 @@ __all__ = [
     "OnRank",
     "Optimizer",
     "Program",
+    "Prune",
     "Reload",
     "ReloadOptimizer",
     "Rewrap",
@@ -59,6 +61,8 @@ class Model:
     encoder_of: int | None = None
     has_heads: bool = False
     """The first layer is the head "a", the others are the head "b": two outputs of one input."""
+    returns: str = "tensor"
+    """Or "opaque", "slots", "closure", "leaf" or "view": how the output is packed."""
     around: int | None = None
     """The wrapper that is its second layer, and whose parameters and buffers its own wrapper ignores."""
 
@@ -185,6 +189,20 @@ class Swap(Statement):
     """The contents of all parameters of a model are swapped with those of copies."""
 
     model: int
+
+
+@dataclass(frozen=True)
+class Prune(Statement):
+    """A linear layer of a model is pruned, on all ranks."""
+
+    model: int
+
+
+@dataclass(frozen=True)
+class Average(Statement):
+    """The program averages the gradients of a wrapper's model by itself."""
+
+    wrapper: int
 
 
 @dataclass(frozen=True)

@@ -90,6 +90,8 @@ def smaller(program: Program) -> Iterator[Program]:
     for at, model in enumerate(program.models):
         if model.encoder_of is not None:
             yield replace(program, models=_with(program.models, at, replace(model, encoder_of=None)))
+        if model.returns != "tensor":
+            yield replace(program, models=_with(program.models, at, replace(model, returns="tensor")))
         if model.around is not None:
             yield replace(program, models=_with(program.models, at, replace(model, around=None)))
         for layers in _smaller_layers(model.layers):

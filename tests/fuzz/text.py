@@ -7,6 +7,7 @@ from functools import singledispatch
 from .program import (
     TRANSFORMS,
     AllReduce,
+    Average,
     Backward,
     Clip,
     Drop,
@@ -21,6 +22,7 @@ from .program import (
     NoSync,
     OnRank,
     Program,
+    Prune,
     Reload,
     ReloadOptimizer,
     Rewrap,
@@ -44,6 +46,9 @@ _LAYERS = {
     "scaled": "Scaled()",
     "expanded": "Scaled(rows=3)",
     "ignored": "Scaled(rows=3)",
+    "lazy": "Lazy()",
+    "bank": "Bank(rank)",
+    "scripted": "scripted(nn.Linear(4, 4))",
 }
 _AROUND = {
     "twice": "Twice({})",
@@ -99,6 +104,8 @@ def _model(model: Model) -> str:
         layers.insert(1, f"w{model.around}")
     if model.has_heads:
         return f"Heads(nn.Sequential({layers[0]}), nn.Sequential({', '.join(layers[1:])}))"
+    if model.returns != "tensor":
+        return f"Returning({model.returns!r}, {', '.join(layers)})"
     return f"nn.Sequential({', '.join(layers)})"
 
 
@@ -135,7 +142,9 @@ def _(s: Forward, program: Program) -> list[str]:
     called = f"w{s.wrapper}.module" if s.is_bare else f"w{s.wrapper}"
     inputs = f"batch({s.seed}, {s.sizes})"
     if s.after is not None:
-        inputs = f"w{s.after}({inputs})" + (".detach()" if s.detach else "")
+        is_packed = program.models[program.wrappers[s.after].model].returns != "tensor"
+        inputs = f"unpacked(w{s.after}({inputs}))" if is_packed else f"w{s.after}({inputs})"
+        inputs += ".detach()" if s.detach else ""
     line = f"penalty({called}, {inputs})" if s.kind == "penalty" else f"loss({called}({inputs}))"
     if s.kind in TRANSFORMS:
         line = f"loss(transformed({s.kind!r}, {called}, {inputs}))"
@@ -202,6 +211,16 @@ def _(s: Switch, program: Program) -> list[str]:
 @_lines.register
 def _(s: Swap, program: Program) -> list[str]:
     return [f"swap(m{s.model})"]
+
+
+@_lines.register
+def _(s: Prune, program: Program) -> list[str]:
+    return [f"pruned(m{s.model})"]
+
+
+@_lines.register
+def _(s: Average, program: Program) -> list[str]:
+    return [f"average(m{program.wrappers[s.wrapper].model})"]
 
 
 @_lines.register

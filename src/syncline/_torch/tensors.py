@@ -5,8 +5,7 @@ from __future__ import annotations
 import functools
 import gc
 import sys
-from collections.abc import Callable, Iterable, Sequence
-from operator import attrgetter
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -67,14 +66,6 @@ def owner_of_all_tensors() -> object:
 
 version_of: Callable[[Tensor], int] = attribute("_version", "detect writes to a tensor")
 """Return the version counter of a tensor. Each in-place write to the tensor increases the counter."""
-
-_version = attrgetter("_version")
-
-
-def versions_of(tensors: Iterable[Tensor]) -> list[int]:
-    """Return the version counters of tensors, without a Python call for each of them."""
-    return list(map(_version, tensors))
-
 
 _HOLDERS = "detect who else has a gradient"
 

@@ -484,4 +484,6 @@ class Replica:
         chosen = self._chosen_again()
         self._has_local_buffers = not chosen.buffers
         self._wire(chosen)
-        self.buffers.due = False  # one rank may run the forward of a copy alone, such as that of `AveragedModel`
+        self.buffers.due = (
+            False  # one rank may run the forward of a copy alone, such as that of `AveragedModel`
+        )

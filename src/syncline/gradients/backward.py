@@ -300,8 +300,6 @@ class Backward:
     the backward does not reach, according to the autograd engine."""
     undefined: frozenset[int] = NO_INDICES
     """Indices of parameters whose hook ran without a gradient in `.grad`, as far as hooks looked for one."""
-    versions: Sequence[int] = ()
-    """The version counters of all parameters when the backward began; empty if they are not compared."""
     num_launched: int = 0
     """Number of buckets that were launched so far, in index order. A bucket whose parameters no rank uses is not sent,
     but it is counted, too."""

@@ -253,7 +253,9 @@ class BucketLayout:
         self.first_indices = [plan.parameters[0] for plan in self.plans]
         firsts = [self._parameters[index] for index in self.first_indices]
         self._kinds = [(first, gradient_dtype(first), first.device) for first in firsts]
-        kinds = {(spec.dtype, gradient_dtype(p)) for spec, p in zip(self._specs, self._parameters, strict=True)}
+        kinds = {
+            (spec.dtype, gradient_dtype(p)) for spec, p in zip(self._specs, self._parameters, strict=True)
+        }
         self._converting = {name for name, dtype in kinds if str(dtype) != f"torch.{name}"}
 
     @property

@@ -113,17 +113,6 @@ class OutOfStep:
             f"activation checkpointing, {_CHECKPOINTING}",
         )
 
-    def changed(self, step: int, indices: Sequence[int]) -> SynclineError:
-        """Return the error for parameters that were written while their gradients were being averaged."""
-        names = format_names([self._names[index] for index in indices])
-        return self._error(
-            step,
-            f"expected parameters to stay as they are until their gradients are averaged, but these were changed in "
-            f"place inside of the backward: {names}. They were changed by gradients of this rank alone. Change them "
-            "after loss.backward(), or in hooks of register_post_accumulate_grad_hook, which run when .grad holds the "
-            "mean",
-        )
-
     def cleared(self, step: int, indices: Sequence[int]) -> SynclineError:
         """Return the error for gradients that were removed from `.grad` before they were sent."""
         names = format_names([self._names[index] for index in indices])

@@ -28,7 +28,6 @@ from syncline._torch.autograd import (
     reaches_all_leaves,
     set_grad_enabled,
 )
-from syncline._torch.tensors import versions_of
 from syncline.events import OBSERVERS, Source
 from syncline.gradients.backward import (
     Backward,
@@ -55,10 +54,6 @@ from syncline.gradients.usage import is_accumulating
 from syncline.optimizers.attached import weakly
 from syncline.session.registry import REGISTRY
 from syncline.transport.base import Transport
-
-_NUM_STEPS_COMPARED = 16
-"""The version counters of parameters are compared in this many steps from the first one on, and then in each 16th step.
-To compare those of 500 parameters takes 80 us, and a program that writes parameters in a backward does so each time."""
 
 
 class GradientSync:
@@ -430,7 +425,6 @@ class GradientSync:
             if has_graph or context_id is not None or is_learning or is_compiled:
                 state = BackwardState.DEFERRED
         num_items = None if accumulates else reduction.normalizer.count.take_for_reduction()
-        is_compared = self.step < _NUM_STEPS_COMPARED or self.step % _NUM_STEPS_COMPARED == 0
         num_ranks = num_contributing or reduction.transport.size
         is_sum = num_items is not None or reduction.layout.comm_hook is not None
         return Backward(
@@ -444,7 +438,6 @@ class GradientSync:
             is_compiled=is_compiled,
             context_id=context_id,
             is_local_by_forward=accumulates and controls.enabled,
-            versions=versions_of(self.parameters) if is_compared and state is not BackwardState.LOCAL else (),
             # If `.grad` became a view, one wrapper could scale a gradient in place before another one has copied it.
             keeps_tensors=has_graph or bool(self.ownership.rivals),
             ready=self._emitter.observed_list(self.step + 1) if OBSERVERS.gradient_ready else [],

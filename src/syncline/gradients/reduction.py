@@ -9,7 +9,7 @@ from functools import partial
 from torch import Tensor
 
 from syncline._torch.profiler import UNPROFILED, is_profiling, profiled
-from syncline._torch.tensors import foreach_div_, versions_of
+from syncline._torch.tensors import foreach_div_
 from syncline.errors import SynclineError
 from syncline.events import OBSERVERS
 from syncline.gradients.backward import NO_INDICES, Backward, BackwardState
@@ -289,9 +289,6 @@ class Reduction:
         """
         backward = self.backward
         divisor = backward.num_ranks
-        if backward.versions and (now := versions_of(self.parameters)) != backward.versions:
-            changed = [i for i, was in enumerate(backward.versions) if now[i] != was]
-            raise self.out_of_step.changed(backward.step, changed)
         if self.layout.message is not None:
             self._launch_message(self._tail())
         if backward.num_items is None and not self.options.allow_unused and not backward.missing:
