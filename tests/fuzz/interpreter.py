@@ -205,8 +205,8 @@ class _Run:
         return compiled_autograd._enable(lambda graph: graph)
 
     def swap(self, module: nn.Module) -> None:
-        """Swap parameters with copies: nothing changes, but torch's class loses its hooks, and is spared that."""
-        if self.is_torchs:
+        """Swap parameters with copies: nothing changes, but hooks are lost. Torch's class is spared that."""
+        if self.is_torchs or self.rank is None:
             return
         for parameter in self.distinct(module.parameters()):
             copy = nn.Parameter(parameter.detach().clone(), parameter.requires_grad)

@@ -289,31 +289,6 @@ def test_a_hook_that_is_registered_inside_of_normalize_by_is_refused() -> None:
         ddp.register_comm_hook(None, lambda state, bucket: None)
 
 
-def test_a_change_that_no_output_of_the_wrapper_shows_is_an_error() -> None:
-    class Hidden:
-        def __init__(self, loss: Tensor) -> None:
-            self.loss = loss
-
-    class Net(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.body = copy.deepcopy(NET)
-
-        def forward(self, x: Tensor) -> Hidden:
-            return Hidden(self.body(x).sum())
-
-    def rank(t: Transport) -> None:
-        net = Net()
-        net.body[0].requires_grad_(False)
-        ddp = DDP(net, process_group=t)
-        net.body[0].requires_grad_(True)
-        loss = ddp(batch(t)).loss
-        with pytest.raises(SynclineError, match="step 1, backward: Net has changed since it was wrapped"):
-            loss.backward()
-
-    each_rank(rank)
-
-
 @pytest.mark.parametrize("view", [False, True])
 def test_a_model_moved_to_another_type_after_wrapping_is_reduced_in_it(view: bool) -> None:
     def rank(t: Transport) -> None:

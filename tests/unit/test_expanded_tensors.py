@@ -76,7 +76,9 @@ def test_a_buffer_that_is_replaced_by_an_expanded_one_is_the_same_error_on_every
 
 
 @pytest.mark.parametrize(
-    "kwargs", [{"ignore": ["pe"]}, {"buffers": "none", "init_sync": False}], ids=["ignored", "kept"]
+    "kwargs",
+    [{"ignore": ["pe"]}, {"buffers": "none", "init_sync": False, "replica_check": None}],
+    ids=["ignored", "kept"],
 )
 def test_what_is_never_written_may_be_expanded(kwargs: dict[str, Any]) -> None:
     def program(t: Transport) -> None:

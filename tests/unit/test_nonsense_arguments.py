@@ -73,7 +73,7 @@ BY_ANNOTATION: dict[str, list[Any]] = {
     "OnNonFinite": ["text", 3, True, None],
     "BufferPolicy": ["text", 3, True],
     "Strategy[Any]": ["text", 3, True, sl.LocalSGD],
-    "ReplicaCheck": ["text", 3, True, sl.ReplicaCheck],
+    "ReplicaCheck | Looks": ["text", 3, True, sl.ReplicaCheck],
     "TrainState": ["text", 3, None, {}, nn.Linear(2, 2)],
     "Literal['max', 'min']": ["text", 3, True, None],
     "Literal['warn', 'evict'] | None": ["text", 3, True],
@@ -175,6 +175,7 @@ TABLE: dict[str, Row] = {
     "sl.check_replicas": Row({"target": module}, nonsense={"target": TREE}),
     "sl.sync_gradients_": Row({"module": module}, nonsense={"module": MODULE}),
     "sl.diverge": Row({"module": wrapper}),
+    "sl.replace_torch_ddp": Row(),
     "sl.share_": Row({"module": module}),
     "sl.write_shared": Row({"module": lambda: sl.share_(module())}),
     # the wrapper

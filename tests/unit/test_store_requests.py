@@ -61,9 +61,7 @@ def test_each_request_to_a_stopped_store_has_a_deadline(name: str, server: tuple
     connection = StoreConnection(client, answer_seconds=0.2)
     store = SignedStore(connection.under(name), token=None)
     store.set("here", "text")
-    os.kill(pid, signal.SIGSTOP)
-    while Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2][0] != "T":
-        time.sleep(0.001)  # until then it can answer
+    stop(pid)
     try:
         for _ in range(2):  # the second request finds that the first has no answer yet
             if name == "delete":
@@ -83,12 +81,19 @@ def test_each_request_to_a_stopped_store_has_a_deadline(name: str, server: tuple
             time.sleep(0.01)
 
 
+def stop(pid: int) -> None:
+    """Stop a process, and wait until it is stopped: until then it can answer."""
+    os.kill(pid, signal.SIGSTOP)
+    while Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2][0] != "T":
+        time.sleep(0.001)
+
+
 def test_notices_at_a_stopped_store_are_left_out_until_it_runs_again(server: tuple[int, int]) -> None:
     pid, port = server
     client = dist.TCPStore("127.0.0.1", port, None, False, wait_for_workers=False)
     medium = StoreMedium(StoreConnection(client, answer_seconds=0.2).under("notices"), rank=0, size=1)
     medium.write("place/0", Place(step=3).to_json())
-    os.kill(pid, signal.SIGSTOP)
+    stop(pid)
     try:
         assert medium.read("place/0") is None
     finally:

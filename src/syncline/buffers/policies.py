@@ -159,9 +159,7 @@ class BufferSync:
         """
         due, self.due = self.due, next_is_due
         were_equal, self.are_equal = self.are_equal, False
-        if not self.places:
-            self._last = (False, "the module has no buffers")
-        elif self.are_local:
+        if self.are_local:
             self._last = (False, "the module had no buffers when it was wrapped")
         elif not self.enabled:
             self._last = (False, self.why_disabled)
@@ -289,6 +287,8 @@ class BufferSync:
             return None
         sent, reason = self._last
         tensors = self.present()
+        if self.are_local and not tensors:
+            reason = "the module has no buffers"
         payload_bytes = sum(tensor.nbytes for tensor in tensors)
         return BufferRecord(num_tensors=len(tensors), payload_bytes=payload_bytes, sent=sent, reason=reason)
 

@@ -74,8 +74,9 @@ class Replica:
         self._numbered_title = transport.numbered(self._title)
         self.was_changed = False
         """Whether the last forward with gradients enabled has detected that the module changed."""
-        self._compared: Selection | None = None
-        """The tensors that the ranks compared last; None if the module has not changed since then."""
+        self._compared: tuple[Selection, bool] | None = None
+        """The tensors that the ranks compared last, and whether they had compared the registrations; None if the module
+        has not changed since then."""
         self.sharding: Sharding | None = None
         self._has_local_buffers = not chosen.buffers
         """Whether no buffer is ever synchronized, because the module had none when it was wrapped."""
@@ -211,7 +212,10 @@ class Replica:
     def _watch_gradients(self) -> None:
         """Let the ranks that average their gradients together compare their replicas in synchronized backwards."""
         has_one_copy = self.sharding is not None and self.sharding.num_copies == 1
-        self.gradients.riders.look.use(self._title, [] if has_one_copy else self.selection.parameters)
+        look, hook = self.gradients.riders.look, self.gradients.layout.comm_hook
+        look.use(self._title, [] if has_one_copy else self.selection.parameters)
+        if hook is not None and not hook.averages:
+            look.stop()
         ranks = self._plan_of(self.selection).reducing_ranks
         self.checks.in_backwards = self._watch(self._gradient_lane, ranks)
         self.gradients.compare_replicas_by(self.checks.in_backwards)
@@ -258,7 +262,12 @@ class Replica:
         needs_attach = self.config.strategy.needs_attach
         if synchronizes and divergence.has_diverged and (self.drift.reduces() or needs_attach):
             divergence.check_not_diverged()
-        has_changed = module is not self.module or self._has_changed()
+        has_changed = (
+            module is not self.module
+            or self._inventory.has_changed()
+            or not self.gradients.layout.fits()
+            or (self._compared is not None and not all(p.requires_grad for p in self.gradients.parameters))
+        )
         self.was_changed = has_changed and not is_in_functional_call()
         if self.was_changed:
             self.module = module
@@ -279,18 +288,14 @@ class Replica:
         """
         self.gradients.forward_ended(output, owner=self, is_counted=synchronizes and is_training)
 
-    def _has_changed(self) -> bool:
-        """Return whether the module has changed since the ranks last compared it."""
-        return self._inventory.has_changed() or not self.gradients.layout.fits()
-
     def _before_reduction(self) -> None:
         """Compare the module and the registrations of the ranks if they have changed. A collective call.
 
         This runs at the start of a synchronized backward, because all ranks run the backward, but one rank may run a
         forward alone.
         """
-        before, chosen = self._compared, replace(self.selection, buffers=())
-        if before is not None:
+        if self._compared is not None:
+            before, chosen = self._compared[0], replace(self.selection, buffers=())
             self.transport.board.phase = f"backward, where {self._title} has changed since it was wrapped"
             agree_on_module(
                 self._plan_of(chosen),
@@ -306,24 +311,30 @@ class Replica:
     def _follow_changes(self) -> None:
         """Synchronize a changed module in its new form. The ranks compare it in the next synchronized backward.
 
-        It is too late to broadcast the values of new tensors then, so the ranks compare these values.
+        It is too late to broadcast the values of new tensors then, so the ranks compare these values. If the change was
+        undone, the ranks compare nothing: one rank may have changed its module for a forward of its own.
         """
         self.gradients.finish("a forward")
         if self.gradients.is_in_backward:  # a forward that a checkpoint computes again
             return
         self.drift.refuse(UNCHANGED)
-        before, chosen = self._compared or self.selection, self._chosen_again()
+        before, were_agreed = self._compared or (self.selection, self.registered.are_agreed)
+        chosen = self._chosen_again()
         delayed = frozenset(name for name, _ in chosen.delayed)
         self.config = self.config.with_gradients(sparse=chosen.sparse, delayed=delayed)
         self._wire_again(chosen)
-        self._compared = before
+        self._compared = before, were_agreed
+        if chosen.has_same_tensors(before):
+            self._compared = None
+            self.registered.take_as_agreed(were_agreed)
 
     def agree_before_join(self) -> None:
         """Run the comparisons of a backward before `join`. A collective call.
 
         A rank without inputs runs no backward, so it could not compare later.
         """
-        if not self.drift.divergence.is_open and self._has_changed():
+        has_changed = self._inventory.has_changed() or not self.gradients.layout.fits()
+        if has_changed and not self.drift.divergence.is_open:
             self._follow_changes()
         self._before_reduction()
 

@@ -105,7 +105,7 @@ class BucketLayout:
         """The buckets in whose memory `.grad` may lie, but as no view (see `lending.py`)."""
         self.first_indices: Sequence[int] = ()
         """The index of the first parameter of each bucket."""
-        self._kinds: list[tuple[Tensor, torch.dtype, torch.device]] = []
+        self._kinds: list[tuple[Tensor, torch.dtype, torch.dtype | None, torch.device]] = []
         self.can_be_freed: bool = not options.sharded
         """Whether `free_unused` may be called, and was not called before."""
         self._converting: set[str] = set()
@@ -241,8 +241,10 @@ class BucketLayout:
         Only one parameter per bucket is checked, because a module is converted or moved as a whole.
         """
         # Every forward calls this, and a generator would cost more.
-        for parameter, dtype, device in self._kinds:
-            if gradient_dtype(parameter) is not dtype or parameter.device != device:
+        for parameter, dtype, grad_dtype, device in self._kinds:
+            if parameter.dtype is not dtype or parameter.device != device:
+                return False
+            if getattr(parameter, "grad_dtype", None) is not grad_dtype:
                 return False
         return True
 
@@ -252,7 +254,7 @@ class BucketLayout:
         self.plans = self._planned(order)
         self.first_indices = [plan.parameters[0] for plan in self.plans]
         firsts = [self._parameters[index] for index in self.first_indices]
-        self._kinds = [(first, gradient_dtype(first), first.device) for first in firsts]
+        self._kinds = [(one, one.dtype, getattr(one, "grad_dtype", None), one.device) for one in firsts]
         kinds = {
             (spec.dtype, gradient_dtype(p)) for spec, p in zip(self._specs, self._parameters, strict=True)
         }

@@ -138,7 +138,7 @@ class Controls:
     def forward_ended(self) -> None:
         """Record that a forward with gradients enabled has run. One outside of `no_sync` outweighs those inside."""
         if self.enabled:
-            self.announce_reduction()
+            self.announced = Announced.REDUCTION
         elif self.announced is Announced.NOTHING:
             self.announced = Announced.LOCAL
 

@@ -208,6 +208,8 @@ class GradientSync:
                 "Use either this hook or normalize_by. To use the hook, leave the block of normalize_by first"
             )
         self.reduction.use_comm_hook(hook)
+        if not hook.averages:
+            self.riders.look.stop()
 
     def compare_replicas_by(self, watch: ReplicaWatch | None) -> None:
         """Let `watch` compare the replicas in each synchronized backward from now on.
@@ -287,8 +289,8 @@ class GradientSync:
         if torch.is_grad_enabled():
             if self.tasks.is_running:
                 self.finish("a forward")
-            self._hooks.restore(self.layout.first_indices)
             if self.reduction.sends:
+                self._hooks.restore(self.layout.first_indices)
                 self.reduction.clock.enter(FORWARD)
         if self.tasks.has_ended_inside:
             self.tasks.forward_begins()

@@ -78,6 +78,10 @@ class ReplicaLook(Rider):
         ]
         self._num_steps, self._num_looks, self._hashes, self._late = 0, 0, None, None
 
+    def stop(self) -> None:
+        """Look no more, because a communication hook of the program may let the replicas drift. All ranks call this."""
+        self._is_open = False
+
     def begin_step(self, step: int) -> None:
         """Hash the parameters if this step looks. No rank has made the optimizer step of this step yet."""
         self._num_steps += 1
