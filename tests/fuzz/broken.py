@@ -40,7 +40,5 @@ class Jealous(DistributedDataParallel):
     """Does not reduce what a transform of torch.func has called."""
 
     def forward(self, x: Tensor) -> Any:
-        if not belongs_to_transform(x):
-            return super().forward(x)
-        with self.no_sync():
-            return super().forward(x)
+        self.require_backward_grad_sync = not belongs_to_transform(x)
+        return super().forward(x)
