@@ -108,3 +108,46 @@ def test_equal_replicas_are_compared_in_few_steps() -> None:
         return steps
 
     assert run_ranks(2, rank) == [[1, 2, 4, 8, 16]] * 2
+
+
+def test_hashes_of_an_accelerator_are_compared_in_a_later_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Half of them are negative there, and the accelerator of rank 1 is a step late."""
+    monkeypatch.setattr("syncline.equality.fingerprint._is_in_host_memory", lambda tensor: False)
+    num_asked = 0
+
+    def is_there(late: object) -> bool:
+        nonlocal num_asked
+        num_asked += 1
+        return num_asked > 1
+
+    monkeypatch.setattr("syncline.gradients.riders.finite.LateResult.is_there", property(is_there))
+    one, other = heard(2, lambda: net(ActNorm()), 4)
+    assert one == other
+    assert "  0.scale  rank 0 | rank 1\nThey were never compared before." in one
+
+
+def test_a_batch_that_one_rank_runs_twice_counts_once() -> None:
+    """Its first backward fails before anything is sent."""
+
+    def rank(t: Transport) -> int | None:
+        ddp: Any = sl.DistributedDataParallel(net(), process_group=t)
+        optimizer = torch.optim.SGD(ddp.parameters(), lr=0.01)
+
+        def fail(_: Tensor) -> None:
+            raise ValueError("out of memory")
+
+        for step in range(1, 9):
+            optimizer.zero_grad()
+            if t.rank and step % 2:
+                handle = ddp.module[0].register_forward_hook(
+                    lambda *given: given[2].register_hook(fail) and None
+                )
+                with pytest.raises(ValueError, match="out of memory"):
+                    ddp(batch(t, step)).sum().backward()
+                handle.remove()
+            ddp(batch(t, step)).sum().backward()
+            optimizer.step()
+        found: int | None = ddp._replica.gradients.riders.look._equal_in
+        return found
+
+    assert run_ranks(2, rank) == [8, 8]

@@ -67,6 +67,13 @@ def owner_of_all_tensors() -> object:
 version_of: Callable[[Tensor], int] = attribute("_version", "detect writes to a tensor")
 """Return the version counter of a tensor. Each in-place write to the tensor increases the counter."""
 
+
+def gradient_dtype(parameter: Tensor) -> torch.dtype:
+    """Return the dtype of the gradients of a parameter, which is the parameter's own unless `grad_dtype` is set."""
+    dtype: torch.dtype | None = getattr(parameter, "grad_dtype", None)
+    return parameter.dtype if dtype is None else dtype
+
+
 _HOLDERS = "detect who else has a gradient"
 
 _use_count = lookup("torch:Tensor._use_count", _HOLDERS)

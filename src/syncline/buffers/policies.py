@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Collection, Iterable, Mapping
+from fnmatch import fnmatchcase
 from itertools import chain
 from typing import Any, Literal
 
@@ -79,8 +80,9 @@ class BufferSync:
             if it is true on any rank. With "none", every rank keeps its own buffers.
         enabled: whether forwards synchronize buffers. With the policy "none" they do not. If the attribute `enabled` is
             set later, the policy "none" acts as "broadcast".
-        ignored: names of buffers that are never synchronized.
+        ignored: names of buffers that are never synchronized, and shell patterns for such names.
         are_local: whether no buffer is ever synchronized, because the module had none when it was wrapped.
+        are_compared: whether the ranks have compared the present buffers, so that the first synchronization need not.
     """
 
     def __init__(
@@ -93,6 +95,7 @@ class BufferSync:
         enabled: bool = True,
         ignored: Collection[str] = (),
         are_local: bool = False,
+        are_compared: bool = True,
     ) -> None:
         self.policy: BufferPolicy = policy
         self.enabled = enabled and policy != "none"
@@ -106,20 +109,26 @@ class BufferSync:
         self.are_local = are_local
         """Whether no buffer is ever synchronized."""
         self._ignored = ignored
-        self._tables = [(prefix, as_mapping(owner._buffers)) for prefix, owner in module.named_modules()]
-        self._keys: list[str] | None = None
-        """The keys of all tables when `_places` was made."""
         self._places: list[Place] = []
+        self.use_module(module)
         self._transport = transport
         self._agreeing = agreeing or transport
         self._module_name = type(module).__name__
         self._tensors: list[Tensor] = []
         """The tensors that the last synchronization used."""
         # An expanded buffer cannot be written, so the first synchronization has to detect it.
-        self._agreed_kinds = [(*kind, False) for *kind, _ in _kinds(self._current())]
+        kinds = [(*kind, False) for *kind, _ in _kinds(self._current())]
+        self._agreed_kinds = kinds if are_compared else None
+        """The shapes and types of the buffers on which the ranks have agreed; None if they have not."""
         self._broadcaster: TensorBroadcaster | None = None
         self._last: tuple[bool, str] | None = None
         """Whether the last forward synchronized buffers, and the reason if not. It is None before any forward."""
+
+    def use_module(self, module: nn.Module) -> None:
+        """Synchronize the buffers of this module from now on, which has the same parameters as the former one."""
+        self._tables = [(prefix, as_mapping(owner._buffers)) for prefix, owner in module.named_modules()]
+        self._keys: list[str] | None = None
+        """The keys of all tables when `_places` was made."""
 
     @property
     def places(self) -> list[Place]:
@@ -131,9 +140,12 @@ class BufferSync:
                 (path, table, key)
                 for prefix, table in self._tables
                 for key in table
-                if (path := f"{prefix}.{key}" if prefix else key) not in self._ignored
+                if not self._is_ignored(path := f"{prefix}.{key}" if prefix else key)
             ]
         return self._places
+
+    def _is_ignored(self, path: str) -> bool:
+        return path in self._ignored or any(fnmatchcase(path, pattern) for pattern in self._ignored)
 
     def leave_to_hook(self, *, next_is_due: bool) -> bool:
         """Leave the synchronization in this forward to a user's hook. Return whether the hook has to run.
@@ -255,7 +267,7 @@ class BufferSync:
     def continues(self, former: BufferSync) -> None:
         """Take over the settings of a former `BufferSync`, because the module has changed."""
         self.enabled, self.due, self.why_disabled = former.enabled, former.due, former.why_disabled
-        self._agreed_kinds = former._agreed_kinds
+        self._agreed_kinds = former._agreed_kinds if self._agreeing is former._agreeing else None
 
     def _named_current(self) -> list[tuple[str, Tensor]]:
         """Return the present buffers with their names. If a buffer has several names, it occurs with each name."""

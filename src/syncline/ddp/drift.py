@@ -220,6 +220,11 @@ class Drift:
                 self.rounds.follow(transport, spec)
                 self._lanes.keep(self.rounds.lanes, of=transport)
 
+    def use_module(self, module: nn.Module) -> None:
+        """Act on another module from now on, which has taken the place of the former one in the wrapper."""
+        self._module = module
+        self._act_on(self._transport)
+
     def _act_on(self, transport: Transport) -> None:
         self._transport = transport
         self.divergence = Divergence(self._module, transport, weakly(self._switch), weakly(self._was_written))

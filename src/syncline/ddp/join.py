@@ -186,7 +186,7 @@ class JoinMethods(TorchNames, Joinable):
         replica.refuse_sharded(_NOT_WITH_SHARDS)
         self._has_joined = True
         self._divide_by_initial_world_size = kwargs.get("divide_by_initial_world_size", True)
-        replica.agree_before_join()
+        replica.agree_before_join(self.module)
         return _ShadowHook(replica, self._make_all_equal_to)
 
     @property

@@ -51,8 +51,7 @@ class Registrations:
     ) -> None:
         self.buffer_hook = buffer_hook
         """The user's hook, which synchronizes buffers instead of the buffer policy; None if there is none."""
-        self.are_agreed = False
-        """Whether the ranks have compared all present registrations."""
+        self._are_agreed = False
         self._config = config
         self._rounds = rounds
         self._compare = compare
@@ -76,12 +75,8 @@ class Registrations:
         self._sharding = sharding
         self._compare_in_next_backward()
 
-    def take_as_agreed(self, are_agreed: bool) -> None:
-        """Set whether the ranks have compared all present registrations, because nothing has changed since `use`."""
-        self.are_agreed = are_agreed
-
     def _compare_in_next_backward(self) -> None:
-        self.are_agreed = False
+        self._are_agreed = False
         self._gradients.controls.do_before_reduction(self._compare)
 
     # ------------------------------------------------------------------ registration
@@ -209,7 +204,7 @@ class Registrations:
             ValueError, SynclineError: the strategy or `on_nonfinite` needs attached optimizers, and a rank lacks one.
                 Every rank raises the error.
         """
-        if self.are_agreed:
+        if self._are_agreed:
             return
         self._transport.board.phase = f"the comparison of the hooks, optimizers and metrics of {self._title}"
         gradients, metrics = self._gradients, self._gradients.riders.metrics
@@ -233,7 +228,7 @@ class Registrations:
         )
         if not metrics.has_names(names := metrics.wanted_names()):
             gradients.use_metrics(names)
-        self.are_agreed = True  # only here, so that the next backward detects a mismatch again
+        self._are_agreed = True  # only here, so that the next backward detects a mismatch again
         gradients.controls.do_before_reduction(None)
         gradients.controls.do_after_reduction(step)
 

@@ -20,7 +20,11 @@ class Replacement:
         self._replaced: list[tuple[ModuleType, str]] = []
         package = __name__.partition(".")[0]
         for name, module in list(sys.modules.items()):
-            if isinstance(module, ModuleType) and name.partition(".")[0] != package:
+            if (
+                isinstance(module, ModuleType)
+                and name.partition(".")[0] != package
+                and not _has_subclass(module)
+            ):
                 self._replaced += [(module, key) for key, one in list(vars(module).items()) if one is _TORCHS]
         for module, key in self._replaced:
             setattr(module, key, DistributedDataParallel)
@@ -41,12 +45,25 @@ class Replacement:
         self.undo()
 
 
+def _has_subclass(module: ModuleType) -> bool:
+    """Return whether a module, not of torch, defines a subclass of torch's class, whose methods may name the base."""
+    return not module.__name__.startswith("torch.") and any(
+        issubclass(type(one), type)  # `isinstance` would warn of deprecated objects of torch
+        and issubclass(one, _TORCHS)
+        and one is not _TORCHS
+        and not issubclass(one, DistributedDataParallel)
+        and one.__module__ == module.__name__
+        for one in list(vars(module).values())
+    )
+
+
 def replace_torch_ddp() -> Replacement:
     """Let `torch.nn.parallel.DistributedDataParallel` be `sl.DistributedDataParallel` in all modules.
 
     This is for frameworks and programs that you cannot edit: they import torch's class by name, or ask for it by
     `type(model) is DistributedDataParallel`. The name is replaced in torch, and in each module that has imported the
-    class by now. What imports the class later gets ours from torch. Wrappers that exist already stay as they are.
+    class by now. What imports the class later gets ours from torch. Wrappers that exist already stay as they are. So do
+    modules that have defined a subclass of torch's class already: call this function before you import them.
 
     Returns:
         An object whose `undo` lets all replaced names refer to torch's class again. It is also a context manager, which

@@ -11,6 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from syncline._torch.modules import is_in_functional_call
 from syncline.buffers.policies import BufferSync
@@ -74,9 +75,10 @@ class Replica:
         self._numbered_title = transport.numbered(self._title)
         self.was_changed = False
         """Whether the last forward with gradients enabled has detected that the module changed."""
-        self._compared: tuple[Selection, bool] | None = None
-        """The tensors that the ranks compared last, and whether they had compared the registrations; None if the module
-        has not changed since then."""
+        self._new_module: nn.Module | None = None
+        """The module that has taken the place of `module` in the wrapper, until the ranks have compared it."""
+        self._triggers: list[RemovableHandle] = []
+        """The hooks on parameters that a changed module has and the reducer does not know yet."""
         self.sharding: Sharding | None = None
         self._has_local_buffers = not chosen.buffers
         """Whether no buffer is ever synchronized, because the module had none when it was wrapped."""
@@ -109,7 +111,13 @@ class Replica:
             assert within is not None
             gradients = within
             self._lanes.keep([within], of=self.transport)
-        return gradients, self.transport if self._has_local_buffers else self._open_lane("buffers")
+        sends_buffers = self._are_buffers_compared and not self._has_local_buffers
+        return gradients, self._open_lane("buffers") if sends_buffers else self.transport
+
+    @property
+    def _are_buffers_compared(self) -> bool:
+        """Whether the ranks compare the buffers when they wrap the module, because they will be sent."""
+        return self.config.init_buffers or self.config.buffers != "none"
 
     def _open_lane(self, purpose: str, lanes: Lanes | None = None) -> Transport:
         """Open a lane for a purpose, and add it to `lanes`, or else to those of this replica."""
@@ -148,8 +156,9 @@ class Replica:
             self._buffer_lane,
             agreeing=self.transport,
             policy=self.config.buffers,
-            ignored=set(chosen.ignored),
+            ignored=[*chosen.ignored, *self.config.ignore],
             are_local=self._has_local_buffers,
+            are_compared=self._are_buffers_compared,
         )
         if self.config.gradients.sharded:
             self.sharding = Sharding(
@@ -166,6 +175,7 @@ class Replica:
             self.checks.after_syncs = self._watch(self.transport, range(self.transport.size))
         self.registered.use(self.module, self.gradients, self.transport, self.sharding)
         self.drift.use(self.gradients, self.buffers, self.registered, rules)
+        self._remove_triggers()
         self._inventory = Inventory(self.module)
         # The finalizer must hold no reference that keeps the wrapper alive.
         self._hooks_finalizer = weakref.finalize(self, self.gradients.remove_hooks)
@@ -238,9 +248,9 @@ class Replica:
     # ------------------------------------------------------------------ a module that changes
 
     def before_forward(self, module: nn.Module, *, synchronizes: bool, inside_join: bool) -> None:
-        """Follow a change of the module, and check that `sl.diverge` has not left the replicas different.
+        """Detect a change of the module, and check that `sl.diverge` has not left the replicas different.
 
-        This sends nothing, because one rank may run a forward alone. A change is also followed under `no_sync`, because
+        This sends nothing, because one rank may run a forward alone. A change is also detected under `no_sync`, because
         the backward may run outside of `no_sync`.
 
         Args:
@@ -263,20 +273,57 @@ class Replica:
         if synchronizes and divergence.has_diverged and (self.drift.reduces() or needs_attach):
             divergence.check_not_diverged()
         has_changed = (
-            module is not self.module
-            or self._inventory.has_changed()
-            or not self.gradients.layout.fits()
-            or (self._compared is not None and not all(p.requires_grad for p in self.gradients.parameters))
+            module is not self.module or self._inventory.has_changed() or not self.gradients.layout.fits()
         )
         self.was_changed = has_changed and not is_in_functional_call()
         if self.was_changed:
+            self._await_changes(module, inside_join=inside_join)
+
+    def _await_changes(self, module: nn.Module, *, inside_join: bool) -> None:
+        """Follow a change of the module in the next synchronized backward, unless the change needs nothing.
+
+        The first gradient of that backward may be one of a parameter that the reducer does not know.
+        """
+        if self._needs_nothing(module):
+            self._use_module(module)
+            self._inventory = Inventory(module)
+            self.buffers.use_module(module)
+            return
+        if inside_join:
+            raise SynclineError(
+                f"rank {self.transport.rank}: {self._title} was changed inside of join(), but the ranks without "
+                "inputs cannot make the same change. Change the module before or after join()"
+            )
+        self._new_module = module
+        self._remove_triggers()
+        known = {id(parameter) for parameter in self.gradients.parameters}
+        self._triggers = [
+            parameter.register_post_accumulate_grad_hook(weakly(self._gradient_is_ready))
+            for parameter in module.parameters()
+            if parameter.requires_grad and parameter.is_leaf and id(parameter) not in known
+        ]
+        self.gradients.controls.do_before_reduction(weakly(self._before_reduction))
+
+    def _needs_nothing(self, module: nn.Module) -> bool:
+        """Return whether a changed module has the same parameters as before, in the same form."""
+        same = [(name, id(p)) for name, p in self.selection.parameters]
+        now = [(name, id(p)) for name, p in module.named_parameters() if name not in self.selection.ignored]
+        trained = {id(p) for _, p in self.selection.reduced}
+        return (
+            now == same
+            and self.gradients.layout.fits()
+            and all(p.requires_grad <= (id(p) in trained) for _, p in self.selection.parameters)
+        )
+
+    def _use_module(self, module: nn.Module) -> None:
+        if module is not self.module:
             self.module = module
-            if inside_join:
-                raise SynclineError(
-                    f"rank {self.transport.rank}: {self._title} was changed inside of join(), but the ranks without "
-                    "inputs cannot make the same change. Change the module before or after join()"
-                )
-            self._follow_changes()
+            self.drift.use_module(module)
+
+    def _remove_triggers(self) -> None:
+        for handle in self._triggers:
+            handle.remove()
+        self._triggers = []
 
     def after_forward(self, output: object, *, synchronizes: bool, is_training: bool) -> None:
         """Record a forward with gradients enabled, and watch its output for the backwards that begin at it.
@@ -288,54 +335,63 @@ class Replica:
         """
         self.gradients.forward_ended(output, owner=self, is_counted=synchronizes and is_training)
 
+    def _gradient_is_ready(self, parameter: Tensor) -> None:
+        """Follow the changes of the module, because a parameter has got a gradient that the reducer does not know."""
+        if self.gradients.is_local_now():
+            return
+        self._follow_changes()
+        self.gradients.take_first(parameter)
+
     def _before_reduction(self) -> None:
         """Compare the module and the registrations of the ranks if they have changed. A collective call.
 
         This runs at the start of a synchronized backward, because all ranks run the backward, but one rank may run a
         forward alone.
         """
-        if self._compared is not None:
-            before, chosen = self._compared[0], replace(self.selection, buffers=())
-            self.transport.board.phase = f"backward, where {self._title} has changed since it was wrapped"
+        self._follow_changes()
+        self.registered.agree()
+
+    def _follow_changes(self) -> None:
+        """Compare a changed module between the ranks, then synchronize it in its new form. A collective call.
+
+        It is too late to broadcast the values of new tensors, so the ranks compare these values.
+        """
+        if self.drift.divergence.is_open:
+            return
+        self._remove_triggers()
+        module, self._new_module = self._new_module or self.module, None
+        if self._needs_nothing(module):  # it was changed for one forward only
+            return
+        self.drift.refuse(UNCHANGED)
+        self.transport.board.phase = f"backward, where {self._title} has changed since it was wrapped"
+        former = self.module
+        self._use_module(module)
+        try:
+            chosen = replace(self._chosen_again(), buffers=())
             agree_on_module(
                 self._plan_of(chosen),
                 chosen,
                 self.transport,
-                new_values=describe_new_values(chosen, before) if self.config.init_sync else (),
+                new_values=describe_new_values(chosen, self.selection) if self.config.init_sync else (),
                 remedy="Change a wrapped module in the same way on every rank, between the same two steps. If new "
                 "parameters have different values, call sl.broadcast_(ddp.module) on every rank after the change.",
             )
-            self._compared = None
-        self.registered.agree()
-
-    def _follow_changes(self) -> None:
-        """Synchronize a changed module in its new form. The ranks compare it in the next synchronized backward.
-
-        It is too late to broadcast the values of new tensors then, so the ranks compare these values. If the change was
-        undone, the ranks compare nothing: one rank may have changed its module for a forward of its own.
-        """
-        self.gradients.finish("a forward")
-        if self.gradients.is_in_backward:  # a forward that a checkpoint computes again
-            return
-        self.drift.refuse(UNCHANGED)
-        before, were_agreed = self._compared or (self.selection, self.registered.are_agreed)
-        chosen = self._chosen_again()
+        except BaseException:
+            self._use_module(former)
+            raise
         delayed = frozenset(name for name, _ in chosen.delayed)
         self.config = self.config.with_gradients(sparse=chosen.sparse, delayed=delayed)
-        self._wire_again(chosen)
-        self._compared = before, were_agreed
-        if chosen.has_same_tensors(before):
-            self._compared = None
-            self.registered.take_as_agreed(were_agreed)
+        self._wire_again()
 
-    def agree_before_join(self) -> None:
+    def agree_before_join(self, module: nn.Module) -> None:
         """Run the comparisons of a backward before `join`. A collective call.
 
         A rank without inputs runs no backward, so it could not compare later.
+
+        Args:
+            module: the module of the wrapper.
         """
-        has_changed = self._inventory.has_changed() or not self.gradients.layout.fits()
-        if has_changed and not self.drift.divergence.is_open:
-            self._follow_changes()
+        self._new_module = module
         self._before_reduction()
 
     def use_static_graph(self) -> None:
@@ -367,6 +423,7 @@ class Replica:
         with self._lanes.replaced():
             self._gradient_lane, self._buffer_lane = self._open_lanes()
             self._replace_parts()
+        self.gradients.riders.look.restart()
         # The ranks may have stopped in different forwards, and one that has joined has run none.
         self.buffers.due = True
 
@@ -471,7 +528,7 @@ class Replica:
     def __getstate__(self) -> tuple[Any, ...]:
         """Return the part of the replica that can be pickled. Hooks and connections cannot be pickled."""
         state = self.state
-        kept = (state.compression, state.idle, self.registered.buffer_hook)
+        kept = (state.compression, state.idle, self.registered.buffer_hook, self._has_local_buffers)
         return (self.module, self.config, self._first_plan, *kept)
 
     def __setstate__(self, state: tuple[Any, ...]) -> None:
@@ -480,8 +537,10 @@ class Replica:
         The restored replica has no separate lanes, because opening a lane is a collective call, and one rank may
         unpickle alone.
         """
-        self.module, self.config, self._first_plan, compression, idle, buffer_hook = state
-        self.was_changed, self.sharding, self._compared = False, None, None
+        self.module, self.config, self._first_plan, compression, idle, buffer_hook, are_local = state
+        self._has_local_buffers = are_local
+        self.was_changed, self.sharding = False, None
+        self._new_module, self._triggers = None, []
         self.checks = ReplicaChecks()
         self.transport = transport_of(None)
         self._numbered_title = self._title  # not numbered, because one rank may unpickle alone
@@ -492,9 +551,7 @@ class Replica:
         compare = weakly(self._before_reduction)
         self.registered = Registrations(self.config, None, compare, buffer_hook)
         self.state = SyncState(self.config, self.drift, compression, idle)
-        chosen = self._chosen_again()
-        self._has_local_buffers = not chosen.buffers
-        self._wire(chosen)
+        self._wire(self._chosen_again())
         self.buffers.due = (
             False  # one rank may run the forward of a copy alone, such as that of `AveragedModel`
         )

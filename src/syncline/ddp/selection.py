@@ -46,13 +46,6 @@ class Selection:
         """All parameters whose gradients are reduced: first those in `trained`, then those in `delayed`."""
         return (*self.trained, *self.delayed)
 
-    def has_same_tensors(self, other: Selection) -> bool:
-        """Return whether another selection has the same parameters under the same names, apart from buffers."""
-        mine, others = (
-            [(name, id(p)) for name, p in (*one.parameters, *one.reduced)] for one in (self, other)
-        )
-        return mine == others
-
 
 def select(
     module: nn.Module,

@@ -287,9 +287,10 @@ class DistributedDataParallel(  # type: ignore[misc, override]
         # class. Only the compiler reads the attribute, and the search for a module that is wrapped twice.
         is_read = is_compiler_in_use() or replica.was_changed or not replica.gradients.step
         with while_in_forward_of_ddp(self) if is_read else UNPROFILED:
-            if self._lowered is not None:
-                return self._lowered(inputs, kwargs)
-            return vars(self)["_modules"]["module"](*inputs, **kwargs)
+            module = vars(self)["_modules"]["module"]
+            return (
+                module(*inputs, **kwargs) if self._lowered is None else self._lowered(module, inputs, kwargs)
+            )
 
     def _emit_forward(self, began_at: float, computed_from: float) -> None:
         gradients, buffers = self._replica.gradients, self._replica.buffers
@@ -455,7 +456,8 @@ class DistributedDataParallel(  # type: ignore[misc, override]
             state_dict.update({f"{prefix}module.{key}": value for key, value in values.items()})
             # torch looks up the version of each submodule's state here, by the path that the submodule has now.
             metadata = metadata_of(state_dict) or {}
-            metadata.update({f"module.{path}".removesuffix("."): one for path, one in list(metadata.items())})
+            found = {path: metadata[path] for path, _ in self.module.named_modules() if path in metadata}
+            metadata.update({f"module.{path}".removesuffix("."): one for path, one in found.items()})
         super()._load_from_state_dict(state_dict, prefix, *args)
 
     def __getstate__(self) -> dict[str, Any]:

@@ -128,13 +128,12 @@ class MixedPrecision:
     checkpoints therefore use full precision.
 
     Args:
-        module: the module to run.
+        module: the module, whose buffers get the lower precision now.
         config: torch's `_MixedPrecision`. A dtype of None casts nothing.
         ignored: the names of the parameters that are not cast.
     """
 
     def __init__(self, module: nn.Module, config: Any, ignored: Collection[str] = ()) -> None:
-        self._module = module
         self._dtype: torch.dtype | None = config.param_dtype
         self._ignored = frozenset(ignored)
         if config.buffer_dtype is not None:
@@ -142,19 +141,19 @@ class MixedPrecision:
                 if buffer.is_floating_point():
                     buffer.data = buffer.data.to(config.buffer_dtype)
 
-    def __call__(self, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run the module's forward in the lower precision."""
+    def __call__(self, module: nn.Module, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run the forward of a module in the lower precision."""
         dtype = self._dtype
         if dtype is None:
-            return self._module(*inputs, **kwargs)
+            return module(*inputs, **kwargs)
 
         def lower(tensor: Tensor) -> Tensor:
             return tensor.to(dtype) if tensor.is_floating_point() else tensor
 
         inputs, kwargs = tree_map_only(Tensor, lower, (inputs, kwargs))
-        named = self._module.named_parameters()
+        named = module.named_parameters()
         lowered = {name: lower(parameter) for name, parameter in named if name not in self._ignored}
-        return torch.func.functional_call(self._module, lowered, inputs, kwargs)
+        return torch.func.functional_call(module, lowered, inputs, kwargs)
 
 
 class Hosts(NamedTuple):

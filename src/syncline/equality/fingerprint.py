@@ -283,17 +283,15 @@ class SliceHash:
 def begin_hashes(tensors: Sequence[Tensor]) -> tuple[dict[int, int], list[tuple[list[int], Tensor]]]:
     """Hash each tensor in host memory, and let other devices begin to hash theirs, without waiting for them.
 
-    The strides of the tensors must be the same on all ranks.
-
     Returns:
         The hashes in host memory, by the index of the tensor. For each other device, the indices of its tensors, and
-        their hashes, int64.
+        their hashes, int64, from -2**63. The hashes of two ranks are comparable if their devices are of the same type.
     """
     on_host = SliceHash()
     elsewhere: dict[torch.device, dict[int, Tensor]] = {}
     for index, tensor in enumerate(tensors):
         if _is_in_host_memory(tensor):
-            on_host.add(index, tensor, 0, tensor.numel())
+            on_host.add(index, tensor, 0, tensor.numel(), in_memory_order=False)
         elif tensor.numel():
             elsewhere.setdefault(tensor.device, {})[index] = tensor
     return on_host.by_leaf(), [_sums_of(device, here) for device, here in elsewhere.items()]

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from syncline._torch.profiler import UNPROFILED, is_profiling, profiled
-from syncline._torch.tensors import foreach_copy_
+from syncline._torch.tensors import foreach_copy_, gradient_dtype
 from syncline.gradients.bucket_plan import BucketPlan
 from syncline.gradients.comm_hook import CommHook, GradBucket
 from syncline.gradients.copying import copy_scaled
@@ -381,7 +381,7 @@ class DenseBucket(Bucket):
                 if self.plan.parameters[at] in skip:
                     continue
                 if parameter.grad is None:
-                    parameter.grad = torch.empty_like(parameter)
+                    parameter.grad = torch.empty_like(parameter, dtype=gradient_dtype(parameter))
                 parameter.grad.copy_(view)
 
     def handed_out(self) -> tuple[Tensor, list[tuple[int, Tensor]]]:

@@ -37,7 +37,7 @@ def gradient_hook(
     tasks: GraphTasks,
     *,
     stand_in: Tensor | None,
-    begin: Callable[[], bool],
+    begin: Callable[[int], bool],
     complete: Callable[[], None],
     rivals: Sequence[object],
 ) -> Callable[[Tensor], None]:
@@ -50,8 +50,8 @@ def gradient_hook(
         reduction: the reduction, which holds the present backward and the buckets.
         tasks: the graph tasks of the present backward.
         stand_in: the tensor that replaces `.grad` when the gradient is copied; None if gradients are not sharded.
-        begin: a function that registers the running graph task. It returns False if the task belongs to another
-            wrapper.
+        begin: a function that registers the running graph task. Its argument is the index of the parameter. It returns
+            False if this reducer does not take the gradient.
         complete: a function that ends the backward if it has all gradients, called where the engine reports no end.
         rivals: the list `Ownership.rivals`, which is empty if no other wrapper has any of the same parameters.
     """
@@ -66,7 +66,7 @@ def gradient_hook(
         stand_in = None
 
     def gradient_is_ready(parameter: Tensor) -> None:
-        if current_task() != tasks.current and not begin():
+        if current_task() != tasks.current and not begin(index):
             return
         if counts:  # in a static graph, a parameter may get several gradients in one backward
             counts[index] += 1
@@ -103,9 +103,9 @@ class ParameterHooks:
         reduction: the reduction, which holds the parameters, the buckets and the present backward.
         tasks: the graph tasks of the present backward.
         ownership: the ownership of the wrapper, which holds the rivals.
-        begin: a function that registers the running graph task. Its argument is the id of the task's context in
-            distributed autograd; without such a context there is no argument. It returns whether the task belongs to
-            this wrapper.
+        begin: a function that registers the running graph task. Its arguments are the index of the parameter, and the
+            id of the task's context in distributed autograd, if there is one. It returns whether this reducer takes the
+            gradient.
         complete: see `gradient_hook`.
     """
 
@@ -152,6 +152,12 @@ class ParameterHooks:
                 table_of(parameter).drop(self._key, self._defers)
             for handle in self.contexts.handles:
                 handle.remove()
+
+    def report(self, parameter: Tensor) -> None:
+        """Report that the gradient of a parameter is ready, which this object's hook has not seen."""
+        for index, one in enumerate(self._reduction.parameters):
+            if one is parameter:
+                self._tables[index][self._key](parameter)
 
     # ------------------------------------------------------------------ hooks that were lost
 
@@ -203,7 +209,7 @@ class AutogradContexts:
             task belongs to this wrapper.
     """
 
-    def __init__(self, reduction: Reduction, tasks: GraphTasks, begin: Callable[[int], bool]) -> None:
+    def __init__(self, reduction: Reduction, tasks: GraphTasks, begin: Callable[[int, int], bool]) -> None:
         self._reduction = reduction
         self._tasks = tasks
         self._ids: set[int] = set()
@@ -219,7 +225,7 @@ class AutogradContexts:
         if here is not None:
             self._ids.add(here)
 
-    def _make_hook(self, index: int, begin: Callable[[int], bool]) -> Callable[..., None]:
+    def _make_hook(self, index: int, begin: Callable[[int, int], bool]) -> Callable[..., None]:
         parameter = self._reduction.parameters[index]
 
         def gradient_is_ready(*_: object) -> None:
@@ -227,7 +233,7 @@ class AutogradContexts:
                 return  # an ordinary backward, whose own hook has reported the gradient
             for context_id in self._ids:
                 if parameter in (gradients_in_context(context_id) or ()):
-                    if current_graph_task_id() == self._tasks.current or begin(context_id):
+                    if current_graph_task_id() == self._tasks.current or begin(index, context_id):
                         self._reduction.backward.ready.append(index)
                     return
 

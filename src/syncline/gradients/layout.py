@@ -15,6 +15,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
+from syncline._torch.tensors import gradient_dtype
 from syncline.gradients.bucket import Bucket, DenseBucket, ShardedBucket
 from syncline.gradients.bucket_plan import POOL_BYTES, BucketPlan, ParameterSpec, plan_buckets
 from syncline.gradients.comm_hook import CommHook
@@ -28,12 +29,6 @@ from syncline.transport.base import Transport
 
 _MIN_TURNS = 3
 """The pool always has memory for at least this number of buckets at the same time."""
-
-
-def gradient_dtype(parameter: Tensor) -> torch.dtype:
-    """Return the dtype of the gradients of a parameter, which is the parameter's own unless `grad_dtype` is set."""
-    dtype: torch.dtype | None = getattr(parameter, "grad_dtype", None)
-    return parameter.dtype if dtype is None else dtype
 
 
 def parameter_specs(

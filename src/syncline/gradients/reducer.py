@@ -131,6 +131,10 @@ class GradientSync:
             self.reduction, self.tasks, self.ownership, begin=self.begin, complete=self._complete
         )
         self._guard = StepGuard(self.reduction, self.tasks, self.controls, finish=weakly(self.finish))
+        self._successor: GradientSync | None = None
+        """The reducer that has replaced this one."""
+        if former is not None:
+            former._successor = self
         others = reducers_of(self.parameters)
         self.ownership.add_rivals(other.ownership for other in others)
         for other in others:
@@ -347,16 +351,25 @@ class GradientSync:
         has_exchanged = backward.state is not BackwardState.LOCAL and self.reduction.usage.is_exchanged
         return bool(backward.num_launched or has_exchanged)
 
-    def begin(self, context_id: int | None = None) -> bool:
+    def is_local_now(self) -> bool:
+        """Return whether a backward that begins now stays local: it or all forwards before it run under `no_sync`."""
+        return not self.controls.enabled or self.controls.announced is Announced.LOCAL
+
+    def take_first(self, parameter: Tensor) -> None:
+        """Take a gradient that became ready just before the hooks of this reducer were registered."""
+        self._hooks.report(parameter)
+
+    def begin(self, index: int | None = None, context_id: int | None = None) -> bool:
         """Record the graph task that is running: one pass of autograd over a graph.
 
         The task begins a backward, or it is an inner or outer task of the present backward.
 
         Args:
+            index: the index of the parameter whose gradient is ready; None if there is no gradient yet.
             context_id: the id of the context in distributed autograd; None for an ordinary backward.
 
         Returns:
-            Whether the backward belongs to this wrapper.
+            Whether this reducer takes the gradient.
 
         Raises:
             SynclineError: a gradient came too late, a backward interrupted another one, or the backward is being
@@ -383,6 +396,12 @@ class GradientSync:
             reduction.clock.enter(BACKWARD)
         accumulates = not self.controls.enabled or self.controls.announced is Announced.LOCAL
         num_contributing = self.controls.backward_begins(accumulates=accumulates)
+        if self._successor is not None:  # the module had changed
+            if index is None:
+                self._successor._outputs_reached(task)
+            else:
+                self._successor.take_first(self.parameters[index])
+            return False
         reduction.riders.nonfinite.backward_begins(has_hook=reduction.layout.comm_hook is not None)
         reduction.normalizer.count.backward_begins()
         reduction.begin(self._new_backward(accumulates, num_contributing, context_id))

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from syncline._torch.tensors import num_entries, sparse_tensor, stored_indices, stored_values
+from syncline._torch.tensors import gradient_dtype, num_entries, sparse_tensor, stored_indices, stored_values
 from syncline.gradients.bucket import Bucket
 from syncline.gradients.bucket_plan import BucketPlan
 from syncline.gradients.tail import Tail
@@ -70,7 +70,7 @@ class SparseBucket(Bucket):
         most = max(num_rows)  # every rank sends as many rows as the rank that has the most
         row_shape = parameter.shape[1:]
         indices = torch.zeros(most, dtype=torch.int64, device=parameter.device)
-        values = torch.zeros((most, *row_shape), dtype=parameter.dtype, device=parameter.device)
+        values = torch.zeros((most, *row_shape), dtype=gradient_dtype(parameter), device=parameter.device)
         indices[:num_own] = stored_indices(self._own)[0]
         torch.mul(stored_values(self._own), self._scale, out=values[:num_own])
         all_indices = indices.new_zeros(size * most)

@@ -66,6 +66,8 @@ class AtExit:
         """The threads that wait inside of C++ code."""
         self._ending: int | None = None
         """The thread that ends the process."""
+        self.is_over = False
+        """Whether `end` has returned. Then only exit handlers of the program still run, in the thread that ends it."""
 
     def wait_for(self, thread: threading.Thread) -> None:
         """Let the end of the process wait for a thread, for all threads and locks together at most 10 s."""
@@ -120,6 +122,7 @@ class AtExit:
             keep_for_ever(owner_of_all_tensors())
             for _ in range(_NUM_YIELDS):
                 time.sleep(_YIELD_SECONDS)
+        self.is_over = True
 
 
 AT_EXIT = AtExit()

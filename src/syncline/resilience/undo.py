@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from syncline._torch.optimizers import schedulers_inside
 from syncline.ddp.replica import Replica
 from syncline.ddp.wrapper import DistributedDataParallel
-from syncline.resilience.generators import Generators
+from syncline.resilience.generators import remember_generators
 
 Restorer = Callable[[], object]
 """A function that restores an object to an earlier state."""
@@ -37,7 +37,6 @@ class Undo:
         modules = {part for one in named.values() if isinstance(one, nn.Module) for part in one.modules()}
         self._tables = [part._buffers for part in modules if part._buffers]
         self._parameters = [parameter for part in modules for parameter in part.parameters(recurse=False)]
-        self._generators = Generators()
         self._restorers: list[Restorer] = []
 
     def begin(self) -> None:
@@ -46,7 +45,7 @@ class Undo:
             *([_restorer_of_buffers(self._tables)] if self._tables else ()),
             *(_restorer_of_values(group) for one in self._optimizers for group in one.param_groups),
             *(_restorer_of_values(vars(one)) for one in self._counters),
-            self._generators.remember(),
+            remember_generators(),
         ]
 
     def restore(self) -> None:

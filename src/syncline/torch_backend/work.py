@@ -50,7 +50,14 @@ class Finisher:
         """Whether the end of the process has the lock, and exit handlers of the program still run."""
 
     def complete(self, work: BackendWork, future: Future[Any]) -> None:
-        """Let the thread wait until `work` has ended, and then complete `future`. Callbacks of `future` then run."""
+        """Let the thread wait until `work` has ended, and then complete `future`. Callbacks of `future` then run.
+
+        An exit handler that the program registered before Syncline's waits itself: the thread might still be inside
+        C++ code when Python shuts down, right after the handler.
+        """
+        if AT_EXIT.is_over:
+            self._complete_now(work, future)
+            return
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name=f"syncline {self._name}", daemon=True)
             self._thread.start()
@@ -72,6 +79,13 @@ class Finisher:
                 work.end()
             self._set_result(future)
             del item, work, future  # release their tensors before the wait for the next item
+
+    @staticmethod
+    def _complete_now(work: BackendWork, future: Future[Any]) -> None:
+        with suppress(BaseException):
+            work.end()
+        with suppress(Exception):
+            future.set_result(None)
 
     def _set_result(self, future: Future[Any]) -> None:
         if not self._is_at_exit:

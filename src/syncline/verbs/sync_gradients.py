@@ -9,6 +9,7 @@ from typing import Any, Literal, TypeVar, overload
 import torch
 from torch import Tensor, nn
 
+from syncline._torch.tensors import gradient_dtype
 from syncline.checks import checked_flag, checked_kind
 from syncline.errors import SynclineError
 from syncline.gradients.bucket_plan import BucketCaps, ParameterSpec, plan_buckets
@@ -240,7 +241,8 @@ class _Gradients:
                 _reduce_sparse(parameter, transport, divisor)
             elif kind == _DENSE:
                 if parameter.grad is None:
-                    parameter.grad = torch.zeros_like(parameter, requires_grad=False)
+                    dtype = gradient_dtype(parameter)
+                    parameter.grad = torch.zeros_like(parameter, dtype=dtype, requires_grad=False)
                 dense[is_counted].append(parameter.grad)
         reducers = [
             TensorReducer(dense[False], transport, "mean", rounds_once=True),

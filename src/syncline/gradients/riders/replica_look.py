@@ -24,6 +24,8 @@ _NUM_HASH_BITS, _NUM_LOOK_BITS = 42, 6
 
 _HASH_MASK = (1 << _NUM_HASH_BITS) - 1
 
+_WORD = 1 << 64
+
 _MAX_SHOWN = 5
 """The largest number of parameters that the warning names."""
 
@@ -48,12 +50,13 @@ class ReplicaLook(Rider):
         self._title = ""
         self._named: Sequence[tuple[str, Tensor]] = ()
         self._num_steps = 0
-        """The number of reductions since `use` was called, which is the same on all ranks."""
-        self._num_looks = 0
+        """The number of reductions since `restart` was called, which is the same on all ranks."""
         self._is_open = True
-        """Whether there was no warning yet. All ranks have the same value."""
+        """Whether ranks still look: there was no warning yet. All ranks have the same value."""
         self._step = 0
         """The step whose parameters were hashed last."""
+        self._look = 0
+        """The number of this look."""
         self._equal_in: int | None = None
         """The last step in which the parameters were found equal."""
         self._hashes: dict[int, int] | None = None
@@ -76,7 +79,12 @@ class ReplicaLook(Rider):
             for name, one in named
             if type(one) in (Tensor, nn.Parameter) and one.layout is strided
         ]
-        self._num_steps, self._num_looks, self._hashes, self._late = 0, 0, None, None
+        self._hashes = self._late = None
+
+    def restart(self) -> None:
+        """Count the steps anew, because other ranks take part now. All ranks call this method together."""
+        self._num_steps, self._equal_in = 0, None
+        self._hashes = self._late = None
 
     def stop(self) -> None:
         """Look no more, because a communication hook of the program may let the replicas drift. All ranks call this."""
@@ -84,10 +92,10 @@ class ReplicaLook(Rider):
 
     def begin_step(self, step: int) -> None:
         """Hash the parameters if this step looks. No rank has made the optimizer step of this step yet."""
-        self._num_steps += 1
-        if self._is_open and self._named and self._num_steps & (self._num_steps - 1) == 0:
-            self._step = step
-            self._num_looks += 1
+        self._differing = None
+        number = self._num_steps + 1  # a backward that fails does not count: it may be run again
+        if self._is_open and self._named and number & (number - 1) == 0:
+            self._step, self._look = step, number.bit_length()
             self._hashes, elsewhere = begin_hashes([tensor for _, tensor in self._named])
             self._late = LateResult(elsewhere) if elsewhere else None
 
@@ -98,10 +106,10 @@ class ReplicaLook(Rider):
         if self._late is not None:
             if not self._late.is_there:
                 return 0
-            self._hashes.update(self._late.numbers())
+            self._hashes.update((i, number % _WORD) for i, number in self._late.numbers().items())
             self._late = None
         total = reduce(mixed, self._in_order(self._hashes), 0)
-        return self._num_looks << _NUM_HASH_BITS | total & _HASH_MASK
+        return self._look << _NUM_HASH_BITS | total & _HASH_MASK
 
     def _in_order(self, hashes: dict[int, int]) -> list[int]:
         return [hashes.get(index, 0) for index in range(len(self._named))]
@@ -109,7 +117,11 @@ class ReplicaLook(Rider):
     def receive(self, words: Words) -> None:
         """Compare the hashes of all ranks, if all ranks have reported one of the same look."""
         reported = set(words.active.values())
-        if words.any_joined or {word >> _NUM_HASH_BITS for word in reported} != {self._num_looks}:
+        if (
+            not self._look
+            or words.any_joined
+            or {word >> _NUM_HASH_BITS for word in reported} != {self._look}
+        ):
             return
         if len(reported) > 1:
             self._differing = words
@@ -118,6 +130,7 @@ class ReplicaLook(Rider):
 
     def conclude(self, reduced: Reduced) -> None:
         """Warn on every rank if parameters differ. This is then a collective call, and the last one."""
+        self._num_steps += 1
         if not reduced.buckets:  # this rank has no inputs left (`join`), so its parameters stay behind
             self._hashes = None
         words, self._differing = self._differing, None

@@ -78,7 +78,7 @@ class Roster(Riders):
         riders += [self.items, self.metrics]
         if options.on_nonfinite != "ignore":
             riders.append(self.nonfinite)
-        self.look = ReplicaLook()
+        self.look: ReplicaLook = ReplicaLook() if former is None else former.look
         if options.compares_replicas:
             riders.append(self.replicas)
         elif options.looks_at_replicas:
