@@ -27,6 +27,7 @@ import tempfile
 import threading
 import time
 import traceback
+import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -397,7 +398,9 @@ def warm_the_ranks() -> None:
 
     def start(handler: Any, args: tuple[str, ...], env: dict[str, str]) -> ForkedRank:
         argv = args[2:] if args[1] == "-u" else args[1:]  # torchrun's way
-        pid = os.fork()
+        with warnings.catch_warnings():  # since Python 3.12: this process has threads
+            warnings.simplefilter("ignore", DeprecationWarning)
+            pid = os.fork()
         if not pid:
             leave(partial(be_a_rank, argv, env, handler._stdout, handler._stderr))
         return ForkedRank(pid)

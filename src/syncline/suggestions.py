@@ -36,9 +36,9 @@ def suggests_arguments(target: T) -> T:
     Examples:
         >>> @suggests_arguments
         ... def mean(values, weight=1.0): ...
-        >>> mean([], wieght=2.0)
+        >>> mean([], wieght=2.0)  # doctest: +ELLIPSIS
         Traceback (most recent call last):
-        TypeError: mean() got an unexpected keyword argument 'wieght'; did you mean 'weight'?
+        TypeError: mean() got an unexpected keyword argument 'wieght'...id you mean 'weight'?
     """
     if not isinstance(target, type):
         suggesting: T = _suggesting(target)

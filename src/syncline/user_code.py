@@ -54,12 +54,6 @@ def dump_of_main_thread() -> str:
         return written + file.read().decode("ascii", "replace")
 
 
-# Python 3.11 lists a new thread before it is complete. If a C++ thread enters Python for the first time while all
-# stacks are written, the process crashes. This happened with Gloo's threads, which free tensors. A program that creates
-# threads through ctypes in a loop reproduces it within seconds. On Python 3.11, only the main thread's stack is
-# therefore written.
-
-
 def frames_of_threads() -> dict[int, FrameType]:
     """Return the innermost frame of each thread, by the identifier of the thread.
 
@@ -70,6 +64,11 @@ def frames_of_threads() -> dict[int, FrameType]:
         gc.collect(0)
     return sys._current_frames()
 
+
+# Python 3.11 lists a new thread before it is complete. If a C++ thread enters Python for the first time while all
+# stacks are written, the process crashes. This happened with Gloo's threads, which free tensors. A program that creates
+# threads through ctypes in a loop reproduces it within seconds. On Python 3.11, only the main thread's stack is
+# therefore written.
 
 _main_state: int | None = None
 """The address of the interpreter's state for the main thread; None if unknown. It is valid until the process ends."""

@@ -62,6 +62,9 @@ WRITING = ("saving", "writing", "committing")
 CONNECTING = ("agreeing", "meeting", "connecting", "opening lanes", "handing over", "loading")
 """Where a rank can be lost while it follows the loss of another one."""
 
+SYNCING = ("sync", "confirmed")
+"""Where a rank can be lost in a parameter sync."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Fault:
@@ -228,8 +231,9 @@ class Moments:
     def at(self, place: str) -> None:
         for fault in list(self.faults):
             step = self.saved if place in WRITING else self.step
-            # Under a strategy that lets replicas drift, a rank can be a step ahead when it connects anew.
-            is_then = step == fault.step or (place in CONNECTING and step > fault.step)
+            # Under a strategy that lets replicas drift, a rank can be a step ahead when it connects anew. One that is a
+            # step behind then makes its next sync later.
+            is_then = step == fault.step or (place in (*CONNECTING, *SYNCING) and step > fault.step)
             if is_then and fault.place == place and fault.attempt <= self.attempt:
                 self.faults.remove(fault)
                 self.happen(fault)

@@ -25,6 +25,7 @@ __all__ = [
     "Twice",
     "Unused",
     "frozen",
+    "halved",
     "pruned",
     "scripted",
     "transformed",
@@ -171,16 +172,20 @@ class Returning(nn.Sequential):
         return y[:, :]
 
 
+def halved(output: Tensor) -> Tensor:
+    """Change an output in place, as programs do."""
+    output *= 0.5
+    return output
+
+
 def unpacked(output: Any) -> Any:
-    """The tensor, or the tensors of two heads, in an output. A view is changed in place, as programs do."""
+    """The tensor, or the tensors of two heads, in an output."""
     if isinstance(output, Opaque | Slots):
         return output.held
     if callable(output) and not isinstance(output, Tensor):
         return output()
     if isinstance(output, tuple) and isinstance(output[0], nn.Parameter):
         return output[1]
-    if isinstance(output, Tensor) and output._is_view():
-        output *= 0.5
     return output
 
 

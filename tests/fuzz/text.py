@@ -145,7 +145,10 @@ def _(s: Forward, program: Program) -> list[str]:
         is_packed = program.models[program.wrappers[s.after].model].returns != "tensor"
         inputs = f"unpacked(w{s.after}({inputs}))" if is_packed else f"w{s.after}({inputs})"
         inputs += ".detach()" if s.detach else ""
-    line = f"penalty({called}, {inputs})" if s.kind == "penalty" else f"loss({called}({inputs}))"
+    output = f"{called}({inputs})"
+    if program.models[program.wrappers[s.wrapper].model].returns == "view":
+        output = f"halved({output})"
+    line = f"penalty({called}, {inputs})" if s.kind == "penalty" else f"loss({output})"
     if s.kind in TRANSFORMS:
         line = f"loss(transformed({s.kind!r}, {called}, {inputs}))"
     if s.kind == "heads" and s.second is not None:

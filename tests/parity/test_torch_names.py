@@ -124,6 +124,7 @@ def test_no_thread_leaves_its_wrapper_there() -> None:
     assert TorchDDP._get_active_ddp_module() is None
 
 
+@pytest.mark.filterwarnings("ignore:Guards may run slower:RuntimeWarning")  # Python 3.13.0
 def test_torch_compile_finds_the_wrapper_in_whose_forward_it_compiles() -> None:
     """By it, torch splits graphs at the buckets. In a step that compiles nothing it is not set, which would cost."""
     found = []

@@ -35,6 +35,7 @@ def test_a_rank_says_how_far_it_has_come_unless_another_thread_may_go_on(group: 
     assert num_started({"another"}) == {}
 
 
+@pytest.mark.skipif(sys.version_info >= (3, 12), reason="later versions collect between instructions only")
 def test_no_garbage_collection_begins_while_python_lists_the_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     """On Python 3.11, one that lets another thread end meanwhile would stop the whole process for ever."""
     list_threads, inside, begun = sys._current_frames, threading.Event(), []

@@ -48,6 +48,11 @@ class Config:
     replica_check: ReplicaCheck | Looks | None
 
     @property
+    def sends_buffers(self) -> bool:
+        """Whether buffers are sent at construction or before forwards. If not, ranks do not compare them."""
+        return self.init_buffers or self.buffers != "none"
+
+    @property
     def encoding(self) -> str | None:
         """The text that describes the compression; None if gradients are sent unchanged."""
         return None if self.compression is None else self.compression.in_words()
@@ -142,7 +147,7 @@ def _check_writable(config: Config, chosen: Selection) -> None:
         RuntimeError: an expanded tensor has to be synchronized.
     """
     parameters = chosen.parameters if config.init_sync or config.strategy.drifts else ()
-    buffers = chosen.buffers if config.init_buffers or config.buffers != "none" else ()
+    buffers = chosen.buffers if config.sends_buffers else ()
     for name, tensor in (*parameters, *buffers):
         if is_expanded(tensor):
             raise RuntimeError(  # as torch does

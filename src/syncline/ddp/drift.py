@@ -221,7 +221,7 @@ class Drift:
                 self._lanes.keep(self.rounds.lanes, of=transport)
 
     def use_module(self, module: nn.Module) -> None:
-        """Act on another module from now on, which has taken the place of the former one in the wrapper."""
+        """Control the drift of another module from now on: the program has replaced the wrapped module by it."""
         self._module = module
         self._act_on(self._transport)
 

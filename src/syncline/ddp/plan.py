@@ -204,7 +204,7 @@ class Plan:
             "strategy": "EveryStep()" if self.rules is None else self.rules.strategy,
             "communication hook": self.comm_hook,
         }
-        if self.sizes.buffers.num_tensors and (self.config.init_buffers or self.config.buffers != "none"):
+        if self.sizes.buffers.num_tensors and self.config.sends_buffers:
             facts["buffers"] = self.config.buffers
             facts["buffers are broadcast at construction"] = self.config.init_buffers
         return [f"{name}: {value}" for name, value in (facts | self.config.compared()).items()]

@@ -111,13 +111,8 @@ class Replica:
             assert within is not None
             gradients = within
             self._lanes.keep([within], of=self.transport)
-        sends_buffers = self._are_buffers_compared and not self._has_local_buffers
+        sends_buffers = self.config.sends_buffers and not self._has_local_buffers
         return gradients, self._open_lane("buffers") if sends_buffers else self.transport
-
-    @property
-    def _are_buffers_compared(self) -> bool:
-        """Whether the ranks compare the buffers when they wrap the module, because they will be sent."""
-        return self.config.init_buffers or self.config.buffers != "none"
 
     def _open_lane(self, purpose: str, lanes: Lanes | None = None) -> Transport:
         """Open a lane for a purpose, and add it to `lanes`, or else to those of this replica."""
@@ -158,7 +153,7 @@ class Replica:
             policy=self.config.buffers,
             ignored=[*chosen.ignored, *self.config.ignore],
             are_local=self._has_local_buffers,
-            are_compared=self._are_buffers_compared,
+            are_compared=self.config.sends_buffers,
         )
         if self.config.gradients.sharded:
             self.sharding = Sharding(
@@ -208,22 +203,25 @@ class Replica:
         check = self.config.replica_check
         if not isinstance(check, ReplicaCheck) or transport.size == 1:
             return None
-        has_one_copy = self.sharding is not None and self.sharding.num_copies == 1
         steps_alike = self.drift.rounds is None and not self.config.gradients.sharded
         return ReplicaWatch(
             check,
             Peers(self._title, transport, ranks),
-            [] if has_one_copy else self.selection.parameters,
+            self._own_parameters(),
             buffers=[] if self.config.buffers == "none" or self._has_local_buffers else self.buffers.places,
             optimizers=weakly(self.registered.optimizers) if steps_alike else list,
             agreed_at=0 if self.config.init_sync else None,
         )
 
+    def _own_parameters(self) -> Sequence[tuple[str, Tensor]]:
+        """Return the parameters of which each rank has its own copy: none, if all ranks share one copy."""
+        has_one_copy = self.sharding is not None and self.sharding.num_copies == 1
+        return [] if has_one_copy else self.selection.parameters
+
     def _watch_gradients(self) -> None:
         """Let the ranks that average their gradients together compare their replicas in synchronized backwards."""
-        has_one_copy = self.sharding is not None and self.sharding.num_copies == 1
         look, hook = self.gradients.riders.look, self.gradients.layout.comm_hook
-        look.use(self._title, [] if has_one_copy else self.selection.parameters)
+        look.use(self._title, self._own_parameters())
         if hook is not None and not hook.averages:
             look.stop()
         ranks = self._plan_of(self.selection).reducing_ranks
@@ -325,16 +323,6 @@ class Replica:
             handle.remove()
         self._triggers = []
 
-    def after_forward(self, output: object, *, synchronizes: bool, is_training: bool) -> None:
-        """Record a forward with gradients enabled, and watch its output for the backwards that begin at it.
-
-        Args:
-            output: the output of the forward.
-            synchronizes: whether the backward of this forward would be synchronized.
-            is_training: whether the wrapper is in training mode.
-        """
-        self.gradients.forward_ended(output, owner=self, is_counted=synchronizes and is_training)
-
     def _gradient_is_ready(self, parameter: Tensor) -> None:
         """Follow the changes of the module, because a parameter has got a gradient that the reducer does not know."""
         if self.gradients.is_local_now():
@@ -359,8 +347,9 @@ class Replica:
         if self.drift.divergence.is_open:
             return
         self._remove_triggers()
-        module, self._new_module = self._new_module or self.module, None
+        module = self._new_module or self.module
         if self._needs_nothing(module):  # it was changed for one forward only
+            self._new_module = None
             return
         self.drift.refuse(UNCHANGED)
         self.transport.board.phase = f"backward, where {self._title} has changed since it was wrapped"
@@ -368,6 +357,8 @@ class Replica:
         self._use_module(module)
         try:
             chosen = replace(self._chosen_again(), buffers=())
+            delayed = frozenset(name for name, _ in chosen.delayed)
+            self.config = self.config.with_gradients(sparse=chosen.sparse, delayed=delayed)
             agree_on_module(
                 self._plan_of(chosen),
                 chosen,
@@ -379,8 +370,7 @@ class Replica:
         except BaseException:
             self._use_module(former)
             raise
-        delayed = frozenset(name for name, _ in chosen.delayed)
-        self.config = self.config.with_gradients(sparse=chosen.sparse, delayed=delayed)
+        self._new_module = None
         self._wire_again()
 
     def agree_before_join(self, module: nn.Module) -> None:
@@ -552,6 +542,5 @@ class Replica:
         self.registered = Registrations(self.config, None, compare, buffer_hook)
         self.state = SyncState(self.config, self.drift, compression, idle)
         self._wire(self._chosen_again())
-        self.buffers.due = (
-            False  # one rank may run the forward of a copy alone, such as that of `AveragedModel`
-        )
+        # One rank may run the forward of a copy alone, such as that of `AveragedModel`.
+        self.buffers.due = False

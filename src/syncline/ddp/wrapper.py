@@ -272,7 +272,8 @@ class DistributedDataParallel(  # type: ignore[misc, override]
         with profiled("forward") if is_profiling() else UNPROFILED:
             output = self._run_ddp_forward(*inputs, **kwargs)
         if torch.is_grad_enabled():
-            replica.after_forward(output, synchronizes=synchronizes, is_training=self.training)
+            is_counted = synchronizes and self.training
+            replica.gradients.forward_ended(output, owner=replica, is_counted=is_counted)
         if buffer_hook is not None and buffer_hook.after_forward:
             self._run_buffer_hook(buffer_hook)
         board.phase = "after forward"

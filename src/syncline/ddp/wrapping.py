@@ -277,12 +277,11 @@ def agree_on_module(
     Raises:
         ContractMismatch: the module or its configuration differs between ranks. The text is the same on every rank.
     """
-    sends_buffers = plan.config.init_buffers or plan.config.buffers != "none"
     lines = [
         *plan.compared(),
         *(f"ignored: {name}" for name in chosen.ignored),
         *describe_tensors(chosen.parameters, kind="parameter"),
-        *describe_tensors(chosen.buffers if sends_buffers else (), kind="buffer"),
+        *describe_tensors(chosen.buffers if plan.config.sends_buffers else (), kind="buffer"),
         *new_values,
     ]
     agree(transport, _TITLE, lines, remedy=remedy)

@@ -394,7 +394,7 @@ class GradientSync:
             raise reduction.out_of_step.too_late(self.step)
         if reduction.sends:
             reduction.clock.enter(BACKWARD)
-        accumulates = not self.controls.enabled or self.controls.announced is Announced.LOCAL
+        accumulates = self.is_local_now()
         num_contributing = self.controls.backward_begins(accumulates=accumulates)
         if self._successor is not None:  # the module had changed
             if index is None:

@@ -82,7 +82,7 @@ class AtExit:
         self._locks.add(lock)
 
     def stop(self, what: Stoppable) -> None:
-        """Let the end of the process stop a thread, and wait for it at most 1 s."""
+        """Stop a thread when the process ends, and wait for it for at most 1 s."""
         self._stoppable.add(what)
 
     def keep(self, group: object) -> None:

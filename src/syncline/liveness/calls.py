@@ -140,7 +140,7 @@ class Failure:
         return error
 
     def to_json(self, rank: int) -> str:
-        """Return the failure as JSON, for `rank` to publish.
+        """Return the failure as JSON, in the form in which the rank `rank` publishes it.
 
         If a text of the failure is long, keep only its end, because a traceback names the error at its end.
         """

@@ -56,7 +56,8 @@ class Finisher:
         C++ code when Python shuts down, right after the handler.
         """
         if AT_EXIT.is_over:
-            self._complete_now(work, future)
+            self._is_at_exit = True
+            self._finish(work, future)
             return
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name=f"syncline {self._name}", daemon=True)
@@ -74,18 +75,13 @@ class Finisher:
         # No C++ frame should be on the stack during the wait. If Python shuts down while a thread is inside a C++ call,
         # the process may abort.
         while (item := self._queue.get()) is not None:
-            work, future = item
-            with suppress(BaseException):  # `work` keeps the error, and the future's callback raises it
-                work.end()
-            self._set_result(future)
-            del item, work, future  # release their tensors before the wait for the next item
+            self._finish(*item)
+            del item  # release its tensors before the wait for the next item
 
-    @staticmethod
-    def _complete_now(work: BackendWork, future: Future[Any]) -> None:
-        with suppress(BaseException):
+    def _finish(self, work: BackendWork, future: Future[Any]) -> None:
+        with suppress(BaseException):  # `work` keeps the error, and the future's callback raises it
             work.end()
-        with suppress(Exception):
-            future.set_result(None)
+        self._set_result(future)
 
     def _set_result(self, future: Future[Any]) -> None:
         if not self._is_at_exit:

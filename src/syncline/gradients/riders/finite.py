@@ -75,7 +75,8 @@ class OwnGradients:
         devices = dict.fromkeys(size.device for _, size in sizes)
         here = [[(index, size) for index, size in sizes if size.device == device] for device in devices]
         parts = [
-            ([index for index, _ in part], torch.stack([size.float() for _, size in part])) for part in here
+            ([index for index, _ in part], torch.stack([size.detach().float() for _, size in part]))
+            for part in here
         ]
         return LateResult(parts) if sizes else None
 
