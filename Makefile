@@ -26,8 +26,9 @@ unexport PYTHONDONTWRITEBYTECODE
 FRAMEWORKS := .venv-frameworks
 FRAMEWORKS_STAMP := $(FRAMEWORKS)/.installed
 TEST_FRAMEWORKS ?= tests/frameworks
+NIGHTLY ?= not nightly
 
-.PHONY: help setup train test test-all test-gpu test-torch test-frameworks docs docs-serve wheels soak failure-matrix fuzz check \
+.PHONY: help setup train test test-all test-nightly test-gpu test-torch test-frameworks docs docs-serve wheels soak failure-matrix fuzz check \
 	format bench bench-baseline bench-compare clean
 
 help: ## list the targets
@@ -55,8 +56,12 @@ train: $(PACKAGE) ## fetch the digits and train on them with 2 processes
 test: $(STAMP) ## the test suite, without what is marked slow
 	$(PYTEST) -m "not slow"
 
-test-all: $(STAMP) ## the whole test suite
-	$(PYTEST) --durations 25
+test-all: $(STAMP) ## all that each change must pass: also what is slow
+	$(PYTEST) -m "not nightly"
+
+test-nightly: $(STAMP) $(FRAMEWORKS_STAMP) ## what changes do not run: full products, packages, Ray, MPI, SLURM at length
+	$(PYTEST) -m nightly --durations 25
+	$(MAKE) test-frameworks NIGHTLY=nightly
 
 # On a machine whose Python has its own torch for its GPUs: make test-gpu PYTHON=python3.12
 GPU_PYTHON := $(if $(filter command line environment,$(origin PYTHON)),$(PYTHON),$(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON)))
@@ -117,7 +122,7 @@ $(FRAMEWORKS_STAMP): requirements-frameworks.txt constraints-frameworks.txt pypr
 	@touch $@
 
 test-frameworks: $(FRAMEWORKS_STAMP) ## test the recipes with the real Accelerate, Transformers, Lightning, Ray, ...
-	$(FRAMEWORKS)/bin/python -m pytest -p no:cacheprovider -W default $(IN_WORKERS) $(PYTEST_FLAGS) $(TEST_FRAMEWORKS)
+	$(FRAMEWORKS)/bin/python -m pytest -p no:cacheprovider -W default $(IN_WORKERS) -m "$(NIGHTLY)" $(PYTEST_FLAGS) $(TEST_FRAMEWORKS)
 
 MPI_VENVS ?=
 BENCH ?= build/bench

@@ -22,16 +22,16 @@ that was allocated by torch, "in place" one from `transport.allocate`.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import syncline as sl
+from mpi import MPI, MPIPeer, find_mpi
 from rounds import RoundsParser, judged, write_figures
 from syncline.tools.bench.goals import figures_of
-from syncline.tools.bench.mpi import find_mpi
 from syncline.tools.bench.ranks import Plan, measure
 from syncline.tools.bench.tables import parse_size, report, size_text, table
 from syncline.tools.bench.timing import median_interval, ratio, summarize
@@ -56,7 +56,7 @@ Rounds = Mapping[str, Sequence[float]]
 
 def goals(summary: Mapping[str, Any]) -> list[list[str]]:
     """A row for each goal that was measured: what, and how each way to call us does."""
-    mpis = [mpi["name"] for mpi in summary["plan"]["mpis"]]
+    mpis = summary["mpis"]
     crowded = summary["num_ranks"] > summary["machine"]["num_cores"]
     rows = []
     for row in summary["all_reduce"]:
@@ -141,12 +141,12 @@ def parse_arguments() -> argparse.Namespace:
     return arguments
 
 
-def mpis_in(folder: Path | None) -> list[dict[str, str]]:
+def mpis_in(folder: Path | None) -> list[MPI]:
     """The MPIs of the virtual environments in a folder; what does not work is named on stderr."""
     found = []
     for python in sorted(folder.absolute().glob("*/bin/python")) if folder is not None else ():
         try:
-            found.append(asdict(find_mpi(str(python))))
+            found.append(find_mpi(str(python)))
         except ValueError as error:
             print(error, file=sys.stderr)
     return found
@@ -161,13 +161,22 @@ def main() -> None:
         sizes_bytes=arguments.sizes,
         num_rounds=arguments.rounds,
         turn_seconds=0.002 if arguments.quick else 0.01,
-        mpis=mpis_in(arguments.mpi_venvs) if world.rank == 0 else (),
         with_sum=True,
     )
-    raw = measure(plan)
+    peers: dict[str, MPIPeer] = {}
+    failures = []
+    with contextlib.ExitStack() as stack:
+        for mpi in mpis_in(arguments.mpi_venvs) if world.rank == 0 else ():
+            print(f"starting {mpi.name}", file=sys.stderr)
+            try:
+                peers[mpi.name] = stack.enter_context(MPIPeer(mpi, num_ranks=world.size))
+            except RuntimeError as error:
+                failures.append(str(error))
+        raw = measure(plan, peers)
     if raw is None:
         return
-    summary = summarize(raw)
+    raw["notes"] += failures
+    summary = {**summarize(raw), "mpis": list(peers)}
     print(report(summary))
     print("\nGoals")
     print(table([["goal", "plain", "in place", "sum only, plain"], *goals(summary)]))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
@@ -62,6 +63,38 @@ LONGEST_FIRST = (
 )
 """Files that take long, the longest first: `make test` gives whole files to two processes, of which none is to begin
 a long one when the other has ended."""
+
+IN_EACH_CHANGE = {
+    "test_elastic.py": 8,
+    "test_elastic_compressed.py": 8,
+    "test_elastic_drawn.py": 8,
+    "test_elastic_drifting.py": 8,
+    "test_elastic_hosts.py": 5,
+    "test_elastic_pairs.py": 6,
+    "test_elastic_sharded.py": 8,
+    "test_elastic_torchrun.py": 3,
+    "test_examples.py": 3,
+    "test_explain_command.py": 3,
+    "test_flipped_bits.py": 8,
+    "test_joining.py": 4,
+    "test_kills.py": 8,
+    "test_lines_of_one_mistake.py": 3,
+    "test_mpi.py": 0,
+    "test_notebook.py": 0,
+    "test_other_systems.py": 0,
+    "test_packages.py": 0,
+    "test_plan_command.py": 6,
+    "test_ray.py": 0,
+    "test_ray_resilient.py": 0,
+    "test_sanitizers.py": 3,
+    "test_shared_memory_faults.py": 2,
+    "test_sick_runs.py": 8,
+    "test_site.py": 4,
+    "test_slurm.py": 5,
+    "test_submitit.py": 0,
+}
+"""Of the slow tests in these files, each change runs one in so many; 0 means none. `make test-nightly` runs the others:
+full products, and what takes long and hardly ever finds anything."""
 
 PYTEST_VARIABLE = "PYTEST_CURRENT_TEST"
 """The environment variable that pytest itself changes during a test."""
@@ -129,6 +162,16 @@ def rank_pool(pytestconfig: pytest.Config) -> RankPool:
     return _pool_of(pytestconfig)
 
 
+@pytest.hookimpl(tryfirst=True)  # before pytest selects by marks
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    numbers = Counter[str]()
+    for item in items:
+        name = item.path.name
+        if (one_in := IN_EACH_CHANGE.get(name)) is not None and (
+            one_in == 0 or item.get_closest_marker("slow")
+        ):
+            if one_in == 0 or numbers[name] % one_in:
+                item.add_marker(pytest.mark.nightly)
+            numbers[name] += 1
     places = {name: place for place, name in enumerate(LONGEST_FIRST)}
     items.sort(key=lambda item: places.get(item.path.name, len(places)))

@@ -5,7 +5,7 @@
 A COMMAND is a target of make that gives $(PYTEST_FLAGS) to pytest: "tests=make test-all WORKERS=2". The flags load this
 file as a plugin, which records each test.
 
-What fails is run again, alone and twice, when the other tests have ended. What passes twice is FLAKY: it is listed
+What fails is run again, alone and twice, when the other tests have ended. What passes twice is flaky: it is listed
 with its first traceback, and the change passes. It is a debt: each one is repaired. All else is red, some of it at
 once: more than 8 failing tests, a failing test in a file that the change touches, tests that did not all run.
 
@@ -284,7 +284,7 @@ def main() -> None:
     failed = len(failing) - len(flaky) + len(records[-1].faults)
     say("", f"{passed + len(flaky)} passed, {failed} failed" + (f", {skipped} skipped" if skipped else ""))
     for test in sorted(flaky, key=lambda test: not test.died):
-        say("", f"FLAKY, a debt: {test.name}" + (", which died or hung" if test.died else ""), test.text)
+        say("", f"flaky, a debt: {test.name}" + (", which died or hung" if test.died else ""), test.text)
     say("", "the slowest tests:")
     for test in sorted(tests, key=lambda test: -test.seconds)[:20]:
         say(f"{test.seconds:8.1f} s  {test.name}")

@@ -59,11 +59,6 @@ def store_folder() -> str | None:
     return os.path.join(folder, os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
 
 
-def gloo_connects_lazily() -> bool:
-    """Return whether the user has told torch that Gloo connects two ranks when they first send to each other."""
-    return "TORCH_GLOO_LAZY_INIT" in os.environ
-
-
 def bucket_cap_mb() -> float | None:
     """Return the bucket size that the user has set for all programs, in MiB; None if there is none.
 

@@ -35,7 +35,6 @@ ALLOWED = {
     "syncline.liveness.connection._lock": "guards the file descriptors of the process",
     "syncline.session.registry.REGISTRY": "what is attached to a user's modules, found by kind",
     "syncline.session.world._SESSION": "the session of the process",
-    "syncline.transport.shared_memory.spare.SPARE_MEMORY": "memory outlives the groups of the process that used it",
     "syncline.transport.watched_work.under_way": "each wait drives the operations of all groups of the process",
     "syncline.user_code._main_state": "an address that is noted when the process starts, and in a fork",
 }

@@ -308,7 +308,7 @@ def one_rank(plan: Plan, folder: str) -> None:
     try:
         with ExitStack() as stack:
             if plan.num_newcomers:
-                # Only memory of the transport is used again. Small tensors are not in it, and small gradients not lent.
+                # Small tensors are not in memory of the transport, and small gradients not lent.
                 for module in ("engine", "transport"):
                     name = f"syncline.transport.shared_memory.{module}.IN_PLACE_BYTES"
                     stack.enter_context(mock.patch(name, 1))

@@ -42,7 +42,6 @@ def test_newcomers_get_the_state_and_train_with_the_others(
 def test_a_rank_keeps_its_gradients_while_another_joins(
     keeps: int, transport: str, tmp_path: Path, rank_pool: RankPool
 ) -> None:
-    """The rank that keeps none uses the memory of its former buckets again."""
     notes = run(tmp_path, rank_pool, 2, transport, HOLD, num_newcomers=1, max_ranks=3, keeps_gradients=keeps)
     assert len(elastic.check(notes)) == 3
 

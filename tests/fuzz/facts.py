@@ -19,6 +19,7 @@ from .program import (
     NoSync,
     OnRank,
     Program,
+    Replace,
     Rewrap,
     Save,
     Statement,
@@ -77,6 +78,8 @@ class Facts:
 
     Ours then raises on every rank, at once. Torch's class raises where the buffer is first written, if it is.
     """
+    drifts_unseen: bool = False
+    """Parameters differ between ranks, as the program wants it, and no look at the replicas is due after that."""
     has_one_process_meaning: bool = True
     """One process with the batches of both ranks is to end the same."""
 
@@ -107,6 +110,10 @@ class _State:
     """Models in eval mode."""
     frozen: set[int] = field(default_factory=set)
     """Wrappers whose modules are frozen."""
+    num_reduced: dict[int, int] = field(default_factory=dict)
+    """By wrapper: the number of its reductions."""
+    drifted_at: dict[int, int] = field(default_factory=dict)
+    """By wrapper whose replicas differ: the number of its reductions before they did."""
     has_joined: set[int] = field(default_factory=set)
     """Wrappers after their `join`."""
     lonely: bool = False
@@ -170,6 +177,18 @@ class _Walk:
     def synchronizes(self, wrapper: int) -> bool:
         return wrapper not in self.state.off
 
+    def drift(self, wrapper: int) -> None:
+        self.state.drifted_at.setdefault(wrapper, self.state.num_reduced.get(wrapper, 0))
+        self.facts.has_one_process_meaning = False
+
+    def end(self, wrapper: int) -> None:
+        """Note whether a look at the replicas was due while they differed: in the reductions 1, 2, 4, 8, ..."""
+        num = self.state.num_reduced.pop(wrapper, 0)
+        drifted_at = self.state.drifted_at.pop(wrapper, None)
+        if drifted_at is not None:
+            is_due = any(number & (number - 1) == 0 for number in range(drifted_at + 1, num + 1))
+            self.facts.drifts_unseen |= not is_due
+
     def walk(self, body: tuple[Statement, ...]) -> None:
         for statement in body:
             self.visit(statement)
@@ -221,11 +240,17 @@ class _Walk:
                 state.frozen = state.frozen | frozen if s.on else state.frozen - frozen
                 facts.is_uneven |= state.lonely
             case Rewrap():
+                self.end(s.wrapper)
                 facts.is_uneven |= state.lonely
                 vouches = ("init_sync", False) in self.program.wrappers[s.wrapper].options
                 facts.wraps_alone |= state.lonely and vouches
             case Save():
                 pass
+            case Replace():
+                facts.is_uneven |= state.lonely
+                for number, wrapper in enumerate(self.program.wrappers):
+                    if wrapper.model == s.model and not s.is_equal:
+                        self.drift(number)
             case NoSync():
                 was_off = s.wrapper in state.off
                 state.off.add(s.wrapper)
@@ -285,6 +310,7 @@ class _Walk:
             )
             state.expecting.discard(wrapper)
             if synchronizes:
+                state.num_reduced[wrapper] = state.num_reduced.get(wrapper, 0) + 1
                 state.announced.pop(wrapper, None)
                 state.local.discard(self.model_of(wrapper))  # others may have parameters of their own
             else:
@@ -307,6 +333,8 @@ class _Walk:
             kinds = self.kinds[self.model_of(wrapper)]
             is_training = self.model_of(wrapper) not in state.evaluating
             is_noisy = "dropout" in kinds and is_training
+            if "act_norm" in kinds and is_training:
+                self.drift(wrapper)
             counts_batches = "batch_norm" in kinds and is_training
             sends = bool(kinds & {"batch_norm", "scaled"}) and wrapper in called
             facts.sends_buffers_after_join |= sends and wrapper in state.has_joined
@@ -337,6 +365,8 @@ def facts_of(program: Program) -> Facts:
     walk = _Walk(program, (0, 1))
     walk.walk(program.body)
     facts = walk.facts
+    for wrapper in list(walk.state.drifted_at):
+        walk.end(wrapper)
     for rank in (0, 1):  # to which backward a forward belongs is each rank's own affair
         own = _Walk(program, (rank,))
         own.walk(program.body)

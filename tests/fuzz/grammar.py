@@ -29,6 +29,7 @@ from .program import (
     Prune,
     Reload,
     ReloadOptimizer,
+    Replace,
     Rewrap,
     Save,
     Statement,
@@ -421,15 +422,31 @@ class _Author:
             body = without_swaps((*body[:at], Prune(self.random.randrange(len(self.models))), *body[at:]))
         if self.often(0.05) and not has_join:
             body = self.averaging(body)
+        if self.often(0.03) and not has_join:
+            self.add_layer(Layer("act_norm"))
+            body = rewritten(body, without_transform)
+        if self.often(0.04) and not has_join:
+            at = self.random.randrange(len(body) + 1)
+            number = self.random.randrange(len(self.models))
+            replaced = Replace(number, self.random.randrange(100), self.often(0.5))
+            body = without_swaps((*body[:at], replaced, *body[at:], *self.two_steps()))
         return body
 
     def averaging(self, body: tuple[Statement, ...]) -> tuple[Statement, ...]:
         """Append steps of a loop that averages by itself; only the forward is in `no_sync`, as torch allows."""
-        stepped = {model for optimizer in self.optimizers for model in optimizer.models}
-        wrapper = next(number for number, one in enumerate(self.wrappers) if one.model in stepped)
+        wrapper = self.stepped()
         forward = NoSync(wrapper, (self.forward(wrapper, "l0"),))
         step = (ZeroGrad(wrapper), forward, Backward(("l0",)), Average(wrapper), Step(self.stepping(wrapper)))
         return (*body, Loop((2, 2), step))
+
+    def two_steps(self) -> list[Statement]:
+        wrapper = self.stepped()
+        return [Loop((2, 2), (ZeroGrad(wrapper), *self._plain(wrapper), Step(self.stepping(wrapper))))]
+
+    def stepped(self) -> int:
+        """A wrapper with an optimizer."""
+        models = {model for optimizer in self.optimizers for model in optimizer.models}
+        return next(number for number, one in enumerate(self.wrappers) if one.model in models)
 
     def add_layer(self, layer: Layer, number: int | None = None) -> None:
         """Put a layer into some model, not as the first or the last one."""

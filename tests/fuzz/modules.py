@@ -12,6 +12,7 @@ from torch.nn.utils import prune
 from torch.utils.checkpoint import checkpoint
 
 __all__ = [
+    "ActNorm",
     "Bank",
     "Branch",
     "Checkpoint",
@@ -27,6 +28,7 @@ __all__ = [
     "frozen",
     "halved",
     "pruned",
+    "replace",
     "scripted",
     "transformed",
     "unpacked",
@@ -137,6 +139,22 @@ class Bank(nn.Module):
         return x + self.get_buffer("bank").mean(0)
 
 
+class ActNorm(nn.Module):
+    """A scale that the first forward in training sets from its batch, so it differs between ranks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(4))
+        self.is_set = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training and not self.is_set:
+            self.is_set = True
+            with torch.no_grad():
+                self.scale.copy_(1 / (x.abs().mean(0) + 0.5))
+        return x * self.scale
+
+
 class Slots:
     __slots__ = ("held",)
 
@@ -199,6 +217,19 @@ def pruned(module: nn.Module) -> None:
     for layer in module.modules():
         if isinstance(layer, nn.Linear) and "weight" in layer._parameters:
             prune.l1_unstructured(layer, "weight", amount=0.25)
+            return
+
+
+def replace(module: nn.Module, seed: int) -> None:
+    """Put a new layer into the place of the first linear one, if there is one."""
+    for name, layer in module.named_children():
+        if type(layer) is nn.Linear:
+            new = nn.Linear(4, 4)
+            generator = torch.Generator().manual_seed(seed)
+            with torch.no_grad():
+                for parameter in new.parameters():
+                    parameter.copy_(torch.randn(parameter.shape, generator=generator, dtype=torch.float64))
+            setattr(module, name, new)
             return
 
 

@@ -28,6 +28,7 @@ __all__ = [
     "Prune",
     "Reload",
     "ReloadOptimizer",
+    "Replace",
     "Rewrap",
     "Save",
     "Statement",
@@ -196,6 +197,15 @@ class Prune(Statement):
     """A linear layer of a model is pruned, on all ranks."""
 
     model: int
+
+
+@dataclass(frozen=True)
+class Replace(Statement):
+    """A linear layer of a model is replaced by a new one, with values of its own on each rank or not."""
+
+    model: int
+    seed: int
+    is_equal: bool
 
 
 @dataclass(frozen=True)

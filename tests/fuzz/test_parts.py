@@ -23,6 +23,7 @@ from .program import (
     OnRank,
     Optimizer,
     Program,
+    Replace,
     Rewrap,
     Statement,
     Step,
@@ -77,7 +78,19 @@ def test_a_seed_is_always_the_same_program_and_every_program_is_python() -> None
     }
     options = {"find_unused_parameters", "static_graph", "gradient_as_bucket_view", "broadcast_buffers"}
     last = {*TRANSFORMS, *(f"{how} of a wrapper" for how in TRANSFORMS)}
-    last |= {"scaled", "expanded", "nested", "ignored", "lazy", "bank", "scripted", "Prune", "Average"}
+    last |= {
+        "scaled",
+        "expanded",
+        "nested",
+        "ignored",
+        "lazy",
+        "bank",
+        "scripted",
+        "Prune",
+        "Average",
+        "act_norm",
+        "Replace",
+    }
     last |= {"opaque", "slots", "closure", "leaf", "view"}
     assert kinds >= rare | layers | options | last
 
@@ -181,6 +194,18 @@ def test_which_programs_one_process_can_run() -> None:
     assert not facts_of(program_of(Loop((1, 2), PLAIN_STEP))).has_one_process_meaning
 
 
+def test_replicas_that_drift_apart_are_looked_at_in_the_reductions_1_2_4_8() -> None:
+    normed = Model((Layer("linear"), Layer("act_norm")))
+    apart = Replace(0, 7, is_equal=False)
+    assert not facts_of(program_of(*PLAIN_STEP, model=normed)).drifts_unseen
+    assert facts_of(program_of(Forward(0, 2, no_grad=True), model=normed)).drifts_unseen
+    assert not facts_of(program_of(apart, *PLAIN_STEP)).drifts_unseen
+    assert facts_of(program_of(*2 * PLAIN_STEP, apart, *PLAIN_STEP)).drifts_unseen
+    assert not facts_of(program_of(*2 * PLAIN_STEP, apart, *2 * PLAIN_STEP)).drifts_unseen
+    assert facts_of(program_of(*3 * PLAIN_STEP, Rewrap(0), *2 * PLAIN_STEP, apart, *PLAIN_STEP)).drifts_unseen
+    assert not facts_of(program_of(*PLAIN_STEP, replace(apart, is_equal=True))).drifts_unseen
+
+
 # ---------------------------------------------------------------------- oracle
 
 
@@ -207,6 +232,9 @@ def test_where_torch_is_wrong_ours_is_right_or_a_named_error() -> None:
     assert judged(differs, (outcome(w=3.0), outcome(w=3.0))) == []
     assert judged(differs, (named, named)) == []
     assert judged(differs, differs) == ["silent difference"]
+    warned = (replace(differs[0], has_warned=True), replace(differs[1], has_warned=True))
+    assert judged(differs, warned) == []
+    assert judged(differs, (warned[0], differs[1])) == ["silent difference"]
     assert judged((unnamed, unnamed), (unnamed, unnamed)) == ["unnamed error"]
     local = (NoSync(0, PLAIN_STEP[:2]), Step(0))
     assert judged(differs, differs, *local) == []  # asked for

@@ -25,6 +25,7 @@ from .program import (
     Prune,
     Reload,
     ReloadOptimizer,
+    Replace,
     Rewrap,
     Save,
     Statement,
@@ -49,6 +50,7 @@ _LAYERS = {
     "lazy": "Lazy()",
     "bank": "Bank(rank)",
     "scripted": "scripted(nn.Linear(4, 4))",
+    "act_norm": "ActNorm()",
 }
 _AROUND = {
     "twice": "Twice({})",
@@ -219,6 +221,11 @@ def _(s: Swap, program: Program) -> list[str]:
 @_lines.register
 def _(s: Prune, program: Program) -> list[str]:
     return [f"pruned(m{s.model})"]
+
+
+@_lines.register
+def _(s: Replace, program: Program) -> list[str]:
+    return [f"replace(m{s.model}, {s.seed}{'' if s.is_equal else ' + (rank or 0)'})"]
 
 
 @_lines.register

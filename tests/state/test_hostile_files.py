@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import io
 import json
 import os
 import pickle
 import random
 import warnings
-import zipfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -144,34 +142,7 @@ def test_whatever_bytes_a_save_has_the_one_before_is_loaded_or_the_object_refuse
 # ---------------------------------------------------------------------- files of torch
 
 
-def repeated(depth: int) -> list[Any]:
-    found: list[Any] = [0] * 10
-    for _ in range(depth):
-        found = [found] * 10
-    return found
-
-
-def in_itself() -> list[Any]:
-    found: list[Any] = []
-    found.append(found)
-    return found
-
-
-def compressed(path: Path) -> None:
-    whole = io.BytesIO()
-    torch.save({"step": 1, "padding": "x" * 10_000}, whole)
-    with zipfile.ZipFile(whole) as old, zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as new:
-        for name in old.namelist():
-            new.writestr(name, old.read(name))
-
-
 TORCH_FILES: dict[str, tuple[Callable[[Path], object], str]] = {
-    "lists in lists": (
-        lambda path: torch.save({"step": 1, "x": repeated(20)}, path),
-        "repeat each other too often",
-    ),
-    "a list in itself": (lambda path: torch.save({"x": in_itself()}, path), "contain themselves"),
-    "compressed": (compressed, "its entries are compressed"),
     "of the kernel": (lambda path: path.symlink_to("/proc/self/status"), "it is empty"),
     "a FIFO": (lambda path: os.mkfifo(path), "expected a regular file, found a FIFO"),
     "deep": (
@@ -182,7 +153,7 @@ TORCH_FILES: dict[str, tuple[Callable[[Path], object], str]] = {
 
 
 @pytest.mark.parametrize("kind", TORCH_FILES)
-def test_a_file_of_torch_that_would_cost_much_is_refused(kind: str, tmp_path: Path) -> None:
+def test_a_file_that_torch_has_not_written_is_refused(kind: str, tmp_path: Path) -> None:
     make, words = TORCH_FILES[kind]
     make(tmp_path / "old.pt")
     with pytest.raises((ValueError, SynclineError), match=words):

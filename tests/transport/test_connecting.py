@@ -1,18 +1,12 @@
-"""While a group connects: ranks are killed, threads wait at the store, and strangers connect to what listens."""
+"""While a group connects: ranks are killed, and threads wait at the store."""
 
 from __future__ import annotations
 
-import contextlib
-import ctypes
-import os
-import socket
-import struct
 import threading
 import time
 from datetime import timedelta
 
 import pytest
-import torch
 import torch.distributed as dist
 
 from meeting import end_by_sigkill, meet_at_the_store
@@ -113,46 +107,3 @@ def test_a_lane_is_created_while_a_thread_waits_at_the_store_of_the_group() -> N
     lane.close()
     transport.close()
     dist.barrier()  # the server of rank 0 is needed until then
-
-
-# ---------------------------------------------------------------------- strangers
-
-
-def listening() -> set[tuple[str, int]]:
-    """Return the addresses at which this process listens."""
-    found = set()
-    for name in os.listdir("/proc/self/fd"):
-        with contextlib.suppress(OSError):
-            if os.readlink(f"/proc/self/fd/{name}").startswith("socket:"):
-                with socket.socket(fileno=os.dup(int(name))) as one:
-                    if one.family is socket.AF_INET and one.getsockopt(
-                        socket.SOL_SOCKET, socket.SO_ACCEPTCONN
-                    ):
-                        found.add(one.getsockname())
-    return found
-
-
-@pytest.mark.ranks(2)
-def test_no_stranger_can_use_up_the_files_of_a_rank_by_connecting_to_gloo() -> None:
-    """Gloo accepts every connection, and aborts when this process has no file left."""
-    with socket.socket() as one:
-        code = ctypes.create_string_buffer(struct.pack("HBBI", 6, 0, 0, 0))  # one instruction: drop
-        try:
-            one.setsockopt(socket.SOL_SOCKET, 26, struct.pack("HP", 1, ctypes.addressof(code)))
-        except PermissionError:
-            pytest.skip("this system lets only root filter connections")
-    transport = C10dTransport(timeout_seconds=20)
-    before = listening()
-    lane = transport.lane("first")
-    new = listening() - before
-    assert new
-    for address in new:
-        with pytest.raises(TimeoutError):
-            socket.create_connection(address, timeout=0.3)
-    second = transport.lane("second")  # the ranks can still connect to each other, by other sockets
-    for one in (lane, second):
-        values = torch.ones(3)
-        one.all_reduce(values, "sum").wait()
-        assert values.tolist() == [2.0] * 3
-        one.close()
-    transport.close()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import gc
 import os
-import resource
 import sys
 import threading
 import warnings
@@ -24,10 +23,9 @@ import hangs
 from syncline import CollectiveMismatch, SynclineError
 from syncline.native import find_library, library
 from syncline.transport import C10dTransport, ReduceOp, Transport, Work
-from syncline.transport.shared_memory import SPARE_MEMORY, SharedMemoryTransport
+from syncline.transport.shared_memory import SharedMemoryTransport
 from syncline.transport.shared_memory.engine import Engine, EngineLane, LaneSizes
 from syncline.transport.shared_memory.memory import SharedMemory, available_bytes
-from syncline.transport.shared_memory.spare import SpareMemory
 
 pytestmark = pytest.mark.skipif(find_library() is None, reason="the native core was not built")
 
@@ -461,123 +459,3 @@ def test_a_lane_is_closed_before_its_memory_goes_in_whatever_order_garbage_is_fr
     leave_garbage()
     gc.collect()
     assert order == ["lane", "memory", "memory", "memory"]
-
-
-# ---------------------------------------------------------------------- memory that is used again
-
-
-def inode_of(address: int) -> str:
-    """The file that is mapped at an address, as the kernel shows it."""
-    for line in Path("/proc/self/maps").read_text().splitlines():
-        place, _, _, _, inode, *_ = line.split()
-        begin, end = (int(one, 16) for one in place.split("-"))
-        if begin <= address < end:
-            return inode
-    raise AssertionError(f"{address:x} is not mapped")
-
-
-@pytest.mark.ranks(3)
-@pytest.mark.parametrize("is_collected", [True, False])
-def test_memory_is_used_again_when_a_rank_joins(is_collected: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(SPARE_MEMORY, "keeps_files", True)
-    two = dist.new_group([0, 1])
-    rank, numel = dist.get_rank(), 300_000
-    before = ""
-    if rank < 2:
-        t = SharedMemoryTransport.over(C10dTransport(two, timeout_seconds=40))
-        tensor = t.allocate(numel, torch.float32, CPU)
-        tensor.fill_(rank + 7.0)
-        t.all_reduce(tensor).wait()
-        assert (tensor == 15.0).all()
-        before = inode_of(tensor.data_ptr())
-    t = met()
-    if is_collected:
-        with SPARE_MEMORY.collected():
-            if rank < 2:
-                del tensor
-            tensor = t.allocate(numel, torch.float32, CPU)
-    else:
-        if rank < 2:
-            del tensor
-        tensor = t.allocate(numel, torch.float32, CPU)
-    if rank < 2:
-        assert (inode_of(tensor.data_ptr()) == before) == is_collected
-    assert (tensor == 0).all()
-    tensor.copy_(values(rank, numel))
-    t.all_reduce(tensor).wait()
-    assert same_bits(tensor, in_rank_order(3, numel, torch.float32, "sum"))
-
-
-def test_spare_memory_stays_readable_where_a_former_mapping_of_it_is_in_use() -> None:
-    """As in another process, where a program keeps a tensor that lies in it."""
-    spare = SpareMemory()
-    spare.keeps_files = True
-    memory = SharedMemory.create(3 * 4096)
-    kept = SharedMemory(os.dup(memory.file_descriptor), 3 * 4096)
-    kept.map[2 * 4096 : 2 * 4096 + 3] = b"end"
-    spare.keep(memory, is_first=True)
-    with spare.collected():
-        del memory
-        for num_bytes in (4096, 3 * 4096):
-            again = spare.take(num_bytes)
-            assert again is not None
-            assert again.used_bytes == num_bytes, "it may hold other values than zeros"
-            assert kept.map[2 * 4096 : 2 * 4096 + 3] == b"end"
-            spare.keep(again, is_first=True)
-            del again
-
-
-def num_files() -> int:
-    return len(os.listdir("/proc/self/fd"))
-
-
-def test_spare_memory_leaves_most_files_to_the_program(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(resource, "getrlimit", lambda _: (15, 15))
-    spare, num_before = SpareMemory(), num_files()
-    spare.keeps_files = True
-    for _ in range(2):
-        memories = [SharedMemory.create(4096) for _ in range(20)]
-        for memory in memories:
-            spare.keep(memory, is_first=True)
-        assert num_files() == num_before + 3
-        with spare.collected():
-            del memory, memories
-            again = [spare.take(4096) for _ in range(4)]
-            assert [one is None for one in again] == [False, False, False, True]
-            for one in again[:3]:
-                assert one is not None
-                spare.keep(one, is_first=True)
-        assert num_files() == num_before + 3
-        del again, one
-        assert num_files() == num_before
-
-
-def test_spare_memory_is_taken_once_and_freed_at_the_end() -> None:
-    spare, num_before = SpareMemory(), num_files()
-    memory = SharedMemory.create(8192)
-    spare.keep(memory, is_first=True)
-    assert num_files() == num_before, "keeps_files is False"
-    spare.keeps_files = True
-    for _ in range(2):
-        memory = SharedMemory.create(8192)
-        memory.map[:3] = b"abc"
-        spare.keep(memory, is_first=True)
-        assert num_files() == num_before + 1
-        with spare.collected():
-            assert spare.take(4096) is None, "in use"
-            del memory
-            again = spare.take(3 * 4096)
-            assert again is not None
-            assert again.used_bytes == 8192
-            assert (again.map[:3], again.map[8190:8194]) == (b"abc", bytes(4))
-            assert spare.take(4096) is None, "taken"
-            again.release_file()
-            other = SharedMemory.create(4096)
-            spare.keep(other, is_first=True)
-            del other
-        assert num_files() == num_before
-        assert spare.take(4096) is None
-        memory = SharedMemory.create(4096)
-        spare.keep(memory, is_first=True)
-        del memory
-        assert num_files() == num_before, "freed outside of the block"

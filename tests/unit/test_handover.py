@@ -6,9 +6,9 @@ import threading
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from syncline.resilience.handover import memory_for_state, receive_state, send_state
+from syncline.resilience.handover import receive_state, send_state
 from syncline.transport import ThreadGroup
 
 
@@ -18,7 +18,7 @@ def state_of_donors() -> dict[str, Any]:
     return {**large, "bias": torch.arange(3.0), "turned": torch.ones(200, 300).t().clone(), "step": 4}
 
 
-def handed_over(into: dict[str, Any] | None, spare: list[Tensor]) -> dict[str, Any]:
+def handed_over(into: dict[str, Any] | None) -> dict[str, Any]:
     """What the third of three ranks receives of the others."""
     group = ThreadGroup(3)
     found: list[dict[str, Any]] = []
@@ -26,7 +26,7 @@ def handed_over(into: dict[str, Any] | None, spare: list[Tensor]) -> dict[str, A
     def take_part(rank: int) -> None:
         transport = group.transport(rank)
         if rank == 2:
-            found.append(receive_state(transport, [0, 1], into, spare))
+            found.append(receive_state(transport, [0, 1], into))
         else:
             send_state(state_of_donors(), transport, [2], [0, 1])
 
@@ -48,7 +48,7 @@ def check_values(received: dict[str, Any]) -> None:
 
 
 def test_a_state_is_received_in_new_memory() -> None:
-    check_values(handed_over(None, []))
+    check_values(handed_over(None))
 
 
 def test_memory_that_fits_is_used_and_other_memory_is_left_alone() -> None:
@@ -58,25 +58,8 @@ def test_memory_that_fits_is_used_and_other_memory_is_left_alone() -> None:
         "turned": torch.zeros(200, 300).t(),
         "only here": torch.zeros(200, 100),
     }
-    spare = [torch.zeros(5), torch.zeros(200, 100)]
-    received = handed_over(into, spare)
+    received = handed_over(into)
     check_values(received)
     assert received["weight"] is into["weight"] or received["weight"].data_ptr() == into["weight"].data_ptr()
-    assert received["momentum"].data_ptr() == spare[1].data_ptr()
     for name in ("wide", "turned", "only here"):
         assert not into[name].any(), name
-    assert not spare[0].any()
-
-
-def test_memory_for_the_state_of_an_optimizer_has_the_sizes_that_it_will_need() -> None:
-    large, small = nn.Parameter(torch.zeros(200, 100)), nn.Parameter(torch.zeros(3))
-    for optimizer in (
-        torch.optim.SGD([large, small], lr=0.1),
-        torch.optim.SGD([large, small], lr=0.1, momentum=0.9),
-        torch.optim.AdamW([large, small]),
-    ):
-        large.grad, small.grad = torch.ones_like(large), torch.ones_like(small)
-        prepared = memory_for_state([optimizer])
-        optimizer.step()
-        needed = [value for value in optimizer.state[large].values() if value is not None and value.dim()]
-        assert [one.shape for one in prepared] == [one.shape for one in needed]

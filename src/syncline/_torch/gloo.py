@@ -6,20 +6,12 @@ and waits there for the addresses of the other ranks, while this rank gathers th
 
 The process group itself keeps the store that its creator passed. Gloo reads addresses later only if the user has set
 TORCH_GLOO_LAZY_INIT. It then finds them even if the process with the job's store has ended.
-
-Gloo listens as long as the group exists, and accepts every connection: another user of the host could use up the files
-of this process. So once all ranks are connected, the kernel drops what arrives at the socket that listens.
 """
 
 from __future__ import annotations
 
 import base64
 import contextlib
-import ctypes
-import os
-import socket
-import struct
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -55,10 +47,6 @@ _MAX_PAUSE_SECONDS = 0.05
 _DEFAULT_TIMEOUT = timedelta(minutes=30)
 """The timeout of a Gloo group whose creator names none."""
 
-_SO_ATTACH_FILTER = 26
-_DROP_ALL = struct.pack("=HBBI", 6, 0, 0, 0)
-"""A filter of the kernel (classic BPF) with one instruction: return 0, the number of bytes to keep of a packet."""
-
 _LOOK_SECONDS = 0.05
 """How often a rank looks at the processes of the others while Gloo connects. Gloo itself waits for up to five times its
 timeout for a rank that has ended, or fails after some attempts to connect."""
@@ -68,14 +56,13 @@ _CAUSE_SECONDS = 0.5
 
 
 @contextlib.contextmanager
-def addresses_gathered(gather: Gather, *, is_lazy: bool = False) -> Iterator[None]:
+def addresses_gathered(gather: Gather) -> Iterator[None]:
     """Gather the addresses of the Gloo groups that this thread creates in the `with` block by `gather`.
 
     Args:
         gather: a function between the ranks of the groups.
-        is_lazy: whether Gloo connects two ranks when they first send to each other. Its sockets then stay open.
     """
-    _MAKER.begin(gather, is_lazy)
+    _MAKER.begin(gather)
     try:
         yield
     finally:
@@ -87,17 +74,17 @@ class _Maker:
 
     def __init__(self) -> None:
         self._original: Any = None
-        self._gathers: dict[int, tuple[Gather, bool]] = {}
-        """The arguments of the threads that are in a `with` block, by the id of the thread."""
+        self._gathers: dict[int, Gather] = {}
+        """The functions of the threads that are in a `with` block, by the id of the thread."""
         self._lock = threading.Lock()
 
-    def begin(self, gather: Gather, is_lazy: bool) -> None:
+    def begin(self, gather: Gather) -> None:
         """Use `gather` for the groups of this thread from now on."""
         with self._lock:
             if not self._gathers:
                 self._original = getattr(_module, _NAME, None)
                 setattr(_module, _NAME, self)
-            self._gathers[threading.get_ident()] = gather, is_lazy
+            self._gathers[threading.get_ident()] = gather
 
     def end(self) -> None:
         """Undo `begin`."""
@@ -111,7 +98,7 @@ class _Maker:
 
     def __call__(self, store: Store, rank: int, size: int, **options: Any) -> Any:
         make = partial(self._original, **options)
-        gather, is_lazy = self._gathers.get(threading.get_ident(), (None, False))
+        gather = self._gathers.get(threading.get_ident())
         # Another thread creates a group of other ranks, or the group needs the store later, to exchange ranks.
         if gather is None or size == 1 or options.get("enable_reconfigure"):
             return make(store, rank, size)
@@ -119,7 +106,6 @@ class _Maker:
         connecting = _Connecting(lambda: make(addresses, rank, size))
         connecting.start()
         interface = 0
-        listens_at = b""
         own = _own_address(addresses, f"{interface}/{rank}", connecting, _ADDRESS_SECONDS)
         if not own:
             gather(b"")
@@ -127,7 +113,6 @@ class _Maker:
             for peer, text in enumerate(texts):
                 addresses.set(f"{interface}/{peer}", base64.b64decode(text))
             interface += 1
-            listens_at += own
             seconds = options.get("timeout", _DEFAULT_TIMEOUT).total_seconds()
             own = _own_address(addresses, f"{interface}/{rank}", connecting, seconds, gather.check_processes)
             if not own and connecting.is_alive():
@@ -139,8 +124,6 @@ class _Maker:
             raise connecting.failure
         if connecting.group is None:  # some rank has found no address: its Gloo failed, or uses other keys
             return make(store, rank, size)
-        if not is_lazy:
-            drop_connections(listens_at)
         return connecting.group
 
 
@@ -209,44 +192,3 @@ def _own_address(
         pause_seconds = min(2 * pause_seconds, _MAX_PAUSE_SECONDS)
     address: bytes = store.get(key)
     return address
-
-
-# ---------------------------------------------------------------------- once all ranks are connected
-
-
-def drop_connections(addresses: bytes) -> None:
-    """Let the kernel drop all new connections to sockets of this process that listen at some of these addresses.
-
-    Connections that exist are not affected, nor are those that this process opens. Nothing is done on systems without
-    such filters.
-
-    Args:
-        addresses: a text that contains socket addresses in the form of the kernel, such as Gloo's own address.
-    """
-    if sys.platform != "linux":
-        return
-    for name in os.listdir("/proc/self/fd"):
-        with contextlib.suppress(OSError), _socket_at(int(name)) as one:
-            if one.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN) and _is_in(one, addresses):
-                code = ctypes.create_string_buffer(_DROP_ALL)
-                one.setsockopt(
-                    socket.SOL_SOCKET, _SO_ATTACH_FILTER, struct.pack("HP", 1, ctypes.addressof(code))
-                )
-
-
-def _socket_at(fd: int) -> socket.socket:
-    """Return a second reference to the socket of a file descriptor. Raise an OSError if it is no socket."""
-    copy = os.dup(fd)
-    try:
-        return socket.socket(fileno=copy)
-    except OSError:
-        os.close(copy)
-        raise
-
-
-def _is_in(listening: socket.socket, addresses: bytes) -> bool:
-    if listening.family not in (socket.AF_INET, socket.AF_INET6):
-        return False
-    host, port = listening.getsockname()[:2]
-    begin = struct.pack("=H", listening.family) + struct.pack("!H", port)
-    return begin in addresses and socket.inet_pton(listening.family, host) in addresses

@@ -98,7 +98,6 @@ class Reduction:
                 text = former.out_of_step.text
             else:  # the ranks are in step, at the same place of the program: the buckets get their final memory now
                 order = former.layout.order_of_rank_0(transport)
-                former.layout.leave_memory_in_use()  # ranks that keep no gradients use its file again
                 former.layout.free_memory()
         self.out_of_step: OutOfStep = OutOfStep(transport.rank, names, text=text)
         self.sends: bool = transport.size > 1 or comm_hook is not None

@@ -36,7 +36,6 @@ from syncline.session.world import (
     transport_of,
     world,
 )
-from syncline.transport.shared_memory import SPARE_MEMORY
 from syncline.transport.watched import WatchedTransport
 from syncline.words import describe_ranks
 
@@ -84,8 +83,6 @@ class Group:
         """How the present generation differs from the last one that trained, in words."""
         self.num_lost = 0
         """The number of members of the last generation that trained which are not in the present one."""
-        self.all_go_on = False
-        """Whether all members of the former generation are in the present one, and have stopped after the same step."""
         self.joins = is_about_to_join()
         """Whether this process has yet to join the others, by `begin`. It was started while they train, or is spare."""
         self.is_left_behind = False
@@ -225,10 +222,7 @@ class Group:
             disconnect()
         first = "" if loss is None else f". The first error: {loss}"
         try:
-            former = self._member.membership
-            present = self._agree(num_commits, _POLL_SECONDS)
-            self.all_go_on = loss is None and {*former.members} <= {*present.members}
-            return present
+            return self._agree(num_commits, _POLL_SECONDS)
         except PeerLost as left:
             has_said_so = str(left) in first  # the watch has lost the store, too, and ended the collectives
             raise PeerLost(f"{left}{'' if has_said_so else first}") from loss
@@ -276,7 +270,6 @@ class Group:
         register = self._register
         assert register is not None
         register.meet(membership)
-        SPARE_MEMORY.keeps_files = True
         members = membership.members
         hosts = [register.entries[name].host for name in members]
         rank = members.index(self._member.name)
@@ -357,7 +350,6 @@ class Group:
         Args:
             is_closed: whether the program closes the generator before its end.
         """
-        SPARE_MEMORY.keeps_files = False
         if self._register is not None:
             self._watch.end()
             self._pulse.close()

@@ -7,19 +7,16 @@ donor also sends all small tensors: buffers can differ between ranks, and those 
 from __future__ import annotations
 
 import json
-from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import zip_longest
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
 
 from syncline.checkpoint.encoding import decode, encode
 from syncline.checkpoint.files import checksum, memory_of
 from syncline.errors import SynclineError
-from syncline.optimizers.contents import parameters_of
 from syncline.tensors.targets import as_bytes
 from syncline.transport.base import Transport
 
@@ -61,7 +58,6 @@ def receive_state(
     transport: Transport,
     donors: Sequence[int],
     into: Mapping[str, Any] | None = None,
-    spare: Iterable[Tensor] = (),
 ) -> dict[str, Any]:
     """Receive the state that the donors send by `send_state`.
 
@@ -71,22 +67,16 @@ def receive_state(
         into: a state of this rank that nobody needs any more, also not after an error. Its tensors on the CPU are
             overwritten, and returned, where the state of the donors has one of the same name, shape and dtype. New
             memory would cost more than the transport of what it holds.
-        spare: tensors that nobody uses, for those that `into` does not have.
 
     Raises:
         SynclineError: a tensor was damaged on the way.
     """
     tree, forms = _receive_text(transport, donors[0])
     own = {} if into is None else encode(into, "state")[1]
-    unused: defaultdict[_Form, list[Tensor]] = defaultdict(list)
-    for one in spare:
-        unused[one.dtype, one.shape].append(one)
     tensors: dict[str, Tensor] = {}
     for name, (dtype, shape) in forms.items():
         form = getattr(torch, dtype), torch.Size(shape)
         found = own.get(name)
-        if found is None and unused[form]:
-            found = unused[form].pop()
         if found is None or not _can_hold(found, form):
             found = torch.empty(shape, dtype=form[0], device="cpu")
         tensors[name] = found
@@ -113,20 +103,6 @@ def receive_state(
                 )
     state: dict[str, Any] = decode(tree, tensors)
     return state
-
-
-def memory_for_state(optimizers: Iterable[Optimizer]) -> list[Tensor]:
-    """Return memory for the state that optimizers on the CPU probably get in their first step.
-
-    A process that waits to join makes it, because pages that are new cost more than the transport of what they hold.
-    """
-    spare = []
-    for one in optimizers:
-        num_tensors = 2 if "betas" in one.defaults else 1 if one.defaults.get("momentum") else 0
-        for parameter in parameters_of(one):
-            if parameter.device.type == "cpu" and parameter.numel() * parameter.element_size() > _SMALL_BYTES:
-                spare += [torch.zeros_like(parameter, requires_grad=False) for _ in range(num_tensors)]
-    return spare
 
 
 def _can_hold(tensor: Tensor, form: _Form) -> bool:

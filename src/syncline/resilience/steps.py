@@ -29,7 +29,6 @@ from syncline.records import StragglerRecord
 from syncline.resilience.batches import Batches
 from syncline.resilience.faults import Fault
 from syncline.resilience.group import Group
-from syncline.resilience.handover import memory_for_state
 from syncline.resilience.membership import Membership, Rules
 from syncline.resilience.parts import (
     attached_in,
@@ -40,9 +39,8 @@ from syncline.resilience.parts import (
 )
 from syncline.resilience.slow_ranks import SlowRanks
 from syncline.resilience.training import Training
-from syncline.session.world import is_about_to_join, world
+from syncline.session.world import world
 from syncline.suggestions import suggests_arguments
-from syncline.transport.shared_memory import SPARE_MEMORY
 
 _LOG = logging.getLogger("syncline")
 
@@ -257,7 +255,6 @@ class _Loop:
         if 0 < rules.max_ranks < world().size:
             refuse_sharded_with_spares(self.wrappers)
         attached, sampler = attached_in(state, self.wrappers), sampler_in(state)
-        spare = memory_for_state(one.optimizer for one in attached) if is_about_to_join() else []
         self._group = Group(rules)
         self._num_places = self._group.first_size
         if keeps_global_batch and rules.max_ranks > self._num_places:
@@ -273,7 +270,6 @@ class _Loop:
             sampler,
             self.batches,
             has_state=not self._group.joins,
-            spare=spare,
         )
         self._slow = slow
         slow.watch(self.wrappers)
@@ -396,8 +392,7 @@ class _Loop:
         while True:
             try:
                 self._group.connect(membership)
-                with SPARE_MEMORY.collected() if self._group.all_go_on else contextlib.nullcontext():
-                    self.training.follow(membership)
+                self.training.follow(membership)
                 self._group.settle()
                 return
             except Exception as error:

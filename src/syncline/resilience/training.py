@@ -22,8 +22,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from torch import Tensor
-
 from syncline.checkpoint.train_state import TrainState
 from syncline.data import DistributedSampler
 from syncline.ddp.wrapper import DistributedDataParallel
@@ -49,7 +47,6 @@ class Training:
         sampler: its sampler, if it has one.
         batches: the batches of this rank.
         has_state: whether this rank has the state of the first step. A process that joins has not.
-        spare: memory for the state of another rank.
     """
 
     def __init__(
@@ -61,13 +58,12 @@ class Training:
         batches: Batches,
         *,
         has_state: bool,
-        spare: list[Tensor],
     ) -> None:
         self.state = state
         self._wrappers = wrappers
         self._attached = attached
         self._batches = batches
-        self._has_state, self._spare = has_state, spare
+        self._has_state = has_state
         self._undo = Undo(state.named)
         self._residuals = Residuals(wrappers)
         self._rounds = rounds_in(wrappers)
@@ -216,10 +212,10 @@ class Training:
             send_state(self._sent(), transport, behind, donors)
         elif here.rank in behind:
             # A process that joins does not need what it has built. A rank that is behind may yet need its own state.
-            sent = receive_state(transport, donors, self._sent() if is_new else None, self._spare)
+            sent = receive_state(transport, donors, self._sent() if is_new else None)
             loads = is_new or len(self._rounds) < len(self._wrappers) or self._is_synchronous
             self._load(sent, values=loads)
-            self._has_state, self._spare = True, []
+            self._has_state = True
         for wrapper in self._wrappers:
             gradients = wrapper._replica.gradients
             gradients.count_from_step(self.state.step)

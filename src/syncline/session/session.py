@@ -290,7 +290,7 @@ class Session:
             # In `sl.steps`, a rank stops waiting if the others have changed meanwhile.
             may_raise=connection is not None,
         )
-        with addresses_gathered(gather, is_lazy=environment.gloo_connects_lazily()):
+        with addresses_gathered(gather):
             dist.init_process_group(
                 self._backend,
                 store=store,

@@ -19,7 +19,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from syncline import environment
 from syncline._torch.gloo import Gather, addresses_gathered
 from syncline._torch.process_groups import (
     AllgatherOptions,
@@ -242,7 +241,7 @@ def new_group(
         )
     name = _name(token)
     rank, store = ranks.index(dist.get_rank(parent)), PrefixStore(name, parent.get_group_store())
-    with addresses_gathered(gather, is_lazy=environment.gloo_connects_lazily()):
+    with addresses_gathered(gather):
         group = new_group_of(global_ranks, rank, backend, store, name, timedelta(seconds=timeout_seconds))
     record_ranks(group, global_ranks)
     return group

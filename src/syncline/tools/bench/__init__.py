@@ -7,8 +7,6 @@ job_times.py   how long the parts of a step take on one rank, without synchroniz
 machine.py     describes this machine (imports no torch)
 measured.py    runs the ranks of `calibrate.py` and `model_times.py`, and reads what they have found
 model_times.py the program of each rank that measures a model for `syncline plan`
-mpi.py         starts the ranks of an MPI, and lets them measure
-mpi_peer.py    the program of one rank of an MPI (a script)
 plot.py        draws the pictures of `syncline bench --plot`
 ranks.py       the program of each of Syncline's ranks
 tables.py      formats sizes and results as text (pure functions)

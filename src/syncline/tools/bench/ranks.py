@@ -5,21 +5,19 @@ PLAN is a `Plan` as JSON. OUTPUT is the path of the file for the results.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import torch
 import torch.distributed as dist
 
 from syncline.session.world import init, shutdown, transport_of
 from syncline.tools.bench.machine import describe_machine
-from syncline.tools.bench.mpi import MPI, MPIPeer
 from syncline.tools.bench.tables import size_text
 from syncline.tools.bench.timing import Timer, alternate, calls_for, timer
 from syncline.tools.bench.workloads import backend_group, checked, engines, num_parameters_of, steps_of
@@ -44,12 +42,20 @@ class Plan:
     """The number of rounds in which training steps are measured, for each model."""
     num_steps: int = 2
     """The number of training steps in one competitor's turn."""
-    mpis: Sequence[Mapping[str, str]] = ()
-    """The MPIs to measure. Each is a mapping of the fields of `MPI`."""
     with_sum: bool = False
-    """Whether to measure Syncline and the MPIs also with a plain sum, without division by the number of ranks."""
+    """Whether to measure also a plain sum, without division by the number of ranks."""
     transport: str | None = None
     """The name of the transport that the ranks must have. None accepts any. With another one, nothing is measured."""
+
+
+class Peer(Protocol):
+    """A competitor whose ranks are other processes. Rank 0 tells them when it is their turn."""
+
+    def prepare(self, numel: int) -> None:
+        """Set the number of fp32 elements that later calls reduce."""
+
+    def timer(self, op: Literal["sum", "mean"], transport: Transport) -> Timer:
+        """Return a timer of reductions. It waits for the barrier with which rank 0 begins a turn."""
 
 
 def main(argv: Sequence[str]) -> None:
@@ -63,8 +69,12 @@ def main(argv: Sequence[str]) -> None:
         Path(argv[1]).write_text(json.dumps(found))
 
 
-def measure(plan: Plan) -> dict[str, Any] | None:
+def measure(plan: Plan, peers: Mapping[str, Peer] | None = None) -> dict[str, Any] | None:
     """Perform the measurement `plan`. All ranks call this function together.
+
+    Args:
+        plan: what to measure.
+        peers: further competitors for all_reduce, by name. Only those of rank 0 count.
 
     Returns:
         On rank 0, the raw results, which `timing.summarize` reads. They are empty if the plan expects another
@@ -86,61 +96,42 @@ def measure(plan: Plan) -> dict[str, Any] | None:
     }
     if plan.transport in (None, transport.name):
         backend = backend_group(notes)
-        found["all_reduce"] = _all_reduce(plan, transport, backend, notes)
+        found["all_reduce"] = _all_reduce(plan, transport, backend, peers or {})
         found["steps"] = [_steps(model, plan, transport, backend, notes) for model in plan.models]
     shutdown()
     return found if world.rank == 0 else None
 
 
 def _all_reduce(
-    plan: Plan, transport: Transport, backend: dist.ProcessGroup | None, notes: list[str]
+    plan: Plan, transport: Transport, backend: dist.ProcessGroup | None, peers: Mapping[str, Peer]
 ) -> list[dict[str, Any]]:
     rows = []
-    with _peers(plan, transport, notes) as peers:
-        for number, size_bytes in enumerate(plan.sizes_bytes, start=1):
-            _say(f"all_reduce of {size_text(size_bytes)}, {number} of {len(plan.sizes_bytes)}", transport)
-            numel = size_bytes // 4
-            calls = checked(
-                engines(numel, transport=transport, backend=backend, with_sum=plan.with_sum),
-                rank=transport.rank,
-                size=transport.size,
-            )
-            timers = {name: timer(call, transport) for name, call in calls.items()}
-            timers |= _timers_of_peers(peers, numel, plan, transport)
-            num_calls = calls_for(timers, seconds=plan.turn_seconds, most=2000, transport=transport)
-            seconds = alternate(
-                timers,
-                num_rounds=plan.num_rounds,
-                num_calls=num_calls,
-                transport=transport,
-                after_round=_rounds_said(plan.num_rounds, transport),
-            )
-            rows.append({"payload_bytes": size_bytes, "num_calls": num_calls, "seconds": seconds})
+    names = json.loads(transport.all_gather_bytes(json.dumps(list(peers)).encode())[0])
+    shown = {name: peers[name] if transport.rank == 0 else None for name in names}
+    for number, size_bytes in enumerate(plan.sizes_bytes, start=1):
+        _say(f"all_reduce of {size_text(size_bytes)}, {number} of {len(plan.sizes_bytes)}", transport)
+        numel = size_bytes // 4
+        calls = checked(
+            engines(numel, transport=transport, backend=backend, with_sum=plan.with_sum),
+            rank=transport.rank,
+            size=transport.size,
+        )
+        timers = {name: timer(call, transport) for name, call in calls.items()}
+        timers |= _timers_of_peers(shown, numel, plan, transport)
+        num_calls = calls_for(timers, seconds=plan.turn_seconds, most=2000, transport=transport)
+        seconds = alternate(
+            timers,
+            num_rounds=plan.num_rounds,
+            num_calls=num_calls,
+            transport=transport,
+            after_round=_rounds_said(plan.num_rounds, transport),
+        )
+        rows.append({"payload_bytes": size_bytes, "num_calls": num_calls, "seconds": seconds})
     return rows
 
 
-@contextlib.contextmanager
-def _peers(plan: Plan, transport: Transport, notes: list[str]) -> Iterator[dict[str, MPIPeer | None]]:
-    """Start the MPIs of the plan on rank 0, and end them when the context ends.
-
-    Yields:
-        The MPIs that have started, by name. On ranks other than 0, the values are None.
-    """
-    with contextlib.ExitStack() as stack:
-        mine: dict[str, MPIPeer | None] = {}
-        for fields in plan.mpis if transport.rank == 0 else ():
-            mpi = MPI(**fields)
-            _say(f"starting {mpi.name}", transport)
-            try:
-                mine[mpi.name] = stack.enter_context(MPIPeer(mpi, num_ranks=transport.size))
-            except RuntimeError as error:
-                notes.append(str(error))
-        names = json.loads(transport.all_gather_bytes(json.dumps(list(mine)).encode())[0])
-        yield {name: mine.get(name) for name in names}
-
-
 def _timers_of_peers(
-    peers: Mapping[str, MPIPeer | None], numel: int, plan: Plan, transport: Transport
+    peers: Mapping[str, Peer | None], numel: int, plan: Plan, transport: Transport
 ) -> dict[str, Timer]:
     def watch(_: int) -> float:
         transport.barrier().wait()

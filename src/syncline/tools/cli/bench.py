@@ -1,4 +1,4 @@
-"""`syncline bench`: measure Syncline against Gloo and MPI on this machine, and print tables.
+"""`syncline bench`: measure Syncline against Gloo on this machine, and print tables.
 
 An import of torch takes seconds. Functions that need torch therefore import it themselves, so that help texts and
 errors about the command line appear without a wait for torch.
@@ -8,10 +8,8 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import importlib.util
 import json
 import re
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -37,9 +35,8 @@ _HELP = """\
 usage: syncline bench [-n RANKS] [options]
 
 Measure all_reduce by size and a training step on this machine: Syncline against
-Gloo, and against MPI if mpi4py is installed. The engines take turns in the same
-processes, so that other load on the machine affects all of them. This takes about
-two minutes. Keep the machine idle meanwhile.
+Gloo. The engines take turns in the same processes, so that other load on the machine
+affects all of them. This takes about two minutes. Keep the machine idle meanwhile.
 
   syncline bench                              2 ranks, everything
   syncline bench -n 4 --sizes 1K,1M,25M --no-steps
@@ -98,7 +95,7 @@ def main(argv: Sequence[str]) -> int:
     before = None if args.compare is None else _baseline(args, sizes)
     say(_NAME, f"starting {args.n} ranks")
     transport = None if before is None else str(before.settings["transport"])
-    plan = replace(_plan(args, sizes), mpis=_mpis(), transport=transport)
+    plan = replace(_plan(args, sizes), transport=transport)
     from syncline.tools.bench.baseline import settings_of
     from syncline.tools.bench.goals import figures_of, goals_table, show_comparison, to_json
     from syncline.tools.bench.timing import summarize
@@ -270,7 +267,7 @@ def _sizes(args: argparse.Namespace) -> list[int]:
 
 
 def _plan(args: argparse.Namespace, sizes: list[int]) -> Plan:
-    """Return the plan of the measurement that the options request, without MPI."""
+    """Return the plan of the measurement that the options request."""
     from syncline.tools.bench.ranks import Plan
 
     models = ("0.3M",) if args.quick else ("0.3M", "5M")
@@ -282,15 +279,3 @@ def _plan(args: argparse.Namespace, sizes: list[int]) -> Plan:
         turn_seconds=0.002 if args.quick else 0.01,
         models=models if args.steps else (),
     )
-
-
-def _mpis() -> list[dict[str, str]]:
-    if importlib.util.find_spec("mpi4py") is None:
-        return []
-    from syncline.tools.bench.mpi import find_mpi
-
-    try:
-        return [asdict(find_mpi(sys.executable))]
-    except ValueError as error:
-        say(_NAME, f"MPI is not measured: {error}")
-        return []

@@ -6,7 +6,6 @@ hub.py        connections between the ranks of a host, over which memory is pass
 medium.py     places and failures of the ranks, in memory that all of them have mapped
 memory.py     create and map memory, and measure how much memory is available
 sockets.py    Unix sockets between two ranks: connect, send bytes and files, and detect ended processes
-spare.py      memory that is used again when ranks join
 transport.py  the transport
 work.py       an operation in shared memory, and the wait for it
 """
@@ -14,7 +13,6 @@ work.py       an operation in shared memory, and the wait for it
 from __future__ import annotations
 
 from syncline.transport.shared_memory.core import SharedMemoryUnavailable
-from syncline.transport.shared_memory.spare import SPARE_MEMORY
 from syncline.transport.shared_memory.transport import SharedMemoryTransport
 
-__all__ = ["SPARE_MEMORY", "SharedMemoryTransport", "SharedMemoryUnavailable"]
+__all__ = ["SharedMemoryTransport", "SharedMemoryUnavailable"]

@@ -371,12 +371,9 @@ class Regions:
             return torch.zeros(numel, dtype=dtype, device="cpu")
         stride = -(-numel * dtype.itemsize // _MIN_STRIDE_BYTES) * _MIN_STRIDE_BYTES
         purpose = f"{numel} elements of {dtype}"
-        memory = self._hub.allocate(self._hub.size * stride, purpose, may_be_used=True)
+        memory = self._hub.allocate(self._hub.size * stride, purpose)
         region = Region(memory.address, stride, int.from_bytes(token[:8], "little"))
-        tensor = self._tensor_in(memory, numel, dtype, region)
-        if memory.used_bytes > self._hub.rank * stride:
-            tensor.zero_()
-        return tensor
+        return self._tensor_in(memory, numel, dtype, region)
 
     def _tensor_in(self, memory: SharedMemory, numel: int, dtype: torch.dtype, region: Region) -> Tensor:
         """Return this rank's tensor of a region. The mapping lives as long as the tensor."""

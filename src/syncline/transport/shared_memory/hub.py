@@ -26,7 +26,7 @@ from syncline.liveness.gathering import StoreGathering
 from syncline.liveness.processes import RankProcess, host_key
 from syncline.liveness.store import SignedStore, decode
 from syncline.transport.shared_memory.core import MAX_RANKS, SharedMemoryUnavailable, library
-from syncline.transport.shared_memory.memory import SharedMemory, has_several_nodes
+from syncline.transport.shared_memory.memory import SharedMemory
 from syncline.transport.shared_memory.sockets import (
     Peers,
     RankOnSocket,
@@ -40,7 +40,6 @@ from syncline.transport.shared_memory.sockets import (
     send_file,
     send_rows,
 )
-from syncline.transport.shared_memory.spare import SPARE_MEMORY
 from syncline.words import describe_ranks
 
 T = TypeVar("T")
@@ -229,9 +228,7 @@ class Hub:
             send_rows(before, rows)
         return rows
 
-    def allocate(
-        self, num_bytes: int, purpose: str, *, populated_bytes: int | None = None, may_be_used: bool = False
-    ) -> SharedMemory:
+    def allocate(self, num_bytes: int, purpose: str, *, populated_bytes: int | None = None) -> SharedMemory:
         """Create shared memory of zeros, and map it on all ranks; a collective call.
 
         Args:
@@ -239,8 +236,6 @@ class Hub:
             purpose: the use of the memory, for error messages.
             populated_bytes: how many bytes at the beginning get pages now; None for all. The others get theirs at their
                 first use.
-            may_be_used: whether the memory may be a part of `SPARE_MEMORY`, and go there again. Then it may hold other
-                values than zeros (see `SharedMemory.used_bytes`).
 
         Raises:
             SharedMemoryUnavailable: there is not enough memory. All ranks raise this error.
@@ -250,7 +245,7 @@ class Hub:
         num_bytes = pages(num_bytes)
         try:
             memory, trouble = self._passed_on(
-                num_bytes, num_bytes if populated_bytes is None else populated_bytes, may_be_used=may_be_used
+                num_bytes, num_bytes if populated_bytes is None else populated_bytes
             )
             troubles = [row.decode() for row in self.gather(trouble.encode())]
         except OSError as error:
@@ -259,15 +254,10 @@ class Hub:
             raise failed_connection(what, self.peers.gone(), error) from error
         _raise_if_any(f"cannot allocate shared memory for {purpose}:", troubles)
         assert memory is not None
-        if may_be_used:
-            SPARE_MEMORY.keep(memory, is_first=self.rank == 0)
-        else:
-            memory.release_file()
+        memory.release_file()
         return memory
 
-    def _passed_on(
-        self, num_bytes: int, populated_bytes: int, *, may_be_used: bool
-    ) -> tuple[SharedMemory | None, str]:
+    def _passed_on(self, num_bytes: int, populated_bytes: int) -> tuple[SharedMemory | None, str]:
         """Map the memory that rank 0 creates, and pass its descriptor to the next rank.
 
         Returns:
@@ -278,27 +268,21 @@ class Hub:
         try:
             if before is None:
                 try:
-                    spare = SPARE_MEMORY.take(num_bytes) if may_be_used else None
-                    memory = spare or SharedMemory.create(num_bytes)
+                    memory = SharedMemory.create(num_bytes)
                 finally:
                     if after is not None:
-                        passed = (None, 0) if memory is None else (memory.file_descriptor, memory.used_bytes)
-                        send_file(after, *passed)
+                        send_file(after, None if memory is None else memory.file_descriptor)
             else:
-                descriptor, used_bytes = receive_file(before)
+                descriptor = receive_file(before)
                 if after is not None:
-                    send_file(after, descriptor, used_bytes)
+                    send_file(after, descriptor)
                 if descriptor is not None:
-                    memory = SharedMemory(descriptor, num_bytes, SPARE_MEMORY.mapping_of(descriptor))
-                    memory.used_bytes = used_bytes
+                    memory = SharedMemory(descriptor, num_bytes)
             if memory is not None:
-                # Each rank makes its own part of the pages, on its own NUMA node. If there is one node, those of a rank
-                # that joins are divided among all.
-                begin = 0 if has_several_nodes() else memory.used_bytes
-                each = (populated_bytes - begin) // self.size
+                # Each rank makes its own part of the pages, on its own NUMA node.
+                each = populated_bytes // self.size
                 last = self.rank == self.size - 1
-                from_ = begin + self.rank * each
-                memory.populate(from_, populated_bytes if last else from_ + each)
+                memory.populate(self.rank * each, populated_bytes if last else (self.rank + 1) * each)
         except SynclineError as error:
             return memory, str(error)
         return memory, ""

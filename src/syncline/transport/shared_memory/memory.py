@@ -17,8 +17,7 @@ import functools
 import mmap
 import os
 import weakref
-from collections.abc import Callable, Iterator
-from functools import partial
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -138,56 +137,39 @@ def _libc() -> Any:
     return libc
 
 
-class Mapping(NamedTuple):
-    """Where a file is mapped in the memory of this process."""
-
-    address: int
-    num_bytes: int
-
-    def unmap(self) -> None:
-        """Remove the mapping. Nobody may use its addresses any more."""
-        _libc().munmap(self.address, self.num_bytes)
-
-
 class SharedMemory:
     """A mapping of a memfd into the memory of this process.
 
     Args:
         file_descriptor: the descriptor of the memfd. The new object owns the descriptor, and closes it.
         num_bytes: the size of the memfd.
-        former: a mapping of the same memfd that is not in use. It is moved instead of making a new one, because the
-            pages of a new one would have to be found again.
+        mapped_at: an address at which the memfd is mapped already. The pages are then mapped a second time, instead of
+            being found again.
 
     Attributes:
         map: the mapped bytes, as an object with the buffer protocol. The memory is unmapped when `map` is freed.
         address: the address of the first mapped byte.
     """
 
-    def __init__(self, file_descriptor: int, num_bytes: int, former: Mapping | None = None) -> None:
+    def __init__(self, file_descriptor: int, num_bytes: int, *, mapped_at: int | None = None) -> None:
         self.num_bytes = num_bytes
         self._file_descriptor = file_descriptor
         self._is_own = False
         """Whether this process has created the memfd, and has checked that there is enough memory."""
-        self.used_bytes = 0
-        """How many bytes at the beginning were in use before. They have pages, and may hold other values than zeros."""
         protection = mmap.PROT_READ | mmap.PROT_WRITE
-        if former is None:
+        if mapped_at is None:
             address = _libc().mmap(None, num_bytes, protection, mmap.MAP_SHARED, file_descriptor, 0)
-        else:
-            address = _libc().mremap(*former, num_bytes, _MREMAP_MAYMOVE, None)
+        else:  # the kernel maps shared memory a second time if the size of the former mapping is 0
+            address = _libc().mremap(mapped_at, 0, num_bytes, _MREMAP_MAYMOVE, None)
         if address == _MAP_FAILED:
             reason = os.strerror(ctypes.get_errno())
             self.release_file()
-            if former is not None:
-                former.unmap()
             raise SynclineError(
                 f"this process could not map {num_bytes / 1e6:.1f} MB of shared memory: {reason}"
             )
         self.address: int = address
-        self._call_when_free: Callable[[Mapping], object] | None = None
-        """What is called with the mapping when nobody uses it any more; None if it is removed then."""
         self.map: Any = (ctypes.c_char * num_bytes).from_address(address)
-        self._finalizer = weakref.finalize(self.map, Mapping(address, num_bytes).unmap)
+        self._finalizer = weakref.finalize(self.map, _libc().munmap, address, num_bytes)
         self._finalizer.atexit = False
         if num_bytes >= _HUGE_PAGE_BYTES and hasattr(mmap, "MADV_HUGEPAGE"):
             with contextlib.suppress(OSError):  # a kernel without huge pages
@@ -215,40 +197,6 @@ class SharedMemory:
         memory._is_own = True
         return memory
 
-    @staticmethod
-    def resized(file_descriptor: int, former: Mapping, num_bytes: int) -> SharedMemory:
-        """Map a memfd of this process that is not in use, with another size. What it holds stays.
-
-        The file becomes larger if necessary, but never smaller: a process that still reads a former mapping of it, for
-        example through a gradient that a program has kept, would be killed by a signal.
-
-        Args:
-            file_descriptor: the descriptor of the memfd. The new object owns the descriptor.
-            former: the present mapping, of the present size.
-            num_bytes: the new size of the mapping.
-
-        Raises:
-            SynclineError: there is not enough memory.
-        """
-        try:
-            _check_room(num_bytes - former.num_bytes)
-            file_bytes = os.fstat(file_descriptor).st_size
-            os.ftruncate(file_descriptor, max(num_bytes, file_bytes))
-        except BaseException:
-            os.close(file_descriptor)
-            former.unmap()
-            raise
-        memory = SharedMemory(file_descriptor, num_bytes, former)
-        memory._is_own, memory.used_bytes = True, min(num_bytes, file_bytes)
-        return memory
-
-    def when_free(self, call: Callable[[Mapping], object]) -> None:
-        """Call a function with the mapping when nobody uses it any more, instead of removing it."""
-        self._call_when_free = call
-        self._finalizer.detach()
-        self._finalizer = weakref.finalize(self.map, partial(call, Mapping(self.address, self.num_bytes)))
-        self._finalizer.atexit = False
-
     def leave_copy(self, from_: int, to: int) -> SharedMemory:
         """Move the mapping to another address. At the present address, leave a private copy of some bytes.
 
@@ -267,9 +215,8 @@ class SharedMemory:
         from_ = from_ // mmap.PAGESIZE * mmap.PAGESIZE
         num_bytes = -(-(to - from_) // mmap.PAGESIZE) * mmap.PAGESIZE
         _check_room(num_bytes)
-        # The kernel maps shared memory a second time if the size of the former mapping is 0.
-        moved = SharedMemory(self.take_file(), self.num_bytes, Mapping(self.address, 0))
-        moved._is_own, moved.used_bytes = self._is_own, self.num_bytes
+        moved = SharedMemory(self._take_file(), self.num_bytes, mapped_at=self.address)
+        moved._is_own = self._is_own
         libc, flags = _libc(), mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
         copy = libc.mmap(None, num_bytes, mmap.PROT_READ | mmap.PROT_WRITE, flags, -1, 0)
         if copy != _MAP_FAILED:
@@ -284,10 +231,8 @@ class SharedMemory:
                 f"earlier step are kept: {reason}. Keep clones of the gradients instead"
             )
         self._finalizer.detach()
-        self._finalizer = weakref.finalize(self.map, Mapping(self.address, self.num_bytes).unmap)
+        self._finalizer = weakref.finalize(self.map, libc.munmap, self.address, self.num_bytes)
         self._finalizer.atexit = False
-        if self._call_when_free is not None:
-            moved.when_free(self._call_when_free)
         return moved
 
     @property
@@ -305,7 +250,7 @@ class SharedMemory:
         if to <= from_:
             return
         if not self._is_own:  # this rank's limit may differ from rank 0's
-            _check_room(to - max(from_, self.used_bytes))
+            _check_room(to - from_)
         try:
             try:
                 self._advise(_MADV_POPULATE_WRITE, from_, to - from_)
@@ -322,25 +267,18 @@ class SharedMemory:
         if _libc().madvise(self.address + offset, num_bytes, advice):
             raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
 
-    def take_file(self) -> int:
-        """Return the descriptor of the memfd, which the caller owns from now on. The mapping remains usable."""
+    def _take_file(self) -> int:
         descriptor, self._file_descriptor = self._file_descriptor, -1
         return descriptor
 
     def release_file(self) -> None:
         """Close the descriptor of the memfd. The mapping remains usable."""
-        descriptor = self.take_file()
+        descriptor = self._take_file()
         if descriptor >= 0:
             os.close(descriptor)
 
     def __del__(self) -> None:
         self.release_file()
-
-
-@functools.cache
-def has_several_nodes() -> bool:
-    """Return whether the memory of this host is divided among several NUMA nodes."""
-    return os.path.exists("/sys/devices/system/node/node1")
 
 
 def _check_room(num_bytes: int) -> None:

@@ -137,8 +137,6 @@ _CREDENTIALS = struct.Struct("3i")
 
 _LENGTH = struct.Struct("<I")
 
-_NUMBER = struct.Struct("<Q")
-
 _HELLO = struct.Struct("<I32s")
 """The layout of the first message on a connection: the number of the connecting rank, and the token of the group."""
 
@@ -312,22 +310,20 @@ def receive_rows(connection: socket.socket) -> list[bytes]:
     return rows
 
 
-def send_file(connection: socket.socket, descriptor: int | None, number: int) -> None:
-    """Send an open file and a number to the process at the other end. If `descriptor` is None, send None."""
-    data = _NUMBER.pack(number)
+def send_file(connection: socket.socket, descriptor: int | None) -> None:
+    """Send an open file to the process at the other end. If `descriptor` is None, send None."""
     if descriptor is None:
-        connection.sendall(data)
+        connection.sendall(b"-")
     else:
-        socket.send_fds(connection, [data], [descriptor])
+        socket.send_fds(connection, [b"+"], [descriptor])
 
 
-def receive_file(connection: socket.socket) -> tuple[int | None, int]:
-    """Receive an open file that the other rank sent with `send_file`, and return its descriptor and the number.
+def receive_file(connection: socket.socket) -> int | None:
+    """Receive an open file that the other rank sent with `send_file`, and return its descriptor.
 
     The descriptor is None if the other rank sent None.
     """
-    data, descriptors, _, _ = socket.recv_fds(connection, _NUMBER.size, 1, socket.MSG_CMSG_CLOEXEC)
+    data, descriptors, _, _ = socket.recv_fds(connection, 1, 1, socket.MSG_CMSG_CLOEXEC)
     if not data:
         raise ConnectionResetError("the other rank closed the connection")
-    data += _receive(connection, _NUMBER.size - len(data))
-    return (descriptors[0] if descriptors else None), _NUMBER.unpack(data)[0]
+    return descriptors[0] if descriptors else None

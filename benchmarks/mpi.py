@@ -46,7 +46,7 @@ class MPI:
             options = ["--bind-to", "none", "--map-by", ":OVERSUBSCRIBE"]
             if os.geteuid() == 0:
                 options.append("--allow-run-as-root")
-        return [self.mpiexec, *options, "-n", str(num_ranks), self.python, str(_PEER), socket_path]
+        return [self.mpiexec, *options, "-n", str(num_ranks), self.python, "-P", str(_PEER), socket_path]
 
 
 def short_name(version: str) -> str:
