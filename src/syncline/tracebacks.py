@@ -81,7 +81,7 @@ def describe(error: BaseException, tb: TracebackType | None = None) -> Described
     if begin is None:
         whole.stack = None  # type: ignore[assignment]  # as Python does, it then prints no header
     is_ours = bool(whole.stack) and whole.stack[-1].filename.startswith(_PACKAGE)
-    _shorten(brief)
+    _shorten(brief, has_marks=not is_ours)
     suggestion = _suggestion(error)
     return Described(
         brief=(_cut(brief) if is_ours else _text(brief)) + suggestion,
@@ -219,11 +219,11 @@ def _is_of_worker(tb: TracebackType | None) -> bool:
     )
 
 
-def _shorten(shown: traceback.TracebackException) -> None:
+def _shorten(shown: traceback.TracebackException, *, has_marks: bool) -> None:
     """Leave out of a chain of exceptions what does not help to find the mistake."""
     chain = list(_chain(shown))
     for one in chain:
-        one.stack = _brief_stack(one.stack)
+        one.stack = _brief_stack(one.stack, has_marks=has_marks)
     if len(chain) > 1:
         last: Any = chain[1]
         last.__cause__ = last.__context__ = None
@@ -237,18 +237,25 @@ def _chain(shown: traceback.TracebackException) -> Iterator[traceback.TracebackE
         one = one.__cause__ or (None if one.__suppress_context__ else one.__context__)
 
 
-def _brief_stack(stack: traceback.StackSummary | None) -> Any:
-    """Return the frames of a stack that help to find the mistake; None if it has no frames."""
+def _brief_stack(stack: traceback.StackSummary | None, *, has_marks: bool) -> Any:
+    """Return the frames of a stack that help to find the mistake; None if it has no frames.
+
+    Args:
+        stack: the stack.
+        has_marks: whether the last line may have markers below it (^^^). Python 3.13 marks more than 3.11 does.
+    """
     if not stack:
         return None
-    *outer, last = _of_the_program(stack) or stack[-1:]
-    # Markers below a line (^^^) help only in the last line. The others tell how the program came there.
-    plain = [traceback.FrameSummary(f.filename, f.lineno, f.name, line=f.line) for f in outer]
-    num_hidden = len(plain) + 1 - _MAX_FRAMES
+    found = _of_the_program(stack) or stack[-1:]
+    # Markers help only in the last line. The others tell how the program came there.
+    plain = [traceback.FrameSummary(f.filename, f.lineno, f.name, line=f.line) for f in found]
+    if has_marks:
+        plain[-1] = found[-1]
+    num_hidden = len(plain) - _MAX_FRAMES
     if num_hidden > 1:
         gap = traceback.FrameSummary("", num_hidden, "")
         plain = [plain[0], gap, *plain[1 + num_hidden :]]
-    return _BriefStack([*plain, last])
+    return _BriefStack(plain)
 
 
 class _BriefStack(traceback.StackSummary):

@@ -126,7 +126,8 @@ def warning_here(category: type[Warning] = RuntimeWarning) -> Callable[[str], No
     if frame is None:
         return lambda text: warnings.warn(printable(text), category, stacklevel=3)
     path, line = frame.f_code.co_filename, frame.f_lineno
-    module, registry = frame.f_globals.get("__name__", "<string>"), frame.f_globals.setdefault("__warningregistry__", {})
+    module = frame.f_globals.get("__name__", "<string>")
+    registry = frame.f_globals.setdefault("__warningregistry__", {})
     return lambda text: warnings.warn_explicit(
         printable(text), category, path, line, module=module, registry=registry
     )

@@ -143,7 +143,7 @@ class _Peer:
         asleep: deque[bool] = deque(maxlen=round(_GRACE_SECONDS / _LOOK_SECONDS))
         while self.word(_LOOK_SECONDS) is None:
             asleep.append(not (_can_run(self._pid) or _can_run(os.getpid())))
-            if sum(asleep) > 0.8 * (asleep.maxlen or 0):  # it wakes at times, to look whether this rank lives
+            if sum(asleep) > 0.5 * (asleep.maxlen or 0):  # it wakes at times, to look whether this rank lives
                 return False
         return True
 
