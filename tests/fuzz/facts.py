@@ -78,6 +78,12 @@ class Facts:
 
     Ours then raises on every rank, at once. Torch's class raises where the buffer is first written, if it is.
     """
+    sends_lazy: bool = False
+    """A module with other buffers makes one in a forward, with a size of its own on each rank, and buffers are sent.
+
+    Ours then raises. Torch's class sends the buffer, too. Over Gloo it raises if rank 0 has more; if it has less, the
+    end of the buffer on other ranks stays what it was.
+    """
     drifts_unseen: bool = False
     """Parameters differ between ranks, as the program wants it, and no look at the replicas is due after that."""
     has_one_process_meaning: bool = True
@@ -149,7 +155,13 @@ class _Walk:
                 and model.around is None
                 and options.get("broadcast_buffers", True)
             )
-            if kinds_in(model.layers) & {"scaled", "bank"} and not options.get("broadcast_buffers", True):
+            kinds = kinds_in(model.layers)
+            self.facts.sends_lazy |= (
+                "lazy" in kinds
+                and bool(kinds & {"batch_norm", "scaled", "expanded", "ignored"})
+                and options.get("broadcast_buffers", True)
+            )
+            if kinds & {"scaled", "bank"} and not options.get("broadcast_buffers", True):
                 self.facts.has_one_process_meaning = False  # each rank keeps its own
 
     def model_of(self, wrapper: int) -> int:
@@ -241,6 +253,8 @@ class _Walk:
                 facts.is_uneven |= state.lonely
             case Rewrap():
                 self.end(s.wrapper)
+                # The output of a former wrapper keeps it alive, so it takes part in the next backward, too.
+                facts.decides_otherwise |= state.announced.get(s.wrapper, False)
                 facts.is_uneven |= state.lonely
                 vouches = ("init_sync", False) in self.program.wrappers[s.wrapper].options
                 facts.wraps_alone |= state.lonely and vouches

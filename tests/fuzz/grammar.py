@@ -425,7 +425,8 @@ class _Author:
         if self.often(0.03) and not has_join:
             self.add_layer(Layer("act_norm"))
             body = rewritten(body, without_transform)
-        if self.often(0.04) and not has_join:
+        # A former wrapper of a module that has changed, with a forward since, would also take part.
+        if self.often(0.04) and not has_join and not any(isinstance(s, Rewrap) for s in statements_of(body)):
             at = self.random.randrange(len(body) + 1)
             number = self.random.randrange(len(self.models))
             replaced = Replace(number, self.random.randrange(100), self.often(0.5))

@@ -43,6 +43,7 @@ _STRICTER: tuple[tuple[str, Callable[[Facts], bool]], ...] = (
     ),
     ("a step ends with the backwards of all heads", lambda facts: facts.interrupts_heads),
     ("torch refuses to swap parameters that a graph refers to", lambda facts: facts.swaps_in_graph),
+    ("buffers of other sizes are sent", lambda facts: facts.sends_lazy),
     ("init_sync=False: the ranks compare what they were given, still", lambda facts: facts.wraps_alone),
 )
 """Where ours may raise though torch's class is right: the reason, as in docs/reference/compatibility.md, and when."""

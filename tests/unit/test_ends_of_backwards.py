@@ -369,6 +369,33 @@ def test_gradients_of_swapped_parameters_are_averaged(
     assert run_ranks(2, rank) == [[[1.5, 1.5]] * 4] * 2
 
 
+class Hidden:
+    def __init__(self, held: tuple[Tensor, Tensor]) -> None:
+        self.held = held
+
+
+class HiddenHeads(TwoHeads):
+    def forward(self, x: Tensor) -> Any:
+        return Hidden(super().forward(x))
+
+
+@pytest.mark.parametrize("swapped", [["actor"], ["critic"], ["actor", "critic"]])
+def test_a_swap_is_seen_at_the_end_of_the_backward_also_if_a_further_loss_could_come(
+    swapped: list[str],
+) -> None:
+    def rank(t: Transport) -> tuple[list[float | None], int]:
+        ddp = wrapped(t, HiddenHeads())
+        for name in swapped:
+            swap(getattr(ddp.module, name).weight)
+        output, seen = ddp(inputs(t)), []
+        for parameter in ddp.parameters():
+            parameter.register_post_accumulate_grad_hook(lambda p: seen.append(p.grad.item()))
+        torch.cat(output.held).sum().backward()
+        return firsts(ddp), len(seen) if len(swapped) == 2 else 2
+
+    assert run_ranks(2, rank) == [([1.5, 1.5], 2)] * 2
+
+
 def test_a_step_of_other_parameters_does_not_use_up_a_backward() -> None:
     def rank(t: Transport) -> float:
         ddp, other = wrapped(t, linear()), linear()

@@ -294,7 +294,10 @@ class GradientSync:
             if self.tasks.is_running:
                 self.finish("a forward")
             if self.reduction.sends:
-                self._hooks.restore(self.layout.first_indices)
+                if self._hooks.restore(
+                    self.layout.first_indices
+                ):  # a look at few, as most swaps are of whole modules
+                    self._hooks.restore(range(len(self.parameters)))
                 self.reduction.clock.enter(FORWARD)
         if self.tasks.has_ended_inside:
             self.tasks.forward_begins()
@@ -491,7 +494,7 @@ class GradientSync:
         if not is_copied:
             if not self.tasks.ends_backward(task, is_complete=is_complete):
                 return
-            if not is_complete and self._may_get_more(backward):
+            if not is_complete and self._may_get_more(backward) and not self._report_lost():
                 self.tasks.wait_for_more()
                 return
         records_graph = torch.is_grad_enabled()
@@ -565,15 +568,21 @@ class GradientSync:
         if not is_local and not reduction.layout.order_is_learnt:
             reduction.layout.learn_order(backward.ready)
 
+    @torch.no_grad()
+    def _report_lost(self) -> bool:
+        """Report gradients whose hooks were lost. Return whether there are gradients of all parameters now."""
+        reduction, backward = self.reduction, self.reduction.backward
+        missing = set(range(len(self.parameters))).difference(backward.ready)
+        reduction.report_late(
+            [i for i in self._hooks.restore(missing) if self.parameters[i].grad is not None]
+        )
+        return len(backward.ready) >= len(self.parameters)
+
     def _send_rest(self) -> None:
         """Send what is left, also gradients whose hooks were lost, so that they were not reported."""
-        reduction, backward = self.reduction, self.reduction.backward
-        if len(backward.ready) < len(self.parameters):
-            missing = set(range(len(self.parameters))).difference(backward.ready)
-            reduction.report_late(
-                [i for i in self._hooks.restore(missing) if self.parameters[i].grad is not None]
-            )
-        reduction.send_rest()
+        if len(self.reduction.backward.ready) < len(self.parameters):
+            self._report_lost()
+        self.reduction.send_rest()
 
     def _reduce(self, backward: Backward) -> int:
         self._send_rest()
