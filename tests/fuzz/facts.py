@@ -71,6 +71,8 @@ class Facts:
     """Compiled autograd runs a backward, and adds up in another order."""
     interrupts_heads: bool = False
     """Between the backwards of two heads something else happens that begins a step, or needs its gradients."""
+    ends_between_heads: bool = False
+    """The program ends before the backward of the second head, so no class has averaged the gradients."""
     swaps_in_graph: bool = False
     """Parameters are swapped while a graph refers to them: torch refuses it."""
     refuses_expanded: bool = False
@@ -216,7 +218,7 @@ class _Walk:
                 state.losses.pop(s.loss, None)
                 state.graphs.discard(s.loss)
             case Swap():
-                facts.swaps_in_graph |= bool(state.graphs)
+                facts.swaps_in_graph |= bool(state.graphs or state.left)
             case Clip():
                 facts.interrupts_heads |= s.wrapper in state.left
                 facts.is_uneven |= state.lonely
@@ -253,8 +255,6 @@ class _Walk:
                 facts.is_uneven |= state.lonely
             case Rewrap():
                 self.end(s.wrapper)
-                # The output of a former wrapper keeps it alive, so it takes part in the next backward, too.
-                facts.decides_otherwise |= state.announced.get(s.wrapper, False)
                 facts.is_uneven |= state.lonely
                 vouches = ("init_sync", False) in self.program.wrappers[s.wrapper].options
                 facts.wraps_alone |= state.lonely and vouches
@@ -387,6 +387,7 @@ def facts_of(program: Program) -> Facts:
         facts.decides_otherwise |= own.facts.decides_otherwise
         facts.contradicts_join |= own.facts.contradicts_join
     facts.ends_local = set(walk.state.local)
+    facts.ends_between_heads = bool(walk.state.left)
     if facts.is_uneven or facts.steps_local:
         facts.has_one_process_meaning = False
     return facts

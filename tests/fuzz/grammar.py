@@ -425,7 +425,7 @@ class _Author:
         if self.often(0.03) and not has_join:
             self.add_layer(Layer("act_norm"))
             body = rewritten(body, without_transform)
-        # A former wrapper of a module that has changed, with a forward since, would also take part.
+        # A former wrapper of a module that has changed since, whose output is alive, would take part, too.
         if self.often(0.04) and not has_join and not any(isinstance(s, Rewrap) for s in statements_of(body)):
             at = self.random.randrange(len(body) + 1)
             number = self.random.randrange(len(self.models))

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks.debugging_hooks import noop_hook
 
 import syncline as sl
 from syncline.testing import run_ranks
@@ -76,6 +77,15 @@ def test_what_a_rank_computes_from_its_first_batch_is_named_on_every_rank_in_the
     assert "sl.broadcast_(ddp.module)" in one
 
 
+def test_it_is_also_named_if_another_forward_follows_before_the_first_backward() -> None:
+    def forward(ddp: Any, t: Transport, step: int) -> None:
+        if step == 1:
+            ddp(batch(t, 0))
+
+    texts = heard(2, lambda: net(ActNorm()), 1, forward)
+    assert ["  0.scale  rank 0 | rank 1" in text for text in texts if "expected equal" in text] == [True] * 2
+
+
 def test_a_write_on_one_rank_is_found_in_the_next_step_that_looks() -> None:
     def write(ddp: Any, t: Transport, step: int) -> None:
         if step == 6 and t.rank == 1:
@@ -92,6 +102,70 @@ def test_a_write_on_one_rank_is_found_in_the_next_step_that_looks() -> None:
 @pytest.mark.parametrize("arguments", [{"replica_check": None}, {"ignore": ["0.scale"]}], ids=str)
 def test_what_may_differ_is_left_alone(arguments: dict[str, Any]) -> None:
     assert not heard(2, lambda: net(ActNorm()), 3, **arguments)
+
+
+def test_parameters_that_differ_for_a_part_of_each_step_are_left_alone() -> None:
+    """As in sharpness-aware minimization: each rank steps uphill by its own gradients, and back after the backward."""
+
+    def climb(ddp: Any, t: Transport, step: int) -> None:
+        with ddp.no_sync():
+            ddp(batch(t, step)).square().mean().backward()
+        before = [parameter.detach().clone() for parameter in ddp.parameters()]
+        with torch.no_grad():
+            for parameter in ddp.parameters():
+                parameter.add_(parameter.grad, alpha=0.05)
+        ddp.zero_grad()
+        ddp(batch(t, step)).square().mean().backward()
+        with torch.no_grad():
+            for parameter, value in zip(ddp.parameters(), before, strict=True):
+                parameter.copy_(value)
+
+    assert not heard(2, net, 6, climb)
+
+
+def test_a_forward_on_one_rank_alone_before_all_ranks_write_is_left_alone() -> None:
+    def look_and_write(ddp: Any, t: Transport, step: int) -> None:
+        if t.rank:
+            ddp.module(batch(t, step))
+            ddp(batch(t, step))
+        with torch.no_grad():
+            ddp.module[0].weight.add_(0.25)
+
+    texts = heard(2, net, 6, look_and_write)
+    assert not [text for text in texts if "expected equal parameters" in text]
+
+
+class Manifold(nn.Parameter):
+    """As libraries have them."""
+
+
+def of_a_subclass() -> nn.Module:
+    module = net()
+    module[1].bias = Manifold(module[1].bias.detach())
+    return module
+
+
+def mean(t: Transport, bucket: Any) -> torch.futures.Future[Tensor]:
+    found: torch.futures.Future[Tensor] = torch.futures.Future()
+    t.all_reduce(bucket.buffer(), "mean").wait()
+    found.set_result(bucket.buffer())
+    return found
+
+
+@pytest.mark.parametrize("module", [net, of_a_subclass])
+@pytest.mark.parametrize("hook", [None, mean, noop_hook])
+def test_a_write_is_also_found_under_communication_hooks_that_average(
+    module: Callable[[], nn.Module], hook: Any
+) -> None:
+    def write(ddp: Any, t: Transport, step: int) -> None:
+        if step == 1 and hook is not None:
+            ddp.register_comm_hook(t, hook)
+        if step == 3 and t.rank == 1:
+            with torch.no_grad():
+                ddp.module[1].bias.add_(1.0)
+
+    texts = heard(2, module, 5, write)
+    assert ["1.bias  rank 0 | rank 1" in text for text in texts] == [True] * (0 if hook is noop_hook else 2)
 
 
 def test_equal_replicas_are_compared_in_few_steps() -> None:

@@ -221,8 +221,9 @@ class Replica:
     def _watch_gradients(self) -> None:
         """Let the ranks that average their gradients together compare their replicas in synchronized backwards."""
         look, hook = self.gradients.riders.look, self.gradients.layout.comm_hook
-        look.use(self._title, self._own_parameters())
-        if hook is not None and not hook.averages:
+        if self.gradients.options.looks_at_replicas:
+            look.use(self._title, self._own_parameters())
+        if hook is not None and hook.lets_replicas_drift:
             look.stop()
         ranks = self._plan_of(self.selection).reducing_ranks
         self.checks.in_backwards = self._watch(self._gradient_lane, ranks)

@@ -77,6 +77,10 @@ class GradBucket:
         self._gradients = []
 
 
+_LOCAL = {"noop_hook", "post_localSGD_hook"}
+"""The names of torch's communication hooks that leave gradients local."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CommHook:
     """A registered communication hook and its state."""
@@ -91,6 +95,11 @@ class CommHook:
     def name(self) -> str:
         """The name by which ranks compare their hooks: the label or, without a label, the hook's qualified name."""
         return self.label or qualified_name(self.hook)
+
+    @property
+    def lets_replicas_drift(self) -> bool:
+        """Whether this is a hook of torch that leaves gradients local, so that replicas differ for some steps."""
+        return getattr(self.hook, "__name__", "") in _LOCAL
 
     def refuse_own_division(self, remedy: str) -> None:
         """Raise an error if the hook is not known to return the mean over all ranks.

@@ -140,6 +140,7 @@ class ParameterHooks:
             table = table_of(parameter)
             table.add(self._key, hook, self._defers)
             self._tables.append(table)
+        self._contents = contents_of(reduction.parameters)
         self.are_registered = True
         """Whether the hooks are registered; False after `remove`."""
         self.contexts = AutogradContexts(reduction, tasks, begin)
@@ -160,6 +161,13 @@ class ParameterHooks:
                 self._tables[index][self._key](parameter)
 
     # ------------------------------------------------------------------ hooks that were lost
+
+    def restore_swapped(self) -> None:
+        """Register the hooks of all parameters anew whose contents were swapped. In a healthy step this only looks."""
+        contents = contents_of(self._reduction.parameters)
+        if contents != self._contents:
+            self._contents = contents
+            self.restore(range(len(contents)))
 
     def restore(self, indices: Collection[int]) -> list[int]:
         """Register the hooks of those of these parameters anew whose contents were swapped. Return their indices.

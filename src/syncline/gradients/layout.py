@@ -98,8 +98,6 @@ class BucketLayout:
         """The communication hook that reduces the buckets; None for the transport's all_reduce."""
         self.lenders: list[DenseBucket] = []
         """The buckets in whose memory `.grad` may lie, but as no view (see `lending.py`)."""
-        self.first_indices: Sequence[int] = ()
-        """The index of the first parameter of each bucket."""
         self._kinds: list[tuple[Tensor, torch.dtype, torch.dtype | None, torch.device]] = []
         self.can_be_freed: bool = not options.sharded
         """Whether `free_unused` may be called, and was not called before."""
@@ -247,8 +245,7 @@ class BucketLayout:
         """Plan the buckets for parameters in this order."""
         self.message = TailMessage(self._transport, self.form.numel) if self._tail_is_apart else None
         self.plans = self._planned(order)
-        self.first_indices = [plan.parameters[0] for plan in self.plans]
-        firsts = [self._parameters[index] for index in self.first_indices]
+        firsts = [self._parameters[plan.parameters[0]] for plan in self.plans]
         self._kinds = [(one, one.dtype, getattr(one, "grad_dtype", None), one.device) for one in firsts]
         kinds = {
             (spec.dtype, gradient_dtype(p)) for spec, p in zip(self._specs, self._parameters, strict=True)

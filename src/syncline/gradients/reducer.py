@@ -137,8 +137,11 @@ class GradientSync:
             former._successor = self
         others = reducers_of(self.parameters)
         self.ownership.add_rivals(other.ownership for other in others)
+        own = set(map(id, self.parameters))
         for other in others:
             other.layout.give_back_views()
+            if former is None and own.issuperset(map(id, other.parameters)):
+                other.controls.forget_forwards()
         REGISTRY.add(self)
 
     # ------------------------------------------------------------------ for others to read
@@ -212,7 +215,7 @@ class GradientSync:
                 "Use either this hook or normalize_by. To use the hook, leave the block of normalize_by first"
             )
         self.reduction.use_comm_hook(hook)
-        if not hook.averages:
+        if hook.lets_replicas_drift:
             self.riders.look.stop()
 
     def compare_replicas_by(self, watch: ReplicaWatch | None) -> None:
@@ -294,10 +297,9 @@ class GradientSync:
             if self.tasks.is_running:
                 self.finish("a forward")
             if self.reduction.sends:
-                if self._hooks.restore(
-                    self.layout.first_indices
-                ):  # a look at few, as most swaps are of whole modules
-                    self._hooks.restore(range(len(self.parameters)))
+                self._hooks.restore_swapped()
+                if self.riders.look.is_due:
+                    self.riders.look.forward_begins()
                 self.reduction.clock.enter(FORWARD)
         if self.tasks.has_ended_inside:
             self.tasks.forward_begins()
@@ -307,6 +309,8 @@ class GradientSync:
     def forward_ended(self, output: object, *, owner: object, is_counted: bool) -> None:
         """Record that a forward with gradients enabled has run. The arguments are those of `Outputs.watch`."""
         self.controls.forward_ended()
+        if self.riders.look.is_due:
+            self.riders.look.forward_ended()
         is_static = self.reduction.usage.static is not None
         if self.reduction.sends or is_static:
             is_counted = is_counted and self.reduction.sends and self.controls.decide()

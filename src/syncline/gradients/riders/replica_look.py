@@ -3,6 +3,11 @@
 This is the default. Everything else looks at causes for which replicas drift apart, such as gradients that are not
 reduced. This rider looks at the result, so it also finds causes that nobody has foreseen. A step that looks reads each
 parameter once. An accelerator hashes its parameters in its own time, and a rank reports the result in a later step.
+
+A program may change parameters for a part of a step, on each rank in another way, as sharpness-aware minimization does.
+So they are hashed twice: when the first forward after a reduction begins, and when the backward begins that is reduced.
+Ranks differ if they differ at both times. If there was one forward, one hash serves for both. In the first step, the
+parameters are also read after each forward, because a module may compute values from its first batch.
 """
 
 from __future__ import annotations
@@ -10,8 +15,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import reduce
 
-from torch import Tensor, nn, strided
+from torch import Tensor, strided
 
+from syncline._torch.tensors import plain_torch_functions
 from syncline.equality.fingerprint import begin_hashes, mixed
 from syncline.equality.locate import Difference, differing
 from syncline.gradients.backward import Backward
@@ -20,7 +26,7 @@ from syncline.gradients.riders.finite import LateResult
 from syncline.user_code import warn_user
 from syncline.words import format_count
 
-_NUM_HASH_BITS, _NUM_LOOK_BITS = 42, 6
+_NUM_HASH_BITS, _NUM_LOOK_BITS = 28, 6
 
 _HASH_MASK = (1 << _NUM_HASH_BITS) - 1
 
@@ -40,11 +46,33 @@ class Looks:
 LOOKS = Looks()
 
 
+class _Reading:
+    """The hashes of all parameters at one moment.
+
+    Args:
+        tensors: the parameters.
+    """
+
+    def __init__(self, tensors: Sequence[Tensor]) -> None:
+        self.on_host, elsewhere = begin_hashes(tensors)
+        self._late = LateResult(elsewhere)
+
+    @property
+    def is_there(self) -> bool:
+        """Whether accelerators have hashed theirs."""
+        return self._late.is_there
+
+    def hashes(self, num: int) -> list[int]:
+        """Return the hash of each of `num` parameters."""
+        late = self._late.numbers()
+        return [self.on_host.get(index, late.get(index, 0) % _WORD) for index in range(num)]
+
+
 class ReplicaLook(Rider):
     """A report of the hash of all parameters, in the steps that look. The word is 0 in all other steps."""
 
     subject = "a look at the replicas in steps 1, 2, 4, 8, ..."
-    num_bits = _NUM_HASH_BITS + _NUM_LOOK_BITS
+    num_bits = 2 * _NUM_HASH_BITS + _NUM_LOOK_BITS
 
     def __init__(self) -> None:
         self._title = ""
@@ -57,12 +85,20 @@ class ReplicaLook(Rider):
         """The step whose parameters were hashed last."""
         self._look = 0
         """The number of this look."""
+        self.is_due = False
+        """Whether the next reduction looks."""
+        self._first: _Reading | None = None
+        """The reading when the first forward after the last reduction began; None if there was none."""
+        self._latest: _Reading | None = None
+        """The reading when the latest forward of the first step began."""
+        self._is_written_inside = False
+        """Whether a forward of the first step has written parameters."""
+        self._num_forwards = 0
+        """The number of forwards since the last reduction."""
         self._equal_in: int | None = None
         """The last step in which the parameters were found equal."""
-        self._hashes: dict[int, int] | None = None
-        """The hashes that this rank reports, by the index of the parameter; None if there are none to report."""
-        self._late: LateResult | None = None
-        """The hashes of accelerators, until they are there."""
+        self._readings: tuple[_Reading, _Reading] | None = None
+        """The readings that this rank reports, at the first forward and at the backward; None if there are none."""
         self._differing: Words | None = None
         """The words of all ranks, if they show that parameters differ."""
 
@@ -71,48 +107,68 @@ class ReplicaLook(Rider):
 
         Args:
             title: the name of the module.
-            named: the parameters that must be equal on all ranks, with their names. Subclasses of tensors are left out.
+            named: the parameters that must be equal on all ranks, with their names. Tensors whose class handles every
+                operation, and which may have no memory, are left out.
         """
         self._title = title
         self._named = [
             (name, one)
             for name, one in named
-            if type(one) in (Tensor, nn.Parameter) and one.layout is strided
+            if type(one).__torch_dispatch__ is Tensor.__torch_dispatch__ and one.layout is strided
         ]
-        self._hashes = self._late = None
+        self._forget()
 
     def restart(self) -> None:
         """Count the steps anew, because other ranks take part now. All ranks call this method together."""
         self._num_steps, self._equal_in = 0, None
-        self._hashes = self._late = None
+        self._forget()
+
+    def _forget(self) -> None:
+        self._readings = self._first = self._latest = None
+        self._num_forwards, self._is_written_inside = 0, False
+        self.is_due = bool(self._is_open and self._named and not self._num_steps & (self._num_steps + 1))
 
     def stop(self) -> None:
-        """Look no more, because a communication hook of the program may let the replicas drift. All ranks call this."""
-        self._is_open = False
+        """Look no more, because a communication hook of the program lets the replicas drift. All ranks call this."""
+        self._is_open = self.is_due = False
+
+    def forward_begins(self) -> None:
+        """Read the parameters if this is the first forward after a reduction. Call this only if a look is due."""
+        self._num_forwards += 1
+        if self._first is None:
+            self._first = self._latest = self._read()
+        elif not self._num_steps:
+            self._latest = self._read()
+
+    def forward_ended(self) -> None:
+        """In the first step, see whether the forward has written parameters. Call this only if a look is due."""
+        if not self._num_steps and self._latest is not None:
+            self._is_written_inside |= self._read().on_host != self._latest.on_host
+
+    def _read(self) -> _Reading:
+        with plain_torch_functions():
+            return _Reading([tensor for _, tensor in self._named])
 
     def begin_step(self, step: int) -> None:
-        """Hash the parameters if this step looks. No rank has made the optimizer step of this step yet."""
+        """Choose what this rank reports, if this step looks."""
         self._differing = None
-        number = self._num_steps + 1  # a backward that fails does not count: it may be run again
-        if self._is_open and self._named and number & (number - 1) == 0:
-            self._step, self._look = step, number.bit_length()
-            self._hashes, elsewhere = begin_hashes([tensor for _, tensor in self._named])
-            self._late = LateResult(elsewhere) if elsewhere else None
+        if not self.is_due:  # a backward that fails does not count: it may be run again
+            return
+        self._step, self._look = step, (self._num_steps + 1).bit_length()
+        first = now = self._first or self._read()
+        if self._num_forwards > 1 or self._is_written_inside:
+            now = self._read()
+        self._readings = now if self._is_written_inside else first, now
 
     def word(self, backward: Backward) -> int:
-        """Return the hash of all parameters; 0 if there is none to report now."""
-        if self._hashes is None:
+        """Return the hashes of all parameters at both times; 0 if there are none to report now."""
+        if self._readings is None or not all(reading.is_there for reading in self._readings):
             return 0
-        if self._late is not None:
-            if not self._late.is_there:
-                return 0
-            self._hashes.update((i, number % _WORD) for i, number in self._late.numbers().items())
-            self._late = None
-        total = reduce(mixed, self._in_order(self._hashes), 0)
-        return self._look << _NUM_HASH_BITS | total & _HASH_MASK
-
-    def _in_order(self, hashes: dict[int, int]) -> list[int]:
-        return [hashes.get(index, 0) for index in range(len(self._named))]
+        word = self._look
+        for reading in self._readings:
+            total = reduce(mixed, reading.hashes(len(self._named)), 0)
+            word = word << _NUM_HASH_BITS | total & _HASH_MASK
+        return word
 
     def receive(self, words: Words) -> None:
         """Compare the hashes of all ranks, if all ranks have reported one of the same look."""
@@ -120,23 +176,28 @@ class ReplicaLook(Rider):
         if (
             not self._look
             or words.any_joined
-            or {word >> _NUM_HASH_BITS for word in reported} != {self._look}
+            or {word >> 2 * _NUM_HASH_BITS for word in reported} != {self._look}
         ):
             return
-        if len(reported) > 1:
+        firsts, seconds = ({word >> shift & _HASH_MASK for word in reported} for shift in (_NUM_HASH_BITS, 0))
+        if len(firsts) > 1 and len(seconds) > 1:
             self._differing = words
         else:
-            self._equal_in, self._hashes = self._step, None
+            self._equal_in, self._readings = self._step, None
 
     def conclude(self, reduced: Reduced) -> None:
         """Warn on every rank if parameters differ. This is then a collective call, and the last one."""
         self._num_steps += 1
+        self._first = self._latest = None
+        self._num_forwards, self._is_written_inside = 0, False
+        self.is_due = bool(self._is_open and self._named and not self._num_steps & (self._num_steps + 1))
         if not reduced.buckets:  # this rank has no inputs left (`join`), so its parameters stay behind
-            self._hashes = None
+            self._readings = None
         words, self._differing = self._differing, None
-        if words is None or self._hashes is None:
+        if words is None or self._readings is None:
             return
-        mine, self._hashes, self._is_open = self._in_order(self._hashes), None, False
+        mine, self._readings = self._readings[1].hashes(len(self._named)), None
+        self.stop()
         found = differing([name for name, _ in self._named], mine, words.transport)
         warn_user(self._text(found))
 
@@ -151,9 +212,9 @@ class ReplicaLook(Rider):
         where = f"{self._title}, step {self._step}"
         first = f"{where}: expected equal parameters on all ranks, but {len(found)} of {of} differ"
         last = (
-            f"They {before}. Gradients are averaged, but the parameters stay apart. Likely causes: values that are "
-            "computed from the first batch, a checkpoint that one rank loaded alone, and a write on one rank. Call "
-            "sl.broadcast_(ddp.module) on all ranks after it. If they are meant to differ, name them in ignore=, or "
-            "give replica_check=None. This warning comes only once"
+            f"They {before}. Gradients are averaged, so the parameters stay apart unless the program makes them equal "
+            "again. Likely causes: values that are computed from the first batch, a checkpoint that one rank loaded "
+            "alone, and a write on one rank. Call sl.broadcast_(ddp.module) on all ranks after it. If they are meant "
+            "to differ, name them in ignore=, or give replica_check=None. This warning comes only once"
         )
         return "\n".join([f"{first}:", *lines, last])
