@@ -379,10 +379,37 @@ class HiddenHeads(TwoHeads):
         return Hidden(super().forward(x))
 
 
+def test_gradients_whose_hooks_are_lost_are_looked_for_before_a_backward_waits_for_a_further_loss() -> None:
+    def rank(t: Transport) -> list[float | None]:
+        ddp = wrapped(t, HiddenHeads())
+        ddp(inputs(t))  # announces a reduction
+        for name in ("actor", "critic"):
+            swap(getattr(ddp.module, name).weight)
+        output = ddp(inputs(t))
+        swap(ddp.module.actor.weight)
+        torch.cat([ddp.module.actor(inputs(t)), output.held[1]]).sum().backward()
+        return firsts(ddp)
+
+    assert run_ranks(2, rank) == [[1.5, 1.5]] * 2
+
+
+def test_a_module_that_is_wrapped_anew_is_its_new_wrappers() -> None:
+    """On one rank, an output keeps the former wrapper alive."""
+
+    def rank(t: Transport) -> list[float | None]:
+        module = linear()
+        former = wrapped(t, module)
+        kept = former(inputs(t)) if t.rank else None
+        ddp = wrapped(t, module)
+        ddp(inputs(t)).sum().backward()
+        del kept, former
+        return firsts(ddp)
+
+    assert run_ranks(2, rank) == [[1.5]] * 2
+
+
 @pytest.mark.parametrize("swapped", [["actor"], ["critic"], ["actor", "critic"]])
-def test_a_swap_is_seen_at_the_end_of_the_backward_also_if_a_further_loss_could_come(
-    swapped: list[str],
-) -> None:
+def test_hooks_of_swapped_parameters_are_back_after_the_next_forward(swapped: list[str]) -> None:
     def rank(t: Transport) -> tuple[list[float | None], int]:
         ddp = wrapped(t, HiddenHeads())
         for name in swapped:

@@ -221,8 +221,7 @@ class Replica:
     def _watch_gradients(self) -> None:
         """Let the ranks that average their gradients together compare their replicas in synchronized backwards."""
         look, hook = self.gradients.riders.look, self.gradients.layout.comm_hook
-        if self.gradients.options.looks_at_replicas:
-            look.use(self._title, self._own_parameters())
+        look.use(self._title, self._own_parameters() if self.gradients.options.looks_at_replicas else [])
         if hook is not None and hook.lets_replicas_drift:
             look.stop()
         ranks = self._plan_of(self.selection).reducing_ranks

@@ -127,9 +127,10 @@ class Controls:
         """Let the next backward be reduced, as after a forward outside of `no_sync`."""
         self.announced = Announced.REDUCTION
 
-    def forget_forwards(self) -> None:
-        """Announce nothing, because the module was wrapped anew. An output may keep the former wrapper alive."""
-        self.announced = Announced.NOTHING
+    def forget_reduction(self) -> None:
+        """Announce no reduction, because the module was wrapped anew. An output may keep the former wrapper alive."""
+        if self.announced is Announced.REDUCTION:
+            self.announced = Announced.NOTHING
 
     def warn_of_local_step(self, text: str) -> None:
         """Warn that an optimizer steps with gradients that were not reduced, unless there was such a warning before."""

@@ -140,8 +140,8 @@ class GradientSync:
         own = set(map(id, self.parameters))
         for other in others:
             other.layout.give_back_views()
-            if former is None and own.issuperset(map(id, other.parameters)):
-                other.controls.forget_forwards()
+            if former is None and own == set(map(id, other.parameters)) and not other.tasks.is_running:
+                other.controls.forget_reduction()
         REGISTRY.add(self)
 
     # ------------------------------------------------------------------ for others to read
@@ -298,8 +298,6 @@ class GradientSync:
                 self.finish("a forward")
             if self.reduction.sends:
                 self._hooks.restore_swapped()
-                if self.riders.look.is_due:
-                    self.riders.look.forward_begins()
                 self.reduction.clock.enter(FORWARD)
         if self.tasks.has_ended_inside:
             self.tasks.forward_begins()

@@ -1,13 +1,13 @@
 """Rider: a look at the replicas in the steps 1, 2, 4, 8, 16, ..., which warns once if parameters differ between ranks.
 
 This is the default. Everything else looks at causes for which replicas drift apart, such as gradients that are not
-reduced. This rider looks at the result, so it also finds causes that nobody has foreseen. A step that looks reads each
-parameter once. An accelerator hashes its parameters in its own time, and a rank reports the result in a later step.
+reduced. This rider looks at the result, so it also finds causes that nobody has foreseen. An accelerator hashes its
+parameters in its own time, and a rank reports the result in a later step.
 
 A program may change parameters for a part of a step, on each rank in another way, as sharpness-aware minimization does.
-So they are hashed twice: when the first forward after a reduction begins, and when the backward begins that is reduced.
-Ranks differ if they differ at both times. If there was one forward, one hash serves for both. In the first step, the
-parameters are also read after each forward, because a module may compute values from its first batch.
+So they are hashed twice: at the end of the first forward after a reduction, and at the beginning of the backward that
+is reduced. Ranks differ if they differ at both times. If there was one forward, one hash serves for both. It is made at
+the end of the forward, because a module may compute values from its first batch.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from functools import reduce
 from torch import Tensor, strided
 
 from syncline._torch.tensors import plain_torch_functions
+from syncline._torch.transforms import outside_of_transforms
 from syncline.equality.fingerprint import begin_hashes, mixed
 from syncline.equality.locate import Difference, differing
 from syncline.gradients.backward import Backward
@@ -26,7 +27,7 @@ from syncline.gradients.riders.finite import LateResult
 from syncline.user_code import warn_user
 from syncline.words import format_count
 
-_NUM_HASH_BITS, _NUM_LOOK_BITS = 28, 6
+_NUM_HASH_BITS, _NUM_LOOK_BITS = 22, 6
 
 _HASH_MASK = (1 << _NUM_HASH_BITS) - 1
 
@@ -88,17 +89,13 @@ class ReplicaLook(Rider):
         self.is_due = False
         """Whether the next reduction looks."""
         self._first: _Reading | None = None
-        """The reading when the first forward after the last reduction began; None if there was none."""
-        self._latest: _Reading | None = None
-        """The reading when the latest forward of the first step began."""
-        self._is_written_inside = False
-        """Whether a forward of the first step has written parameters."""
+        """The reading at the end of the first forward after the last reduction; None if there was none."""
         self._num_forwards = 0
         """The number of forwards since the last reduction."""
         self._equal_in: int | None = None
         """The last step in which the parameters were found equal."""
         self._readings: tuple[_Reading, _Reading] | None = None
-        """The readings that this rank reports, at the first forward and at the backward; None if there are none."""
+        """The readings that this rank reports, at the forward and at the backward; None if there are none."""
         self._differing: Words | None = None
         """The words of all ranks, if they show that parameters differ."""
 
@@ -124,29 +121,22 @@ class ReplicaLook(Rider):
         self._forget()
 
     def _forget(self) -> None:
-        self._readings = self._first = self._latest = None
-        self._num_forwards, self._is_written_inside = 0, False
+        self._readings = self._first = None
+        self._num_forwards = 0
         self.is_due = bool(self._is_open and self._named and not self._num_steps & (self._num_steps + 1))
 
     def stop(self) -> None:
-        """Look no more, because a communication hook of the program lets the replicas drift. All ranks call this."""
+        """Look no more: there was a warning, or a communication hook lets the replicas drift. All ranks call this."""
         self._is_open = self.is_due = False
 
-    def forward_begins(self) -> None:
-        """Read the parameters if this is the first forward after a reduction. Call this only if a look is due."""
+    def forward_ended(self) -> None:
+        """Read the parameters if this was the first forward after a reduction. Call this only if a look is due."""
         self._num_forwards += 1
         if self._first is None:
-            self._first = self._latest = self._read()
-        elif not self._num_steps:
-            self._latest = self._read()
-
-    def forward_ended(self) -> None:
-        """In the first step, see whether the forward has written parameters. Call this only if a look is due."""
-        if not self._num_steps and self._latest is not None:
-            self._is_written_inside |= self._read().on_host != self._latest.on_host
+            self._first = self._read()
 
     def _read(self) -> _Reading:
-        with plain_torch_functions():
+        with outside_of_transforms(), plain_torch_functions():
             return _Reading([tensor for _, tensor in self._named])
 
     def begin_step(self, step: int) -> None:
@@ -155,10 +145,8 @@ class ReplicaLook(Rider):
         if not self.is_due:  # a backward that fails does not count: it may be run again
             return
         self._step, self._look = step, (self._num_steps + 1).bit_length()
-        first = now = self._first or self._read()
-        if self._num_forwards > 1 or self._is_written_inside:
-            now = self._read()
-        self._readings = now if self._is_written_inside else first, now
+        first = self._first or self._read()
+        self._readings = first, self._read() if self._num_forwards > 1 else first
 
     def word(self, backward: Backward) -> int:
         """Return the hashes of all parameters at both times; 0 if there are none to report now."""
@@ -188,18 +176,20 @@ class ReplicaLook(Rider):
     def conclude(self, reduced: Reduced) -> None:
         """Warn on every rank if parameters differ. This is then a collective call, and the last one."""
         self._num_steps += 1
-        self._first = self._latest = None
-        self._num_forwards, self._is_written_inside = 0, False
+        self._first, self._num_forwards = None, 0
         self.is_due = bool(self._is_open and self._named and not self._num_steps & (self._num_steps + 1))
         if not reduced.buckets:  # this rank has no inputs left (`join`), so its parameters stay behind
             self._readings = None
         words, self._differing = self._differing, None
         if words is None or self._readings is None:
             return
-        mine, self._readings = self._readings[1].hashes(len(self._named)), None
-        self.stop()
-        found = differing([name for name, _ in self._named], mine, words.transport)
-        warn_user(self._text(found))
+        readings, self._readings = self._readings, None
+        names = [name for name, _ in self._named]
+        first, now = (differing(names, one.hashes(len(names)), words.transport) for one in readings)
+        at_both = {one.name for one in first}
+        if found := [one for one in now if one.name in at_both]:
+            self.stop()
+            warn_user(self._text(found))
 
     def _text(self, found: Sequence[Difference]) -> str:
         before = (
