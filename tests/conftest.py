@@ -167,10 +167,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     numbers = Counter[str]()
     for item in items:
         name = item.path.name
-        if (one_in := IN_EACH_CHANGE.get(name)) is not None and (
-            one_in == 0 or item.get_closest_marker("slow")
-        ):
-            if one_in == 0 or numbers[name] % one_in:
+        one_in = IN_EACH_CHANGE.get(name)
+        if one_in == 0:
+            item.add_marker(pytest.mark.nightly)
+        elif one_in is not None and item.get_closest_marker("slow"):
+            if numbers[name] % one_in:
                 item.add_marker(pytest.mark.nightly)
             numbers[name] += 1
     places = {name: place for place, name in enumerate(LONGEST_FIRST)}

@@ -192,6 +192,7 @@ class _Walk:
         return wrapper not in self.state.off
 
     def drift(self, wrapper: int) -> None:
+        """Note that the replicas of a wrapper differ from now on."""
         self.state.drifted_at.setdefault(wrapper, self.state.num_reduced.get(wrapper, 0))
         self.facts.has_one_process_meaning = False
 

@@ -141,6 +141,7 @@ class ParameterHooks:
             table.add(self._key, hook, self._defers)
             self._tables.append(table)
         self._contents = contents_of(reduction.parameters)
+        """The contents of all parameters when `restore_swapped` last looked."""
         self.are_registered = True
         """Whether the hooks are registered; False after `remove`."""
         self.contexts = AutogradContexts(reduction, tasks, begin)

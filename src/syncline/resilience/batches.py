@@ -53,7 +53,7 @@ class Batches:
         vars(loader)["batch_sampler"] = _BatchesOfPlaces(sampler, loader.batch_size, loader.drop_last)
 
     def deal(self, num_ranks: int, rank: int, place: Mapping[str, Any] | None = None) -> None:
-        """Deal the samples that are left in the epoch to the present ranks, and begin a new iteration there.
+        """Divide the unused samples of the epoch among the present ranks, and begin a new iteration there.
 
         Args:
             num_ranks: the number of ranks.

@@ -253,7 +253,7 @@ class Training:
         return any(rounds.is_synchronous for rounds in self._rounds)
 
     def _deal(self, place: dict[str, Any] | None = None) -> None:
-        """Deal the samples that are left to the present ranks; see `Batches.deal`."""
+        """Divide the unused samples of the epoch among the present ranks; see `Batches.deal`."""
         here = world()
         self._batches.deal(here.size, here.rank, place)
         self._samples.were_dealt()

@@ -335,7 +335,7 @@ class Session:
             return self._job_store
 
     def timeout_seconds(self) -> float:
-        """Return the timeout of `init`, or of the default group. `world.timeout_seconds` documents this method."""
+        """Return the timeout of `init`, or else that of the default group; see `world.timeout_seconds`."""
         joined = self._joined
         return joined.asked.timeout_seconds if joined is not None else self.transport_of(None).timeout_seconds
 

@@ -55,18 +55,23 @@ class _Reading:
     """
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
-        self.on_host, elsewhere = begin_hashes(tensors)
+        self._on_host, elsewhere = begin_hashes(tensors)
         self._late = LateResult(elsewhere)
+        self._num = len(tensors)
 
     @property
     def is_there(self) -> bool:
         """Whether accelerators have hashed theirs."""
         return self._late.is_there
 
-    def hashes(self, num: int) -> list[int]:
-        """Return the hash of each of `num` parameters."""
+    def hashes(self) -> list[int]:
+        """Return the hash of each parameter."""
         late = self._late.numbers()
-        return [self.on_host.get(index, late.get(index, 0) % _WORD) for index in range(num)]
+        return [self._on_host.get(index, late.get(index, 0) % _WORD) for index in range(self._num)]
+
+    def total(self) -> int:
+        """Return one hash of all parameters."""
+        return reduce(mixed, self.hashes(), 0) & _HASH_MASK
 
 
 class ReplicaLook(Rider):
@@ -152,11 +157,10 @@ class ReplicaLook(Rider):
         """Return the hashes of all parameters at both times; 0 if there are none to report now."""
         if self._readings is None or not all(reading.is_there for reading in self._readings):
             return 0
-        word = self._look
-        for reading in self._readings:
-            total = reduce(mixed, reading.hashes(len(self._named)), 0)
-            word = word << _NUM_HASH_BITS | total & _HASH_MASK
-        return word
+        first, now = self._readings
+        total = first.total()
+        second = total if now is first else now.total()
+        return (self._look << _NUM_HASH_BITS | total) << _NUM_HASH_BITS | second
 
     def receive(self, words: Words) -> None:
         """Compare the hashes of all ranks, if all ranks have reported one of the same look."""
@@ -185,7 +189,7 @@ class ReplicaLook(Rider):
             return
         readings, self._readings = self._readings, None
         names = [name for name, _ in self._named]
-        first, now = (differing(names, one.hashes(len(names)), words.transport) for one in readings)
+        first, now = (differing(names, one.hashes(), words.transport) for one in readings)
         at_both = {one.name for one in first}
         if found := [one for one in now if one.name in at_both]:
             self.stop()

@@ -107,7 +107,7 @@ def _all_reduce(
 ) -> list[dict[str, Any]]:
     rows = []
     names = json.loads(transport.all_gather_bytes(json.dumps(list(peers)).encode())[0])
-    shown = {name: peers[name] if transport.rank == 0 else None for name in names}
+    here = {name: peers[name] if transport.rank == 0 else None for name in names}
     for number, size_bytes in enumerate(plan.sizes_bytes, start=1):
         _say(f"all_reduce of {size_text(size_bytes)}, {number} of {len(plan.sizes_bytes)}", transport)
         numel = size_bytes // 4
@@ -117,15 +117,9 @@ def _all_reduce(
             size=transport.size,
         )
         timers = {name: timer(call, transport) for name, call in calls.items()}
-        timers |= _timers_of_peers(shown, numel, plan, transport)
+        timers |= _timers_of_peers(here, numel, plan, transport)
         num_calls = calls_for(timers, seconds=plan.turn_seconds, most=2000, transport=transport)
-        seconds = alternate(
-            timers,
-            num_rounds=plan.num_rounds,
-            num_calls=num_calls,
-            transport=transport,
-            after_round=_rounds_said(plan.num_rounds, transport),
-        )
+        seconds = _in_turns(timers, plan.num_rounds, num_calls, transport)
         rows.append({"payload_bytes": size_bytes, "num_calls": num_calls, "seconds": seconds})
     return rows
 
@@ -155,19 +149,26 @@ def _steps(
     steps = steps_of(model, rank=transport.rank, backend=backend, notes=notes)
     timers = {name: timer(step, transport) for name, step in steps.items()}
     num_calls = dict.fromkeys(timers, plan.num_steps)
-    seconds = alternate(
-        timers,
-        num_rounds=plan.num_step_rounds,
-        num_calls=num_calls,
-        transport=transport,
-        after_round=_rounds_said(plan.num_step_rounds, transport),
-    )
+    seconds = _in_turns(timers, plan.num_step_rounds, num_calls, transport)
     return {
         "model": f"GPT {model}",
         "num_parameters": num_parameters_of(model),
         "num_steps": plan.num_steps,
         "seconds": seconds,
     }
+
+
+def _in_turns(
+    timers: Mapping[str, Timer], num_rounds: int, num_calls: Mapping[str, int], transport: Transport
+) -> dict[str, list[float]]:
+    """Measure competitors in turns, and say how many rounds are over. See `timing.alternate`."""
+    return alternate(
+        timers,
+        num_rounds=num_rounds,
+        num_calls=num_calls,
+        transport=transport,
+        after_round=_rounds_said(num_rounds, transport),
+    )
 
 
 def _rounds_said(num_rounds: int, transport: Transport) -> Callable[[int], None]:
