@@ -148,7 +148,7 @@ def count_python_calls(size: str, world: sl.World) -> tuple[int, int, int]:
     """Python functions of this package that one step calls, with the number of parameters and buckets."""
     competitor = Competitor(GPT(SIZES[size]).to(world.device), lambda m: sl.DistributedDataParallel(m))
     batch = batch_of(size, world)
-    for _ in range(3):
+    for _ in range(4):  # the look at replicas is in steps 1, 2, 4, 8, ...: the fifth one is like most
         competitor.step(batch)
     package = str(Path(sl.__file__).parent)
     num_calls = 0

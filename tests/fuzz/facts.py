@@ -53,7 +53,7 @@ class Facts:
     is_uneven: bool = False
     """Ranks run other statements, more than evaluations."""
     sends_buffers_alone: bool = False
-    """One rank calls a wrapper that has buffers, in grad mode."""
+    """One rank calls a wrapper that has buffers: torch sends them without grad mode, too."""
     backwards_bare: bool = False
     """A backward goes through `.module`."""
     backwards_alone: bool = False
@@ -354,7 +354,7 @@ class _Walk:
             sends = bool(kinds & {"batch_norm", "scaled"}) and wrapper in called
             facts.sends_buffers_after_join |= sends and wrapper in state.has_joined
             if state.lonely:
-                facts.sends_buffers_alone |= sends and not s.no_grad
+                facts.sends_buffers_alone |= sends
                 if counts_batches:
                     facts.has_one_process_meaning = False
             elif is_noisy or counts_batches:

@@ -253,6 +253,24 @@ def test_a_hook_that_steps_and_clears_works_with_the_mean(as_view: bool, width: 
     assert run_ranks(2, rank) == [([1.5] * 3, 0.55, None)] * 2
 
 
+def test_a_hook_that_clears_runs_after_the_last_of_the_wrappers_that_reduce_its_parameter() -> None:
+    def rank(t: Transport) -> tuple[list[float], Any]:
+        module, seen = linear(), []
+        first, second = wrapped(t, nn.Sequential(module)), wrapped(t, nn.Sequential(module))
+
+        def clear(parameter: Tensor) -> None:
+            assert parameter.grad is not None
+            seen.append(parameter.grad.item())
+            parameter.grad = None
+
+        module.weight.register_post_accumulate_grad_hook(clear)
+        for _ in range(2):
+            (first(inputs(t)) + second(inputs(t))).sum().backward()
+        return seen, module.weight.grad
+
+    assert run_ranks(2, rank) == [([3.0, 3.0], None)] * 2
+
+
 def test_a_hook_runs_with_local_gradients_where_nothing_is_reduced_and_can_be_removed() -> None:
     def rank(t: Transport) -> list[float]:
         module, seen = linear(), []

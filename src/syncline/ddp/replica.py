@@ -11,7 +11,6 @@ from dataclasses import replace
 from typing import Any
 
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 
 from syncline._torch.modules import is_in_functional_call
 from syncline.buffers.policies import BufferSync
@@ -38,6 +37,7 @@ from syncline.gradients.riders.replica_look import Looks
 from syncline.gradients.riders.replica_search import Peers
 from syncline.gradients.riders.replica_watch import ReplicaCheck, ReplicaWatch
 from syncline.gradients.riders.stop import StopVote, VoteRoute
+from syncline.gradients.user_hooks import HookTable, table_of
 from syncline.optimizers.attached import weakly
 from syncline.session.world import transport_of
 from syncline.sharded.optimizer import Sharding
@@ -77,8 +77,8 @@ class Replica:
         """Whether the last forward with gradients enabled has detected that the module changed."""
         self._new_module: nn.Module | None = None
         """The module that has taken the place of `module` in the wrapper, until the ranks have compared it."""
-        self._triggers: list[RemovableHandle] = []
-        """The hooks on parameters that a changed module has and the reducer does not know yet."""
+        self._triggers: list[tuple[HookTable, int]] = []
+        """The hooks, by table and key, on parameters that a changed module has and the reducer does not know yet."""
         self.sharding: Sharding | None = None
         self._has_local_buffers = not chosen.buffers
         """Whether no buffer is ever synchronized, because the module had none when it was wrapped."""
@@ -276,6 +276,8 @@ class Replica:
         self.was_changed = has_changed and not is_in_functional_call()
         if self.was_changed:
             self._await_changes(module, inside_join=inside_join)
+        elif self._new_module is not None and not has_changed:
+            self._forget_changes()
 
     def _await_changes(self, module: nn.Module, *, inside_join: bool) -> None:
         """Follow a change of the module in the next synchronized backward, unless the change needs nothing.
@@ -283,6 +285,7 @@ class Replica:
         The first gradient of that backward may be one of a parameter that the reducer does not know.
         """
         if self._needs_nothing(module):
+            self._forget_changes()
             self._use_module(module)
             self._inventory = Inventory(module)
             self.buffers.use_module(module)
@@ -295,11 +298,11 @@ class Replica:
         self._new_module = module
         self._remove_triggers()
         known = {id(parameter) for parameter in self.gradients.parameters}
-        self._triggers = [
-            parameter.register_post_accumulate_grad_hook(weakly(self._gradient_is_ready))
-            for parameter in module.parameters()
-            if parameter.requires_grad and parameter.is_leaf and id(parameter) not in known
-        ]
+        for parameter in module.parameters():
+            if parameter.requires_grad and parameter.is_leaf and id(parameter) not in known:
+                table, key = table_of(parameter), self.gradients.ownership.hook_key
+                table.add_first(key, weakly(self._gradient_is_ready))
+                self._triggers.append((table, key))
         self.gradients.controls.do_before_reduction(weakly(self._before_reduction))
 
     def _needs_nothing(self, module: nn.Module) -> bool:
@@ -318,9 +321,14 @@ class Replica:
             self.module = module
             self.drift.use_module(module)
 
+    def _forget_changes(self) -> None:
+        """Forget a change that the program has undone before a backward followed it."""
+        self._new_module = None
+        self._remove_triggers()
+
     def _remove_triggers(self) -> None:
-        for handle in self._triggers:
-            handle.remove()
+        for table, key in self._triggers:
+            table.drop(key)
         self._triggers = []
 
     def _gradient_is_ready(self, parameter: Tensor) -> None:

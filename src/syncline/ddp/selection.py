@@ -206,6 +206,8 @@ def _sparse(module: nn.Module, trained: Sequence[tuple[str, nn.Parameter]]) -> f
 
 _requires_grad = operator.attrgetter("requires_grad")
 
+_submodules = operator.attrgetter("_modules")
+
 _values = operator.methodcaller("values")
 
 
@@ -233,6 +235,9 @@ class Inventory:
             for submodule in module.modules()
             for table in (submodule._parameters, submodule._modules)
         ]
+        # To delete a layer, containers make a new table. Tables of a ScriptModule are new ones in each call.
+        self._parents = [m for m in module.modules() if m._modules and m._modules is m._modules]
+        self._children = list(map(_submodules, self._parents))
         self._num_entries = sum(map(len, self._tables))
         self._filled = [table for table in self._tables if table]
         self._members = list(chain.from_iterable(map(_values, self._filled)))
@@ -251,5 +256,6 @@ class Inventory:
         return (
             sum(map(len, self._tables)) != self._num_entries
             or not all(map(operator.is_, chain.from_iterable(map(_values, self._filled)), self._members))
+            or not all(map(operator.is_, map(_submodules, self._parents), self._children))
             or any(map(_requires_grad, self._frozen))
         )

@@ -181,6 +181,11 @@ class Ownership:
         self._controls, self._tasks, self._allows_unused = controls, tasks, allows_unused
         self._refused_task = NO_TASK  # the last graph task that was left to the rivals
 
+    @property
+    def hook_key(self) -> int:
+        """The key of the wrapper's hook in the table of each parameter. torch's own keys are positive."""
+        return -1 - self.birth
+
     def add_rivals(self, others: Iterable[Ownership]) -> None:
         """Let this wrapper know other wrappers of the same parameters as its rivals, and let them know it as theirs.
 

@@ -120,8 +120,7 @@ class ParameterHooks:
     ) -> None:
         # `begin` is not stored, because the reducer holds this object and a cycle would keep its buckets in memory.
         self._reduction, self._tasks = reduction, tasks
-        self._key = -1 - ownership.birth
-        """The key of the hook in the table of each parameter. torch's own keys are positive."""
+        self._key = ownership.hook_key
         self.deferred: dict[tuple[UserHook, int], Tensor] = {}
         """The calls of hooks of the program that wait for the end of the backward, with the parameter of each."""
         self._tables: list[HookTable] = []
@@ -138,7 +137,7 @@ class ParameterHooks:
                 rivals=ownership.rivals,
             )
             table = table_of(parameter)
-            table.add(self._key, hook, self._defers)
+            table.add(self._key, hook, self)
             self._tables.append(table)
         self._contents = contents_of(reduction.parameters)
         """The contents of all parameters when `restore_swapped` last looked."""
@@ -151,7 +150,7 @@ class ParameterHooks:
         if self.are_registered:
             self.are_registered = False
             for parameter in self._reduction.parameters:
-                table_of(parameter).drop(self._key, self._defers)
+                table_of(parameter).drop(self._key, self)
             for handle in self.contexts.handles:
                 handle.remove()
 
@@ -187,7 +186,8 @@ class ParameterHooks:
 
     # ------------------------------------------------------------------ hooks of the program
 
-    def _defers(self, hook: UserHook, parameter: Tensor) -> bool:
+    def defers(self, hook: UserHook, parameter: Tensor) -> bool:
+        """Keep a call of a hook until the ranks have averaged. Return False if they will not in this backward."""
         if self._tasks.current != current_graph_task_id():
             return False
         if self._reduction.backward.state not in (BackwardState.FILLING, BackwardState.DEFERRED):
@@ -197,9 +197,10 @@ class ParameterHooks:
 
     def run_deferred(self) -> None:
         """Run the hooks of the program that were kept for the end of the backward."""
-        while self.deferred:
-            kept = next(iter(self.deferred))
-            kept[0].run(self.deferred.pop(kept))
+        while self.deferred:  # a hook that raises drops those after it
+            kept, self.deferred = self.deferred, {}
+            for (hook, _), parameter in kept.items():
+                hook.run_deferred(parameter)
 
     def drop_deferred(self) -> None:
         """Forget the hooks of the program, because the backward has failed."""

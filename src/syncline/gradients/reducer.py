@@ -589,6 +589,8 @@ class GradientSync:
     def _reduce(self, backward: Backward) -> int:
         self._send_rest()
         self.step = backward.step
+        if self.ownership.rivals:  # another wrapper may have become one in this backward
+            backward.keeps_tensors = True
         return self.reduction.collect()
 
     def shadow(self) -> None:
