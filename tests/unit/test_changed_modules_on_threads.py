@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -107,3 +108,72 @@ def test_a_layer_that_takes_the_place_of_one_that_was_deleted_is_trained(has_run
         return gradients(net)
 
     assert run_ranks(2, rank) == [[1.5, 1.5]] * 2
+
+
+@pytest.mark.parametrize("arguments", [{}, {"find_unused_parameters": True}, {"static_graph": True}], ids=str)
+def test_a_module_may_be_converted_and_back_between_two_steps(arguments: dict[str, Any]) -> None:
+    """A conversion gives parameters other nodes in the graph."""
+
+    def rank(t: Transport) -> list[list[Any]]:
+        ddp, found = wrapped(t, nn.Sequential(linear(), linear()), **arguments), []
+        for _ in range(3):
+            ddp(inputs(t)).sum().backward()
+            found.append(gradients(ddp))
+            ddp.zero_grad()
+            ddp.double().float()
+        return found
+
+    assert run_ranks(2, rank) == [[[1.5, 1.5]] * 3] * 2
+
+
+class Mixed(nn.Module):
+    """Each layer has a dtype of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = linear(), linear()
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden: Tensor = self.first(x.to(self.first.weight.dtype))
+        found: Tensor = self.last(hidden.to(self.last.weight.dtype))
+        return found
+
+
+@pytest.mark.parametrize("arguments", [{}, {"gradient_as_bucket_view": True}], ids=str)
+@pytest.mark.parametrize("name", ["first", "last"])
+def test_gradients_of_a_layer_that_is_converted_alone_are_not_rounded(
+    name: str, arguments: dict[str, Any]
+) -> None:
+    def rank(t: Transport) -> list[Any]:
+        ddp = wrapped(t, Mixed().bfloat16(), **arguments)
+        ddp.module.get_submodule(name).double()
+        ddp.module.last.weight.register_hook(lambda gradient: gradient * (1 + 2**-20))
+        ddp.module.first.weight.register_hook(lambda gradient: gradient * (1 + 2**-20))
+        ddp(inputs(t)).sum().backward()
+        return gradients(ddp.module.get_submodule(name))
+
+    assert run_ranks(2, rank) == [[1.5 * (1 + 2**-20)]] * 2
+
+
+def repeated(ddp: Any, x: Tensor) -> None:
+    loss = ddp(x).sum() / 2
+    loss.backward(retain_graph=True)
+    loss.backward()
+
+
+def called_directly(ddp: Any, x: Tensor) -> None:
+    ddp.module(x).sum().backward()
+
+
+@pytest.mark.parametrize("step", [repeated, called_directly])
+def test_a_wrapper_of_a_larger_module_leaves_backwards_alone_that_bring_it_a_part_of_its_gradients(
+    step: Callable[[Any, Tensor], None],
+) -> None:
+    def rank(t: Transport) -> list[Any]:
+        inner = linear()
+        ddp = wrapped(t, inner)
+        larger = wrapped(t, nn.Sequential(inner, linear()))
+        step(ddp, inputs(t))
+        return gradients(larger)
+
+    assert run_ranks(2, rank) == [[1.5, None]] * 2

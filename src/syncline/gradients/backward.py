@@ -209,8 +209,8 @@ class Ownership:
         """Return whether the wrapper takes part in the backward of `task`, the graph task that runs now.
 
         If no wrapper has run a forward since its last reduction (because the modules were called directly), only the
-        wrapper with the most parameters in the graph takes part, and of several such wrappers the one that was created
-        last.
+        wrapper with the most parameters in the graph takes part; of several such wrappers one that lacks none of its
+        parameters, and of those the one that was created last.
         """
         if task == self._refused_task:
             return False
@@ -232,9 +232,10 @@ class Ownership:
         own = [p for p in self._parameters if id(p) not in shared and p.requires_grad]
         return not own or num_reached(own) > 0
 
-    def _priority(self) -> tuple[int, int]:
+    def _priority(self) -> tuple[int, bool, int]:
         # Some parameters may have been frozen since construction.
-        return num_reached([p for p in self._parameters if p.requires_grad]), self.birth
+        reached = num_reached(trained := [p for p in self._parameters if p.requires_grad])
+        return reached, reached == len(trained), self.birth
 
 
 NO_INDICES: frozenset[int] = frozenset()

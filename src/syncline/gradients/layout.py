@@ -8,6 +8,7 @@ the start.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Collection, Sequence
 from dataclasses import replace
 from functools import cache
@@ -29,6 +30,8 @@ from syncline.transport.base import Transport
 
 _MIN_TURNS = 3
 """The pool always has memory for at least this number of buckets at the same time."""
+
+_dtype = operator.attrgetter("dtype")
 
 
 def parameter_specs(
@@ -98,7 +101,8 @@ class BucketLayout:
         """The communication hook that reduces the buckets; None for the transport's all_reduce."""
         self.lenders: list[DenseBucket] = []
         """The buckets in whose memory `.grad` may lie, but as no view (see `lending.py`)."""
-        self._kinds: list[tuple[Tensor, torch.dtype, torch.dtype | None, torch.device]] = []
+        self._kinds: list[tuple[Tensor, torch.dtype | None, torch.device]] = []
+        self._dtypes: list[torch.dtype] = []
         self.can_be_freed: bool = not options.sharded
         """Whether `free_unused` may be called, and was not called before."""
         self._converting: set[str] = set()
@@ -231,22 +235,21 @@ class BucketLayout:
     def fits(self) -> bool:
         """Return whether gradients still have the dtype and the device that the buckets were made for.
 
-        Only one parameter per bucket is checked, because a module is converted or moved as a whole.
+        Only one parameter per bucket is checked for its device, because a module is moved as a whole.
         """
         # Every forward calls this, and a generator would cost more.
-        for parameter, dtype, grad_dtype, device in self._kinds:
-            if parameter.dtype is not dtype or parameter.device != device:
+        for parameter, grad_dtype, device in self._kinds:
+            if parameter.device != device or getattr(parameter, "grad_dtype", None) is not grad_dtype:
                 return False
-            if getattr(parameter, "grad_dtype", None) is not grad_dtype:
-                return False
-        return True
+        return all(map(operator.is_, map(_dtype, self._parameters), self._dtypes))
 
     def _lay_out(self, order: Sequence[int]) -> None:
         """Plan the buckets for parameters in this order."""
         self.message = TailMessage(self._transport, self.form.numel) if self._tail_is_apart else None
         self.plans = self._planned(order)
         firsts = [self._parameters[plan.parameters[0]] for plan in self.plans]
-        self._kinds = [(one, one.dtype, getattr(one, "grad_dtype", None), one.device) for one in firsts]
+        self._kinds = [(one, getattr(one, "grad_dtype", None), one.device) for one in firsts]
+        self._dtypes = list(map(_dtype, self._parameters))
         kinds = {
             (spec.dtype, gradient_dtype(p)) for spec, p in zip(self._specs, self._parameters, strict=True)
         }

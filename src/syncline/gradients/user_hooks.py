@@ -51,8 +51,8 @@ class UserHook:
         self._hook, self._deferring, self._key, self._source = hook, deferring, key, source
 
     def __call__(self, parameter: Tensor) -> None:
-        are_deferred = [one.defers(self, parameter) for one in self._deferring]  # each wrapper keeps the call
-        if True not in are_deferred:
+        # A list, because each of the wrappers has to keep the call.
+        if True not in [one.defers(self, parameter) for one in self._deferring]:
             self._run(parameter)
 
     @property
