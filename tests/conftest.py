@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import signal
 import sys
 from collections import Counter
 from collections.abc import Iterator
@@ -101,6 +102,8 @@ PYTEST_VARIABLE = "PYTEST_CURRENT_TEST"
 
 # What tests start writes its stacks when it is ended because it hangs.
 os.environ |= hangs.FAULTHANDLER
+# What a shell starts in the background ignores Ctrl-C, and so does all that it starts. Tests send it.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # A property is judged by what it finds, not by how long a busy machine takes for an example. Its examples are the same
 # in each run. With HYPOTHESIS_PROFILE=nightly, they are new ones.

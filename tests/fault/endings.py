@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import os
 import select
+import signal
 import subprocess
 import sys
 import tempfile
@@ -220,6 +221,8 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--python", default=sys.executable, help="the interpreter of the ranks")
     parser.add_argument("--at-once", type=int, default=4)
     args = parser.parse_args(arguments)
+    # Background jobs of a shell, and what they start, ignore Ctrl-C.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     has_metrics = (
         subprocess.run([args.python, "-c", "import torchmetrics"], capture_output=True).returncode == 0
     )
