@@ -159,9 +159,7 @@ class Usage:
         if is_inside_another_backward():
             return frozenset()
         contents = contents_of(self._parameters)
-        # A swap of a parameter's contents gives it another node, and so does a conversion of the module, also if it is
-        # converted back.
-        if contents != self._contents or accumulation_nodes(self._parameters[:1]) != self._nodes[:1]:
+        if contents != self._contents:  # a swap of a parameter's contents gives it another node
             self._contents, self._nodes = contents, accumulation_nodes(self._parameters)
         return frozenset(index for index, node in enumerate(self._nodes) if not will_execute_node(node))
 
