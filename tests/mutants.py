@@ -21,12 +21,10 @@ import json
 import os
 import re
 import shutil
-import signal
 import subprocess
 import sys
 import tempfile
 import time
-import uuid
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -48,9 +46,6 @@ _IN_WORKERS = ["--numprocesses", "2", "--dist", "loadfile", "--no-loadscope-reor
 _ALL_FAST = ["--ignore", "tests/frameworks", "--ignore", "tests/architecture"]
 
 _FAILED = re.compile(r"^(?:FAILED|ERROR) ((?:tests|src)/.+?)(?: - .*)?$", re.MULTILINE)
-
-_MARK = "SYNCLINE_MUTANT"
-"""The environment variable by which the processes of a run are found."""
 
 
 @dataclass(frozen=True)
@@ -329,24 +324,15 @@ def planted(mutant: Mutant, project: Path) -> Iterator[None]:
 
 def run(project: Path, tests: Sequence[str], limit_seconds: float) -> str:
     """Run tests in the copy; all of `make test` if none is given. Return the first that fails, or "" if all pass."""
-    mark, log = uuid.uuid4().hex, project.parent / "log"
     left_out = ("PYTHONPATH", "PYTHONDONTWRITEBYTECODE", "PYTEST_ADDOPTS")
     variables = {name: value for name, value in os.environ.items() if name not in left_out}
-    variables |= {"PATH": variables["PATH"].replace(str(ROOT / ".venv"), str(project / ".venv")), _MARK: mark}
+    variables["PATH"] = variables["PATH"].replace(str(ROOT / ".venv"), str(project / ".venv"))
     command = [f"{project}/.venv/bin/python", *_PYTEST, *_IN_WORKERS, *(tests or _ALL_FAST)]
-    how: dict[str, Any] = {"cwd": project, "env": variables, "start_new_session": True}
-    with log.open("wb") as file:
-        process = subprocess.Popen(command, stdout=file, stderr=file, **how)
-        try:
-            status = process.wait(limit_seconds)
-        except subprocess.TimeoutExpired:
-            return f"hung: no end after {limit_seconds:g} s"
-        finally:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
-            hangs.end_trees((), mark)  # ranks lead sessions of their own
-    output = log.read_text(errors="replace")
+    try:
+        done = hangs.run(command, timeout_seconds=limit_seconds, cwd=project, env=variables)
+    except TimeoutError:
+        return f"hung: no end after {limit_seconds:g} s"
+    output, status = done.stdout + done.stderr, done.returncode
     if status in (pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED):
         return ""
     if status == pytest.ExitCode.USAGE_ERROR:

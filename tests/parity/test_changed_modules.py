@@ -131,34 +131,3 @@ def test_buffers_that_match_a_pattern_are_ignored_also_if_they_are_added() -> No
     for step in range(3):
         module[0].register_buffer("cache_k", torch.zeros(1 + step + dist.get_rank()))
         ddp(batch(step)).sum().backward()
-
-
-@pytest.mark.ranks(2)
-@pytest.mark.parametrize("transport", ["shm", "c10d"])
-@pytest.mark.parametrize("is_hooked_first", [True, False])
-def test_hooks_of_a_program_see_the_mean_also_of_parameters_that_are_new(
-    is_hooked_first: bool, transport: str
-) -> None:
-    """The first gradient of the backward is of a parameter that the wrapper does not know yet."""
-    sl.init(transport=transport)
-    module, reference = net(), net()
-    module[4].requires_grad_(False)
-    ddp: Any = DDP(module)
-    unfreeze_all_but_one(ddp)
-    seen = dict[str, Tensor]()
-
-    def hook_all() -> None:
-        for name, parameter in module.named_parameters():
-            parameter.register_post_accumulate_grad_hook(
-                lambda p, name=name: seen.update({name: p.grad.clone()})
-            )
-
-    if is_hooked_first:
-        hook_all()
-    loss = ddp(batch(1)).square().mean()
-    if not is_hooked_first:
-        hook_all()
-    loss.backward()
-    for rank in range(2):
-        (reference(batch(1, rank)).square().mean() / 2).backward()
-    torch.testing.assert_close(seen, {name: p.grad for name, p in reference.named_parameters()})

@@ -1,4 +1,4 @@
-"""Where a backward ends, and what programs do before that: more losses, hooks, swaps of parameters, exceptions."""
+"""Where a backward ends, and what programs do before that: more losses, hooks, changed modules, exceptions."""
 
 from __future__ import annotations
 
@@ -535,3 +535,155 @@ def test_an_output_keeps_its_wrapper_until_its_backward_has_ended(arguments: dic
     replicas = run_ranks(2, program)
     gc.collect()
     assert [replica() for replica in replicas] == [None, None]
+
+
+# ---------------------------------------------------------------------- modules that change, shared parameters
+
+
+@pytest.mark.parametrize("is_last", [False, True])
+@pytest.mark.parametrize("width", [1, 128])
+@pytest.mark.parametrize("as_view", [False, True])
+def test_a_wrapper_that_gets_a_parameter_of_another_one_reduces_it_with_that_one(
+    as_view: bool, width: int, is_last: bool
+) -> None:
+    """The first wrapper knows of the parameter only in the backward in which both reduce it."""
+
+    def rank(t: Transport) -> list[list[float | None]]:
+        layers = nn.ModuleList(nn.Linear(width, width, bias=False) for _ in range(3))
+        for layer in layers:
+            nn.init.eye_(layer.weight)
+        own, other, shared = layers
+        shared.requires_grad_(False)
+        order = 1 if is_last else -1
+        first = wrapped(t, nn.Sequential(*[own, shared][::order]), gradient_as_bucket_view=as_view)
+        shared.requires_grad_(True)
+        second = wrapped(t, nn.Sequential(*[other, shared][::order]), gradient_as_bucket_view=as_view)
+        found = []
+        for _ in range(3):
+            (first(inputs(t, width)) + second(inputs(t, width))).sum().backward()
+            found.append(firsts(layers))
+            for layer in layers:
+                nn.init.zeros_(layer.weight.grad)
+        return found
+
+    assert run_ranks(2, rank) == [[[1.5, 1.5, 3.0]] * 3] * 2
+
+
+def test_a_module_that_is_put_back_before_a_backward_is_trained() -> None:
+    def rank(t: Transport) -> list[float | None]:
+        layers = [linear(), linear()]
+        former = nn.Sequential(*layers)
+        ddp = wrapped(t, former)
+        ddp.module = nn.Sequential(linear(), linear())
+        ddp(inputs(t))
+        ddp.module = former
+        ddp(inputs(t)).sum().backward()
+        return firsts(nn.ModuleList(layers))
+
+    assert run_ranks(2, rank) == [[1.5, 1.5]] * 2
+
+
+def test_a_module_with_the_same_parameters_takes_the_place_of_one_that_had_others() -> None:
+    def rank(t: Transport) -> list[float | None]:
+        layers = [linear(), linear()]
+        ddp = wrapped(t, nn.Sequential(*layers))
+        ddp.module = nn.Sequential(*layers, linear())
+        ddp(inputs(t))
+        ddp.module = nn.Sequential(*layers)
+        ddp(inputs(t)).sum().backward()
+        return firsts(nn.ModuleList(layers))
+
+    assert run_ranks(2, rank) == [[1.5, 1.5]] * 2
+
+
+@pytest.mark.parametrize("has_run", [False, True])
+def test_a_layer_that_takes_the_place_of_one_that_was_deleted_is_trained(has_run: bool) -> None:
+    """To delete a layer, `nn.Sequential` makes a new table of layers."""
+
+    def rank(t: Transport) -> list[float | None]:
+        net = nn.Sequential(linear())
+        ddp = wrapped(t, net)
+        net.append(linear())
+        if has_run:
+            ddp(inputs(t))
+        del net[1]
+        if has_run:
+            ddp(inputs(t))
+        net.append(linear())
+        ddp(inputs(t)).sum().backward()
+        return firsts(net)
+
+    assert run_ranks(2, rank) == [[1.5, 1.5]] * 2
+
+
+class Mixed(nn.Module):
+    """Each layer has a dtype of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = linear(), linear()
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden: Tensor = self.first(x.to(self.first.weight.dtype))
+        found: Tensor = self.last(hidden.to(self.last.weight.dtype))
+        return found
+
+
+@pytest.mark.parametrize("arguments", [{}, {"gradient_as_bucket_view": True}], ids=str)
+@pytest.mark.parametrize("name", ["first", "last"])
+def test_gradients_of_a_layer_that_is_converted_alone_are_not_rounded(
+    name: str, arguments: dict[str, Any]
+) -> None:
+    def rank(t: Transport) -> list[float | None]:
+        ddp = wrapped(t, Mixed().bfloat16(), **arguments)
+        ddp.module.get_submodule(name).double()
+        ddp.module.last.weight.register_hook(lambda gradient: gradient * (1 + 2**-20))
+        ddp.module.first.weight.register_hook(lambda gradient: gradient * (1 + 2**-20))
+        ddp(inputs(t)).sum().backward()
+        return firsts(ddp.module.get_submodule(name))
+
+    assert run_ranks(2, rank) == [[1.5 * (1 + 2**-20)]] * 2
+
+
+def repeated(ddp: Any, x: Tensor) -> None:
+    loss = ddp(x).sum() / 2
+    loss.backward(retain_graph=True)
+    loss.backward()
+
+
+def called_directly(ddp: Any, x: Tensor) -> None:
+    ddp.module(x).sum().backward()
+
+
+@pytest.mark.parametrize("step", [repeated, called_directly])
+def test_a_wrapper_of_a_larger_module_leaves_backwards_alone_that_bring_it_a_part_of_its_gradients(
+    step: Callable[[Any, Tensor], None],
+) -> None:
+    def rank(t: Transport) -> list[float | None]:
+        inner = linear()
+        ddp = wrapped(t, inner)
+        larger = wrapped(t, nn.Sequential(inner, linear()))
+        step(ddp, inputs(t))
+        return firsts(larger)
+
+    assert run_ranks(2, rank) == [[1.5, None]] * 2
+
+
+@pytest.mark.parametrize("is_early", [False, True])
+def test_a_hook_on_a_parameter_that_the_wrapper_does_not_know_yet_sees_the_mean(is_early: bool) -> None:
+    """Its gradient is the first one of the backward."""
+
+    def rank(t: Transport) -> list[float]:
+        net, seen = nn.Sequential(linear(), linear()), []
+        net[1].requires_grad_(False)
+        ddp = wrapped(t, net)
+        net[1].requires_grad_(True)
+        if is_early:
+            net[1].weight.register_post_accumulate_grad_hook(lambda p: seen.append(p.grad.item()))
+        loss = ddp(inputs(t)).sum()
+        if not is_early:
+            net[1].weight.register_post_accumulate_grad_hook(lambda p: seen.append(p.grad.item()))
+        loss.backward()
+        return seen
+
+    assert run_ranks(2, rank) == [[1.5]] * 2

@@ -208,9 +208,9 @@ class Ownership:
     def takes_part_in(self, task: int) -> bool:
         """Return whether the wrapper takes part in the backward of `task`, the graph task that runs now.
 
-        If no wrapper has run a forward since its last reduction (because the modules were called directly), only the
-        wrapper with the most parameters in the graph takes part; of several such wrappers one that lacks none of its
-        parameters, and of those the one that was created last.
+        If no wrapper has run a forward since its last reduction (because the modules were called directly), only one
+        takes part: the wrapper with the most parameters in the graph. If several have as many, one whose parameters are
+        all in the graph is preferred, and then the one that was created last.
         """
         if task == self._refused_task:
             return False
@@ -233,8 +233,8 @@ class Ownership:
         return not own or num_reached(own) > 0
 
     def _priority(self) -> tuple[int, bool, int]:
-        # Some parameters may have been frozen since construction.
-        reached = num_reached(trained := [p for p in self._parameters if p.requires_grad])
+        trained = [p for p in self._parameters if p.requires_grad]  # some may have been frozen since
+        reached = num_reached(trained)
         return reached, reached == len(trained), self.birth
 
 

@@ -187,7 +187,7 @@ class ParameterHooks:
     # ------------------------------------------------------------------ hooks of the program
 
     def defers(self, hook: UserHook, parameter: Tensor) -> bool:
-        """Keep a call of a hook until the ranks have averaged. Return False if they will not in this backward."""
+        """Keep a call of a hook until `.grad` holds the mean. Return False if this backward averages nothing."""
         if self._tasks.current != current_graph_task_id():
             return False
         if self._reduction.backward.state not in (BackwardState.FILLING, BackwardState.DEFERRED):

@@ -464,8 +464,7 @@ class GradientSync:
             is_compiled=is_compiled,
             context_id=context_id,
             is_local_by_forward=accumulates and controls.enabled,
-            # If `.grad` became a view, one wrapper could scale a gradient in place before another one has copied it.
-            keeps_tensors=has_graph or bool(self.ownership.rivals),
+            keeps_tensors=has_graph,
             ready=self._emitter.observed_list(self.step + 1) if OBSERVERS.gradient_ready else [],
         )
 
@@ -589,8 +588,9 @@ class GradientSync:
     def _reduce(self, backward: Backward) -> int:
         self._send_rest()
         self.step = backward.step
-        if self.ownership.rivals:  # another wrapper may have become one in this backward
-            backward.keeps_tensors = True
+        # If `.grad` became a view, one wrapper could scale a gradient in place before another one has copied it. The
+        # other wrapper may have got the parameter in this backward.
+        backward.keeps_tensors |= bool(self.ownership.rivals)
         return self.reduction.collect()
 
     def shadow(self) -> None:

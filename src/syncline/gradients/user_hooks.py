@@ -23,7 +23,7 @@ Hook: TypeAlias = Callable[[Tensor], object]
 
 
 class Deferring(Protocol):
-    """What keeps calls of the program's hooks until a wrapper has averaged."""
+    """The part of a wrapper that keeps calls of the program's hooks until the wrapper has averaged the gradients."""
 
     deferred: dict[tuple[UserHook, int], Tensor]
     """The calls that wait, by the hook and the `id` of the parameter."""
