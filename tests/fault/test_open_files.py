@@ -19,13 +19,18 @@ from syncline.transport import C10dTransport
 from syncline.transport.shared_memory import SharedMemoryTransport
 
 
-def open_files() -> Counter[str]:
-    """By kind: "socket", "pipe", "anon_inode" (descriptors of processes are such), or the path."""
-    kinds: Counter[str] = Counter()
+def open_files() -> set[tuple[str, str]]:
+    """The number and target of each: what an earlier test left, and is closed later, is then no difference."""
+    files = set()
     for name in os.listdir("/proc/self/fd"):
         with contextlib.suppress(FileNotFoundError):  # the listing itself, or what another thread has read
-            kinds[os.readlink(f"/proc/self/fd/{name}").partition(":")[0]] += 1
-    return kinds
+            files.add((name, os.readlink(f"/proc/self/fd/{name}")))
+    return files
+
+
+def kinds(files: set[tuple[str, str]]) -> Counter[str]:
+    """Count them by kind: "socket", "pipe", "anon_inode" (descriptors of processes are such), or the path."""
+    return Counter(target.partition(":")[0] for _, target in files)
 
 
 def assert_shared_memory_adds_a_socket_for_each_neighbour() -> None:
@@ -38,7 +43,7 @@ def assert_shared_memory_adds_a_socket_for_each_neighbour() -> None:
         ddp(torch.ones(3, 200)).sum().backward()
     expected = Counter({"socket": 1 if t.rank in (0, t.size - 1) else 2})
     deadline = time.monotonic() + 10
-    while (added := open_files() - before) != expected and time.monotonic() < deadline:
+    while (added := kinds(open_files() - before)) != expected and time.monotonic() < deadline:
         pass  # another thread may just be reading a file
     assert added == expected
     t.barrier().wait()
