@@ -83,8 +83,8 @@ class Facts:
     sends_lazy: bool = False
     """A module with other buffers makes one in a forward, with a size of its own on each rank, and buffers are sent.
 
-    Ours then raises. Torch's class sends the buffer, too. Over Gloo it raises if rank 0 has more; if it has less, the
-    end of the buffer on other ranks stays what it was.
+    A module without other ones sends it when it is wrapped anew. Ours then raises. Torch's class sends the buffer, too.
+    Over Gloo it raises if rank 0 has more; if it has less, the end of the buffer on other ranks stays what it was.
     """
     drifts_unseen: bool = False
     """Parameters differ between ranks, as the program wants it, and no look at the replicas is due after that."""
@@ -257,8 +257,11 @@ class _Walk:
             case Rewrap():
                 self.end(s.wrapper)
                 facts.is_uneven |= state.lonely
-                vouches = ("init_sync", False) in self.program.wrappers[s.wrapper].options
+                wrapper = self.program.wrappers[s.wrapper]
+                vouches = ("init_sync", False) in wrapper.options
                 facts.wraps_alone |= state.lonely and vouches
+                is_sent = dict(wrapper.options).get("broadcast_buffers", True)
+                facts.sends_lazy |= "lazy" in self.kinds[wrapper.model] and is_sent
             case Save():
                 pass
             case Replace():

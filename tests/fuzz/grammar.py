@@ -398,11 +398,6 @@ class _Author:
         if self.often(0.07) and not has_join:
             how = self.random.choice(TRANSFORMS)
             body = rewritten(body, lambda s: self.by_transform(s, how))
-        kinds = {getattr(s, "kind", type(s).__name__) for s in statements_of(body)}
-        kinds |= set[str]().union(*(kinds_in(model.layers) for model in self.models))
-        # Compiled autograd fails in backwards of gradients, and refers to parameters; also without a wrapper.
-        if kinds & {"penalty", "grad", "jacobian", "Swap"}:
-            body = rewritten(body, lambda s: replace(s, compiled=False) if isinstance(s, Backward) else s)
         if self.often(0.1):
             number = self.random.randrange(len(self.models))
             inner = [self.wrappers[model.around].model for model in self.models if model.around is not None]
@@ -431,6 +426,11 @@ class _Author:
             number = self.random.randrange(len(self.models))
             replaced = Replace(number, self.random.randrange(100), self.often(0.5))
             body = without_swaps((*body[:at], replaced, *body[at:], *self.two_steps()))
+        kinds = {getattr(s, "kind", type(s).__name__) for s in statements_of(body)}
+        kinds |= set[str]().union(*(kinds_in(model.layers) for model in self.models))
+        # Compiled autograd fails in backwards of gradients, and refers to parameters; also without a wrapper.
+        if kinds & {"penalty", "grad", "jacobian", "Swap"}:
+            body = rewritten(body, lambda s: replace(s, compiled=False) if isinstance(s, Backward) else s)
         return body
 
     def averaging(self, body: tuple[Statement, ...]) -> tuple[Statement, ...]:

@@ -71,9 +71,16 @@ def evaluates_between(ddp: Any, x: Tensor) -> None:
     value.sum().backward()
 
 
+def first_under_no_sync(ddp: Any, x: Tensor) -> None:
+    action, value = ddp(x)
+    with ddp.no_sync():
+        action.sum().backward()
+    value.sum().backward()
+
+
 @pytest.mark.parametrize("size", [1, 2, 3])
 @pytest.mark.parametrize("cap_mb", [None, 1e-6])
-@pytest.mark.parametrize("losses", [two_losses, parts_in_turn, evaluates_between])
+@pytest.mark.parametrize("losses", [two_losses, parts_in_turn, evaluates_between, first_under_no_sync])
 def test_backwards_over_different_parameters_are_one_step(
     losses: Callable[[Any, Tensor], None], cap_mb: float | None, size: int
 ) -> None:
@@ -84,6 +91,7 @@ def test_backwards_over_different_parameters_are_one_step(
             ddp.zero_grad()
             losses(ddp, inputs(t))
             seen.append(firsts(ddp))
+        ddp(inputs(t))  # on one rank, a backward that reaches only some parameters may get more until now
         return seen, ddp.last_step.step
 
     mean = (1 + size) / 2
@@ -137,6 +145,30 @@ def test_an_optimizer_of_other_parameters_may_step_between_two_losses() -> None:
         return firsts(ddp)
 
     assert run_ranks(2, rank) == [[1.5, 1.5]] * 2
+
+
+class ChosenHead(TwoHeads):
+    def forward(self, x: Tensor, head: str) -> Tensor:  # type: ignore[override]
+        return self.get_submodule(head)(x)
+
+
+@pytest.mark.parametrize("width", [1, BODY])
+@pytest.mark.parametrize("create_graph", [False, True])
+def test_the_last_micro_batch_need_not_use_what_others_have_used(width: int, create_graph: bool) -> None:
+    def rank(t: Transport) -> tuple[list[float | None], list[float | None]]:
+        ddp, x = wrapped(t, ChosenHead(width)), inputs(t, width)
+        with ddp.no_sync():
+            for head in ("actor", "critic"):
+                ddp(x, head).sum().backward()
+        before = firsts(ddp)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # that second derivatives are not averaged
+            ddp(x, "critic").sum().backward(create_graph=create_graph)
+        return before, firsts(ddp)
+
+    (first, mean), (second, other) = run_ranks(2, rank)
+    assert (first, second, mean, other) == ([1, 1], [2, 2], [1.5, 3], [1.5, 3])
+    assert run_ranks(1, rank)[0] == ([1, 1], [1, 2])
 
 
 # ---------------------------------------------------------------------- a forward under no_sync

@@ -215,12 +215,17 @@ class Reduction:
                 self._fill(index)
 
     def missing(self) -> frozenset[int]:
-        """Return the indices of the parameters that got no gradient in the present backward.
+        """Return the indices of the parameters that have no gradient to reduce in the present backward.
+
+        If a parameter got none, but has one of an earlier backward under `no_sync`, this one is reported.
 
         Raises:
             SynclineError: a parameter got more than one gradient.
         """
         ready = self.backward.ready
+        if self.unreduced and not self.options.allow_unused:
+            older = sorted(self.unreduced.difference(ready))
+            self.report_late([index for index in older if self.parameters[index].grad is not None])
         seen = set(ready)
         if len(seen) != len(ready):
             twice = [index for index, number in Counter(ready).items() if number > 1]
@@ -417,19 +422,16 @@ class Reduction:
         """
         backward, riders, transport = self.backward, self.riders, self.transport
         backward.missing = self.missing()
-        if backward.missing:
-            riders.missing.check_alone(backward, rank=transport.rank, num_ranks=transport.size)
-        if riders.static_graph is not None:
-            riders.static_graph.check_alone(backward, rank=transport.rank, num_ranks=transport.size)
-        divisor = 1
+        for rider in (riders.missing if backward.missing else None, riders.static_graph):
+            if rider is not None:
+                rider.check_alone(backward, rank=transport.rank, num_ranks=transport.size)
+        divisor, policy = 1, self.options.on_nonfinite
         if backward.num_items is not None:
             divisor = self.normalizer.total([backward.num_items], step=backward.step)
             foreach_div_([p.grad for p in self.parameters if p.grad is not None], float(divisor))
         if self.usage.static is not None:
             self.usage.static.learn()
-        if (
-            transport.size == 1 and self.options.on_nonfinite != "ignore"
-        ) or self.options.on_nonfinite == "warn":
+        if policy == "warn" or (policy != "ignore" and transport.size == 1):
             self.check_finite_alone(backward.step)
         riders.metrics.conclude_alone()
         return divisor
