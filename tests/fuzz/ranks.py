@@ -93,6 +93,7 @@ def run_programs(jobs: list[Job], folder: str, wraps: dict[str, Any] | None = No
     faulthandler.cancel_dump_traceback_later()
     for opened in ways.values():
         opened.close()
+    peer.leave()
 
 
 def _write(file: BinaryIO, entry: Entry) -> None:
@@ -134,6 +135,13 @@ class _Peer:
         except dist.DistStoreError:
             return None
         return self._store.get(key).decode()
+
+    def leave(self) -> None:
+        """Let rank 0, which has the store, wait until the other rank needs it no more."""
+        self.next_run()
+        self.tell("needs nothing")
+        if self.rank == 0:
+            self.word(_WATCHDOG_SECONDS)
 
     def ends(self) -> bool:
         """Wait until the other rank has told of its end. Return False if it waits in vain: it is asleep.
