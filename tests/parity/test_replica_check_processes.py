@@ -11,15 +11,12 @@ from torch import nn
 
 import syncline as sl
 from syncline import ReplicaDivergence
-from syncline.transport import C10dTransport
 
 
-def trained(transport: Any, *, flipped: bool, **kwargs: Any) -> sl.DistributedDataParallel:
+def trained(*, flipped: bool, **kwargs: Any) -> sl.DistributedDataParallel:
     torch.manual_seed(0)
     module = nn.Sequential(nn.Linear(8, 32), nn.BatchNorm1d(32), nn.ReLU(), nn.Linear(32, 4))
-    ddp = sl.DistributedDataParallel(
-        module, process_group=transport, replica_check=sl.ReplicaCheck(every=3), **kwargs
-    )
+    ddp = sl.DistributedDataParallel(module, replica_check=sl.ReplicaCheck(every=3), **kwargs)
     optimizer = ddp.attach(torch.optim.AdamW(ddp.parameters()))
     for step in range(7):
         if flipped and step == 4 and dist.get_rank() == 1:
@@ -31,36 +28,22 @@ def trained(transport: Any, *, flipped: bool, **kwargs: Any) -> sl.DistributedDa
 
 
 @pytest.mark.ranks(3)
-@pytest.mark.parametrize("transport", ["shm", "gloo"])
-@pytest.mark.parametrize(
-    "kwargs", [{}, {"compression": sl.compression.Cast(torch.bfloat16)}, {"bucket_cap_mb": 0.001}]
-)
-def test_one_bit_is_found_and_named(transport: str, kwargs: dict[str, Any]) -> None:
-    engine = C10dTransport() if transport == "gloo" else None
-    with pytest.raises(ReplicaDivergence) as caught:
-        trained(engine, flipped=True, **kwargs)
-    error = caught.value
-    assert error.tensor == "3.bias"
-    assert (error.elements, error.minority_ranks) == ((2, 2), (1,))
-    assert error.found_at_step in (5, 6, 7)
-    if engine is not None:
-        engine.close()
-
-
-@pytest.mark.ranks(2)
-@pytest.mark.parametrize("transport", ["shm", "gloo"])
-def test_equal_replicas_cost_no_further_call(transport: str) -> None:
-    engine = C10dTransport() if transport == "gloo" else None
-    ddp = trained(engine, flipped=False)
+@pytest.mark.parametrize("transport", ["shm", "c10d"])
+def test_one_bit_is_found_and_named_and_equal_replicas_cost_no_further_call(transport: Any) -> None:
+    sl.init(transport=transport, timeout=60)
+    for kwargs in ({}, {"compression": sl.compression.Cast(torch.bfloat16)}, {"bucket_cap_mb": 0.001}):
+        with pytest.raises(ReplicaDivergence) as caught:
+            trained(flipped=True, **kwargs)
+        error = caught.value
+        assert (error.tensor, error.elements, error.minority_ranks) == ("3.bias", (2, 2), (1,)), kwargs
+        assert error.found_at_step in (5, 6, 7)
+    ddp = trained(flipped=False)
     assert ddp.contract["replica check"].last_done == "step 7: equal"
     before = ddp.statistics().total_calls
     ddp(torch.randn(6, 8)).sum().backward()
     assert ddp.last_step is not None
-    assert ddp.statistics().total_calls - before == len(ddp.last_step.buckets) + 1, (
-        "the buckets, and the buffers"
-    )
-    if engine is not None:
-        engine.close()
+    num_calls = ddp.statistics().total_calls - before
+    assert num_calls == len(ddp.last_step.buckets) + 1, "the buckets, and the buffers"
 
 
 @pytest.mark.ranks(2)

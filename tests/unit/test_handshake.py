@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import threading
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -25,7 +26,7 @@ def presence(rank: int, size: int = 2, *, pid: int = 0, host: str = "h", gpu: st
 
 def met(*ranks: Presence, timeout_seconds: float = 30.0) -> list[list[Presence] | Exception]:
     """What `meet` gave each of these ranks."""
-    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    server = open_store()
     found: list[list[Presence] | Exception] = [[] for _ in ranks]
 
     def come(index: int) -> None:
@@ -39,15 +40,20 @@ def met(*ranks: Presence, timeout_seconds: float = 30.0) -> list[list[Presence] 
     return found
 
 
-def test_all_ranks_learn_of_all() -> None:
+def environment(**given: Any) -> Environment:
+    return Environment(**{"launcher": "environment", "size": 2, "master_addr": "127.0.0.1", **given})
+
+
+def open_store() -> dist.TCPStore:
+    return dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+
+
+def test_all_ranks_learn_of_all_and_those_that_do_not_come_are_named() -> None:
     everyone = [presence(rank, 3) for rank in range(3)]
     assert met(*everyone) == [everyone] * 3
-
-
-def test_ranks_that_do_not_come_are_named() -> None:
     for error in met(presence(0, 4), presence(2, 4), timeout_seconds=1.0):
         assert isinstance(error, CollectiveTimeout)
-        assert "ranks 1, 3 of 4 did not call sl.init" in str(error)
+        assert "ranks 1, 3 of 4" in str(error)
 
 
 def test_a_rank_that_has_ended_before_the_ranks_were_connected_is_named() -> None:
@@ -79,7 +85,7 @@ def test_a_rank_that_has_ended_before_the_ranks_were_connected_is_named() -> Non
 
 def test_a_store_that_ends_while_ranks_meet_is_a_lost_peer() -> None:
     """Rank 0, which opened it, may give up a moment before the others."""
-    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    server = open_store()
     store = dist.TCPStore("127.0.0.1", server.port, is_master=False, wait_for_workers=False)
     errors: list[Exception] = []
 
@@ -116,25 +122,19 @@ def test_ranks_that_count_differently_are_told_who() -> None:
     record("world size", "", errors[2])
 
 
-def test_a_port_in_use_is_named() -> None:
-    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    env = Environment(launcher="environment", size=2, master_addr="127.0.0.1", master_port=server.port)
+def test_a_port_in_use_and_a_store_that_nobody_opened_are_named() -> None:
+    server = open_store()
     with pytest.raises(SynclineError, match=rf"127\.0\.0\.1:{server.port} .*the port is in use") as caught:
-        connect(env, 5.0)
+        connect(environment(master_port=server.port), 5.0)
     record("port", "", caught.value)
+    with pytest.raises(CollectiveTimeout, match=r"rank 1 of 2 .* 127\.0\.0\.1:9"):
+        connect(environment(rank=1, master_port=9), 0.5)
 
 
 def test_a_process_that_was_at_another_store_meets_one_that_was_not() -> None:
-    servers = [dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) for _ in range(2)]
+    servers = [open_store(), open_store()]
     elsewhere, here = (
-        Environment(
-            launcher="torchrun",
-            size=2,
-            master_addr="127.0.0.1",
-            master_port=one.port,
-            launcher_has_store=True,
-        )
-        for one in servers
+        environment(launcher="torchrun", master_port=one.port, launcher_has_store=True) for one in servers
     )
     first, second = Stores(), Stores()
     first.of_next_init(elsewhere, 5.0)
@@ -143,23 +143,16 @@ def test_a_process_that_was_at_another_store_meets_one_that_was_not() -> None:
         assert second.of_next_init(replace(here, rank=1), 5.0).get("a key") == str(number).encode()
 
 
-def test_a_store_that_nobody_opened_is_named() -> None:
-    env = Environment(launcher="environment", rank=1, size=2, master_addr="127.0.0.1", master_port=9)
-    with pytest.raises(CollectiveTimeout, match=r"rank 1 of 2 could not connect to 127\.0\.0\.1:9"):
-        connect(env, 0.5)
-
-
-@pytest.mark.parametrize(
-    ("gpus", "backend"),
-    [([None, None], "gloo"), (["a", "b"], "cpu:gloo,cuda:nccl"), (["a", "a"], "cpu:gloo,cuda:gloo")],
-)
-def test_all_ranks_choose_the_backend_that_serves_them_all(gpus: list[str | None], backend: str) -> None:
-    assert backend_for([presence(rank, gpu=gpu) for rank, gpu in enumerate(gpus)], warn=False) == backend
-
-
-def test_ranks_that_share_a_gpu_are_told_so() -> None:
-    with pytest.warns(UserWarning, match=r"2 ranks share 1 GPU\(s\)"):
-        backend_for([presence(0, gpu="a"), presence(1, gpu="a")], warn=True)
+def test_all_ranks_choose_the_backend_that_serves_them_all() -> None:
+    for gpus, backend in (
+        ([None, None], "gloo"),
+        (["a", "b"], "cpu:gloo,cuda:nccl"),
+        (["a", "a"], "cpu:gloo,cuda:gloo"),
+    ):
+        everyone = [presence(rank, gpu=gpu) for rank, gpu in enumerate(gpus)]
+        assert backend_for(everyone, warn=False) == backend
+    with pytest.warns(UserWarning, match=r"2 ranks share 1 GPU"):
+        backend_for(everyone, warn=True)
 
 
 def test_what_the_ranks_gave_init_is_compared() -> None:
@@ -179,22 +172,13 @@ def test_a_rank_that_cannot_join_is_an_error_on_all() -> None:
 
 
 def test_a_process_says_who_it_is() -> None:
-    env = Environment(launcher="environment", rank=1, size=2)
-    mine = Presence.of_this_process(env, torch.device("cpu"))
+    mine = Presence.of_this_process(environment(rank=1), torch.device("cpu"))
     assert (mine.rank, mine.size, mine.gpu) == (1, 2, None)
 
 
 def test_a_host_without_a_loopback_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rendezvous, "has_loopback", lambda: False)
-    alone = Environment(
-        launcher="torchrun",
-        rank=0,
-        size=1,
-        local_rank=0,
-        local_size=1,
-        master_addr="127.0.0.1",
-        master_port=1,
-    )
+    alone = environment(launcher="torchrun", rank=0, size=1, local_rank=0, local_size=1, master_port=1)
     with pytest.raises(SynclineError, match=r"no IPv4 loopback address.*ip link set lo up"):
         connect(alone, 30.0)
     raw = RuntimeError("[enforce fail] Cannot resolve 127.0.0.1 to a (local) address")
@@ -206,15 +190,8 @@ def test_a_restarted_rank_names_what_it_found_in_its_place(monkeypatch: pytest.M
     store = dist.HashStore()
     store.set("round", "syncline plain 7")
     store.set("rank 1 in 7", "syncline plain junk")
-    restarted = Environment(
-        launcher="torchrun",
-        rank=1,
-        size=2,
-        local_rank=1,
-        local_size=2,
-        master_addr="h",
-        master_port=1,
-        launcher_has_store=True,
+    restarted = environment(
+        launcher="torchrun", rank=1, local_rank=1, local_size=2, master_port=1, launcher_has_store=True
     )
     with pytest.raises(
         SynclineError, match=r"rank 1 found 'junk' under the key 'rank 1 in 7'.*Start the whole job"

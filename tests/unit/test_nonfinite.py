@@ -9,7 +9,7 @@ import inspect
 import math
 import warnings
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -33,12 +33,17 @@ from syncline.gradients.riders.finite import describe, is_finite, zero_nonfinite
 from syncline.gradients.riders.nonfinite import NonFiniteWatch
 from syncline.transport import ThreadGroup, Transport, run_ranks
 
+pytestmark = pytest.mark.filterwarnings("ignore:step:RuntimeWarning")
+
 torch.manual_seed(0)
 NET = nn.Sequential(nn.Linear(3, 40), nn.Tanh(), nn.Linear(40, 40), nn.Tanh(), nn.Linear(40, 2))
 """Large parameters (0.weight, 2.weight), which are copied as soon as they are ready, and small ones."""
 NAMES = [name for name, _ in NET.named_parameters()]
 
 NAN, INF = math.nan, math.inf
+
+POLICIES: dict[Any, str] = {"raise": "raised", "skip": "discarded", "zero": "zeroed"}
+"""The policies, and what the record says of a step with gradients that are not finite."""
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -54,64 +59,76 @@ def batch(t: Transport, step: int = 0) -> Tensor:
     return torch.randn(5, 3, generator=torch.Generator().manual_seed(100 * t.rank + step))
 
 
-def put(parameter: Tensor, value: float, *, at: int = 0) -> Any:
-    """From now on one element of its gradient is `value`, as it comes out of autograd."""
+@contextlib.contextmanager
+def bad(parameter: Tensor, value: complex, when: bool) -> Iterator[None]:
+    """In this block, if `when`, one element of its gradient is `value`, as it comes out of autograd."""
 
     def change(gradient: Tensor) -> Tensor:
         changed = gradient.clone()
-        changed.view(-1)[at] = value
+        changed.view(-1)[0] = value
         return changed
 
-    return parameter.register_hook(change)
+    handle = parameter.register_hook(change) if when else None
+    try:
+        yield
+    finally:
+        if handle is not None:
+            handle.remove()
 
 
 def backward(ddp: nn.Module, x: Tensor) -> None:
-    ddp(x).square().mean().backward()
+    ddp(x).abs().square().mean().backward()
 
 
-def poisoned(
-    t: Transport, name: str = "2.weight", value: float = NAN, *, rank: int = 1, **kwargs: Any
-) -> DDP:
-    net = copy.deepcopy(NET)
-    ddp = DDP(net, process_group=t, **kwargs)
-    if t.rank == rank:
-        put(net.get_parameter(name), value)
-    return ddp
+def wrapped(t: Transport, policy: Any, net: nn.Module = NET, **kwargs: Any) -> DDP:
+    return DDP(copy.deepcopy(net), process_group=t, on_nonfinite=policy, **kwargs)
 
 
-def backward_and_step(ddp: DDP, optimizer: torch.optim.Optimizer, x: Tensor) -> str:
-    """The text of the error, if there was one; then no step is made."""
-    try:
-        backward(ddp, x)
-    except NonFiniteGradient as error:
-        return str(error)
-    optimizer.step()
-    return ""
+def with_sgd(
+    t: Transport, policy: Any, net: nn.Module = NET, **kwargs: Any
+) -> tuple[DDP, torch.optim.Optimizer]:
+    ddp = wrapped(t, policy, net, **kwargs)
+    return ddp, ddp.attach(torch.optim.SGD(ddp.parameters(), lr=0.1))
 
 
-def finite_gradients(module: nn.Module) -> list[bool]:
-    return [bool(p.grad.isfinite().all()) for p in module.parameters() if p.grad is not None]
+def values_of(module: nn.Module) -> list[Tensor]:
+    return [p.detach().clone() for p in module.parameters()]
 
 
-def each_rank(fn: Callable[[Transport], Any], size: int = 2) -> list[Any]:
-    return run_ranks(size, fn)
+def are_same(some: Sequence[Tensor], others: Sequence[Tensor]) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(some, others, strict=True))
 
 
-def raised(fn: Callable[[Transport], Any], size: int = 2) -> NonFiniteGradient:
+def are_finite(tensors: Sequence[Tensor]) -> bool:
+    return all(bool(one.isfinite().all()) for one in tensors)
+
+
+def has_stepped(ddp: DDP, before: list[Tensor]) -> bool:
+    """Whether all parameters have changed, or none; none may be NaN."""
+    assert are_finite(values_of(ddp.module))
+    (moved,) = {not torch.equal(p, old) for p, old in zip(ddp.module.parameters(), before, strict=True)}
+    return moved
+
+
+def each(size: int, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
+    return run_ranks(size, lambda t: fn(t, *args, **kwargs))
+
+
+def raised(fn: Callable[..., Any], *args: Any, size: int = 2, **kwargs: Any) -> NonFiniteGradient:
     """What `fn` raises on each rank, the same."""
 
     def rank(t: Transport) -> NonFiniteGradient:
         with pytest.raises(NonFiniteGradient) as caught:
-            fn(t)
+            fn(t, *args, **kwargs)
         return caught.value
 
-    errors = each_rank(rank, size)
+    errors = run_ranks(size, rank)
     assert len({str(error) for error in errors}) == 1, errors
     assert all(error.found == errors[0].found for error in errors)
     return errors[0]
 
 
-def quietly(fn: Callable[[], Any]) -> list[str]:
+def warned(fn: Callable[[], Any]) -> list[str]:
     """The texts of the warnings of `fn`, which may come on any thread."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -122,36 +139,25 @@ def quietly(fn: Callable[[], Any]) -> list[str]:
 # ---------------------------------------------------------------------- what is found
 
 
-def test_sums_that_overflow_are_no_alarm() -> None:
-    for dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
-        largest = torch.full((1000,), torch.finfo(dtype).max, dtype=dtype)
-        assert not largest.sum().isfinite()
-        assert is_finite(largest)
-        assert is_finite(-largest)
-
-
-@pytest.mark.parametrize(
-    "dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64]
-)
-@pytest.mark.parametrize("numel", [1, 7, 1000, 100_003])
-def test_one_element_anywhere_is_found(dtype: torch.dtype, numel: int) -> None:
-    values = torch.randn(numel).to(dtype)
-    assert is_finite(values)
-    for value in (NAN, INF, -INF):
-        for at in {0, numel // 2, numel - 1}:
-            bad = values.clone()
-            bad[at] = complex(0, value) if dtype.is_complex else value
-            assert not is_finite(bad)
-            assert list(describe([(3, values), (5, bad)])) == [5]
-
-
-def test_infinities_of_both_signs_do_not_cancel() -> None:
-    bad = torch.tensor([1.0, INF, -INF])
-    assert not is_finite(bad)
-    assert describe([(0, bad)]) == {0: "infinity in 2 of 3 elements"}
-
-
-def test_nothing_is_finite() -> None:
+def test_one_element_anywhere_is_found_and_sums_that_overflow_are_no_alarm() -> None:
+    for dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64):
+        for numel in (1, 7, 1000, 100_003):
+            values = torch.randn(numel).to(dtype)
+            assert is_finite(values), (dtype, numel)
+            for value in (NAN, INF, -INF):
+                for at in (0, numel // 2, numel - 1):
+                    wrong = values.clone()
+                    wrong[at] = complex(0, value) if dtype.is_complex else value
+                    assert not is_finite(wrong), (dtype, numel, value, at)
+                    assert list(describe([(3, values), (5, wrong)])) == [5], (dtype, numel, value, at)
+        if not dtype.is_complex:
+            largest = torch.full((1000,), torch.finfo(dtype).max, dtype=dtype)
+            assert not largest.sum().isfinite()
+            assert is_finite(largest), dtype
+            assert is_finite(-largest), dtype
+    cancelling = torch.tensor([1.0, INF, -INF])
+    assert not is_finite(cancelling)
+    assert describe([(0, cancelling)]) == {0: "infinity in 2 of 3 elements"}
     assert is_finite(torch.zeros(0))
 
 
@@ -164,34 +170,28 @@ def test_what_will_be_rounded_is_judged_as_rounded() -> None:
 # ---------------------------------------------------------------------- raise
 
 
-@pytest.mark.parametrize("view", [False, True])
-@pytest.mark.parametrize("cap_mb", [None, 0.001], ids=["one bucket", "several"])
-@pytest.mark.parametrize("name", ["0.weight", "2.weight", "2.bias", "4.bias"])
-def test_rank_and_parameter_are_named_wherever_it_lies(name: str, cap_mb: float | None, view: bool) -> None:
-    def rank(t: Transport) -> None:
-        ddp = poisoned(t, name, bucket_cap_mb=cap_mb, gradient_as_bucket_view=view, on_nonfinite="raise")
-        assert len(ddp._replica.gradients.layout.plans) == (1 if cap_mb is None else 3)
-        backward(ddp, batch(t))
+def test_all_ranks_and_parameters_are_named_wherever_they_lie() -> None:
+    def rank(t: Transport, name: str, **kwargs: Any) -> None:
+        ddp = wrapped(t, "raise", **kwargs)
+        with bad(ddp.module.get_parameter(name), NAN, t.rank == 1):
+            backward(ddp, batch(t))
 
-    error = raised(rank)
-    assert error.found == {1: (name,)}
-    assert error.step == 1
-    assert error.in_mean == ()
-    numel = NET.get_parameter(name).numel()
-    assert f"rank 1: {name} (NaN in 1 of {numel} elements)" in str(error)
+    for name in ("0.weight", "2.weight", "2.bias", "4.bias"):
+        for kwargs in ({}, {"bucket_cap_mb": 0.001, "gradient_as_bucket_view": True}):
+            error = raised(rank, name, **kwargs)
+            assert (error.found, error.step, error.in_mean) == ({1: (name,)}, 1, ()), kwargs
+            numel = NET.get_parameter(name).numel()
+            assert f"rank 1: {name} (NaN in 1 of {numel} elements)" in str(error), kwargs
 
-
-def test_all_ranks_that_have_some_are_named_with_what_they_have() -> None:
-    def rank(t: Transport) -> None:
-        ddp = DDP(copy.deepcopy(NET), process_group=t, on_nonfinite="raise")
-        if t.rank == 0:
-            put(ddp.module[0].bias, -INF)
-        if t.rank == 2:
+    def on_two_ranks(t: Transport) -> None:
+        ddp = wrapped(t, "raise")
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(bad(ddp.module[0].bias, -INF, t.rank == 0))
             for parameter in ddp.module.parameters():
-                put(parameter, NAN)
-        backward(ddp, batch(t))
+                stack.enter_context(bad(parameter, NAN, t.rank == 2))
+            backward(ddp, batch(t))
 
-    error = raised(rank, size=3)
+    error = raised(on_two_ranks, size=3)
     assert error.found == {0: ("0.bias",), 2: tuple(NAMES)}
     assert "rank 0: 0.bias (infinity in 1 of 40 elements)" in str(error)
     assert "and 2 more parameters" in str(error)
@@ -199,319 +199,230 @@ def test_all_ranks_that_have_some_are_named_with_what_they_have() -> None:
 
 def test_the_error_comes_before_the_step_and_training_may_go_on_after_it() -> None:
     def rank(t: Transport) -> list[Tensor]:
-        net = copy.deepcopy(NET)
-        ddp = DDP(net, process_group=t, on_nonfinite="raise")
-        optimizer = ddp.attach(torch.optim.SGD(net.parameters(), lr=0.1))
+        ddp, optimizer = with_sgd(t, "raise")
         for step in range(5):
             optimizer.zero_grad()
-            handle = put(net[2].weight, NAN) if (t.rank, step) == (1, 2) else None
-            if step == 2:
-                with pytest.raises(NonFiniteGradient, match="step 3, backward"):
+            with bad(ddp.module[2].weight, NAN, (t.rank, step) == (1, 2)):
+                if step == 2:
+                    with pytest.raises(NonFiniteGradient, match="step 3, backward"):
+                        backward(ddp, batch(t, step))
+                    assert ddp.last_step.nonfinite.outcome == "raised"
+                else:
                     backward(ddp, batch(t, step))
-                assert ddp.last_step.nonfinite.outcome == "raised"
-            else:
-                backward(ddp, batch(t, step))
-                optimizer.step()
-            if handle is not None:
-                handle.remove()
+                    optimizer.step()
         assert ddp.last_step.nonfinite.num_steps == 1
-        return list(net.parameters())
+        optimizer.zero_grad()
+        with ddp.no_sync(), bad(ddp.module[4].weight, NAN, t.rank == 0):
+            backward(ddp, batch(t))
+        assert ddp.last_step.nonfinite.outcome == "not reduced"
+        with pytest.raises(NonFiniteGradient) as caught:  # it is found when it is reduced
+            backward(ddp, batch(t, 1))
+        assert caught.value.found == {0: ("4.weight",)}
+        return values_of(ddp.module)
 
-    one, other = each_rank(rank)
-    assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
-    assert all(bool(p.isfinite().all()) for p in one)
+    one, other = run_ranks(2, rank)
+    assert are_same(one, other)
+    assert are_finite(one)
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
-def test_an_optimizer_inside_backward_does_not_step() -> None:
+def test_an_optimizer_inside_backward_does_not_step_and_skip_refuses_it() -> None:
     from torch.distributed.optim import _apply_optimizer_in_backward
 
     def rank(t: Transport) -> None:
-        net = copy.deepcopy(NET)
-        _apply_optimizer_in_backward(torch.optim.SGD, net.parameters(), {"lr": 0.1})
-        ddp = DDP(net, process_group=t, on_nonfinite="raise")
-        if t.rank == 1:
-            put(net[0].weight, NAN)
-        with pytest.raises(NonFiniteGradient):
-            backward(ddp, batch(t))
-        assert all(torch.equal(a, b) for a, b in zip(net.parameters(), NET.parameters(), strict=True))
+        for policy, error in (("raise", NonFiniteGradient), ("skip", ValueError)):
+            net = copy.deepcopy(NET)
+            _apply_optimizer_in_backward(torch.optim.SGD, net.parameters(), {"lr": 0.1})
+            ddp = DDP(net, process_group=t, on_nonfinite=policy)  # type: ignore[arg-type]
+            with bad(net[0].weight, NAN, t.rank == 1), pytest.raises(error):
+                backward(ddp, batch(t))
+            assert policy == "skip" or are_same(values_of(net), values_of(NET))
 
-    each_rank(rank)
-
-
-def test_finite_gradients_whose_sum_overflows_are_no_alarm() -> None:
-    def rank(t: Transport) -> Tensor:
-        net = nn.Linear(4, 1, bias=False)
-        ddp = DDP(net, process_group=t, on_nonfinite="raise")
-        (ddp(torch.full((1, 4), 2e38)) * 1.0).sum().backward()
-        assert not net.weight.grad.sum().isfinite()
-        return net.weight.grad
-
-    assert all(torch.equal(g, torch.full((1, 4), 2e38)) for g in each_rank(rank))
-
-
-def test_what_accumulates_under_no_sync_is_found_when_it_is_reduced() -> None:
-    def rank(t: Transport) -> None:
-        ddp = DDP(copy.deepcopy(NET), process_group=t, on_nonfinite="raise")
-        handle = put(ddp.module[4].weight, NAN) if t.rank == 0 else None
-        with ddp.no_sync():
-            backward(ddp, batch(t))
-        assert ddp.last_step.nonfinite.outcome == "not reduced"
-        if handle is not None:
-            handle.remove()
-        backward(ddp, batch(t, 1))
-
-    assert raised(rank).found == {0: ("4.weight",)}
+    run_ranks(2, rank)
 
 
 def test_unused_parameters_are_no_obstacle() -> None:
-    class Halves(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.halves = nn.ModuleList([nn.Linear(3, 2), nn.Linear(3, 2)])
-
+    class Halves(nn.ModuleList):
         def forward(self, x: Tensor, which: int) -> Tensor:
-            return self.halves[which](x)
+            return self[which](x)
+
+    halves = Halves([nn.Linear(3, 2), nn.Linear(3, 2)])
 
     def rank(t: Transport) -> None:
-        ddp = DDP(Halves(), process_group=t, find_unused_parameters=True, on_nonfinite="raise")
-        ddp(batch(t), t.rank).sum().backward()
-        ddp.zero_grad()
-        if t.rank == 1:
-            put(ddp.module.halves[1].bias, NAN)
-        ddp(batch(t), t.rank).sum().backward()
+        ddp = wrapped(t, "raise", halves, find_unused_parameters=True)
+        for step in (1, 2):
+            ddp.zero_grad()
+            with bad(ddp.module[1].bias, NAN, (t.rank, step) == (1, 2)):
+                ddp(batch(t), t.rank).sum().backward()
 
     error = raised(rank)
-    assert (error.step, error.found) == (2, {1: ("halves.1.bias",)})
+    assert (error.step, error.found) == (2, {1: ("1.bias",)})
 
 
+@pytest.mark.filterwarnings("ignore:Complex modules:UserWarning")
 @pytest.mark.parametrize(
-    "how",
+    ("dtype", "how"),
     [
-        {"static_graph": True},
-        {"reduce_dtype": torch.float64},
-        {"find_unused_parameters": True, "skip_all_reduce_unused_params": True},
+        (torch.float32, {"static_graph": True}),
+        (torch.float32, {"reduce_dtype": torch.float16}),
+        (torch.float32, {"reduce_dtype": torch.float64}),
+        (torch.float32, {"find_unused_parameters": True, "skip_all_reduce_unused_params": True}),
+        (torch.float16, {}),
+        (torch.bfloat16, {}),
+        (torch.complex64, {}),
     ],
-    ids=["static", "wider", "unused are not sent"],
+    ids=str,
 )
-def test_other_ways_to_reduce_look_as_well(how: dict[str, Any]) -> None:
+def test_other_ways_to_reduce_and_other_types_are_looked_at_as_well(
+    dtype: torch.dtype, how: dict[str, Any]
+) -> None:
     def rank(t: Transport) -> None:
-        ddp = DDP(copy.deepcopy(NET), process_group=t, on_nonfinite="raise", **how)
-        backward(ddp, batch(t))
-        ddp.zero_grad()
-        if t.rank == 1:
-            put(ddp.module[0].weight, INF)
-        backward(ddp, batch(t))
+        ddp = wrapped(t, "raise", copy.deepcopy(NET).to(dtype), **how)
+        for step in (1, 2):
+            ddp.zero_grad()
+            value = complex(1.0, INF) if dtype.is_complex else INF
+            if how.get("reduce_dtype") is torch.float16:
+                value = 1e6  # it does not fit in the type it travels in
+            with bad(ddp.module[0].weight, value, (t.rank, step) == (1, 2)):
+                backward(ddp, batch(t).to(dtype))
 
-    assert raised(rank).found == {1: ("0.weight",)}
-
-
-def test_a_gradient_that_does_not_fit_in_the_type_it_travels_in_is_found() -> None:
-    def rank(t: Transport) -> None:
-        net = nn.Linear(2, 1, bias=False)
-        ddp = DDP(net, process_group=t, reduce_dtype=torch.float16, on_nonfinite="raise")
-        ddp(torch.full((1, 2), 1e6 if t.rank == 1 else 1.0)).sum().backward()
-
-    assert "rank 1: weight (infinity in 2 of 2 elements)" in str(raised(rank))
+    error = raised(rank)
+    assert (error.step, error.found) == (2, {1: ("0.weight",)})
+    assert "infinity in 1 of 120 elements" in str(error)
 
 
-def test_complex_gradients() -> None:
-    def rank(t: Transport) -> None:
-        net = nn.Linear(2, 1, bias=False, dtype=torch.complex64)
-        ddp = DDP(net, process_group=t, on_nonfinite="raise")
-        x = torch.ones(1, 2, dtype=torch.complex64)
-        if t.rank == 1:
-            put(net.weight, complex(1.0, NAN))
-        ddp(x).abs().sum().backward()
-
-    assert "rank 1: weight (NaN in 1 of 2 elements)" in str(raised(rank))
-
-
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_half_types(dtype: torch.dtype) -> None:
-    def rank(t: Transport) -> None:
-        ddp = DDP(copy.deepcopy(NET).to(dtype), process_group=t, on_nonfinite="raise")
-        backward(ddp, batch(t).to(dtype))
-        ddp.zero_grad()
-        if t.rank == 0:
-            put(ddp.module[2].bias, INF)
-        backward(ddp, batch(t).to(dtype))
-
-    assert raised(rank).found == {0: ("2.bias",)}
-
-
-class Sparse(nn.Module):
+class Rows(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        torch.manual_seed(0)
         self.table = nn.Embedding(6, 3, sparse=True)
-        self.head = nn.Linear(3, 1)
+        self.shift = nn.Parameter(torch.zeros(3))
 
-    def forward(self, rows: Tensor) -> Tensor:
-        return self.head(self.table(rows))
+    def forward(self, rows: Tensor, weights: Tensor) -> Tensor:
+        return (self.table(rows) * weights).sum() + self.shift.sum()
 
 
 def test_rows_of_a_sparse_gradient() -> None:
-    def rank(t: Transport, value: float) -> None:
-        ddp = DDP(Sparse(), process_group=t, on_nonfinite="raise")
-        weight = torch.ones(2, 1)
-        weight[1] = value if t.rank == 1 else 1.0
-        with torch.no_grad():
-            ddp.module.head.bias.zero_()
-        ddp.module.head.requires_grad_(True)
-        handle = ddp.module.head.weight.register_hook(torch.zeros_like)
-        other = ddp.module.head.bias.register_hook(torch.zeros_like)
-        (ddp(torch.tensor([t.rank, t.rank + 1])) * weight).sum().backward()
-        handle.remove()
-        other.remove()
+    rows = Rows()
 
-    each_rank(lambda t: rank(t, 1.0))
-    error = raised(lambda t: rank(t, INF))
+    def reduced(t: Transport, policy: str, value: float) -> tuple[DDP, torch.optim.Optimizer]:
+        ddp, optimizer = with_sgd(t, policy, rows)
+        weights = torch.tensor([[1.0], [value if t.rank == 1 else 1.0]])
+        ddp(torch.tensor([t.rank, t.rank + 1]), weights).backward()
+        return ddp, optimizer
+
+    def zeroed(t: Transport) -> Tensor:
+        ddp, _ = reduced(t, "zero", INF)
+        return ddp.module.table.weight.grad.to_dense()
+
+    def skipped(t: Transport) -> None:
+        for value in (NAN, 1.0):
+            ddp, optimizer = reduced(t, "skip", value)
+            gc.collect()
+            optimizer.step()
+            assert are_same(values_of(ddp), values_of(rows)) is math.isnan(value)
+
+    each(2, reduced, "raise", 1.0)
+    error = raised(reduced, "raise", INF)
     assert error.found == {1: ("table.weight",)}
     assert "of 6 elements" in str(error), "of the rows that this rank has"
+    expected = torch.zeros(6, 3)
+    expected[0], expected[1] = 0.5, 1.0  # one rank, and both; rank 1's infinite row 2 counts as zero
+    assert all(torch.equal(one, expected) for one in run_ranks(2, zeroed))
+    run_ranks(2, skipped)
 
 
 # ---------------------------------------------------------------------- skip
 
 
 def train(
-    t: Transport,
-    policy: str,
-    *,
-    bad: dict[tuple[int, int], float],
-    num_steps: int = 6,
-    net: nn.Module = NET,
-    name: str = "2.weight",
-    **kwargs: Any,
+    t: Transport, policy: str, *, wrong: dict[tuple[int, int], float], num_steps: int = 6, **kwargs: Any
 ) -> tuple[DDP, torch.optim.Optimizer]:
-    """Train with AdamW; `bad` says what is in a gradient on which rank at which step."""
-    net = copy.deepcopy(net)
-    ddp = DDP(net, process_group=t, on_nonfinite=policy, **kwargs)
-    handles: list[Any] = []
-
-    def change(gradient: Tensor) -> Tensor:
-        value = bad.get((t.rank, at))
-        if value is None:
-            return gradient
-        changed = gradient.clone()
-        changed.view(-1)[0] = value
-        return changed
-
-    handles.append(net.get_parameter(name).register_hook(change))
-    optimizer = ddp.attach(torch.optim.AdamW(net.parameters(), lr=0.01))
-    for at in range(num_steps):
+    """Train with AdamW; `wrong` says what is in a gradient on which rank at which step."""
+    ddp = wrapped(t, policy, **kwargs)
+    optimizer = ddp.attach(torch.optim.AdamW(ddp.parameters(), lr=0.01))
+    for step in range(num_steps):
         optimizer.zero_grad()
-        backward(ddp, batch(t, at))
+        with bad(ddp.module[2].weight, wrong.get((t.rank, step), 0.0), (t.rank, step) in wrong):
+            backward(ddp, batch(t, step))
         optimizer.step()
     return ddp, optimizer
 
 
-def without(skipped: set[int], num_steps: int = 6, size: int = 2) -> list[Tensor]:
-    """What training gives that never saw these steps."""
+def without(skipped: set[int], num_steps: int = 6) -> list[Tensor]:
+    """What training on two ranks gives that never saw these steps."""
 
     def rank(t: Transport) -> list[Tensor]:
-        net = copy.deepcopy(NET)
-        ddp = DDP(net, process_group=t)
-        optimizer = torch.optim.AdamW(net.parameters(), lr=0.01)
+        ddp = wrapped(t, "warn")
+        optimizer = torch.optim.AdamW(ddp.parameters(), lr=0.01)
         for step in range(num_steps):
             if step not in skipped:
                 optimizer.zero_grad()
                 backward(ddp, batch(t, step))
                 optimizer.step()
-        return [p.detach() for p in net.parameters()]
+        return values_of(ddp.module)
 
-    return each_rank(rank, size)[0]
+    return run_ranks(2, rank)[0]
 
 
-@pytest.mark.parametrize("view", [False, True])
-@pytest.mark.parametrize("cap_mb", [None, 0.001])
-def test_a_discarded_step_is_as_if_it_had_never_been(cap_mb: float | None, view: bool) -> None:
-    bad = {(1, 0): NAN, (0, 3): INF, (1, 3): -INF}
+@pytest.mark.parametrize(
+    ("kwargs", "num_buckets"), [({}, 1), ({"bucket_cap_mb": 0.001, "gradient_as_bucket_view": True}, 3)]
+)
+def test_a_discarded_step_is_as_if_it_had_never_been(kwargs: dict[str, Any], num_buckets: int) -> None:
+    wrong = {(1, 0): NAN, (0, 3): INF, (1, 3): -INF}
 
     def rank(t: Transport) -> list[Tensor]:
-        ddp, optimizer = train(t, "skip", bad=bad, bucket_cap_mb=cap_mb, gradient_as_bucket_view=view)
+        ddp, optimizer = train(t, "skip", wrong=wrong, **kwargs)
         record = ddp.last_step.nonfinite
         assert (record.outcome, record.found, record.num_steps) == ("finite", {}, 2)
+        assert len(ddp.last_step.buckets) == num_buckets
         assert {int(state["step"]) for state in optimizer.state.values()} == {4}
-        return [p.detach() for p in ddp.module.parameters()]
+        return values_of(ddp.module)
 
     results: list[Any] = []
-    texts = quietly(lambda: results.extend(each_rank(rank)))
+    texts = warned(lambda: results.extend(run_ranks(2, rank)))
     expected = without({0, 3})
-    for one in results:
-        assert all(torch.equal(a, b) for a, b in zip(one, expected, strict=True))
+    assert all(are_same(one, expected) for one in results)
     assert len(texts) == 2, "rank 0 alone, once for each thing that is new"
-    assert texts[0].startswith(
-        'step 1, backward: gradients are not finite, so no rank steps (on_nonfinite="skip", 1 step so far):\n'
-        "  rank 1: 2.weight (NaN in 1 of 1600 elements)\n"
-    )
+    assert texts[0].startswith("step 1, backward: ")
+    assert "no rank steps" in texts[0]
+    assert "rank 1: 2.weight (NaN in 1 of 1600 elements)" in texts[0]
     assert "rank 0: 2.weight (infinity in 1 of 1600 elements)" in texts[1]
 
 
 def test_warnings_do_not_flood() -> None:
-    texts = quietly(
-        lambda: each_rank(
-            lambda t: train(t, "skip", bad={(1, s): NAN for s in range(20)}, num_steps=20) and None
-        )
-    )
+    wrong = {(1, step): NAN for step in range(20)}
+    texts = warned(lambda: each(2, train, "skip", wrong=wrong, num_steps=20))
     assert [text.split(",")[0] for text in texts] == ["step 1", "step 2", "step 4", "step 8", "step 16"]
 
 
-@pytest.mark.filterwarnings("ignore:step [12], backward:RuntimeWarning")
-def test_what_is_left_in_grad_keeps_being_skipped_until_it_is_cleared() -> None:
-    def rank(t: Transport) -> list[str]:
-        net = copy.deepcopy(NET)
-        ddp = DDP(net, process_group=t, on_nonfinite="skip")
-        optimizer = ddp.attach(torch.optim.SGD(net.parameters(), lr=0.1))
-        handle = put(net[0].weight, NAN) if t.rank == 1 else None
+def test_what_is_left_in_grad_is_skipped_until_it_is_cleared_and_a_scheduler_goes_on() -> None:
+    def rank(t: Transport) -> tuple[list[str], float]:
+        ddp, optimizer = with_sgd(t, "skip")
+        scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
         outcomes = []
         for step in range(3):
-            backward(ddp, batch(t, step))
-            optimizer.step()
-            outcomes.append(ddp.last_step.nonfinite.outcome)
-            if handle is not None:
-                handle.remove()
-            if step == 1:
-                optimizer.zero_grad()
-        assert all(bool(p.isfinite().all()) for p in net.parameters())
-        return outcomes
-
-    assert each_rank(rank) == [["discarded", "discarded", "finite"]] * 2
-
-
-def test_a_scheduler_is_not_confused_by_a_discarded_first_step() -> None:
-    def rank(t: Transport) -> float:
-        net = copy.deepcopy(NET)
-        ddp = DDP(net, process_group=t, on_nonfinite="skip")
-        optimizer = torch.optim.SGD(net.parameters(), lr=1.0)
-        scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
-        ddp.attach(optimizer)
-        handle = put(net[0].weight, NAN) if t.rank == 1 else None
-        for step in range(2):
-            backward(ddp, batch(t, step))
+            with bad(ddp.module[0].weight, NAN, (t.rank, step) == (1, 0)):
+                backward(ddp, batch(t, step))
             assert optimizer.step() is None
             scheduler.step()
-            optimizer.zero_grad()
-            if handle is not None:
-                handle.remove()
-        return scheduler.get_last_lr()[0]
+            outcomes.append(ddp.last_step.nonfinite.outcome)
+            if step == 1:
+                optimizer.zero_grad()
+        assert are_finite(values_of(ddp))
+        return outcomes, scheduler.get_last_lr()[0]
 
-    results: list[Any] = []
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="step 1, backward")
-        results = each_rank(rank)
-    assert results == [0.25, 0.25]
+        warnings.simplefilter("error")
+        warnings.filterwarnings("ignore", message="step [12], backward")
+        assert run_ranks(2, rank) == [(["discarded", "discarded", "finite"], 0.0125)] * 2
 
 
-@pytest.mark.filterwarnings("ignore:step:RuntimeWarning")
 def test_a_closure_is_run_before_the_step_so_that_it_can_be_discarded() -> None:
-    def rank(t: Transport, with_closure: bool, by_name: bool) -> tuple[list[Tensor], list[float]]:
-        net = copy.deepcopy(NET)
-        ddp = DDP(net, process_group=t, on_nonfinite="skip")
-        optimizer = ddp.attach(torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9))
+    def rank(t: Transport, how: str) -> tuple[list[Tensor], list[float]]:
+        ddp = wrapped(t, "skip")
+        optimizer = ddp.attach(torch.optim.SGD(ddp.parameters(), lr=0.1, momentum=0.9))
         losses = []
         for step in range(4):
-            handle = put(net[2].weight, NAN) if (t.rank, step) == (1, 1) else None
 
             def closure(step: int = step) -> Tensor:
                 optimizer.zero_grad()
@@ -520,158 +431,99 @@ def test_a_closure_is_run_before_the_step_so_that_it_can_be_discarded() -> None:
                 losses.append(loss.item())
                 return loss
 
-            if not with_closure:
-                closure()
-                optimizer.step()
-            else:
-                loss = optimizer.step(closure=closure) if by_name else optimizer.step(closure)
-                assert loss.item() == losses[-1]
-            if handle is not None:
-                handle.remove()
-        return [p.detach() for p in net.parameters()], losses
+            with bad(ddp.module[2].weight, NAN, (t.rank, step) == (1, 1)):
+                if how == "before":
+                    closure()
+                    optimizer.step()
+                else:
+                    loss = optimizer.step(closure=closure) if how == "by name" else optimizer.step(closure)
+                    assert loss.item() == losses[-1]
+        return values_of(ddp), losses
 
-    plain = each_rank(lambda t: rank(t, False, False))
-    for closed in (each_rank(lambda t: rank(t, True, False)), each_rank(lambda t: rank(t, True, True))):
-        for (a, losses_a), (b, losses_b) in zip(plain, closed, strict=True):
-            assert losses_a == losses_b
-            assert all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
+    plain = each(2, rank, "before")
+    for how in ("by place", "by name"):
+        for mine, theirs in zip(each(2, rank, how), plain, strict=True):
+            assert mine[1] == theirs[1], how
+            assert are_same(mine[0], theirs[0]), how
 
 
-@pytest.mark.filterwarnings("ignore:step:RuntimeWarning")
 def test_a_closure_that_fails_after_its_first_call_is_an_error() -> None:
     def rank(t: Transport) -> None:
-        net = copy.deepcopy(NET)
-        ddp = DDP(net, process_group=t, on_nonfinite="skip")
-        optimizer = ddp.attach(torch.optim.LBFGS(net.parameters(), max_iter=5))
+        ddp = wrapped(t, "skip")
+        optimizer = ddp.attach(torch.optim.LBFGS(ddp.parameters(), max_iter=5))
         num_calls = 0
 
         def closure() -> Tensor:
             nonlocal num_calls
             num_calls += 1
             optimizer.zero_grad()
-            if num_calls == 3 and t.rank == 1:
-                put(net[2].weight, NAN)
-            loss = ddp(batch(t)).square().mean()
-            loss.backward()
+            with bad(ddp.module[2].weight, NAN, num_calls == 3 and t.rank == 1):
+                loss = ddp(batch(t)).square().mean()
+                loss.backward()
             return loss
 
-        with pytest.raises(SynclineError, match="a later call computed gradients that are not finite"):
+        with pytest.raises(SynclineError, match="a later call"):
             optimizer.step(closure)
 
-    each_rank(rank)
+    run_ranks(2, rank)
 
 
-def test_skip_needs_an_attached_optimizer() -> None:
-    def rank(t: Transport) -> None:
-        ddp = DDP(copy.deepcopy(NET), process_group=t, on_nonfinite="skip")
+def test_skip_needs_every_trained_parameter_in_an_attached_optimizer() -> None:
+    def without_any(t: Transport) -> None:
         with pytest.raises(SynclineError, match=r"no optimizer is attached to Sequential.*ddp\.attach"):
-            backward(ddp, batch(t))
+            backward(wrapped(t, "skip"), batch(t))
 
-    each_rank(rank)
-    each_rank(rank, size=1)
-
-
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")
-def test_skip_refuses_optimizers_inside_backward() -> None:
-    from torch.distributed.optim import _apply_optimizer_in_backward
-
-    def rank(t: Transport) -> None:
-        net = copy.deepcopy(NET)
-        _apply_optimizer_in_backward(torch.optim.SGD, net.parameters(), {"lr": 0.1})
-        ddp = DDP(net, process_group=t, on_nonfinite="skip")
-        with pytest.raises(ValueError, match="steps inside backward"):
-            backward(ddp, batch(t))
-
-    each_rank(rank)
-
-
-@pytest.mark.parametrize("with_ignore", [False, True])
-def test_skip_needs_every_trained_parameter_in_an_attached_optimizer(with_ignore: bool) -> None:
-    def rank(t: Transport) -> str:
-        net = copy.deepcopy(NET)
-        ddp = DDP(net, process_group=t, on_nonfinite="skip", ignore=["4.*"] if with_ignore else ())
+    def without_some(t: Transport, ignore: list[str]) -> str:
+        ddp = wrapped(t, "skip", ignore=ignore)
+        net = ddp.module
         ddp.attach(torch.optim.SGD([*net[0].parameters(), net[2].weight], lr=0.1))
-        other = torch.optim.SGD([net[2].bias, *net[4].parameters()], lr=0.1)
         with pytest.raises(SynclineError) as caught:
             backward(ddp, batch(t))
-        if t.rank == 0 or with_ignore:
-            net[2].bias.requires_grad_(False)
-            net[4].requires_grad_(False)
-        else:
-            ddp.attach(other)
         return str(caught.value)
 
-    one, other = each_rank(rank)
-    assert one == other
-    num = "1 of the 4" if with_ignore else "3 of the 6"
-    assert (
-        f"{num} trained parameters of Sequential are in no attached optimizer. The first of them is 2.bias."
-        in one
-    )
-
-
-def test_what_is_frozen_or_ignored_need_not_be_attached() -> None:
-    def rank(t: Transport) -> None:
+    def enough(t: Transport) -> None:
         net = copy.deepcopy(NET)
-        net[0].weight.requires_grad_(False)
+        net[0].weight.requires_grad_(False)  # frozen or ignored parameters need not be attached
         ddp = DDP(net, process_group=t, on_nonfinite="skip", ignore=["4.*"])
-        one = ddp.attach(torch.optim.SGD([net[0].bias], lr=0.1))
-        two = ddp.attach(torch.optim.SGD([net[0].weight, *net[2].parameters()], lr=0.1))
+        optimizers = [torch.optim.SGD(p, lr=0.1) for p in ([net[0].bias], [*net[2].parameters()])]
+        for optimizer in optimizers:
+            ddp.attach(optimizer)
         backward(ddp, batch(t))
-        one.step()
-        two.step()
+        for optimizer in optimizers:
+            optimizer.step()
         assert ddp.last_step.nonfinite.outcome == "finite"
 
-    each_rank(rank)
-    each_rank(rank, size=1)
+    for size in (1, 2):
+        run_ranks(size, without_any)
+        run_ranks(size, enough)
+    for ignore, num in (([], "3 of the 6"), (["4.*"], "1 of the 4")):
+        one, other = each(2, without_some, ignore)
+        assert one == other
+        assert num in one
+        assert "2.bias" in one
+
+
+def poison_once(t: Transport, ddp: DDP) -> None:
+    with bad(ddp.module[0].weight, NAN, t.rank == 0):
+        backward(ddp, batch(t))
 
 
 def discarded_once(t: Transport, **kwargs: Any) -> tuple[DDP, torch.optim.Optimizer, list[Tensor]]:
     """Its first step was left undone, and its gradients were cleared; and the parameters."""
-    net = copy.deepcopy(kwargs.pop("net", NET))
-    ddp = DDP(net, process_group=t, on_nonfinite="skip", **kwargs)
-    optimizer = ddp.attach(torch.optim.SGD(net.parameters(), lr=0.1))
+    ddp, optimizer = with_sgd(t, "skip", **kwargs)
     poison_once(t, ddp)
     optimizer.step()
     assert ddp.last_step.nonfinite.outcome == "discarded"
-    assert all(bool(p.isfinite().all()) for p in net.parameters())
+    assert are_finite(values_of(ddp))
     optimizer.zero_grad()
-    return ddp, optimizer, [p.detach().clone() for p in net.parameters()]
+    return ddp, optimizer, values_of(ddp.module)
 
 
-def poison_once(t: Transport, ddp: DDP) -> None:
-    handle = put(ddp.module[0].weight, NAN) if t.rank == 0 else None
-    try:
-        backward(ddp, batch(t))
-    finally:
-        if handle is not None:
-            handle.remove()
-
-
-def has_stepped(ddp: DDP, before: list[Tensor]) -> list[bool]:
-    """By parameter; none may be NaN."""
-    assert all(bool(p.isfinite().all()) for p in ddp.module.parameters())
-    return [not torch.equal(p, old) for p, old in zip(ddp.module.parameters(), before, strict=True)]
-
-
-@pytest.mark.filterwarnings("ignore:step:RuntimeWarning")
 @pytest.mark.parametrize("kwargs", [{}, {"gradient_as_bucket_view": True, "bucket_cap_mb": 0.001}])
 @pytest.mark.parametrize("size", [1, 2])
-def test_gradients_that_come_another_way_are_stepped(size: int, kwargs: dict[str, Any]) -> None:
-    def rank(t: Transport) -> None:
-        ddp, optimizer, before = discarded_once(t, **kwargs)
-        for parameter in ddp.module.parameters():
-            parameter.grad = torch.ones_like(parameter)
-        optimizer.step()
-        assert has_stepped(ddp, before) == [True] * 6
-
-    each_rank(rank, size)
-
-
-@pytest.mark.filterwarnings("ignore:step:RuntimeWarning")
-@pytest.mark.parametrize("kwargs", [{}, {"gradient_as_bucket_view": True, "bucket_cap_mb": 0.001}])
-@pytest.mark.parametrize("size", [1, 2])
-def test_what_is_done_to_discarded_gradients_makes_them_no_better(size: int, kwargs: dict[str, Any]) -> None:
+def test_a_mark_is_on_the_discarded_gradients_whatever_is_done_to_them_and_on_no_others(
+    size: int, kwargs: dict[str, Any]
+) -> None:
     def rank(t: Transport) -> None:
         ddp, optimizer, before = discarded_once(t, **kwargs)
         poison_once(t, ddp)
@@ -682,30 +534,15 @@ def test_what_is_done_to_discarded_gradients_makes_them_no_better(size: int, kwa
         gc.collect()
         for _ in range(2):
             optimizer.step()
-        assert has_stepped(ddp, before) == [False] * 6
+        assert not has_stepped(ddp, before)
+        for parameter in ddp.module.parameters():
+            parameter.grad = torch.ones_like(parameter)  # it comes another way
+        optimizer.step()
+        assert has_stepped(ddp, before)
 
-    each_rank(rank, size)
-
-
-@pytest.mark.filterwarnings("ignore:step:RuntimeWarning")
-def test_rows_that_were_discarded_are_not_stepped() -> None:
-    def rank(t: Transport) -> None:
-        net = Sparse()
-        ddp = DDP(net, process_group=t, on_nonfinite="skip")
-        optimizer = ddp.attach(torch.optim.SGD(net.parameters(), lr=0.1))
-        before = [p.detach().clone() for p in net.parameters()]
-        for is_bad in (True, False):
-            optimizer.zero_grad()
-            loss = ddp(torch.tensor([t.rank, 3])).sum()
-            (loss * (NAN if is_bad and t.rank == 1 else 1.0)).backward()
-            gc.collect()
-            optimizer.step()
-            assert any(has_stepped(ddp, before)) is not is_bad
-
-    each_rank(rank)
+    run_ranks(size, rank)
 
 
-@pytest.mark.filterwarnings("ignore:step:RuntimeWarning")
 def test_alone_what_ran_under_no_sync_is_looked_at_when_it_is_stepped() -> None:
     t = ThreadGroup(1).transport(0)
     ddp, optimizer, before = discarded_once(t)
@@ -713,401 +550,286 @@ def test_alone_what_ran_under_no_sync_is_looked_at_when_it_is_stepped() -> None:
         backward(ddp, batch(t))
     optimizer.step()
     assert ddp.last_step.nonfinite.outcome == "finite"
-    assert has_stepped(ddp, before) == [True] * 6
-    before = [p.detach().clone() for p in ddp.module.parameters()]
+    assert has_stepped(ddp, before)
+    before = values_of(ddp.module)
     with ddp.no_sync():
         poison_once(t, ddp)
         backward(ddp, batch(t))
     for _ in range(2):
         optimizer.step()
     assert (ddp.last_step.nonfinite.outcome, ddp.last_step.nonfinite.num_steps) == ("discarded", 2)
-    assert has_stepped(ddp, before) == [False] * 6
+    assert not has_stepped(ddp, before)
     optimizer.zero_grad(set_to_none=False)
     with ddp.no_sync():
         backward(ddp, batch(t))
     optimizer.step()
-    assert has_stepped(ddp, before) == [True] * 6
+    assert has_stepped(ddp, before)
 
 
-@pytest.mark.filterwarnings("ignore:step:RuntimeWarning")
 @pytest.mark.parametrize("kwargs", [{}, {"find_unused_parameters": True}, {"gradient_as_bucket_view": True}])
-@pytest.mark.parametrize("is_bad", [False, True])
-def test_when_replicas_are_found_to_differ_gradients_have_been_judged(
-    is_bad: bool, kwargs: dict[str, Any]
-) -> None:
-    def rank(t: Transport) -> None:
+def test_when_replicas_are_found_to_differ_gradients_have_been_judged(kwargs: dict[str, Any]) -> None:
+    def rank(t: Transport, is_bad: bool) -> None:
         options = {"replica_check": ReplicaCheck(every=1), **kwargs}
         if is_bad:
-            ddp = DDP(copy.deepcopy(NET), process_group=t, on_nonfinite="skip", **options)
-            optimizer = ddp.attach(torch.optim.SGD(ddp.parameters(), lr=0.1))
+            ddp, optimizer = with_sgd(t, "skip", **options)
         else:
             ddp, optimizer, _ = discarded_once(t, **options)
         with torch.no_grad():
             ddp.module[0].bias[0] += t.rank
-        before = [p.detach().clone() for p in ddp.module.parameters()]
+        before = values_of(ddp.module)
         with pytest.raises(ReplicaDivergence):
             poison_once(t, ddp) if is_bad else backward(ddp, batch(t))
         optimizer.step()
-        assert has_stepped(ddp, before) == [not is_bad] * 6
+        assert has_stepped(ddp, before) is not is_bad
 
-    each_rank(rank)
+    for is_bad in (False, True):
+        each(2, rank, is_bad)
 
 
-@pytest.mark.filterwarnings("ignore:step:RuntimeWarning")
-@pytest.mark.parametrize("size", [1, 2])
-def test_gradients_of_a_backward_that_failed_are_not_stepped(size: int) -> None:
+def test_gradients_of_a_backward_that_failed_are_not_stepped() -> None:
     def rank(t: Transport) -> None:
-        net = copy.deepcopy(NET)
-        ddp = DDP(net, process_group=t, on_nonfinite="skip")
-        optimizer = ddp.attach(torch.optim.SGD(net.parameters(), lr=0.1))
-        before = [p.detach().clone() for p in net.parameters()]
-        net[0](batch(t)).sum().mul(NAN).backward()  # without the rest
+        ddp, optimizer = with_sgd(t, "skip")
+        before = values_of(ddp.module)
+        ddp.module[0](batch(t)).sum().mul(NAN).backward()  # without the rest
         with pytest.raises(UnreducedGradients):
             optimizer.step()
         optimizer.step()
-        assert has_stepped(ddp, before) == [False] * 6
+        assert not has_stepped(ddp, before)
         optimizer.zero_grad()
         backward(ddp, batch(t))
         optimizer.step()
-        assert has_stepped(ddp, before) == [True] * 6
+        assert has_stepped(ddp, before)
 
-    each_rank(rank, size)
-
-
-def test_without_skip_a_mark_is_on_no_gradient() -> None:
-    def rank(t: Transport, policy: str) -> list[dict[str, Any]]:
-        ddp = DDP(copy.deepcopy(NET), process_group=t, on_nonfinite=policy)
-        with contextlib.suppress(NonFiniteGradient):
-            poison_once(t, ddp)
-        return [vars(p.grad) for p in ddp.parameters()]
-
-    for policy in ("ignore", "raise"):
-        assert each_rank(lambda t, p=policy: rank(t, p)) == [[{}] * 6] * 2
+    for size in (1, 2):
+        run_ranks(size, rank)
 
 
 # ---------------------------------------------------------------------- zero
 
 
-@pytest.mark.parametrize("view", [False, True])
-@pytest.mark.parametrize(("name", "value"), [("0.weight", NAN), ("0.bias", INF), ("4.weight", -INF)])
-def test_only_what_is_not_finite_counts_as_zero(name: str, value: float, view: bool) -> None:
-    def rank(t: Transport, value: float | None, policy: str) -> list[Tensor]:
-        ddp = DDP(copy.deepcopy(NET), process_group=t, on_nonfinite=policy, gradient_as_bucket_view=view)
-        if t.rank == 1:
-            put(ddp.module.get_parameter(name), 0.0 if value is None else value)
-        backward(ddp, batch(t))
-        if value is not None:
-            assert ddp.last_step.nonfinite.outcome == "zeroed"
+def test_only_what_is_not_finite_counts_as_zero() -> None:
+    def rank(t: Transport, policy: str, name: str, value: float, view: bool) -> list[Tensor]:
+        ddp = wrapped(t, policy, gradient_as_bucket_view=view)
+        with bad(ddp.module.get_parameter(name), value, t.rank == 1):
+            backward(ddp, batch(t))
+        assert policy == "ignore" or ddp.last_step.nonfinite.outcome == "zeroed"
         return [p.grad for p in ddp.module.parameters()]
 
-    expected = each_rank(lambda t: rank(t, None, "ignore"))[0]
-    results: list[Any] = []
-    texts = quietly(lambda: results.extend(each_rank(lambda t: rank(t, value, "zero"))))
-    for one in results:
-        assert all(torch.equal(a, b) for a, b in zip(one, expected, strict=True))
-    assert len(texts) == 1
-    assert 'count as zero (on_nonfinite="zero", 1 step so far):\n  rank 1: ' + name in texts[0]
-
-
-@pytest.mark.filterwarnings("ignore:step:RuntimeWarning")
-def test_zero_with_items_counted() -> None:
-    def rank(t: Transport) -> list[bool]:
-        ddp = poisoned(t, on_nonfinite="zero")
-        with ddp.normalize_by(2 + t.rank):
-            ddp(batch(t)).square().sum().backward()
-        assert ddp.last_step.divisor == 5
-        return finite_gradients(ddp)
-
-    assert all(all(one) for one in each_rank(rank))
-
-
-@pytest.mark.filterwarnings("ignore:step:RuntimeWarning")
-def test_zero_of_sparse_rows() -> None:
-    module = Sparse()  # here, for threads that draw at once share a generator
-
-    def rank(t: Transport) -> Tensor:
-        ddp = DDP(copy.deepcopy(module), process_group=t, on_nonfinite="zero")
-        weight = torch.ones(2, 1)
-        weight[1] = INF if t.rank == 1 else 1.0
-        (ddp(torch.tensor([t.rank, t.rank + 1])) * weight).sum().backward()
-        return ddp.module.table.weight.grad.to_dense()
-
-    head = module.head.weight.detach()[0]
-    expected = torch.zeros(6, 3)
-    expected[0] = head / 2
-    expected[1] = head  # of both; rank 1's infinite row 2 counts as zero
-    for one in each_rank(rank):
-        torch.testing.assert_close(one, expected)
+    for name, value, view in (("0.weight", NAN, False), ("0.bias", INF, True), ("4.weight", -INF, False)):
+        expected = each(2, rank, "ignore", name, 0.0, view)[0]
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            found = each(2, rank, "zero", name, value, view)
+        assert all(are_same(one, expected) for one in found), name
+        assert [f"rank 1: {name}" in str(one.message) for one in caught] == [True]
 
 
 # ---------------------------------------------------------------------- a mean that is not finite by itself
 
 
-def half_linear() -> nn.Linear:
+def linear(dtype: torch.dtype = torch.float32) -> nn.Linear:
     torch.manual_seed(0)
-    return nn.Linear(2, 1, bias=False, dtype=torch.float16)
+    return nn.Linear(2, 1, bias=False, dtype=dtype)
 
 
-def test_undivided_sums_that_overflow_are_found_in_the_mean() -> None:
-    def rank(t: Transport) -> None:
-        ddp = DDP(half_linear(), process_group=t, on_nonfinite="raise")
+def undivided(t: Transport) -> None:
+    ddp = wrapped(t, "raise", linear(torch.float16))
+    with ddp.normalize_by(1):
+        ddp(torch.full((1, 2), 6e4, dtype=torch.float16)).sum().backward()
+
+
+def too_large_for_the_parameter(t: Transport) -> None:
+    ddp = wrapped(t, "raise", linear(torch.float16), reduce_dtype=torch.float32)
+    for _ in range(2):
         with ddp.normalize_by(1):
-            ddp(torch.full((1, 2), 6e4, dtype=torch.float16)).sum().backward()
-
-    error = raised(rank)
-    assert (error.found, error.in_mean) == ({}, ("weight",))
-    assert "Each rank's own gradients are finite" in str(error)
-
-
-def test_a_mean_is_not_blamed_for_what_a_rank_has_sent() -> None:
-    def rank(t: Transport) -> None:
-        ddp = poisoned(t, on_nonfinite="raise")
-        with ddp.normalize_by(5):
-            ddp(batch(t)).square().sum().backward()
-
-    error = raised(rank)
-    assert (error.found, error.in_mean) == ({1: ("2.weight",)}, ())
+            ddp(torch.full((1, 2), 5e4 if t.rank else 1e2, dtype=torch.float16)).sum().backward()
+        ddp.zero_grad()
+    with ddp.normalize_by(t.rank):
+        ddp(torch.full((1, 2), 5e4, dtype=torch.float16)).sum().backward()
 
 
-def test_a_mean_that_does_not_fit_in_the_parameters_type_is_found() -> None:
-    def rank(t: Transport) -> None:
-        ddp = DDP(half_linear(), process_group=t, reduce_dtype=torch.float32, on_nonfinite="raise")
-        for _ in range(2):
-            with ddp.normalize_by(1):
-                ddp(torch.full((1, 2), 5e4 if t.rank else 1e2, dtype=torch.float16)).sum().backward()
-            ddp.zero_grad()
-        with ddp.normalize_by(t.rank):
-            ddp(torch.full((1, 2), 5e4, dtype=torch.float16)).sum().backward()
-
-    error = raised(rank)
-    assert (error.step, error.in_mean) == (3, ("weight",))
-
-
-@pytest.mark.filterwarnings("ignore:step:RuntimeWarning")
-@pytest.mark.parametrize("policy", ["skip", "zero"])
-def test_an_overflow_in_the_mean_is_skipped_or_zeroed(policy: Any) -> None:
-    def rank(t: Transport) -> tuple[str, list[bool]]:
-        ddp = DDP(half_linear(), process_group=t, on_nonfinite=policy)
-        before = ddp.module.weight.detach().clone()
-        optimizer = ddp.attach(torch.optim.SGD(ddp.parameters(), lr=1.0))
-        with ddp.normalize_by(1):
-            ddp(torch.tensor([[6e4, 1.0]], dtype=torch.float16)).sum().backward()
-        optimizer.step()
-        moved = (ddp.module.weight != before).flatten().tolist()
-        return ddp.last_step.nonfinite.outcome, moved
-
-    expected = ("discarded", [False, False]) if policy == "skip" else ("zeroed", [False, True])
-    assert each_rank(rank) == [expected] * 2
-
-
-def test_what_a_hook_makes_of_finite_gradients_is_looked_at() -> None:
+def overflowing_hook(t: Transport) -> None:
     def overflow(state: object, bucket: Any) -> Any:
         future: torch.futures.Future[Tensor] = torch.futures.Future()
         future.set_result(bucket.buffer().mul_(1e30).mul_(1e30))
         return future
 
-    def rank(t: Transport) -> None:
-        ddp = DDP(nn.Linear(2, 1, bias=False), process_group=t, on_nonfinite="raise")
-        ddp.register_comm_hook(None, overflow)
-        ddp(torch.ones(1, 2)).sum().backward()
-
-    error = raised(rank)
-    assert (error.found, error.in_mean) == ({}, ("weight",))
+    ddp = wrapped(t, "raise", linear())
+    ddp.register_comm_hook(None, overflow)
+    ddp(torch.ones(1, 2)).sum().backward()
 
 
-# ---------------------------------------------------------------------- compression
+def overflowing_cast(t: Transport) -> None:
+    ddp = wrapped(t, "raise", linear(), compression=Cast(torch.float16))
+    ddp(torch.full((1, 2), 1e6)).sum().backward()
 
 
-@pytest.mark.filterwarnings("ignore:step:RuntimeWarning")
-@pytest.mark.parametrize("compression", [Quantize(8), TopK(0.1), PowerSGD(2), Cast()], ids=str)
-@pytest.mark.parametrize("policy", ["raise", "skip", "zero"])
-def test_nothing_that_is_not_finite_gets_into_what_compression_keeps(policy: Any, compression: Any) -> None:
-    def rank(t: Transport) -> str:
-        ddp = DDP(copy.deepcopy(NET), process_group=t, compression=compression, on_nonfinite=policy)
-        optimizer = ddp.attach(torch.optim.SGD(ddp.parameters(), lr=0.01))
-        outcome = ""
-        for step in range(4):
-            optimizer.zero_grad()
-            handle = put(ddp.module[2].weight, NAN) if (t.rank, step) == (1, 1) else None
-            backward_and_step(ddp, optimizer, batch(t, step))
-            if step == 1:
-                outcome = ddp.last_step.nonfinite.outcome
-                assert ddp.last_step.nonfinite.found == {1: ("2.weight",)}
-            if handle is not None:
-                handle.remove()
-            assert all(finite_gradients(ddp))
-        state = ddp.sync_state_dict()["compression"]
-        assert all(bool(kept.isfinite().all()) for kept in state.values())
-        assert all(bool(p.isfinite().all()) for p in ddp.parameters())
-        return outcome
-
-    assert each_rank(rank) == [{"raise": "raised", "skip": "discarded", "zero": "zeroed"}[policy]] * 2
+@pytest.mark.parametrize(
+    ("program", "step"),
+    [(undivided, 1), (too_large_for_the_parameter, 3), (overflowing_hook, 1), (overflowing_cast, 1)],
+)
+def test_a_mean_that_is_not_finite_is_found_though_no_rank_is_to_blame(
+    program: Callable[[Transport], None], step: int
+) -> None:
+    error = raised(program)
+    assert (error.step, error.found, error.in_mean) == (step, {}, ("weight",))
+    assert "Each rank's own gradients are finite" in str(error)
 
 
-def test_a_cast_that_overflows_is_found_in_the_mean() -> None:
-    def rank(t: Transport) -> None:
-        net = nn.Linear(2, 1, bias=False)
-        ddp = DDP(net, process_group=t, compression=Cast(torch.float16), on_nonfinite="raise")
-        ddp(torch.full((1, 2), 1e6)).sum().backward()
+def test_a_mean_is_not_blamed_for_what_a_rank_has_sent() -> None:
+    def rank(t: Transport, policy: str) -> None:
+        ddp = wrapped(t, policy)
+        with ddp.normalize_by(2 + t.rank), bad(ddp.module[2].weight, NAN, t.rank == 1):
+            ddp(batch(t)).square().sum().backward()
+        assert ddp.last_step.divisor == 5
+        assert are_finite([p.grad for p in ddp.parameters()])
 
-    assert raised(rank).in_mean == ("weight",)
+    error = raised(rank, "raise")
+    assert (error.found, error.in_mean) == ({1: ("2.weight",)}, ())
+    each(2, rank, "zero")
 
 
-# ---------------------------------------------------------------------- shards, joins, alone, outside
+@pytest.mark.parametrize(
+    ("policy", "expected"), [("skip", ("discarded", [False, False])), ("zero", ("zeroed", [False, True]))]
+)
+def test_an_overflow_in_the_mean_is_skipped_or_zeroed(policy: Any, expected: Any) -> None:
+    def rank(t: Transport) -> tuple[str, list[bool]]:
+        ddp = wrapped(t, policy, linear(torch.float16))
+        before = ddp.module.weight.detach().clone()
+        optimizer = ddp.attach(torch.optim.SGD(ddp.parameters(), lr=1.0))
+        with ddp.normalize_by(1):
+            ddp(torch.tensor([[6e4, 1.0]], dtype=torch.float16)).sum().backward()
+        optimizer.step()
+        return ddp.last_step.nonfinite.outcome, (ddp.module.weight != before).flatten().tolist()
+
+    assert run_ranks(2, rank) == [expected] * 2
 
 
-@pytest.mark.filterwarnings("ignore:step:RuntimeWarning")
-@pytest.mark.parametrize("policy", ["raise", "skip", "zero"])
-def test_sharded_replicas(policy: Any) -> None:
-    def rank(t: Transport) -> tuple[str, list[Tensor]]:
-        net = copy.deepcopy(NET)
-        ddp = DDP(net, process_group=t, sharded=True, bucket_cap_mb=0.001, on_nonfinite=policy)
+# ---------------------------------------------------------------------- compression, shards, alone, outside
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        {"compression": Quantize(8)},
+        {"compression": TopK(0.1)},
+        {"compression": PowerSGD(2)},
+        {"compression": Cast()},
+        {"sharded": True, "bucket_cap_mb": 0.001},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("policy", POLICIES)
+def test_nothing_that_is_not_finite_is_kept_by_a_compression_or_a_shard(
+    policy: Any, how: dict[str, Any]
+) -> None:
+    def rank(t: Transport) -> list[Tensor]:
+        ddp = wrapped(t, policy, **how)
         optimizer = ddp.attach(torch.optim.AdamW(ddp.parameters(), lr=0.01))
-        outcome = ""
         for step in range(4):
             optimizer.zero_grad()
-            handle = (
-                put(net[0].weight, NAN if policy != "zero" else INF) if (t.rank, step) == (1, 2) else None
-            )
-            backward_and_step(ddp, optimizer, batch(t, step))
-            if step == 2:
-                outcome = ddp.last_step.nonfinite.outcome
-                assert ddp.last_step.nonfinite.found == {1: ("0.weight",)}
-            if handle is not None:
-                handle.remove()
-        return outcome, [p.detach().clone() for p in net.parameters()]
+            is_bad = step == 1
+            with (
+                bad(ddp.module[2].weight, NAN, is_bad and t.rank == 1),
+                contextlib.suppress(NonFiniteGradient),
+            ):
+                backward(ddp, batch(t, step))
+                optimizer.step()
+            assert ddp.last_step.nonfinite.outcome == (POLICIES[policy] if is_bad else "finite")
+            assert ddp.last_step.nonfinite.found == ({1: ("2.weight",)} if is_bad else {})
+        if "compression" in how:
+            assert are_finite([p.grad for p in ddp.parameters()])
+            assert are_finite([*ddp.sync_state_dict()["compression"].values()])
+        return values_of(ddp.module)
 
-    (outcome, one), (_, other) = each_rank(rank)
-    assert outcome == {"raise": "raised", "skip": "discarded", "zero": "zeroed"}[policy]
-    assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
-    assert all(bool(p.isfinite().all()) for p in one)
-    if policy != "zero":
-        for a, b in zip(one, without({2}, num_steps=4), strict=True):
-            torch.testing.assert_close(a, b)
+    one, other = run_ranks(2, rank)
+    assert are_same(one, other)
+    assert are_finite(one)
+    if "sharded" in how and policy != "zero":
+        for mine, expected in zip(one, without({1}, num_steps=4), strict=True):
+            torch.testing.assert_close(mine, expected)
 
 
-@pytest.mark.filterwarnings("ignore:step:RuntimeWarning")
 def test_alone() -> None:
     t = ThreadGroup(1).transport(0)
-    with pytest.raises(NonFiniteGradient, match=r"rank 0: 2\.weight \(NaN in 1 of 1600 elements\)"):
-        backward(poisoned(t, rank=0, on_nonfinite="raise"), batch(t))
-    ddp = poisoned(t, rank=0, on_nonfinite="zero")
+    ddp = wrapped(t, "raise")
+    with pytest.raises(NonFiniteGradient, match=r"rank 0: 0\.weight \(NaN in 1 of 120 elements\)"):
+        poison_once(t, ddp)
+    ddp = wrapped(t, "zero")
     with ddp.normalize_by(2):
-        backward(ddp, batch(t))
-    assert all(finite_gradients(ddp))
-    assert ddp.last_step.nonfinite.found == {0: ("2.weight",)}
-    ddp, optimizer = train(t, "skip", bad={(0, 0): INF}, num_steps=3)
+        poison_once(t, ddp)
+    assert are_finite([p.grad for p in ddp.parameters()])
+    assert ddp.last_step.nonfinite.found == {0: ("0.weight",)}
+    ddp, optimizer = train(t, "skip", wrong={(0, 0): INF}, num_steps=3)
     assert ddp.last_step.nonfinite.num_steps == 1
     assert {int(state["step"]) for state in optimizer.state.values()} == {2}
     assert ddp.contract["gradients"].how == "not finite: no rank steps"
     assert "all gradients are finite (not finite in 1 step so far)" in " ".join(ddp.explain().split())
 
 
-@pytest.mark.filterwarnings("ignore:step:RuntimeWarning")
 def test_gradients_reduced_outside_of_a_backward() -> None:
-    def rank(t: Transport) -> list[str]:
-        ddp = DDP(copy.deepcopy(NET), process_group=t, on_nonfinite="skip")
-        optimizer = ddp.attach(torch.optim.SGD(ddp.parameters(), lr=0.1))
-        outcomes = []
+    def rank(t: Transport) -> list[tuple[str, Any]]:
+        ddp, optimizer = with_sgd(t, "skip")
+        found = []
         for step in range(3):
-            handle = put(ddp.module[0].bias, NAN) if (t.rank, step) == (1, 1) else None
             optimizer.zero_grad()
-            with ddp.no_sync():
+            with ddp.no_sync(), bad(ddp.module[0].bias, NAN, (t.rank, step) == (1, 1)):
                 backward(ddp, batch(t, step))
             sync_gradients_(ddp)
             optimizer.step()
-            outcomes.append(ddp.last_step.nonfinite.outcome)
-            if step == 1:
-                assert ddp.last_step.nonfinite.in_mean == ("0.bias",)
-            if handle is not None:
-                handle.remove()
-        assert all(bool(p.isfinite().all()) for p in ddp.parameters())
-        return outcomes
+            found.append((ddp.last_step.nonfinite.outcome, ddp.last_step.nonfinite.in_mean))
+        assert are_finite(values_of(ddp))
+        return found
 
-    assert each_rank(rank) == [["finite", "discarded", "finite"]] * 2
+    assert run_ranks(2, rank) == [[("finite", ()), ("discarded", ("0.bias",)), ("finite", ())]] * 2
 
 
 # ---------------------------------------------------------------------- a GradScaler owns what is not finite
 
 
 def scaled_training(t: Transport, policy: str, **kwargs: Any) -> tuple[list[Tensor], list[float], list[str]]:
-    """A gradient overflows on rank 1 in step 1 and on rank 0 in step 4."""
-    net = copy.deepcopy(NET)
-    ddp = DDP(net, process_group=t, on_nonfinite=policy, **kwargs)
-    optimizer = ddp.attach(torch.optim.AdamW(net.parameters(), lr=0.01))
+    """A gradient overflows on the last rank in step 1 and on rank 0 in step 4."""
+    ddp = wrapped(t, policy, **kwargs)
+    optimizer = ddp.attach(torch.optim.AdamW(ddp.parameters(), lr=0.01))
     scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=2)
     scales, outcomes = [], []
     for step in range(6):
-        handle = put(net[2].weight, INF) if (t.rank, step) in {(1, 1), (0, 4)} else None
         optimizer.zero_grad()
-        scaler.scale(ddp(batch(t, step)).square().mean()).backward()
-        if ddp.last_step.nonfinite is not None:
-            outcomes.append(ddp.last_step.nonfinite.outcome)
+        with bad(ddp.module[2].weight, INF, (t.rank, step) in {(t.size - 1, 1), (0, 4)}):
+            scaler.scale(ddp(batch(t, step)).square().mean()).backward()
+        outcomes.append("" if policy == "ignore" else ddp.last_step.nonfinite.outcome)
         scaler.step(optimizer)
         scaler.update()
         scales.append(scaler.get_scale())
-        if handle is not None:
-            handle.remove()
-    return [p.detach().clone() for p in net.parameters()], scales, outcomes
+    return values_of(ddp.module), scales, outcomes
 
 
 @pytest.mark.parametrize(
-    "kwargs", [{}, {"gradient_as_bucket_view": True}, {"sharded": True}, {"bucket_cap_mb": 0.001}]
+    ("size", "kwargs"),
+    [
+        (2, {}),
+        (2, {"gradient_as_bucket_view": True, "bucket_cap_mb": 0.001}),
+        (2, {"sharded": True}),
+        (1, {}),
+    ],
+    ids=str,
 )
-@pytest.mark.parametrize("policy", ["raise", "skip", "zero"])
-def test_with_a_scaler_everything_is_as_if_ignored_bit_for_bit(policy: str, kwargs: dict[str, Any]) -> None:
-    expected = each_rank(lambda t: scaled_training(t, "ignore", **kwargs))
-    assert expected[0][1] == [8.0, 4.0, 4.0, 8.0, 4.0, 4.0]
-    for mine, theirs in zip(each_rank(lambda t: scaled_training(t, policy, **kwargs)), expected, strict=True):
-        assert mine[1] == theirs[1]
-        assert all(torch.equal(a, b) for a, b in zip(mine[0], theirs[0], strict=True))
-        left = "left to the GradScaler"
-        assert mine[2] == ["finite", left, "finite", "finite", left, "finite"]
+def test_with_a_scaler_everything_is_as_if_ignored_bit_for_bit(size: int, kwargs: dict[str, Any]) -> None:
+    expected = each(size, scaled_training, "ignore", **kwargs)
+    left = "left to the GradScaler"
+    for policy in POLICIES:
+        found = each(size, scaled_training, policy, **kwargs)
+        for mine, theirs in zip(found, expected, strict=True):
+            assert mine[1] == theirs[1] == [8.0, 4.0, 4.0, 8.0, 4.0, 4.0]
+            assert are_same(mine[0], theirs[0]), policy
+            assert mine[2] == ["finite", left, "finite", "finite", left, "finite"]
 
 
-def test_a_scaler_sees_what_compression_was_not_given() -> None:
-    for compression in (Quantize(8), TopK(0.5)):
-        for parameters, scales, _ in each_rank(
-            lambda t, c=compression: scaled_training(t, "skip", compression=c)
-        ):
-            assert scales == [8.0, 4.0, 4.0, 8.0, 4.0, 4.0]
-            assert all(bool(p.isfinite().all()) for p in parameters)
-
-
-def test_with_a_scaler_alone() -> None:
-    expected = each_rank(lambda t: scaled_training(t, "ignore"), size=1)[0]
-    for policy in ("raise", "skip", "zero"):
-        parameters, scales, _ = each_rank(lambda t, p=policy: scaled_training(t, p), size=1)[0]
-        assert scales == expected[1]
-        assert all(torch.equal(a, b) for a, b in zip(parameters, expected[0], strict=True))
-
-
-@pytest.mark.parametrize("enabled", [False, True])
-def test_a_scaler_that_does_not_scale_owns_nothing(enabled: bool) -> None:
-    scaler = torch.amp.GradScaler("cpu", enabled=enabled)
-    if not enabled:
-        scaler.scale(torch.ones(()))
-
-    assert raised(lambda t: backward(poisoned(t, on_nonfinite="raise"), batch(t))).found == {1: ("2.weight",)}
-    del scaler
-
-
-def test_a_scaler_of_a_subclass_is_one() -> None:
-    class Mine(torch.amp.GradScaler):
-        pass
-
-    scaler = Mine("cpu")
-    assert not is_scaler_in_use()
-    scaler.scale(torch.ones(()))
-    assert is_scaler_in_use()
-    del scaler
-    assert not is_scaler_in_use(), "it is not kept alive"
-
-
-@pytest.fixture
-def unfrozen() -> Iterator[None]:
-    yield
-    gc.unfreeze()
+@pytest.mark.parametrize("compression", [Quantize(8), TopK(0.5)], ids=str)
+def test_a_scaler_sees_what_compression_was_not_given(compression: Any) -> None:
+    for parameters, scales, _ in each(2, scaled_training, "skip", compression=compression):
+        assert scales == [8.0, 4.0, 4.0, 8.0, 4.0, 4.0]
+        assert are_finite(parameters)
 
 
 def of_cuda() -> torch.amp.GradScaler:
@@ -1128,36 +850,27 @@ class OwnScale(torch.amp.GradScaler):
         return outputs * self._scale
 
 
+@pytest.fixture
+def unfrozen() -> Iterator[None]:
+    yield
+    gc.unfreeze()
+
+
 @pytest.mark.usefixtures("unfrozen")
 @pytest.mark.parametrize("make", [lambda: torch.amp.GradScaler("cpu"), of_cuda, lambda: OwnScale("cpu")])
-def test_a_frozen_scaler_is_found(make: Callable[[], torch.amp.GradScaler]) -> None:
-    scaler = make()
+def test_a_scaler_is_found_from_its_first_use_even_if_it_is_frozen(
+    make: Callable[[], torch.amp.GradScaler],
+) -> None:
+    scaler, disabled = make(), torch.amp.GradScaler("cpu", enabled=False)
+    disabled.scale(torch.ones(()))
+    assert not is_scaler_in_use(), "neither scales"
     scaler.scale(torch.ones(()))
-    gc.freeze()
     assert is_scaler_in_use()
+    gc.freeze()
     note_scalers()
     assert is_scaler_in_use()
     del scaler
     assert not is_scaler_in_use(), "it is not kept alive"
-
-
-@pytest.mark.usefixtures("unfrozen")
-@pytest.mark.parametrize("policy", ["raise", "skip", "zero"])
-def test_a_scaler_owns_what_is_not_finite_after_a_freeze(policy: Any) -> None:
-    t = ThreadGroup(1).transport(0)
-    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
-    scaler.scale(torch.ones(()))
-    gc.freeze()
-    ddp = DDP(copy.deepcopy(NET), process_group=t, on_nonfinite=policy)
-    optimizer = ddp.attach(torch.optim.SGD(ddp.parameters(), lr=0.1))
-    before = [p.detach().clone() for p in ddp.module.parameters()]
-    put(ddp.module[2].weight, INF)
-    scaler.scale(ddp(batch(t)).square().mean()).backward()
-    assert ddp.last_step.nonfinite.outcome == "left to the GradScaler"
-    scaler.step(optimizer)
-    scaler.update()
-    assert scaler.get_scale() == 4.0
-    assert has_stepped(ddp, before) == [False] * 6
 
 
 def test_scalers_are_noted_once_and_look_as_they_did() -> None:
@@ -1202,24 +915,29 @@ class OnAccelerator(NonFiniteWatch):
             zero_nonfinite_(bucket.own())
 
 
-@pytest.mark.filterwarnings("ignore:step:RuntimeWarning")
-@pytest.mark.parametrize("policy", ["raise", "skip", "zero"])
-@pytest.mark.parametrize("name", ["0.weight", "4.bias"])
+@pytest.mark.parametrize(("name", "value"), [("0.weight", NAN), ("4.bias", INF)])
 def test_what_is_looked_at_later_is_found_before_anyone_steps(
-    name: str, policy: Any, monkeypatch: pytest.MonkeyPatch
+    name: str, value: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("syncline.gradients.riders.roster.NonFiniteWatch", OnAccelerator)
+    kind = "NaN" if math.isnan(value) else "infinity"
 
-    def rank(t: Transport) -> str:
-        ddp = poisoned(t, name, bucket_cap_mb=0.001, on_nonfinite=policy)
-        optimizer = ddp.attach(torch.optim.SGD(ddp.parameters(), lr=0.1))
-        text = backward_and_step(ddp, optimizer, batch(t))
-        assert (f"rank 1: {name} (NaN)" in text) is (policy == "raise")
+    def rank(t: Transport, policy: str) -> None:
+        ddp, optimizer = with_sgd(t, policy, bucket_cap_mb=0.001)
+        text = ""
+        try:
+            with bad(ddp.module.get_parameter(name), value, t.rank == 1):
+                backward(ddp, batch(t))
+            optimizer.step()
+        except NonFiniteGradient as error:
+            text = str(error)
+        assert (f"rank 1: {name} ({kind})" in text) is (policy == "raise")
         assert ddp.last_step.nonfinite.found == {1: (name,)}
-        assert all(bool(p.isfinite().all()) for p in ddp.parameters())
-        return ddp.last_step.nonfinite.outcome
+        assert ddp.last_step.nonfinite.outcome == POLICIES[policy]
+        assert are_finite(values_of(ddp))
 
-    assert each_rank(rank) == [{"raise": "raised", "skip": "discarded", "zero": "zeroed"}[policy]] * 2
+    for policy in POLICIES:
+        each(2, rank, policy)
 
 
 # ---------------------------------------------------------------------- arguments, contract, words
@@ -1227,69 +945,67 @@ def test_what_is_looked_at_later_is_found_before_anyone_steps(
 
 def test_what_is_not_known_or_does_not_go_together_is_refused() -> None:
     t = ThreadGroup(1).transport(0)
-    with pytest.raises(ValueError, match=r"one of 'ignore', 'warn', 'raise', 'skip', 'zero', got 'warm'"):
-        DDP(copy.deepcopy(NET), process_group=t, on_nonfinite="warm")
-    with pytest.raises(ValueError, match=r"cannot be combined with strategy=LocalSGD.*EveryStep"):
-        DDP(copy.deepcopy(NET), process_group=t, on_nonfinite="skip", strategy=LocalSGD(4))
+    with pytest.raises(ValueError, match=r"'ignore', 'warn', 'raise', 'skip', 'zero', got 'warm'"):
+        wrapped(t, "warm")
+    with pytest.raises(ValueError, match=r"strategy=LocalSGD.*EveryStep"):
+        wrapped(t, "skip", strategy=LocalSGD(4))
 
 
 def test_ranks_agree_on_the_policy() -> None:
     def rank(t: Transport) -> str:
         with pytest.raises(ContractMismatch) as caught:
-            DDP(copy.deepcopy(NET), process_group=t, on_nonfinite="raise" if t.rank else "skip")
+            wrapped(t, "raise" if t.rank else "skip")
         return str(caught.value)
 
-    one, other = each_rank(rank)
+    one, other = run_ranks(2, rank)
     assert one == other
     assert "on_nonfinite\n    expected skip (rank 0)\n    got      raise (rank 1)" in one
 
 
 def test_contract_and_timeline_say_it() -> None:
     def rank(t: Transport) -> list[str]:
-        ddp = poisoned(t, "0.bias", on_nonfinite="skip")
-        ddp.attach(torch.optim.SGD(ddp.parameters(), lr=0.1))
+        ddp, _ = with_sgd(t, "skip")
         planned = ddp.explain()
-        backward(ddp, batch(t))
+        poison_once(t, ddp)
         texts = (planned, str(ddp.contract), ddp.explain())
         return [ddp.contract["gradients"].how, *(" ".join(text.split()) for text in texts)]
 
-    results: list[Any] = []
-    quietly(lambda: results.extend(each_rank(rank)))
-    how, planned, contract, recorded = results[0]
+    how, planned, contract, recorded = run_ranks(2, rank)[0]
     assert how == "mean, all_reduce; not finite: no rank steps"
     assert "; a gradient that is not finite: no rank steps" in planned
     assert "not finite: discarded" in contract
-    assert "not finite on rank 1: 0.bias -> discarded (1 step so far)" in recorded
+    assert "not finite on rank 0: 0.weight -> discarded (1 step so far)" in recorded
 
 
 def test_with_ignore_nobody_looks() -> None:
     def rank(t: Transport) -> None:
-        ddp = poisoned(t, on_nonfinite="ignore")
-        backward(ddp, batch(t))
+        ddp = wrapped(t, "ignore")
+        poison_once(t, ddp)
         assert ddp.last_step.nonfinite is None
         assert "finite" not in str(ddp.contract) + ddp.explain()
-        assert finite_gradients(ddp) == [name != "2.weight" for name in NAMES]
+        assert [are_finite([p.grad]) for p in ddp.parameters()] == [name != "0.weight" for name in NAMES]
 
-    each_rank(rank)
+    run_ranks(2, rank)
 
 
-def test_the_policy_goes_on_when_the_module_changes() -> None:
+def test_the_policy_and_its_warnings_go_on_when_the_module_changes() -> None:
     def rank(t: Transport) -> None:
-        ddp, optimizer = train(t, "skip", bad={(1, 2): NAN}, num_steps=3)
-        assert ddp.last_step.nonfinite.num_steps == 1
+        ddp, optimizer = train(t, "skip", wrong={(1, 1): NAN, (1, 2): NAN}, num_steps=3)
         added = nn.Linear(2, 2)
         for parameter in added.parameters():
             nn.init.constant_(parameter, 0.1)  # equal on both ranks, or it is an error
         ddp.module.append(added)
         optimizer.add_param_group({"params": list(added.parameters())})
-        optimizer.zero_grad()
-        if t.rank == 0:
-            put(added.weight, NAN)
-        backward(ddp, batch(t))
-        assert ddp.last_step.nonfinite.found == {0: ("5.weight",), 1: ("2.weight",)}
-        assert ddp.last_step.nonfinite.num_steps == 2
-        before = added.weight.detach().clone()
-        optimizer.step()
-        assert torch.equal(added.weight, before)
+        before = values_of(added)
+        for name, found in (("5.weight", {0: ("5.weight",)}), ("2.weight", {1: ("2.weight",)})):
+            optimizer.zero_grad()
+            with bad(ddp.module.get_parameter(name), NAN, t.rank in found):
+                backward(ddp, batch(t))
+            assert ddp.last_step.nonfinite.found == found
+            optimizer.step()
+            assert are_same(values_of(added), before)
+        assert ddp.last_step.nonfinite.num_steps == 4
 
-    quietly(lambda: each_rank(rank))
+    texts = warned(lambda: run_ranks(2, rank))
+    # A new name is a reason to warn in step 4, where only twice as many steps would be another one.
+    assert [text.split(",")[0] for text in texts] == ["step 2", "step 3", "step 4"]

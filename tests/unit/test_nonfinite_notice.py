@@ -53,12 +53,14 @@ def train(t: Transport, name: str, value: float, *, num_steps: int = 3, **kwargs
     return ddp
 
 
-def warned(records: list[warnings.WarningMessage]) -> list[str]:
+def heard(size: int, name: str, value: float, **kwargs: Any) -> list[str]:
+    """The warnings of such a run on all ranks."""
+    with warnings.catch_warnings(record=True) as records:
+        warnings.simplefilter("always")
+        run_ranks(size, lambda t: train(t, name, value, **kwargs))
     return [str(record.message) for record in records if "not finite" in str(record.message)]
 
 
-@pytest.mark.parametrize("name", ["0.bias", "2.weight"])
-@pytest.mark.parametrize("value", [math.nan, -math.inf])
 @pytest.mark.parametrize(
     "kwargs",
     [
@@ -70,14 +72,13 @@ def warned(records: list[warnings.WarningMessage]) -> list[str]:
     ],
     ids=lambda kwargs: next(iter(kwargs), "plain"),
 )
-def test_one_element_on_one_rank_is_one_warning(name: str, value: float, kwargs: dict[str, Any]) -> None:
-    with warnings.catch_warnings(record=True) as records:
-        run_ranks(2, lambda t: train(t, name, value, **kwargs))
-    (text,) = warned(records)
-    kind = "NaN" if math.isnan(value) else "infinity"
-    assert text.startswith("step 2, backward")
-    assert f"rank 1: {name} ({kind} in 1 of " in text
-    assert "rank 0:" not in text
+def test_one_element_on_one_rank_is_one_warning(kwargs: dict[str, Any]) -> None:
+    for name in ("0.bias", "2.weight"):
+        for value, kind in ((math.nan, "NaN"), (-math.inf, "infinity")):
+            (text,) = heard(2, name, value, **kwargs)
+            assert text.startswith("step 2, backward")
+            assert f"rank 1: {name} ({kind} in 1 of " in text
+            assert "rank 0:" not in text
 
 
 def test_the_record_names_it_on_every_rank_in_that_step_only() -> None:
@@ -91,35 +92,36 @@ def test_the_record_names_it_on_every_rank_in_that_step_only() -> None:
 
 
 def test_ignore_says_nothing_and_the_weights_are_those_of_ignore() -> None:
-    def weights(policy: str, name: str) -> list[Tensor]:
-        ddps = run_ranks(2, lambda t: train(t, name, 1e30, on_nonfinite=policy))
+    def weights(policy: str) -> list[Tensor]:
+        ddps = run_ranks(2, lambda t: train(t, "0.bias", 1e30, on_nonfinite=policy))
         return [p.detach() for ddp in ddps for p in ddp.parameters()]
 
-    with warnings.catch_warnings(record=True) as records:
-        run_ranks(2, lambda t: train(t, "0.bias", math.nan, on_nonfinite="ignore"))
-        for mine, expected in zip(weights("warn", "0.bias"), weights("ignore", "0.bias"), strict=True):
-            assert torch.equal(mine, expected)
-    assert not warned(records)
+    assert not heard(2, "0.bias", math.nan, on_nonfinite="ignore")
+    for mine, expected in zip(weights("warn"), weights("ignore"), strict=True):
+        assert torch.equal(mine, expected)
 
 
 @pytest.mark.parametrize(
     ("size", "kwargs"), [(1, {}), (2, {"strategy": LocalSGD(every=4)})], ids=["alone", "local"]
 )
 def test_a_rank_that_sends_nothing_warns_for_itself(size: int, kwargs: dict[str, Any]) -> None:
-    with warnings.catch_warnings(record=True) as records:
-        run_ranks(size, lambda t: train(t, "4.bias", math.nan, num_steps=3, **kwargs))
-    (text,) = warned(records)
+    (text,) = heard(size, "4.bias", math.nan, **kwargs)
     assert f"rank {size - 1}: 0.weight" in text
 
 
-def test_after_the_first_steps_it_looks_at_each_eighth() -> None:
+def test_alone_it_looks_at_the_first_steps_and_each_eighth_until_it_has_warned() -> None:
     notice = NonFiniteNotice(["weight"], ThreadGroup(1).transport(0))
+    wrong = [(0, torch.tensor([math.nan]))]
     for step in range(17, 24):
-        notice.conclude_alone([(0, torch.tensor([math.nan]))], step=step)
+        notice.conclude_alone(wrong, step=step)
         assert notice.last is None
-    notice.conclude_alone([(0, torch.tensor([math.nan]))], step=24)
+    notice.conclude_alone(wrong, step=24)
     with pytest.warns(RuntimeWarning, match="step 24"):
         notice.act()
+    notice.backward_begins(has_hook=False)
+    notice.conclude_alone(wrong, step=32)
+    assert notice.last is None
+    notice.act()
 
 
 def test_a_scaler_handles_infinities_itself() -> None:
@@ -129,59 +131,38 @@ def test_a_scaler_handles_infinities_itself() -> None:
         for _ in range(2):
             scaler.scale(ddp(torch.full((4, 3), 1e4)).square().sum()).backward()
 
-    with warnings.catch_warnings(record=True) as records:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
         run_ranks(2, program)
-    assert not warned(records)
 
 
 def test_what_an_accelerator_finds_is_reported_a_step_later(monkeypatch: pytest.MonkeyPatch) -> None:
     """The checks of an accelerator, run on the CPU. The consequence of a step must not hide its cause."""
     monkeypatch.setattr(OwnGradients, "check", lambda own, bucket: own.check_later(bucket.own_parts()))
-    with warnings.catch_warnings(record=True) as records:
-        run_ranks(2, lambda t: train(t, "2.weight", math.nan))
-    (text,) = warned(records)
+    (text,) = heard(2, "2.weight", math.nan)
     assert text.startswith("step 2, backward")
     assert "rank 1: 2.weight (NaN)" in text
     assert "rank 0:" not in text
 
 
-def test_after_the_warning_nothing_is_checked() -> None:
-    notice = NonFiniteNotice(["weight"], ThreadGroup(1).transport(0))
-    notice.conclude_alone([(0, torch.tensor([math.nan]))], step=1)
-    with pytest.warns(RuntimeWarning, match="not finite"):
-        notice.act()
-    notice.backward_begins(has_hook=False)
-    notice.conclude_alone([(0, torch.tensor([math.nan]))], step=2)
-    assert notice.last is None
-    notice.act()
-
-
 # ---------------------------------------------------------------------- the copy that checks
 
 
-@pytest.mark.parametrize("scale", [1.0, 0.5, 1 / 3])
 @pytest.mark.parametrize("num_threads", [1, 3])
-def test_a_copy_has_torch_s_bits_and_finds_what_is_not_finite(scale: float, num_threads: int) -> None:
-    before = torch.get_num_threads()
+def test_a_copy_has_torch_s_bits_and_finds_what_is_not_finite(num_threads: int) -> None:
     torch.set_num_threads(num_threads)
-    try:
-        every = (
-            torch.randint(-(2**31), 2**31, (1_100_003,))
-            .to(torch.int32)
-            .view(torch.float32)
-            .nan_to_num(0, 0, 0)
-        )
-        view = torch.empty_like(every)
-        assert copy_scaled(view, every, scale) == (find_library() is not None)
-        assert torch.equal(view.view(torch.int32), (every * scale).view(torch.int32))
+    words = torch.randint(-(2**31), 2**31, (1_100_003,)).to(torch.int32)
+    every = words.view(torch.float32).nan_to_num(0, 0, 0)
+    view = torch.empty_like(every)
+    for scale in (1.0, 0.5, 1 / 3):
+        assert copy_scaled(view, every, scale) == (find_library() is not None), scale
+        assert torch.equal(view.view(torch.int32), (every * scale).view(torch.int32)), scale
         for at in (0, 5, len(every) - 1):
             for value in (math.nan, math.inf, -math.inf):
                 wrong = every.clone()
                 wrong[at] = value
-                assert not copy_scaled(view, wrong, scale)
-                assert torch.equal(view.isfinite(), wrong.isfinite())
-    finally:
-        torch.set_num_threads(before)
+                assert not copy_scaled(view, wrong, scale), (scale, at, value)
+                assert torch.equal(view.isfinite(), wrong.isfinite()), (scale, at, value)
 
 
 def test_a_copy_between_other_forms_is_torch_s(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""Ranks that train on the same data are noticed; no others. Ranks are threads."""
+"""Ranks that train on the same data are noticed; no others. Ranks are threads, and once processes."""
 
 from __future__ import annotations
 
@@ -9,9 +9,11 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
 
 import syncline as sl
-from syncline.transport import Transport, run_ranks
+from syncline.session import transport_of
+from syncline.transport import C10dTransport, Transport, run_ranks
 
 Batch = Callable[[int, int], Tensor]
 """By rank and step."""
@@ -21,7 +23,7 @@ def batch(seed: int) -> Tensor:
     return torch.randn(4, 5, generator=torch.Generator().manual_seed(seed))
 
 
-def warned(of: Batch, num_steps: int = 14, **arguments: Any) -> list[str]:
+def heard(of: Batch, num_steps: int = 14, **arguments: Any) -> list[str]:
     """The warnings of a run on two ranks."""
 
     def program(t: Transport) -> None:
@@ -53,29 +55,32 @@ def warned(of: Batch, num_steps: int = 14, **arguments: Any) -> list[str]:
         {"compression": sl.compression.Cast(torch.bfloat16)},
         {"bucket_cap_mb": 1e-5},
     ],
+    ids=str,
 )
 def test_the_same_data_on_all_ranks_is_warned_of_once(arguments: dict[str, Any]) -> None:
-    (text,) = warned(lambda rank, step: batch(step), **arguments)
+    (text,) = heard(lambda rank, step: batch(step), **arguments)
     assert "in steps 1 to 10" in text
     assert "sl.DistributedSampler" in text
     assert "SameDataWarning" in text
 
 
 @pytest.mark.parametrize(
-    "of",
+    ("of", "num_steps", "arguments"),
     [
-        lambda rank, step: batch(2 * step + rank),
-        lambda rank, step: batch(step if step < 9 else 2 * step + rank),  # equal for a while, by chance
-        lambda rank, step: torch.zeros(4, 5)[:0],
+        (lambda rank, step: batch(2 * step + rank), 14, {}),
+        (
+            lambda rank, step: batch(step if step < 9 else 2 * step + rank),
+            14,
+            {},
+        ),  # equal for a while, by chance
+        (lambda rank, step: torch.zeros(4, 5)[:0], 14, {}),
+        (lambda rank, step: batch(step)[: 4 if step >= 30 else 0], 44, {}),
+        (lambda rank, step: batch(step), 14, {"strategy": sl.LocalSGD(20)}),
     ],
-    ids=["different", "different from step 10 on", "empty"],
+    ids=["different", "from step 10 on", "empty", "empty for too long to judge", "gradients stay local"],
 )
-def test_no_false_alarm(of: Batch) -> None:
-    assert warned(of) == []
-
-
-def test_strategies_under_which_gradients_stay_local_are_not_watched() -> None:
-    assert warned(lambda rank, step: batch(step), strategy=sl.LocalSGD(20)) == []
+def test_no_false_alarm(of: Batch, num_steps: int, arguments: dict[str, Any]) -> None:
+    assert heard(of, num_steps, **arguments) == []
 
 
 def test_nothing_more_is_sent_once_it_is_decided() -> None:
@@ -87,3 +92,22 @@ def test_nothing_more_is_sent_once_it_is_decided() -> None:
         return before, watch.is_open
 
     assert run_ranks(2, program) == [(True, False)] * 2
+
+
+def num_warnings(t: Transport, *, sampled: bool) -> int:
+    torch.manual_seed(0)
+    dataset = TensorDataset(torch.randn(96, 3), torch.randn(96, 1))
+    sampler = sl.DistributedSampler(dataset, num_replicas=t.size, rank=t.rank) if sampled else None
+    ddp = sl.DistributedDataParallel(nn.Linear(3, 1), process_group=t)
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        for x, y in DataLoader(dataset, batch_size=4, sampler=sampler, shuffle=sampler is None):
+            (ddp(x) - y).square().mean().backward()
+    return sum(issubclass(one.category, sl.SameDataWarning) for one in found)
+
+
+@pytest.mark.ranks(2)
+def test_a_plain_loader_is_warned_of_on_rank_0_and_a_sampled_one_is_not() -> None:
+    for t in (transport_of(None), C10dTransport()):
+        assert num_warnings(t, sampled=False) == (t.rank == 0)
+        assert num_warnings(t, sampled=True) == 0

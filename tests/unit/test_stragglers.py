@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from fake_devices import fake
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
@@ -51,21 +51,19 @@ def followed(
     return stragglers, [one for number, step in enumerate(steps, 1) for one in stragglers.add(step, number)]
 
 
-seconds = st.floats(0, 100)
-ranks = st.lists(st.tuples(seconds, seconds, seconds, seconds), min_size=1, max_size=5)
-
-
-@given(
-    steps=st.integers(1, 5).flatmap(
-        lambda n: st.lists(
-            st.lists(st.tuples(*[seconds] * 4), min_size=n, max_size=n), min_size=1, max_size=4
+@given(st.integers(1, 5), st.integers(1, 4), st.data())
+def test_means_of_sums_of_digits_are_the_means_of_the_times(
+    num_ranks: int, num_steps: int, data: st.DataObject
+) -> None:
+    seconds = st.lists(st.floats(0, 100), min_size=4, max_size=4)
+    steps = data.draw(
+        st.lists(
+            st.lists(seconds, min_size=num_ranks, max_size=num_ranks), min_size=num_steps, max_size=num_steps
         )
     )
-)
-def test_means_of_sums_of_digits_are_the_means_of_the_times(steps: list[list[tuple[float, ...]]]) -> None:
     found = mean_times([[digit for rank in step for digit in encoded(rank)] for step in steps])
     for rank, times in enumerate(found):
-        expected = [sum(step[rank][phase] for step in steps) / len(steps) for phase in range(4)]
+        expected = [sum(step[rank][phase] for step in steps) / num_steps for phase in range(4)]
         assert times == pytest.approx(expected, abs=2e-6)
 
 
@@ -79,40 +77,24 @@ def test_a_rank_that_lacks_the_times_of_one_step_is_not_compared() -> None:
 totals = st.lists(st.floats(0.001, 10), min_size=2, max_size=9)
 
 
-@given(totals, st.floats(1.01, 10), st.randoms())
-def test_the_order_of_the_ranks_does_not_matter(times: list[float], factor: float, random: Any) -> None:
-    order = list(range(len(times)))
-    random.shuffle(order)
-    slow = slow_ranks([(one,) for one in times], factor)
-    assert {order[rank] for rank in slow_ranks([(times[at],) for at in order], factor)} == slow
-
-
-@given(totals, st.floats(1.01, 10))
-def test_at_least_half_of_the_ranks_are_not_slow_and_each_of_them_is_faster(
-    times: list[float], factor: float
+@given(totals, st.floats(1.01, 10), st.floats(1, 1000), st.randoms())
+def test_slow_ranks_are_slower_than_half_of_the_ranks_in_any_order_and_on_any_machine(
+    times: list[float], factor: float, by: float, random: Any
 ) -> None:
     slow = slow_ranks([(one,) for one in times], factor)
-    others = [one for rank, one in enumerate(times) if rank not in slow]
     assert 2 * len(slow) <= len(times)
     for rank in slow:
         assert sum(times[rank] >= factor * other for other in times) >= len(times) / 2
-        assert all(times[rank] > other for other in others)
-
-
-@given(totals, st.floats(1.01, 10), st.floats(1, 1000))
-def test_on_a_slower_machine_the_same_ranks_are_slow_or_more(
-    times: list[float], factor: float, by: float
-) -> None:
-    slow = slow_ranks([(one,) for one in times], factor)
+        assert all(times[rank] > one for other, one in enumerate(times) if other not in slow)
+    order = list(range(len(times)))
+    random.shuffle(order)
+    assert {order[rank] for rank in slow_ranks([(times[at],) for at in order], factor)} == slow
     assert slow <= slow_ranks([(one * by,) for one in times], factor * (1 - 1e-9))
+    assert not slow_ranks([(one * MIN_LATE_SECONDS / 20,) for one in times], 1.01), "all differ by too little"
 
 
-@given(st.lists(st.floats(0, MIN_LATE_SECONDS / 2), min_size=2, max_size=9))
-def test_a_difference_below_the_floor_makes_no_rank_slow(times: list[float]) -> None:
-    assert not slow_ranks([(one,) for one in times], 1.01)
-
-
-@given(st.lists(st.lists(st.floats(0.050, 0.099), min_size=3, max_size=3), min_size=60, max_size=60))
+@settings(max_examples=10)
+@given(st.lists(st.lists(st.floats(0.050, 0.099), min_size=3, max_size=3), min_size=20, max_size=20))
 def test_noise_below_the_factor_makes_no_straggler(steps: list[list[float]]) -> None:
     stragglers, reported = followed([step_of(*step) for step in steps])
     assert not reported
@@ -206,53 +188,35 @@ def train(t: Transport, time: Time, num_steps: int, **late: float) -> sl.Distrib
 
 
 @pytest.mark.parametrize(
-    ("phase", "words"),
-    [
-        (
-            "data",
-            "its data loading, which is all the time before the forward, took 41.0 ms a step, the median",
-        ),
-        ("forward", "its forward and loss took 48.0 ms a step, the median of the ranks is 10.0 ms"),
-    ],
+    ("phase", "words"), [("data", "its data loading"), ("forward", "its forward and loss took 48.0 ms")]
 )
 def test_rank_0_warns_once_and_all_ranks_record_the_same(phase: str, words: str) -> None:
     time = Time()
 
-    def rank(t: Transport) -> tuple[sl.records.StragglerRecord, ...]:
-        return train(t, time, 111, **{phase: 0.038}).statistics().stragglers
+    def rank(t: Transport) -> sl.Statistics:
+        ddp = train(t, time, 56, **{phase: 0.038})
+        assert "slow" not in str(ddp.statistics() - ddp.statistics())
+        return ddp.statistics()
 
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         found = run_ranks(3, rank)
-    texts = [str(one.message) for one in caught if "is slow" in str(one.message)]
-    assert len(texts) == 1
-    assert texts[0].startswith("step 51: rank 1 is slow: over the last 50 steps, ")
-    assert words in texts[0]
-    assert texts[0].endswith("all ranks wait 38.0 ms a step")
-    assert found[0] == found[1] == found[2]
-    [record] = found[0]
+    [text] = [str(one.message) for one in caught if "is slow" in str(one.message)]
+    assert text.startswith("step 51: rank 1 is slow: over the last 50 steps, ")
+    assert words in text
+    assert text.endswith("all ranks wait 38.0 ms a step")
+    assert found[0].stragglers == found[1].stragglers == found[2].stragglers
+    [record] = found[0].stragglers
     assert (record.rank, record.phase, record.from_step, record.to_step) == (1, phase, 51, None)
-
-
-def test_statistics_show_stragglers_and_subtract_those_of_before() -> None:
-    time = Time()
-
-    def rank(t: Transport) -> tuple[sl.Statistics, str]:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            ddp = train(t, time, 51, data=0.038)
-        return ddp.statistics() - sl.Statistics(), str(ddp.statistics() - ddp.statistics())
-
-    more, none = run_ranks(2, rank)[0]
-    assert "step 51: rank 1 is slow: over the last 50 steps" in str(more)
-    assert max(map(len, str(more).splitlines())) <= 100
-    assert "slow" not in none
-    assert repr(more.stragglers[0]) == "<StragglerRecord: rank 1 by 38.0 ms a step, data, step 51 to now>"
+    assert repr(record) == f"<StragglerRecord: rank 1 by 38.0 ms a step, {phase}, step 51 to now>"
+    shown = str(found[0] - sl.Statistics())
+    assert "step 51: rank 1 is slow: over the last 50 steps" in shown
+    assert max(map(len, shown.splitlines())) <= 100
 
 
 def test_without_a_straggler_nothing_is_said() -> None:
     time = Time()
-    assert all(run_ranks(3, lambda t: train(t, time, 120).statistics().stragglers == ()))
+    assert all(run_ranks(3, lambda t: train(t, time, 60).statistics().stragglers == ()))
 
 
 @pytest.mark.parametrize("is_on_device", [False, True])
