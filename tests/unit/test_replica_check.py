@@ -117,6 +117,13 @@ def trained(
     return ddp, optimizer
 
 
+def found_by(ddp: sl.DistributedDataParallel) -> ReplicaDivergence:
+    """The error of a backward."""
+    with pytest.raises(ReplicaDivergence) as caught:
+        ddp(torch.ones(5, 6)).sum().backward()
+    return caught.value
+
+
 def divergence(
     size: int, change: Change, *, every: int = 1, at: int = 1, by: int = 1, num_steps: int = 0, **kwargs: Any
 ) -> ReplicaDivergence:
@@ -460,9 +467,7 @@ def test_under_no_sync_nothing_is_compared_and_then_all_is() -> None:
             flip(ddp.module.two.bias, 0, 0)
         with ddp.no_sync():
             ddp(torch.ones(5, 6)).sum().backward()
-        with pytest.raises(ReplicaDivergence) as caught:
-            ddp(torch.ones(5, 6)).sum().backward()
-        return caught.value.found_at_step
+        return found_by(ddp).found_at_step
 
     assert run_ranks(2, program) == [1, 1]
 
@@ -722,8 +727,7 @@ def test_a_group_that_grows_begins_to_compare() -> None:
         ddp._replica.use_transport(t)
         if t.rank == 1:
             flip(ddp.module.two.bias, 1, 5)
-        with pytest.raises(ReplicaDivergence, match=r"two.bias, element 1 of 3"):
-            ddp(torch.ones(5, 6)).sum().backward()
+        assert "two.bias, element 1 of 3" in str(found_by(ddp))
 
     run_ranks(2, program)
 
@@ -737,10 +741,9 @@ def test_ranks_of_a_worker_are_named_by_their_own_numbers() -> None:
         if t.rank < 3:
             ddp(torch.ones(5, 6)).sum().backward()
             return ""
-        with pytest.raises(ReplicaDivergence) as caught:
-            ddp(torch.ones(5, 6)).sum().backward()
-        assert caught.value.minority_ranks == (4,)
-        return str(caught.value)
+        error = found_by(ddp)
+        assert error.minority_ranks == (4,)
+        return str(error)
 
     texts = run_ranks(6, program)
     assert "on ranks 3-5, but" in texts[5]
@@ -752,10 +755,7 @@ def test_without_a_common_start_it_does_not_claim_one() -> None:
         net = copy.deepcopy(NET)
         if t.rank == 1:
             flip(net.two.bias, 1, 5)
-        ddp = wrapped(t, net, init_sync=False, replica_check=ReplicaCheck(every=1))
-        with pytest.raises(ReplicaDivergence) as caught:
-            ddp(torch.ones(5, 6)).sum().backward()
-        return caught.value
+        return found_by(wrapped(t, net, init_sync=False, replica_check=ReplicaCheck(every=1)))
 
     error = run_ranks(2, program)[0]
     assert error.agreed_at_step is None

@@ -114,6 +114,7 @@ def test_a_rank_that_reports_nothing_or_with_weight_0_does_not_count() -> None:
         for at in range(3):
             if at != 1 or t.rank:
                 ddp.report(loss=2.0 if t.rank else math.nan, weight=t.rank)
+                ddp.report(loss=math.nan, weight=0)
             found.append(means_after_step(ddp))
         return found
 

@@ -44,24 +44,16 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> FakeTime:
     return fake
 
 
-class Sluggish(nn.Module):
-    """A linear layer whose forward and backward take a given time."""
+class Sluggish(nn.Linear):
+    """A linear layer whose forward takes a given time."""
 
-    def __init__(self, clock: FakeTime, forward: float, backward: float) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.layer = nn.Linear(2, 1)
-        self._clock, self._forward, self._backward = clock, forward, backward
+    def __init__(self, clock: FakeTime, forward_seconds: float) -> None:
+        super().__init__(2, 1)
+        self._clock, self._forward_seconds = clock, forward_seconds
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self._clock.seconds += self._forward
-        out: torch.Tensor = self.layer(x)
-        # The gradient of the bias is ready before the gradient of the weight; see `Reducer.begin`.
-        self.layer.bias.register_post_accumulate_grad_hook(self._slow)
-        return out
-
-    def _slow(self, _: object) -> None:
-        self._clock.seconds, self._backward = self._clock.seconds + self._backward, 0.0
+        self._clock.seconds += self._forward_seconds
+        return super().forward(x)
 
 
 def trained(
@@ -71,12 +63,11 @@ def trained(
     data: float = 0.002,
     update: float = 0.001,
     attach: bool = True,
+    forward: float = 0.010,
     num_steps: int = 10,
-    **times: float,
 ) -> sl.DistributedDataParallel:
     """Return a wrapper after steps whose phases take the given seconds. They are enough for a judgement."""
-    module = Sluggish(clock, times.get("forward", 0.010), times.get("backward", 0.0))
-    ddp = sl.DistributedDataParallel(module, process_group=t)
+    ddp = sl.DistributedDataParallel(Sluggish(clock, forward), process_group=t)
     ddp._replica.gradients.reduction.clock.now = clock.perf_counter
     optimizer = torch.optim.SGD(ddp.parameters())
     if attach:
@@ -220,7 +211,7 @@ def test_the_work_between_two_backwards_after_one_forward_belongs_to_the_loss(cl
 
 def test_a_step_of_several_micro_batches_has_the_times_of_all(clock: FakeTime) -> None:
     def rank(t: Transport) -> Any:
-        ddp = sl.DistributedDataParallel(Sluggish(clock, 0.010, 0.0), process_group=t)
+        ddp = sl.DistributedDataParallel(Sluggish(clock, 0.010), process_group=t)
         ddp._replica.gradients.reduction.clock.now = clock.perf_counter
         for _ in range(2):
             with ddp.no_sync():
