@@ -5,15 +5,13 @@ from __future__ import annotations
 import copy
 import functools
 import math
-import sys
 import threading
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+from tests.support.verbs import error_of_all
 from torch import Tensor, nn
 
 import syncline as sl
@@ -22,7 +20,6 @@ from syncline.evolution.members import noise_, pair_weights
 from syncline.transport import Transport, run_ranks
 from syncline.words import format_bytes
 
-EXAMPLES = Path(__file__).parents[2] / "examples"
 X = torch.linspace(-1, 1, 24).view(8, 3)
 Y = X.sum(1, keepdim=True).sin()
 
@@ -42,12 +39,10 @@ def error(module: nn.Module) -> Tensor:
     return F.mse_loss(module(X), Y)
 
 
-def error_of_weight(module: nn.Module) -> Tensor:
-    return module.weight.square().sum()
-
-
-def fail(error: Exception, module: nn.Module) -> float:
-    raise error
+def strategy_of(transport: Transport | None = None, **changed: Any) -> Any:
+    """A strategy for a small module, with some arguments other than usual."""
+    arguments = {"module": nn.Linear(1, 1), "sigma": 0.1, "lr": 0.1, "population": 4, "seed": 0}
+    return sl.EvolutionStrategy(**(arguments | changed), group=transport)
 
 
 def state_of(module: nn.Module) -> dict[str, Tensor]:
@@ -75,8 +70,7 @@ def after(
 # ---------------------------------------------------------------------- against a reference
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2])
-@pytest.mark.parametrize("optimizer", [torch.optim.SGD, torch.optim.Adam])
+@pytest.mark.parametrize(("num_ranks", "optimizer"), [(1, torch.optim.SGD), (2, torch.optim.Adam)])
 def test_a_trajectory_is_that_of_the_reference(num_ranks: int, optimizer: Any) -> None:
     sigma, lr, num_pairs, seed = 0.1, 0.05, 5, 7
     module = network()
@@ -116,74 +110,30 @@ def test_any_number_of_ranks_takes_the_same_steps_bit_for_bit() -> None:
             assert records == expected[1]
 
 
-def test_only_what_requires_grad_is_moved_and_tied_parameters_stay_tied() -> None:
+def test_a_step_changes_trained_parameters_and_nothing_else() -> None:
     module = network()
-    start = state_of(module)
-    es = sl.EvolutionStrategy(module, 0.1, 0.05, 10, 0)
-    es.step(error)
+    start, generator = state_of(module), torch.get_rng_state()
+    grad = module[4].weight.grad = torch.full((1, 3), 3.0)
+    sl.EvolutionStrategy(module, 0.1, 0.05, 10, 0).step(error)
     moved = {name for name, tensor in module.state_dict().items() if not torch.equal(tensor, start[name])}
     assert moved == {name for name, p in module.named_parameters(remove_duplicate=False) if p.requires_grad}
     assert module[0].weight is module[2].weight
-    assert all(p.grad is None for p in module.parameters())
+    assert [p.grad for p in module.parameters() if p.grad is not None] == [grad]
+    assert grad.tolist() == [[3.0, 3.0, 3.0]]
+    assert torch.equal(torch.get_rng_state(), generator)
 
 
-def test_a_gradient_that_was_there_stays_there() -> None:
-    module = nn.Linear(2, 1)
-    grad = module.weight.grad = torch.full((1, 2), 3.0)
-    sl.EvolutionStrategy(module, 0.1, 0.05, 4, 0).step(lambda module: module.weight.sum())
-    assert module.weight.grad is grad
-    assert grad.tolist() == [[3.0, 3.0]]
+def test_parameters_of_other_types_and_layouts_are_trained() -> None:
+    for dtype in (torch.float64, torch.bfloat16):
+        module = nn.Conv2d(2, 2, 3).to(dtype=dtype, memory_format=torch.channels_last)
+        es = sl.EvolutionStrategy(module, 0.1, 0.05, 20, 0)
 
+        def distance(module: nn.Module) -> Tensor:
+            return sum((p - 1).float().square().sum() for p in module.parameters())
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
-def test_parameters_of_other_types_and_layouts_are_trained(dtype: torch.dtype) -> None:
-    module = nn.Conv2d(2, 2, 3).to(dtype=dtype, memory_format=torch.channels_last)
-    es = sl.EvolutionStrategy(module, 0.1, 0.05, 20, 0)
-
-    def distance(module: nn.Module) -> Tensor:
-        return sum((p - 1).float().square().sum() for p in module.parameters())
-
-    records = [es.step(distance) for _ in range(60)]
-    assert records[-1].mean_loss < 0.5 * records[0].mean_loss
-    assert module.weight.dtype is dtype
-
-
-def test_the_global_generator_is_not_touched() -> None:
-    state = torch.get_rng_state()
-    sl.EvolutionStrategy(nn.Linear(1, 1, device="meta").to_empty(device="cpu"), 0.1, 0.1, 4, 0).step(
-        lambda module: module.weight.nan_to_num().sum()
-    )
-    assert torch.equal(torch.get_rng_state(), state)
-
-
-def test_learns_real_digits(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(EXAMPLES)
-    import example_data as datasets
-
-    try:
-        if not (datasets.data_folder() / datasets.MNIST.file_name).exists():
-            pytest.skip("the digits are not on this machine: python examples/example_data.py fetches them")
-        images, labels = datasets.mnist_digits()
-    finally:
-        del sys.modules["example_data"]
-    images = F.avg_pool2d(images, 4).flatten(1)  # (5000, 49)
-    held_out = torch.arange(len(labels)) % 5 == 0
-    x, y = images[~held_out], labels[~held_out]
-
-    def program(transport: Transport) -> float:
-        module = nn.Linear(49, 10)
-        nn.init.zeros_(module.weight)
-        es = sl.EvolutionStrategy(module, 0.05, 0.05, 32, 0, optimizer=torch.optim.Adam, group=transport)
-        for step in range(120):
-            batch = torch.arange(step, len(y), 16)  # 250 digits, the same on every rank
-            es.step(lambda module, batch=batch: F.cross_entropy(module(x[batch]), y[batch]))
-        with torch.no_grad():
-            right = module(images[held_out]).argmax(1) == labels[held_out]
-        return right.float().mean().item()
-
-    accuracies = run_ranks(2, program)
-    assert accuracies[0] == accuracies[1]
-    assert accuracies[0] > 0.7
+        records = [es.step(distance) for _ in range(60)]
+        assert records[-1].mean_loss < 0.5 * records[0].mean_loss, dtype
+        assert module.weight.dtype is dtype
 
 
 # ---------------------------------------------------------------------- what travels
@@ -214,30 +164,18 @@ def test_the_contract_says_what_travels() -> None:
 
     first, second = run_ranks(2, program)
     assert first == second
-    lines = [line.split("  ") for line in first.splitlines()]
-    assert lines[0] == ["Contract: EvolutionStrategy(Sequential), 2 ranks, transport: threads"]
-    cells = [[cell.strip() for cell in line if cell] for line in lines[2:]]
-    assert cells == [
-        ["losses", "64 floats, 722 B a step", "in step, when all are evaluated", "all_gather", "none"],
-        ["noise", "32 pairs", "never", "made again from seed, step, pair", "none"],
-        [
-            "parameters",
-            "6 tensors, 96 B",
-            "once, at construction",
-            "rank 0's; then the same update everywhere",
-            "none: compared in each step",
-        ],
-        ["buffers", "3 tensors", "once, at construction", "put back after each evaluation", "none"],
-    ]
-    alone = sl.EvolutionStrategy(nn.Linear(1, 1), 0.1, 0.1, 64, 0).contract
-    assert [row.when for row in alone.rows] == ["never: alone", "never", "never: alone", "never"]
+    for words in ("EvolutionStrategy(Sequential), 2 ranks", "64 floats, 722 B a step", "32 pairs", "96 B"):
+        assert words in first
+    contract = strategy_of(population=64).contract
+    assert [row.when for row in contract.rows] == ["never: alone", "never", "never: alone", "never"]
 
 
 # ---------------------------------------------------------------------- what is put back
 
 
-@pytest.mark.parametrize("raised", [RuntimeError("no"), KeyboardInterrupt()])
-@pytest.mark.parametrize("nth", [1, 2, 5])
+@pytest.mark.parametrize(
+    ("raised", "nth"), [(RuntimeError("no"), 1), (KeyboardInterrupt(), 2), (RuntimeError("no"), 5)]
+)
 def test_parameters_and_buffers_are_put_back_when_an_evaluation_raises(
     raised: BaseException, nth: int
 ) -> None:
@@ -323,22 +261,26 @@ def test_an_exception_in_loss_fn_is_raised_where_it_was_and_told_elsewhere() -> 
 
 def test_an_exception_in_loss_fn_is_raised_where_it_was_also_when_the_ranks_do_not_agree() -> None:
     def program(transport: Transport) -> None:
-        es = sl.EvolutionStrategy(nn.Linear(1, 1), 0.1, 0.1, 4, 0, group=transport)
+        es = strategy_of(transport)
+
+        def loss_fn(module: nn.Module) -> Tensor:
+            if transport.rank == 1:
+                raise OSError
+            return module.weight.square().sum()
+
         if transport.rank == 1:
             es.optimizer.param_groups[0]["lr"] = 0.3
         with pytest.raises(OSError if transport.rank == 1 else sl.ContractMismatch):
-            es.step(functools.partial(fail, OSError()) if transport.rank == 1 else error_of_weight)
+            es.step(loss_fn)
 
     run_ranks(2, program)
 
 
-@pytest.mark.parametrize(
-    ("loss", "words"),
-    [(None, "got None"), (torch.zeros(2), r"got a tensor of shape \(2,\)"), ("much", "got 'much'")],
-)
-def test_a_loss_that_is_no_number_is_refused(loss: Any, words: str) -> None:
-    with pytest.raises(TypeError, match=words):
-        sl.EvolutionStrategy(nn.Linear(1, 1), 0.1, 0.1, 4, 0).step(lambda module: loss)
+def test_a_loss_that_is_no_number_is_refused() -> None:
+    rows = [(None, "got None"), (torch.zeros(2), r"got a tensor of shape \(2,\)"), ("much", "got 'much'")]
+    for loss, words in rows:
+        with pytest.raises(TypeError, match=words):
+            strategy_of().step(lambda module, loss=loss: loss)
 
 
 def test_a_loss_that_is_not_finite_is_the_worst() -> None:
@@ -358,53 +300,47 @@ def test_a_loss_that_is_not_finite_is_the_worst() -> None:
 
 
 def test_without_a_finite_loss_every_rank_raises_and_nothing_changes() -> None:
-    def program(transport: Transport) -> str:
+    def program(transport: Transport) -> None:
         module = network()
         es = sl.EvolutionStrategy(module, 0.1, 0.05, 10, 0, group=transport)
         start = state_of(module)
-        with pytest.raises(ValueError, match="a finite loss of at least one of 10 members") as caught:
+        try:
             es.step(lambda module: math.nan)
-        assert same(state_of(module), start)
-        assert es.num_steps == 0
-        return str(caught.value)
+        finally:
+            assert same(state_of(module), start)
+            assert es.num_steps == 0
 
-    first, second = run_ranks(2, program)
-    assert first == second
-
-
-def mismatch(make: Callable[[Transport], Any]) -> str:
-    """What two ranks are told, the same."""
-
-    def program(transport: Transport) -> str:
-        with pytest.raises(sl.ContractMismatch) as caught:
-            make(transport)
-        return str(caught.value)
-
-    first, second = run_ranks(2, program)
-    assert first == second
-    return first
+    assert "a finite loss of at least one of 10 members" in str(error_of_all(ValueError, program))
 
 
-@pytest.mark.parametrize(
-    ("changed", "words"),
-    [
-        ({"sigma": 0.2}, "sigma\n    expected 0.1 (rank 0)\n    got      0.2 (rank 1)"),
-        ({"lr": 0.2}, "optimizer.param_groups[0].lr\n    expected 0.1 (rank 0)\n    got      0.2 (rank 1)"),
-        ({"population": 6}, "population\n    expected 4 (rank 0)\n    got      6 (rank 1)"),
-        ({"seed": 1}, "seed\n    expected 0 (rank 0)\n    got      1 (rank 1)"),
-        ({"optimizer": torch.optim.Adam}, "optimizer\n    expected SGD (rank 0)\n    got      Adam (rank 1)"),
-        ({"module": nn.Linear(2, 1)}, "expected torch.float32 (1, 1) on cpu"),
-    ],
-)
-def test_ranks_that_differ_are_told_before_the_first_step(changed: dict[str, Any], words: str) -> None:
-    def make(transport: Transport) -> None:
-        arguments = {"module": nn.Linear(1, 1), "sigma": 0.1, "lr": 0.1, "population": 4, "seed": 0}
-        sl.EvolutionStrategy(**(arguments | (changed if transport.rank else {})), group=transport)
+def test_ranks_that_differ_are_an_error_before_the_first_step() -> None:
+    rows: list[tuple[dict[str, Any], list[str]]] = [
+        ({"sigma": 0.2}, ["sigma", "0.1 (rank 0)", "0.2 (rank 1)"]),
+        ({"lr": 0.2}, ["optimizer.param_groups[0].lr", "0.1 (rank 0)", "0.2 (rank 1)"]),
+        ({"population": 6}, ["population", "4 (rank 0)", "6 (rank 1)"]),
+        ({"seed": 1}, ["seed", "0 (rank 0)", "1 (rank 1)"]),
+        ({"optimizer": torch.optim.Adam}, ["optimizer", "SGD (rank 0)", "Adam (rank 1)"]),
+        ({"module": nn.Linear(2, 1)}, ["expected torch.float32 (1, 1) on cpu"]),
+    ]
+    for changed, words in rows:
 
-    assert words in mismatch(make)
+        def program(transport: Transport, changed: dict[str, Any] = changed) -> None:
+            strategy_of(transport, **(changed if transport.rank else {}))
+
+        text = str(error_of_all(sl.ContractMismatch, program))
+        assert all(one in text for one in words), text
+
+    def later(transport: Transport) -> None:
+        es = strategy_of(transport)
+        if transport.rank == 1:
+            es.optimizer.param_groups[0]["lr"] = 0.3
+        es.step(lambda module: module.weight.sum())
+
+    text = str(error_of_all(sl.ContractMismatch, later))
+    assert all(one in text for one in ("lr\n", "0.1 (rank 0)", "0.3 (rank 1)")), text
 
 
-def test_machines_that_make_other_noise_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_machines_that_make_other_noise_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     def noise_of_this_machine(out: Tensor, **which: int) -> Tensor:
         noise_(out, **which)
         if threading.current_thread().name == "rank 1":
@@ -412,13 +348,13 @@ def test_machines_that_make_other_noise_are_told(monkeypatch: pytest.MonkeyPatch
         return out
 
     monkeypatch.setattr(strategy_module, "noise_", noise_of_this_machine)
-    text = mismatch(lambda transport: sl.EvolutionStrategy(nn.Linear(1, 1), 0.1, 0.1, 4, 0, group=transport))
+    text = str(error_of_all(sl.ContractMismatch, strategy_of))
     assert "noise\n    expected made from the seed, digest" in text
     assert "same version of torch" in text
 
 
-def test_replicas_that_have_drifted_are_told_by_name_and_can_be_made_equal() -> None:
-    def make(transport: Transport) -> None:
+def test_replicas_that_have_drifted_are_named_and_can_be_made_equal() -> None:
+    def program(transport: Transport) -> None:
         module = network()
         es = sl.EvolutionStrategy(module, 0.1, 0.05, 10, 0, group=transport)
         es.step(error)
@@ -433,20 +369,10 @@ def test_replicas_that_have_drifted_are_told_by_name_and_can_be_made_equal() -> 
             sl.broadcast_(module, group=transport)
             assert es.step(error).step == 2
 
-    text = mismatch(make)
+    text = str(error_of_all(sl.ContractMismatch, program))
     assert "parameter 0.bias\n    expected digest" in text
     assert "parameter 0.weight" not in text
     assert "sl.broadcast_(module)" in text
-
-
-def test_a_learning_rate_changed_on_one_rank_is_told() -> None:
-    def make(transport: Transport) -> None:
-        es = sl.EvolutionStrategy(nn.Linear(1, 1), 0.1, 0.1, 4, 0, group=transport)
-        if transport.rank == 1:
-            es.optimizer.param_groups[0]["lr"] = 0.3
-        es.step(lambda module: module.weight.sum())
-
-    assert "lr\n    expected 0.1 (rank 0)\n    got      0.3 (rank 1)" in mismatch(make)
 
 
 class Foreign(torch.optim.SGD):
@@ -456,47 +382,34 @@ class Foreign(torch.optim.SGD):
         super().__init__([nn.Parameter(torch.zeros(1))], lr=lr)
 
 
-@pytest.mark.parametrize(
-    ("changed", "kind", "words"),
-    [
-        ({"sigma": 0.0}, ValueError, "expected sigma to be a finite number above 0, got 0.0"),
-        ({"sigma": math.nan}, ValueError, "expected sigma to be a finite number above 0, got nan"),
-        ({"population": 5}, ValueError, "expected population to be even, got 5"),
-        ({"population": 0}, ValueError, "expected population to be an integer of at least 2, got 0"),
-        ({"population": 4.0}, TypeError, "got 4.0"),
-        ({"seed": "zero"}, TypeError, "got 'zero'"),
-        ({"lr": math.inf}, ValueError, "expected lr to be a finite number of at least 0, got inf"),
-        ({"module": nn.Tanh()}, ValueError, "Tanh has no parameter to train"),
-        ({"module": nn.Linear(1, 1).requires_grad_(False)}, ValueError, "Linear has no parameter to train"),
-        (
-            {"module": nn.Linear(1, 1, dtype=torch.complex64)},
-            ValueError,
-            "expected real floating-point parameters, but weight",
-        ),
-        ({"module": [nn.Linear(1, 1)]}, TypeError, "expected module to be a torch.nn.Module, got a list"),
-        ({"module": nn.LazyLinear(1)}, ValueError, "run one forward"),
-        ({"optimizer": Foreign}, ValueError, "to return an optimizer of exactly the"),
-        (
-            {"optimizer": lambda parameters, lr: lr},
-            TypeError,
-            "to return a torch.optim.Optimizer of these parameters, got a float",
-        ),
-    ],
-)
-@pytest.mark.filterwarnings("ignore:Lazy modules are a new feature")
-def test_what_one_rank_refuses_every_rank_raises(
-    changed: dict[str, Any], kind: type[Exception], words: str
-) -> None:
-    def program(transport: Transport) -> str:
-        arguments = {"module": nn.Linear(1, 1), "sigma": 0.1, "lr": 0.1, "population": 4, "seed": 0}
-        with pytest.raises(kind) as caught:
-            sl.EvolutionStrategy(**(arguments | (changed if transport.rank else {})), group=transport)
-        return str(caught.value)
+REFUSED: list[tuple[dict[str, Any], type[Exception], str]] = [
+    ({"sigma": 0.0}, ValueError, "sigma to be a finite number above 0, got 0.0"),
+    ({"sigma": math.nan}, ValueError, "sigma to be a finite number above 0, got nan"),
+    ({"population": 5}, ValueError, "population to be even, got 5"),
+    ({"population": 0}, ValueError, "population to be an integer of at least 2, got 0"),
+    ({"population": 4.0}, TypeError, "got 4.0"),
+    ({"seed": "zero"}, TypeError, "got 'zero'"),
+    ({"lr": math.inf}, ValueError, "lr to be a finite number of at least 0, got inf"),
+    ({"module": nn.Tanh()}, ValueError, "Tanh has no parameter to train"),
+    ({"module": nn.Linear(1, 1).requires_grad_(False)}, ValueError, "Linear has no parameter to train"),
+    ({"module": nn.Linear(1, 1, dtype=torch.complex64)}, ValueError, "but weight is of torch.complex64"),
+    ({"module": [nn.Linear(1, 1)]}, TypeError, "module to be a torch.nn.Module, got a list"),
+    ({"optimizer": Foreign}, ValueError, "an optimizer of exactly the"),
+    ({"optimizer": lambda parameters, lr: lr}, TypeError, "a torch.optim.Optimizer of these parameters"),
+]
 
-    first, second = run_ranks(2, program)
-    assert first == second
-    assert first.startswith("sl.EvolutionStrategy: refused, nothing was sent\nrank 1: ")
-    assert words in first
+
+@pytest.mark.filterwarnings("ignore:Lazy modules are a new feature")
+def test_arguments_that_one_rank_refuses_every_rank_raises() -> None:
+    lazy = ({"module": nn.LazyLinear(1)}, ValueError, "run one forward")
+    for changed, kind, words in [*REFUSED, lazy]:
+
+        def program(transport: Transport, changed: dict[str, Any] = changed) -> None:
+            strategy_of(transport, **(changed if transport.rank else {}))
+
+        text = str(error_of_all(kind, program))
+        assert text.startswith("sl.EvolutionStrategy: refused, nothing was sent\nrank 1: "), changed
+        assert words in text
 
 
 def test_modules_whose_parameters_are_not_this_ranks_own_are_refused() -> None:
@@ -539,9 +452,9 @@ def test_a_run_goes_on_bit_for_bit_with_another_number_of_ranks() -> None:
 
 
 def test_a_state_of_something_else_is_refused_and_nothing_changes() -> None:
-    es = sl.EvolutionStrategy(nn.Linear(1, 1), 0.1, 0.1, 4, 0)
+    es = strategy_of()
     with pytest.raises(ValueError, match=r"EvolutionStrategy with the keys num_steps, .*; got the keys lr"):
         es.load_state_dict({"lr": 1})
-    with pytest.raises(ValueError, match="expected population to be even"):
+    with pytest.raises(ValueError, match="population to be even"):
         es.load_state_dict(es.state_dict() | {"population": 3, "num_steps": 8})
     assert es.num_steps == 0

@@ -24,41 +24,27 @@ def run(setting: str, loss: float, *, seed: int = 0, rate: float = 0.1, **others
     return {**told, "sent_bytes": 1e6, "seconds": 2.0, **others}
 
 
-def test_the_bar_is_every_step_at_its_own_best_learning_rate() -> None:
+def test_the_bar_is_every_step_at_its_own_best_learning_rate_at_which_it_does_not_diverge() -> None:
     runs = [run("every", 2.0, rate=0.1), run("every", 1.5, rate=0.2), run("local", 1.75, rate=0.1)]
-    assert [(row.setting, row.above) for row in frontier(runs, bar="every")] == [
-        ("every", 0.5),
-        ("every", 0.0),
-        ("local", 0.25),
-    ]
-
-
-def test_a_run_that_diverged_is_never_the_bar() -> None:
-    runs = [run("every", math.nan, rate=0.1), run("every", 1.5, rate=0.2)]
-    first, second = frontier(runs, bar="every")
-    assert math.isnan(first.above)
+    rows = frontier(runs, bar="every")
+    assert [(row.setting, row.above) for row in rows] == [("every", 0.5), ("every", 0.0), ("local", 0.25)]
+    diverged, second = frontier([run("every", math.nan), run("every", 1.5, rate=0.2)], bar="every")
+    assert math.isnan(diverged.above)
     assert second.above == 0.0
+    (row,) = frontier([run("local", 1.5)], bar="every")  # there is nothing to compare with
+    assert math.isnan(row.above)
+    assert math.isnan(row.times_fewer)
+    assert "nan" in frontier_table([row], bar="every")
 
 
-def test_differences_are_taken_seed_by_seed() -> None:
+def test_differences_are_taken_seed_by_seed_or_else_between_means() -> None:
     # Seeds differ by far more than the settings do.
     runs = [run("every", loss, seed=seed) for seed, loss in enumerate((1.0, 2.0, 6.0))]
     runs += [run("local", loss, seed=seed) for seed, loss in enumerate((1.25, 2.25, 6.25))]
     row = frontier(runs, bar="every")[1]
     assert (row.above, row.above_spread, row.num_seeds) == (0.25, 0.0, 3)
     assert row.loss_spread == pytest.approx(math.sqrt(7))
-
-
-def test_other_seeds_are_compared_by_their_means() -> None:
-    row = frontier([run("every", 1.0, seed=0), run("local", 1.5, seed=7)], bar="every")[1]
-    assert row.above == 0.5
-
-
-def test_without_the_bar_there_is_nothing_to_compare_with() -> None:
-    (row,) = frontier([run("local", 1.5)], bar="every")
-    assert math.isnan(row.above)
-    assert math.isnan(row.times_fewer)
-    assert "nan" in frontier_table([row], bar="every")
+    assert frontier([run("every", 1.0, seed=0), run("local", 1.5, seed=7)], bar="every")[1].above == 0.5
 
 
 def test_accuracy_is_a_column_where_a_task_has_one() -> None:

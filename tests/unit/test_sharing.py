@@ -31,31 +31,28 @@ def write_and_read(transport: Transport) -> None:
     assert empty.numel() == 0
 
 
-def test_what_one_thread_writes_all_see() -> None:
+def test_all_threads_see_what_one_writes() -> None:
     run_ranks(3, write_and_read)
 
 
 @pytest.mark.ranks(2)
-def test_what_one_process_writes_all_see() -> None:
-    write_and_read(transport_of(None))
-
-
-@pytest.mark.ranks(2)
-@pytest.mark.parametrize("numel", [1, 4096, 20_000, 30_000])
-def test_the_front_of_allocated_memory_is_reduced(numel: int) -> None:
+def test_processes_see_what_one_writes_and_the_front_of_allocated_memory_is_reduced() -> None:
     transport = transport_of(None)
+    write_and_read(transport)
     whole = transport.allocate(30_000, FLOAT32, CPU)
-    front = transport.narrow(whole, numel)
-    for value in (1.0, 2.0):  # the second time over what the first has left
-        whole.fill_(value * (transport.rank + 1))
-        transport.reduce_spans(front, (0, numel // 2, numel)).wait()
-        own = front[: numel // 2] if transport.rank == 0 else front[numel // 2 :]
-        assert bool((own == 3 * value).all())
-        transport.barrier().wait()
-        whole.fill_(value * (transport.rank + 1))
-        transport.all_reduce(front).wait()
-        assert bool((front == 3 * value).all())
-        assert bool((whole[numel:] == value * (transport.rank + 1)).all())
+    for numel in (1, 4096, 20_000, 30_000):
+        front = transport.narrow(whole, numel)
+        for value in (1.0, 2.0):  # the second time over what the first has left
+            whole.fill_(value * (transport.rank + 1))
+            transport.reduce_spans(front, (0, numel // 2, numel)).wait()
+            own = front[: numel // 2] if transport.rank == 0 else front[numel // 2 :]
+            assert bool((own == 3 * value).all()), numel
+            transport.barrier().wait()
+            whole.fill_(value * (transport.rank + 1))
+            transport.all_reduce(front).wait()
+            assert bool((front == 3 * value).all()), numel
+            assert bool((whole[numel:] == value * (transport.rank + 1)).all()), numel
+            transport.barrier().wait()
 
 
 def test_all_parameters_are_moved_with_rank_0s_values() -> None:
@@ -85,41 +82,24 @@ def test_all_parameters_are_moved_with_rank_0s_values() -> None:
     run_ranks(2, rank)
 
 
-def test_an_error_inside_of_write_shared_lets_the_others_go() -> None:
+def test_errors_inside_of_write_shared_and_writes_elsewhere_are_errors_on_every_rank() -> None:
     def rank(transport: Transport) -> None:
         module = sl.share_(nn.Linear(2, 2), group=transport)
         if transport.rank == 0:
             with pytest.raises(KeyError), sl.write_shared(module):
-                raise KeyError("a")
+                raise KeyError("a")  # lets the others go
         else:
             with sl.write_shared(module):
                 pass
-        with sl.write_shared(module):
-            pass
-
-    run_ranks(2, rank)
-
-
-def test_a_write_elsewhere_is_told_on_entering() -> None:
-    def rank(transport: Transport) -> None:
-        module = sl.share_(nn.Linear(2, 2), group=transport)
         transport.barrier().wait()
         if transport.rank == 0:
             with torch.no_grad():
                 module.bias.add_(1.0)
-        with (
-            pytest.raises(SynclineError, match=r"outside of sl.write_shared, on rank 0: bias\."),
-            sl.write_shared(module),
-        ):
+        elsewhere = r"outside of sl.write_shared, on rank 0: bias\."
+        with pytest.raises(SynclineError, match=elsewhere), sl.write_shared(module):
             pass
         with sl.write_shared(module):  # said once
             pass
-
-    run_ranks(2, rank)
-
-
-def test_different_modules_are_not_shared() -> None:
-    def rank(transport: Transport) -> None:
         with pytest.raises(ContractMismatch):
             sl.share_(nn.Linear(2, 2 + transport.rank), group=transport)
 

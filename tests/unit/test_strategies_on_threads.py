@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.support.verbs import error_of_all
 from torch import Tensor, nn
 
 import syncline as sl
@@ -44,27 +45,33 @@ class Run:
         self.ddp(batch(self.rank, step)).square().mean().backward()
         self.optimizer.step()
 
+    def steps(self, first: int, last: int) -> None:
+        for step in range(first, last + 1):
+            self.step(step)
+
     def values(self) -> Tensor:
         return torch.cat([p.detach().reshape(-1) for p in self.ddp.parameters()]).clone()
 
+    def saved(self) -> Any:
+        return copy.deepcopy(
+            (self.ddp.module.state_dict(), self.optimizer.state_dict(), self.ddp.sync_state_dict())
+        )
 
-def texts_of(program: Callable[[Transport], object], kind: type[Exception], num_ranks: int = 2) -> list[str]:
-    """What each rank was told."""
-    texts: dict[int, str] = {}
+    def load(self, saved: Any) -> None:
+        self.ddp.module.load_state_dict(saved[0])
+        self.optimizer.load_state_dict(saved[1])
+        self.ddp.load_sync_state_dict(saved[2])
 
-    def rank(transport: Transport) -> None:
-        with pytest.raises(kind) as refusal:
-            program(transport)
-        texts[transport.rank] = str(refusal.value)
 
-    run_ranks(num_ranks, rank)
-    return [texts[rank] for rank in range(num_ranks)]
+def wrapped(strategy: Callable[[int], Any]) -> Callable[[Transport], object]:
+    """A program that wraps a module with a strategy that may depend on the rank."""
+    return lambda t: sl.DistributedDataParallel(net(), process_group=t, strategy=strategy(t.rank))
 
 
 # ---------------------------------------------------------------------- what is refused
 
 
-def test_a_strategy_that_acts_at_the_step_is_named_before_anything_drifts() -> None:
+def test_a_strategy_that_acts_at_the_step_needs_an_attached_optimizer_before_anything_drifts() -> None:
     def program(transport: Transport) -> None:
         ddp = sl.DistributedDataParallel(net(), process_group=transport, strategy=sl.LocalSGD(8))
         before = [p.clone() for p in ddp.parameters()]
@@ -73,72 +80,65 @@ def test_a_strategy_that_acts_at_the_step_is_named_before_anything_drifts() -> N
         finally:
             assert all(torch.equal(a, b) for a, b in zip(before, ddp.parameters(), strict=True))
 
-    first, second = texts_of(program, sl.SynclineError)
-    assert first == second
-    assert (
-        "strategy=LocalSGD(every=8) synchronizes parameters after steps of an attached optimizer, but no optimizer "
-        "is attached" in first
-    )
-    assert "optimizer = ddp.attach(optimizer)" in first
+    text = str(error_of_all(sl.SynclineError, program))
+    assert "strategy=LocalSGD(every=8)" in text
+    assert "ddp.attach(optimizer)" in text
 
-
-def test_one_rank_that_has_not_attached_is_named() -> None:
-    def program(transport: Transport) -> None:
+    def on_one_rank(transport: Transport) -> None:
         ddp = sl.DistributedDataParallel(net(), process_group=transport, strategy=sl.DiLoCo(8))
         if transport.rank == 0:
             ddp.attach(torch.optim.SGD(ddp.parameters(), lr=0.1))
         ddp(batch(transport.rank, 0)).sum().backward()
 
-    first, second = texts_of(program, sl.SynclineError)
-    assert first == second
-    assert "rank 1" in first
+    assert "rank 1" in str(error_of_all(sl.SynclineError, on_one_rank))
 
 
-def test_different_every_is_told_before_anything_is_sent() -> None:
-    def program(transport: Transport) -> None:
-        sl.DistributedDataParallel(
-            net(), process_group=transport, strategy=sl.LocalSGD(8 if transport.rank else 4)
-        )
-
-    first, second = texts_of(program, sl.ContractMismatch)
-    assert first == second
-    assert "LocalSGD(every=4)" in first
-    assert "LocalSGD(every=8)" in first
+def outer_of(parameters: Callable[[int, Any], Any]) -> Callable[[Transport], object]:
+    return wrapped(lambda rank: sl.DiLoCo(4, outer=lambda p: torch.optim.SGD(parameters(rank, p), lr=0.7)))
 
 
-def test_a_different_error_feedback_is_told_before_anything_is_sent() -> None:
-    def program(transport: Transport) -> None:
-        compression = sl.compression.Quantize(4, error_feedback=transport.rank == 0)
-        sl.DistributedDataParallel(
-            net(), process_group=transport, strategy=sl.DiLoCo(4, compression=compression)
-        )
-
-    first, second = texts_of(program, sl.ContractMismatch)
-    assert first == second
-    assert "Quantize(bits=4, error_feedback=False)" in first
-
-
-def test_an_outer_optimizer_over_foreign_parameters_is_refused_on_every_rank() -> None:
-    def program(transport: Transport) -> None:
-        module = net()
-        foreign = transport.rank == 1
-        sl.DistributedDataParallel(
-            module,
-            process_group=transport,
-            strategy=sl.DiLoCo(
-                4, outer=lambda p: torch.optim.SGD(module.parameters() if foreign else p, lr=0.7)
+@pytest.mark.parametrize(
+    ("kind", "program", "words"),
+    [
+        pytest.param(
+            sl.ContractMismatch,
+            wrapped(lambda rank: sl.LocalSGD(8 if rank else 4)),
+            ["LocalSGD(every=4)", "LocalSGD(every=8)"],
+            id="every",
+        ),
+        pytest.param(
+            sl.ContractMismatch,
+            wrapped(
+                lambda rank: sl.DiLoCo(4, compression=sl.compression.Quantize(4, error_feedback=rank == 0))
             ),
-        )
-
-    first, second = texts_of(program, ValueError)
-    assert first == second
-    assert "rank 1: expected outer(parameters) to return an optimizer of exactly the 4 parameters" in first
-    assert "got a SGD with 0 of them and 4 others. The outer optimizer steps copies" in first
-
-
-def test_too_many_fragments_are_refused() -> None:
-    text, _ = texts_of(lambda t: Run(t, sl.DiLoCo(9, fragments=9)), ValueError)
-    assert "expected between 1 and 4 fragments" in text
+            ["Quantize(bits=4, error_feedback=False)"],
+            id="error feedback",
+        ),
+        pytest.param(
+            sl.ContractMismatch,
+            wrapped(lambda rank: sl.DiLoCo(2, outer=lambda p: torch.optim.SGD(p, lr=0.1 + rank))),
+            ["outer optimizer, param_groups[0].lr"],
+            id="outer learning rate",
+        ),
+        pytest.param(
+            ValueError,
+            outer_of(lambda rank, p: net().parameters() if rank == 1 else p),
+            ["rank 1: expected outer(parameters)", "exactly the 4 parameters", "0 of them and 4 others"],
+            id="foreign parameters",
+        ),
+        pytest.param(
+            ValueError,
+            wrapped(lambda rank: sl.DiLoCo(9, fragments=9)),
+            ["between 1 and 4 fragments"],
+            id="too many fragments",
+        ),
+    ],
+)
+def test_strategies_that_do_not_fit_are_an_error_on_every_rank_when_a_module_is_wrapped(
+    kind: type[Exception], program: Callable[[Transport], object], words: list[str]
+) -> None:
+    text = str(error_of_all(kind, program))
+    assert all(one in text for one in words), text
 
 
 def test_a_class_instead_of_a_strategy_is_refused() -> None:
@@ -148,15 +148,12 @@ def test_a_class_instead_of_a_strategy_is_refused() -> None:
         sl.DistributedDataParallel(net(), strategy="local")  # type: ignore[arg-type]
 
 
-def test_what_does_not_go_with_drift_is_refused() -> None:
+def test_calls_that_do_not_go_with_drift_are_refused() -> None:
     def program(transport: Transport) -> None:
         with pytest.raises(ValueError, match="sharded=True cannot be combined with strategy=LocalSGD"):
             Run(transport, sl.LocalSGD(2), sharded=True)
         run = Run(transport, sl.LocalSGD(2))
-        with pytest.raises(
-            ValueError,
-            match=r"ranks without inputs cannot take part in parameter syncs, so join\(\) is not possible",
-        ):
+        with pytest.raises(ValueError, match=r"join\(\) is not possible"):
             run.ddp.join()
         with pytest.raises(ValueError, match="a wrapper cannot be copied or pickled"):
             copy.deepcopy(run.ddp)
@@ -164,36 +161,28 @@ def test_what_does_not_go_with_drift_is_refused() -> None:
     run_ranks(2, program)
 
 
-def test_different_learning_rates_are_told_when_the_ranks_meet() -> None:
+@pytest.mark.parametrize("strategy", [sl.LocalSGD(2), sl.DiLoCo(2)], ids=str)
+def test_settings_of_optimizers_are_compared_when_the_ranks_meet(strategy: Any) -> None:
     def program(transport: Transport) -> None:
-        run = Run(transport, sl.LocalSGD(2))
-        if transport.rank:
-            run.optimizer.param_groups[0]["lr"] = 0.5
+        run = Run(transport, strategy)
         run.step(1)
+        if transport.rank:
+            (run.ddp.outer_optimizer or run.optimizer).param_groups[0]["lr"] = 0.25
         run.step(2)
 
-    first, second = texts_of(program, sl.ContractMismatch)
-    assert first == second
-    assert "the parameter sync of Sequential after step 2" in first
-    assert "lr of optimizer 0 (AdamW), param_groups[0]" in first
-
-
-def test_a_server_is_not_asked_to_meet_after_different_numbers_of_steps() -> None:
-    def program(transport: Transport) -> None:
-        run = Run(transport, sl.ParameterServer(4))
-        run.step(1)
-        if transport.rank:
-            run.step(2)
-        run.ddp.sync_parameters_()
-
-    first, second = texts_of(program, sl.ContractMismatch)
-    assert first == second
-    assert "expected 1 (rank 0)" in first
-    assert "Call it after the same number of steps on every rank" in first
+    text = str(error_of_all(sl.ContractMismatch, program))
+    assert "the parameter sync of Sequential after step 2" in text
+    assert "0.25 (rank 1)" in text
+    assert ("lr of optimizer 0 (AdamW), param_groups[0]" in text) == isinstance(strategy, sl.LocalSGD)
 
 
 @pytest.mark.parametrize(
-    "strategy", [sl.LocalSGD(3), sl.DiLoCo(3), sl.DiLoCo(4, fragments=2, delay=1), sl.Gossip("ring")], ids=str
+    "strategy",
+    [
+        *(sl.LocalSGD(3), sl.DiLoCo(3), sl.DiLoCo(4, fragments=2, delay=1)),
+        *(sl.Gossip("ring"), sl.ParameterServer(4)),
+    ],
+    ids=str,
 )
 def test_ranks_that_have_made_different_numbers_of_steps_do_not_meet(strategy: Any) -> None:
     """They would want different things done: of one average one rank would send parameters, the other distances."""
@@ -201,33 +190,16 @@ def test_ranks_that_have_made_different_numbers_of_steps_do_not_meet(strategy: A
     def program(transport: Transport) -> None:
         run = Run(transport, strategy)
         run.step(1)
-        if transport.rank and not isinstance(strategy, sl.Gossip):
-            run.optimizer.step()
-        elif transport.rank:
+        if transport.rank and isinstance(strategy, sl.Gossip):
             run.ddp._replica.drift.rounds.optimizers.num_steps += 1
+        elif transport.rank:
+            run.optimizer.step()
         run.ddp.sync_parameters_()
 
-    first, second = texts_of(program, sl.ContractMismatch)
-    assert first == second
-    assert "steps done" in first
-
-
-def test_outer_optimizers_that_differ_are_told() -> None:
-    def program(transport: Transport) -> None:
-        Run(transport, sl.DiLoCo(2, outer=lambda p: torch.optim.SGD(p, lr=0.1 + transport.rank)))
-
-    first, _ = texts_of(program, sl.ContractMismatch)
-    assert "outer optimizer, param_groups[0].lr" in first
-
-    def changed(transport: Transport) -> None:
-        run = Run(transport, sl.DiLoCo(2))
-        run.step(1)
-        if transport.rank:
-            run.ddp.outer_optimizer.param_groups[0]["lr"] = 0.25
-        run.step(2)
-
-    first, _ = texts_of(changed, sl.ContractMismatch)
-    assert "got      0.25 (rank 1)" in first
+    text = str(error_of_all(sl.ContractMismatch, program))
+    assert "steps done" in text
+    assert "expected 1 (rank 0)" in text
+    assert "Call it after the same number of steps on every rank" in text
 
 
 @pytest.mark.parametrize("strategy", [sl.DiLoCo(2), sl.ParameterServer(1)], ids=str)
@@ -238,24 +210,21 @@ def test_replicas_that_differ_before_the_first_step_are_refused(strategy: Any) -
             run.ddp.module[0].weight += transport.rank
         run.step(1)
 
-    first, second = texts_of(program, sl.ReplicaDivergence)
-    assert first == second
-    assert "expected equal parameters on all ranks" in first
+    assert "expected equal parameters" in str(error_of_all(sl.ReplicaDivergence, program))
 
 
 def test_an_optimizer_that_takes_the_place_of_another_counts() -> None:
-    def program(transport: Transport) -> list[int]:
+    def program(transport: Transport) -> None:
         run = Run(transport, sl.LocalSGD(2))
         former = run.optimizer
-        for step in range(1, 4):
-            run.step(step)
+        run.steps(1, 3)
         run.optimizer = run.ddp.attach(torch.optim.SGD(run.ddp.parameters(), lr=0.1))
         run.step(4)
         with pytest.raises(sl.SynclineError, match="this AdamW was replaced"):
             former.step()
-        return [run.ddp.last_round.step]
+        assert run.ddp.last_round.step == 4
 
-    assert run_ranks(2, program) == [[4], [4]]
+    run_ranks(2, program)
 
 
 def test_nothing_of_a_server_is_saved_while_updates_are_under_way() -> None:
@@ -279,82 +248,74 @@ def test_the_contract_says_what_the_strategy_does_and_what_it_did() -> None:
     def program(transport: Transport) -> tuple[str, str, str]:
         run = Run(transport, sl.LocalSGD(2, warmup=1), normalized=True)
         before = run.ddp.contract.long()
-        for step in range(1, 4):
-            run.step(step)
+        run.steps(1, 3)
         return before, run.ddp.contract.long(), run.ddp.explain()
 
     before, after, explained = run_ranks(2, program)[0]
-    assert "strategy: LocalSGD(every=2, warmup=1)" in before
-    assert "every 2 steps, with the parameters" in before
-    assert "average, statistics pooled" in before
+    for words in ("LocalSGD(every=2, warmup=1)", "every 2 steps, with the parameters", "statistics pooled"):
+        assert words in before
     assert "after step 3" in after
     assert "step 3: local" in after
-    assert "gradients stay on their rank" in explained
-    assert "after step 3: averaged parameters, buffers" in explained
-    assert "next after step 5" in explained
+    for words in ("gradients stay on their rank", "after step 3: averaged parameters", "next after step 5"):
+        assert words in explained
 
 
-def test_last_meeting_is_recorded() -> None:
+def test_the_last_round_is_recorded_and_manual_explains_that_nothing_is_sent() -> None:
     def program(transport: Transport) -> Any:
         run = Run(transport, sl.DiLoCo(2))
-        for step in range(1, 4):
-            run.step(step)
+        run.steps(1, 3)
+        manual = sl.DistributedDataParallel(net(), process_group=transport, strategy=sl.Manual())
+        assert "nothing sent: gradients stay on their rank" in manual.explain()
         return run.ddp.last_round
 
     record = run_ranks(2, program)[0]
     assert record.step == 2
-    assert record.what == (
-        "sent the outer gradient of fragment 0",
-        "took the outer step of fragment 0",
-    )
+    assert record.what == ("sent the outer gradient of fragment 0", "took the outer step of fragment 0")
     assert record.payload_bytes >= 26 * 4
 
 
 # ---------------------------------------------------------------------- what travels, and what does not
 
 
-def test_buffers_meet_with_the_parameters_and_not_in_forward() -> None:
-    def program(transport: Transport) -> tuple[list[int], Tensor]:
-        run = Run(transport, sl.LocalSGD(3), normalized=True)
+@pytest.mark.parametrize("policy", [None, "broadcast", "none"])
+def test_buffers_meet_with_the_parameters_by_their_policy_and_not_in_forward(policy: Any) -> None:
+    def program(transport: Transport) -> list[Tensor]:
+        wrap = {} if policy is None else {"buffers": policy}
+        run = Run(transport, sl.LocalSGD(3), normalized=True, **wrap)
         run.step(0)  # with it, what is agreed before the first step
         seen = []
         for step in (1, 2):
             before = transport.statistics().total_calls
             run.step(step)
-            seen.append(transport.statistics().total_calls - before)
-        sl.check_replicas(run.ddp.module, group=transport)
-        return seen, run.ddp.module[1].running_mean
+            seen.append(run.ddp.module[1].running_mean.clone())
+            assert (transport.statistics().total_calls > before) == (step == 2), "only a meeting sends"
+        if policy != "none":
+            sl.check_replicas(run.ddp.module, group=transport)
+        return seen
 
-    (calls, mean), (_, other) = run_ranks(2, program)
-    assert calls[0] == 0, "nothing is sent between two meetings"
-    assert calls[1] > 0
-    assert torch.equal(mean, other)
+    (first, last), (other_first, other_last) = run_ranks(2, program)
+    assert not torch.equal(first, other_first)
+    assert torch.equal(last, other_last) == (policy != "none")
 
 
-@pytest.mark.parametrize("policy", ["broadcast", "none"])
-def test_buffers_meet_by_the_policy_that_was_asked_for(policy: Any) -> None:
+def test_buffers_meet_in_every_step_of_the_warmup() -> None:
+    def program(transport: Transport) -> None:
+        run = Run(transport, sl.LocalSGD(4, warmup=2), normalized=True)
+        for step in (1, 2):
+            run.step(step)
+            sl.check_replicas(run.ddp.module, group=transport)
+
+    run_ranks(2, program)
+
+
+@pytest.mark.parametrize("state", [True, False])
+def test_optimizer_state_meets_when_asked(state: bool) -> None:
     def program(transport: Transport) -> Tensor:
-        run = Run(transport, sl.LocalSGD(2), normalized=True, buffers=policy)
-        before = run.ddp.module[1].running_mean.clone()
-        run.step(1)
-        own = run.ddp.module[1].running_mean.clone()
-        assert not torch.equal(before, own)
-        run.step(2)
-        return run.ddp.module[1].running_mean
-
-    means = run_ranks(2, program)
-    assert torch.equal(*means) == (policy == "broadcast")
-
-
-def test_optimizer_state_meets_when_asked() -> None:
-    def program(transport: Transport, *, state: bool) -> Tensor:
         run = Run(transport, sl.LocalSGD(2, optimizer_state=state))
-        run.step(1)
-        run.step(2)
+        run.steps(1, 2)
         return torch.cat([s["exp_avg"].reshape(-1) for s in run.optimizer.state.values()])
 
-    assert torch.equal(*run_ranks(2, lambda t: program(t, state=True)))
-    assert not torch.equal(*run_ranks(2, lambda t: program(t, state=False)))
+    assert torch.equal(*run_ranks(2, program)) == state
 
 
 def test_a_step_is_done_when_every_attached_optimizer_has_stepped() -> None:
@@ -417,30 +378,6 @@ def test_a_missing_gradient_is_named_on_its_rank() -> None:
     assert "on rank 1: 3.weight, 3.bias" in str(error.value)
 
 
-@pytest.mark.parametrize("staleness", [1, 3])
-def test_a_stale_server_ends_where_all_updates_lead(staleness: int) -> None:
-    """With gradients that do not depend on the parameters, the end does not depend on who was when where."""
-
-    def program(transport: Transport) -> Tensor:
-        module = nn.Linear(5, 3, bias=False).double()
-        nn.init.zeros_(module.weight)
-        ddp = sl.DistributedDataParallel(
-            module, process_group=transport, strategy=sl.ParameterServer(staleness)
-        )
-        optimizer = ddp.attach(torch.optim.SGD(ddp.parameters(), lr=0.1))
-        for step in range(10):
-            optimizer.zero_grad()
-            ddp(torch.full((1, 5), transport.rank + step, dtype=torch.float64)).sum().backward()
-            optimizer.step()
-        ddp.sync_parameters_()
-        sl.check_replicas(module, group=transport)
-        return module.weight.detach()
-
-    expected = -0.1 * sum(step + 1.0 for step in range(10))
-    for weight in run_ranks(3, program):
-        torch.testing.assert_close(weight, torch.full_like(weight, expected))
-
-
 def test_compression_encodes_what_travels() -> None:
     def program(transport: Transport) -> tuple[int, int]:
         sizes = []
@@ -494,30 +431,12 @@ def test_small_outer_steps_add_up_in_bfloat16() -> None:
         assert weight == pytest.approx(1 - 64 * 2.0**-8 / 4, abs=0.01)
 
 
-def test_workers_are_synchronous_in_the_warmup() -> None:
-    def program(transport: Transport, strategy: Any) -> Tensor:
-        module = net().double()
-        ddp = sl.DistributedDataParallel(module, process_group=transport, strategy=strategy)
-        optimizer = ddp.attach(torch.optim.SGD(ddp.parameters(), lr=0.1))
-        for step in range(1, 6):
-            optimizer.zero_grad()
-            ddp(batch(transport.rank, step).double()).square().mean().backward()
-            optimizer.step()
-        return torch.cat([p.detach().reshape(-1) for p in ddp.parameters()])
-
-    expected = run_ranks(4, lambda t: program(t, None))[0]
-    for strategy in (sl.DiLoCo(8, warmup=5, every_step_within=2), sl.LocalSGD(8, warmup=5)):
-        for found in run_ranks(4, lambda t, strategy=strategy: program(t, strategy)):
-            torch.testing.assert_close(found, expected)
-
-
 def test_what_a_verb_writes_is_where_the_outer_loop_goes_on() -> None:
     """It is not taken for something that was learnt."""
 
     def program(transport: Transport) -> tuple[Tensor, Tensor]:
         run = Run(transport, sl.DiLoCo(2))
-        for step in range(1, 4):
-            run.step(step)
+        run.steps(1, 3)
         with sl.diverge(run.ddp), torch.no_grad():
             for parameter in run.ddp.parameters():
                 parameter += 1.0
@@ -536,27 +455,8 @@ def test_what_a_verb_writes_is_where_the_outer_loop_goes_on() -> None:
 
 def test_the_same_script_runs_alone() -> None:
     run = Run(None, sl.LocalSGD(2, every_step_within=2))
-    run.step(1)
-    run.step(2)
+    run.steps(1, 2)
     run.ddp.sync_parameters_()
-
-
-def test_buffers_meet_in_every_step_of_the_warmup() -> None:
-    def program(transport: Transport) -> None:
-        run = Run(transport, sl.LocalSGD(4, warmup=2), normalized=True)
-        run.step(1)
-        sl.check_replicas(run.ddp.module, group=transport)
-        run.step(2)
-        sl.check_replicas(run.ddp.module, group=transport)
-
-    run_ranks(2, program)
-
-
-def test_manual_explains_that_nothing_is_sent() -> None:
-    def program(transport: Transport) -> str:
-        return sl.DistributedDataParallel(net(), process_group=transport, strategy=sl.Manual()).explain()
-
-    assert "nothing sent: gradients stay on their rank" in run_ranks(2, program)[0]
 
 
 # ---------------------------------------------------------------------- saved and loaded
@@ -570,52 +470,30 @@ RESUMED = [
 ]
 
 
-@pytest.mark.parametrize("strategy", RESUMED, ids=str)
-def test_a_run_goes_on_from_what_was_saved(strategy: Any) -> None:
-    def program(transport: Transport) -> tuple[Tensor, Tensor]:
-        whole = Run(transport, strategy)
-        for step in range(1, 7):
-            whole.step(step)
-        saved = copy.deepcopy(
-            (whole.ddp.module.state_dict(), whole.optimizer.state_dict(), whole.ddp.sync_state_dict())
-        )
-        for step in range(7, 12):
-            whole.step(step)
+@pytest.mark.parametrize("strategy", [None, *RESUMED], ids=str)
+def test_a_run_goes_on_from_what_was_saved_and_ends_equal(strategy: Any) -> None:
+    """Without a strategy, from the residuals of compressed gradients."""
+    residuals = {} if strategy else {"compression": sl.compression.Quantize(4, error_feedback=True)}
 
-        resumed = Run(transport, strategy)
-        resumed.ddp.module.load_state_dict(saved[0])
-        resumed.optimizer.load_state_dict(saved[1])
-        resumed.ddp.load_sync_state_dict(saved[2])
-        for step in range(7, 12):
-            resumed.step(step)
-        return whole.values(), resumed.values()
+    def program(transport: Transport) -> None:
+        whole = Run(transport, strategy, **residuals)
+        whole.steps(1, 6)
+        saved = whole.saved()
+        whole.steps(7, 11)
+        resumed = Run(transport, strategy, **residuals)
+        resumed.load(saved)
+        resumed.steps(7, 11)
+        if strategy:
+            assert torch.equal(whole.values(), resumed.values())
+        else:
+            torch.testing.assert_close(whole.values(), resumed.values(), rtol=1e-6, atol=1e-7)
+        whole.ddp.sync_parameters_()
+        sl.check_replicas(list(whole.ddp.parameters()), group=transport)
 
-    for whole, resumed in run_ranks(2, program):
-        assert torch.equal(whole, resumed)
-
-
-def test_residuals_of_compression_are_saved_as_well() -> None:
-    def program(transport: Transport) -> tuple[Tensor, Tensor]:
-        wrap = {"compression": sl.compression.Quantize(4, error_feedback=True)}
-        whole = Run(transport, None, **wrap)
-        for step in range(1, 4):
-            whole.step(step)
-        saved = copy.deepcopy(
-            (whole.ddp.module.state_dict(), whole.optimizer.state_dict(), whole.ddp.sync_state_dict())
-        )
-        whole.step(4)
-        resumed = Run(transport, None, **wrap)
-        resumed.ddp.module.load_state_dict(saved[0])
-        resumed.optimizer.load_state_dict(saved[1])
-        resumed.ddp.load_sync_state_dict(saved[2])
-        resumed.step(4)
-        return whole.values(), resumed.values()
-
-    for whole, resumed in run_ranks(2, program):
-        torch.testing.assert_close(whole, resumed, rtol=1e-6, atol=1e-7)
+    run_ranks(2, program)
 
 
-def test_what_was_saved_under_another_strategy_is_refused() -> None:
+def test_a_state_of_another_strategy_is_refused() -> None:
     saved = Run(None, sl.DiLoCo(3)).ddp.sync_state_dict()
     with pytest.raises(ValueError, match=r"saved under strategy=DiLoCo\(every=3\)"):
         Run(None, sl.DiLoCo(4)).ddp.load_sync_state_dict(saved)
@@ -623,36 +501,27 @@ def test_what_was_saved_under_another_strategy_is_refused() -> None:
         Run(None, None).ddp.load_sync_state_dict(saved)
 
 
-def test_what_is_loaded_after_wrapping_is_where_the_outer_loop_begins() -> None:
-    run = Run(None, sl.DiLoCo(1, outer=lambda p: torch.optim.SGD(p, lr=1.0)))
-    with torch.no_grad():
-        for parameter in run.ddp.parameters():
-            parameter.fill_(0.25)
-    reference = Run(None, None)
-    with torch.no_grad():
-        for parameter in reference.ddp.parameters():
-            parameter.fill_(0.25)
-    run.step(1)
-    reference.step(1)
+def test_values_that_are_loaded_after_wrapping_are_where_the_outer_loop_begins() -> None:
+    run, reference = Run(None, sl.DiLoCo(1, outer=lambda p: torch.optim.SGD(p, lr=1.0))), Run(None, None)
+    for one in (run, reference):
+        for parameter in one.ddp.parameters():
+            nn.init.constant_(parameter, 0.25)
+        one.step(1)
     torch.testing.assert_close(run.values(), reference.values())
 
 
 @pytest.mark.parametrize(
     "strategy",
     [
-        sl.EveryStep(),
-        sl.Manual(),
-        *RESUMED,
-        sl.DiLoCo(4, fragments=2, delay=3),
-        sl.LocalSGD(5, every_step_within=2),
+        *(sl.EveryStep(), sl.Manual(), sl.Gossip("exponential", weight=2.0), sl.ParameterServer(0)),
+        *(sl.DiLoCo(4, fragments=2, delay=3), sl.LocalSGD(5, every_step_within=2)),
     ],
     ids=str,
 )
-def test_after_a_meeting_all_ranks_are_equal(strategy: Any) -> None:
+def test_after_a_meeting_all_ranks_are_equal_with_their_buffers(strategy: Any) -> None:
     def program(transport: Transport) -> None:
         run = Run(transport, strategy, normalized=True)
-        for step in range(1, 8):
-            run.step(step)
+        run.steps(1, 7)
         run.ddp.sync_parameters_()
         sl.check_replicas(run.ddp.module, group=transport)
 

@@ -43,9 +43,6 @@ SPEC = Spec(rank=0, num_ranks=4, hosts=(0, 0, 1, 1), sizes_numel=(10, 20, 30, 40
 
 counts = st.integers(1, 12)
 
-settings.register_profile("a busy machine", deadline=None)
-settings.load_profile("a busy machine")
-
 
 def walk(
     strategy: Strategy[Any], num_steps: int, spec: Spec = SPEC
@@ -128,31 +125,23 @@ def test_each_fragment_is_sent_every_so_many_steps_and_received_after_the_delay(
 
 
 @given(strategy=dilocos(), num_steps=st.integers(1, 40))
-def test_a_meeting_out_of_turn_receives_what_is_under_way_and_leaves_nothing(
+def test_a_meeting_out_of_turn_receives_what_is_under_way_and_a_second_takes_no_outer_step(
     strategy: sl.DiLoCo, num_steps: int
 ) -> None:
+    now = Progress(step=num_steps)
     state = strategy.init(SPEC)
     for step in range(1, num_steps + 1):
         state, _ = strategy.at_step(state, Progress(step=step))
     before = [fragment for fragment, _ in state.under_way]
     if state.equal_at == num_steps:  # all have met at this step already
         assert not before
-        assert strategy.at_sync(state, Progress(step=num_steps)) == (state, (Average(), RestartOuter()))
-        return
-    state, actions = strategy.at_sync(state, Progress(step=num_steps))
-    received = [action for action in actions if isinstance(action, ReceiveOuter)]
-    assert [action.fragment for action in received] == before + list(range(strategy.fragments))
-    assert all(action.mixing == 0 for action in received[len(before) :]), "all ranks end equal"
-    assert state.under_way == ()
-
-
-@given(strategy=dilocos(), num_steps=st.integers(0, 40))
-def test_a_second_meeting_takes_no_outer_step(strategy: sl.DiLoCo, num_steps: int) -> None:
-    state = strategy.init(SPEC)
-    for step in range(1, num_steps + 1):
-        state, _ = strategy.at_step(state, Progress(step=step))
-    state, _ = strategy.at_sync(state, Progress(step=num_steps))
-    assert strategy.at_sync(state, Progress(step=num_steps)) == (state, (Average(), RestartOuter()))
+    else:
+        state, actions = strategy.at_sync(state, now)
+        received = [action for action in actions if isinstance(action, ReceiveOuter)]
+        assert [action.fragment for action in received] == before + list(range(strategy.fragments))
+        assert all(action.mixing == 0 for action in received[len(before) :]), "all ranks end equal"
+        assert state.under_way == ()
+    assert strategy.at_sync(state, now) == (state, (Average(), RestartOuter()))
 
 
 @given(sizes=st.lists(st.integers(1, 1000), min_size=1, max_size=20), data=st.data())
@@ -307,28 +296,21 @@ STRATEGIES: list[Strategy[Any]] = [
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES, ids=str)
-def test_a_state_goes_through_json_at_any_step(strategy: Strategy[Any]) -> None:
+def test_states_go_through_json_rules_are_words_and_one_rank_does_not_wait(strategy: Strategy[Any]) -> None:
     state = strategy.init(SPEC)
     for step in range(1, 12):
         saved = json.loads(json.dumps(state._asdict()))
         assert strategy.state_from(saved, SPEC) == state
         state, _ = strategy.at_step(strategy.state_from(saved, SPEC), Progress(step=step))
-
-
-@pytest.mark.parametrize("strategy", [s for s in STRATEGIES if s.workers(SPEC) is None], ids=str)
-def test_at_one_rank_nobody_waits(strategy: Strategy[Any]) -> None:
-    spec = Spec(rank=0, num_ranks=1, hosts=(0,), sizes_numel=(1, 2, 3))
-    for _, actions in walk(strategy, 12, spec):
-        assert not any(isinstance(action, Await | Push | Update | Average) for action in actions)
-
-
-@pytest.mark.parametrize("strategy", STRATEGIES, ids=str)
-def test_rules_are_words(strategy: Strategy[Any]) -> None:
     rules = strategy.rules(SPEC)
     assert rules.parameters.when
     assert rules.parameters.drift_allowed
     assert (rules.parameters.how is None) == rules.parameters.when.startswith("never"), "nothing is sent"
     assert rules.at_step
+    if strategy.workers(SPEC) is None:
+        alone = Spec(rank=0, num_ranks=1, hosts=(0,), sizes_numel=(1, 2, 3))
+        for _, actions in walk(strategy, 12, alone):
+            assert not any(isinstance(action, Await | Push | Update | Average) for action in actions)
 
 
 def test_ranks_compare_strategies_as_they_are_written() -> None:
@@ -337,57 +319,32 @@ def test_ranks_compare_strategies_as_they_are_written() -> None:
     outer = partial(torch.optim.SGD, lr=0.5)
     assert str(sl.DiLoCo(8, outer=outer, delay=2)) == "DiLoCo(every=8, outer=SGD(lr=0.5), delay=2)"
     assert "test_ranks_compare" in in_words(sl.DiLoCo(8, outer=lambda p: torch.optim.SGD(p, lr=1)))
-    assert sl.Gossip("ring", weight=2.0).rules(SPEC).strategy == "Gossip(topology='ring')", (
-        "weights may differ"
-    )
+    weighted = sl.Gossip("ring", weight=2.0).rules(SPEC).strategy
+    assert weighted == "Gossip(topology='ring')", "weights may differ"
 
 
-@pytest.mark.parametrize(
-    ("make", "expected"),
-    [
-        (lambda: sl.LocalSGD(0), "expected every to be an integer of at least 1, got 0"),
-        (lambda: sl.LocalSGD(2.0), "expected every to be an integer of at least 1, got 2.0"),  # type: ignore[arg-type]
-        (lambda: sl.LocalSGD(2, warmup=-1), "expected warmup to be an integer of at least 0"),
-        (
-            lambda: sl.LocalSGD(2, every_step_within="node"),
-            "a number of ranks per group, or None, got 'node'",
-        ),  # type: ignore[arg-type]
-        (
-            lambda: sl.DiLoCo(4, fragments=5),
-            "expected fragments to be at most every=4, got fragments=5. At most one",
-        ),
-        (lambda: sl.DiLoCo(4, delay=4), "expected delay to be below every=4"),
-        (
-            lambda: sl.DiLoCo(4, mixing=1.0),
-            "expected mixing to be a finite number of at least 0 and below 1, got 1.0",
-        ),
-        (lambda: sl.DiLoCo(4, outer=0.7), "expected outer to be a function that makes an optimizer"),  # type: ignore[arg-type]
-        (
-            lambda: sl.DiLoCo(4, compression="4bit"),
-            "expected compression to be None or a compression such as",
-        ),
-        (
-            lambda: sl.DiLoCo(4, compression=sl.compression.Quantize),
-            "or a compression such as sl.compression.",
-        ),
-        (
-            lambda: sl.Gossip("star"),
-            "expected topology to be one of 'ring', 'exponential', 'pairs', got 'star'",
-        ),  # type: ignore[arg-type]
-        (lambda: sl.Gossip("ring", weight=0), "expected weight to be a finite number above 0, got 0"),
-        (
-            lambda: sl.Gossip("ring", weight=float("nan")),
-            "expected weight to be a finite number above 0, got nan",
-        ),
-        (lambda: sl.ParameterServer(-1), "expected staleness to be an integer of at least 0"),
-        (lambda: sl.DiLoCo(9, fragments=5).init(SPEC), "expected between 1 and 4 fragments"),
-        (
-            lambda: workers_of(3, SPEC),
-            "a number that divides the 4 ranks into equal groups, got 3",
-        ),
-    ],
-)
-def test_what_cannot_be_is_refused(make: Any, expected: str) -> None:
-    with pytest.raises((TypeError, ValueError)) as refusal:
-        make()
-    assert expected in str(refusal.value)
+REFUSED: list[tuple[Any, str]] = [
+    (lambda: sl.LocalSGD(0), "every to be an integer of at least 1, got 0"),
+    (lambda: sl.LocalSGD(2.0), "every to be an integer of at least 1, got 2.0"),  # type: ignore[arg-type]
+    (lambda: sl.LocalSGD(2, warmup=-1), "warmup to be an integer of at least 0"),
+    (lambda: sl.LocalSGD(2, every_step_within="node"), "or None, got 'node'"),  # type: ignore[arg-type]
+    (lambda: sl.DiLoCo(4, fragments=5), "fragments to be at most every=4, got fragments=5"),
+    (lambda: sl.DiLoCo(4, delay=4), "delay to be below every=4"),
+    (lambda: sl.DiLoCo(4, mixing=1.0), "mixing to be a finite number of at least 0 and below 1, got 1.0"),
+    (lambda: sl.DiLoCo(4, outer=0.7), "outer to be a function that makes an optimizer"),  # type: ignore[arg-type]
+    (lambda: sl.DiLoCo(4, compression="4bit"), "compression to be None or a compression such as"),
+    (lambda: sl.DiLoCo(4, compression=sl.compression.Quantize), "or a compression such as sl.compression."),
+    (lambda: sl.Gossip("star"), "topology to be one of 'ring', 'exponential', 'pairs', got 'star'"),  # type: ignore[arg-type]
+    (lambda: sl.Gossip("ring", weight=0), "weight to be a finite number above 0, got 0"),
+    (lambda: sl.Gossip("ring", weight=float("nan")), "weight to be a finite number above 0, got nan"),
+    (lambda: sl.ParameterServer(-1), "staleness to be an integer of at least 0"),
+    (lambda: sl.DiLoCo(9, fragments=5).init(SPEC), "between 1 and 4 fragments"),
+    (lambda: workers_of(3, SPEC), "divides the 4 ranks into equal groups, got 3"),
+]
+
+
+def test_arguments_that_cannot_be_are_refused() -> None:
+    for make, expected in REFUSED:
+        with pytest.raises((TypeError, ValueError)) as refusal:
+            make()
+        assert expected in str(refusal.value)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -81,18 +80,16 @@ def test_views_of_the_same_memory_are_one_tensor_and_others_are_not() -> None:
     assert names([torch.empty(0), torch.empty(0)]) == ["[0]", "[1]"]
 
 
-@pytest.mark.parametrize(
-    ("target", "text"),
-    [
+def test_other_leaves_are_refused_by_path() -> None:
+    rows: list[tuple[Any, str]] = [
         (3, "got a int:"),
         (None, "got a NoneType:"),
         ({"a": [torch.zeros(1), "x"]}, r"got a str at a\[1\]:"),
         ([nn.Linear(1, 1)], r"got a Linear at \[0\]:"),
-    ],
-)
-def test_other_leaves_are_refused_by_path(target: Any, text: str) -> None:
-    with pytest.raises(TypeError, match=text):
-        named_tensors(target)
+    ]
+    for target, text in rows:
+        with pytest.raises(TypeError, match=text):
+            named_tensors(target)
 
 
 class Wrapping(torch.Tensor):
@@ -103,32 +100,23 @@ class Wrapping(torch.Tensor):
 
 
 @pytest.mark.filterwarnings("ignore:Lazy modules:UserWarning")
-@pytest.mark.parametrize(
-    ("make", "text"),
-    [
-        (lambda: nn.LazyLinear(2), "expected weight to have a shape, got a lazy tensor: run one forward"),
+def test_tensors_that_cannot_be_written_are_refused_by_name() -> None:
+    rows: list[tuple[Any, str]] = [
+        (nn.LazyLinear(2), "expected weight to have a shape, got a lazy tensor"),
+        ({"x": torch.zeros(2, device="meta")}, "expected x to have values, got a tensor on the meta device"),
+        ({"x": torch.zeros(2).to_sparse()}, r"expected x to be a dense tensor, got torch\.sparse_coo"),
         (
-            lambda: {"x": torch.zeros(2, device="meta")},
-            "expected x to have values, got a tensor on the meta device",
+            {"x": torch.zeros(1, 3).expand(2, 3)},
+            r"writable in place, got an expanded tensor \(shape \(2, 3\), strides \(0, 1\)\)",
         ),
-        (lambda: {"x": torch.zeros(2).to_sparse()}, "expected x to be a dense tensor, got torch.sparse_coo"),
-        (
-            lambda: {"x": torch.zeros(1, 3).expand(2, 3)},
-            r"expected x to be writable in place, got an expanded tensor \(shape \(2, 3\), strides \(0, 1\)\)",
-        ),
-        (
-            lambda: {"x": torch.zeros(2).as_subclass(Wrapping)},
-            "expected x to be a dense tensor, got a Wrapping, which wraps other tensors",
-        ),
-    ],
-)
-def test_tensors_that_cannot_be_written_are_refused_by_name(make: Callable[[], Any], text: str) -> None:
-    with pytest.raises(ValueError, match=text):
-        named_tensors(make())
-
-
-def test_an_expanded_dimension_of_size_one_is_fine() -> None:
+        ({"x": torch.zeros(2).as_subclass(Wrapping)}, "got a Wrapping, which wraps other tensors"),
+    ]
+    for target, text in rows:
+        with pytest.raises(ValueError, match=text):
+            named_tensors(target)
+    # Strides of dimensions of size one, or of empty tensors, do not matter.
     assert names(torch.arange(3).expand(1, 3)) == ["tensor"]
+    assert names([torch.empty_strided((2, 0, 1), (0, 1, 0))]) == ["[0]"]
 
 
 # ---------------------------------------------------------------------- values
@@ -161,20 +149,23 @@ def every_kind(seed: int) -> list[Tensor]:
     ]
 
 
+def broadcast(broadcaster: TensorBroadcaster, src: int = 0, *, blocking: bool = True) -> None:
+    if blocking:
+        broadcaster.run(src)
+    else:
+        broadcaster.start(src).wait()
+
+
 def same_bits(a: Tensor, b: Tensor) -> bool:
     a, b = (t.resolve_conj().contiguous().view(-1).view(torch.uint8) for t in (a, b))
     return torch.equal(a, b)
 
 
-@pytest.mark.parametrize("src", [0, 2])
-@pytest.mark.parametrize("blocking", [False, True])
+@pytest.mark.parametrize(("src", "blocking"), [(0, True), (2, False)])
 def test_tensors_of_every_kind_arrive_bit_for_bit(src: int, blocking: bool) -> None:
     def program(transport: Transport) -> list[Tensor]:
         tensors = every_kind(seed=transport.rank)
-        if blocking:
-            TensorBroadcaster(tensors, transport).run(src)
-        else:
-            TensorBroadcaster(tensors, transport).start(src).wait()
+        broadcast(TensorBroadcaster(tensors, transport), src, blocking=blocking)
         return tensors
 
     for tensors in run_ranks(3, program):
@@ -184,15 +175,19 @@ def test_tensors_of_every_kind_arrive_bit_for_bit(src: int, blocking: bool) -> N
             assert got.is_conj() == expected.is_conj()
 
 
-def test_strides_may_differ_between_ranks() -> None:
-    def program(transport: Transport) -> Tensor:
+def test_strides_may_differ_between_ranks_and_a_single_element_may_have_any() -> None:
+    def program(transport: Transport) -> None:
         x = torch.arange(12.0).view(3, 4) if transport.rank == 0 else torch.zeros(4, 3).t()
         big = torch.ones(600, 500) * 7 if transport.rank == 0 else torch.zeros(500, 600).t()
-        TensorBroadcaster([x, torch.zeros(1), big], transport).start(0).wait()
+        broadcast(TensorBroadcaster([x, torch.zeros(1), big], transport), blocking=False)
         assert torch.equal(big, torch.full((600, 500), 7.0))
-        return x
+        assert torch.equal(x, torch.arange(12.0).view(3, 4))
+        y = torch.full((4,), float(transport.rank))
+        empty = torch.empty((2, 0, 1), dtype=torch.float64)
+        broadcast(TensorBroadcaster([y[::2][:1], empty], transport), 1, blocking=False)
+        assert y.tolist() == [1.0, *[float(transport.rank)] * 3]
 
-    assert torch.equal(run_ranks(2, program)[1], torch.arange(12.0).view(3, 4))
+    run_ranks(2, program)
 
 
 @pytest.mark.parametrize("blocking", [False, True])
@@ -201,56 +196,44 @@ def test_nothing_is_written_on_the_source(blocking: bool) -> None:
         tensors = [torch.ones(2), torch.ones(3), torch.ones(2, 2).t()]
         original = transport.broadcast
 
-        def broadcast(tensor: Tensor, src: int = 0) -> Work:
+        def sent(tensor: Tensor, src: int = 0) -> Work:
             work = original(tensor, src)  # this engine sends a copy
             if transport.rank == src:
                 for t in tensors:
                     t.fill_(7)
             return work
 
-        transport.broadcast = broadcast  # type: ignore[method-assign]
-        broadcaster = TensorBroadcaster(tensors, transport)
-        if blocking:
-            broadcaster.run(0)
-        else:
-            broadcaster.start(0).wait()
+        transport.broadcast = sent  # type: ignore[method-assign]
+        broadcast(TensorBroadcaster(tensors, transport), blocking=blocking)
         return [t.unique().tolist() for t in tensors]
 
     assert run_ranks(2, program) == [[[7.0]] * 3, [[1.0]] * 3]
 
 
-def test_everything_small_travels_in_one_collective_and_large_tensors_alone() -> None:
-    def program(transport: Transport) -> tuple[dict[str, int], dict[str, int], int]:
-        tensors = [*nn.BatchNorm1d(8).buffers(), torch.zeros(300_000), torch.zeros(3, dtype=torch.bool)]
-        broadcaster = TensorBroadcaster(tensors, transport)
-        broadcaster.start(0).wait()
-        statistics = transport.statistics()
-        return statistics.num_calls, statistics.payload_bytes, broadcaster.num_collectives
-
-    for num_calls, payload_bytes, num_collectives in run_ranks(2, program):
-        assert num_calls == {"broadcast": 2}
-        assert payload_bytes == {"broadcast": 2 * 32 + 8 + 1_200_000 + 3}
-        assert num_collectives == 2
-
-
-def test_a_large_tensor_is_sent_from_where_it_is() -> None:
-    def program(transport: Transport) -> bool:
-        x = torch.zeros(300_000)
+def test_everything_small_travels_in_one_collective_and_large_tensors_alone_from_where_they_are() -> None:
+    def program(transport: Transport) -> None:
+        large = torch.zeros(300_000)
+        tensors = [*nn.BatchNorm1d(8).buffers(), large, torch.zeros(3, dtype=torch.bool)]
         addresses = []
         original = transport.broadcast
         transport.broadcast = lambda t, src=0: addresses.append(t.data_ptr()) or original(t, src)  # type: ignore
-        TensorBroadcaster([x], transport).start(0).wait()
-        return addresses == [x.data_ptr()]
+        broadcaster = TensorBroadcaster(tensors, transport)
+        broadcast(broadcaster, blocking=False)
+        statistics = transport.statistics()
+        assert statistics.num_calls == {"broadcast": 2}
+        assert statistics.payload_bytes == {"broadcast": 2 * 32 + 8 + 1_200_000 + 3}
+        assert broadcaster.num_collectives == 2
+        assert large.data_ptr() in addresses
 
-    assert run_ranks(2, program) == [True, True]
+    run_ranks(2, program)
 
 
 def test_one_rank_or_no_tensor_sends_nothing() -> None:
     def program(transport: Transport) -> int:
         tensors = [torch.ones(3)] if transport.size == 1 else [torch.ones(0)]
         broadcaster = TensorBroadcaster(tensors, transport)
-        broadcaster.start(0).wait()
-        broadcaster.run(0)
+        broadcast(broadcaster, blocking=False)
+        broadcast(broadcaster)
         assert broadcaster.num_collectives == 0
         return transport.statistics().total_calls
 
@@ -261,89 +244,52 @@ def test_one_rank_or_no_tensor_sends_nothing() -> None:
 # ---------------------------------------------------------------------- autograd
 
 
-def test_a_parameter_that_requires_grad_is_written_in_place() -> None:
-    def program(transport: Transport) -> tuple[bool, list[float], bool]:
-        p = nn.Parameter(torch.full((2,), float(transport.rank)))
-        before = p.data_ptr()
-        TensorBroadcaster([p], transport).start(1).wait()
-        return p.requires_grad and p.is_leaf and p.grad_fn is None, p.tolist(), p.data_ptr() == before
-
-    assert run_ranks(2, program) == [(True, [1.0, 1.0], True)] * 2
-
-
-@pytest.mark.parametrize("numel", [2, 300_000])
-@pytest.mark.parametrize("blocking", [False, True])
-def test_writing_counts_as_an_in_place_change_except_on_the_source(numel: int, blocking: bool) -> None:
-    def program(transport: Transport) -> bool:
-        p = nn.Parameter(torch.ones(numel))
+@pytest.mark.parametrize(("numel", "blocking"), [(2, False), (2, True), (300_000, False), (300_000, True)])
+def test_writing_counts_as_an_in_place_change_except_on_the_source_or_if_it_is_not_to(
+    numel: int, blocking: bool
+) -> None:
+    def program(transport: Transport, *, preserve_version: bool) -> None:
+        p = nn.Parameter(torch.full((numel,), float(transport.rank)))
         loss = (p * p).sum()  # saves p
-        before = p._version
-        broadcaster = TensorBroadcaster([p, torch.zeros(3)], transport)
-        if blocking:
-            broadcaster.run(0)
+        before = p._version, p.data_ptr()
+        broadcaster = TensorBroadcaster([p, torch.zeros(3)], transport, preserve_version=preserve_version)
+        broadcast(broadcaster, blocking=blocking)
+        assert bool((p == 0).all())
+        assert p.requires_grad
+        assert p.is_leaf
+        is_seen = transport.rank == 1 and not preserve_version
+        assert (p._version > before[0], p.data_ptr()) == (is_seen, before[1])
+        if is_seen:
+            with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+                loss.backward()
         else:
-            broadcaster.start(0).wait()
-        if transport.rank == 0:
             loss.backward()
-            return p._version == before
-        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-            loss.backward()
-        return p._version > before
 
-    assert run_ranks(2, program) == [True, True]
-
-
-@pytest.mark.parametrize("numel", [2, 300_000])
-@pytest.mark.parametrize("blocking", [False, True])
-def test_with_preserve_version_autograd_does_not_see_the_writing(numel: int, blocking: bool) -> None:
-    def program(transport: Transport) -> bool:
-        x = torch.full((numel,), float(transport.rank))
-        w = torch.ones(numel, requires_grad=True)
-        loss = (w * x).sum()  # saves x
-        before = x._version
-        broadcaster = TensorBroadcaster([x, torch.zeros(3)], transport, preserve_version=True)
-        if blocking:
-            broadcaster.run(0)
-        else:
-            broadcaster.start(0).wait()
-        loss.backward()
-        return x._version == before and bool((x == 0).all())
-
-    assert run_ranks(2, program) == [True, True]
+    for preserve_version in (False, True):
+        run_ranks(2, functools.partial(program, preserve_version=preserve_version))
 
 
 # ---------------------------------------------------------------------- again and again
 
 
-def test_a_broadcaster_sends_what_is_there_at_each_call() -> None:
-    def program(transport: Transport) -> list[list[float]]:
+def test_a_broadcaster_sends_the_values_of_each_call_also_after_memory_was_replaced() -> None:
+    def program(transport: Transport) -> None:
         x, y = torch.zeros(2), torch.zeros(3)
         broadcaster = TensorBroadcaster([x, y], transport)
-        seen = []
-        for step in range(3):
+        for step in range(4):
             x.fill_(10 * step + transport.rank)
             y.fill_(100 * step + transport.rank)
-            broadcaster.start(step % 2).wait()
-            seen.append([*x.tolist(), *y.tolist()])
-        return seen
+            if step == 3:
+                x.data = torch.full((2,), 5.0 + transport.rank)
+            broadcast(broadcaster, step % 2, blocking=False)
+            src = step % 2
+            assert x.tolist() == [10 * step + src if step < 3 else 5.0 + src] * 2
+            assert y.tolist() == [100 * step + src] * 3
 
-    expected = [[0.0] * 5, [11.0] * 2 + [101.0] * 3, [20.0] * 2 + [200.0] * 3]
-    assert run_ranks(2, program) == [expected, expected]
-
-
-def test_a_tensor_whose_memory_was_replaced_is_followed() -> None:
-    def program(transport: Transport) -> list[float]:
-        x, y = torch.zeros(2), torch.zeros(3)
-        broadcaster = TensorBroadcaster([x, y], transport)
-        broadcaster.start(0).wait()
-        x.data = torch.full((2,), 5.0 + transport.rank)
-        broadcaster.start(0).wait()
-        return x.tolist()
-
-    assert run_ranks(2, program) == [[5.0, 5.0]] * 2
+    run_ranks(2, program)
 
 
-def test_starting_again_waits_for_what_is_under_way() -> None:
+def test_starting_again_waits_for_a_broadcast_under_way() -> None:
     def program(transport: Transport) -> list[float]:
         x, y = torch.full((2,), 1.0 + transport.rank), torch.zeros(3)
         broadcaster = TensorBroadcaster([x, y], transport)
@@ -357,8 +303,7 @@ def test_starting_again_waits_for_what_is_under_way() -> None:
     assert run_ranks(2, program) == [[1.0, 1.0]] * 2
 
 
-@pytest.mark.parametrize("rank", [0, 1])
-def test_run_holds_at_most_two_packed_copies_at_a_time(monkeypatch: pytest.MonkeyPatch, rank: int) -> None:
+def test_run_holds_at_most_two_packed_copies_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     small_pieces = functools.partial(plan_pieces, cap_bytes=64, alone_bytes=1000)
     monkeypatch.setattr("syncline.tensors.broadcasting.plan_pieces", small_pieces)
 
@@ -375,11 +320,11 @@ def test_run_holds_at_most_two_packed_copies_at_a_time(monkeypatch: pytest.Monke
             return original(tensor, src)
 
         transport.broadcast = counting  # type: ignore[method-assign]
-        TensorBroadcaster(tensors, transport).run(0)
+        broadcast(TensorBroadcaster(tensors, transport))
         right = all(bool((t == i).all()) for i, t in enumerate(tensors))
         return len(copies), most, right
 
-    assert run_ranks(2, program)[rank] == (10, 2, True)
+    assert run_ranks(2, program) == [(10, 2, True)] * 2
 
 
 def test_a_rank_that_fails_is_an_error_of_wait_and_nothing_counts_as_arrived() -> None:
@@ -393,15 +338,3 @@ def test_a_rank_that_fails_is_an_error_of_wait_and_nothing_counts_as_arrived() -
 
     with pytest.raises(ZeroDivisionError):
         run_ranks(2, program)
-
-
-def test_a_single_element_travels_whatever_stride_it_has() -> None:
-    def program(transport: Transport) -> list[float]:
-        x = torch.full((4,), float(transport.rank))
-        TensorBroadcaster([x[::2][:1], torch.empty((2, 0, 1), dtype=torch.float64)], transport).start(
-            1
-        ).wait()
-        return x.tolist()
-
-    assert run_ranks(2, program)[0] == [1.0, 0.0, 0.0, 0.0]
-    assert names([torch.empty_strided((2, 0, 1), (0, 1, 0))]) == ["[0]"]

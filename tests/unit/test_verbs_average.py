@@ -10,6 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.support.verbs import error_of_all
 from torch import Tensor, nn
 
 import syncline as sl
@@ -17,7 +18,8 @@ from syncline import ContractMismatch
 from syncline.tensors import TensorReducer, reduction
 from syncline.tensors.packing import plan_pieces
 from syncline.tensors.targets import parts_of
-from syncline.transport import ReduceOp, ThreadsTransport, Transport, Work, run_ranks
+from syncline.transport import ReduceOp, Transport, Work, run_ranks
+from syncline.transport.work import CombinedWork
 
 DTYPES = [torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.complex64, torch.complex128]
 
@@ -103,20 +105,19 @@ def test_the_weighted_mean_is_that_of_a_float64_reference(
             assert torch.equal(bits(result[at]["x"].resolve_conj()), bits(results[0][at]["x"].resolve_conj()))
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("size", [2, 4])
-def test_equal_replicas_stay_as_they_are_bit_for_bit(dtype: torch.dtype, size: int) -> None:
-    x = values(dtype, (1000,), 0)
-    x[0] = torch.finfo(dtype).tiny
-    if dtype is torch.float16:
-        x[1] = torch.finfo(dtype).max  # twice of it is still a number in fp32
+def test_equal_replicas_stay_as_they_are_bit_for_bit(size: int) -> None:
+    def program(t: Transport) -> None:
+        for dtype in DTYPES:
+            x = values(dtype, (1000,), 0)
+            x[0] = torch.finfo(dtype).tiny
+            if dtype is torch.float16:
+                x[1] = torch.finfo(dtype).max  # twice of it is still a number in fp32
+            mine = x.clone()
+            sl.average_(mine, 0.3, group=t)
+            assert torch.equal(mine, x), dtype
 
-    def program(t: Transport) -> bool:
-        mine = x.clone()
-        sl.average_(mine, 0.3, group=t)
-        return torch.equal(mine, x)
-
-    assert all(run_ranks(size, program))
+    run_ranks(size, program)
 
 
 class BatchNormed(nn.Module):
@@ -138,8 +139,9 @@ class BatchNormed(nn.Module):
         self.norm.num_batches_tracked.fill_(10 - rank)
 
 
-@pytest.mark.parametrize("weights", [[1.0, 1.0], [1.0, 3.0], [0.0, 2.0]])
-@pytest.mark.parametrize("asynchronous", [False, True])
+@pytest.mark.parametrize(
+    ("weights", "asynchronous"), [([1.0, 1.0], True), ([1.0, 3.0], False), ([0.0, 2.0], True)]
+)
 def test_buffers_of_a_module_become_what_the_documents_say(weights: list[float], asynchronous: bool) -> None:
     def program(t: Transport) -> None:
         module = BatchNormed(t.rank)
@@ -169,11 +171,11 @@ def test_buffers_of_a_module_become_what_the_documents_say(weights: list[float],
     run_ranks(2, program)
 
 
-def stepped(t: Transport, optimizer_class: Any, num_steps: int, **options: Any) -> Any:
+def stepped(rank: int, optimizer_class: Any, num_steps: int, **options: Any) -> Any:
     p = nn.Parameter(torch.zeros(3))
     optimizer = optimizer_class([p], **options)
     for _ in range(num_steps):
-        p.grad = torch.full((3,), 1.0 + t.rank)
+        p.grad = torch.full((3,), 1.0 + rank)
         optimizer.step()
     return optimizer
 
@@ -181,8 +183,9 @@ def stepped(t: Transport, optimizer_class: Any, num_steps: int, **options: Any) 
 @pytest.mark.parametrize("asynchronous", [False, True])
 def test_momenta_of_an_optimizer_are_averaged_steps_become_the_maximum(asynchronous: bool) -> None:
     def program(t: Transport) -> None:
-        optimizer = stepped(t, torch.optim.Adam, 2 - t.rank, lr=0.5)
-        theirs = [stepped(ThreadsAt(rank), torch.optim.Adam, 2 - rank, lr=0.5) for rank in range(2)]
+        settings = {"lr": torch.tensor(0.1), "weight_decay": 0.1}
+        optimizer = stepped(t.rank, torch.optim.Adam, 2 - t.rank, **settings)
+        theirs = [stepped(rank, torch.optim.Adam, 2 - rank, **settings) for rank in range(2)]
         (state,) = optimizer.state.values()
         state["history"] = [t.rank + 1, 0.5 * t.rank]
         if asynchronous:
@@ -195,80 +198,61 @@ def test_momenta_of_an_optimizer_are_averaged_steps_become_the_maximum(asynchron
         for name in ("exp_avg", "exp_avg_sq"):
             torch.testing.assert_close(state[name], first[name] / 4 + second[name] * 3 / 4)
         assert state["history"] == [2, 0.375]
-        assert optimizer.param_groups[0]["lr"] == 0.5
+        group = optimizer.param_groups[0]  # equal settings are left alone
+        assert (group["lr"]._version, group["weight_decay"]) == (0, 0.1)
 
     run_ranks(2, program)
-
-
-class ThreadsAt:
-    """Enough of a transport to know a rank by."""
-
-    def __init__(self, rank: int) -> None:
-        self.rank = rank
 
 
 @pytest.mark.parametrize("kind", [float, torch.tensor])
 def test_settings_of_an_optimizer_have_to_be_equal(kind: Any) -> None:
-    def program(t: Transport) -> str:
-        with pytest.raises(ContractMismatch) as caught:
-            sl.average_(stepped(t, torch.optim.SGD, 1, lr=kind(0.5 + t.rank)), group=t)
-        return str(caught.value)
+    def program(t: Transport) -> None:
+        sl.average_(stepped(t.rank, torch.optim.SGD, 1, lr=kind(0.5 + t.rank)), group=t)
 
-    first, second = run_ranks(2, program)
-    assert first == second
-    assert "param_groups[0].lr" in first
-    assert "1.5" in first
-
-
-def test_a_setting_that_is_equal_is_left_alone() -> None:
-    def program(t: Transport) -> float:
-        optimizer = stepped(t, torch.optim.SGD, 1, lr=torch.tensor(0.1), momentum=0.9)
-        sl.average_(optimizer, 1.0 + t.rank, group=t)
-        return float(optimizer.param_groups[0]["lr"])
-
-    assert run_ranks(3, program) == [torch.tensor(0.1).item()] * 3
+    text = str(error_of_all(ContractMismatch, program))
+    assert "param_groups[0].lr" in text
+    assert "1.5" in text
 
 
 @pytest.mark.parametrize(
-    ("weight", "text"),
+    ("weight", "kind", "words"),
     [
-        (
-            [1.0, math.nan, 1.0],
-            r"^sl\.average_: refused, nothing was sent\nrank 1: expected weight to be a finite number.*got nan$",
-        ),
-        ([math.inf, -1.0, 1.0], r"rank 0: .* got inf\nrank 1: .* got -1\.0$"),
-        (["x", 1.0, 1.0], "rank 0: .* got 'x'$"),
-        ([0, 0, 0], r"a finite sum above 0, got \[0\.0, 0\.0, 0\.0\] \(in rank order\)"),
-        ([1e308, 1e308, 1], r"a finite sum above 0, got"),
+        ([1.0, math.nan, 1.0], ValueError, ["refused, nothing was sent\nrank 1: ", "got nan"]),
+        ([math.inf, -1.0, 1.0], ValueError, ["rank 0: ", "got inf\nrank 1: ", "got -1.0"]),
+        (["x", 1.0, 1.0], TypeError, ["rank 0: ", "got 'x'"]),
+        ([0, 0, 0], ValueError, ["finite sum above 0, got [0.0, 0.0, 0.0] (in rank order)"]),
+        ([1e308, 1e308, 1], ValueError, ["finite sum above 0, got"]),
     ],
 )
-def test_weights_that_have_no_mean_are_refused_on_every_rank(weight: list[Any], text: str) -> None:
-    def program(t: Transport) -> str:
-        x = torch.tensor([1.0])
-        with pytest.raises((TypeError, ValueError), match=text) as caught:
-            sl.average_(x, weight[t.rank], group=t)
-        assert x.item() == 1.0
-        return str(caught.value)
-
-    texts = run_ranks(3, program)
-    assert texts == [texts[0]] * 3
-
-
-def test_what_has_no_mean_is_refused_by_name() -> None:
+def test_weights_that_have_no_mean_are_refused_on_every_rank(
+    weight: list[Any], kind: type[Exception], words: list[str]
+) -> None:
     def program(t: Transport) -> None:
-        for leaf in (torch.tensor([1]), torch.tensor([True])):
-            with pytest.raises(
-                ValueError, match=r"op='mean' is not defined for b\[0\], which has dtype torch\.(int64|bool)"
-            ):
-                sl.average_({"a": torch.zeros(1), "b": [leaf]}, group=t)
-        with pytest.raises(TypeError, match=r"rank 1: .* got a str at b"):
-            sl.average_({"a": torch.zeros(1), "b": torch.zeros(1) if t.rank == 0 else "x"}, group=t)
-        module = nn.Linear(2, 2)
-        with pytest.raises(ContractMismatch) as caught:
-            sl.average_(module if t.rank else dict(module.named_parameters()), group=t)
-        assert "expected tensors (rank 0)" in str(caught.value)
+        x = torch.tensor([1.0])
+        try:
+            sl.average_(x, weight[t.rank], group=t)
+        finally:
+            assert x.item() == 1.0
 
-    run_ranks(2, program)
+    text = str(error_of_all(kind, program, 3))
+    assert all(one in text for one in words), text
+
+
+def test_targets_that_have_no_mean_are_refused_by_name() -> None:
+    for leaf in (torch.tensor([1]), torch.tensor([True])):
+        error = error_of_all(ValueError, lambda t, leaf=leaf: sl.average_({"b": [leaf]}, group=t))
+        assert f"op='mean' is not defined for b[0], which has dtype {leaf.dtype}" in str(error)
+    error_of_text = error_of_all(
+        TypeError, lambda t: sl.average_({"b": torch.zeros(1) if t.rank == 0 else "x"}, group=t)
+    )
+    assert "rank 1: " in str(error_of_text)
+    assert "got a str at b" in str(error_of_text)
+    module = nn.Linear(2, 2)
+    mismatch = error_of_all(
+        ContractMismatch,
+        lambda t: sl.average_(module if t.rank else dict(module.named_parameters()), group=t),
+    )
+    assert "expected tensors (rank 0)" in str(mismatch)
 
 
 def test_a_module_of_which_there_is_one_copy_is_refused() -> None:
@@ -278,48 +262,16 @@ def test_a_module_of_which_there_is_one_copy_is_refused() -> None:
             verb(nn.Sequential(module))
 
 
-def test_what_it_costs() -> None:
-    def program(t: Transport) -> dict[str, int]:
-        sl.average_([torch.zeros(3) for _ in range(500)], t.rank, group=t)
-        return t.statistics().num_calls
-
-    assert run_ranks(2, program) == [{"all_gather": 1, "all_reduce": 1}] * 2
-
-
-def test_writing_is_seen_by_autograd() -> None:
+def test_many_tensors_cost_two_collectives_and_autograd_sees_the_writing() -> None:
     def program(t: Transport) -> None:
         x, weight = torch.ones(3), torch.ones(3, requires_grad=True)
         y = (x * weight).sum()
-        sl.average_([x], 1.0 + t.rank, group=t)
+        sl.average_([x, *(torch.zeros(3) for _ in range(500))], 1.0 + t.rank, group=t)
+        assert t.statistics().num_calls == {"all_gather": 1, "all_reduce": 1}
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
             y.backward()
 
     run_ranks(2, program)
-
-
-class Counting(ThreadsTransport):
-    """Counts reductions under way."""
-
-    def __init__(self, t: ThreadsTransport) -> None:
-        self.__dict__.update(t.__dict__)
-        self.under_way = self.most = 0
-
-    def _start_all_reduce(self, tensor: Tensor, op: ReduceOp, terms: int) -> Work:
-        self.under_way += 1
-        self.most = max(self.most, self.under_way)
-        return _Counted(super()._start_all_reduce(tensor, op, terms), self)
-
-
-class _Counted(Work):
-    def __init__(self, inner: Work, transport: Counting) -> None:
-        self._inner, self._transport = inner, transport
-
-    def wait(self, timeout_seconds: float | None = None) -> None:
-        self._inner.wait(timeout_seconds)
-        self._transport.under_way -= 1
-
-    def is_completed(self) -> bool:
-        return self._inner.is_completed()
 
 
 def test_at_most_two_packed_copies_are_under_way_unless_asynchronous(
@@ -327,14 +279,21 @@ def test_at_most_two_packed_copies_are_under_way_unless_asynchronous(
 ) -> None:
     monkeypatch.setattr(reduction, "plan_pieces", partial(plan_pieces, cap_bytes=1024))
 
-    def program(t: ThreadsTransport) -> tuple[int, int]:
+    def program(t: Transport) -> list[int]:
         tensors = [torch.zeros(64) for _ in range(16)]  # four packed copies
-        first, second = Counting(t), Counting(t)
-        TensorReducer(tensors, first, "mean").run()
-        TensorReducer(tensors, second, "mean").start().wait()
-        return first.most, second.most
+        original, under_way = t.all_reduce, [0]
 
-    assert run_ranks(2, program) == [(2, 4)] * 2
+        def counted(tensor: Tensor, op: ReduceOp = "sum") -> Work:
+            under_way.append(under_way[-1] + 1)
+            return CombinedWork([(original(tensor, op), lambda: under_way.append(under_way[-1] - 1))])
+
+        t.all_reduce = counted  # type: ignore[method-assign, assignment]
+        TensorReducer(tensors, t, "mean").run()
+        found = [max(under_way)]
+        TensorReducer(tensors, t, "mean").start().wait()
+        return [*found, max(under_way)]
+
+    assert run_ranks(2, program) == [[2, 4]] * 2
 
 
 @given(st.lists(st.integers(0, 5), max_size=4).map(tuple), st.integers(1, 40))

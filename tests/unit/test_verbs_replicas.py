@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.support.verbs import error_of_all
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -20,70 +21,56 @@ from syncline.transport import Transport, run_ranks
 # ---------------------------------------------------------------------- keep_best_
 
 
-@pytest.mark.parametrize(
-    ("scores", "mode", "best"),
-    [
+def test_all_become_what_the_best_rank_has() -> None:
+    rows: list[tuple[list[Any], Any, int]] = [
         ([0.1, 0.7, 0.3], "max", 1),
         ([0.1, 0.7, 0.3], "min", 0),
         ([1.0, 2.0, 2.0], "max", 1),
         ([math.nan, 2.0, 3.0], "min", 1),
         ([math.nan, -math.inf, math.nan], "max", 1),
         ([torch.tensor(1), torch.tensor([2.0]), 3], "max", 2),
-    ],
-)
-def test_all_become_what_the_best_rank_has(scores: list[Any], mode: Any, best: int) -> None:
-    def program(t: Transport) -> tuple[int, list[float], dict[str, int]]:
-        tree = {"x": torch.full((2,), float(t.rank)), "n": torch.tensor(t.rank)}
-        found = sl.keep_best_(tree, scores[t.rank], mode, group=t)
-        return found, [*tree["x"].tolist(), tree["n"].item()], t.statistics().num_calls
+    ]
 
-    expected = (best, [best, best, best], {"all_gather": 1, "broadcast": 1})
-    assert run_ranks(3, program) == [expected] * 3
-
-
-def test_an_optimizer_becomes_the_best_ones_with_its_settings() -> None:
-    def program(t: Transport) -> float:
+    def program(t: Transport) -> None:
+        for scores, mode, best in rows:
+            tree = {"x": torch.full((2,), float(t.rank)), "n": torch.tensor(t.rank)}
+            before = t.statistics()
+            assert sl.keep_best_(tree, scores[t.rank], mode, group=t) == best, (scores, mode)
+            assert (t.statistics() - before).num_calls == {"all_gather": 1, "broadcast": 1}
+            assert [*tree["x"].tolist(), tree["n"].item()] == [best, best, best], (scores, mode)
         optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=1.0 + t.rank)
-        sl.keep_best_(optimizer, t.rank, group=t)
-        return float(optimizer.param_groups[0]["lr"])
+        sl.keep_best_(optimizer, t.rank, group=t)  # with its settings
+        assert optimizer.param_groups[0]["lr"] == 3.0
 
-    assert run_ranks(2, program) == [2.0, 2.0]
+    run_ranks(3, program)
 
 
 @pytest.mark.parametrize(
-    ("score", "mode", "error", "text"),
+    ("score", "mode", "kind", "text"),
     [
         ([math.nan, math.nan], "max", ValueError, "got NaN on all 2 ranks"),
         (
             [1.0, torch.zeros(2)],
             "max",
             TypeError,
-            r"rank 1: expected score to be a number, got tensor\(\[0\., 0\.\]\)",
+            "rank 1: expected score to be a number, got tensor([0., 0.])",
         ),
         (["1.0", 1.0], "max", TypeError, "rank 0: expected score to be a number, got '1.0'"),
         ([1.0, 1.0], "best", ValueError, "expected mode to be one of 'max', 'min', got 'best'"),
+        ([1.0, 1.0], ("min", "max"), ContractMismatch, "mode"),
     ],
 )
-def test_scores_that_name_no_best_are_refused_alike(
-    score: list[Any], mode: Any, error: type[Exception], text: str
+def test_scores_that_name_no_best_and_modes_that_differ_are_refused_alike(
+    score: list[Any], mode: Any, kind: type[Exception], text: str
 ) -> None:
-    def program(t: Transport) -> str:
-        x = torch.tensor([float(t.rank)])
-        with pytest.raises(error, match=text) as caught:
-            sl.keep_best_(x, score[t.rank], mode, group=t)
-        assert x.item() == t.rank
-        return str(caught.value)
-
-    first, second = run_ranks(2, program)
-    assert first == second
-
-
-def test_modes_that_differ_are_a_mismatch() -> None:
     def program(t: Transport) -> None:
-        with pytest.raises(ContractMismatch, match="mode"):
-            sl.keep_best_(torch.zeros(1), 1.0, "max" if t.rank else "min", group=t)
+        x = torch.tensor([float(t.rank)])
+        try:
+            sl.keep_best_(x, score[t.rank], mode[t.rank] if isinstance(mode, tuple) else mode, group=t)
+        finally:
+            assert x.item() == t.rank
 
-    run_ranks(2, program)
+    assert text in str(error_of_all(kind, program))
 
 
 # ---------------------------------------------------------------------- fingerprints
@@ -101,24 +88,22 @@ def random_tensor(dtype: torch.dtype, shape: tuple[int, ...], seed: int = 0) -> 
     return raw.view(dtype).view(shape)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("shape", [(), (1,), (7,), (3, 5), (2, 3, 4), (300, 401)])
-def test_any_changed_bit_and_any_two_exchanged_elements_change_it(
-    dtype: torch.dtype, shape: tuple[int, ...]
-) -> None:
-    tensor = random_tensor(dtype, shape)
-    (before,) = fingerprints([tensor])
-    raw = tensor.view(-1).view(torch.uint8)
-    for at in {0, raw.numel() // 2, raw.numel() - 1}:
-        for bit in (1,) if dtype is torch.bool else (1, 128):
-            raw[at] ^= bit
-            assert fingerprints([tensor]) != [before]
-            raw[at] ^= bit
-    assert fingerprints([tensor]) == [before]
-    if dtype not in (torch.bool, torch.float8_e4m3fn) and tensor.numel() > 1:
-        flat = tensor.view(-1)
-        flat[0], flat[-1] = flat[-1].clone(), flat[0].clone()
-        assert fingerprints([tensor]) != [before]
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_any_changed_bit_and_any_two_exchanged_elements_change_it(dtype: torch.dtype) -> None:
+    for shape in ((), (1,), (7,), (3, 5), (2, 3, 4), (300, 401)):
+        tensor = random_tensor(dtype, shape)
+        (before,) = fingerprints([tensor])
+        raw = tensor.view(-1).view(torch.uint8)
+        for at in {0, raw.numel() // 2, raw.numel() - 1}:
+            for bit in (1,) if dtype is torch.bool else (1, 128):
+                raw[at] ^= bit
+                assert fingerprints([tensor]) != [before], (shape, at, bit)
+                raw[at] ^= bit
+        assert fingerprints([tensor]) == [before], shape
+        if dtype not in (torch.bool, torch.float8_e4m3fn) and tensor.numel() > 1:
+            flat = tensor.view(-1)
+            flat[0], flat[-1] = flat[-1].clone(), flat[0].clone()
+            assert fingerprints([tensor]) != [before], shape
 
 
 class CallCounter(TorchDispatchMode):
@@ -156,14 +141,6 @@ def test_a_small_tensor_costs_few_calls() -> None:
     assert counter.num_calls < 3 * len(small)
 
 
-def test_two_flipped_signs_do_not_cancel() -> None:
-    x = torch.ones(4, dtype=torch.float64)
-    y = x.clone()
-    y[1] = y[2] = -1.0
-    assert fingerprints([x]) != fingerprints([y])
-    assert fingerprints([x * 0]) != fingerprints([x * -0.0])
-
-
 @given(
     st.sampled_from(DTYPES[:8]),
     st.lists(st.integers(0, 9), max_size=3).map(tuple),
@@ -184,12 +161,15 @@ def test_strides_and_offsets_do_not_matter(
     assert fingerprints([tensor]) == fingerprints([other])
 
 
-def test_large_strided_tensors_are_read_in_chunks() -> None:
+def test_large_strided_tensors_are_read_in_chunks_and_signs_do_not_cancel() -> None:
     tensor = torch.arange(600 * 700, dtype=torch.float32).view(600, 700)
-    assert fingerprints([tensor, torch.zeros(3)]) == fingerprints(
-        [tensor.t().contiguous().t(), torch.zeros(3)]
-    )
+    twin = tensor.t().contiguous().t()
+    assert fingerprints([tensor, torch.zeros(3)]) == fingerprints([twin, torch.zeros(3)])
     assert fingerprints([torch.ones(3).expand(1000, 3)]) == fingerprints([torch.ones(1000, 3)])
+    x = torch.ones(4, dtype=torch.float64)
+    y = x * torch.tensor([1.0, -1.0, -1.0, 1.0])
+    assert fingerprints([x]) != fingerprints([y])
+    assert fingerprints([x * 0]) != fingerprints([x * -0.0])
 
 
 # ---------------------------------------------------------------------- check_replicas
@@ -203,17 +183,9 @@ def replica() -> nn.Sequential:
     return module
 
 
-def diverged(size: int, change: Any) -> list[ReplicaDivergence]:
-    def program(t: Transport) -> ReplicaDivergence:
-        target = change(t)
-        with pytest.raises(ReplicaDivergence) as caught:
-            sl.check_replicas(target, group=t)
-        assert t.statistics().num_calls["all_gather"] >= 2
-        return caught.value
-
-    errors = run_ranks(size, program)
-    assert [str(error) for error in errors] == [str(errors[0])] * size
-    return errors
+def diverged(size: int, change: Any) -> ReplicaDivergence:
+    """The error of `check_replicas` of a target that depends on the rank."""
+    return error_of_all(ReplicaDivergence, lambda t: sl.check_replicas(change(t), group=t), size)
 
 
 def test_equal_replicas_pass_by_one_small_collective() -> None:
@@ -276,28 +248,28 @@ def test_the_first_tensor_that_differs_and_the_minority_are_named() -> None:
                 module[1].num_batches_tracked += 1
         return module
 
-    error = diverged(5, change)[0]
+    error = diverged(5, change)
     assert (error.tensor, error.num_differing, error.minority_ranks) == ("0.weight", 3, (2, 3))
     text = str(error)
     assert "3 of 7 tensors and other values differ. The first of them is 0.weight" in text
     assert (
-        "\n  0.weight, element [1, 1] of 9  ranks 0, 1, 3, 4 | rank 2\n  1.running_var, element 0 of 3  "
+        "\n  0.weight, element [1, 1] of 9  ranks 0, 1, 3, 4 | rank 2\n  1.running_var, element 0 of 3"
         in text
     )
     assert "In the minority: ranks 2, 3." in text
 
 
-def test_of_two_ranks_nobody_can_tell_which_is_right() -> None:
-    error = diverged(2, lambda t: [torch.zeros(2), torch.full((1,), float(t.rank))])[0]
+def test_without_a_majority_no_rank_is_blamed_and_many_differences_are_counted() -> None:
+    error = diverged(2, lambda t: [torch.zeros(2), torch.full((1,), float(t.rank))])
     assert (error.tensor, error.minority_ranks) == ("[1]", ())
     assert "With two ranks there is no majority" in str(error)
-
-
-def test_without_a_majority_nobody_is_blamed() -> None:
-    error = diverged(4, lambda t: torch.tensor(t.rank // 2))[0]
+    error = diverged(4, lambda t: torch.tensor(t.rank // 2))
     assert error.minority_ranks == ()
     assert "No more than half of the ranks agree" in str(error)
     assert "  tensor  ranks 0, 1 | ranks 2, 3" in str(error)
+    error = diverged(2, lambda t: [torch.tensor(t.rank) for _ in range(9)])
+    assert error.num_differing == 9
+    assert "\n  and 4 more\n" in str(error)
 
 
 def test_numbers_of_an_optimizer_are_compared_too() -> None:
@@ -309,23 +281,12 @@ def test_numbers_of_an_optimizer_are_compared_too() -> None:
             optimizer.step()
         return optimizer
 
-    error = diverged(3, change)[0]
-    assert error.tensor == "state[0].exp_avg"
-    assert error.minority_ranks == (1,)
+    error = diverged(3, change)
+    assert (error.tensor, error.minority_ranks) == ("state[0].exp_avg", (1,))
     assert "param_groups[0].lr  ranks 0, 2 | rank 1" in str(error)
 
 
-def test_many_differences_are_counted() -> None:
-    error = diverged(2, lambda t: [torch.tensor(t.rank) for _ in range(9)])[0]
-    assert error.num_differing == 9
-    assert "\n  and 4 more\n" in str(error)
-
-
 def test_trees_that_differ_in_shape_are_a_mismatch() -> None:
-    def program(t: Transport) -> None:
-        with pytest.raises(ContractMismatch):
-            sl.check_replicas(torch.zeros(1 + t.rank), group=t)
-        with pytest.raises(TypeError, match="got a str"):
-            sl.check_replicas(["x"], group=t)
-
-    run_ranks(2, program)
+    error_of_all(ContractMismatch, lambda t: sl.check_replicas(torch.zeros(1 + t.rank), group=t))
+    error = error_of_all(TypeError, lambda t: sl.check_replicas(["x"], group=t))
+    assert "got a str" in str(error)
