@@ -199,7 +199,7 @@ MUTANTS: tuple[Mutant, ...] = (
         "        if are_blocking(actions):", "        if False:", ("unit/test_strategies_on_threads.py",)),
     Mutant("verbs-nan-score", "verbs/keep_best.py", "the rank with a score of NaN can be the best",
         "[rank for rank, number in enumerate(scores) if not math.isnan(number)]", "list(range(len(scores)))",
-        ("unit/test_verbs_replicas.py", "parity/test_more_verbs_processes.py")),
+        ("unit/test_verbs_replicas.py", "parity/test_verbs_processes.py")),
     Mutant("evolution-buffers", "evolution/members.py", "a member is evaluated with the buffers of another",
         "loss_fn(self._module)))\n                    buffers.restore()\n", "loss_fn(self._module)))\n",
         ("unit/test_evolution.py",)),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from tests.parity.test_collectives import can_still_be_used, on_every_engine
@@ -24,20 +26,10 @@ def rows_of_unequal_lengths(t: Transport) -> None:
     assert found["ok"].tolist() == [False, False, True]
 
 
-@pytest.mark.ranks(3)
-def test_rows_of_unequal_lengths() -> None:
-    on_every_engine(rows_of_unequal_lengths)
-
-
 def objects(t: Transport) -> None:
     mine = [{"prompt": f"{t.rank}", "answer": "a" * 100_000 * t.rank, "raw": b"\x00"}] * t.rank
     assert [len(one) for one in sl.gather(mine, objects=True, group=t)] == [0, 1, 2]
     assert sl.gather(mine, objects=True, group=t)[t.rank] == mine
-
-
-@pytest.mark.ranks(3)
-def test_objects() -> None:
-    on_every_engine(objects)
 
 
 def differences(t: Transport) -> None:
@@ -49,8 +41,9 @@ def differences(t: Transport) -> None:
 
 
 @pytest.mark.ranks(3)
-def test_differences_are_errors_on_every_rank_and_the_group_can_still_be_used() -> None:
-    on_every_engine(differences)
+@pytest.mark.parametrize("program", [rows_of_unequal_lengths, objects, differences])
+def test_gather_on_every_engine(program: Any) -> None:
+    on_every_engine(program)
 
 
 def accuracy_of(module: nn.Module, loader: DataLoader[tuple[torch.Tensor, ...]]) -> dict[str, torch.Tensor]:
@@ -63,9 +56,9 @@ def accuracy_of(module: nn.Module, loader: DataLoader[tuple[torch.Tensor, ...]])
     return {"index": torch.cat(indices), "right": torch.cat(right)}
 
 
-@pytest.mark.parametrize("size", [pytest.param(n, marks=pytest.mark.ranks(n)) for n in (2, 3)])
-def test_an_evaluation_on_all_ranks_gives_the_figure_of_one_process(size: int) -> None:
-    """1003 samples, BatchNorm, numbers of batches 4 and 3 (or 3, 2 and 2), the default group, no `sl.init`."""
+@pytest.mark.ranks(2)
+def test_an_evaluation_on_all_ranks_gives_the_figure_of_one_process() -> None:
+    """1003 samples, BatchNorm, numbers of batches 4 and 3, the default group, no `sl.init`."""
     g = torch.Generator().manual_seed(5)
     module = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 4))
     for parameter in module.parameters():

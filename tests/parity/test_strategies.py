@@ -41,14 +41,14 @@ def flat(net: nn.Module) -> Tensor:
 
 
 def run(
-    strategy: object, transport: Transport | None = None, num_steps: int = NUM_STEPS, *, momentum: float = 0.0
+    strategy: object, transport: Transport | None = None
 ) -> tuple[list[Tensor], sl.DistributedDataParallel]:
     """This rank's parameters after each step."""
     ddp = sl.DistributedDataParallel(make_net(), process_group=transport, strategy=strategy)
     rank = ddp._replica.transport.rank
-    optimizer = ddp.attach(torch.optim.SGD(ddp.parameters(), lr=LR, momentum=momentum))
+    optimizer = ddp.attach(torch.optim.SGD(ddp.parameters(), lr=LR))
     seen = []
-    for step in range(1, num_steps + 1):
+    for step in range(1, NUM_STEPS + 1):
         optimizer.zero_grad()
         loss_of(ddp, rank, step).backward()
         optimizer.step()
@@ -62,16 +62,18 @@ def run(
 class Reference:
     """All ranks' replicas, one after the other."""
 
-    def __init__(self, num_ranks: int, *, momentum: float = 0.0) -> None:
+    def __init__(self, num_ranks: int) -> None:
         self.nets = [make_net() for _ in range(num_ranks)]
-        self.optimizers = [torch.optim.SGD(net.parameters(), lr=LR, momentum=momentum) for net in self.nets]
+        self.optimizers = [torch.optim.SGD(net.parameters(), lr=LR) for net in self.nets]
 
-    def step(self, step: int, *, synchronous: bool = False) -> None:
+    def step(self, step: int, *, within: int = 1) -> None:
+        """Make a step with gradients that are averaged among `within` ranks each."""
         for rank, net in enumerate(self.nets):
             net.zero_grad()
             loss_of(net, rank, step).backward()
-        if synchronous:
-            for shared in zip(*(net.parameters() for net in self.nets), strict=True):
+        for first in range(0, len(self.nets), within):
+            worker = self.nets[first : first + within]
+            for shared in zip(*(net.parameters() for net in worker), strict=True):
                 mean = torch.stack([p.grad for p in shared]).mean(0)
                 for p in shared:
                     p.grad = mean.clone()
@@ -89,10 +91,10 @@ class Reference:
         return self.values().mean(0).expand(len(self.nets), -1)
 
 
-def reference_local_sgd(num_ranks: int, every: int, warmup: int) -> Iterator[Tensor]:
+def reference_local_sgd(num_ranks: int, every: int, warmup: int, within: int = 1) -> Iterator[Tensor]:
     reference = Reference(num_ranks)
     for step in range(1, NUM_STEPS + 1):
-        reference.step(step, synchronous=step <= warmup)
+        reference.step(step, within=num_ranks if step <= warmup else within)
         if step > warmup and (step - warmup) % every == 0:
             reference.write(reference.mean())
         yield reference.values()
@@ -104,7 +106,7 @@ def reference_diloco(num_ranks: int, every: int, lr: float, momentum: float, war
     common = reference.values()[0]
     velocity = torch.zeros_like(common)
     for step in range(1, NUM_STEPS + 1):
-        reference.step(step, synchronous=step <= warmup)
+        reference.step(step, within=num_ranks if step <= warmup else 1)
         if step == warmup:
             common = reference.values()[0]
         if step > warmup and (step - warmup) % every == 0:
@@ -173,6 +175,18 @@ def assert_follows(reference: Iterator[Tensor], ranks: list[list[Tensor]]) -> No
 CASES: dict[str, tuple[Callable[[int], object], Callable[[int], Iterator[Tensor]]]] = {
     "local SGD": (lambda rank: sl.LocalSGD(3), lambda n: reference_local_sgd(n, 3, 0)),
     "local SGD with warm-up": (lambda rank: sl.LocalSGD(4, warmup=3), lambda n: reference_local_sgd(n, 4, 3)),
+    "local SGD, two ranks a worker": (
+        lambda rank: sl.LocalSGD(3, every_step_within=2),
+        lambda n: reference_local_sgd(n, 3, 0, 2),
+    ),
+    "local SGD with warm-up, two ranks a worker": (
+        lambda rank: sl.LocalSGD(4, warmup=3, every_step_within=2),
+        lambda n: reference_local_sgd(n, 4, 3, 2),
+    ),
+    "DiLoCo with a long warm-up, two ranks a worker": (
+        lambda rank: sl.DiLoCo(8, warmup=NUM_STEPS, every_step_within=2),
+        lambda n: reference_local_sgd(n, 1, NUM_STEPS),
+    ),
     "DiLoCo": (lambda rank: sl.DiLoCo(4), lambda n: reference_diloco(n, 4, 0.7, 0.9, 0)),
     "DiLoCo with warm-up": (
         lambda rank: sl.DiLoCo(3, warmup=2, outer=lambda p: torch.optim.SGD(p, lr=0.5)),
@@ -204,21 +218,28 @@ CASES: dict[str, tuple[Callable[[int], object], Callable[[int], Iterator[Tensor]
 }
 
 
-@pytest.mark.parametrize("num_ranks", [2, 3, 4])
+def engine_of(name: str) -> Transport:
+    transport = C10dTransport() if name == "gloo" else SharedMemoryTransport.over(C10dTransport())
+    assert transport.name == name
+    return transport
+
+
 @pytest.mark.parametrize("case", CASES)
-def test_golden_trajectory(case: str, num_ranks: int) -> None:
+def test_golden_trajectory(case: str) -> None:
     strategy, reference = CASES[case]
-    ranks = run_ranks(num_ranks, lambda transport: run(strategy(transport.rank), transport)[0])
-    assert_follows(reference(num_ranks), ranks)
+    for num_ranks in (2, 4) if "two ranks" in case else (2, 3, 4):
+        ranks = run_ranks(num_ranks, lambda transport: run(strategy(transport.rank), transport)[0])
+        assert_follows(reference(num_ranks), ranks)
 
 
 @pytest.mark.ranks(3)
 @pytest.mark.parametrize("engine", ["gloo", "shared memory"])
 @pytest.mark.slow
 def test_golden_trajectories_in_processes(engine: str) -> None:
-    transport = C10dTransport() if engine == "gloo" else SharedMemoryTransport.over(C10dTransport())
-    assert transport.name == engine
+    transport = engine_of(engine)
     for name, (strategy, reference) in CASES.items():
+        if "two ranks" in name:
+            continue
         seen, ddp = run(strategy(transport.rank), transport)
         for step, expected in enumerate(reference(3)):
             torch.testing.assert_close(
@@ -233,11 +254,10 @@ def test_golden_trajectories_in_processes(engine: str) -> None:
 
 
 @pytest.mark.ranks(3)
-@pytest.mark.parametrize("engine", ["gloo", "shared memory"])
-@pytest.mark.parametrize("staleness", [1, 3])
+@pytest.mark.parametrize(("engine", "staleness"), [("gloo", 1), ("shared memory", 3)])
 def test_a_stale_server_in_processes_ends_where_all_updates_lead(engine: str, staleness: int) -> None:
     """With gradients that do not depend on the parameters, the end does not depend on who was when where."""
-    transport = C10dTransport() if engine == "gloo" else SharedMemoryTransport.over(C10dTransport())
+    transport = engine_of(engine)
     module = nn.Linear(50, 30, bias=False).double()
     nn.init.zeros_(module.weight)
     ddp = sl.DistributedDataParallel(module, process_group=transport, strategy=sl.ParameterServer(staleness))
@@ -259,32 +279,3 @@ def test_alone_diloco_is_lookahead() -> None:
     seen, ddp = run(sl.DiLoCo(4))
     assert_follows(reference_diloco(1, 4, 0.7, 0.9, 0), [seen])
     assert (ddp.statistics() - before).total_bytes == 0
-
-
-def test_within_a_worker_gradients_are_averaged_every_step() -> None:
-    """Four ranks: two workers of two, that meet every three steps."""
-
-    def program(transport: Transport) -> list[Tensor]:
-        return run(sl.LocalSGD(3, every_step_within=2), transport)[0]
-
-    ranks = run_ranks(4, program)
-    workers = [Reference(2), Reference(2)]
-    for step in range(1, NUM_STEPS + 1):
-        for number, worker in enumerate(workers):
-            for rank, net in enumerate(worker.nets):
-                net.zero_grad()
-                loss_of(net, 2 * number + rank, step).backward()
-            for shared in zip(*(net.parameters() for net in worker.nets), strict=True):
-                mean = torch.stack([p.grad for p in shared]).mean(0)
-                for p in shared:
-                    p.grad = mean.clone()
-            for optimizer in worker.optimizers:
-                optimizer.step()
-        if step % 3 == 0:
-            mean = (workers[0].mean() + workers[1].mean()) / 2
-            for worker in workers:
-                worker.write(mean)
-        for rank, seen in enumerate(ranks):
-            torch.testing.assert_close(
-                seen[step - 1], workers[rank // 2].values()[rank % 2], rtol=1e-10, atol=1e-12
-            )

@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 import torch
+from tests.support.verbs import error_of_all
 from torch import Tensor, nn
 
 from syncline import CollectiveMismatch, CollectiveTimeout, ContractMismatch, barrier, broadcast_, mean
-from syncline.optimizers.contents import OptimizerNumbers
 from syncline.transport import Transport, Work, run_ranks
 
 # ---------------------------------------------------------------------- broadcast_
@@ -52,186 +52,107 @@ def test_a_module_becomes_that_of_the_source_in_place_and_stays_tied() -> None:
         assert same_state(module.state_dict(), trained(1)[0].state_dict())
         assert [(id(t), t.data_ptr()) for t in module.state_dict(keep_vars=True).values()] == before
         assert module[2].weight is module[0].weight
+        assert transport.statistics().num_calls == {"all_gather": 1, "broadcast": 1}
 
     run_ranks(2, program)
     assert not same_state(trained(0)[0].state_dict(), trained(1)[0].state_dict())
 
 
+OPTIMIZERS: list[tuple[Any, dict[str, Any]]] = [
+    (torch.optim.Adam, {}),
+    (torch.optim.AdamW, {"fused": True}),
+    (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9}),
+    (torch.optim.Adafactor, {}),
+    (torch.optim.RMSprop, {"centered": True}),
+]
+
+
 @pytest.mark.parametrize("asynchronous", [False, True])
-@pytest.mark.parametrize(
-    ("optimizer_class", "options"),
-    [
-        (torch.optim.Adam, {}),
-        (torch.optim.AdamW, {"fused": True}),
-        (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9}),
-        (torch.optim.Adafactor, {}),
-        (torch.optim.RMSprop, {"centered": True}),
-    ],
-)
-def test_an_optimizer_becomes_that_of_the_source(
-    optimizer_class: Any, options: dict[str, Any], asynchronous: bool
-) -> None:
+def test_an_optimizer_becomes_that_of_the_source_and_trains_alike(asynchronous: bool) -> None:
     def program(transport: Transport) -> None:
-        module, optimizer = trained(transport.rank, optimizer_class, **options)
-        if transport.rank == 1:
-            for group in optimizer.param_groups:
-                group["lr"] = 0.5
-        if asynchronous:
-            broadcast_(optimizer, src=1, group=transport, async_op=True).wait()
-        else:
-            assert broadcast_(optimizer, src=1, group=transport) is optimizer
-        _, expected = trained(1, optimizer_class, **options)
-        expected.param_groups[0]["lr"] = 0.5
-        assert same_state(optimizer.state_dict(), expected.state_dict())
-        assert optimizer.param_groups[0]["params"][0] is module[0].weight
+        for optimizer_class, options in OPTIMIZERS:
+            module, optimizer = trained(transport.rank, optimizer_class, **options)
+            optimizer.param_groups[0]["lr"] = 0.5 * transport.rank
+            broadcast_(module, src=1, group=transport)
+            if asynchronous:
+                broadcast_(optimizer, src=1, group=transport, async_op=True).wait()
+            else:
+                assert broadcast_(optimizer, src=1, group=transport) is optimizer
+            twin, expected = trained(1, optimizer_class, **options)
+            expected.param_groups[0]["lr"] = 0.5
+            assert same_state(optimizer.state_dict(), expected.state_dict()), optimizer_class
+            assert optimizer.param_groups[0]["params"][0] is module[0].weight
+            for one, stepped in ((module, optimizer), (twin, expected)):
+                one(torch.tensor([0, 1, 2, 3, 4])).square().sum().backward()
+                stepped.step()
+            assert same_state(module.state_dict(), twin.state_dict()), optimizer_class
 
     run_ranks(2, program)
-    assert not same_state(
-        trained(0, optimizer_class, **options)[1].state_dict(),
-        trained(1, optimizer_class, **options)[1].state_dict(),
-    )
 
 
-def test_ranks_that_start_apart_train_alike_after_broadcasting_module_and_optimizer() -> None:
-    def program(transport: Transport) -> dict[str, Tensor]:
-        module, optimizer = trained(transport.rank)
-        broadcast_(module, group=transport)
-        broadcast_(optimizer, group=transport)
-        module(torch.tensor([0, 1, 2, 3, 4])).square().sum().backward()
-        optimizer.step()
-        return module.state_dict()
-
-    first, second = run_ranks(2, program)
-    assert same_state(first, second)
-
-
-def test_python_numbers_in_an_optimizer_are_sent_with_their_types() -> None:
-    def program(transport: Transport) -> dict[str, Any]:
-        p = nn.Parameter(torch.zeros(1))
-        optimizer = torch.optim.Adam(
-            [p], lr=0.1 * (1 + transport.rank), betas=(0.9, 0.99 + 0.001 * transport.rank)
-        )
-        optimizer.state[p] = {"step": 7 + transport.rank, "history": [2**53 + transport.rank, 1.5]}
-        broadcast_(optimizer, src=1, group=transport)
-        return {**optimizer.state[p], **{k: v for k, v in optimizer.param_groups[0].items() if k != "params"}}
-
-    first, second = run_ranks(2, program)
-    assert same_state(first, second)
-    assert first["step"] == 8
-    assert first["history"] == [2**53 + 1, 1.5]
-    assert first["lr"] == 0.2
-    assert first["betas"] == (0.9, 0.991)
-    assert first["amsgrad"] is False
-
-
-def test_on_the_source_an_optimizer_is_not_touched() -> None:
-    def program(transport: Transport) -> bool:
-        p = nn.Parameter(torch.zeros(1))
-        optimizer = torch.optim.SGD([p])
-        history = [1, 2.0]
-        optimizer.state[p] = {"history": history}
-        broadcast_(optimizer, group=transport)
-        return optimizer.state[p]["history"] is history
-
-    assert run_ranks(2, program)[0] is True
-
-
-def test_waiting_twice_writes_once() -> None:
-    def program(transport: Transport) -> float:
-        optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.1)
-        work = broadcast_(optimizer, group=transport, async_op=True)
+def test_numbers_of_an_optimizer_are_sent_with_their_types_and_written_once_but_not_on_the_source() -> None:
+    def program(transport: Transport) -> None:
+        p, rank = nn.Parameter(torch.zeros(1)), transport.rank
+        optimizer = torch.optim.Adam([p], lr=0.1 * (1 + rank), betas=(0.9, 0.99 + 0.001 * rank))
+        history = [2**53 + rank, 1.5]
+        optimizer.state[p] = {"step": 7 + rank, "history": history}
+        work = broadcast_(optimizer, src=1, group=transport, async_op=True)
         work.wait()
         assert work.is_completed()
-        optimizer.param_groups[0]["lr"] = 0.2
+        assert same_state(optimizer.state[p], {"step": 8, "history": [2**53 + 1, 1.5]})
+        assert (optimizer.state[p]["history"] is history) == (rank == 1)
+        group = optimizer.param_groups[0]
+        assert same_state([group["lr"], group["betas"], group["amsgrad"]], [0.2, (0.9, 0.991), False])
+        group["lr"] = 0.3
         work.wait()
-        return float(optimizer.param_groups[0]["lr"])
+        assert group["lr"] == 0.3
 
-    assert run_ranks(2, program) == [0.2, 0.2]
+    run_ranks(2, program)
 
 
 @pytest.mark.parametrize(
-    ("here", "there", "text"),
+    ("here", "there", "words"),
     [
-        (
-            {"maximize": False},
-            {"maximize": True},
-            "maximize\n    expected False (rank 0)\n    got      True (rank 1)",
-        ),
-        ({"lr": 1}, {"lr": 0.5}, "lr\n    expected an integer (rank 0)\n    got      a float (rank 1)"),
-        ({}, {"lr": torch.tensor(0.1)}, "lacks  param_groups[0].lr  a float"),
+        ({"maximize": False}, {"maximize": True}, ["maximize", "False (rank 0)", "True (rank 1)"]),
+        ({"lr": 1}, {"lr": 0.5}, ["lr", "an integer (rank 0)", "a float (rank 1)"]),
+        ({}, {"lr": torch.tensor(0.1)}, ["lacks  param_groups[0].lr  a float"]),
     ],
 )
 def test_optimizers_that_differ_in_more_than_numbers_are_a_mismatch(
-    here: dict[str, Any], there: dict[str, Any], text: str
+    here: dict[str, Any], there: dict[str, Any], words: list[str]
 ) -> None:
-    def program(transport: Transport) -> str:
+    def program(transport: Transport) -> None:
         options = there if transport.rank else here
-        optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], **options)
-        with pytest.raises(ContractMismatch) as caught:
-            broadcast_(optimizer, group=transport)
-        return str(caught.value)
+        broadcast_(torch.optim.SGD([torch.zeros(1, requires_grad=True)], **options), group=transport)
 
-    first, second = run_ranks(2, program)
-    assert first == second
-    assert text in first
+    text = str(error_of_all(ContractMismatch, program))
+    assert all(one in text for one in words), text
 
 
-def test_numbers_of_an_optimizer_are_written_back_only_where_they_were() -> None:
-    p = torch.zeros(1, requires_grad=True)
-    optimizer = torch.optim.SGD([p], lr=1, momentum=0.5)
-    before = dict(optimizer.param_groups[0])
-    OptimizerNumbers(optimizer).write_back()
-    assert same_state({**optimizer.param_groups[0], "params": 0}, {**before, "params": 0})
-    assert optimizer.param_groups[0]["params"][0] is p
-    assert p not in optimizer.state
-
-
-def test_a_nested_tree_and_a_single_tensor() -> None:
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_a_nested_tree_in_any_order_of_keys_and_a_single_tensor(asynchronous: bool) -> None:
     def program(transport: Transport) -> None:
         r = transport.rank
-        tree = {
+        tree: dict[str, Any] = {
             "a": [torch.full((2,), r), (torch.full((1,), r, dtype=torch.float64),)],
             "b": torch.tensor(r == 1),
         }
-        broadcast_(tree, 1, group=transport)
+        x = torch.full((2, 2), float(r))
+        if asynchronous:
+            works = [broadcast_(one, 1, group=transport, async_op=True) for one in (tree, x)]
+            for work in (*works, *works):
+                assert isinstance(work, Work)
+                work.wait()
+                assert work.is_completed()
+        else:
+            broadcast_(tree if r else dict(reversed(tree.items())), 1, group=transport)
+            assert broadcast_(x, 1, group=transport) is x
         assert tree["a"][0].tolist() == [1, 1]
         assert tree["a"][1][0].tolist() == [1.0]
         assert tree["b"].item() is True
-        x = torch.full((2, 2), float(r))
-        assert broadcast_(x, group=transport) is x
-        assert (x == 0).all()
+        assert (x == 1).all()
 
     run_ranks(3, program)
-
-
-def test_the_order_of_keys_does_not_matter() -> None:
-    def program(transport: Transport) -> tuple[float, float]:
-        a, b = torch.tensor(1.0 + transport.rank), torch.tensor(10.0 + transport.rank)
-        broadcast_({"a": a, "b": b} if transport.rank else {"b": b, "a": a}, group=transport)
-        return a.item(), b.item()
-
-    assert run_ranks(2, program) == [(1.0, 10.0)] * 2
-
-
-def test_an_asynchronous_broadcast_returns_a_handle() -> None:
-    def program(transport: Transport) -> list[float]:
-        x, y = torch.full((2,), float(transport.rank)), torch.zeros(1)
-        work = broadcast_([x, y], 1, group=transport, async_op=True)
-        assert isinstance(work, Work)
-        work.wait()
-        work.wait()
-        assert work.is_completed()
-        return x.tolist()
-
-    assert run_ranks(2, program) == [[1.0, 1.0]] * 2
-
-
-def test_a_broadcast_of_a_module_costs_two_collectives() -> None:
-    def program(transport: Transport) -> dict[str, int]:
-        broadcast_(trained(0)[0], group=transport)
-        return transport.statistics().num_calls
-
-    assert run_ranks(2, program) == [{"all_gather": 1, "broadcast": 1}] * 2
 
 
 def test_alone_nothing_happens() -> None:
@@ -240,102 +161,68 @@ def test_alone_nothing_happens() -> None:
     broadcast_(x, async_op=True).wait()
     assert x._version == 0
     barrier()
+    assert mean(2) == 2.0
 
 
-@pytest.mark.parametrize(
-    ("here", "there", "text"),
-    [
-        (
-            {"w": torch.zeros(2)},
-            {"w": torch.zeros(3)},
-            "tensor w\n    expected torch.float32 (2,) on cpu (rank 0)",
-        ),
-        (
-            {"w": torch.zeros(2)},
-            {"w": torch.zeros(2).half()},
-            "    got      torch.float16 (2,) on cpu (rank 1)",
-        ),
-        ({"w": torch.zeros(2)}, {"v": torch.zeros(2)}, "  also has  tensor v  torch.float32 (2,) on cpu"),
-        ([torch.zeros(2)], [torch.zeros(2)] * 0, "  lacks  tensor [0]"),
-    ],
-)
-def test_trees_that_differ_are_told_on_every_rank_and_nothing_is_written(
-    here: Any, there: Any, text: str
-) -> None:
-    def program(transport: Transport) -> tuple[str, dict[str, int]]:
-        with pytest.raises(ContractMismatch) as caught:
-            broadcast_(there if transport.rank else here, group=transport)
-        return str(caught.value), transport.statistics().num_calls
+def test_targets_and_sources_that_differ_are_an_error_on_every_rank_and_nothing_is_sent() -> None:
+    def program(transport: Transport) -> None:
+        try:
+            broadcast_({"w": torch.zeros(2 + transport.rank), "vu"[transport.rank]: x}, group=transport)
+        finally:
+            assert "broadcast" not in transport.statistics().num_calls
 
-    first, second = run_ranks(2, program)
-    assert first == second
-    assert text in first[0]
-    assert "broadcast" not in first[1]
+    x = torch.zeros(2).half()
+    text = str(error_of_all(ContractMismatch, program))
+    for words in (
+        "float32 (2,) on cpu (rank 0)",
+        "also has  tensor u  torch.float16 (2,)",
+        "lacks  tensor v",
+    ):
+        assert words in text
+
+    def sources(transport: Transport) -> None:
+        broadcast_(torch.zeros(1), src=transport.rank, group=transport)
+
+    text = str(error_of_all(ContractMismatch, sources))
+    assert "rank 0 (rank 0)" in text
+    assert "rank 1 (rank 1)" in text
 
 
-def test_sources_that_differ_are_told_on_every_rank() -> None:
-    def program(transport: Transport) -> str:
-        with pytest.raises(ContractMismatch) as caught:
-            broadcast_(torch.zeros(1), src=transport.rank, group=transport)
-        return str(caught.value)
+def test_what_ranks_refuse_every_rank_raises() -> None:
+    def one_rank(transport: Transport) -> None:
+        broadcast_([torch.zeros(1), "x" if transport.rank == 1 else torch.zeros(1)], group=transport)
 
-    first, second = run_ranks(2, program)
-    assert first == second
-    assert "expected rank 0 (rank 0)" in first
-    assert "got      rank 1 (rank 1)" in first
-
-
-def test_what_one_rank_refuses_every_rank_raises() -> None:
-    def program(transport: Transport) -> str:
-        with pytest.raises(TypeError) as caught:
-            broadcast_([torch.zeros(1), "x" if transport.rank == 1 else torch.zeros(1)], group=transport)
-        return str(caught.value)
-
-    texts = run_ranks(3, program)
-    assert texts[0].startswith(
-        "sl.broadcast_: refused, nothing was sent\nrank 1: expected the target to be a Module, an Optimizer"
+    text = str(error_of_all(TypeError, one_rank, 3))
+    assert text.startswith(
+        "sl.broadcast_: refused, nothing was sent\nrank 1: expected the target to be a Module"
     )
-    assert "got a str at [1]" in texts[0]
-    assert texts == [texts[0]] * 3
+    assert "got a str at [1]" in text
 
+    def all_ranks(transport: Transport) -> None:
+        broadcast_({"x": torch.zeros(1).expand(3)}, group=transport)
 
-def test_ranks_in_different_verbs_are_told_so() -> None:
-    def program(transport: Transport) -> str:
-        with pytest.raises(CollectiveMismatch) as caught:
-            if transport.rank == 0:
-                mean({"loss": 1.0}, group=transport)
-            else:
-                broadcast_(torch.zeros(1), group=transport)
-        return str(caught.value)
+    assert "expected x to be writable in place" in str(error_of_all(ValueError, all_ranks))
 
-    first, second = run_ranks(2, program)
-    assert first == second
-    assert "  rank 0: sl.mean, before the first step, at test_verbs.py:" in first
-    assert "  rank 1: sl.broadcast_, before the first step, at test_verbs.py:" in first
-
-
-@pytest.mark.parametrize(
-    ("src", "error", "text"),
-    [
+    rows: list[tuple[Any, type[Exception], str]] = [
         (2, ValueError, "consists of ranks 0, 1, got 2"),
         (-1, ValueError, "consists of ranks 0, 1, got -1"),
-        (0.0, TypeError, "expected src to be an integer, got 0.0"),
-    ],
-)
-def test_a_source_outside_of_the_group_is_refused(src: Any, error: type[Exception], text: str) -> None:
+        (0.0, TypeError, "src to be an integer, got 0.0"),
+    ]
+    for src, error, words in rows:
+        found = error_of_all(error, lambda t, src=src: broadcast_(torch.zeros(1), src, group=t))
+        assert words in str(found), src
+
+
+def test_ranks_in_different_verbs_are_an_error_that_names_verbs_and_lines() -> None:
     def program(transport: Transport) -> None:
-        with pytest.raises(error, match=text):
-            broadcast_(torch.zeros(1), src, group=transport)
+        if transport.rank == 0:
+            mean({"loss": 1.0}, group=transport)
+        else:
+            broadcast_(torch.zeros(1), group=transport)
 
-    run_ranks(2, program)
-
-
-def test_what_all_ranks_refuse_is_the_error_itself() -> None:
-    def program(transport: Transport) -> None:
-        with pytest.raises(ValueError, match="an expanded tensor"):
-            broadcast_({"x": torch.zeros(1).expand(3)}, group=transport)
-
-    run_ranks(2, program)
+    text = str(error_of_all(CollectiveMismatch, program))
+    for rank, name in enumerate(("mean", "broadcast_")):
+        assert f"  rank {rank}: sl.{name}, before the first step, at test_verbs.py:" in text
 
 
 # ---------------------------------------------------------------------- barrier
@@ -353,15 +240,15 @@ def test_a_barrier_waits_for_every_rank() -> None:
 
 
 def test_a_barrier_that_a_rank_does_not_reach_is_a_timeout() -> None:
-    told = threading.Event()
+    has_raised = threading.Event()
 
     def program(transport: Transport) -> None:
         if transport.rank == 0:
             with pytest.raises(CollectiveTimeout):
                 barrier(transport)
-            told.set()
+            has_raised.set()
         else:
-            assert told.wait(30)
+            assert has_raised.wait(30)
 
     run_ranks(2, program, timeout_seconds=0.05)
 
@@ -377,19 +264,19 @@ def means(values: list[Any], weights: list[Any] | None = None) -> list[Any]:
     )
 
 
-@pytest.mark.parametrize(
-    ("values", "expected"),
-    [([1.0, 2.0], 1.5), ([1, 2], 1.5), ([True, False, False, True], 0.5), ([Fraction(1, 2), 1.5], 1.0)],
-)
-def test_numbers_become_their_mean_as_float(values: list[Any], expected: float) -> None:
-    for result in means(values):
-        assert result == expected
-        assert type(result) is float
-
-
-def test_weights_count_as_items() -> None:
-    assert means([1.0, 3.0], [2, 6]) == [2.5, 2.5]
-    assert means([1.0, 3.0], [torch.tensor(2), torch.tensor(6.0)]) == [2.5, 2.5]
+def test_numbers_become_their_mean_as_float_and_weights_count_as_items() -> None:
+    rows: list[tuple[list[Any], Any, float]] = [
+        ([1.0, 2.0], None, 1.5),
+        ([1, 2], None, 1.5),
+        ([True, False, False, True], None, 0.5),
+        ([Fraction(1, 2), 1.5], None, 1.0),
+        ([1.0, 3.0], [2, 6], 2.5),
+        ([1.0, 3.0], [torch.tensor(2), torch.tensor(6.0)], 2.5),
+    ]
+    for values, weights, expected in rows:
+        for result in means(values, weights):
+            assert (result, type(result)) == (expected, float), values
+    assert all(map(math.isnan, means([1.0, math.nan])))  # of a rank that counts
 
 
 Pair = namedtuple("Pair", ["x", "y"])
@@ -418,93 +305,59 @@ def test_the_same_structure_comes_back() -> None:
         assert result["pair"].y.tolist() == [0.5, 1.0]
         assert result["metrics"].loss == 0.5
         assert result["metrics"].parts[0].dtype == torch.float64
+        assert result["metrics"].parts[0].shape == ()
         assert result["z"] == 0.5
-
-
-def test_keys_in_another_order_are_the_same_structure() -> None:
     first, second = means([{"a": 1.0, "b": 10.0}, {"b": 20.0, "a": 2.0}])
     assert first == second == {"a": 1.5, "b": 15.0}
     assert (list(first), list(second)) == (["a", "b"], ["b", "a"])
-
-
-def test_an_empty_structure_comes_back() -> None:
     assert means([{}, {}]) == [{}, {}]
 
 
 @pytest.mark.parametrize("numel", [0, 1, 5, 40, 5000])
-@pytest.mark.parametrize(
-    ("dtype", "result_dtype"),
-    [
-        (torch.float64, torch.float64),
-        (torch.float32, torch.float32),
-        (torch.bfloat16, torch.bfloat16),
-        (torch.complex64, torch.complex64),
-        (torch.int64, torch.float32),
-        (torch.bool, torch.float32),
-    ],
-)
-def test_tensors_keep_shape_and_dtype_and_integers_become_float32(
-    numel: int, dtype: torch.dtype, result_dtype: torch.dtype
-) -> None:
+def test_tensors_keep_shape_and_dtype_and_integers_become_float32(numel: int) -> None:
     g = torch.Generator().manual_seed(numel)
-    values = [(torch.randn(numel, 1, generator=g, dtype=torch.float64) * 4).to(dtype) for _ in range(3)]
     weights = [1.0, 2.0, 5.0]
-    exact = torch.complex128 if dtype.is_complex else torch.float64
-    expected = sum(v.to(exact) * w for v, w in zip(values, weights, strict=True)) / 8  # type: ignore[misc]
-    before = [value.clone() for value in values]
-    results = means(values, weights)
-    for result in results:
-        assert result.dtype == result_dtype
-        assert result.shape == (numel, 1)
-        assert torch.equal(result, results[0])
-        # One rounding to the result's precision; large tensors are added up in fp32 (three roundings more).
-        torch.testing.assert_close(
-            result, expected.to(result_dtype), rtol=3e-7 if numel == 5000 else 0, atol=1e-6
-        )
-    assert all(map(torch.equal, values, before))
-
-
-def test_the_result_is_detached_and_its_own_memory() -> None:
-    def program(transport: Transport) -> bool:
-        x = torch.ones(2, requires_grad=True)
-        y = torch.ones(5000, requires_grad=True)
-        results = mean([x, y], group=transport)
+    floats = (torch.float64, torch.float32, torch.bfloat16, torch.complex64)
+    for dtype in (*floats, torch.int64, torch.bool):
+        values = [(torch.randn(numel, 1, generator=g, dtype=torch.float64) * 4).to(dtype) for _ in range(3)]
+        exact = torch.complex128 if dtype.is_complex else torch.float64
+        expected = sum(v.to(exact) * w for v, w in zip(values, weights, strict=True)) / 8  # type: ignore[misc]
+        before = [value.clone() for value in values]
+        results = means(values, weights)
+        result_dtype = dtype if dtype in floats else torch.float32
         for result in results:
+            assert (result.dtype, result.shape) == (result_dtype, (numel, 1)), dtype
+            assert torch.equal(result, results[0]), dtype
+            # One rounding to the result's precision; large tensors are added up in fp32 (three roundings more).
+            torch.testing.assert_close(
+                result, expected.to(result_dtype), rtol=3e-7 if numel == 5000 else 0, atol=1e-6
+            )
+        assert all(map(torch.equal, values, before)), dtype
+
+
+def test_the_result_is_detached_and_its_own_memory_and_a_pending_conjugation_counts() -> None:
+    def program(transport: Transport) -> None:
+        for numel in (2, 5000):
+            x = torch.ones(numel, requires_grad=True)
+            result = mean([x], group=transport)[0]
+            assert not result.requires_grad
             result.zero_()
-        return not any(r.requires_grad for r in results) and bool((x == 1).all()) and bool((y == 1).all())
+            assert bool((x == 1).all())
+            z = torch.full((numel,), 1 + 2j, dtype=torch.complex128).conj()
+            assert torch.equal(mean(z, group=transport), torch.full_like(z, 1 - 2j)), numel
 
-    assert run_ranks(2, program) == [True, True]
-    assert run_ranks(1, program) == [True]
-
-
-@pytest.mark.parametrize("numel", [2, 5000])
-def test_a_pending_conjugation_counts(numel: int) -> None:
-    x = torch.full((numel,), 1 + 2j, dtype=torch.complex128).conj()
-    for result in means([x, x]):
-        assert torch.equal(result, torch.full((numel,), 1 - 2j, dtype=torch.complex128))
+    for size in (1, 2):
+        run_ranks(size, program)
 
 
-def test_scalar_tensors_stay_scalar_tensors() -> None:
-    for result in means([torch.tensor(1.0), torch.tensor(2.0)]):
-        assert result.shape == ()
-        assert result.item() == 1.5
-
-
-def test_every_rank_gets_the_same_bits_whatever_the_values() -> None:
+def test_every_rank_gets_the_same_bits_and_those_of_a_single_weighted_rank() -> None:
     g = torch.Generator().manual_seed(0)
     values = [{"x": torch.randn(100, generator=g), "big": torch.randn(5000, generator=g)} for _ in range(4)]
-    weights = torch.rand(4, generator=g).tolist()
-    results = means(values, weights)
-    for name in ("x", "big"):
-        assert all(torch.equal(result[name], results[0][name]) for result in results)
-
-
-def test_one_weighted_rank_gives_exactly_its_values() -> None:
-    values = [{"x": 0.1, "t": torch.tensor([0.3]), "big": torch.full((5000,), 0.7)} for _ in range(3)]
-    for result in means(values, [0, 0.3, 0]):
-        assert result["x"] == 0.1
-        assert torch.equal(result["t"], torch.tensor([0.3]))
-        assert torch.equal(result["big"], torch.full((5000,), 0.7))
+    for weights in (torch.rand(4, generator=g).tolist(), [0, 0, 0.3, 0]):
+        results = means(values, weights)
+        for name in ("x", "big"):
+            expected = values[2][name] if 0 in weights else results[0][name]
+            assert all(torch.equal(result[name], expected) for result in results), (name, weights)
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
@@ -515,14 +368,6 @@ def test_a_rank_of_weight_zero_contributes_nothing_even_if_its_values_are_not_fi
         assert result["x"] == 2.0
         assert (result["t"] == 2).all()
         assert (result["big"] == 2).all()
-
-
-def test_nan_of_a_rank_that_counts_stays_visible() -> None:
-    for result in means([1.0, math.nan]):
-        assert math.isnan(result)
-
-
-# ---------------------------------------------------------------------- mean: cost
 
 
 @pytest.mark.parametrize(
@@ -536,87 +381,41 @@ def test_nan_of_a_rank_that_counts_stays_visible() -> None:
 )
 def test_a_few_numbers_cost_one_collective(values: Any, num_calls: dict[str, int]) -> None:
     def program(transport: Transport) -> dict[str, int]:
-        mean(values, group=transport)
+        mean(values, 0.1, group=transport)
         return transport.statistics().num_calls
 
     assert run_ranks(2, program) == [num_calls, num_calls]
-
-
-def test_alone_a_mean_sends_nothing() -> None:
-    def program(transport: Transport) -> int:
-        assert mean({"x": 3, "t": torch.ones(9)}, 0.1, group=transport)["x"] == 3.0
-        return transport.statistics().total_calls
-
-    assert run_ranks(1, program) == [0]
-    assert mean(2) == 2.0
+    if "all_reduce" not in num_calls:
+        assert run_ranks(1, program) == [{}], "alone nothing is sent"
 
 
 # ---------------------------------------------------------------------- mean: refusals
 
 
-def errors(error_class: type[Exception], values: list[Any], weights: list[Any]) -> str:
+def error_of_mean(kind: type[Exception], values: list[Any], weights: list[Any] | None = None) -> str:
     """The text of the error that every rank raises."""
-
-    def program(transport: Transport) -> str:
-        with pytest.raises(error_class) as caught:
-            mean(values[transport.rank], weights[transport.rank], group=transport)
-        assert type(caught.value) is error_class
-        x = torch.ones(1)
-        transport.all_reduce(x).wait()  # nothing is left over that a peer would wait for
-        assert x.item() == transport.size
-        return str(caught.value)
-
-    texts = run_ranks(len(values), program)
-    assert len(set(texts)) == 1
-    return texts[0]
+    weights = weights or [1] * len(values)
+    return str(error_of_all(kind, lambda t: mean(values[t.rank], weights[t.rank], group=t), len(values)))
 
 
-@pytest.mark.parametrize("weight", [-1, -1e-9, math.nan, math.inf, "x", torch.ones(2), 10**400])
-def test_a_bad_weight_is_an_error_on_every_rank(weight: Any) -> None:
-    is_number = isinstance(weight, int | float)
-    text = errors(ValueError if is_number else TypeError, [1.0, 1.0, 1.0], [1, weight, 1])
-    assert text.startswith(
-        "sl.mean: refused, nothing was sent\nrank 1: expected weight to be a finite number of at least 0, got "
-    )
+def test_weights_without_a_mean_are_an_error_on_every_rank() -> None:
+    for weight in (-1, -1e-9, math.nan, math.inf, "x", torch.ones(2), 10**400):
+        kind = ValueError if isinstance(weight, int | float) else TypeError
+        text = error_of_mean(kind, [1.0] * 3, [1, weight, 1])
+        assert text.startswith("sl.mean: refused, nothing was sent\nrank 1: expected weight to be"), weight
+    assert "\nranks 0, 2: expected weight" in error_of_mean(ValueError, [1.0] * 3, [-2, 1, -2])
+    assert "got [0.0, 0.0] (in rank order)" in error_of_mean(ValueError, [1.0, 2.0], [0, 0])
+    assert "finite sum above 0" in error_of_mean(ValueError, [1.0, 2.0], [1e308, 1e308])
 
 
-def test_a_bad_weight_says_what_was_expected() -> None:
-    text = errors(ValueError, [1.0, 1.0, 1.0], [-2, 1, -2])
-    assert text.splitlines()[1:] == [
-        "ranks 0, 2: expected weight to be a finite number of at least 0, got -2"
-    ]
-
-
-def test_weights_that_are_all_zero_are_an_error_on_every_rank() -> None:
-    assert "got [0.0, 0.0] (in rank order)" in errors(ValueError, [1.0, 2.0], [0, 0])
-
-
-def test_weights_whose_sum_is_not_finite_are_an_error_on_every_rank() -> None:
-    assert "finite sum above 0" in errors(ValueError, [1.0, 2.0], [1e308, 1e308])
-
-
-@pytest.mark.parametrize(
-    ("leaf", "text"),
-    [
-        ("x", "got a str at values.a"),
-        (None, "got a NoneType at values.a"),
-        (1j, "got a complex at values.a"),
-    ],
-)
-def test_a_leaf_that_is_no_number_is_a_type_error_on_every_rank(leaf: Any, text: str) -> None:
-    assert text in errors(TypeError, [{"a": 1.0}, {"a": leaf}], [1, 1])
-
-
-@pytest.mark.parametrize(
-    ("here", "there", "text"),
-    [
+def test_leaves_that_are_no_numbers_and_structures_that_differ_are_errors_on_every_rank() -> None:
+    for leaf, kind in (("x", "str"), (None, "NoneType"), (1j, "complex")):
+        assert f"got a {kind} at values.a" in error_of_mean(TypeError, [{"a": 1.0}, {"a": leaf}])
+    rows: list[tuple[Any, Any, str]] = [
         ({"loss": 1.0}, {"loss": 1.0, "acc": 1.0}, "also has  values.acc  a number"),
         ({"loss": torch.zeros(2)}, {"loss": torch.zeros(3)}, "expected torch.float32 (2,) (rank 0)"),
         ({"loss": torch.zeros(5000)}, {"loss": 1.0}, "got      a number (rank 1)"),
         ([1.0] * 20, [1.0] * 5, "lacks  values[19]  a number"),
-    ],
-)
-def test_structures_that_differ_are_a_mismatch_on_every_rank(here: Any, there: Any, text: str) -> None:
-    message = errors(ContractMismatch, [here, there], [1, 1])
-    assert message.startswith("sl.mean: the ranks do not agree.")
-    assert text in message
+    ]
+    for here, there, text in rows:
+        assert text in error_of_mean(ContractMismatch, [here, there])
