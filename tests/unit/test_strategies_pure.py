@@ -58,6 +58,13 @@ def walk(
     return found
 
 
+def states_of(strategy: Strategy[Any], num_ranks: int) -> list[Any]:
+    specs = (
+        replace(SPEC, rank=rank, num_ranks=num_ranks, hosts=(0,) * num_ranks) for rank in range(num_ranks)
+    )
+    return [strategy.init(spec) for spec in specs]
+
+
 # ---------------------------------------------------------------------- local SGD
 
 
@@ -178,10 +185,7 @@ def test_nobody_sends_to_itself_or_twice(topology: Any, num_ranks: int, round: i
 @given(topology=st.sampled_from(["ring", "exponential", "pairs"]), num_ranks=st.integers(2, 9))
 def test_what_one_rank_sends_another_expects(topology: Any, num_ranks: int) -> None:
     strategy = sl.Gossip(topology)
-    states = [
-        strategy.init(replace(SPEC, rank=rank, num_ranks=num_ranks, hosts=(0,) * num_ranks))
-        for rank in range(num_ranks)
-    ]
+    states = states_of(strategy, num_ranks)
     for step in range(1, 10):
         pushes: list[Push] = []
         for rank in range(num_ranks):
@@ -218,26 +222,22 @@ def test_the_server_is_never_staler_than_it_says_and_never_stuck(
     num_ranks: int, staleness: int, num_steps: int, seed: int
 ) -> None:
     """Ranks step and messages arrive in a random order; an Await holds its rank back."""
-    chance = random.Random(seed)
+    chance, ranks = random.Random(seed), range(num_ranks)
     strategy = sl.ParameterServer(staleness)
-    states = [
-        strategy.init(replace(SPEC, rank=rank, num_ranks=num_ranks, hosts=(0,) * num_ranks))
-        for rank in range(num_ranks)
-    ]
-    steps = [0] * num_ranks
-    waits = [False] * num_ranks
-    is_meeting = [False] * num_ranks
-    mail: list[dict[tuple[str, int], list[Message]]] = [{} for _ in range(num_ranks)]
-    closed = [[0] * num_ranks for _ in range(num_ranks)]  # [rank][shard], as told by actions
+    states = states_of(strategy, num_ranks)
+    steps, waits, is_meeting = ([start] * num_ranks for start in (0, False, False))
+    mail: list[list[list[Message]]] = [[[] for _ in range(2 * num_ranks)] for _ in ranks]
+    closed = [[0] * num_ranks for _ in ranks]  # [rank][shard], as the actions say
 
-    def carry_out(rank: int, actions: tuple[Action, ...]) -> None:
+    def carry_out(rank: int, decision: tuple[Any, tuple[Action, ...]]) -> None:
+        states[rank], actions = decision
         waits[rank] = Await() in actions
         for action in actions:
-            for other in range(num_ranks):
-                if other != rank and isinstance(action, Update):
-                    mail[other].setdefault(("update", rank), []).append(Message("update", rank, action.clock))
-                if other != rank and isinstance(action, Close):
-                    mail[other].setdefault(("values", rank), []).append(Message("values", rank, action.clock))
+            if isinstance(action, Update | Close):
+                is_update = isinstance(action, Update)
+                message = Message("update" if is_update else "values", rank, action.clock)
+                for other in set(ranks) - {rank}:
+                    mail[other][2 * rank + is_update].append(message)
             if isinstance(action, Close):
                 assert action.clock == closed[rank][rank] + 1
                 closed[rank][rank] = action.clock
@@ -245,38 +245,25 @@ def test_the_server_is_never_staler_than_it_says_and_never_stuck(
                 closed[rank][action.shard] = action.clock
 
     for _ in range(10_000):
-        movable = []
-        for rank in range(num_ranks):
-            has_mail = any(mail[rank].values())
-            if waits[rank] and has_mail:
-                movable.append((rank, "mail"))
-            elif not waits[rank] and steps[rank] < num_steps:
-                movable.append((rank, "step"))
-            elif not waits[rank] and not is_meeting[rank]:
-                movable.append((rank, "meet"))
+        movable = [(rank, "mail") for rank in ranks if waits[rank] and any(mail[rank])]
+        free = [rank for rank in ranks if not waits[rank] and not is_meeting[rank]]
+        movable += [(rank, "step" if steps[rank] < num_steps else "meet") for rank in free]
         if not movable:
             break
         rank, what = chance.choice(movable)
         inbox = []
-        for key, queue in mail[rank].items():
+        for queue in mail[rank]:
             # As in the executor: what is of a later step than this rank's own is not looked for yet.
             while queue and queue[0].clock <= steps[rank] and (what == "mail" or chance.random() < 0.5):
-                inbox.append(mail[rank][key].pop(0))
+                inbox.append(queue.pop(0))
+        steps[rank] += what == "step"
+        now = Progress(step=steps[rank])
         if what == "meet":
             is_meeting[rank] = True
-            states[rank], actions = strategy.at_sync(states[rank], Progress(step=steps[rank]))
-            carry_out(rank, actions)
-            if inbox:
-                states[rank], actions = strategy.at_step(states[rank], Progress(step=steps[rank]), inbox)
-                carry_out(rank, actions)
-            continue
-        if what == "mail" and not inbox:
-            continue
-        steps[rank] += what == "step"
-        states[rank], actions = strategy.at_step(states[rank], Progress(step=steps[rank]), inbox)
-        carry_out(rank, actions)
-        if not waits[rank]:
-            assert steps[rank] - min(closed[rank]) <= staleness
+            carry_out(rank, strategy.at_sync(states[rank], now))
+        if what == "step" or inbox:
+            carry_out(rank, strategy.at_step(states[rank], now, inbox))
+        assert waits[rank] or steps[rank] - min(closed[rank]) <= staleness
     assert steps == [num_steps] * num_ranks, "nobody is stuck"
     assert is_meeting == [True] * num_ranks
     assert closed == [[num_steps] * num_ranks] * num_ranks, "after the meeting all know all"
