@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -19,7 +20,6 @@ from syncline.tensors import TensorReducer, reduction
 from syncline.tensors.packing import plan_pieces
 from syncline.tensors.targets import parts_of
 from syncline.transport import ReduceOp, Transport, Work, run_ranks
-from syncline.transport.work import CombinedWork
 
 DTYPES = [torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.complex64, torch.complex128]
 
@@ -274,6 +274,20 @@ def test_many_tensors_cost_two_collectives_and_autograd_sees_the_writing() -> No
     run_ranks(2, program)
 
 
+class Counted(Work):
+    """A pending operation that calls a function when it has ended."""
+
+    def __init__(self, inner: Work, ended: Callable[[], None]) -> None:
+        self._inner, self._ended = inner, ended
+
+    def wait(self, timeout_seconds: float | None = None) -> None:
+        self._inner.wait(timeout_seconds)
+        self._ended()
+
+    def is_completed(self) -> bool:
+        return self._inner.is_completed()
+
+
 def test_at_most_two_packed_copies_are_under_way_unless_asynchronous(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -285,7 +299,7 @@ def test_at_most_two_packed_copies_are_under_way_unless_asynchronous(
 
         def counted(tensor: Tensor, op: ReduceOp = "sum") -> Work:
             under_way.append(under_way[-1] + 1)
-            return CombinedWork([(original(tensor, op), lambda: under_way.append(under_way[-1] - 1))])
+            return Counted(original(tensor, op), lambda: under_way.append(under_way[-1] - 1))
 
         t.all_reduce = counted  # type: ignore[method-assign, assignment]
         TensorReducer(tensors, t, "mean").run()
