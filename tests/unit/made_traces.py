@@ -4,10 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from syncline.tracing import rows
 
-__all__ = ["MadeRank", "MadeRun", "rows"]
+__all__ = ["MadeRank", "MadeRun", "rows", "written"]
+
+
+def written(directory: Path, recorded: Sequence[Sequence[rows.Row]]) -> Path:
+    """Write the rows of each rank into a file of a directory, and return the directory."""
+    directory.mkdir(exist_ok=True)
+    for rank, found in enumerate(recorded):
+        path = directory / f"rank-{rank:05d}.host.{100 + rank}.000000.trace.jsonl"
+        path.write_bytes(b"".join(map(rows.encode, found)))
+    return directory
 
 
 @dataclass(kw_only=True)
@@ -42,18 +52,14 @@ class MadeRun:
 
     def rows(self) -> list[list[rows.Row]]:
         """Return the rows of each rank."""
-        found: list[list[rows.Row]] = [
-            [self._process(rank), self._module()] for rank in range(len(self.ranks))
-        ]
+        found: list[list[rows.Row]] = [[self._process(at), self._module()] for at in range(len(self.ranks))]
         now = [0.0] * len(self.ranks)
         for step in range(1, self.num_steps + 1):
             ready = [at + rank.data + rank.forward for at, rank in zip(now, self.ranks, strict=True)]
+            parts = [(number + 1) / len(self.bucket_bytes) for number in range(len(self.bucket_bytes))]
             sent = [
-                [
-                    ready[rank] + one.backward * (number + 1) / len(self.bucket_bytes)
-                    for number in range(len(self.bucket_bytes))
-                ]
-                for rank, one in enumerate(self.ranks)
+                [at + rank.backward * part for part in parts]
+                for at, rank in zip(ready, self.ranks, strict=True)
             ]
             reduced, free = [], 0.0
             for number, size in enumerate(self.bucket_bytes):
@@ -79,34 +85,24 @@ class MadeRun:
         def at(time: float) -> int:
             return round(time) + one.shift
 
-        found.append(
-            rows.ForwardRow("Net", step, at(began + one.data), at(began + one.data), at(ready), True, 0)
-        )
+        forward = at(began + one.data)
+        found.append(rows.ForwardRow("Net", step, forward, forward, at(ready), True, 0))
         wait, buckets = ready + one.backward, []
         for number, (when, end) in enumerate(zip(sent, reduced, strict=True)):
             buckets.append((number, at(when), at(wait), at(max(wait, end))))
             wait = max(wait, end)
         ended = at(wait)
+        loss = {"loss": 1.0 / step}
         found.append(
-            rows.BackwardRow(
-                "Net", step, at(ready), ended, 1, True, buckets, {"loss": 1.0 / step}, list(self.unused)
-            )
+            rows.BackwardRow("Net", step, at(ready), ended, 1, True, buckets, loss, list(self.unused))
         )
         found.append(rows.OptimizerRow("Net", "SGD", step, ended, ended + one.update, step in self.discarded))
 
     def _process(self, rank: int) -> rows.ProcessRow:
         one = self.ranks[rank]
+        host = f"host {one.clock}"
         return rows.ProcessRow(
-            rows.FORMAT,
-            rank,
-            len(self.ranks),
-            f"host {one.clock}",
-            one.clock,
-            100 + rank,
-            0,
-            1e9,
-            "train.py",
-            {},
+            rows.FORMAT, rank, len(self.ranks), host, one.clock, 100 + rank, 0, 1e9, "train.py", {}
         )
 
     def _module(self) -> rows.ModuleRow:
