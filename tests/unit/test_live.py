@@ -1,4 +1,4 @@
-"""The picture of `syncline run --live`: what is drawn of the ranks, and how, on a terminal."""
+"""The picture of `syncline run --live`: how it is drawn on a terminal, and which ranks it shows until when."""
 
 from __future__ import annotations
 
@@ -12,24 +12,8 @@ from made_traces import MadeRank, MadeRun, rows
 
 from syncline.tools.watch import follow
 from syncline.tools.watch.live import Live, LiveRanks
-from syncline.tools.watch.ranks import RankState, meaning, present, screen, stand_still
 from syncline.tools.watch.terminal import Terminal
 from terminals import SeenTerminal, seen
-
-NAME = "rank-{:05d}.{}.{}.000000.trace.jsonl"
-
-
-def record(directory: Path, number: int, found: Sequence[rows.Row], *, at: float, host: str = "a") -> None:
-    """Append rows to the file of a process, as at a time."""
-    path = directory / NAME.format(number, host, number)
-    with path.open("ab") as file:
-        file.write(b"".join(rows.encode(row) for row in found))
-    os.utime(path, (at, at))
-
-
-def recorded(num_ranks: int, **settings: int) -> list[list[rows.Row]]:
-    return MadeRun(ranks=[MadeRank()] * num_ranks, **settings).rows()
-
 
 # ---------------------------------------------------------------------- the terminal
 
@@ -49,15 +33,12 @@ def test_lines_appear_above_the_picture() -> None:
         terminal.print(b"after\n")
         terminal.draw(["never drawn"])
         assert shown.lines()[4:] == ["the last line", "after", ""]
-
-
-def test_a_picture_that_stays_is_like_lines_that_were_printed() -> None:
     with SeenTerminal() as shown:
         terminal = Terminal(shown.fd)
         terminal.draw(["the", "picture"])
         terminal.end(stays=True)
         terminal.print(b"after\n")
-        assert shown.lines() == ["the", "picture", "after", ""]
+        assert shown.lines() == ["the", "picture", "after", ""], "a picture that stays is like printed lines"
 
 
 def test_characters_that_would_move_the_cursor_are_not_drawn() -> None:
@@ -107,82 +88,11 @@ def test_what_is_seen_of_a_text() -> None:
         seen("\033[2J")
 
 
-# ---------------------------------------------------------------------- the picture
-
-
-def states(num_ranks: int, at: float = 100.0) -> list[RankState]:
-    found = []
-    for one in recorded(num_ranks):
-        found.append(RankState())
-        found[-1].add(one, at)
-    return found
-
-
-LONG = "step 21, backward, bucket 0, waiting in all_reduce(sum) of 10184 elements, at train.py:7"
-
-
-def test_long_lines_are_wrapped_below_their_beginning() -> None:
-    found = states(2)
-    found[0].add([rows.PlaceRow(int(1e12), 21, LONG)], 130.0)
-    found[1].add([rows.PlaceRow(int(1e12), 20, "step 20, at train.py:6 in load")], 130.0)
-    text = screen(found, 131.0, columns=80)
-    assert all(len(line) < 80 for line in text.splitlines())
-    assert "train.py:7" in text.splitlines()[3]
-    assert text.splitlines()[2].startswith(" " * 38 + "all_reduce")
-    narrow = screen(found, 131.0, columns=40)
-    assert all(len(line) < 40 for line in narrow.splitlines()[1:])
-
-
-def test_if_not_all_ranks_fit_those_are_shown_that_say_most() -> None:
-    found = states(12)
-    for one in found:
-        at_work = one.rank == 9
-        words = "step 20, at train.py:6 in load" if at_work else "step 21, waiting in all_reduce"
-        one.add([rows.PlaceRow(int(1e12), 21, words)], 130.0)
-    found[10].add([rows.EndRow(1, "ValueError: bad")], 130.0)
-    found[0].add([rows.EndRow(1, "")], 130.0)
-    text = screen(found, 131.0, columns=100, lines=9)
-    ranks = [line.split()[0] for line in text.splitlines()[1:6]]
-    assert ranks == ["1", "2", "9", "10", "and"]
-    assert "and 8 more ranks" in text
-    assert len(text.splitlines()) <= 9
-    assert "rank 9 does not" in text
-
-
-def test_ranks_that_have_not_recorded_anything_yet() -> None:
-    found = [RankState(rank, started_at=100.0) for rank in range(2)]
-    assert meaning(found, 101.0) == "No rank has ended two steps yet."
-    assert "before its first step" in screen(found, 101.0)
-    found[0].add([rows.PlaceRow(1, None, "before the first step, waiting in sl.mean, at a.py:3")], 130.0)
-    assert meaning(found, 131.0) == (
-        "No rank has ended a step yet: starting, 31 s. Rank 0 waits for others; rank 1 does "
-        "not: look at the line where it is."
-    )
-
-
-def test_a_rank_that_was_lost_is_no_longer_there_once_the_others_know() -> None:
-    found = states(3)
-    assert [one.rank for one in present(found)] == [0, 1, 2]
-    for one in (found[0], found[1]):
-        assert one.process is not None
-        one.add([one.process._replace(num_ranks=2, unix_seconds=2e9)], 101.0)
-    assert present(found) == found[:2]
-
-
-def test_a_run_stands_still_if_all_do_that_have_not_ended() -> None:
-    found = states(3)
-    assert not stand_still(found, 101.0)
-    assert stand_still(found, 131.0)
-    found[0].add([rows.CallRow("mean", 10**9, 10**9)], 131.0)
-    assert not stand_still(found, 132.0)
-    found[0].add([rows.EndRow(1, "")], 132.0)
-    assert stand_still(found, 133.0)
-    for one in found:
-        one.add([rows.EndRow(1, "")], 134.0)
-    assert not stand_still(found, 200.0)
-
-
 # ---------------------------------------------------------------------- the ranks of a launcher
+
+START, STAYS = "before its first step", "(the last one stays)"
+
+END = rows.EndRow(2 * 10**9, "KeyboardInterrupt")
 
 
 class Clock:
@@ -201,20 +111,37 @@ def _clock(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(follow, "time", Clock())
 
 
+def recorded(num_ranks: int) -> list[list[rows.Row]]:
+    return MadeRun(ranks=[MadeRank()] * num_ranks).rows()
+
+
+def record(directory: Path, number: int, found: Sequence[rows.Row], *, at: float, host: str = "a") -> None:
+    """Append rows to the file of a process, as at a time."""
+    path = directory / f"rank-{number:05d}.{host}.{number}.000000.trace.jsonl"
+    with path.open("ab") as file:
+        file.write(b"".join(map(rows.encode, found)))
+    os.utime(path, (at, at))
+
+
+def started(directory: Path) -> LiveRanks:
+    ranks = LiveRanks(directory)
+    ranks.start([0, 1], 90.0)
+    return ranks
+
+
 def looked(ranks: LiveRanks, now: float) -> str:
     Clock.now = now
-    return "\n".join(ranks.look(now, 100, 24) or ["(the last one stays)"])
+    return "\n".join(ranks.look(now, 100, 24) or [STAYS])
 
 
 def test_the_picture_follows_the_ranks(tmp_path: Path) -> None:
-    ranks = LiveRanks(tmp_path / "trace")
-    ranks.start([0, 1], 90.0)
-    assert looked(ranks, 91.0).count("before its first step") == 2
-    (tmp_path / "trace").mkdir()
-    first, second = recorded(2)
-    record(tmp_path / "trace", 0, first, at=100.0)
-    assert looked(ranks, 101.0).count("before its first step") == 1
-    record(tmp_path / "trace", 1, second, at=100.0)
+    directory = tmp_path / "trace"
+    ranks = started(directory)
+    assert looked(ranks, 91.0).count(START) == 2
+    directory.mkdir()
+    for number, found in enumerate(recorded(2)):
+        record(directory, number, found, at=100.0)
+        assert looked(ranks, 101.0).count(START) == 1 - number
     text = looked(ranks, 101.0)
     assert text.startswith("--- the ranks ---")
     assert "Training" in text
@@ -222,22 +149,20 @@ def test_the_picture_follows_the_ranks(tmp_path: Path) -> None:
 
 
 def test_the_ranks_of_another_attempt_replace_the_first(tmp_path: Path) -> None:
-    ranks = LiveRanks(tmp_path)
-    ranks.start([0, 1], 90.0)
+    ranks = started(tmp_path)
     for number, found in enumerate(recorded(2)):
         record(tmp_path, number, [*found, rows.EndRow(10**9, "ValueError: bad")], at=100.0)
     assert "ValueError" in looked(ranks, 101.0)
     ranks.start([0, 1], 102.0)
-    assert looked(ranks, 103.0).count("before its first step") == 2
+    assert looked(ranks, 103.0).count(START) == 2
     record(tmp_path, 0, [rows.CallRow("mean", 10**9, 10**9)], at=103.0)  # of the former process 0
     record(tmp_path, 7, recorded(2)[1], at=104.0)
-    assert looked(ranks, 105.0).count("before its first step") == 1
+    assert looked(ranks, 105.0).count(START) == 1
 
 
 def hanging(directory: Path) -> LiveRanks:
     """Two ranks that have been shown as ranks that hang."""
-    ranks = LiveRanks(directory)
-    ranks.start([0, 1], 90.0)
+    ranks = started(directory)
     for number, found in enumerate(recorded(2)):
         record(directory, number, found, at=100.0)
         place = rows.PlaceRow(10**9, 21, f"step 21, waiting in all_reduce, at train.py:{number}")
@@ -249,10 +174,9 @@ def hanging(directory: Path) -> LiveRanks:
 def test_where_ranks_stood_stays_when_they_are_ended(tmp_path: Path) -> None:
     ranks = hanging(tmp_path)
     assert ranks.hung()
-    record(tmp_path, 0, [rows.EndRow(2 * 10**9, "KeyboardInterrupt")], at=132.0)
-    assert looked(ranks, 133.0) == "(the last one stays)"
-    record(tmp_path, 1, [rows.EndRow(2 * 10**9, "KeyboardInterrupt")], at=134.0)
-    assert looked(ranks, 135.0) == "(the last one stays)"
+    for number in range(2):
+        record(tmp_path, number, [END], at=132.0 + 2 * number)
+        assert looked(ranks, 133.0 + 2 * number) == STAYS
     assert ranks.hung()
 
 
@@ -261,15 +185,16 @@ def test_ranks_that_went_on_or_ended_by_themselves_did_not_hang(is_seen: bool, t
     """After their last step, ranks may for example evaluate for long, which is not recorded."""
     ranks = hanging(tmp_path)
     for number in range(2):
-        record(tmp_path, number, [rows.EndRow(2 * 10**9, "")], at=132.0)
+        record(tmp_path, number, [END._replace(error="")], at=132.0)
         if is_seen:
-            assert looked(ranks, 133.0) == "(the last one stays)"
+            assert looked(ranks, 133.0) == STAYS
     assert not ranks.hung()
-    (tmp_path / "other").mkdir()
-    ranks = hanging(tmp_path / "other")
-    went_on = [rows.CallRow("mean", 10**9, 2 * 10**9), rows.EndRow(2 * 10**9, "ValueError: bad")]
+    other = tmp_path / "other"
+    other.mkdir()
+    ranks = hanging(other)
     for number in range(2):
-        record(tmp_path / "other", number, went_on, at=132.0)
+        went_on = [rows.CallRow("mean", 10**9, 2 * 10**9), END._replace(error="ValueError: bad")]
+        record(other, number, went_on, at=132.0)
     if is_seen:
         assert "All ranks have ended, ranks 0, 1 with an error." in looked(ranks, 133.0)
     assert not ranks.hung()
@@ -277,12 +202,11 @@ def test_ranks_that_went_on_or_ended_by_themselves_did_not_hang(is_seen: bool, t
 
 def test_ranks_that_record_nothing_do_not_hang(tmp_path: Path) -> None:
     """They import packages for long, or make no step with Syncline."""
-    ranks = LiveRanks(tmp_path)
-    ranks.start([0, 1], 90.0)
+    ranks = started(tmp_path)
     for number, found in enumerate(recorded(2)):
         record(tmp_path, number, found[:1], at=100.0)
     assert "No rank has ended a step yet" in looked(ranks, 200.0)
-    record(tmp_path, 0, [rows.EndRow(2 * 10**9, "ValueError: bad")], at=201.0)
+    record(tmp_path, 0, [END._replace(error="ValueError: bad")], at=201.0)
     assert not ranks.hung()
 
 
@@ -304,10 +228,10 @@ def test_only_the_ranks_of_this_host_are_shown(tmp_path: Path, monkeypatch: pyte
     monkeypatch.setattr("syncline.tools.watch.live.socket.gethostname", lambda: "this")
     ranks = LiveRanks(tmp_path, has_other_hosts=True)
     ranks.start([2, 3], 90.0)
-    for number, found in enumerate(recorded(4)):
-        assert isinstance(found[0], rows.ProcessRow)
+    for number, (process, *found) in enumerate(recorded(4)):
+        assert isinstance(process, rows.ProcessRow)
         host = "this" if number > 1 else "other"
-        record(tmp_path, number, [found[0]._replace(host=host), *found[1:]], at=100.0, host=host)
+        record(tmp_path, number, [process._replace(host=host), *found], at=100.0, host=host)
     text = looked(ranks, 101.0)
     assert text.startswith("--- the ranks of this host (2 of 4) ---")
     assert [line.split()[0] for line in text.splitlines()[2:4]] == ["2", "3"]
