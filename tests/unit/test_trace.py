@@ -48,31 +48,32 @@ def rows_in(directory: Path) -> dict[str, list[rows.Row]]:
     }
 
 
-@pytest.mark.parametrize(
-    "end", [b"", b"\n", b'[["call","mea', b'[["later",1,2]]\n', b"\xff\n", b"3\n", b"[]\n"]
-)
-def test_a_row_comes_back_whatever_follows_it(end: bytes) -> None:
+def test_a_row_comes_back_whatever_follows_it() -> None:
     row = rows.BackwardRow("Net", 3, 1, 9, 2, True, [[0, 2, 3, 4]], {"loss": 0.5}, ["head.weight"])
-    assert list(rows.decode([rows.encode(row), end])) == [row]
+    for end in (b"", b"\n", b'[["call","mea', b'[["later",1,2]]\n', b"\xff\n", b"3\n", b"[]\n"):
+        assert list(rows.decode([rows.encode(row), end])) == [row], end
+    newer = b'[["call","mean",5,9,"a field of a newer version"]]\n'
+    assert list(rows.decode([newer])) == [rows.CallRow("mean", 5, 9)]
 
 
-def test_a_row_of_a_newer_version_has_more_fields() -> None:
-    assert list(rows.decode([b'[["call","mean",5,9,"new"]]\n'])) == [rows.CallRow("mean", 5, 9)]
-
-
-def test_a_row_is_in_the_file_as_soon_as_it_is_written(tmp_path: Path) -> None:
-    file = TraceFile(tmp_path / "new" / "folder", "rank-0", 1 << 20)
-    file.write(call(1))
-    assert rows_in(tmp_path / "new" / "folder") == {"rank-0.000000.trace.jsonl": [call(1)]}
-    file.close()
-
-
-def test_a_second_trace_of_a_process_has_a_file_of_its_own(tmp_path: Path) -> None:
-    for _ in range(2):
-        file = TraceFile(tmp_path, "rank-0", 1 << 20)
-        file.write(call(1))
-        file.close()
-    assert list(rows_in(tmp_path)) == ["rank-0-2.000000.trace.jsonl", "rank-0.000000.trace.jsonl"]
+def test_a_row_is_in_the_file_as_soon_as_it_is_written_and_no_fork_writes(tmp_path: Path) -> None:
+    folder = tmp_path / "new" / "folder"
+    first = TraceFile(folder, "rank-0", 1 << 20)
+    first.write(call(1))
+    assert rows_in(folder) == {"rank-0.000000.trace.jsonl": [call(1)]}
+    if (pid := os.fork()) == 0:
+        first.write(call(2))
+        os._exit(0)
+    assert os.waitpid(pid, 0)[1] == 0
+    first.write(call(3))
+    first.close()
+    second = TraceFile(folder, "rank-0", 1 << 20)  # another trace of the same process
+    second.write(call(4))
+    second.close()
+    assert [*rows_in(folder).items()] == [
+        ("rank-0-2.000000.trace.jsonl", [call(4)]),
+        ("rank-0.000000.trace.jsonl", [call(1), call(3)]),
+    ]
 
 
 def test_of_a_file_that_grows_too_large_the_beginning_and_the_end_stay(tmp_path: Path) -> None:
@@ -91,19 +92,6 @@ def test_of_a_file_that_grows_too_large_the_beginning_and_the_end_stay(tmp_path:
     assert all(part[0] == process for part in found.values())
     later = [number for part in numbers[1:] for number in part]
     assert later == list(range(later[0], 2000))
-
-
-def test_a_fork_writes_nothing(tmp_path: Path) -> None:
-    file = TraceFile(tmp_path, "rank-0", 1 << 20)
-    file.write(call(1))
-    pid = os.fork()
-    if pid == 0:
-        file.write(call(2))
-        os._exit(0)
-    assert os.waitpid(pid, 0)[1] == 0
-    file.write(call(3))
-    file.close()
-    assert rows_in(tmp_path) == {"rank-0.000000.trace.jsonl": [call(1), call(3)]}
 
 
 # ---------------------------------------------------------------------- the lines of events
@@ -133,25 +121,25 @@ STEP = OptimizerStepped(NET, "SGD", 2**40, 9.5, 10.0, False)
 BUFFERS = BufferRecord(num_tensors=2, payload_bytes=2**40, sent=True, reason="")
 
 
-@pytest.mark.parametrize(
-    "events",
-    [
-        [forward()],
-        [forward(is_training=False, buffers=BUFFERS)],
-        [backward()],
-        [backward(buckets=(), is_synchronized=False, metrics={})],
-        [backward(unused=("head.weight",))],
-        [STEP, STEP._replace(is_discarded=True), STEP._replace(optimizer="Adam")],
-        [CallEnded(0, "mean", 0.5, 1.5)],
-        [forward(), CallEnded(0, "mean", 0.5, 1.5), backward(), STEP, forward(step=8), backward(step=8)],
-        [forward(source=Source(1, "Net 2")), backward(layout=4), backward(metrics={"accuracy": 1.0})],
-    ],
-)
-def test_the_short_rows_of_a_line_come_back_as_rows(events: list[Event]) -> None:
-    lines = Lines()
-    for _ in range(2):  # the second time, the texts are known
-        found = list(rows.decode([lines.of(events)]))
-        assert repr(found) == repr([row._replace(**in_lists(row)) for row in map(row_of, events)])
+EVENTS: list[list[Event]] = [
+    [forward()],
+    [forward(is_training=False, buffers=BUFFERS)],
+    [backward()],
+    [backward(buckets=(), is_synchronized=False, metrics={})],
+    [backward(unused=("head.weight",))],
+    [STEP, STEP._replace(is_discarded=True), STEP._replace(optimizer="Adam")],
+    [CallEnded(0, "mean", 0.5, 1.5)],
+    [forward(), CallEnded(0, "mean", 0.5, 1.5), backward(), STEP, forward(step=8), backward(step=8)],
+    [forward(source=Source(1, "Net 2")), backward(layout=4), backward(metrics={"accuracy": 1.0})],
+]
+
+
+def test_the_short_rows_of_a_line_come_back_as_rows() -> None:
+    for events in EVENTS:
+        lines = Lines()
+        for _ in range(2):  # the second time, the texts are known
+            found = list(rows.decode([lines.of(events)]))
+            assert repr(found) == repr([row._replace(**in_lists(row)) for row in map(row_of, events)])
 
 
 def in_lists(row: rows.Row) -> dict[str, Any]:
@@ -161,10 +149,11 @@ def in_lists(row: rows.Row) -> dict[str, Any]:
     return {"unused": [*row.unused], "buckets": [[*one] for one in row.buckets]} if row.unused else {}
 
 
-@pytest.mark.parametrize("numbers", ["", "AAAA", "%", None, "AAAAAAAA8D8="])
-def test_a_line_whose_numbers_are_damaged_has_no_short_rows(numbers: str | None) -> None:
-    line = json.dumps([["call", "mean", 5, 9], ["optimizer#", "Net", "SGD", False], ["numbers", numbers]])
-    assert [row for row in rows.decode([line.encode()]) if not isinstance(row, rows.CallRow)] == []
+def test_a_line_whose_numbers_are_damaged_has_no_short_rows() -> None:
+    for numbers in ("", "AAAA", "%", None, "AAAAAAAA8D8="):
+        line = json.dumps([["call", "mean", 5, 9], ["optimizer#", "Net", "SGD", False], ["numbers", numbers]])
+        found = [row for row in rows.decode([line.encode()]) if not isinstance(row, rows.CallRow)]
+        assert found == [], numbers
 
 
 def test_texts_of_events_are_not_kept_without_bound() -> None:
@@ -191,9 +180,7 @@ def train(transport: Transport, num_steps: int = 3, **settings: Any) -> None:
 
 
 @pytest.mark.parametrize("is_attached", [False, True])
-def test_each_step_of_an_optimizer_is_recorded_once_attached_or_not(
-    tmp_path: Path, is_attached: bool
-) -> None:
+def test_each_step_of_an_optimizer_is_recorded_once(tmp_path: Path, is_attached: bool) -> None:
     with sl.trace(tmp_path):
         ddp = sl.DistributedDataParallel(nn.Linear(2, 1))
         optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
@@ -261,11 +248,15 @@ def test_replicas_that_differ_are_recorded_and_reported(
 def test_nothing_is_recorded_after_stop(tmp_path: Path) -> None:
     trace = sl.trace(tmp_path)
     run_ranks(1, train)
+    receivers = OBSERVERS.place_seen
     trace.stop()
     trace.stop()
-    size = sum(path.stat().st_size for path in tmp_path.iterdir())
+    recorded = rows_in(tmp_path)
+    for receive in receivers:  # of another thread
+        receive(PlaceSeen(0, 3, "step 3", 1.5))
     run_ranks(1, train)
-    assert sum(path.stat().st_size for path in tmp_path.iterdir()) == size
+    assert rows_in(tmp_path) == recorded
+    assert [type(found[-1]) for found in recorded.values()] == [rows.EndRow]
     assert OBSERVERS.backward_ended == ()
 
 
@@ -314,22 +305,21 @@ def test_what_was_recorded_before_a_kill_can_be_read(tmp_path: Path) -> None:
     assert not isinstance(found[-1], rows.EndRow)
 
 
-def test_where_a_rank_is_comes_from_another_thread(tmp_path: Path) -> None:
-    """A rank that hangs records nothing more by itself."""
+def test_where_a_rank_is_comes_from_another_thread_and_not_before_the_first_event(tmp_path: Path) -> None:
+    """A rank that hangs records nothing more by itself. In `init`, the main thread may wait for the other thread."""
+    place = PlaceSeen(0, 3, "step 3, forward, at train.py:9 in main", 1.5)
     with sl.trace(tmp_path):
+        for receive in OBSERVERS.place_seen:
+            receive(place)
+        assert list(tmp_path.iterdir()) == []
         run_ranks(1, train)
         for receive in OBSERVERS.place_seen:
-            receive(PlaceSeen(0, 3, "step 3, forward, at train.py:9 in main", 1.5))
-    ((*_, place, _),) = rows_in(tmp_path).values()
-    assert place == rows.PlaceRow(1_500_000, 3, "step 3, forward, at train.py:9 in main")
-
-
-def test_places_before_the_first_event_are_not_recorded(tmp_path: Path) -> None:
-    """The main thread may be in `init`, and wait for the thread that has seen the place."""
-    with sl.trace(tmp_path):
-        for receive in OBSERVERS.place_seen:
-            receive(PlaceSeen(0, None, "before the first step", 1.0))
-    assert list(tmp_path.iterdir()) == []
+            receive(place)
+        for receive in OBSERVERS.ranks_changed:
+            receive(RanksChanged(0, 1, 4, "rank 0 of 2 was lost", 1.0, 2.0))
+    ((*_, seen, changed, process, _),) = rows_in(tmp_path).values()
+    assert seen == rows.PlaceRow(1_500_000, 3, "step 3, forward, at train.py:9 in main")
+    assert (type(changed), type(process)) == (rows.RanksRow, rows.ProcessRow)  # the file says the new rank
 
 
 def test_a_process_that_is_one_rank_records_places_before_its_first_event(tmp_path: Path) -> None:
@@ -351,32 +341,19 @@ def test_a_directory_that_cannot_be_written_is_warned_of_before_the_first_event(
     assert OBSERVERS.backward_ended == ()
 
 
-def test_nothing_follows_the_end(tmp_path: Path) -> None:
-    trace = sl.trace(tmp_path)
-    run_ranks(1, train)
-    receivers = OBSERVERS.place_seen
-    trace.stop()
-    for receive in receivers:
-        receive(PlaceSeen(0, 3, "step 3", 1.5))
-    ((*_, end),) = rows_in(tmp_path).values()
-    assert isinstance(end, rows.EndRow)
-
-
 def test_if_the_next_part_cannot_be_opened_no_other_file_is_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     file = TraceFile(tmp_path, "rank-0", 400)
     file.write(call(1))
-    opened = os.open
 
     def refuse(*args: Any, **kwargs: Any) -> int:
         raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
 
-    monkeypatch.setattr("syncline.tracing.file.os.open", refuse)
-    with pytest.raises(OSError, match="Too many open files"):
+    with monkeypatch.context() as patch, pytest.raises(OSError, match="Too many open files"):
+        patch.setattr("syncline.tracing.file.os.open", refuse)
         for number in range(10):
             file.write(call(number))
-    monkeypatch.setattr("syncline.tracing.file.os.open", opened)
     other = os.open(tmp_path / "other", os.O_WRONLY | os.O_CREAT)
     file.write(call(99))
     file.close()
@@ -393,13 +370,3 @@ def test_forwards_without_a_backward_are_written_too(tmp_path: Path, monkeypatch
             ddp(torch.ones(1, 2))
         ((_, forward),) = rows_in(tmp_path).values()
     assert isinstance(forward, rows.ForwardRow)
-
-
-def test_after_a_change_of_the_ranks_the_file_says_the_new_rank(tmp_path: Path) -> None:
-    with sl.trace(tmp_path):
-        run_ranks(1, train)
-        for receive in OBSERVERS.ranks_changed:
-            receive(RanksChanged(0, 1, 4, "rank 0 of 2 was lost", 1.0, 2.0))
-    (found,) = rows_in(tmp_path).values()
-    assert isinstance(found[-2], rows.ProcessRow)
-    assert isinstance(found[-3], rows.RanksRow)
