@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 import syncline as sl
-from syncline.debug import Report
+from syncline.debug import Finding, Report
 
 
 def made(part: nn.Module | None = None, *, p: float = 0.5) -> nn.Sequential:
@@ -47,6 +47,17 @@ def told_alike(report: Report) -> Report:
 
 def noted(report: Report, text: str) -> bool:
     return any(text in note for note in report.notes)
+
+
+def asked(net: nn.Module, *args: Any, step: Callable[..., Any] | None = None, **settings: Any) -> Report:
+    """The report on a step with these inputs, the same on every rank."""
+    settings = {"inputs": args} | settings if args else settings
+    return told_alike(sl.debug.compare_replicas(step or step_of(net), net, **settings))
+
+
+def the_finding(report: Report) -> Finding:
+    (finding,) = report.findings
+    return finding
 
 
 @pytest.mark.ranks(2)
@@ -88,14 +99,16 @@ def test_training_with_residuals_goes_on_as_if_it_had_not_been_asked() -> None:
     assert trained(asks=True) == trained(asks=False)
 
 
+# ---------------------------------------------------------------------- what is a disagreement
+
+
 @pytest.mark.ranks(3)
 def test_a_parameter_that_differs_is_named_with_its_rank() -> None:
     net = made()
     if dist.get_rank() == 1:
         with torch.no_grad():
             net[4].weight.view(torch.int32)[0, 1] ^= 1
-    report = told_alike(sl.debug.compare_replicas(step_of(net), net, inputs=(batch(),)))
-    (finding,) = report.findings
+    finding = the_finding(asked(net, batch()))
     assert finding.what == "between ranks (ranks 0, 2 | rank 1): 4.weight differs before the run"
     assert (finding.module, finding.kind, finding.ranks) == ("4", "Linear", (1,))
     assert "sl.broadcast_(module)" in finding.causes[0]
@@ -105,65 +118,11 @@ def test_a_parameter_that_differs_is_named_with_its_rank() -> None:
 
 @pytest.mark.ranks(2)
 def test_dropout_under_other_seeds_is_named_where_it_counts() -> None:
-    net = made()
-    report = told_alike(sl.debug.compare_replicas(step_of(net), net, inputs=(batch(),), align_rng=False))
-    (finding,) = report.findings
+    finding = the_finding(asked(made(), batch(), align_rng=False))
     assert (finding.module, finding.kind) == ("2", "Dropout")
     assert "returns another output for equal inputs" in finding.what
     assert "elements differ" in finding.what
-    assert (
-        "random numbers (dropout does, for example), and the position of the generator torch's on the CPU differs"
-        in finding.causes[0]
-    )
-
-
-@pytest.mark.ranks(2)
-def test_the_same_seed_and_the_same_batch_are_notes() -> None:
-    net = made()
-    torch.manual_seed(5)
-    x = batch()
-    report = told_alike(sl.debug.assert_replicas_agree(lambda: step_of(net)(x), net))
-    assert noted(report, "all ranks were given the same batch")
-    assert "2 ranks, no disagreement, but all ranks were given the same batch" in str(report).splitlines()[0]
-    assert noted(report, "All ranks draw the same ones (the same dropout masks)")
-
-
-@pytest.mark.ranks(2)
-def test_other_data_are_a_note_or_what_was_asked_about() -> None:
-    net = sl.DistributedDataParallel(made())
-    x = batch(dist.get_rank())
-    report = told_alike(sl.debug.assert_replicas_agree(lambda: step_of(net)(x), net))
-    assert noted(report, "the ranks have different data, as they should")
-    assert (
-        report.verdict
-        == "no disagreement, but the ranks' results for their own data were not compared (see notes)"
-    )
-    report = told_alike(sl.debug.compare_replicas(lambda: step_of(net)(x), net, same_inputs=True))
-    (finding,) = report.findings
-    assert (
-        "input [0] of Sequential differs, although everything before was equal: computed in the function"
-        in finding.what
-    )
-    assert finding.causes[0].startswith("different data")
-
-
-@pytest.mark.ranks(2)
-def test_inputs_of_other_shapes_are_rank_0s_for_the_comparison() -> None:
-    net = made()
-    x = batch()[: 4 + dist.get_rank()]
-    report = told_alike(
-        sl.debug.assert_replicas_agree(lambda x, scale: step_of(net)(x * scale), net, inputs=(x, 2.0))
-    )
-    assert any("rank 0's buffers, random numbers, inputs" in one for one in report.checked)
-    report = told_alike(
-        sl.debug.assert_replicas_agree(
-            lambda x, scale: step_of(net)(x * scale), net, inputs=(x, float(dist.get_rank()))
-        )
-    )
-    assert noted(
-        report,
-        "the ranks could not be compared with rank 0's inputs: on rank 0 [1] is 0.0, on rank 1 [1] is 1.0",
-    )
+    assert "the position of the generator torch's on the CPU differs" in finding.causes[0]
 
 
 class Counts(nn.Module):
@@ -177,16 +136,11 @@ class Counts(nn.Module):
 @pytest.mark.parametrize("is_wrapped", [False, True])
 def test_what_is_not_deterministic_on_one_rank_is_named_on_all(is_wrapped: bool) -> None:
     bare = made(Counts())
-    net = sl.DistributedDataParallel(bare) if is_wrapped else bare
-    report = told_alike(sl.debug.compare_replicas(step_of(net), net, inputs=(batch(),)))
-    first = report.findings[0]
-    assert (first.module, first.kind) == ("3", "Counts") if not is_wrapped else True
-    named = [finding for finding in report.findings if finding.module == "3"]
-    assert [finding.ranks for finding in named] == [(1,)]
-    assert "rank 1, two runs from the same state: 3 (Counts) returns another output" in named[0].what
-    assert noted(
-        report, "the ranks' results were not compared, because they already differ between runs on one rank"
-    )
+    report = asked(sl.DistributedDataParallel(bare) if is_wrapped else bare, batch())
+    (named,) = [finding for finding in report.findings if finding.module == "3"]
+    assert (named.kind, named.ranks) == ("Counts", (1,))
+    assert "rank 1, two runs from the same state: 3 (Counts) returns another output" in named.what
+    assert noted(report, "not compared, because they already differ between runs on one rank")
     others = [finding for finding in report.findings if finding.module != "3"]
     if is_wrapped:  # rank 0's gradients are means, of which rank 1's share differs
         assert [finding.ranks for finding in others] == [(0,)]
@@ -195,32 +149,11 @@ def test_what_is_not_deterministic_on_one_rank_is_named_on_all(is_wrapped: bool)
         assert others == []
 
 
-class ScalesByRank(nn.Module):
-    def __init__(self, scale: float) -> None:
-        super().__init__()
-        self.scale = scale
+class Scales(nn.Module):
+    scale = 1.0
 
     def forward(self, x: Tensor) -> Tensor:
         return x * self.scale
-
-
-@pytest.mark.ranks(2)
-def test_an_attribute_that_differs_is_the_cause() -> None:
-    net = made(ScalesByRank(1.0 + dist.get_rank()))
-    report = told_alike(sl.debug.compare_replicas(step_of(net), net, inputs=(batch(),)))
-    (finding,) = report.findings
-    assert (finding.module, finding.ranks) == ("3", (1,))
-    assert finding.causes == ("its attribute scale: 1.0 (rank 0), 2.0 (rank 1)",)
-
-
-@pytest.mark.ranks(2)
-def test_a_mode_that_differs_is_the_cause() -> None:
-    net = made()
-    net[1].train(dist.get_rank() == 0)
-    report = told_alike(sl.debug.compare_replicas(step_of(net), net, inputs=(batch(),)))
-    (finding,) = report.findings
-    assert finding.module == "1"
-    assert finding.causes[0].startswith("its mode: training (rank 0), evaluation (rank 1)")
 
 
 class FeelsThreads(nn.Module):
@@ -231,15 +164,24 @@ class FeelsThreads(nn.Module):
 
 
 @pytest.mark.ranks(2)
-def test_another_number_of_threads_is_a_cause() -> None:
-    net = nn.Sequential(nn.Tanh(), FeelsThreads())
-    before = torch.get_num_threads()
+def test_an_attribute_a_mode_or_a_number_of_threads_that_differs_is_the_cause() -> None:
+    scales = Scales()
+    scales.scale = 1.0 + dist.get_rank()
+    finding = the_finding(asked(made(scales), batch()))
+    assert (finding.module, finding.ranks) == ("3", (1,))
+    assert finding.causes == ("its attribute scale: 1.0 (rank 0), 2.0 (rank 1)",)
+    net = made()
+    net[1].train(dist.get_rank() == 0)
+    finding = the_finding(asked(net, batch()))
+    assert finding.module == "1"
+    assert finding.causes[0].startswith("its mode: training (rank 0), evaluation (rank 1)")
+    net, before = nn.Sequential(nn.Tanh(), FeelsThreads()), torch.get_num_threads()
     torch.set_num_threads(1 + dist.get_rank())
     try:
         report = told_alike(sl.debug.compare_replicas(net, inputs=(batch(),)))
     finally:
         torch.set_num_threads(before)
-    (finding,) = report.findings
+    finding = the_finding(report)
     assert (finding.module, finding.causes) == ("1", ("threads: 1 (rank 0), 2 (rank 1)",))
     assert "threads: 1 (rank 0), 2 (rank 1)" in str(report)
 
@@ -269,21 +211,17 @@ class Branches(nn.Module):
 
 
 @pytest.mark.ranks(2)
-@pytest.mark.parametrize(
-    ("part", "what"),
-    [
-        (
-            AnotherBackward,
-            "3 (AnotherBackward) returns another gradient of its input [0] in backward, for equal gradients of its",
-        ),
+def test_backward_and_branches_of_one_rank() -> None:
+    gradient = (
+        "3 (AnotherBackward) returns another gradient of its input [0] in backward, for equal gradients"
+    )
+    for part, what in (
+        (AnotherBackward, gradient),
         (Branches, "other modules are called, in the forward of 3 (Branches)"),
-    ],
-)
-def test_backward_and_branches_of_one_rank(part: Callable[[], nn.Module], what: str) -> None:
-    net = made(part())
-    (finding,) = told_alike(sl.debug.compare_replicas(step_of(net), net, inputs=(batch(),))).findings
-    assert what in finding.what
-    assert finding.module == "3"
+    ):
+        finding = the_finding(asked(made(part()), batch()))
+        assert what in finding.what
+        assert finding.module == "3"
 
 
 @pytest.mark.ranks(2)
@@ -295,35 +233,76 @@ def test_gradients_that_were_not_reduced_are_named(wrap: Callable[[nn.Module], A
         with ddp.no_sync():
             step_of(ddp)(x)
 
-    report = told_alike(sl.debug.compare_replicas(step, ddp, inputs=(batch(dist.get_rank()),)))
-    (finding,) = report.findings
-    assert (
-        "6 of 6 gradients differ, although they should be the same mean on all ranks. The first of them is that of "
-        "0.weight" in finding.what
-    )
+    finding = the_finding(asked(ddp, batch(dist.get_rank()), step=step))
+    assert "6 of 6 gradients differ" in finding.what
+    assert "The first of them is that of 0.weight" in finding.what
     assert "no_sync()" in finding.causes[0]
 
 
-@pytest.mark.ranks(2)
-def test_replicas_that_drift_on_purpose_are_not_compared() -> None:
-    ddp = sl.DistributedDataParallel(made(), strategy=sl.LocalSGD(4))
-    optimizer = ddp.attach(torch.optim.SGD(ddp.parameters(), lr=0.1))
-    step_of(ddp)(batch(dist.get_rank()))
-    optimizer.step()
-    report = told_alike(sl.debug.assert_replicas_agree(step_of(ddp), ddp, inputs=(batch(dist.get_rank()),)))
-    assert noted(
-        report, "under strategy=LocalSGD(every=4) replicas are allowed to differ between two parameter syncs"
-    )
-    assert "but ranks were not compared with one another" in report.verdict
+# ---------------------------------------------------------------------- what is a note
 
 
 @pytest.mark.ranks(2)
-def test_buffers_of_each_rank_are_a_note() -> None:
+def test_the_same_seed_and_the_same_batch_are_notes() -> None:
+    net = made()
+    torch.manual_seed(5)
+    x = batch()
+    report = told_alike(sl.debug.assert_replicas_agree(lambda: step_of(net)(x), net))
+    assert noted(report, "all ranks were given the same batch")
+    assert "2 ranks, no disagreement, but all ranks were given the same batch" in str(report).splitlines()[0]
+    assert noted(report, "All ranks draw the same ones (the same dropout masks)")
+
+
+@pytest.mark.ranks(2)
+def test_other_data_are_a_note_or_what_was_asked_about() -> None:
+    net = sl.DistributedDataParallel(made())
+    x = batch(dist.get_rank())
+    report = told_alike(sl.debug.assert_replicas_agree(lambda: step_of(net)(x), net))
+    assert noted(report, "the ranks have different data, as they should")
+    assert "no disagreement, but the ranks' results for their own data were not compared" in report.verdict
+    finding = the_finding(asked(net, step=lambda: step_of(net)(x), same_inputs=True))
+    assert "input [0] of Sequential differs" in finding.what
+    assert "computed in the function" in finding.what
+    assert finding.causes[0].startswith("different data")
+
+
+@pytest.mark.ranks(2)
+def test_inputs_of_other_shapes_are_rank_0s_for_the_comparison() -> None:
+    net = made()
+    x = batch()[: 4 + dist.get_rank()]
+
+    def step(x: Tensor, scale: float) -> Tensor:
+        return step_of(net)(x * scale)
+
+    report = told_alike(sl.debug.assert_replicas_agree(step, net, inputs=(x, 2.0)))
+    assert any("rank 0's buffers, random numbers, inputs" in one for one in report.checked)
+    report = told_alike(sl.debug.assert_replicas_agree(step, net, inputs=(x, float(dist.get_rank()))))
+    assert noted(report, "compared with rank 0's inputs: on rank 0 [1] is 0.0, on rank 1 [1] is 1.0")
+
+
+@pytest.mark.ranks(2)
+def test_buffers_of_each_rank_and_replicas_that_drift_on_purpose_are_notes() -> None:
     net = made()
     net(batch(dist.get_rank()))
     report = told_alike(sl.debug.assert_replicas_agree(step_of(net), net, inputs=(batch(),)))
     assert noted(report, "2 buffers differ between ranks (1.running_mean, 1.running_var)")
     assert float(net[1].num_batches_tracked) == 1
+    ddp = sl.DistributedDataParallel(made(), strategy=sl.LocalSGD(4))
+    optimizer = ddp.attach(torch.optim.SGD(ddp.parameters(), lr=0.1))
+    step_of(ddp)(batch(dist.get_rank()))
+    optimizer.step()
+    report = told_alike(sl.debug.assert_replicas_agree(step_of(ddp), ddp, inputs=(batch(dist.get_rank()),)))
+    assert noted(report, "under strategy=LocalSGD(every=4) replicas are allowed to differ")
+    assert "but ranks were not compared with one another" in report.verdict
+
+
+# ---------------------------------------------------------------------- errors
+
+
+def fails_on_rank_1(net: nn.Module) -> None:
+    net(batch())
+    if dist.get_rank() == 1:
+        raise ValueError("not on this one")
 
 
 @pytest.mark.ranks(2)
@@ -334,16 +313,6 @@ def test_ranks_that_ask_for_different_things_or_fail_are_told_alike() -> None:
     with pytest.raises(ValueError, match=r"rank 1: the function, at .* raised ValueError: not on this one"):
         sl.debug.compare_replicas(lambda: fails_on_rank_1(net), net)
     sl.debug.assert_replicas_agree(step_of(net), net, inputs=(batch(),))
-
-
-def fails_on_rank_1(net: nn.Module) -> None:
-    net(batch())
-    if dist.get_rank() == 1:
-        raise ValueError("not on this one")
-
-
-@pytest.mark.ranks(2)
-def test_a_sharded_wrapper_is_refused() -> None:
     ddp = sl.DistributedDataParallel(made(), sharded=True)
     with pytest.raises(ValueError, match="with sharded=True no rank has all gradients"):
         sl.debug.compare_replicas(step_of(ddp), ddp, inputs=(batch(),))

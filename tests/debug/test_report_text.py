@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
-
 from syncline.debug import Finding, Report
 from syncline.debug.diagnosis import put_together
 from syncline.debug.report import OwnFinding
@@ -41,22 +39,16 @@ def test_doubts_stand_beside_disagreements() -> None:
     assert not report.agrees
 
 
-@pytest.mark.parametrize(
-    ("differences", "text"),
-    [
+def test_ranks_with_data_of_their_own_differ_by_as_much_as_they_do() -> None:
+    for differences, text in (
         (["by 1", "by 1"], "ranks 0, 1, it differs: by 1"),
         (["by 1", "by 2"], "ranks 0, 1, it differs; on rank 0: by 1"),
         (["", "by 2"], "ranks 0, 1, it differs; on rank 1: by 2"),
         (["", ""], "ranks 0, 1, it differs"),
-    ],
-)
-def test_ranks_with_data_of_their_own_differ_by_as_much_as_they_do(differences: list[str], text: str) -> None:
-    told = [
-        [OwnFinding(module="mix", kind="Mix", what="it differs", difference=difference)]
-        for difference in differences
-    ]
-    (found,) = put_together(told)
-    assert (found.what, found.ranks) == (text, (0, 1))
+    ):
+        own = OwnFinding(module="mix", kind="Mix", what="it differs")
+        (found,) = put_together([[own._replace(difference=difference)] for difference in differences])
+        assert (found.what, found.ranks) == (text, (0, 1))
 
 
 def test_other_causes_are_other_findings() -> None:

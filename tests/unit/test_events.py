@@ -53,21 +53,29 @@ def net() -> nn.Module:
     return nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 1))
 
 
-def train(transport: Transport, num_steps: int = 1, **settings: Any) -> sl.DistributedDataParallel:
+def train(transport: Transport, *values: float, **settings: Any) -> sl.DistributedDataParallel:
+    """Train, with one value in each step."""
     ddp = sl.DistributedDataParallel(net(), process_group=transport, **settings)
     optimizer = ddp.attach(torch.optim.SGD(ddp.parameters(), lr=0.1))
-    for step in range(num_steps):
+    for value in values or (1.0,):
         optimizer.zero_grad()
-        loss = ddp(torch.full((1, 2), 1.0 + step + transport.rank)).square().mean()
-        ddp.report(loss=loss)
+        loss = ddp(torch.full((1, 2), value + transport.rank)).square().mean()
+        if torch.isfinite(loss):
+            ddp.report(loss=loss)
         loss.backward()
         optimizer.step()
     return ddp
 
 
-def test_a_step_is_reported_in_order_on_each_rank() -> None:
+def seen_of(rank: Callable[[Transport], object], num_ranks: int = 2) -> Everything:
+    """What an observer sees of a program of several ranks."""
     with Everything() as seen:
-        run_ranks(2, lambda t: train(t, bucket_cap_mb=1e-5))
+        run_ranks(num_ranks, rank)
+    return seen
+
+
+def test_a_step_is_reported_in_order_on_each_rank() -> None:
+    seen = seen_of(lambda t: train(t, bucket_cap_mb=1e-5))
     for rank in range(2):
         kinds = seen.of(rank)
         assert kinds[0] == "forward_ended"
@@ -111,78 +119,47 @@ def test_the_layout_is_another_one_when_buckets_hold_other_parameters() -> None:
         for step in range(4):
             ddp(torch.full((1, 2), 1.0 + step + transport.rank)).sum().backward()
 
-    with Everything() as seen:
-        run_ranks(2, rank)
-    assert [event.layout for event in seen.events("backward_ended")] == [1, 2, 2, 2]
+    assert [event.layout for event in seen_of(rank).events("backward_ended")] == [1, 2, 2, 2]
 
 
-def test_two_wrapped_modules_have_two_names() -> None:
+def test_two_modules_have_two_names_and_a_backward_under_no_sync_is_not_synchronized() -> None:
     def rank(transport: Transport) -> None:
-        for _ in range(2):
-            train(transport)
-
-    with Everything() as seen:
-        run_ranks(2, rank)
-    names = [event.source.module for event in seen.events("backward_ended", 1)]
-    assert names == ["Sequential", "Sequential 2"]
-
-
-def test_a_backward_under_no_sync_is_not_synchronized() -> None:
-    def rank(transport: Transport) -> None:
+        train(transport)
         ddp = sl.DistributedDataParallel(net(), process_group=transport)
         with ddp.no_sync():
             ddp(torch.full((1, 2), 1.0 + transport.rank)).sum().backward()
         ddp(torch.full((1, 2), 1.0 + transport.rank)).sum().backward()
 
-    with Everything() as seen:
-        run_ranks(2, rank)
-    ended = seen.events("backward_ended")
-    assert [(one.is_synchronized, one.step, len(one.buckets)) for one in ended] == [
-        (False, 1, 0),
-        (True, 1, 1),
-    ]
+    ended = seen_of(rank).events("backward_ended", 1)
+    assert [one.source.module for one in ended] == ["Sequential", "Sequential 2", "Sequential 2"]
+    found = [(one.is_synchronized, one.step, len(one.buckets)) for one in ended]
+    assert found == [(True, 1, 1), (False, 1, 0), (True, 1, 1)]
 
 
 @pytest.mark.filterwarnings("ignore:.*not finite:RuntimeWarning")
 def test_a_discarded_step_is_reported_as_such() -> None:
-    def rank(transport: Transport) -> None:
-        ddp = sl.DistributedDataParallel(net(), process_group=transport, on_nonfinite="skip")
-        optimizer = ddp.attach(torch.optim.SGD(ddp.parameters(), lr=0.1))
-        for value in (1.0, float("nan"), 2.0):
-            optimizer.zero_grad()
-            ddp(torch.full((1, 2), value + transport.rank)).sum().backward()
-            optimizer.step()
-
-    with Everything() as seen:
-        run_ranks(2, rank)
+    seen = seen_of(lambda t: train(t, 1.0, float("nan"), 2.0, on_nonfinite="skip"))
     steps = seen.events("optimizer_stepped", 1)
     assert [(one.step, one.is_discarded) for one in steps] == [(1, False), (1, True), (2, False)]
 
 
 def test_parameters_that_are_synced_by_a_strategy() -> None:
-    with Everything() as seen:
-        run_ranks(2, lambda t: train(t, 4, strategy=sl.LocalSGD(2)))
+    seen = seen_of(lambda t: train(t, *(1.0, 2.0, 3.0, 4.0), strategy=sl.LocalSGD(2)))
     synced = seen.events("parameters_synced")
     assert [event.record.step for event in synced] == [2, 4]
     assert all(event.began_at <= event.ended_at for event in synced)
     assert not any(event.is_synchronized for event in seen.events("backward_ended"))
 
 
-def test_verbs_and_their_times() -> None:
+def test_verbs_are_reported_unless_they_fail() -> None:
     def rank(transport: Transport) -> None:
         sl.mean(1.0, group=transport)
+        with pytest.raises(ValueError, match="weight"):
+            sl.mean(1.0, weight=-1, group=transport)
         sl.broadcast_(torch.ones(3), group=transport)
         sl.gather(torch.ones(2), group=transport)
 
-    with Everything() as seen:
-        run_ranks(2, rank)
-    assert [event.name for event in seen.events("call_ended", 1)] == ["mean", "broadcast_", "gather"]
-
-
-def test_a_call_that_fails_has_not_ended() -> None:
-    with Everything() as seen, pytest.raises(ValueError, match="weight"):
-        sl.mean(1.0, weight=-1)
-    assert not seen.found
+    assert [event.name for event in seen_of(rank).events("call_ended", 1)] == ["mean", "broadcast_", "gather"]
 
 
 def test_parameters_without_a_gradient_are_named() -> None:
@@ -190,9 +167,7 @@ def test_parameters_without_a_gradient_are_named() -> None:
         ddp = sl.DistributedDataParallel(net(), process_group=transport, find_unused_parameters=True)
         ddp.module[0](torch.ones(1, 2)).sum().backward()
 
-    with Everything() as seen:
-        run_ranks(2, rank)
-    (ended,) = seen.events("backward_ended")
+    (ended,) = seen_of(rank).events("backward_ended")
     assert ended.looks_for_unused
     assert set(ended.unused) == {"1.weight", "1.bias"}
 
@@ -215,13 +190,14 @@ def diverge_and_train(transport: Transport, **settings: Any) -> None:
 
 
 def test_replicas_that_differ_are_reported_before_the_error_is_raised() -> None:
-    def rank(transport: Transport) -> str:
+    words: dict[int, str] = {}
+
+    def rank(transport: Transport) -> None:
         with pytest.raises(sl.ReplicaDivergence) as caught:
             diverge_and_train(transport)
-        return str(caught.value)
+        words[transport.rank] = str(caught.value)
 
-    with Everything() as seen:
-        words = run_ranks(3, rank)
+    seen = seen_of(rank, 3)
     for at in range(3):
         (found,) = seen.events("replicas_diverged", at)
         assert (found.check, found.step, found.outcome) == ("replica check of Sequential", 2, "raised")
@@ -232,77 +208,53 @@ def test_replicas_that_differ_are_reported_before_the_error_is_raised() -> None:
 
 @pytest.mark.filterwarnings("ignore:.*replica check:RuntimeWarning")
 def test_a_repair_is_reported_once_and_a_difference_that_stays_each_time() -> None:
-    with Everything() as seen:
-        run_ranks(3, lambda t: diverge_and_train(t, on_divergence="repair"))
-    assert [(one.step, one.outcome) for one in seen.events("replicas_diverged")] == [(2, "repaired")]
-    with Everything() as seen:
-        run_ranks(3, lambda t: diverge_and_train(t, on_divergence="warn"))
-    found = seen.events("replicas_diverged", 2)
-    assert [(one.step, one.outcome) for one in found] == [(2, "warned"), (3, "warned")]
+    for reaction, expected in (("repair", [(2, "repaired")]), ("warn", [(2, "warned"), (3, "warned")])):
+        seen = seen_of(lambda t, reaction=reaction: diverge_and_train(t, on_divergence=reaction), 3)
+        for at in range(3):
+            assert [(one.step, one.outcome) for one in seen.events("replicas_diverged", at)] == expected
 
 
-def test_a_call_that_finds_a_difference_reports_it() -> None:
+def test_a_call_and_a_strategy_that_find_a_difference_report_it() -> None:
     def rank(transport: Transport) -> None:
-        ddp = sl.DistributedDataParallel(net(), process_group=transport)
+        ddp = sl.DistributedDataParallel(net(), process_group=transport, strategy=sl.DiLoCo(2))
+        optimizer = ddp.attach(torch.optim.SGD(ddp.parameters(), lr=0.1))
         sl.check_replicas(ddp, group=transport)
         write_on_one_rank(transport, ddp)
         with pytest.raises(sl.ReplicaDivergence):
             sl.check_replicas(ddp, group=transport)
-
-    with Everything() as seen:
-        run_ranks(2, rank)
-    for at in range(2):
-        (found,) = seen.events("replicas_diverged", at)
-        assert (found.check, found.step, found.tensor) == ("sl.check_replicas", None, "module.0.weight")
-        assert found.minority_ranks == ()  # two ranks have no majority
-
-
-def test_a_strategy_that_needs_an_equal_start_reports_that_there_is_none() -> None:
-    def rank(transport: Transport) -> None:
-        ddp = sl.DistributedDataParallel(net(), process_group=transport, strategy=sl.DiLoCo(2))
-        optimizer = ddp.attach(torch.optim.SGD(ddp.parameters(), lr=0.1))
-        write_on_one_rank(transport, ddp)
         ddp(torch.ones(1, 2)).sum().backward()
         with pytest.raises(sl.ReplicaDivergence, match="equal start"):
             optimizer.step()
 
-    with Everything() as seen:
-        run_ranks(2, rank)
-    (found,) = seen.events("replicas_diverged", 1)
-    assert (found.tensor, found.outcome) == ("", "raised")
-    assert found.check.startswith("before the first step of ")
+    seen = seen_of(rank)
+    for at in range(2):
+        call, start = seen.events("replicas_diverged", at)
+        assert (call.check, call.step, call.tensor) == ("sl.check_replicas", None, "module.0.weight")
+        assert call.minority_ranks == ()  # two ranks have no majority
+        assert (start.tensor, start.outcome) == ("", "raised")
+        assert start.check.startswith("before the first step of ")
 
 
 # ---------------------------------------------------------------------- who receives what
 
 
-def test_without_an_observer_nobody_receives_anything() -> None:
-    assert all(getattr(OBSERVERS, kind) == () for kind in KINDS)
-
-
-def test_an_observer_receives_only_what_it_overrides() -> None:
+def test_an_observer_receives_only_what_it_overrides_and_only_while_it_is_started() -> None:
     class Backwards(sl.Observer):
         steps: list[int]
 
         def backward_ended(self, event: Any) -> None:
             self.steps.append(event.step)
 
+    assert all(getattr(OBSERVERS, kind) == () for kind in KINDS)
     observer = Backwards()
     observer.steps = []
-    with observer:
-        assert [kind for kind in KINDS if getattr(OBSERVERS, kind)] == ["backward_ended"]
+    counts = {kind: int(kind == "backward_ended") for kind in KINDS}
+    with observer.start():  # it is started a second time
+        assert {kind: len(getattr(OBSERVERS, kind)) for kind in KINDS} == counts
         run_ranks(1, train)
-    assert observer.steps == [1]
+    observer.stop()
     run_ranks(1, train)
     assert observer.steps == [1]
-
-
-def test_starting_twice_and_stopping_twice_do_nothing() -> None:
-    observer = Everything()
-    observer.start().start()
-    assert len(OBSERVERS.backward_ended) == 1
-    observer.stop()
-    observer.stop()
     assert OBSERVERS.backward_ended == ()
 
 
