@@ -216,13 +216,6 @@ def test_a_mistake_is_one_line_before_anything_starts(
     assert "pip install 'syncline[bench]'" in capsys.readouterr().err
 
 
-def test_help(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["bench", "--help"]) == 0
-    assert "usage: syncline bench" in capsys.readouterr().out
-    assert main(["--help"]) == 0
-    assert "bench" in capsys.readouterr().out
-
-
 # ---------------------------------------------------------------------- MPI
 
 _FAKE_MPI = """
