@@ -155,7 +155,8 @@ def test_the_ranks_of_another_attempt_replace_the_first(tmp_path: Path) -> None:
     assert "ValueError" in looked(ranks, 101.0)
     ranks.start([0, 1], 102.0)
     assert looked(ranks, 103.0).count(START) == 2
-    record(tmp_path, 0, [rows.CallRow("mean", 10**9, 10**9)], at=103.0)  # of the former process 0
+    forward = rows.ForwardRow("Net", 21, 10**9, 10**9, 10**9, True, 0)
+    record(tmp_path, 0, [forward], at=103.0)  # of the former process 0
     record(tmp_path, 7, recorded(2)[1], at=104.0)
     assert looked(ranks, 105.0).count(START) == 1
 

@@ -69,6 +69,7 @@ def test_a_run_that_hangs_names_the_rank_that_does_not_wait() -> None:
 
 def test_ranks_that_have_ended() -> None:
     found = states(MadeRank(), MadeRank())
+    hang("step 21, at train.py:6", *found)
     end("", found[0])
     end("PeerLost: rank 3", found[1])
     assert meaning(found, 200.0) == "All ranks have ended, rank 1 with an error."
