@@ -28,7 +28,7 @@ FRAMEWORKS_STAMP := $(FRAMEWORKS)/.installed
 TEST_FRAMEWORKS ?= tests/frameworks
 NIGHTLY ?= not nightly
 
-.PHONY: help setup train test test-all test-nightly test-gpu test-torch test-frameworks docs docs-serve wheels soak failure-matrix fuzz check \
+.PHONY: help setup train test test-all goldens test-timing test-nightly test-gpu test-torch test-frameworks docs docs-serve wheels soak failure-matrix fuzz check \
 	format bench bench-baseline bench-compare clean
 
 help: ## list the targets
@@ -53,14 +53,21 @@ train: $(PACKAGE) ## fetch the digits and train on them with 2 processes
 	$(BIN)/python examples/example_data.py
 	$(BIN)/syncline run -n $(RANKS) examples/mnist_cnn.py --epochs $(EPOCHS)
 
-test: $(STAMP) ## the test suite, without what is marked slow
-	$(PYTEST) -m "not slow"
+test: $(STAMP) ## the first tier: certain and fast, whatever else the machine does
+	$(PYTEST) -m "not real and not timing and not nightly"
 
-test-all: $(STAMP) ## all that each change must pass: also what is slow
-	$(PYTEST) -m "not nightly"
+test-all: $(STAMP) ## all that each change must pass: also kills, launchers, hosts, sanitizers
+	$(PYTEST) -m "not timing and not nightly"
+
+goldens: $(STAMP) ## write the whole printed reports in tests/goldens anew; look at what git shows of them
+	SYNCLINE_GOLDENS=write $(BIN)/python -m pytest -q tests/unit/test_bench.py tests/unit/test_explain.py \
+		tests/unit/test_plan.py tests/unit/test_report.py tests/unit/test_watch.py
+
+test-timing: $(STAMP) ## what compares times, alone on a quiet machine
+	$(PYTEST) -m timing --numprocesses 0 --durations 25
 
 test-nightly: $(STAMP) $(FRAMEWORKS_STAMP) ## what changes do not run: full products, packages, Ray, MPI, SLURM at length
-	$(PYTEST) -m nightly --durations 25
+	HYPOTHESIS_PROFILE=nightly $(PYTEST) -m "not timing" --write-durations --durations 25
 	$(MAKE) test-frameworks NIGHTLY=nightly
 
 # On a machine whose Python has its own torch for its GPUs: make test-gpu PYTHON=python3.12

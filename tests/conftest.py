@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import signal
 import sys
 from collections import Counter
 from collections.abc import Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
@@ -19,51 +21,47 @@ if TYPE_CHECKING:
     from forks import Forks
     from syncline.testing import RankPool
 
-LONGEST_FIRST = (
-    "test_ray.py",
-    "test_plan_command.py",
-    "test_lines_of_one_mistake.py",
-    "test_elastic_hosts.py",
-    "test_elastic.py",
-    "test_sick_runs.py",
-    "test_site.py",
-    "test_slurm.py",
-    "test_resilient.py",
-    "test_packages.py",
-    "test_explain_command.py",
-    "test_sanitizers.py",
-    "test_examples.py",
-    "test_stop.py",
-    "test_signals.py",
-    "test_fuzz.py",
-    "test_run_live.py",
-    "test_torch_suite.py",
-    "test_elastic_torchrun.py",
-    "test_torchrun_hosts.py",
-    "test_hosts.py",
-    "test_shared_memory.py",
-    "test_other_systems.py",
-    "test_contract.py",
-    "test_testing_plugin.py",
-    "test_sharded.py",
-    "test_doctor_command.py",
-    "test_first_run.py",
-    "test_run.py",
-    "test_bench_command.py",
-    "test_launch.py",
-    "test_shared_memory_faults.py",
-    "test_one_process.py",
-    "test_build.py",
-    "test_compression_processes.py",
-    "test_loud_failures.py",
-    "test_strategy_benchmarks.py",
-    "test_imports.py",
-    "test_resume.py",
-    "test_protocol_model.py",
-    "test_flipped_bits.py",
-)
-"""Files that take long, the longest first: `make test` gives whole files to two processes, of which none is to begin
-a long one when the other has ended."""
+TIERS = {
+    "architecture": "real",
+    "docs/test_first_run.py": "real",
+    "docs/test_site.py": "real",
+    "elsewhere": "real",
+    "fault": "real",
+    "fault/test_failures_seen.py": "timing",
+    "fault/test_freed_wrappers.py": "timing",
+    "frameworks": "real",
+    "fuzz/test_fuzz.py": "real",
+    "gpu": "real",
+    "launch": "real",
+    "launch/test_bench_command.py": "timing",
+    "launch/test_first_failure.py": "first",
+    "launch/test_plan_command.py": "timing",
+    "launch/test_scale_benchmark.py": "timing",
+    "launch/test_sick_runs.py": "timing",
+    "launch/test_strategy_benchmarks.py": "timing",
+    "native/test_sanitizers.py": "real",
+    "torch_suite": "real",
+    "transport/test_backend.py": "real",
+    "transport/test_connecting.py": "real",
+    "transport/test_gloo.py": "real",
+    "transport/test_hierarchy.py": "real",
+    "transport/test_notices.py": "real",
+    "transport/test_selection_of_hosts.py": "real",
+    "transport/test_shared_memory.py": "real",
+    "unit/test_at_exit.py": "real",
+    "unit/test_bench_comparison.py": "real",
+    "unit/test_build.py": "real",
+    "unit/test_datasets.py": "real",
+    "unit/test_gate.py": "real",
+    "unit/test_hangs.py": "real",
+    "unit/test_many_tensors.py": "timing",
+    "unit/test_peers.py": "real",
+    "unit/test_processes.py": "real",
+    "unit/test_store_requests.py": "real",
+    "unit/test_testing_plugin.py": "real",
+}
+"""The tier of each folder and file that is not in the first one; a file goes before its folder. A test of a file in
+the first tier may be `@pytest.mark.real`. docs/inside/tests.md says what belongs where."""
 
 IN_EACH_CHANGE = {
     "test_elastic.py": 8,
@@ -84,18 +82,20 @@ IN_EACH_CHANGE = {
     "test_notebook.py": 0,
     "test_other_systems.py": 0,
     "test_packages.py": 0,
-    "test_plan_command.py": 6,
     "test_ray.py": 0,
     "test_ray_resilient.py": 0,
     "test_sanitizers.py": 3,
     "test_shared_memory_faults.py": 2,
-    "test_sick_runs.py": 8,
     "test_site.py": 4,
     "test_slurm.py": 5,
     "test_submitit.py": 0,
 }
-"""Of the slow tests in these files, each change runs one in so many; 0 means none. `make test-nightly` runs the others:
-full products, and what takes long and hardly ever finds anything."""
+"""Of the tests that these files mark as real, each change runs one in so many; 0 means none. `make test-nightly` runs
+the others: full products, and what takes long and hardly ever finds anything."""
+
+DURATIONS = Path(__file__).with_name("durations.json")
+"""Seconds of the files that take long, as the last `make test-nightly` measured them: the longest runs first. `make`
+gives whole files to two processes, of which none is to begin a long one when the other has ended."""
 
 PYTEST_VARIABLE = "PYTEST_CURRENT_TEST"
 """The environment variable that pytest itself changes during a test."""
@@ -117,6 +117,13 @@ def pytest_addoption(parser: pytest.Parser, pluginmanager: pytest.PytestPluginMa
     if not pluginmanager.hasplugin("timeout"):
         for name in ("timeout", "timeout_method"):
             parser.addini(name, "of pytest-timeout")
+    parser.addoption("--write-durations", action="store_true", help=f"write {DURATIONS.name} anew")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Measure in the process to which the workers report."""
+    if config.getoption("write_durations") and not hasattr(config, "workerinput"):
+        config.pluginmanager.register(Stopwatch())
 
 
 @pytest.fixture(autouse=True)
@@ -173,9 +180,38 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         one_in = IN_EACH_CHANGE.get(name)
         if one_in == 0:
             item.add_marker(pytest.mark.nightly)
-        elif one_in is not None and item.get_closest_marker("slow"):
+        elif one_in is not None and item.get_closest_marker("real"):
             if numbers[name] % one_in:
                 item.add_marker(pytest.mark.nightly)
             numbers[name] += 1
-    places = {name: place for place, name in enumerate(LONGEST_FIRST)}
-    items.sort(key=lambda item: places.get(item.path.name, len(places)))
+        if (tier := tier_of(file_of(item.nodeid))) != "first":
+            item.add_marker(tier)
+    seconds = json.loads(DURATIONS.read_text())
+    items.sort(key=lambda item: -seconds.get(file_of(item.nodeid), 0.0))
+
+
+def file_of(test: str) -> str:
+    """Return the path of a test's file, from tests on."""
+    return test.partition("::")[0].removeprefix("tests/")
+
+
+def tier_of(file: str) -> str:
+    """Return "first", "real" or "timing": the tier of a file, whose path is from tests on."""
+    return TIERS.get(file) or TIERS.get(file.partition("/")[0], "first")
+
+
+class Stopwatch:
+    """Adds up the seconds of each file, and writes them down at the end."""
+
+    def __init__(self) -> None:
+        self.seconds = Counter[str]()
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        self.seconds[file_of(report.nodeid)] += report.duration
+
+    def pytest_sessionfinish(self) -> None:
+        known = json.loads(DURATIONS.read_text()) | {
+            file: round(seconds) for file, seconds in self.seconds.items()
+        }
+        longest = sorted(((-seconds, file) for file, seconds in known.items() if seconds >= 2))
+        DURATIONS.write_text(json.dumps({file: -seconds for seconds, file in longest}, indent=2) + "\n")

@@ -41,7 +41,16 @@ ROOT, PRODUCT = Path(__file__).parents[1], "src/syncline"
 LIMIT_SECONDS = 900.0
 """A run of tests that takes longer hangs. `make test` takes a few minutes."""
 
-_PYTEST = ["-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "-m", "not slow and not nightly"]
+_PYTEST = [
+    "-m",
+    "pytest",
+    "-x",
+    "-q",
+    "-p",
+    "no:cacheprovider",
+    "-m",
+    "not real and not timing and not nightly",
+]
 _IN_WORKERS = ["--numprocesses", "2", "--dist", "loadfile", "--no-loadscope-reorder"]
 _ALL_FAST = ["--ignore", "tests/frameworks", "--ignore", "tests/architecture"]
 

@@ -227,7 +227,7 @@ def test_a_missing_attribute_is_an_error_when_it_is_read() -> None:
         attribute("_gone", "test")(torch.zeros(1))
 
 
-@pytest.mark.slow
+@pytest.mark.real
 def test_syncline_is_imported_and_trains_alone_where_many_names_are_missing() -> None:
     program = """
 import pkgutil, torch

@@ -65,7 +65,7 @@ def run(directory: Path, command: str, code: str) -> subprocess.CompletedProcess
     )
 
 
-@pytest.mark.slow
+@pytest.mark.real
 @pytest.mark.parametrize("shown", [TWO_RANKS, ALONE], ids=["two ranks", "alone"])
 def test_the_first_run_prints_what_the_page_shows(shown: tuple[str, str], tmp_path: Path) -> None:
     command, output = shown
@@ -74,7 +74,7 @@ def test_the_first_run_prints_what_the_page_shows(shown: tuple[str, str], tmp_pa
     assert words_of(done.stdout) == words_of(output)
 
 
-@pytest.mark.slow
+@pytest.mark.real
 def test_an_error_on_one_rank_ends_the_output_as_the_page_shows(tmp_path: Path) -> None:
     command, output = WITH_AN_ERROR
     [(before, after)] = diffs_of(PAGE)
@@ -91,7 +91,7 @@ def test_the_loop_of_ten_lines_is_the_result_of_its_diff() -> None:
     assert program_of(TEN_LINES).partition(end)[0] == after.partition(end)[0]
 
 
-@pytest.mark.slow
+@pytest.mark.real
 def test_the_scripts_of_ten_lines_run_before_and_after_each_change(tmp_path: Path) -> None:
     one_process, with_torch = diffs_of(TEN_LINES)
     saved = []

@@ -22,7 +22,7 @@ import pytest
 
 import hangs
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.real
 pytest.importorskip("mkdocs")
 
 ROOT = Path(__file__).parents[2]

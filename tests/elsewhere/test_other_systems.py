@@ -41,7 +41,7 @@ def start(*arguments: object) -> subprocess.Popen[str]:
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
 
-@pytest.mark.slow
+@pytest.mark.real
 def test_every_module_is_imported_and_one_process_trains(tmp_path: Path) -> None:
     systems = ("linux", "darwin", "win32")
     linux, darwin, win32 = outputs_of([start(system, tmp_path / system) for system in systems])
@@ -51,7 +51,7 @@ def test_every_module_is_imported_and_one_process_trains(tmp_path: Path) -> None
     )
 
 
-@pytest.mark.slow
+@pytest.mark.real
 @pytest.mark.parametrize("system", ["darwin", "win32"])
 def test_two_ranks_train_over_gloo(system: str, tmp_path: Path) -> None:
     with held_port() as port:
@@ -59,7 +59,7 @@ def test_two_ranks_train_over_gloo(system: str, tmp_path: Path) -> None:
     assert parameters_in(first) == parameters_in(second)
 
 
-@pytest.mark.slow
+@pytest.mark.real
 @pytest.mark.parametrize("system", ["darwin", "win32"])
 def test_the_type_checker_finds_every_name_on_the_other_system(system: str, tmp_path: Path) -> None:
     pytest.importorskip("mypy")

@@ -27,7 +27,7 @@ EM_X86_64, EM_AARCH64 = 62, 183
 TOOLS = ("scikit_build_core", "cmake", "ziglang", "auditwheel")
 MISSING = [name for name in TOOLS if find_spec(name) is None and shutil.which(name) is None]
 pytestmark = [
-    pytest.mark.slow,
+    pytest.mark.real,
     pytest.mark.skipif(
         bool(MISSING) or not sys.platform.startswith("linux"), reason=f"needs Linux and {MISSING}"
     ),

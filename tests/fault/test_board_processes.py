@@ -64,7 +64,7 @@ def test_a_third_rank_that_waits_for_those_who_are_stuck_is_told_as_well() -> No
 
 
 @pytest.mark.ranks(2)
-@pytest.mark.slow
+@pytest.mark.real
 def test_a_slow_rank_on_another_lane_is_waited_for() -> None:
     t = C10dTransport()
     lane = t.lane("gradients")

@@ -17,7 +17,7 @@ from forks import Forks
 from syncline.transport import run_ranks
 
 
-@pytest.mark.slow
+@pytest.mark.real
 def test_whenever_a_process_is_killed_its_last_save_is_there(tmp_path: Path, forks: Forks) -> None:
     program = Path(__file__).with_name("killed_while_saving.py")
     (tmp_path / "saves").mkdir()

@@ -31,7 +31,7 @@ def num_finished(
 
 def mostly_slow(*values: object, fast: tuple[object, ...]) -> list[object]:
     """Values of a parameter, of which most are left to CI."""
-    return [one if one in fast else pytest.param(one, marks=pytest.mark.slow) for one in values]
+    return [one if one in fast else pytest.param(one, marks=pytest.mark.real) for one in values]
 
 
 places = pytest.mark.parametrize("place", mostly_slow(*PLACES, fast=("last bucket", "optimizer")))
@@ -47,13 +47,13 @@ def test_a_rank_that_is_killed_costs_the_step(
     assert num_finished(tmp_path, rank_pool, 3, transport, Fault(rank=rank, step=3, place=place)) == 2
 
 
-@pytest.mark.slow
+@pytest.mark.real
 @both_transports
 def test_one_rank_of_two_trains_on(transport: str, tmp_path: Path, rank_pool: RankPool) -> None:
     assert num_finished(tmp_path, rank_pool, 2, transport, Fault(rank=0, step=3, place="last bucket")) == 1
 
 
-@pytest.mark.slow
+@pytest.mark.real
 @both_transports
 @pytest.mark.parametrize("rank", [0, 2])
 @pytest.mark.parametrize("place", PLACES)
@@ -110,7 +110,7 @@ def test_a_rank_that_is_lost_at_the_end(
     assert num_finished(tmp_path, rank_pool, 3, transport, *faults) == 3 - len(lost)
 
 
-@pytest.mark.slow
+@pytest.mark.real
 @both_transports
 @pytest.mark.parametrize(("place", "rank"), [("handing over", 0), ("loading", 1)])
 def test_a_rank_that_is_lost_while_the_state_is_handed_over(
@@ -121,7 +121,7 @@ def test_a_rank_that_is_lost_while_the_state_is_handed_over(
     assert num_finished(tmp_path, rank_pool, 3, transport, first, second) == 2
 
 
-@pytest.mark.slow
+@pytest.mark.real
 @both_transports
 @pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize("place", PLACES)
@@ -135,7 +135,7 @@ def test_a_stopped_rank_is_left_behind_and_may_not_come_back(
     assert "without this process" in left
 
 
-@pytest.mark.slow
+@pytest.mark.real
 @both_transports
 def test_a_stopped_rank_is_noticed_long_before_the_timeout(
     transport: str, tmp_path: Path, rank_pool: RankPool
@@ -182,7 +182,7 @@ def test_a_slow_rank_is_left_behind(
     ("on_straggler", "min_ranks", "num_warnings"),
     [
         ("warn", 1, 1),
-        *(pytest.param(*one, marks=pytest.mark.slow) for one in (("evict", 2, 1), (None, 1, 0))),
+        *(pytest.param(*one, marks=pytest.mark.real) for one in (("evict", 2, 1), (None, 1, 0))),
     ],
 )
 def test_a_slow_rank_stays_if_it_must(
@@ -210,7 +210,7 @@ def test_a_slow_rank_stays_if_it_must(
         record("slow", transport, f"RuntimeWarning: {text}")
 
 
-@pytest.mark.slow
+@pytest.mark.real
 @both_transports
 @pytest.mark.parametrize("place", ["last bucket", "optimizer", "averaging"])
 @pytest.mark.parametrize("lost", [0, 1, 2])
@@ -267,7 +267,7 @@ def test_a_rank_that_is_lost_in_a_save(
     elastic.check_last_save(plan, notes)
 
 
-@pytest.mark.slow
+@pytest.mark.real
 @both_transports
 @pytest.mark.parametrize("asked", [0, 2])
 def test_a_group_that_became_smaller_stops_together(
@@ -289,7 +289,7 @@ def test_a_group_that_became_smaller_stops_together(
     assert [save.name for save in (tmp_path / "saves").iterdir()] == [f"save-000001-step-{last[0]}"]
 
 
-@pytest.mark.slow
+@pytest.mark.real
 @both_transports
 @pytest.mark.parametrize("kind", ["kill", "exception"])
 @pytest.mark.parametrize("rank", [0, 1])

@@ -28,7 +28,7 @@ def run(folder: Path, pool: RankPool, training: str, transport: str, *faults: Fa
 @pytest.mark.parametrize(
     ("transport", "training"),
     [
-        pytest.param(transport, training, marks=[] if is_fast else pytest.mark.slow)
+        pytest.param(transport, training, marks=[] if is_fast else pytest.mark.real)
         for transport, training, is_fast in (
             ("shm", "PowerSGD", False),
             ("c10d", "4 bit", True),
@@ -37,7 +37,7 @@ def run(folder: Path, pool: RankPool, training: str, transport: str, *faults: Fa
         )
     ],
 )
-@pytest.mark.parametrize("rank", [0, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("rank", [0, pytest.param(1, marks=pytest.mark.real)])
 def test_an_interrupted_attempt_leaves_no_trace(
     rank: int, training: str, transport: str, tmp_path: Path, rank_pool: RankPool
 ) -> None:
@@ -48,7 +48,7 @@ def test_an_interrupted_attempt_leaves_no_trace(
     assert before[0] == 2
 
 
-@pytest.mark.slow
+@pytest.mark.real
 @trainings
 @transports
 @pytest.mark.parametrize("place", ["first bucket", "optimizer", "after optimizer", "averaging"])
@@ -59,7 +59,7 @@ def test_a_rank_that_is_killed(
     assert run(tmp_path / "a", rank_pool, training, transport, fault)[0] == 2
 
 
-@pytest.mark.slow
+@pytest.mark.real
 @trainings
 @transports
 @pytest.mark.parametrize("place", ["last bucket", "optimizer"])

@@ -8,7 +8,7 @@ import pytest
 from syncline.testing import RankPool
 
 
-@pytest.mark.slow
+@pytest.mark.real
 @pytest.mark.parametrize("seed", range(20))
 def test_every_step_and_sample_counts_once(seed: int, rank_pool: RankPool) -> None:
     elastic_drawn.run(seed, rank_pool)

@@ -43,7 +43,7 @@ CASES = [
 
 @pytest.mark.parametrize(
     ("transport", "training", "rank", "step", "place"),
-    [pytest.param(*case, marks=[] if case in FAST else [pytest.mark.slow]) for case in CASES],
+    [pytest.param(*case, marks=[] if case in FAST else [pytest.mark.real]) for case in CASES],
 )
 def test_a_rank_that_is_killed(
     transport: str, training: str, rank: int, step: int, place: str, tmp_path: Path, rank_pool: RankPool
@@ -52,7 +52,7 @@ def test_a_rank_that_is_killed(
     assert run(tmp_path, rank_pool, training, transport, Fault(rank=rank, step=step, place=place)) == 2
 
 
-@pytest.mark.slow
+@pytest.mark.real
 @pytest.mark.parametrize("training", ["LocalSGD", "DiLoCo", "streaming"])
 @pytest.mark.parametrize("transport", ["shm", "c10d"])
 @pytest.mark.parametrize("place", ["forward", "sync", "confirmed"])
@@ -65,7 +65,7 @@ def test_a_rank_whose_connection_fails(
     assert run(tmp_path, rank_pool, training, transport, fault) == 3
 
 
-@pytest.mark.slow
+@pytest.mark.real
 @pytest.mark.parametrize("training", ["LocalSGD", "DiLoCo", "streaming", "Gossip", "ParameterServer"])
 @pytest.mark.parametrize("transport", ["shm", "c10d"])
 @pytest.mark.parametrize("step", [5, 6])
@@ -77,7 +77,7 @@ def test_a_connection_that_fails_in_a_hook_after_the_step(
     assert run(tmp_path, rank_pool, training, transport, fault) == 3
 
 
-@pytest.mark.slow
+@pytest.mark.real
 @pytest.mark.parametrize("training", ["LocalSGD", "DiLoCo", "streaming"])
 @pytest.mark.parametrize("transport", ["shm", "c10d"])
 @pytest.mark.parametrize("second", ["meeting", "opening lanes", "sync", "confirmed"])
@@ -92,7 +92,7 @@ def test_two_ranks_one_after_the_other(
     assert run(tmp_path, rank_pool, training, transport, *faults, size=4) == 2
 
 
-@pytest.mark.slow
+@pytest.mark.real
 @pytest.mark.parametrize("training", ["Gossip", "ParameterServer"])
 @pytest.mark.parametrize("transport", ["shm", "c10d"])
 @pytest.mark.parametrize("place", ["forward", "optimizer", "after optimizer"])
@@ -103,7 +103,7 @@ def test_strategies_under_which_ranks_never_meet(
     assert run(tmp_path, rank_pool, training, transport, Fault(rank=rank, step=6, place=place)) == 2
 
 
-@pytest.mark.slow
+@pytest.mark.real
 @pytest.mark.parametrize("training", ["warm-up", "groups"])
 @pytest.mark.parametrize("transport", ["shm", "c10d"])
 @pytest.mark.parametrize("kind", ["kill", "lost connection"])

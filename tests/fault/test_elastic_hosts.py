@@ -13,7 +13,7 @@ import pytest
 from elastic import Fault
 from elastic_hosts import NUM_ON_A, Job, Training
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.real
 
 RANKS_OF = {"a": (0, 1, 2), "b": (3, 4)}
 

@@ -38,7 +38,7 @@ def test_a_process_that_is_lost_while_the_others_wait_for_it_is_not_waited_for(
     assert awaits == place.removeprefix("await ")
 
 
-@pytest.mark.slow
+@pytest.mark.real
 @both_transports
 @pytest.mark.parametrize(("change", "rank"), VICTIMS)
 def test_a_process_may_be_lost_at_each_await_of_a_change(
@@ -49,7 +49,7 @@ def test_a_process_may_be_lost_at_each_await_of_a_change(
     assert len(took) > 3
 
 
-@pytest.mark.slow
+@pytest.mark.real
 @pytest.mark.parametrize("seed", range(8))
 def test_two_processes_may_be_lost_close_together(seed: int, rank_pool: RankPool) -> None:
     store = elastic.held_store()

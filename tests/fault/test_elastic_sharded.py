@@ -45,7 +45,7 @@ CASES = [
 
 @pytest.mark.parametrize(
     ("transport", "place", "rank"),
-    [pytest.param(*case, marks=[] if case in FAST else [pytest.mark.slow]) for case in CASES],
+    [pytest.param(*case, marks=[] if case in FAST else [pytest.mark.real]) for case in CASES],
 )
 def test_a_rank_that_is_killed(
     transport: str, place: str, rank: int, tmp_path: Path, rank_pool: RankPool
@@ -54,7 +54,7 @@ def test_a_rank_that_is_killed(
     assert run(tmp_path, rank_pool, transport, fault, may_miss=place in INSIDE) == 2
 
 
-@pytest.mark.slow
+@pytest.mark.real
 @transports
 @pytest.mark.parametrize("place", [*BEFORE, *INSIDE])
 def test_a_rank_whose_connection_fails_makes_the_step_of_its_shard(
@@ -65,7 +65,7 @@ def test_a_rank_whose_connection_fails_makes_the_step_of_its_shard(
     assert run(tmp_path, rank_pool, transport, fault) == 3
 
 
-@pytest.mark.slow
+@pytest.mark.real
 @transports
 @pytest.mark.parametrize("second", ["meeting", "opening lanes", "moving shards", "forward"])
 @pytest.mark.parametrize("first", ["last bucket", "after optimizer"])
@@ -79,7 +79,7 @@ def test_two_ranks_one_after_the_other(
     assert run(tmp_path, rank_pool, transport, *faults, size=4, may_miss=first in INSIDE) == 2
 
 
-@pytest.mark.slow
+@pytest.mark.real
 @transports
 @pytest.mark.parametrize("second", ["opening lanes", "moving shards"])
 def test_samples_of_a_step_that_a_rank_makes_late_are_used(
@@ -93,7 +93,7 @@ def test_samples_of_a_step_that_a_rank_makes_late_are_used(
     assert run(tmp_path, rank_pool, transport, *faults, may_miss=True) == 2
 
 
-@pytest.mark.slow
+@pytest.mark.real
 @transports
 def test_one_rank_of_two_trains_on(transport: str, tmp_path: Path, rank_pool: RankPool) -> None:
     assert run(tmp_path, rank_pool, transport, Fault(rank=0, step=4, place="last bucket"), size=2) == 1

@@ -15,7 +15,7 @@ from elastic_hosts import Job, Training
 
 from syncline.testing import SimulatedHosts
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.real
 
 # In the end, torchrun waits five minutes for the lost host.
 TORCHRUN = """

@@ -10,7 +10,7 @@ import pytest
 NAMES = sorted(set(endings.ENDINGS) - {"torchmetrics"})
 
 
-@pytest.mark.slow
+@pytest.mark.real
 @pytest.mark.parametrize("ending", NAMES)
 def test_both_ranks_end_with_the_right_exit_code(ending: str, tmp_path: Path) -> None:
     outcome = endings.run(ending, ("shm", "c10d")[NAMES.index(ending) % 2], tmp_path)

@@ -17,7 +17,7 @@ import syncline as sl
 from failure_rows import record, recorded
 from meeting import end_by_sigkill, stop
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.real
 
 both_transports = pytest.mark.parametrize("transport", ["shm", "c10d"])
 

@@ -13,7 +13,7 @@ from forks import Forks
 NUM_FLIPS = 10
 
 
-@pytest.mark.slow
+@pytest.mark.real
 def test_flipped_bits_are_found(tmp_path: Path, forks: Forks) -> None:
     if not os.path.exists("/proc/self/mem"):
         pytest.skip("there is no /proc/PID/mem")

@@ -97,13 +97,13 @@ def test_wrappers_over_shared_memory_leave_nothing() -> None:
 
 
 @pytest.mark.ranks(2)
-@pytest.mark.slow
+@pytest.mark.real
 def test_wrappers_over_gloo_leave_nothing() -> None:
     assert_wrappers_leave_nothing(C10dTransport())
 
 
 @pytest.mark.ranks(3)
-@pytest.mark.slow
+@pytest.mark.real
 def test_wrappers_over_a_hierarchy_leave_nothing() -> None:
     beneath = C10dTransport()
     assert_wrappers_leave_nothing(HierarchicalTransport.over(beneath, host="aab"[beneath.rank]))

@@ -30,7 +30,7 @@ from syncline.testing import SimulatedHosts, simulated_hosts
 if TYPE_CHECKING:
     from forks import Forks, Process
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.real
 
 SHORT_SECONDS = 4.0
 WITHOUT_A_NAME = re.compile(r"^\[W.*\[c10d\] The hostname of the client socket cannot be retrieved.*\n", re.M)

@@ -89,7 +89,7 @@ def test_a_spare_rank_that_is_not_needed_ends_without_an_error(
     assert [line.get("ended") for line in notes[2]] == [0]
 
 
-@pytest.mark.slow
+@pytest.mark.real
 @both_transports
 @pytest.mark.parametrize(
     ("place", "rank"),
@@ -135,7 +135,7 @@ def test_a_rank_that_loads_the_end_of_a_step_forgets_who_was_reported_in_it(
     assert len(elastic.check_ends(notes, STEPS, num_forwards=STEPS)) == 3
 
 
-@pytest.mark.slow
+@pytest.mark.real
 @both_transports
 def test_a_newcomer_without_the_state_ends_if_all_others_are_lost(
     transport: str, tmp_path: Path, rank_pool: RankPool
@@ -167,7 +167,7 @@ def test_the_global_batch_stays_the_same(
     assert STEPS * 4 * BATCH > SAMPLES
 
 
-@pytest.mark.slow
+@pytest.mark.real
 @both_transports
 def test_a_process_that_joins_gets_its_place_in_the_global_batch(
     transport: str, tmp_path: Path, rank_pool: RankPool

@@ -8,7 +8,7 @@ from kills import kill_ranks
 from syncline.testing import RankPool
 
 
-@pytest.mark.slow
+@pytest.mark.real
 def test_the_lost_rank_is_named_by_all_survivors(rank_pool: RankPool) -> None:
     num_named, num_survivors = kill_ranks(num_kills=6, seed=11, pool=rank_pool)
     assert num_named == num_survivors > 12  # some of three ranks, some of four

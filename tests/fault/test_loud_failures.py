@@ -197,7 +197,7 @@ def test_uneven_evaluation_before_a_collective_of_torchs_own_is_a_mismatch_on_bo
 
 
 @pytest.mark.ranks(2)
-@pytest.mark.slow
+@pytest.mark.real
 def test_a_slow_rank_that_calls_torch_distributed_is_waited_for() -> None:
     alone = [dist.new_group([rank]) for rank in range(2)][dist.get_rank()]
     ddp = sl.DistributedDataParallel(Net())

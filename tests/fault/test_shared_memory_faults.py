@@ -352,7 +352,7 @@ def limited_group() -> Iterator[Path]:
     group.rmdir()
 
 
-@pytest.mark.slow
+@pytest.mark.real
 def test_the_limit_of_a_control_group_is_an_error_on_all_ranks_and_nobody_is_killed(
     limited_group: Path, tmp_path: Path
 ) -> None:
@@ -482,7 +482,7 @@ def test_shm_without_the_library_raises() -> None:
 # ---------------------------------------------------------------------- by lot
 
 
-@pytest.mark.slow
+@pytest.mark.real
 def test_a_short_soak(rank_pool: RankPool) -> None:
     lines: list[str] = []
     assert soak.soak(5.0, 1, lines.append, rank_pool) == len(lines) >= 1

@@ -93,7 +93,7 @@ class Runs:
         )
 
 
-@pytest.mark.slow
+@pytest.mark.real
 def test_a_run_that_is_stopped_again_and_again_ends_as_if_it_had_not_been(
     tmp_path: Path, forks: Forks
 ) -> None:

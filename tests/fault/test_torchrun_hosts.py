@@ -14,7 +14,7 @@ import pytest
 from syncline.testing import HostsUnavailable, SimulatedHosts, simulated_hosts
 from virtual_hosts import outputs_of
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.real
 
 PAGE = Path(__file__).parents[2] / "docs" / "guides" / "many-hosts.md"
 

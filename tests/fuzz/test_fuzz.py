@@ -36,7 +36,7 @@ def runner() -> Iterator[Runner]:
         yield runner
 
 
-@pytest.mark.slow
+@pytest.mark.real
 def test_drawn_programs_end_as_under_torchs_class_or_right_or_with_a_named_error(
     runner: Runner, capsys: pytest.CaptureFixture[str]
 ) -> None:

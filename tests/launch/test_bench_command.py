@@ -14,7 +14,7 @@ import pytest
 
 import hangs
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.real
 
 COMMAND = [sys.executable, "-m", "syncline", "bench", "-n", "2"]
 

@@ -100,7 +100,7 @@ def test_a_script_that_is_fine(doctor: Doctor) -> None:
 @pytest.mark.parametrize(
     "wrapper", ["torch.nn.parallel.DistributedDataParallel", "sl.DistributedDataParallel"]
 )
-@pytest.mark.slow
+@pytest.mark.real
 def test_a_wrapper_that_is_compiled(doctor: Doctor, wrapper: str) -> None:
     done = doctor(program(wrapper=f"(lambda net: torch.compile({wrapper}(net), backend='eager'))"))
     assert done.returncode == 0, done.stderr
@@ -152,7 +152,7 @@ def test_replicas_that_have_drifted_by_a_later_step(doctor: Doctor) -> None:
     assert "step 1" not in text
 
 
-@pytest.mark.slow
+@pytest.mark.real
 def test_a_script_goes_on_as_if_nothing_had_been(doctor: Doctor) -> None:
     code = program(**(OURS | {"end": "sys.exit(9)"}))
     done = doctor(code, "--continue", "--step", "2", warm_ranks=False)
@@ -203,7 +203,7 @@ def test_help(capsys: pytest.CaptureFixture[str]) -> None:
     assert "syncline doctor -n 2 train.py" in capsys.readouterr().out
 
 
-@pytest.mark.slow
+@pytest.mark.real
 def test_this_host_is_looked_at(tmp_path: Path, forks: Forks) -> None:
     done = forks.launch(tmp_path, command="doctor").wait()
     assert done.returncode == 0, done.stdout + done.stderr

@@ -33,7 +33,7 @@ def datasets(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 
 
 @pytest.mark.parametrize("program", BRIEFLY)
-@pytest.mark.slow
+@pytest.mark.real
 def test_an_example_runs_on_two_ranks(
     program: str, datasets: ModuleType, forks: Forks, tmp_path: Path
 ) -> None:
@@ -70,7 +70,7 @@ def make_train(*variables: str) -> list[str]:
 
 @pytest.mark.parametrize(
     ("way", "num_ranks"),
-    [("fsdp2", 2), *(pytest.param(*one, marks=pytest.mark.slow) for one in (("zero", 2), ("tensor", 4)))],
+    [("fsdp2", 2), *(pytest.param(*one, marks=pytest.mark.real) for one in (("zero", 2), ("tensor", 4)))],
 )
 def test_torch_s_own_parallelism_trains_on_the_backend(
     way: str, num_ranks: int, forks: Forks, tmp_path: Path

@@ -131,7 +131,7 @@ def test_a_strategy_and_a_later_step(explain: Explain) -> None:
     assert "next after step 12" in text
 
 
-@pytest.mark.slow
+@pytest.mark.real
 def test_shards_and_compression(explain: Explain) -> None:
     done = explain(program(wrapper="sharded=True", attach=ATTACHED), "--step", "1", "-n", "4")
     assert done.returncode == 0, done.stderr
@@ -166,7 +166,7 @@ for step in sl.steps(state, until=50):
     } == set()
 
 
-@pytest.mark.slow
+@pytest.mark.real
 def test_a_function_that_is_launched(explain: Explain) -> None:
     code = """
 import torch, syncline as sl

@@ -33,7 +33,7 @@ with open(f"said{rank}", "w") as file:
 
 
 @pytest.mark.parametrize("launcher", ["torchrun", "syncline run"])
-@pytest.mark.slow
+@pytest.mark.real
 def test_transports_that_differ_are_one_error_on_all_ranks(
     launcher: str, tmp_path: Path, forks: Forks
 ) -> None:

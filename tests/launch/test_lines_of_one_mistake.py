@@ -49,7 +49,7 @@ MISTAKES = {
 }
 
 
-@pytest.mark.slow
+@pytest.mark.real
 @pytest.mark.parametrize("num_ranks", [2, 4])
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_one_mistake_is_at_most_15_lines(tmp_path: Path, mistake: str, num_ranks: int) -> None:

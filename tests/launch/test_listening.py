@@ -54,7 +54,7 @@ def listening_addresses(pids: list[int]) -> set[str]:
 @pytest.mark.parametrize(
     "options", [(), ("--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0", "--max-restarts", "1")]
 )
-@pytest.mark.slow
+@pytest.mark.real
 def test_a_job_on_one_host_listens_on_the_loopback_only(
     forks: Forks, tmp_path: Path, options: tuple[str, ...]
 ) -> None:

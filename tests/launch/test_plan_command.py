@@ -13,7 +13,7 @@ import pytest
 import hangs
 from syncline.tools.plan import load_machine
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.real
 
 MODEL = """
 import torch

@@ -86,7 +86,7 @@ def text_of(page: Page, selector: str) -> str:
     return " ".join(str(page.locator(selector).first.text_content()).split())
 
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.real
 
 
 def test_the_first_screen_names_the_illness_and_its_cure(opened: Any) -> None:

@@ -409,7 +409,7 @@ def test_a_rank_that_is_started_again_joins_the_others(tmp_path: Path, forks: Fo
     assert len({line.partition(", step")[2] for line in lines}) == 1, lines
 
 
-@pytest.mark.slow
+@pytest.mark.real
 @pytest.mark.parametrize("strategy", ["EveryStep", "LocalSGD"])
 @pytest.mark.parametrize("transport", ["shm", "c10d"])
 def test_changes_of_the_ranks_leave_no_threads_and_no_files_behind(
@@ -427,7 +427,7 @@ def test_changes_of_the_ranks_leave_no_threads_and_no_files_behind(
         assert files <= files_before + 4, line
 
 
-@pytest.mark.parametrize("phase", ["data", pytest.param("forward", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("phase", ["data", pytest.param("forward", marks=pytest.mark.real)])
 def test_a_rank_that_was_slow_is_no_failure_of_the_job(phase: str, tmp_path: Path, forks: Forks) -> None:
     (tmp_path / "program.py").write_text(SLOW)
     done = forks.launch(tmp_path, "--resilient", "-n", "3", "program.py", phase, warm_ranks=True).wait()
@@ -443,7 +443,7 @@ def test_a_rank_that_was_slow_is_no_failure_of_the_job(phase: str, tmp_path: Pat
     assert f"rank 1 of 2: 1 {phase} []" in done.stdout
 
 
-@pytest.mark.slow
+@pytest.mark.real
 def test_a_rank_that_comes_back_too_late_is_no_failure_of_the_job(tmp_path: Path, forks: Forks) -> None:
     done = run(tmp_path, forks, "stopped", "--resilient")
     assert done.returncode == 0, done.stderr
@@ -451,7 +451,7 @@ def test_a_rank_that_comes_back_too_late_is_no_failure_of_the_job(tmp_path: Path
     assert "failed with exit code 1; the other ranks train on without it" in done.stderr
 
 
-@pytest.mark.slow
+@pytest.mark.real
 @pytest.mark.parametrize(("when", "num_lines"), [("trains on", 2), ("agrees", 2), ("starts", 1)])
 def test_no_rank_outlives_its_launcher(tmp_path: Path, forks: Forks, when: str, num_lines: int) -> None:
     """Survivors that train on; survivors that wait for a stopped rank; and a rank that is being started again."""
@@ -470,7 +470,7 @@ def test_no_rank_outlives_its_launcher(tmp_path: Path, forks: Forks, when: str, 
     launcher.wait()
 
 
-@pytest.mark.slow
+@pytest.mark.real
 @pytest.mark.parametrize("training", ["LocalSGD", "streaming", "Gossip", "PowerSGD"])
 def test_a_rank_joins_others_that_drift_or_compress(training: str, tmp_path: Path, forks: Forks) -> None:
     (tmp_path / "program.py").write_text(JOINS_DRIFTING)
@@ -484,7 +484,7 @@ def test_a_rank_joins_others_that_drift_or_compress(training: str, tmp_path: Pat
     assert len({line.partition(", step")[2] for line in lines}) == 1, lines
 
 
-@pytest.mark.slow
+@pytest.mark.real
 def test_a_rank_cannot_join_shards_but_the_others_train_on(tmp_path: Path, forks: Forks) -> None:
     (tmp_path / "program.py").write_text(JOINS_DRIFTING)
     options = ("--resilient", "--max-restarts", "1", "-n", "3")

@@ -328,7 +328,7 @@ JOINED = (
 )
 
 
-@pytest.mark.slow
+@pytest.mark.real
 def test_one_program_starts_three_ways(forks: Forks, tmp_path: Path) -> None:
     program = tmp_path / "program.py"
     program.write_text(JOINED)
@@ -553,7 +553,7 @@ def test_the_traceback_of_a_failing_rank_reaches_its_waiting_peer(run: Run, join
     assert done.stderr.count("KeyError: 'the data of step 3'\n") == 1  # only its own rank prints it
 
 
-@pytest.mark.slow
+@pytest.mark.real
 def test_torchs_record_decorator_does_not_blur_which_rank_was_first(run: Run) -> None:
     done = run(
         f"{RANK_1_FAILS_FIRST}"

@@ -101,7 +101,7 @@ def test_ranks_are_started_again_as_without_it(forks: Forks, tmp_path: Path) -> 
         assert_restored(terminal, tmp_path)
 
 
-@pytest.mark.slow
+@pytest.mark.real
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
 def test_of_a_run_that_hangs_it_says_where_each_rank_is(
     number: signal.Signals, forks: Forks, tmp_path: Path

@@ -60,12 +60,12 @@ def test_four_ranks_open_hardly_more_files_than_gloo_alone() -> None:
     assert_ranks_are_frugal(4)
 
 
-@pytest.mark.slow
+@pytest.mark.real
 def test_64_ranks_construct_train_and_end_on_one_host() -> None:
     assert_ranks_are_frugal(64)
 
 
-@pytest.mark.slow
+@pytest.mark.real
 def test_with_connections_on_demand_a_rank_has_few_files() -> None:
     found = figures_of(32, TORCH_GLOO_LAZY_INIT="1")
     assert found["files, rank 0"] <= 2 * 32

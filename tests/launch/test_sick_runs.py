@@ -22,7 +22,7 @@ from virtual_hosts import hosts_or_skip, outputs_of
 
 PROGRAM = Path(__file__).with_name("sick_program.py")
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.real
 
 
 def run_here(illness: str, directory: Path, *options: str) -> subprocess.CompletedProcess[str]:

@@ -124,7 +124,7 @@ def test_sigterms_within_two_seconds_are_one_signal() -> None:
     assert done == ["SIGTERM", "kill"]
 
 
-@pytest.mark.slow
+@pytest.mark.real
 @pytest.mark.parametrize(("number", "host"), [(signal.SIGTERM, ()), (signal.SIGINT, ("--host", "127.0.0.1"))])
 def test_a_signal_ends_a_launcher_that_waits_for_another_host(
     tmp_path: Path, number: signal.Signals, host: tuple[str, ...]
@@ -160,7 +160,7 @@ def listens(port: int) -> bool:
         return probe.connect_ex(("127.0.0.1", port)) == 0
 
 
-@pytest.mark.slow
+@pytest.mark.real
 def test_a_host_without_a_loopback_interface_is_named(tmp_path: Path) -> None:
     (tmp_path / "program.py").write_text("")
     command = ["unshare", "-rn", sys.executable, "-m", "syncline", "run", "-n", "2", "program.py"]

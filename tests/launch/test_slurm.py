@@ -26,7 +26,7 @@ ROOT = Path(__file__).parents[2]
 TOOLS = ("slurmctld", "slurmd", "srun", "sbatch", "scontrol")
 
 pytestmark = [
-    pytest.mark.slow,
+    pytest.mark.real,
     pytest.mark.skipif(
         os.geteuid() != 0 or any(shutil.which(tool) is None for tool in TOOLS),
         reason=f"needs root and {', '.join(TOOLS)}",

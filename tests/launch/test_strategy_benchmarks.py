@@ -10,7 +10,7 @@ import pytest
 
 import hangs
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.real
 
 PROGRAM = Path(__file__).parents[2] / "benchmarks" / "strategies.py"
 COMMAND = [

@@ -261,7 +261,7 @@ def with_slot(state: Ring, at: int, **changes: object) -> Ring:
         (3, (PIECES, ONE, PIECES)),
     ],
 )
-@pytest.mark.slow
+@pytest.mark.real
 def test_nobody_reads_too_early_or_overwrites_too_soon(size: int, kinds: tuple[str, ...]) -> None:
     model = RingModel(size, kinds)
     assert explore(model.start(), model.steps, model.is_end) > 100  # type: ignore[arg-type]
@@ -424,7 +424,7 @@ MEETINGS = {
 
 
 @pytest.mark.parametrize("meeting", MEETINGS)
-@pytest.mark.slow
+@pytest.mark.real
 def test_nobody_sleeps_for_ever(meeting: str) -> None:
     model = MEETINGS[meeting]
     assert explore(model.start(), model.steps, model.is_end) > 100  # type: ignore[arg-type]

@@ -11,7 +11,7 @@ import pytest
 
 import hangs
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.real
 
 HERE = Path(__file__).parent
 CORE = HERE.parents[1] / "src/syncline/native/core.c"

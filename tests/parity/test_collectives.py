@@ -204,8 +204,8 @@ def a_fork_is_refused_and_its_parent_goes_on(t: Transport) -> None:
     lane.close()
 
 
+@pytest.mark.real
 @pytest.mark.ranks(3)
-@pytest.mark.slow
 def test_forks() -> None:
     def is_refused() -> None:
         for call in (lambda: sl.mean(1.0), lambda: C10dTransport()):
@@ -216,6 +216,7 @@ def test_forks() -> None:
     on_every_engine(a_fork_is_refused_and_its_parent_goes_on)
 
 
+@pytest.mark.real
 @pytest.mark.ranks(2)
 def test_a_fork_frees_no_group_that_its_parent_has_destroyed() -> None:
     """The end of a Gloo group waits for threads, which a fork has not."""
@@ -232,6 +233,7 @@ def test_a_fork_frees_no_group_that_its_parent_has_destroyed() -> None:
     assert sl.mean(1.0) == 1.0
 
 
+@pytest.mark.real
 def test_a_fork_of_ranks_that_are_threads() -> None:
     group, room = ThreadGroup(2), threading.Barrier(2)
 

@@ -77,7 +77,7 @@ def hooked(ddp: Any, compression: Compression) -> Any:
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("name", KINDS)
-@pytest.mark.slow
+@pytest.mark.real
 def test_it_trains_as_a_hook_of_torchs_class_as_one_of_ours_and_inside_of_ours(name: str) -> None:
     compression = KINDS[name]
     found = []
@@ -103,7 +103,7 @@ def test_it_trains_as_a_hook_of_torchs_class_as_one_of_ours_and_inside_of_ours(n
 @pytest.mark.ranks(3)
 @pytest.mark.parametrize("name", ["fp16", "4 bits", "topk", "powersgd, 4 bits"])
 @pytest.mark.parametrize("caps", [{}, {"bucket_cap_mb": 0.002}], ids=str)
-@pytest.mark.slow
+@pytest.mark.real
 def test_three_ranks_and_many_buckets_stay_equal(name: str, caps: dict[str, Any]) -> None:
     for wrapped in (
         hooked(TorchDDP(net_of(), gradient_as_bucket_view=True, **caps), KINDS[name]),

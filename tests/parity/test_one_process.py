@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from cases import (
     train_synchronized,
 )
 
+from support.cases import case
 from syncline.transport import Transport, run_ranks
 
 
@@ -36,31 +38,26 @@ SETTINGS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("setting", SETTINGS)
+@pytest.mark.parametrize(
+    ("num_ranks", "samples", "counted"), [(2, equal_batches, False), (3, unequal_batches, True)]
+)
 @pytest.mark.parametrize("name", CASES)
-def test_two_ranks_equal_one_process(name: str, setting: str) -> None:
-    def rank(transport: Transport) -> Any:
-        return train_synchronized(
-            name, transport, rank=transport.rank, samples=equal_batches, counted=False, **SETTINGS[setting]
-        )
+def test_ranks_equal_one_process(
+    name: str, num_ranks: int, samples: Callable[[int, int], int], counted: bool
+) -> None:
+    alone = train_alone(name, num_ranks=num_ranks, samples=samples)
+    for setting, options in SETTINGS.items():
 
-    first, second = run_ranks(2, rank)
-    assert_same_bits(first, second)
-    assert_close(name, first, train_alone(name, num_ranks=2, samples=equal_batches))
+        def rank(transport: Transport, options: dict[str, Any] = options) -> Any:
+            return train_synchronized(
+                name, transport, rank=transport.rank, samples=samples, counted=counted, **options
+            )
 
-
-@pytest.mark.parametrize("setting", SETTINGS)
-@pytest.mark.parametrize("name", CASES)
-def test_uneven_item_counts_equal_one_process(name: str, setting: str) -> None:
-    def rank(transport: Transport) -> Any:
-        return train_synchronized(
-            name, transport, rank=transport.rank, samples=unequal_batches, counted=True, **SETTINGS[setting]
-        )
-
-    results = run_ranks(3, rank)
-    assert_same_bits(results[0], results[1])
-    assert_same_bits(results[0], results[2])
-    assert_close(name, results[0], train_alone(name, num_ranks=3, samples=unequal_batches))
+        first, *others = run_ranks(num_ranks, rank)
+        with case(setting):
+            for other in others:
+                assert_same_bits(first, other)
+            assert_close(name, first, alone)
 
 
 def test_the_test_sees_a_lost_sample() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from itertools import product
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
+from support.cases import case
 from syncline import DistributedDataParallel as DDP
 
 TorchDDP = torch.nn.parallel.DistributedDataParallel
@@ -55,16 +57,12 @@ def assert_equal_on_all_ranks(tensors: list[Tensor]) -> None:
 
 
 @pytest.mark.ranks(2)
-@pytest.mark.parametrize("to_none", [True, False])
-@pytest.mark.parametrize("view", [False, True])
 @pytest.mark.parametrize("how", IMPLEMENTATIONS, ids=["foreach", "fused"])
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_training_ends_with_torchs_weights(
-    name: str, how: dict[str, bool], view: bool, to_none: bool
-) -> None:
+def test_training_ends_with_torchs_weights(name: str, how: dict[str, bool]) -> None:
     kind, options = OPTIMIZERS[name]
 
-    def run(wrap: Wrap, *, attach: bool = False) -> list[Tensor]:
+    def run(wrap: Wrap, view: bool, to_none: bool, *, attach: bool = False) -> list[Tensor]:
         ddp = wrap(Net(), gradient_as_bucket_view=view)
         optimizer = kind(ddp.parameters(), **options, **how)
         if attach:
@@ -75,9 +73,11 @@ def test_training_ends_with_torchs_weights(
             optimizer.step()
         return list(ddp.parameters())
 
-    theirs = run(TorchDDP)
-    assert_equal(run(DDP), theirs)
-    assert_equal(run(DDP, attach=True), theirs)
+    for setting in product([False, True], repeat=2):
+        theirs = run(TorchDDP, *setting)
+        with case(setting):
+            assert_equal(run(DDP, *setting), theirs)
+            assert_equal(run(DDP, *setting, attach=True), theirs)
 
 
 @pytest.mark.ranks(2)

@@ -6,7 +6,6 @@ import copy
 import gc
 import io
 import math
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -17,6 +16,7 @@ from torch import Tensor, nn
 from torch.optim import SGD, Adafactor, Adagrad, Adam, AdamW, Muon, Optimizer, RMSprop
 
 import syncline as sl
+from support.states import wait_until
 from syncline import DistributedDataParallel as DDP
 from syncline import SynclineError
 from syncline.gradients import layout
@@ -373,9 +373,7 @@ def test_nobody_writes_while_another_reads() -> None:
         before = run.values()
         run.backward(0)
         if transport.rank == 1:
-            deadline = time.monotonic() + 20
-            while not boards[0].phase.startswith("optimizer.step()"):
-                assert time.monotonic() < deadline, boards[0].phase
+            wait_until(lambda: boards[0].phase.startswith("optimizer.step()"))
             for _ in range(10):
                 assert_equal(run.values(), before)
         run.optimizer.step()
@@ -769,7 +767,7 @@ GROUPS: dict[str, Callable[[], Any]] = {"shared memory": lambda: None, "gloo": C
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("group", GROUPS)
 @pytest.mark.parametrize("name", [n for n in OPTIMIZERS if n not in ("Adam", "SGD, foreach", "AdamW, named")])
-@pytest.mark.slow
+@pytest.mark.real
 def test_two_processes_train_what_replicas_train(name: str, group: str) -> None:
     transport = GROUPS[group]()
     compare(transport, OPTIMIZERS[name], same="fused" not in name)
@@ -799,7 +797,7 @@ def test_two_hosts_of_different_size_train_what_replicas_train(name: str) -> Non
 @pytest.mark.ranks(4)
 @pytest.mark.parametrize("hosts", ["aabb", "abba"])
 @pytest.mark.parametrize("name", ["AdamW, groups", "AdamW, fused", "Adafactor, whole"])
-@pytest.mark.slow
+@pytest.mark.real
 def test_two_hosts_with_a_copy_each_train_what_replicas_train(name: str, hosts: str) -> None:
     transport = on_hosts(hosts)
     for cap in (None, 0.02):

@@ -234,7 +234,7 @@ def test_golden_trajectory(case: str) -> None:
 
 @pytest.mark.ranks(3)
 @pytest.mark.parametrize("engine", ["gloo", "shared memory"])
-@pytest.mark.slow
+@pytest.mark.real
 def test_golden_trajectories_in_processes(engine: str) -> None:
     transport = engine_of(engine)
     for name, (strategy, reference) in CASES.items():

@@ -164,7 +164,7 @@ def test_between_meetings_a_resumed_replica_is_not_taken_for_an_equal_one(
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script_method:DeprecationWarning")  # the compiler's own
-@pytest.mark.slow
+@pytest.mark.real
 def test_a_compiled_wrapper_is_saved_as_the_wrapper() -> None:
     def program(t: Transport) -> None:
         ddp, optimizer, state = training(t, strategy=sl.LocalSGD(4))

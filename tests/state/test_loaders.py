@@ -94,7 +94,7 @@ def trained(loader: Any, directory: Path, first: int, last: int) -> list[tuple[l
 
 @pytest.mark.parametrize("kind", LOADERS)
 @pytest.mark.parametrize(("num_workers", "stops"), [(0, (1, 5, 7, 8, 9, 15, 16)), (2, (5, 8))])
-@pytest.mark.slow
+@pytest.mark.real
 def test_a_stateful_loader_goes_on_in_the_middle_of_an_epoch(
     kind: str, num_workers: int, stops: tuple[int, ...], tmp_path: Path
 ) -> None:

@@ -99,7 +99,7 @@ def assert_same(found: Any, expected: Any) -> None:
 
 @settings(max_examples=250, deadline=None)
 @given(st.data())
-@pytest.mark.slow
+@pytest.mark.real
 def test_whenever_it_crashes_the_last_committed_save_is_there_and_nothing_is_half(
     data: st.DataObject,
 ) -> None:

@@ -389,6 +389,7 @@ def exit_code_of_child(fn: Callable[[], None]) -> int:
     return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 
 
+@pytest.mark.real
 @pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
 def test_a_worker_of_a_dataloader_outlives_sigusr1_and_ends_by_sigterm() -> None:
     assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL

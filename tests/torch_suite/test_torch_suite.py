@@ -29,7 +29,7 @@ from torch_suite_survey import PASSES, TIMEOUT_SECONDS, num_ranks
 import syncline
 
 TABLE = json.loads(PASSES.read_text())
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.real
 
 PASSED: dict[str, str] = TABLE["passed"]
 """Test -> "as it is" or "moved to CPU"."""

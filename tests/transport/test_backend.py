@@ -536,7 +536,7 @@ else:
 
 
 @pytest.mark.parametrize("how", ["destroy", "exit"])
-@pytest.mark.slow
+@pytest.mark.real
 def test_a_process_ends_in_peace_while_a_future_waits(how: str, tmp_path: Path) -> None:
     with groups_of_processes(_ENDS_EARLY, str(tmp_path / "store"), how) as ranks:
         for rank in ranks:  # on a busy machine it may take a minute to import torch

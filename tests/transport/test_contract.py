@@ -17,6 +17,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from support.states import wait_until
 from syncline import SynclineError
 from syncline.transport import (
     C10dTransport,
@@ -24,7 +25,6 @@ from syncline.transport import (
     HierarchicalTransport,
     ReduceOp,
     Transport,
-    Work,
     run_ranks,
 )
 from syncline.transport.shared_memory import SharedMemoryTransport
@@ -92,13 +92,6 @@ def assert_same_bits_on_all_ranks(transport: Transport, tensors: Mapping[str, Te
     rows = transport.all_gather_bytes(digests)
     differ = [what for n, what in enumerate(tensors) if len({row[32 * n : 32 * n + 32] for row in rows}) > 1]
     assert not differ, f"the ranks' bits differ: {differ}"
-
-
-def wait_until_completed(work: Work) -> None:
-    deadline = time.monotonic() + 20
-    while not work.is_completed():
-        assert time.monotonic() < deadline, "never completed"
-        time.sleep(0)
 
 
 # ---------------------------------------------------------------------- programs: reductions
@@ -290,7 +283,7 @@ def what_is_completed_needs_no_wait(t: Transport) -> None:
         message, received = torch.full((4,), float(t.rank)), torch.zeros(4)
         works += [t.send(message, (t.rank + 1) % t.size), t.recv(received, (t.rank - 1) % t.size)]
     for work in works:
-        wait_until_completed(work)
+        wait_until(work.is_completed)
     for work in works:
         work.wait(0.001)
     assert tensor.tolist() == [float(t.size)] * 10
@@ -521,7 +514,6 @@ PROGRAMS: dict[str, Callable[[Transport], None]] = {
         many_under_way_may_be_waited_for_in_any_order,
         what_is_completed_needs_no_wait,
         a_second_wait_changes_nothing,
-        a_slow_rank_is_waited_for,
         split_by_color,
         split_leaves_out_who_gives_no_color,
         split_again_and_again,
@@ -541,17 +533,6 @@ PROGRAMS: dict[str, Callable[[Transport], None]] = {
 # ---------------------------------------------------------------------- engines
 
 
-@pytest.mark.parametrize("size", [1, 2, 3, 5])
-@pytest.mark.parametrize("program", PROGRAMS)
-def test_threads(program: str, size: int) -> None:
-    run_ranks(size, PROGRAMS[program], timeout_seconds=30)
-
-
-@pytest.mark.parametrize("program", PROGRAMS)
-def test_faulty_without_faults(program: str) -> None:
-    run_ranks(2, lambda t: PROGRAMS[program](FaultyTransport(t, [])), timeout_seconds=30)
-
-
 def run_all(transport: Transport, name: str) -> None:
     assert transport.name == name
     for program_name, program in PROGRAMS.items():
@@ -562,9 +543,33 @@ def run_all(transport: Transport, name: str) -> None:
             raise
 
 
+@pytest.mark.parametrize("size", [1, 2, 3, 5])
+def test_threads(size: int) -> None:
+    run_ranks(size, lambda t: run_all(t, "threads"))
+
+
+def test_faulty_without_faults() -> None:
+    run_ranks(2, lambda t: run_all(FaultyTransport(t, []), "threads"))
+
+
+@pytest.mark.real
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_a_slow_rank_is_waited_for_on_threads(size: int) -> None:
+    run_ranks(size, a_slow_rank_is_waited_for)
+
+
+@pytest.mark.real
+@pytest.mark.ranks(3)
+def test_a_slow_rank_is_waited_for_on_processes() -> None:
+    gloo = C10dTransport(timeout_seconds=60)
+    a_slow_rank_is_waited_for(gloo)
+    a_slow_rank_is_waited_for(HierarchicalTransport.over(gloo, host="aab"[gloo.rank]))
+    a_slow_rank_is_waited_for(SharedMemoryTransport.over(gloo))
+
+
 def processes(hosts: str, *, is_slow: bool = False) -> object:
     """One rank in a process of its own for each letter; equal letters are ranks of one host."""
-    marks = [pytest.mark.ranks(len(hosts), timeout=120), *([pytest.mark.slow] if is_slow else [])]
+    marks = [pytest.mark.ranks(len(hosts), timeout=120), *([pytest.mark.real] if is_slow else [])]
     return pytest.param(hosts, marks=marks)
 
 

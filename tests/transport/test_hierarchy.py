@@ -472,7 +472,7 @@ def test_a_rank_that_aborts_is_heard_on_all_hosts() -> None:
 
 @pytest.mark.ranks(4)
 @pytest.mark.parametrize("absent", [0, 3])
-@pytest.mark.slow
+@pytest.mark.real
 def test_a_timeout_names_the_rank_that_is_absent(absent: int) -> None:
     t = over_hosts("abab", timeout_seconds=2)
     t.barrier().wait()

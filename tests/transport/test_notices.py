@@ -224,7 +224,7 @@ def test_where_the_main_thread_is_can_be_asked_from_any_thread() -> None:
     assert re.fullmatch(r"test_notices\.py:\d+ in test_where_the_main_thread_is_can_be_asked_.*", place)
 
 
-@pytest.mark.slow
+@pytest.mark.real
 def test_the_main_thread_can_be_asked_while_threads_of_c_come_to_python_and_go() -> None:
     # Each start of one makes the interpreter list a new thread, which Python 3.11 does too early: see main_thread.py.
     program = """

@@ -88,7 +88,7 @@ def edges(of_bytes: int, itemsize: int, num_slots: int) -> list[int]:
 def with_dtype(size: int, dtype: torch.dtype) -> object:
     """A case of a test, left to CI if it takes long and others show nearly the same."""
     is_slow = size == 5 and dtype != torch.float32
-    marks = [pytest.mark.ranks(size), *([pytest.mark.slow] if is_slow else [])]
+    marks = [pytest.mark.ranks(size), *([pytest.mark.real] if is_slow else [])]
     return pytest.param(size, dtype, id=f"{size}-{dtype}", marks=marks)
 
 
@@ -158,7 +158,7 @@ def test_parts_are_reduced_to_the_first_rank_alone(size: int) -> None:
             assert same_bits(tensor[kept].clone(), values(t.rank, numel, dtype)[kept].clone()), dtype
 
 
-@pytest.mark.slow
+@pytest.mark.real
 @pytest.mark.ranks(2, timeout=120)
 def test_more_than_two_gibibytes() -> None:
     t = met()
@@ -337,7 +337,7 @@ def many_ranks(size: int, store_path: str) -> None:
     sys.exit(max(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) != 0 for pid in pids))
 
 
-@pytest.mark.slow
+@pytest.mark.real
 @pytest.mark.parametrize("size", [16, 64])
 def test_many_ranks(size: int, tmp_path: Path) -> None:
     path = os.pathsep.join([str(Path(__file__).parent), *sys.path])

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import threading
-import time
 from typing import Any
 
 import pytest
 import torch
 
+from support.states import wait_until
 from syncline import CollectiveMismatch, CollectiveTimeout, PeerFailed, SynclineError, UnevenInputs
 from syncline.transport import ThreadGroup, ThreadsTransport, Transport, run_ranks
 
@@ -315,9 +315,7 @@ def test_a_thread_that_waits_elsewhere_holds_no_rank_up() -> None:
         if transport.rank == 0:
             # It waits for rank 1's thread, which comes later, and rank 1 for us, who come now.
             saving.start()
-            deadline = time.monotonic() + 20
-            while len(transport._matcher._common.waiting) < 2 and time.monotonic() < deadline:
-                time.sleep(0.001)
+            wait_until(lambda: len(transport._matcher._common.waiting) >= 2)
             transport.barrier().wait()
         else:
             transport.barrier().wait()

@@ -63,7 +63,7 @@ def lines_about_pure_python(output: str) -> int:
     return sum("pure Python, without its native core" in line for line in output.splitlines())
 
 
-@pytest.mark.slow
+@pytest.mark.real
 @builds
 def test_a_wheel_built_with_a_compiler_holds_the_core(tmp_path: Path) -> None:
     wheel, output = build_wheel(tmp_path, "cc")
@@ -74,7 +74,7 @@ def test_a_wheel_built_with_a_compiler_holds_the_core(tmp_path: Path) -> None:
         ctypes.CDLL(archive.extract(LIBRARY, tmp_path))
 
 
-@pytest.mark.slow
+@pytest.mark.real
 @builds
 @pytest.mark.parametrize("compiler", ["false", "no-such-compiler"])
 def test_an_sdist_built_with_a_broken_compiler_is_pure_python_and_says_so(

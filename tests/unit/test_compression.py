@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from itertools import product
 from typing import Any
 from unittest.mock import patch
 
@@ -14,6 +15,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from selections import KINDS, values_of_kind
+from support.cases import case
 from syncline.compression import After, Cast, Chain, Compression, PowerSGD, Quantize, TopK, kernels, power_sgd
 from syncline.compression.base import Averaged
 from syncline.compression.factors import orthonormal_rows, sum_of_outer_products
@@ -99,48 +101,48 @@ def test_saved_and_loaded_it_goes_on_with_the_same_bits(
     assert torch.equal(mean_of_ranks(ranks, values), mean_of_ranks(others, values))
 
 
-@pytest.mark.parametrize("compression", ALL, ids=str)
-def test_without_error_feedback_nothing_of_the_values_is_kept(compression: Compression) -> None:
-    (rank,) = averagers(compression, [(8, 8), (3,)], 1)
-    names = {name for tensors in rank.memory() for name in tensors}
-    assert ("residual" in names) == compression.feeds_back
-    assert compression.feeds_back == ("error feedback" in compression.in_words())
+def test_without_error_feedback_nothing_of_the_values_is_kept() -> None:
+    for compression in ALL:
+        (rank,) = averagers(compression, [(8, 8), (3,)], 1)
+        names = {name for tensors in rank.memory() for name in tensors}
+        with case(compression):
+            assert ("residual" in names) == compression.feeds_back
+            assert compression.feeds_back == ("error feedback" in compression.in_words())
 
 
-@pytest.mark.parametrize("wrong", [math.nan, math.inf, -math.inf])
-@pytest.mark.parametrize("num_ranks", [2, 3])
-@pytest.mark.parametrize("compression", ALL, ids=lambda c: c.in_words())
-def test_what_is_not_finite_is_seen_once_and_not_kept(
-    compression: Compression, num_ranks: int, wrong: float
-) -> None:
+def test_what_is_not_finite_is_seen_once_and_not_kept() -> None:
     shapes = [(12, 10), (20,)]
-    ranks = averagers(compression, shapes, num_ranks)
-    values = drawn(shapes, num_ranks, 0)
-    values[-1][7] = wrong
-    assert not mean_of_ranks(ranks, values).isfinite().all()
-    assert all(tensor.isfinite().all() for rank in ranks for tensor in rank.state_dict().values())
-    assert mean_of_ranks(ranks, drawn(shapes, num_ranks, 1)).isfinite().all()
+    for compression, num_ranks, wrong in product(ALL, [2, 3], [math.nan, math.inf, -math.inf]):
+        ranks = averagers(compression, shapes, num_ranks)
+        values = drawn(shapes, num_ranks, 0)
+        values[-1][7] = wrong
+        with case(compression, num_ranks, wrong):
+            assert not mean_of_ranks(ranks, values).isfinite().all()
+            assert all(tensor.isfinite().all() for rank in ranks for tensor in rank.state_dict().values())
+            assert mean_of_ranks(ranks, drawn(shapes, num_ranks, 1)).isfinite().all()
 
 
-@pytest.mark.parametrize("compression", ALL, ids=lambda c: c.in_words())
-def test_zeros_stay_zeros_and_values_come_after_them(compression: Compression) -> None:
+def test_zeros_stay_zeros_and_values_come_after_them() -> None:
     shapes = [(12, 10), (5,)]
-    ranks = averagers(compression, shapes, 3)
-    assert not mean_of_ranks(ranks, [torch.zeros(125)] * 3).any()
-    assert mean_of_ranks(ranks, drawn(shapes, 3, 0)).any()
+    for compression in ALL:
+        ranks = averagers(compression, shapes, 3)
+        with case(compression):
+            assert not mean_of_ranks(ranks, [torch.zeros(125)] * 3).any()
+            assert mean_of_ranks(ranks, drawn(shapes, 3, 0)).any()
 
 
-@pytest.mark.parametrize("compression", ALL, ids=lambda c: c.in_words())
-def test_doubles_are_averaged_as_doubles(compression: Compression) -> None:
+def test_doubles_are_averaged_as_doubles() -> None:
     shapes = [(12, 10), (20,)]
-    ranks = averagers(compression, shapes, 3, torch.float64)
-    mean = mean_of_ranks(ranks, drawn(shapes, 3, 0))
-    assert mean.dtype is torch.float64
-    if compression.feeds_back:
-        kept = torch.stack([residual(rank) for rank in ranks]).mean(0)
-        exact = torch.stack(drawn(shapes, 3, 0)).double().mean(0)
-        tolerance = 1e-13 if compression in FED_BACK else 1e-2
-        torch.testing.assert_close(mean + kept, exact, rtol=0, atol=tolerance)
+    exact = torch.stack(drawn(shapes, 3, 0)).double().mean(0)
+    for compression in ALL:
+        ranks = averagers(compression, shapes, 3, torch.float64)
+        mean = mean_of_ranks(ranks, drawn(shapes, 3, 0))
+        with case(compression):
+            assert mean.dtype is torch.float64
+            if compression.feeds_back:
+                kept = torch.stack([residual(rank) for rank in ranks]).mean(0)
+                tolerance = 1e-13 if compression in FED_BACK else 1e-2
+                torch.testing.assert_close(mean + kept, exact, rtol=0, atol=tolerance)
 
 
 @settings(deadline=None, max_examples=80)
@@ -398,26 +400,22 @@ def test_ranks_that_lack_the_native_library_get_the_bits_of_the_others(
             assert all(torch.equal(one[key], starts[0][key]) for one in starts for key in one)
 
 
-@pytest.mark.parametrize("compression", [PowerSGD(1), TopK(0.5), Quantize(4), Cast()])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
-def test_the_default_dtype_of_the_program_does_not_matter(
-    compression: Compression, dtype: torch.dtype
-) -> None:
+def test_the_default_dtype_of_the_program_does_not_matter(dtype: torch.dtype) -> None:
     shapes = [(32, 16), (3,)]
     given_values = drawn(shapes, 2, 0)
 
-    def mean() -> Tensor:
-        return mean_of_ranks(averagers(compression, shapes, 2), [values.clone() for values in given_values])
+    def means() -> list[Tensor]:
+        return [
+            mean_of_ranks(averagers(compression, shapes, 2), [values.clone() for values in given_values])
+            for compression in (PowerSGD(1), TopK(0.5), Quantize(4), Cast())
+        ]
 
-    expected = mean()
-    default = torch.get_default_dtype()
+    expected = means()
     torch.set_default_dtype(dtype)
-    try:
-        found = mean()
-    finally:
-        torch.set_default_dtype(default)
-    assert found.dtype is torch.float32
-    assert torch.equal(found, expected)
+    for found, wanted in zip(means(), expected, strict=True):
+        assert found.dtype is torch.float32
+        assert torch.equal(found, wanted)
 
 
 def test_the_error_of_power_sgd_is_computed_while_factors_are_sent() -> None:

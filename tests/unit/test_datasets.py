@@ -144,7 +144,7 @@ def test_a_folder_that_cannot_be_written_to_is_named(
         datasets.shakespeare_text()
 
 
-@pytest.mark.slow
+@pytest.mark.real
 def test_without_network_the_program_says_what_to_do_and_ends_with_1(cache: Path, shelf: Path) -> None:
     program = hangs.run(
         [sys.executable, EXAMPLES / "example_data.py"],

@@ -80,6 +80,7 @@ def loss_of(ddp: sl.DistributedDataParallel) -> float:
 # ---------------------------------------------------------------------- what all share
 
 
+@pytest.mark.real
 def test_importing_syncline_or_its_exporters_imports_no_client_library() -> None:
     program = """
 import sys, torch, syncline as sl

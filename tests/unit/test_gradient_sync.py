@@ -661,6 +661,7 @@ def calls_of_a_step() -> dict[str, Any]:
     return counted
 
 
+@pytest.mark.real
 @pytest.mark.parametrize("view", [False, True])
 @pytest.mark.parametrize(("size", "budget"), [(1, 51), (2, 124)])
 def test_python_calls_are_one_a_parameter_and_few_a_bucket(

@@ -56,6 +56,7 @@ def test_all_ranks_learn_of_all_and_those_that_do_not_come_are_named() -> None:
         assert "ranks 1, 3 of 4" in str(error)
 
 
+@pytest.mark.real
 def test_a_rank_that_has_ended_before_the_ranks_were_connected_is_named() -> None:
     child = subprocess.Popen(["sleep", "1000"])
     own, theirs = RankProcess.own(), RankProcess.here(child.pid)

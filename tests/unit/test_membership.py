@@ -95,7 +95,7 @@ def test_a_newcomer_waits_until_it_is_taken_in() -> None:
 RUNS = 1000
 
 
-@pytest.mark.parametrize("first", [0, *(pytest.param(n, marks=pytest.mark.slow) for n in (RUNS, 2 * RUNS))])
+@pytest.mark.parametrize("first", [0, *(pytest.param(n, marks=pytest.mark.real) for n in (RUNS, 2 * RUNS))])
 def test_no_run_breaks_an_invariant(first: int) -> None:
     for seed in range(first, first + RUNS):
         check(seed)

@@ -168,7 +168,6 @@ def train(t: Transport, kind: str, situation: str) -> bool:
     return all(right)
 
 
-@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(
     "situation",
     [
@@ -182,10 +181,13 @@ def train(t: Transport, kind: str, situation: str) -> bool:
         "shared, accumulate",
     ],
 )
-def test_gradients_are_the_mean_whatever_a_forward_returns(kind: str, situation: str) -> None:
+def test_gradients_are_the_mean_whatever_a_forward_returns(situation: str) -> None:
+    def rank(t: Transport) -> list[str]:
+        return [kind for kind in KINDS if not train(t, kind, situation)]
+
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert run_ranks(2, lambda t: train(t, kind, situation)) == [True, True]
+        assert run_ranks(2, rank) == [[], []]
 
 
 def test_an_output_that_is_detached_and_attached_again() -> None:

@@ -173,7 +173,7 @@ def test_equal_replicas_are_said_to_be_equal(size: int, kwargs: dict[str, Any]) 
     where=st.sampled_from(["one.weight", "one.bias", "two.weight", "two.bias", "norm.weight"]),
     data=st.data(),
 )
-@pytest.mark.slow
+@pytest.mark.real
 def test_any_flipped_bit_of_a_parameter_is_found_in_time(
     every: int, flipped_at: int, rank: int, bit: int, where: str, data: st.DataObject
 ) -> None:

@@ -653,6 +653,7 @@ def test_a_mistake_is_one_line(
         assert words in line, arguments
 
 
+@pytest.mark.real
 def test_a_report_needs_no_torch(tmp_path: Path) -> None:
     directory = written(tmp_path / "trace", MadeRun(ranks=[MadeRank()]).rows())
     program = (

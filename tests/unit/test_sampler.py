@@ -104,7 +104,7 @@ def test_an_iterator_of_which_nothing_is_taken_uses_up_no_epoch() -> None:
 
 @pytest.mark.parametrize("batch_size", [3, None])
 @pytest.mark.parametrize("num_workers", [0, 2])
-@pytest.mark.slow
+@pytest.mark.real
 def test_a_data_loader_sees_one_epoch_after_the_other(num_workers: int, batch_size: int | None) -> None:
     dataset = torch.arange(20)
     loader = DataLoader(

@@ -5,7 +5,8 @@ from __future__ import annotations
 import random
 from itertools import pairwise
 
-import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from syncline.gradients.bucket_plan import BucketCaps, BucketPlan, ParameterSpec, plan_buckets
 from syncline.gradients.shard_plan import ALIGNMENT_NUMEL, bounds_of, pieces_of, spans_in
@@ -35,8 +36,10 @@ def sizes_from(seed: int) -> list[int]:
     return [chance.choice([0, 1, 7, 64, 1000, 20_000]) for _ in range(chance.randint(1, 30))]
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2, 3, 5])
-@pytest.mark.parametrize("seed", range(6))
+seeds, numbers_of_ranks = st.integers(0, 1000), st.integers(1, 6)
+
+
+@given(seed=seeds, num_ranks=numbers_of_ranks)
 def test_equal_spans_are_equal_and_aligned(seed: int, num_ranks: int) -> None:
     plans = plans_for(sizes_from(seed), num_ranks, cap_numel=30_000)
     for plan, cuts in zip(plans, bounds_of(plans, num_ranks), strict=True):
@@ -46,10 +49,13 @@ def test_equal_spans_are_equal_and_aligned(seed: int, num_ranks: int) -> None:
         assert plan.numel <= cuts[-1] < plan.numel + num_ranks * ALIGNMENT_NUMEL
 
 
-@pytest.mark.parametrize("align_numel", [1, ALIGNMENT_NUMEL])
-@pytest.mark.parametrize("how", ["flat", "by parameter", "whole"])
-@pytest.mark.parametrize("num_ranks", [1, 2, 3, 5])
-@pytest.mark.parametrize("seed", range(6))
+@settings(max_examples=60)
+@given(
+    seed=seeds,
+    num_ranks=numbers_of_ranks,
+    how=st.sampled_from(["flat", "by parameter", "whole"]),
+    align_numel=st.sampled_from([1, ALIGNMENT_NUMEL]),
+)
 def test_every_element_is_in_one_piece_of_one_rank(
     seed: int, num_ranks: int, how: str, align_numel: int
 ) -> None:
@@ -91,7 +97,8 @@ def test_parameters_of_nobody_are_left_out() -> None:
     assert [(piece.start, piece.stop) for piece in pieces] == [(0, 10), (20, 30)]
 
 
-@pytest.mark.parametrize("seed", range(20))
+@settings(max_examples=20)
+@given(seed=seeds)
 def test_whole_parameters_are_balanced_over_all_buckets(seed: int) -> None:
     """No rank has more than an equal share and the largest parameter."""
     chance = random.Random(seed)

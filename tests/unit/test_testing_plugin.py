@@ -181,7 +181,7 @@ def _section(report: str, test: str) -> str:
     return found.group(2)
 
 
-@pytest.mark.slow
+@pytest.mark.real
 def test_a_failing_rank_is_named_with_its_assertion_and_its_output(report: str) -> None:
     text = _section(report, "test_one_rank_fails")
     assert "rank 0 failed" in text
@@ -191,14 +191,14 @@ def test_a_failing_rank_is_named_with_its_assertion_and_its_output(report: str) 
     assert "rank 1 passed" in text
 
 
-@pytest.mark.slow
+@pytest.mark.real
 def test_equal_failures_are_printed_once(report: str) -> None:
     text = _section(report, "test_all_ranks_fail_alike")
     assert "ranks 0, 1, 2 failed" in text
     assert text.count("KeyError: 'the same everywhere'") == 1
 
 
-@pytest.mark.slow
+@pytest.mark.real
 def test_each_rank_is_named_with_its_end(report: str) -> None:
     text = _section(report, "test_ranks_end_in_many_ways")
     assert "rank 0 failed\nthe process ended by signal SIGKILL" in text
@@ -210,27 +210,27 @@ def test_each_rank_is_named_with_its_end(report: str) -> None:
     assert "rank 0 failed\nexpected the process to be killed (SIGKILL), but the test ended normally" in lives
 
 
-@pytest.mark.slow
+@pytest.mark.real
 def test_a_rank_that_has_died_since_the_last_test_has_its_last_words(report: str) -> None:
     text = _section(report, "test_for_which_a_rank_has_died")
     assert "rank 1 failed\nthe process ended with exit code 3" in text
     assert "last words" in text
 
 
-@pytest.mark.slow
+@pytest.mark.real
 def test_misuse_is_explained(report: str) -> None:
     assert "the argument 'value' (function) cannot be sent" in report
     assert "expected at least 1 rank, got 0" in report
     assert "ranks(2, killed=[2]): expected ranks between 0 and 1" in report
 
 
-@pytest.mark.slow
+@pytest.mark.real
 def test_a_rank_may_skip_or_fail_as_expected(report: str) -> None:
     assert re.search(r"SKIPPED \[1\] test_failing.py:\d+: rank 1 has no time", report)
     assert "XFAIL test_failing.py::test_a_rank_may_fail_as_expected - rank 1 is young" in report
 
 
-@pytest.mark.slow
+@pytest.mark.real
 def test_the_pool_goes_on_after_failures(report: str) -> None:
     assert "8 failed, 2 passed, 1 skipped, 1 xfailed" in report
 
@@ -262,12 +262,12 @@ def test_endless(folder):
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
-@pytest.mark.slow
+@pytest.mark.real
 def test_no_process_is_left_behind_at_the_end(folder: Path) -> None:
     _wait_until_gone(folder)
 
 
-@pytest.mark.slow
+@pytest.mark.real
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
 def test_no_process_is_left_behind_by_a_signal(tmp_path: Path, number: signal.Signals) -> None:

@@ -56,6 +56,7 @@ def test_a_row_comes_back_whatever_follows_it() -> None:
     assert list(rows.decode([newer])) == [rows.CallRow("mean", 5, 9)]
 
 
+@pytest.mark.real
 def test_a_row_is_in_the_file_as_soon_as_it_is_written_and_no_fork_writes(tmp_path: Path) -> None:
     folder = tmp_path / "new" / "folder"
     first = TraceFile(folder, "rank-0", 1 << 20)
@@ -286,6 +287,7 @@ def test_a_full_disk_is_warned_of_once_and_training_goes_on(
     assert len(warned) == 1
 
 
+@pytest.mark.real
 def test_what_was_recorded_before_a_kill_can_be_read(tmp_path: Path) -> None:
     program = tmp_path / "program.py"
     program.write_text(

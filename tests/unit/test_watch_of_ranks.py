@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import threading
-import time
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from support.states import wait_until
 from syncline.liveness import StoreSilent
 from syncline.resilience import watch as watches
 from syncline.resilience.membership import Membership
@@ -52,6 +52,8 @@ def watched() -> tuple[Watch, list[str]]:
 
 
 def test_a_missing_or_unreadable_pulse_counts_as_no_pulse(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 100.0
+    monkeypatch.setattr(watches.time, "monotonic", lambda: now)
     watch, failures = watched()
     line: Any = Line({"pulse b": "7"})
     watch.look(line)
@@ -61,8 +63,7 @@ def test_a_missing_or_unreadable_pulse_counts_as_no_pulse(monkeypatch: pytest.Mo
     watch.look(line)
     assert failures == []
     line.found = {}
-    later = time.monotonic() + watches.SILENT_SECONDS + 1
-    monkeypatch.setattr(watches.time, "monotonic", lambda: later)
+    now += watches.SILENT_SECONDS + 1
     watch.look(line)
     assert failures == ["rank 1 on host b has shown no sign of life for 3 s"]
 
@@ -84,9 +85,6 @@ def test_an_error_that_stays_is_named_as_the_cause(monkeypatch: pytest.MonkeyPat
     watch, failures = watched()
     line: Any = Line(error=lambda number: KeyError("pulse b"))
     pulse = Pulse(line, "a", watch)
-    deadline = time.monotonic() + 20
-    while not failures:
-        assert time.monotonic() < deadline
-        time.sleep(0.001)
+    wait_until(lambda: bool(failures))
     pulse.close()
     assert failures == ["the watch over the next rank fails: KeyError('pulse b')"]
