@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import pickle
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -24,6 +25,7 @@ from torch.nn.parallel.distributed import _MixedPrecision
 from torch.utils.checkpoint import checkpoint
 
 import syncline as sl
+from support.cases import case
 from syncline import DistributedDataParallel as DDP
 
 TorchDDP = torch.nn.parallel.DistributedDataParallel
@@ -74,6 +76,16 @@ def assert_equal(ours: list[Tensor], theirs: list[Tensor], **tolerance: float) -
             assert torch.equal(a.to_dense(), b.to_dense())
 
 
+def assert_torchs(run: Callable[[Wrap], list[Tensor]], **tolerance: float) -> None:
+    """Compare what comes out with our class and with torch's."""
+    assert_equal(run(DDP), run(TorchDDP), **tolerance)
+
+
+SUMMED: dict[str, float] = {"rtol": 1e-6, "atol": 1e-7}
+"""Where the order of the summands, or of a division and a sum, is another."""
+OFF_ON = (False, True)
+
+
 # ---------------------------------------------------------------------- communication hooks
 
 
@@ -108,23 +120,27 @@ HOOKS: dict[str, tuple[Callable[[], Any], Any]] = {
 }
 
 
-@pytest.mark.ranks(2)
+@pytest.mark.ranks(2, timeout=300)
 @pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")
-@pytest.mark.parametrize("view", [False, True])
-@pytest.mark.parametrize("name", HOOKS)
-def test_torchs_communication_hooks_run_unchanged(name: str, view: bool) -> None:
-    make_state, hook = HOOKS[name]
-    found = []
-    for wrap in (DDP, TorchDDP):
-        ddp = wrap(Net(), gradient_as_bucket_view=view)
-        state = make_state()
-        ddp.register_comm_hook(state, hook)
-        # PowerSGD starts from random matrices, by numpy's generator, seeded in its state.
-        found.append(gradients_of(ddp))
-        if name == "by hand":
-            assert state["calls"] == state["last"] == 4
-    # The order of a hook's own rounding is its own: buckets may be cut differently.
-    assert_equal(found[0], found[1], rtol=2e-3, atol=2e-4)
+def test_torchs_communication_hooks_run_unchanged() -> None:
+    for name, view in itertools.product(HOOKS, OFF_ON):
+        make_state, hook = HOOKS[name]
+
+        def run(
+            wrap: Wrap, make_state: Any = make_state, hook: Any = hook, view: bool = view
+        ) -> list[Tensor]:
+            ddp, state = wrap(Net(), gradient_as_bucket_view=view), make_state()
+            ddp.register_comm_hook(state, hook)
+            # PowerSGD starts from random matrices, by numpy's generator, seeded in its state.
+            found = gradients_of(ddp)
+            if hook is scaled_by_hand:
+                assert state["calls"] == state["last"] == 4
+            return found
+
+        with case(
+            name, view
+        ):  # the order of a hook's own rounding is its own: buckets may be cut differently
+            assert_torchs(run, rtol=2e-3, atol=2e-4)
 
 
 @pytest.mark.ranks(2)
@@ -132,44 +148,36 @@ def test_a_hook_over_many_buckets_is_told_which_is_last() -> None:
     ddp = DDP(Net(), bucket_cap_mb=0.001)
     state = {"calls": 0, "last": 0}
     ddp.register_comm_hook(state, scaled_by_hand)
-    assert_equal(gradients_of(ddp), gradients_of(DDP(Net())), rtol=1e-6, atol=1e-7)
+    assert_equal(gradients_of(ddp), gradients_of(DDP(Net())), **SUMMED)
     assert state["last"] == 4
     assert state["calls"] == 4 * len(ddp.last_step.buckets) > 4
     assert "by communication hook scaled_by_hand" in ddp.contract.long()
 
 
 @pytest.mark.ranks(2)
-@pytest.mark.parametrize("view", [False, True])
-def test_a_hook_may_come_between_two_backwards(view: bool) -> None:
-    found = []
-    for wrap in (DDP, TorchDDP):
-        ddp = wrap(Net(), gradient_as_bucket_view=view, bucket_cap_mb=0.001)
-        first, state = gradients_of(ddp), {"calls": 0, "last": 0}
-        ddp.register_comm_hook(state, scaled_by_hand)
-        found.append([*first, *gradients_of(ddp)])
-        assert state["last"] == 4
-    assert_equal(*found, rtol=1e-6, atol=1e-7)
+def test_a_hook_may_come_between_two_backwards() -> None:
+    for view in OFF_ON:
+
+        def run(wrap: Wrap, view: bool = view) -> list[Tensor]:
+            ddp = wrap(Net(), gradient_as_bucket_view=view, bucket_cap_mb=0.001)
+            first, state = gradients_of(ddp), {"calls": 0, "last": 0}
+            ddp.register_comm_hook(state, scaled_by_hand)
+            found = [*first, *gradients_of(ddp)]
+            assert state["last"] == 4
+            return found
+
+        with case(view):
+            assert_torchs(run, **SUMMED)
 
 
 @pytest.mark.ranks(2)
 def test_the_built_in_hook_equals_torchs() -> None:
-    found = []
-    for wrap in (DDP, TorchDDP):
+    def run(wrap: Wrap) -> list[Tensor]:
         ddp = wrap(Net())
         ddp._register_builtin_comm_hook(dist.BuiltinCommHookType.ALLREDUCE)
-        found.append(gradients_of(ddp))
-    assert_equal(*found, rtol=1e-6, atol=1e-7)
+        return gradients_of(ddp)
 
-
-@pytest.mark.ranks(2)
-def test_a_hook_on_one_rank_only_is_refused_on_both() -> None:
-    ddp = DDP(Net())
-    if dist.get_rank() == 1:
-        ddp.register_comm_hook(None, default_hooks.allreduce_hook)
-    with pytest.raises(
-        sl.ContractMismatch, match=r"communication hook\s+expected none \(rank 0\)\s+got +allreduce_hook"
-    ):
-        ddp(batch(0)).square().mean().backward()
+    assert_torchs(run, **SUMMED)
 
 
 def test_what_is_no_hook_is_refused() -> None:
@@ -188,6 +196,9 @@ def test_what_is_no_hook_is_refused() -> None:
         ddp.register_comm_hook(None, debugging_hooks.noop_hook)
     with pytest.raises(ValueError, match="normalize_by cannot divide"), ddp.normalize_by(3):
         pass
+    ddp = DDP(nn.Linear(1, 1))
+    with ddp.normalize_by(1), pytest.raises(ValueError, match="normalize_by cannot divide"):
+        ddp.register_comm_hook(None, debugging_hooks.noop_hook)
 
 
 @pytest.mark.ranks(2)
@@ -215,53 +226,39 @@ class Sparse(nn.Module):
         return self.out(self.rows(indices).sum(1))
 
 
-@pytest.mark.ranks(2)
-@pytest.mark.parametrize("view", [False, True])
-def test_sparse_gradients_are_torchs(view: bool) -> None:
-    found = []
-    for wrap in (DDP, TorchDDP):
-        ddp = wrap(Sparse(), gradient_as_bucket_view=view)
-        optimizer = torch.optim.SGD(ddp.parameters(), lr=0.5)
-        seen = []
-        for step in range(3):
-            optimizer.zero_grad()
-            generator = torch.Generator().manual_seed(10 * step + dist.get_rank())
-            indices = torch.randint(0, 40, (3 + 2 * dist.get_rank(), 4), generator=generator)
-            ddp(indices).square().mean().backward()
-            assert ddp.module.rows.weight.grad.is_sparse
-            seen += [p.grad.to_dense().clone() for p in ddp.parameters()]
-            optimizer.step()
-        found.append(seen)
-    assert_equal(*found, rtol=1e-6, atol=1e-8)
-
-
 def looked_at(state, bucket):
     state.append((bucket.index(), bucket.is_last(), bucket.buffer().is_sparse, len(bucket.gradients())))
     return default_hooks.allreduce_hook(None, bucket)
 
 
 @pytest.mark.ranks(2)
-@pytest.mark.parametrize("hook", [looked_at, debugging_hooks.noop_hook])
-def test_a_communication_hook_gets_sparse_gradients_as_torchs_does(hook: Any) -> None:
-    found = []
-    for wrap in (DDP, TorchDDP):
-        ddp = wrap(Sparse())
-        calls: list[Any] = []
-        ddp.register_comm_hook(calls, hook)
-        seen = []
-        for step in range(3):
-            ddp.zero_grad()
-            generator = torch.Generator().manual_seed(10 * step + dist.get_rank())
-            indices = torch.randint(0, 40, (3 + 2 * dist.get_rank(), 4), generator=generator)
-            ddp(indices).square().mean().backward()
-            assert ddp.module.rows.weight.grad.is_sparse
-            seen += [p.grad.to_dense().clone() for p in ddp.parameters()]
-        found.append((seen, sorted(is_sparse for _, _, is_sparse, _ in calls)))
-        assert all(num_gradients == (0 if is_sparse else 2) for _, _, is_sparse, num_gradients in calls)
-        assert sum(is_last for _, is_last, _, _ in calls) == len(calls) // 2
-    (ours, our_kinds), (theirs, their_kinds) = found
-    assert our_kinds == their_kinds
-    assert_equal(ours, theirs, rtol=1e-6, atol=1e-8)
+def test_sparse_gradients_are_torchs_also_those_that_a_communication_hook_gets() -> None:
+    for view, hook in ((False, None), (True, None), (False, looked_at), (False, debugging_hooks.noop_hook)):
+        kinds: list[list[bool]] = []
+
+        def run(wrap: Wrap, view: bool = view, hook: Any = hook, kinds: Any = kinds) -> list[Tensor]:
+            ddp = wrap(Sparse(), gradient_as_bucket_view=view)
+            calls: list[Any] = []
+            if hook is not None:
+                ddp.register_comm_hook(calls, hook)
+            optimizer = torch.optim.SGD(ddp.parameters(), lr=0.5)
+            seen = []
+            for step in range(3):
+                optimizer.zero_grad()
+                generator = torch.Generator().manual_seed(10 * step + dist.get_rank())
+                indices = torch.randint(0, 40, (3 + 2 * dist.get_rank(), 4), generator=generator)
+                ddp(indices).square().mean().backward()
+                assert ddp.module.rows.weight.grad.is_sparse
+                seen += [p.grad.to_dense().clone() for p in ddp.parameters()]
+                optimizer.step()
+            assert all(num_gradients == (0 if is_sparse else 2) for _, _, is_sparse, num_gradients in calls)
+            assert sum(is_last for _, is_last, _, _ in calls) == len(calls) // 2
+            kinds.append(sorted(is_sparse for _, _, is_sparse, _ in calls))
+            return seen
+
+        with case(view, hook):
+            assert_torchs(run, rtol=1e-6, atol=1e-8)
+            assert kinds[0] == kinds[1]
 
 
 @pytest.mark.ranks(2)
@@ -280,19 +277,18 @@ def test_a_hook_that_returns_something_else_for_a_sparse_gradient_is_an_error() 
 
 
 @pytest.mark.ranks(2)
-@pytest.mark.parametrize("with_hook", [False, True])
-def test_a_sparse_parameter_that_one_rank_did_not_use(with_hook: bool) -> None:
+def test_a_sparse_parameter_that_one_rank_did_not_use() -> None:
     class Maybe(Sparse):
         def forward(self, indices: Tensor) -> Tensor:
             return super().forward(indices) if dist.get_rank() else self.out(torch.ones(2, 8))
 
-    ddp = DDP(Maybe(), find_unused_parameters=True)
-    if with_hook:
-        ddp.register_comm_hook(None, default_hooks.allreduce_hook)
-    ddp(torch.tensor([[1, 2]])).sum().backward()
-    gradient = ddp.module.rows.weight.grad
-    assert gradient is not None
-    assert gradient.coalesce().indices().tolist() == [[1, 2]]
+    for with_hook in OFF_ON:
+        ddp = DDP(Maybe(), find_unused_parameters=True)
+        if with_hook:
+            ddp.register_comm_hook(None, default_hooks.allreduce_hook)
+        ddp(torch.tensor([[1, 2]])).sum().backward()
+        with case(with_hook):
+            assert ddp.module.rows.weight.grad.coalesce().indices().tolist() == [[1, 2]]
 
 
 @pytest.mark.ranks(2)
@@ -307,7 +303,7 @@ def test_complex_and_channels_last_parameters() -> None:
         def forward(self, x: Tensor) -> Tensor:
             return (x * self.phase).abs().sum() + self.conv(x[None, None].expand(1, 1, 5, 6)).square().sum()
 
-    assert_equal(gradients_of(DDP(Mixed()), lr=0.0), gradients_of(TorchDDP(Mixed()), lr=0.0))
+    assert_torchs(lambda wrap: gradients_of(wrap(Mixed()), lr=0.0))
 
 
 @pytest.mark.ranks(2)
@@ -331,28 +327,6 @@ def test_torchs_mixed_precision_argument() -> None:
     assert_equal(gradients_of(ddp), full, rtol=0.1, atol=0.02)
 
 
-@pytest.mark.ranks(2)
-def test_autocast_and_a_gradient_scaler_skip_on_all_ranks_alike() -> None:
-    ddp = DDP(Net())
-    optimizer = torch.optim.AdamW(ddp.parameters())
-    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
-    for step in range(3):
-        optimizer.zero_grad()
-        with torch.autocast("cpu", dtype=torch.bfloat16):
-            loss = ddp(batch(step)).square().mean()
-        if step == 1 and dist.get_rank() == 1:
-            loss = loss * float("inf")
-        scaler.scale(loss).backward()
-        scaler.unscale_(optimizer)
-        nn.utils.clip_grad_norm_(ddp.parameters(), 1.0)
-        scaler.step(optimizer)
-        scaler.update()
-    assert scaler.get_scale() == 2.0  # one step was skipped, on this rank too
-    everyone = [None] * 2
-    dist.all_gather_object(everyone, [p.tolist() for p in ddp.parameters()])
-    assert everyone[0] == everyone[1]
-
-
 # ---------------------------------------------------------------------- graphs
 
 
@@ -372,18 +346,18 @@ class Branches(nn.Module):
 
 
 @pytest.mark.ranks(2)
-@pytest.mark.parametrize("cap_mb", [0.0001, 25])
-@pytest.mark.parametrize("view", [False, True])
-def test_unused_parameters_are_torchs(view: bool, cap_mb: float) -> None:
-    def run(wrap: Wrap) -> list[Tensor]:
-        ddp = wrap(
-            Branches(), find_unused_parameters=True, gradient_as_bucket_view=view, bucket_cap_mb=cap_mb
-        )
-        seen = gradients_of(ddp)
-        assert ddp.module.branches[2].weight.grad is None
-        return seen
+def test_unused_parameters_are_torchs() -> None:
+    for view, cap_mb in itertools.product(OFF_ON, (0.0001, 25)):
+        options = {"gradient_as_bucket_view": view, "bucket_cap_mb": cap_mb}
 
-    assert_equal(run(DDP), run(TorchDDP))
+        def run(wrap: Wrap, options: Any = options) -> list[Tensor]:
+            ddp = wrap(Branches(), find_unused_parameters=True, **options)
+            seen = gradients_of(ddp)
+            assert ddp.module.branches[2].weight.grad is None
+            return seen
+
+        with case(options):
+            assert_torchs(run)
 
 
 class Heads(nn.Module):
@@ -400,45 +374,40 @@ class Heads(nn.Module):
         return sum(self.heads[i](self.stem(x)) for i in self.used)  # type: ignore[return-value]
 
 
-@pytest.mark.ranks(2)
-@pytest.mark.parametrize("view", [False, True])
-@pytest.mark.parametrize("with_hook", [False, True])
-def test_buckets_that_no_rank_used_are_not_sent_if_asked(with_hook: bool, view: bool) -> None:
-    def run(wrap: Wrap) -> tuple[list[Tensor], int]:
-        ddp = wrap(
-            Heads(),
-            find_unused_parameters=True,
-            skip_all_reduce_unused_params=True,
-            gradient_as_bucket_view=view,
-            bucket_cap_mb=0.00001,
-        )
-        if with_hook:
-            ddp.register_comm_hook(None, default_hooks.allreduce_hook)
-        found = gradients_of(ddp)
-        assert ddp.module.heads[2].weight.grad is None
-        return found, ddp._get_ddp_logging_data()["num_buckets_reduced"]
-
-    (ours, num_ours), (theirs, num_theirs) = run(DDP), run(TorchDDP)
-    assert_equal(ours, theirs)
-    assert num_ours == num_theirs == 4
+def with_heads(wrap: Wrap, *, skip: bool = True, view: bool = False, with_hook: bool = False) -> Any:
+    ddp = wrap(
+        Heads(),
+        find_unused_parameters=True,
+        skip_all_reduce_unused_params=skip,
+        gradient_as_bucket_view=view,
+        bucket_cap_mb=0.00001,
+    )
+    if with_hook:
+        ddp.register_comm_hook(None, default_hooks.allreduce_hook)
+    return ddp
 
 
 @pytest.mark.ranks(2)
-@pytest.mark.parametrize("with_hook", [False, True])
-@pytest.mark.parametrize("view", [False, True])
-def test_where_ranks_use_different_parameters_skipping_changes_nothing(view: bool, with_hook: bool) -> None:
+def test_buckets_that_no_rank_used_are_not_sent_if_asked() -> None:
+    for with_hook, view in itertools.product(OFF_ON, OFF_ON):
+
+        def run(wrap: Wrap, with_hook: bool = with_hook, view: bool = view) -> list[Tensor]:
+            ddp = with_heads(wrap, view=view, with_hook=with_hook)
+            found = gradients_of(ddp)
+            assert ddp.module.heads[2].weight.grad is None
+            assert ddp._get_ddp_logging_data()["num_buckets_reduced"] == 4
+            return found
+
+        with case(with_hook, view):
+            assert_torchs(run)
+
+
+@pytest.mark.ranks(2)
+def test_where_ranks_use_different_parameters_skipping_changes_nothing() -> None:
     """torch asks that they do not, else its class may hang."""
 
-    def run(*, skip: bool) -> tuple[list[Tensor | None], list[int]]:
-        ddp = DDP(
-            Heads(),
-            find_unused_parameters=True,
-            skip_all_reduce_unused_params=skip,
-            gradient_as_bucket_view=view,
-            bucket_cap_mb=0.00001,
-        )
-        if with_hook:
-            ddp.register_comm_hook(None, default_hooks.allreduce_hook)
+    def run(**how: bool) -> tuple[list[Tensor | None], list[int]]:
+        ddp = with_heads(DDP, **how)
         seen: list[Tensor | None] = []
         num_sent = []
         for step, used in enumerate([([0], [1]), ([0, 2], [0]), ([1], [1])]):
@@ -456,21 +425,19 @@ def test_where_ranks_use_different_parameters_skipping_changes_nothing(view: boo
         num_sent.append(len(ddp.last_step.buckets))
         return [*seen, *(p.grad for p in ddp.parameters())], num_sent
 
-    (ours, num_sent), (plain, _) = run(skip=True), run(skip=False)
-    assert num_sent == [6, 6, 4, 8]
-    assert [g is None for g in ours] == [g is None for g in plain]
-    assert_equal([g for g in ours if g is not None], [g for g in plain if g is not None])
+    for view, with_hook in itertools.product(OFF_ON, OFF_ON):
+        how = {"view": view, "with_hook": with_hook}
+        (ours, num_sent), (plain, _) = run(skip=True, **how), run(skip=False, **how)
+        with case(how):
+            assert num_sent == [6, 6, 4, 8]
+            assert [g is None for g in ours] == [g is None for g in plain]
+            assert_equal([g for g in ours if g is not None], [g for g in plain if g is not None])
 
 
 @pytest.mark.ranks(2)
 def test_skipping_goes_together_with_uneven_inputs() -> None:
     def run(*, skip: bool) -> list[Tensor]:
-        ddp = DDP(
-            Heads(),
-            find_unused_parameters=True,
-            skip_all_reduce_unused_params=skip,
-            bucket_cap_mb=0.00001,
-        )
+        ddp = with_heads(DDP, skip=skip)
         optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
         with ddp.join():
             for step in range(2 + 2 * dist.get_rank()):
@@ -495,22 +462,26 @@ class Output:
     extra: object = None
 
 
+class Repeated(Net):
+    """Its middle layer is used several times, in reentrant checkpoints."""
+
+    def __init__(self, num_uses: int) -> None:
+        super().__init__()
+        self.num_uses, self.as_dataclass = num_uses, False
+
+    def forward(self, x: Tensor) -> Any:
+        x = torch.tanh(self.first(x))
+        for _ in range(self.num_uses):
+            x = checkpoint(self.middle, x, use_reentrant=True)
+        x = self.last(x)
+        return Output(x, extra=[None]) if self.as_dataclass else x
+
+
 @pytest.mark.ranks(2)
 def test_static_graph_with_reentrant_checkpoints_of_shared_layers_is_torchs() -> None:
-    class Repeated(Net):
-        as_dataclass: bool
-
-        def forward(self, x: Tensor) -> Any:
-            x = torch.tanh(self.first(x))
-            for _ in range(3):
-                x = checkpoint(self.middle, x, use_reentrant=True)
-            x = self.last(x)
-            return Output(x, extra=[None]) if self.as_dataclass else x
-
     def run(wrap: Wrap, *, as_dataclass: bool = False) -> list[Tensor]:
-        module = Repeated()
-        module.as_dataclass = as_dataclass
-        ddp = wrap(module, static_graph=True)
+        ddp = wrap(Repeated(3), static_graph=True)
+        ddp.module.as_dataclass = as_dataclass
         seen = []
         for step in range(3):
             ddp.zero_grad()
@@ -525,36 +496,24 @@ def test_static_graph_with_reentrant_checkpoints_of_shared_layers_is_torchs() ->
 
 
 @pytest.mark.ranks(2)
-@pytest.mark.parametrize("with_hook", [False, True])
-@pytest.mark.parametrize("cap_mb", [0.0001, None])
-@pytest.mark.parametrize(("learnt", "later"), [(1, 3), (3, 1)])
-def test_a_static_graph_that_changes_on_one_rank_is_the_same_error_on_both(
-    learnt: int, later: int, cap_mb: float | None, with_hook: bool
-) -> None:
-    class Repeated(Net):
-        num_uses = learnt
-
-        def forward(self, x: Tensor) -> Tensor:
-            x = torch.tanh(self.first(x))
-            for _ in range(self.num_uses):
-                x = checkpoint(self.middle, x, use_reentrant=True)
-            return self.last(x)
-
-    ddp = DDP(Repeated(), static_graph=True, bucket_cap_mb=cap_mb)
-    if with_hook:
-        ddp.register_comm_hook(None, default_hooks.allreduce_hook)
-    ddp(batch(0)).square().mean().backward()
-    before = [p.grad.clone() for p in ddp.parameters()]
-    ddp.zero_grad()
-    ddp.module.num_uses = learnt if dist.get_rank() == 0 else later
-    with pytest.raises(sl.ContractMismatch, match="static_graph=True") as caught:
+def test_a_static_graph_that_changes_on_one_rank_is_the_same_error_on_both() -> None:
+    for (learnt, later), cap_mb, with_hook in itertools.product(((1, 3), (3, 1)), (0.0001, None), OFF_ON):
+        ddp = DDP(Repeated(learnt), static_graph=True, bucket_cap_mb=cap_mb)
+        if with_hook:
+            ddp.register_comm_hook(None, default_hooks.allreduce_hook)
         ddp(batch(0)).square().mean().backward()
-    assert f"rank 1: middle.weight ({learnt} before, {later} now)" in str(caught.value)
-    assert "rank 0:" not in str(caught.value)
-    ddp.zero_grad()  # the ranks are in step, and may go on
-    ddp.module.num_uses = learnt
-    ddp(batch(0)).square().mean().backward()
-    assert_equal([p.grad for p in ddp.parameters()], before)
+        before = [p.grad.clone() for p in ddp.parameters()]  # type: ignore[union-attr]
+        ddp.zero_grad()
+        ddp.module.num_uses = learnt if dist.get_rank() == 0 else later
+        with case(learnt, later, cap_mb, with_hook):
+            with pytest.raises(sl.ContractMismatch, match="static_graph=True") as caught:
+                ddp(batch(0)).square().mean().backward()
+            assert f"rank 1: middle.weight ({learnt} before, {later} now)" in str(caught.value)
+            assert "rank 0:" not in str(caught.value)
+            ddp.zero_grad()  # the ranks are in step, and may go on
+            ddp.module.num_uses = learnt
+            ddp(batch(0)).square().mean().backward()
+            assert_equal([p.grad for p in ddp.parameters()], before)  # type: ignore[misc]
 
 
 @pytest.mark.ranks(2)
@@ -577,34 +536,28 @@ def test_a_gan_runs_its_discriminator_twice_before_a_backward() -> None:
 
 
 @pytest.mark.ranks(2)
-@pytest.mark.parametrize("by_initial", [True, False])
-@pytest.mark.parametrize("num_fewer", [0, 1, 5])
-def test_uneven_inputs_end_with_torchs_parameters(num_fewer: int, by_initial: bool) -> None:
-    def run(wrap: Wrap) -> list[Tensor]:
-        torch.manual_seed(9)
-        module = nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
-        ddp = wrap(module, bucket_cap_mb=0.0001)
-        optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
-        with ddp.join(divide_by_initial_world_size=by_initial):
-            for step in range(5 - num_fewer * dist.get_rank()):
-                optimizer.zero_grad()
-                ddp(batch(step)).square().mean().backward()
-                optimizer.step()
-        return [t.clone() for t in (*ddp.parameters(), *ddp.buffers())]
+def test_uneven_inputs_end_with_torchs_parameters() -> None:
+    for num_fewer, by_initial in itertools.product((0, 1, 5), OFF_ON):
 
-    assert_equal(run(DDP), run(TorchDDP), rtol=1e-6, atol=1e-7)
+        def run(wrap: Wrap, num_fewer: int = num_fewer, by_initial: bool = by_initial) -> list[Tensor]:
+            torch.manual_seed(9)
+            module = nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
+            ddp = wrap(module, bucket_cap_mb=0.0001)
+            optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+            with ddp.join(divide_by_initial_world_size=by_initial):
+                for step in range(5 - num_fewer * dist.get_rank()):
+                    optimizer.zero_grad()
+                    ddp(batch(step)).square().mean().backward()
+                    optimizer.step()
+            return [t.clone() for t in (*ddp.parameters(), *ddp.buffers())]
+
+        with case(num_fewer, by_initial):
+            assert_torchs(run, **SUMMED)
 
 
 @pytest.mark.ranks(2)
 def test_a_rank_without_inputs_learns_its_static_graph_later() -> None:
-    class Repeated(Net):
-        def forward(self, x: Tensor) -> Tensor:
-            x = torch.tanh(self.first(x))
-            for _ in range(2):
-                x = checkpoint(self.middle, x, use_reentrant=True)
-            return self.last(x)
-
-    ddp = DDP(Repeated(), static_graph=True)
+    ddp = DDP(Repeated(2), static_graph=True)
     with ddp.join():
         for step in range(2 - 2 * dist.get_rank()):
             ddp(batch(step)).square().mean().backward()
@@ -612,11 +565,11 @@ def test_a_rank_without_inputs_learns_its_static_graph_later() -> None:
         ddp.zero_grad()
         with ddp.join():
             ddp(batch(step)).square().mean().backward()
-    found = [p.grad.clone() for p in ddp.parameters()]
+    found = [p.grad.clone() for p in ddp.parameters()]  # type: ignore[union-attr]
     fresh = DDP(copy.deepcopy(ddp.module), static_graph=True)
     fresh.zero_grad()
     fresh(batch(1)).square().mean().backward()
-    assert_equal(found, [p.grad for p in fresh.parameters()])
+    assert_equal(found, [p.grad for p in fresh.parameters()])  # type: ignore[misc]
 
 
 @pytest.mark.ranks(2)
@@ -661,7 +614,7 @@ def test_join_beside_another_joinable() -> None:
                 optimizer.step()
         return [p.clone() for p in ddp.parameters()]
 
-    assert_equal(run(DDP), run(TorchDDP), rtol=1e-6, atol=1e-7)
+    assert_torchs(run, **SUMMED)
 
 
 @pytest.mark.ranks(2)
@@ -746,21 +699,6 @@ def test_optimizers_in_backward_step_with_the_mean() -> None:
     assert_equal(list(ddp.parameters()), list(plain.parameters()))
 
 
-def test_a_state_dict_loads_with_and_without_the_prefix() -> None:
-    ddp, other = DDP(Net()), DDP(Net())
-    for parameter in ddp.parameters():
-        parameter.data.normal_()
-    for saved in (ddp.state_dict(), ddp.module.state_dict()):
-        for parameter in other.parameters():
-            parameter.data.zero_()
-        before = set(saved)
-        assert not any(other.load_state_dict(saved))
-        assert_equal(list(other.parameters()), list(ddp.parameters()))
-        assert set(saved) == before
-    with pytest.raises(RuntimeError, match="Missing key"):
-        other.load_state_dict({"module.first.weight": ddp.module.first.weight})
-
-
 class Inner(nn.Module):
     """What it holds is named as what a wrapper holds, twice."""
 
@@ -792,19 +730,21 @@ def wrapped_outer(wrap: Wrap) -> nn.Module:
 
 
 @pytest.mark.ranks(1)
-@pytest.mark.parametrize("write", [DDP, TorchDDP, bare])
-@pytest.mark.parametrize("make", [wrapped_inner, wrapped_outer, Outer])
-def test_a_child_named_module_loads_with_and_without_the_prefix(
-    write: Wrap, make: Callable[[Wrap], nn.Module]
-) -> None:
-    written, read = make(write), make(DDP)
-    saved = written.state_dict()
-    before = set(saved)
-    read.load_state_dict(saved, strict=True)
-    assert set(saved) == before
-    assert_equal([*read.parameters(), *read.buffers()], [*written.parameters(), *written.buffers()])
-    with pytest.raises(RuntimeError, match="Unexpected key"):
-        read.load_state_dict({**saved, "module.unknown": torch.zeros(1)})
+def test_a_state_dict_loads_with_and_without_the_prefix() -> None:
+    for make, write in itertools.product((wrapped_inner, wrapped_outer, Outer), (DDP, TorchDDP, bare)):
+        written, read = make(write), make(DDP)
+        saved = written.state_dict()
+        before = set(saved)
+        with case(make, write):
+            assert not any(read.load_state_dict(saved, strict=True))
+            assert set(saved) == before
+            assert_equal([*read.parameters(), *read.buffers()], [*written.parameters(), *written.buffers()])
+            if write is DDP:
+                make(TorchDDP).load_state_dict(saved, strict=True)
+            with pytest.raises(RuntimeError, match="Unexpected key"):
+                read.load_state_dict({**saved, "module.unknown": torch.zeros(1)})
+            with pytest.raises(RuntimeError, match="Missing key"):
+                read.load_state_dict(dict(list(saved.items())[1:]))
 
 
 @pytest.mark.ranks(2)
