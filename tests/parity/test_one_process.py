@@ -41,23 +41,19 @@ SETTINGS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize(
     ("num_ranks", "samples", "counted"), [(2, equal_batches, False), (3, unequal_batches, True)]
 )
-@pytest.mark.parametrize("name", CASES)
-def test_ranks_equal_one_process(
-    name: str, num_ranks: int, samples: Callable[[int, int], int], counted: bool
-) -> None:
-    alone = train_alone(name, num_ranks=num_ranks, samples=samples)
-    for setting, options in SETTINGS.items():
+def test_ranks_equal_one_process(num_ranks: int, samples: Callable[[int, int], int], counted: bool) -> None:
+    for name in CASES:
+        alone = train_alone(name, num_ranks=num_ranks, samples=samples)
+        for setting, options in SETTINGS.items():
 
-        def rank(transport: Transport, options: dict[str, Any] = options) -> Any:
-            return train_synchronized(
-                name, transport, rank=transport.rank, samples=samples, counted=counted, **options
-            )
+            def rank(t: Transport, name: str = name, options: dict[str, Any] = options) -> Any:
+                return train_synchronized(name, t, rank=t.rank, samples=samples, counted=counted, **options)
 
-        first, *others = run_ranks(num_ranks, rank)
-        with case(setting):
-            for other in others:
-                assert_same_bits(first, other)
-            assert_close(name, first, alone)
+            first, *others = run_ranks(num_ranks, rank)
+            with case(name, setting):
+                for other in others:
+                    assert_same_bits(first, other)
+                assert_close(name, first, alone)
 
 
 def test_the_test_sees_a_lost_sample() -> None:
@@ -74,20 +70,20 @@ def test_the_test_sees_a_lost_sample() -> None:
         assert_close("gpt", results[0], train_alone("gpt", num_ranks=2, samples=one_less))
 
 
-@pytest.mark.ranks(2)
-@pytest.mark.parametrize("counted", [False, True])
-@pytest.mark.parametrize("name", CASES)
-def test_two_processes_equal_one_and_repeat_their_bits(name: str, counted: bool) -> None:
-    rank, samples = dist.get_rank(), unequal_batches if counted else equal_batches
-
-    def run() -> Any:
-        return train_synchronized(name, None, rank=rank, samples=samples, counted=counted)
-
-    first = run()
-    assert_same_bits(first, run())
-    assert_close(name, first, train_alone(name, num_ranks=2, samples=samples))
-    for _, parameters in first[-1:]:
-        for parameter in parameters:
-            other = parameter.clone()
-            dist.broadcast(other, 0)
-            assert torch.equal(parameter, other)
+@pytest.mark.ranks(2, timeout=300)
+@pytest.mark.parametrize(("samples", "counted"), [(equal_batches, False), (unequal_batches, True)])
+def test_two_processes_equal_one_and_repeat_their_bits(
+    samples: Callable[[int, int], int], counted: bool
+) -> None:
+    for name in CASES:
+        first, second = (
+            train_synchronized(name, None, rank=dist.get_rank(), samples=samples, counted=counted)
+            for _ in range(2)
+        )
+        with case(name):
+            assert_same_bits(first, second)
+            assert_close(name, first, train_alone(name, num_ranks=2, samples=samples))
+            for parameter in first[-1][1]:
+                other = parameter.clone()
+                dist.broadcast(other, 0)
+                assert torch.equal(parameter, other)

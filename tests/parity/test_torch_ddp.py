@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import functools
+import itertools
 from typing import Any
 
 import pytest
@@ -10,6 +12,7 @@ import torch
 import torch.distributed as dist
 from cases import CASES, batch_of, build, optimizer_for, summed_loss
 
+from support.cases import case
 from syncline import DistributedDataParallel as DDP
 
 TorchDDP = torch.nn.parallel.DistributedDataParallel
@@ -30,16 +33,22 @@ def train(name: str, wrap: Any, *, accumulate: int = 1, num_steps: int = 6) -> l
     return gradients
 
 
-@pytest.mark.ranks(2)
-@pytest.mark.parametrize("accumulate", [1, 3])
-@pytest.mark.parametrize("view", [False, True])
-@pytest.mark.parametrize("name", CASES)
-def test_gradients_are_torchs_bit_for_bit(name: str, view: bool, accumulate: int) -> None:
-    """With two ranks a + b is the same in either order, and halving is exact."""
-    ours = train(name, lambda m: DDP(m, gradient_as_bucket_view=view), accumulate=accumulate)
-    theirs = train(name, lambda m: TorchDDP(m, gradient_as_bucket_view=view), accumulate=accumulate)
+def assert_same(ours: list[torch.Tensor], theirs: list[torch.Tensor]) -> None:
     for a, b in zip(ours, theirs, strict=True):
         assert torch.equal(a, b)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("name", CASES)
+def test_gradients_are_torchs_bit_for_bit(name: str) -> None:
+    """With two ranks a + b is the same in either order, and halving is exact."""
+    for view, accumulate in itertools.product((False, True), (1, 3)):
+        ours, theirs = (
+            train(name, functools.partial(wrap, gradient_as_bucket_view=view), accumulate=accumulate)
+            for wrap in (DDP, TorchDDP)
+        )
+        with case(view, accumulate):
+            assert_same(ours, theirs)
 
 
 class WithBatchNorm(torch.nn.Module):
@@ -53,9 +62,8 @@ class WithBatchNorm(torch.nn.Module):
 
 @pytest.mark.ranks(2)
 @pytest.mark.filterwarnings("ignore:`broadcast_buffers` is deprecated:FutureWarning")
-@pytest.mark.parametrize("broadcast_buffers", [True, False])
-def test_batch_norm_buffers_are_torchs_after_every_step(broadcast_buffers: bool) -> None:
-    def run(wrap: Any) -> list[torch.Tensor]:
+def test_batch_norm_buffers_are_torchs_after_every_step() -> None:
+    def run(wrap: Any, broadcast_buffers: bool) -> list[torch.Tensor]:
         torch.manual_seed(7)
         ddp = wrap(WithBatchNorm(), broadcast_buffers=broadcast_buffers)
         optimizer = optimizer_for(ddp)
@@ -75,12 +83,6 @@ def test_batch_norm_buffers_are_torchs_after_every_step(broadcast_buffers: bool)
             seen += [b.clone() for b in ddp.buffers()]
         return seen
 
-    for a, b in zip(run(DDP), run(TorchDDP), strict=True):
-        assert torch.equal(a, b)
-
-
-@pytest.mark.ranks(2)
-def test_state_dicts_go_both_ways() -> None:
-    ours, theirs = DDP(build("gpt")), TorchDDP(build("gpt"))
-    theirs.load_state_dict(ours.state_dict())
-    ours.load_state_dict(theirs.state_dict())
+    for broadcast_buffers in (True, False):
+        with case(broadcast_buffers):
+            assert_same(run(DDP, broadcast_buffers), run(TorchDDP, broadcast_buffers))
