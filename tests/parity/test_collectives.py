@@ -7,42 +7,20 @@ import gc
 import os
 import threading
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from engines import can_still_be_used, on_every_engine
 
 import syncline as sl
+from support.cases import case
 from syncline import CollectiveMismatch, ContractMismatch, SynclineError
-from syncline.transport import C10dTransport, HierarchicalTransport, ThreadGroup, Transport, run_ranks
+from syncline.transport import C10dTransport, ThreadGroup, Transport, run_ranks
 from syncline.transport.shared_memory import SharedMemoryTransport
-
-
-def engines() -> Iterator[Transport]:
-    """Over three ranks: Gloo, shared memory, and a hierarchy of two hosts, which are made up."""
-    gloo = C10dTransport(timeout_seconds=60)
-    yield gloo
-    shared = SharedMemoryTransport.over(C10dTransport(timeout_seconds=60))
-    assert shared.name == "shared memory"
-    yield shared
-    hosts = HierarchicalTransport.over(C10dTransport(timeout_seconds=60), host="aab"[gloo.rank])
-    assert "within 2 hosts" in hosts.name
-    yield hosts
-
-
-def on_every_engine(program: Callable[[Transport], None]) -> None:
-    for transport in engines():
-        program(transport)
-        transport.close()
-
-
-def can_still_be_used(t: Transport) -> None:
-    assert sl.all_reduce_(torch.ones(2), "sum", group=t).tolist() == [t.size, t.size]
-    assert sl.mean(float(t.rank), group=t) == (t.size - 1) / 2
-
 
 # ---------------------------------------------------------------------- what differs, and what makes no sense
 
@@ -106,7 +84,10 @@ def how_a_tensor_lies_in_memory_is_its_ranks_affair(t: Transport) -> None:
 
 
 def ranks_in_different_verbs_are_told_so(t: Transport) -> None:
-    with pytest.raises(CollectiveMismatch, match=r"rank 0: sl\.barrier.*\n.*rank 1: sl\.all_reduce_"):
+    line = r".* at test_collectives\.py:\d+ in ranks_in_different"
+    with pytest.raises(
+        CollectiveMismatch, match=rf"rank 0: sl\.barrier{line}.*\n.*rank 1: sl\.all_reduce_{line}"
+    ):
         sl.barrier(group=t) if t.rank == 0 else sl.all_reduce_(torch.ones(2), group=t)
     can_still_be_used(t)
 
@@ -156,16 +137,13 @@ PROGRAMS = (
 
 @pytest.mark.ranks(3)
 def test_processes() -> None:
-    def programs(t: Transport) -> None:
-        for program in PROGRAMS:
-            program(t)
-
-    on_every_engine(programs)
+    on_every_engine(*PROGRAMS)
 
 
-@pytest.mark.parametrize("program", PROGRAMS)
-def test_threads(program: Callable[[Transport], None]) -> None:
-    run_ranks(3, program)
+def test_threads() -> None:
+    for program in PROGRAMS:
+        with case(program.__name__):
+            run_ranks(3, program)
 
 
 # ---------------------------------------------------------------------- forks, and groups that were destroyed
@@ -359,12 +337,11 @@ def one_thread_after_the_other_may_call(t: Transport) -> None:
 
 @pytest.mark.ranks(3)
 def test_two_threads_of_a_rank() -> None:
-    def programs(t: Transport) -> None:
-        one_thread_after_the_other_may_call(t)
-        threads_that_cross_are_refused_by_name(t)
-        two_threads_never_get_each_others_values(t)
-
-    on_every_engine(programs)
+    on_every_engine(
+        one_thread_after_the_other_may_call,
+        threads_that_cross_are_refused_by_name,
+        two_threads_never_get_each_others_values,
+    )
 
 
 @pytest.mark.ranks(2)
