@@ -8,6 +8,7 @@ from __future__ import annotations
 import io
 import weakref
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -16,13 +17,15 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import syncline as sl
+from support.cases import case
 from syncline.gradients import lending
 
 TorchDDP = torch.nn.parallel.DistributedDataParallel
 WIDTH = 160
 """So that the gradient of a weight is large: more than 64 KiB."""
 
-Program = Callable[[Any], list[Tensor]]
+Program = Callable[[Any], list[Any]]
+ON_BOTH = pytest.mark.parametrize("transport", ["shm", "c10d"])
 
 
 class Net(nn.Module):
@@ -57,40 +60,33 @@ def steps(ddp: Any, from_: int, to: int) -> list[Tensor]:
     return seen
 
 
-# ---------------------------------------------------------------------- programs
+# ---------------------------------------------------------------------- programs, between three steps and three others
 
 
-def keeps_gradients_of_each_step(ddp: Any) -> list[Tensor]:
+def keeps_gradients_of_each_step(ddp: Any) -> list[Any]:
     kept = []
-    for step in range(4):
+    for step in range(3, 6):
         ddp.zero_grad()
         backward(ddp, step)
         kept += [p.grad for p in ddp.parameters()]
     return kept
 
 
-def keeps_one_gradient_in_one_step(ddp: Any) -> list[Tensor]:
-    seen = steps(ddp, 0, 3)
-    kept = ddp.module.layers[1].weight.grad
-    return [*seen, *steps(ddp, 3, 6), kept]
+def keeps_one_gradient_in_one_step(ddp: Any) -> list[Any]:
+    return [ddp.module.layers[1].weight.grad]
 
 
-def keeps_views(ddp: Any) -> list[Tensor]:
-    seen = steps(ddp, 0, 3)
-    weight = ddp.module.layers[1].weight
-    kept = [weight.grad.detach(), weight.grad.view(-1)[7:90], weight.grad.data]
-    return [*seen, *steps(ddp, 3, 6), *kept]
+def keeps_views(ddp: Any) -> list[Any]:
+    gradient = ddp.module.layers[1].weight.grad
+    return [gradient.detach(), gradient.view(-1)[7:90], gradient.data]
 
 
-def keeps_an_array(ddp: Any) -> list[Tensor]:
+def keeps_an_array(ddp: Any) -> list[Any]:
     """It knows no more of the gradient than its address."""
-    seen = steps(ddp, 0, 3)
-    kept = [ddp.module.layers[at].weight.grad.numpy() for at in (0, 2)]
-    return [*seen, *steps(ddp, 3, 6), *map(torch.from_numpy, kept)]
+    return [ddp.module.layers[at].weight.grad.numpy() for at in (0, 2)]
 
 
-def keeps_what_it_then_adds_to(ddp: Any) -> list[Tensor]:
-    steps(ddp, 0, 3)
+def keeps_what_it_then_adds_to(ddp: Any) -> list[Any]:
     kept = [p.grad for p in ddp.parameters()]
     for step in range(3, 6):
         backward(ddp, step)
@@ -98,9 +94,9 @@ def keeps_what_it_then_adds_to(ddp: Any) -> list[Tensor]:
     return kept
 
 
-def sets_to_zero(ddp: Any) -> list[Tensor]:
-    seen, kept = steps(ddp, 0, 2), [p.grad for p in ddp.parameters()]
-    for step in range(2, 5):
+def sets_to_zero(ddp: Any) -> list[Any]:
+    seen, kept = [], [p.grad for p in ddp.parameters()]
+    for step in range(3, 6):
         ddp.zero_grad(set_to_none=False)
         backward(ddp, step)
         assert all(p.grad is gradient for p, gradient in zip(ddp.parameters(), kept, strict=True))
@@ -108,22 +104,21 @@ def sets_to_zero(ddp: Any) -> list[Tensor]:
     return seen
 
 
-def has_gradient_buffers_of_its_own(ddp: Any) -> list[Tensor]:
-    seen = steps(ddp, 0, 2)
-    parameters = list(ddp.parameters())
+def has_gradient_buffers_of_its_own(ddp: Any) -> list[Any]:
+    seen, parameters = [], list(ddp.parameters())
     flat = torch.zeros(sum(p.numel() for p in parameters))
     for parameter, part in zip(parameters, flat.split([p.numel() for p in parameters]), strict=True):
         parameter.grad = part.view_as(parameter)
-    for step in range(2, 5):
+    for step in range(3, 6):
         flat.zero_()
         backward(ddp, step)
         seen.append(flat.clone())
     return seen
 
 
-def has_one_gradient_buffer_of_its_own(ddp: Any) -> list[Tensor]:
-    seen = steps(ddp, 0, 2)
-    for step in range(2, 5):
+def has_one_gradient_buffer_of_its_own(ddp: Any) -> list[Any]:
+    seen = []
+    for step in range(3, 6):
         ddp.zero_grad()
         own = ddp.module.layers[2].weight.grad = torch.zeros(WIDTH, WIDTH)
         backward(ddp, step)
@@ -131,51 +126,34 @@ def has_one_gradient_buffer_of_its_own(ddp: Any) -> list[Tensor]:
     return seen
 
 
-def accumulates(ddp: Any) -> list[Tensor]:
+def accumulates_and_never_clears(ddp: Any) -> list[Any]:
     seen = []
-    for step in range(6):
-        if step % 3 == 0:
-            ddp.zero_grad()
-        if step % 3 < 2:
-            with ddp.no_sync():
-                backward(ddp, step)
-        else:
+    for step, is_local in enumerate((True, True, False, False, True, False), start=3):
+        with ddp.no_sync() if is_local else nullcontext():
             backward(ddp, step)
         seen += gradients(ddp)
     return seen
 
 
-def never_clears(ddp: Any) -> list[Tensor]:
-    seen = []
-    for step in range(5):
-        if step == 3:
-            with ddp.no_sync():
-                backward(ddp, step)
-        else:
-            backward(ddp, step)
-        seen += gradients(ddp)
-    return seen
-
-
-def captures_in_hooks(ddp: Any) -> list[Tensor]:
+def captures_in_hooks(ddp: Any) -> list[Any]:
     """In torch's class, a tensor that was in `.grad` during the backward holds the mean after it."""
     captured: list[Tensor] = []
     for parameter in ddp.parameters():
         parameter.register_post_accumulate_grad_hook(lambda p: captured.append(p.grad))
-    seen = steps(ddp, 0, 3)
+    seen = steps(ddp, 3, 6)
     in_order = sorted(captured, key=lambda gradient: (gradient.dim(), gradient.double().sum().item()))
     return [*seen, *in_order]
 
 
-def reads_gradients_during_backward(ddp: Any) -> list[Tensor]:
+def reads_gradients_during_backward(ddp: Any) -> list[Any]:
     read: list[Tensor] = []
     first, last = ddp.module.layers[0], ddp.module.layers[2]
     last.register_full_backward_hook(lambda *_: read.append(last.weight.grad.clone()))
     first.weight.register_hook(lambda _: read.append(last.weight.grad * 2))
-    return [*steps(ddp, 0, 4), *read]
+    return [*steps(ddp, 3, 6), *read]
 
 
-def marks_gradients_in_hooks(ddp: Any) -> list[Tensor]:
+def marks_gradients_in_hooks(ddp: Any) -> list[Any]:
     def mark(parameter: Tensor) -> None:
         assert parameter.grad is not None
         parameter.grad.mark = len(marks)  # type: ignore[attr-defined]
@@ -184,45 +162,38 @@ def marks_gradients_in_hooks(ddp: Any) -> list[Tensor]:
     marks: list[weakref.ref[Tensor]] = []
     for parameter in ddp.parameters():
         parameter.register_post_accumulate_grad_hook(mark)
-    seen = steps(ddp, 0, 3)
+    seen = steps(ddp, 3, 6)
     found = [(p.grad.mark, marks[p.grad.mark]() is p.grad) for p in ddp.parameters()]
-    return [
-        *seen,
-        torch.tensor([is_same for _, is_same in found]),
-        torch.tensor(sorted(at for at, _ in found)),
-    ]
+    return [*seen, [is_same for _, is_same in found], sorted(at for at, _ in found)]
 
 
-def exchanges_gradients(ddp: Any) -> list[Tensor]:
-    seen = steps(ddp, 0, 3)
+def exchanges_gradients(ddp: Any) -> list[Any]:
     a, b = ddp.module.layers[0].weight, ddp.module.layers[1].weight
     a.grad, b.grad = b.grad, a.grad
     backward(ddp, 3)
-    return [*seen, *gradients(ddp), *steps(ddp, 4, 6)]
+    return gradients(ddp)
 
 
-def turns_a_gradient(ddp: Any) -> list[Tensor]:
-    seen = steps(ddp, 0, 3)
+def turns_a_gradient(ddp: Any) -> list[Any]:
     weight = ddp.module.layers[0].weight
     weight.grad = weight.grad.t()
     backward(ddp, 3)
-    return [*seen, *gradients(ddp), *steps(ddp, 4, 6)]
+    return gradients(ddp)
 
 
-def replaces_memory(ddp: Any) -> list[Tensor]:
-    seen = steps(ddp, 0, 3)
+def replaces_memory(ddp: Any) -> list[Any]:
     one, two, three = (layer.weight for layer in ddp.module.layers)
     one.grad.data = one.grad.clone()
     two.grad.share_memory_()
     three.grad.set_(three.grad * 2)
     backward(ddp, 3)
-    return [*seen, *gradients(ddp), *steps(ddp, 4, 6)]
+    return gradients(ddp)
 
 
-def changes_in_place(ddp: Any) -> list[Tensor]:
+def changes_in_place(ddp: Any) -> list[Any]:
     seen = []
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
-    for step in range(4):
+    for step in range(3, 6):
         optimizer.zero_grad()
         backward(ddp, step)
         for parameter in ddp.parameters():
@@ -232,19 +203,24 @@ def changes_in_place(ddp: Any) -> list[Tensor]:
     return seen
 
 
-def is_used_in_a_later_graph(ddp: Any) -> list[Tensor]:
-    steps(ddp, 0, 3)
+def is_used_in_a_later_graph(ddp: Any) -> list[Any]:
     scale = torch.tensor(2.0, requires_grad=True)
     value = (ddp.module.layers[0].weight.grad * scale).square().sum()
-    seen = steps(ddp, 3, 5)
+    steps(ddp, 3, 6)
     value.backward()
-    assert scale.grad is not None
-    return [*seen, scale.grad]
+    return [scale.grad]
 
 
-def strides(ddp: Any) -> list[Tensor]:
-    seen = steps(ddp, 0, 3)
-    return [*seen, *(torch.tensor(p.grad.stride()) for p in ddp.parameters())]
+def strides(ddp: Any) -> list[Any]:
+    return [p.grad.stride() for p in ddp.parameters()]
+
+
+def leaves_out_a_parameter(ddp: Any) -> list[Any]:
+    """Ranks have changed its gradient, each in its way, and no rank uses it in the next backward."""
+    for parameter in ddp.parameters():
+        parameter.grad.mul_(3 + dist.get_rank())
+    backward(ddp, 3, leaves_out=True)
+    return gradients(ddp)
 
 
 PROGRAMS: list[Program] = [
@@ -256,8 +232,7 @@ PROGRAMS: list[Program] = [
     sets_to_zero,
     has_gradient_buffers_of_its_own,
     has_one_gradient_buffer_of_its_own,
-    accumulates,
-    never_clears,
+    accumulates_and_never_clears,
     captures_in_hooks,
     reads_gradients_during_backward,
     marks_gradients_in_hooks,
@@ -267,25 +242,27 @@ PROGRAMS: list[Program] = [
     changes_in_place,
     is_used_in_a_later_graph,
     strides,
+    leaves_out_a_parameter,
 ]
 
 
-def assert_same(program: Program, **options: Any) -> None:
-    ours, theirs = (
-        program(wrap(Net(), bucket_cap_mb=0.12, **options)) for wrap in (sl.DistributedDataParallel, TorchDDP)
-    )
-    assert len(ours) == len(theirs) > 0
-    for at, (a, b) in enumerate(zip(ours, theirs, strict=True)):
-        assert torch.equal(a, b), f"{program.__name__}: tensor {at} of {len(ours)}"
-
-
-@pytest.mark.ranks(2)
+@pytest.mark.ranks(2, timeout=300)
 @pytest.mark.filterwarnings("ignore")  # of strides, by torch
-@pytest.mark.parametrize("transport", ["shm", "c10d"])
+@ON_BOTH
 def test_programs_see_what_they_see_under_torchs_class(transport: Any) -> None:
+    def run(wrap: Any, program: Program) -> list[Any]:
+        ddp = wrap(Net(), bucket_cap_mb=0.12, find_unused_parameters=program is leaves_out_a_parameter)
+        before = steps(ddp, 0, 3)
+        found = program(ddp)  # which may hold gradients while further steps are made
+        return [*before, *steps(ddp, 9, 12), *found]
+
     sl.init(transport=transport, timeout=60)
     for program in PROGRAMS:
-        assert_same(program)
+        ours, theirs = run(sl.DistributedDataParallel, program), run(TorchDDP, program)
+        assert len(ours) == len(theirs)
+        for at, (a, b) in enumerate(zip(ours, theirs, strict=True)):
+            with case(program.__name__, f"value {at} of {len(ours)}"):
+                assert torch.equal(torch.as_tensor(a), torch.as_tensor(b))
 
 
 # ---------------------------------------------------------------------- what is not compared with torch's class
@@ -306,7 +283,7 @@ def lent_each_step(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 @pytest.mark.ranks(2)
-@pytest.mark.parametrize("transport", ["shm", "c10d"])
+@ON_BOTH
 def test_large_gradients_lie_in_buckets(transport: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     sl.init(transport=transport, timeout=60)
     num_lent = lent_each_step(monkeypatch)
@@ -321,7 +298,7 @@ def test_large_gradients_lie_in_buckets(transport: Any, monkeypatch: pytest.Monk
 
 
 @pytest.mark.ranks(2)
-@pytest.mark.parametrize("transport", ["shm", "c10d"])
+@ON_BOTH
 def test_a_gradient_in_a_bucket_is_an_ordinary_tensor(transport: Any) -> None:
     sl.init(transport=transport, timeout=60)
     ddp: Any = sl.DistributedDataParallel(Net())
@@ -343,7 +320,7 @@ def test_a_gradient_in_a_bucket_is_an_ordinary_tensor(transport: Any) -> None:
     assert torch.equal(gradient, values)
 
 
-def wraps_twice(ddp: Any) -> list[Tensor]:
+def wraps_twice(ddp: Any) -> list[Any]:
     backward(ddp, 0)
     other = sl.DistributedDataParallel(ddp.module)
     ddp.zero_grad(set_to_none=False)
@@ -352,7 +329,7 @@ def wraps_twice(ddp: Any) -> list[Tensor]:
     return gradients(ddp)
 
 
-def keeps_what_a_graph_replaces(ddp: Any) -> list[Tensor]:
+def keeps_what_a_graph_replaces(ddp: Any) -> list[Any]:
     seen, kept = steps(ddp, 0, 2), [p.grad for p in ddp.parameters()]
     ddp(torch.ones(4, WIDTH)).square().sum().backward(create_graph=True)
     return [*seen, *kept, *(gradient.detach() for gradient in gradients(ddp))]
@@ -360,51 +337,36 @@ def keeps_what_a_graph_replaces(ddp: Any) -> list[Tensor]:
 
 @pytest.mark.ranks(2)
 @pytest.mark.filterwarnings("ignore")  # of create_graph=True
-@pytest.mark.parametrize("transport", ["shm", "c10d"])
-@pytest.mark.parametrize("program", [wraps_twice, keeps_what_a_graph_replaces])
+@ON_BOTH
 def test_what_torchs_class_refuses_gives_what_it_gives_with_copies(
-    transport: Any, program: Program, monkeypatch: pytest.MonkeyPatch
+    transport: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sl.init(transport=transport, timeout=60)
-    lent = program(sl.DistributedDataParallel(Net()))
+    programs = (wraps_twice, keeps_what_a_graph_replaces)
+    lent = [program(sl.DistributedDataParallel(Net())) for program in programs]
     monkeypatch.setattr("syncline.gradients.bucket.can_lend", lambda flat: False)
-    for a, b in zip(lent, program(sl.DistributedDataParallel(Net())), strict=True):
-        assert torch.equal(a, b)
+    for program, found in zip(programs, lent, strict=True):
+        for a, b in zip(found, program(sl.DistributedDataParallel(Net())), strict=True):
+            assert torch.equal(a, b), program.__name__
 
 
 @pytest.mark.ranks(2)
-@pytest.mark.parametrize("transport", ["shm", "c10d"])
-def test_an_unused_parameter_keeps_its_gradient(transport: Any) -> None:
-    """Ranks have changed it, each in its way, and no rank uses the parameter in the next backward."""
-    sl.init(transport=transport, timeout=60)
-
-    def program(ddp: Any) -> list[Tensor]:
-        seen = steps(ddp, 0, 3)
-        for parameter in ddp.parameters():
-            parameter.grad.mul_(3 + dist.get_rank())
-        backward(ddp, 3, leaves_out=True)
-        return [*seen, *gradients(ddp)]
-
-    assert_same(program, find_unused_parameters=True)
-
-
-@pytest.mark.ranks(2)
-@pytest.mark.parametrize("transport", ["shm", "c10d"])
+@ON_BOTH
 def test_a_rank_that_has_no_inputs_left_keeps_its_gradients(transport: Any) -> None:
-    world = sl.init(transport=transport, timeout=60)
+    rank = sl.init(transport=transport, timeout=60).rank
     ddp: Any = sl.DistributedDataParallel(Net())
     with ddp.join():
         steps(ddp, 0, 3)
         last = gradients(ddp)
-        if world.rank == 0:
+        if rank == 0:
             steps(ddp, 3, 5)
-    if world.rank == 1:
+    if rank == 1:
         assert all(torch.equal(a, b) for a, b in zip(gradients(ddp), last, strict=True))
 
 
 @pytest.mark.ranks(2)
 @pytest.mark.filterwarnings("ignore")  # of create_graph=True
-@pytest.mark.parametrize("transport", ["shm", "c10d"])
+@ON_BOTH
 def test_a_gradient_with_a_graph_keeps_it(transport: Any) -> None:
     """torch's class raises an error here, because it writes to a tensor that requires grad."""
     sl.init(transport=transport, timeout=60)
