@@ -86,10 +86,6 @@ def _vectors(n: int, g: torch.Generator) -> tuple[Tensor, Tensor]:
     return torch.randn(n, 6, generator=g), torch.randint(5, (n,), generator=g)
 
 
-def _embedding() -> nn.Module:
-    return nn.Sequential(nn.Embedding(11, 7), nn.Linear(7, 11))
-
-
 # Why these tolerances: N ranks add the same numbers as one process, in another order. In fp32 one addition is off by
 # up to 2**-24 = 6e-8 relative to the largest partial sum; a gradient here sums some hundred terms, of mixed sign, over
 # several layers, and ten steps of SGD with momentum carry it on: 1e-5 relative leaves two orders over the error of one
@@ -101,7 +97,6 @@ CASES: dict[str, Case] = {
     "gpt": Case(lambda: TinyGPT(tied=False), _tokens, **F32),
     "tied": Case(lambda: TinyGPT(tied=True), _tokens, **F32),
     "tied, fp64": Case(lambda: TinyGPT(tied=True).double(), _tokens, **F64),
-    "embedding": Case(_embedding, _tokens, **F32),
     "mixed dtypes": Case(MixedDtypes, _vectors, **F32),
 }
 

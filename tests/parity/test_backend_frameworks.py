@@ -75,45 +75,40 @@ def whole(module: nn.Module) -> list[Tensor]:
 # ---------------------------------------------------------------------- data parallel
 
 
-@pytest.mark.ranks(2)
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        {},
-        {"bucket_cap_mb": 0.005, "gradient_as_bucket_view": True},
-        {"find_unused_parameters": True},
-        {"static_graph": True},
-    ],
-    ids=str,
-)
-def test_distributed_data_parallel(arguments: dict[str, Any]) -> None:
-    on_both(lambda: whole(trained(nn.parallel.DistributedDataParallel(model(), **arguments))))
+def with_a_hook_and_accumulation() -> nn.Module:
+    ddp = nn.parallel.DistributedDataParallel(model())
+    ddp.register_comm_hook(None, default_hooks.fp16_compress_hook)
+    with ddp.no_sync():
+        ddp(batch(9)).sum().backward()
+    return trained(ddp)
 
 
-@pytest.mark.ranks(2)
-def test_distributed_data_parallel_with_a_hook_and_accumulation() -> None:
-    def program() -> list[Tensor]:
-        ddp = nn.parallel.DistributedDataParallel(model())
-        ddp.register_comm_hook(None, default_hooks.fp16_compress_hook)
-        with ddp.no_sync():
-            ddp(batch(9)).sum().backward()
-        return whole(trained(ddp))
-
-    on_both(program)
+def with_sparse_gradients() -> nn.Module:
+    torch.manual_seed(0)
+    ddp = nn.parallel.DistributedDataParallel(nn.EmbeddingBag(10, 4, sparse=True, mode="sum"))
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+    for step in range(3):
+        ddp(torch.tensor([[step, dist.get_rank() + 3]])).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return ddp
 
 
 @pytest.mark.ranks(2)
 @pytest.mark.filterwarnings("ignore:Sparse invariant checks")
-def test_distributed_data_parallel_with_sparse_gradients() -> None:
+def test_distributed_data_parallel() -> None:
+    options: list[dict[str, Any]] = [
+        {},
+        {"bucket_cap_mb": 0.005, "gradient_as_bucket_view": True},
+        {"find_unused_parameters": True},
+        {"static_graph": True},
+    ]
+
     def program() -> list[Tensor]:
-        torch.manual_seed(0)
-        ddp = nn.parallel.DistributedDataParallel(nn.EmbeddingBag(10, 4, sparse=True, mode="sum"))
-        optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
-        for step in range(3):
-            ddp(torch.tensor([[step, dist.get_rank() + 3]])).square().sum().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        return whole(ddp)
+        modules = [trained(nn.parallel.DistributedDataParallel(model(), **each)) for each in options]
+        modules += [with_a_hook_and_accumulation(), with_sparse_gradients()]
+        modules += [trained(sl.DistributedDataParallel(model()))]
+        return [value for module in modules for value in whole(module)]
 
     on_both(program)
 
@@ -134,23 +129,17 @@ def test_an_error_comes_out_of_torch_s_backward() -> None:
 
 
 @pytest.mark.ranks(2)
-def test_ours_runs_on_it_as_well() -> None:
+def test_fully_shard() -> None:
     def program() -> list[Tensor]:
-        return whole(trained(sl.DistributedDataParallel(model())))
-
-    on_both(program)
-
-
-@pytest.mark.ranks(2)
-@pytest.mark.parametrize("keeps_parameters", [False, True])
-def test_fully_shard(keeps_parameters: bool) -> None:
-    def program() -> list[Tensor]:
-        module = model()
-        mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-        for layer in (module[0], module[3]):
-            fully_shard(layer, mesh=mesh, reshard_after_forward=not keeps_parameters)
-        fully_shard(module, mesh=mesh)
-        return whole(trained(module))[:1]  # batch statistics are each rank's own
+        found = []
+        for keeps_parameters in (False, True):
+            module = model()
+            mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+            for layer in (module[0], module[3]):
+                fully_shard(layer, mesh=mesh, reshard_after_forward=not keeps_parameters)
+            fully_shard(module, mesh=mesh)
+            found += whole(trained(module))[:1]  # batch statistics are each rank's own
+        return found
 
     on_both(program)
 

@@ -1,4 +1,4 @@
-"""Three training scripts that many have copied, written anew in small: under ours they end as under torch's class.
+"""Two training scripts that many have copied, written anew in small: under ours they end as under torch's class.
 
 Bit for bit, over Gloo and over shared memory: with two ranks a sum has one order only.
 """
@@ -16,7 +16,6 @@ import torch.distributed as dist
 from cases import TinyGPT
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from syncline import DistributedDataParallel
 from syncline.session import transport_of
@@ -142,59 +141,6 @@ def train_gpt(wrap: Wrap, folder: Path) -> State:
     return state_of(first=first, second=run(until=8, resumes=True)) | {"losses": losses}
 
 
-# ---------------------------------------------------------------------- a trainer with snapshots
-
-
-class Trainer:
-    """Epochs over a sampled data set; rank 0 saves snapshots, from which all ranks resume."""
-
-    def __init__(self, model: nn.Module, data: DataLoader[Any], snapshot: Path, wrap: Wrap) -> None:
-        self.optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-        self.data = data
-        self.snapshot = snapshot
-        self.epochs_run = 0
-        self.losses: list[float] = []
-        if snapshot.exists():
-            saved = torch.load(snapshot)
-            model.load_state_dict(saved["model"])
-            self.epochs_run = saved["epochs"]
-        self.model = wrap(model)
-
-    def train(self, num_epochs: int) -> None:
-        for epoch in range(self.epochs_run, num_epochs):
-            assert isinstance(self.data.sampler, DistributedSampler)
-            self.data.sampler.set_epoch(epoch)
-            for x, y in self.data:
-                self.optimizer.zero_grad()
-                loss = F.cross_entropy(self.model(x), y)
-                loss.backward()
-                self.optimizer.step()
-                self.losses.append(loss.item())
-            if dist.get_rank() == 0 and epoch % 2 == 0:
-                torch.save({"model": self.model.module.state_dict(), "epochs": epoch + 1}, self.snapshot)
-
-
-def train_with_snapshots(wrap: Wrap, folder: Path) -> State:
-    """A run that ends after three epochs, and one that resumes it; 53 samples, so that the last batches are short."""
-    generator = torch.Generator().manual_seed(3)
-    data = TensorDataset(
-        torch.randn(53, 6, generator=generator), torch.randint(5, (53,), generator=generator)
-    )
-    found: State = {}
-    for num_epochs in (3, 5):
-        torch.manual_seed(dist.get_rank())
-        model = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 5))
-        loader = DataLoader(data, batch_size=8, sampler=DistributedSampler(data, shuffle=True))
-        trainer = Trainer(model, loader, folder / "snapshot.pt", wrap)
-        assert trainer.epochs_run == (0 if num_epochs == 3 else 3)
-        trainer.train(num_epochs)
-        found |= state_of(**{f"after {num_epochs} epochs": model}) | {
-            f"losses to {num_epochs}": trainer.losses
-        }
-        dist.barrier()
-    return found
-
-
 # ---------------------------------------------------------------------- a GAN
 
 
@@ -254,7 +200,7 @@ def _images(num_batches: int) -> Iterator[Tensor]:
 
 
 @pytest.mark.ranks(2)
-@pytest.mark.parametrize("train", [train_gpt, train_with_snapshots, train_gan])
+@pytest.mark.parametrize("train", [train_gpt, train_gan])
 def test_a_public_script_ends_as_under_torchs_class(
     train: Callable[[Wrap, Path], State], tmp_path: Path
 ) -> None:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import syncline as sl
+from support.cases import case
 from syncline.session import transport_of
 from syncline.strategies.gossip import neighbours
 from syncline.transport import C10dTransport, Transport, run_ranks
@@ -224,15 +225,15 @@ def engine_of(name: str) -> Transport:
     return transport
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_golden_trajectory(case: str) -> None:
-    strategy, reference = CASES[case]
-    for num_ranks in (2, 4) if "two ranks" in case else (2, 3, 4):
-        ranks = run_ranks(num_ranks, lambda transport: run(strategy(transport.rank), transport)[0])
-        assert_follows(reference(num_ranks), ranks)
+def test_golden_trajectories() -> None:
+    for name, (strategy, reference) in CASES.items():
+        for num_ranks in (2, 4) if "two ranks" in name else (2, 3, 4):
+            ranks = run_ranks(num_ranks, lambda t, strategy=strategy: run(strategy(t.rank), t)[0])
+            with case(name, num_ranks):
+                assert_follows(reference(num_ranks), ranks)
 
 
-@pytest.mark.ranks(3)
+@pytest.mark.ranks(3, timeout=300)
 @pytest.mark.parametrize("engine", ["gloo", "shared memory"])
 @pytest.mark.real
 def test_golden_trajectories_in_processes(engine: str) -> None:
@@ -241,14 +242,8 @@ def test_golden_trajectories_in_processes(engine: str) -> None:
         if "two ranks" in name:
             continue
         seen, ddp = run(strategy(transport.rank), transport)
-        for step, expected in enumerate(reference(3)):
-            torch.testing.assert_close(
-                seen[step],
-                expected[transport.rank],
-                rtol=1e-10,
-                atol=1e-12,
-                msg=f"{name}, step {step + 1}",
-            )
+        with case(name):
+            assert_follows((values[[transport.rank]] for values in reference(3)), [seen])
         ddp.sync_parameters_()
         sl.check_replicas(ddp.module, group=transport)
 

@@ -14,6 +14,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.flop_counter import FlopCounterMode
 
 import syncline as sl
+from support.cases import case
 from syncline.transport import ThreadGroup
 
 
@@ -39,22 +40,20 @@ def transformed(function: Callable[[Tensor], Tensor], x: Tensor) -> list[Tensor]
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("transport", ["shm", "c10d"])
-@pytest.mark.parametrize("buffers", ["broadcast", "average"])
-def test_buffers_are_synchronized_outside_of_the_transform(buffers: Any, transport: str) -> None:
+def test_buffers_are_synchronized_outside_of_the_transform(transport: str) -> None:
     sl.init(transport=transport)
-    try:
+    policies: list[tuple[Any, float]] = [("broadcast", 5.0), ("average", 5.5)]
+    for buffers, expected in policies:
         ddp = sl.DistributedDataParallel(Scaled(), buffers=buffers)
         x = torch.arange(6.0).view(3, 2) + dist.get_rank()
         found = transformed(ddp, x)
-        for mine, expected in zip(found, transformed(ddp.module, x), strict=True):
-            assert torch.equal(mine, expected)
+        for mine, bare in zip(found, transformed(ddp.module, x), strict=True):
+            assert torch.equal(mine, bare)
         with torch.no_grad():
             ddp.module.scale.fill_(5.0 + dist.get_rank())
         jacobian = torch.func.vmap(torch.func.jacrev(ddp))(x)
-        assert ddp.module.scale.tolist() == [5.0 if buffers == "broadcast" else 5.5] * 2
+        assert ddp.module.scale.tolist() == [expected] * 2
         jacobian.square().mean().backward()
-    finally:
-        sl.shutdown()
 
 
 @pytest.mark.ranks(2)
@@ -74,16 +73,13 @@ def test_a_forward_under_no_sync_inside_of_a_transform_makes_its_backward_local(
 @pytest.mark.ranks(2)
 def test_a_verb_inside_of_a_transform_is_an_ordinary_call() -> None:
     sl.init(transport="shm")
-    try:
-        outside = torch.full((2,), float(dist.get_rank()))
+    outside = torch.full((2,), float(dist.get_rank()))
 
-        def function(x: Tensor) -> Tensor:
-            sl.average_(outside)
-            return x * outside
+    def function(x: Tensor) -> Tensor:
+        sl.average_(outside)
+        return x * outside
 
-        assert torch.func.vmap(function)(torch.ones(3, 2)).tolist() == [[0.5, 0.5]] * 3
-    finally:
-        sl.shutdown()
+    assert torch.func.vmap(function)(torch.ones(3, 2)).tolist() == [[0.5, 0.5]] * 3
 
 
 def test_a_tensor_of_a_transform_is_refused() -> None:
@@ -107,29 +103,30 @@ STATES: dict[str, Callable[[], AbstractContextManager[Any]]] = {
 
 
 @pytest.mark.ranks(2)
-@pytest.mark.parametrize("state", STATES)
-def test_internal_work_does_not_depend_on_the_state_of_the_program(state: str) -> None:
+def test_internal_work_does_not_depend_on_the_state_of_the_program() -> None:
     sl.init(transport="shm")
-    torch.set_default_dtype(torch.float64 if state == "default device" else torch.float32)
+    for state in STATES:
+        torch.set_default_dtype(torch.float64 if state == "default device" else torch.float32)
+        with case(state):
+            work_in(state)
+
+
+def work_in(state: str) -> None:
     rank = dist.get_rank()
-    try:
-        net = Scaled().float()
-        ddp = sl.DistributedDataParallel(net, compression=sl.compression.PowerSGD(1))
-        x = torch.ones(3, 2, dtype=torch.float32) + rank
-        value = torch.full((3,), float(rank), dtype=torch.float32)
+    net = Scaled().float()
+    ddp = sl.DistributedDataParallel(net, compression=sl.compression.PowerSGD(1))
+    x = torch.ones(3, 2, dtype=torch.float32) + rank
+    value = torch.full((3,), float(rank), dtype=torch.float32)
+    with STATES[state]():
+        sl.broadcast_(net)
+        output = ddp(x)
+        sl.average_(value)
+        gathered = sl.gather(value)
+        mean = sl.mean(float(rank))
+        sl.check_replicas(net)
+    if state != "inference mode":
         with STATES[state]():
-            sl.broadcast_(net)
-            output = ddp(x)
-            sl.average_(value)
-            gathered = sl.gather(value)
-            mean = sl.mean(float(rank))
-            sl.check_replicas(net)
-        if state != "inference mode":
-            with STATES[state]():
-                output.float().sum().backward()
-            assert net.weight.grad.isfinite().all()
-        assert (value.tolist(), mean) == ([0.5] * 3, 0.5)
-        assert gathered.tolist() == [0.5] * 6
-    finally:
-        torch.set_default_dtype(torch.float32)
-        sl.shutdown()
+            output.float().sum().backward()
+        assert net.weight.grad.isfinite().all()
+    assert (value.tolist(), mean) == ([0.5] * 3, 0.5)
+    assert gathered.tolist() == [0.5] * 6
