@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -64,6 +65,24 @@ class MixedDtypes(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.second(torch.tanh(self.first(x.float())).double())
+
+
+class Net(nn.Module):
+    """Three layers, of which the middle one is large enough for a bucket of its own under a small cap."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.first, self.middle, self.last = nn.Linear(6, 150), nn.Linear(150, 150), nn.Linear(150, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(torch.tanh(self.middle(torch.tanh(self.first(x)))))
+
+
+def batch(step: int, num_features: int = 6) -> Tensor:
+    """This rank's, where ranks are processes."""
+    generator = torch.Generator().manual_seed(100 * dist.get_rank() + step)
+    return torch.randn(5, num_features, generator=generator)
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import importlib
 from collections.abc import Callable
 from typing import Any
@@ -13,7 +12,7 @@ import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
@@ -148,7 +147,7 @@ def test_fully_shard() -> None:
 
 
 @pytest.mark.ranks(4)
-def test_device_mesh_and_its_sub_groups() -> None:
+def test_device_meshes_their_sub_groups_and_hybrid_sharding() -> None:
     def program() -> list[Tensor]:
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("rows", "columns"))
         found = []
@@ -164,18 +163,9 @@ def test_device_mesh_and_its_sub_groups() -> None:
         product = (
             sharded @ distribute_tensor(tensor.t().contiguous(), mesh, [Shard(1), Shard(0)])
         ).full_tensor()
-        return [*found, total, sharded.full_tensor(), product]
-
-    on_both(program)
-
-
-@pytest.mark.ranks(4)
-def test_hybrid_sharding() -> None:
-    def program() -> list[Tensor]:
-        mesh: DeviceMesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
-        module = nn.Sequential(*[layer for layer in copy.deepcopy(model()) if isinstance(layer, nn.Linear)])
-        fully_shard(module, mesh=mesh)
-        return whole(trained(module))
+        module = nn.Sequential(*[layer for layer in model() if isinstance(layer, nn.Linear)])
+        fully_shard(module, mesh=init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard")))
+        return [*found, total, sharded.full_tensor(), product, *whole(trained(module))]
 
     on_both(program)
 

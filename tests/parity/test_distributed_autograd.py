@@ -70,13 +70,20 @@ def test_a_context_gets_the_mean_as_with_torchs_class() -> None:
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.ranks(2)
-def test_unused_parameters_are_left_out_where_torchs_class_fails() -> None:
+def test_unused_parameters_are_left_out_where_torchs_class_fails_or_are_the_same_error() -> None:
+    from torch.distributed import autograd
+
     with rpc():
         module, used = Net(unused=True), Net()
         got = context_gradients(DDP(module, find_unused_parameters=True), module)
-        wanted = context_gradients(DDP(used), used)
+        torch.testing.assert_close(got, context_gradients(DDP(used), used))
+        with autograd.context() as context_id:
+            loss = DDP(Net(unused=True))(torch.tensor([[1, 2]])).sum()
+            with pytest.raises(
+                RuntimeError, match=r"on every rank: unused\.weight"
+            ):  # RPC keeps its text only
+                autograd.backward(context_id, [loss])
         dist.barrier()
-    torch.testing.assert_close(got, wanted)
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -96,20 +103,4 @@ def test_ordinary_backwards_between_are_ordinary() -> None:
         assert module.weight.grad.tolist() == [[1.5, 1.5]]
         ddp(x).sum().backward()
         assert module.weight.grad.tolist() == [[3.0, 3.0]]
-        dist.barrier()
-
-
-@pytest.mark.filterwarnings("ignore")
-@pytest.mark.ranks(2)
-def test_an_unused_parameter_is_the_same_error() -> None:
-    from torch.distributed import autograd
-
-    with rpc():
-        ddp = DDP(Net(unused=True))
-        with autograd.context() as context_id:
-            loss = ddp(torch.tensor([[1, 2]])).sum()
-            with pytest.raises(
-                RuntimeError, match=r"on every rank: unused\.weight"
-            ):  # its text is all that RPC keeps
-                autograd.backward(context_id, [loss])
         dist.barrier()

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from cases import Net, batch
 from torch import Tensor, nn
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
@@ -26,23 +27,6 @@ OPTIMIZERS: dict[str, tuple[type[Optimizer], dict[str, Any]]] = {
 }
 OFF_ON = (False, True)
 IMPLEMENTATIONS: list[dict[str, bool]] = [{"foreach": True}, {"fused": True}]
-
-
-class Net(nn.Module):
-    """Large and small gradients, which lie apart in a bucket."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(3)
-        self.first, self.middle, self.last = nn.Linear(6, 150), nn.Linear(150, 150), nn.Linear(150, 2)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.last(torch.tanh(self.middle(torch.tanh(self.first(x)))))
-
-
-def batch(step: int) -> Tensor:
-    generator = torch.Generator().manual_seed(100 * dist.get_rank() + step)
-    return torch.randn(5, 6, generator=generator)
 
 
 def assert_equal(ours: list[Tensor], theirs: list[Tensor]) -> None:

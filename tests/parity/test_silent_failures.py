@@ -297,15 +297,6 @@ def test_ranks_that_change_their_modules_differently_are_told_the_difference() -
         assert words in raised_on_each_rank(ContractMismatch, functools.partial(fn, change=change))
 
 
-@on_threads(2)
-def test_a_buffer_replaced_by_assignment_is_broadcast(t: Transport) -> None:
-    ddp = wrapped(t, NORMED)
-    ddp.module[1].running_mean = torch.full((4,), float(t.rank + 1))
-    ddp.eval()
-    ddp(batch(t.rank))
-    assert ddp.module[1].running_mean.tolist() == [1.0] * 4
-
-
 class Cache(nn.Module):
     def __init__(self) -> None:
         super().__init__()

@@ -119,35 +119,24 @@ def test_without_buffers_rank_0_may_evaluate_alone_before_the_first_step_and_aft
 
 
 @pytest.mark.ranks(3)
-@pytest.mark.parametrize("sizes", [[3, 3, 3], [2, 0, 3]], ids=str)
-def test_ranks_with_synchronized_batch_norm_train_as_one_process(sizes: list[int]) -> None:
-    def model() -> nn.Module:
+@ON_BOTH
+def test_ranks_with_synchronized_batch_norm_compute_what_one_process_does(transport: Any) -> None:
+    rank = sl.init(transport).rank
+    for sizes in ([3, 3, 3], [2, 0, 3]):
         torch.manual_seed(0)
-        first, last = nn.BatchNorm2d(3), nn.BatchNorm2d(4, momentum=None)
-        layers = [nn.Conv2d(2, 3, 3), first, nn.ReLU(), nn.Conv2d(3, 4, 3), last]
-        return nn.Sequential(*layers, nn.Flatten(), nn.Linear(16, 2)).double()
-
-    def samples(step: int, rank: int) -> Tensor:
-        g = torch.Generator().manual_seed(100 * step + rank)
-        return torch.randn(sizes[rank], 2, 6, 6, dtype=torch.float64, generator=g) + rank
-
-    def train(run: Any, batches: list[Tensor], num_items: list[int]) -> list[Tensor]:
-        optimizer = torch.optim.SGD(run.parameters(), lr=0.02, momentum=0.9)
-        for x, number in zip(batches, num_items, strict=True):
-            optimizer.zero_grad()
-            with run.normalize_by(len(x)) if number == 0 else contextlib.nullcontext():
-                (run(x).square().sum() / max(number, 1)).backward()
-            optimizer.step()
-        return [*run.parameters(), *run.buffers()]
-
-    rank, steps = dist.get_rank(), range(5)
-    ddp = sl.DistributedDataParallel(sl.nn.SyncBatchNorm.convert_sync_batchnorm(model()))
-    mine = train(ddp, [samples(step, rank) for step in steps], [0] * 5)
-    whole = [torch.cat([samples(step, r) for r in range(3)]) for step in steps]
-    for got, expected in zip(mine, train(model(), whole, [sum(sizes)] * 5), strict=True):
-        # float64: sums of some hundred terms in another order, carried on for five steps.
-        torch.testing.assert_close(got, expected, rtol=1e-10, atol=1e-12)
-    assert_equal_on_all_ranks([tensor.tolist() for tensor in mine])
+        layers = [nn.Conv2d(2, 3, 3), nn.BatchNorm2d(3), nn.ReLU(), nn.BatchNorm2d(3, momentum=None)]
+        alone = nn.Sequential(*layers).double()
+        ddp = sl.DistributedDataParallel(sl.nn.SyncBatchNorm.convert_sync_batchnorm(copy.deepcopy(alone)))
+        parts = list(torch.randn(sum(sizes), 2, 6, 6, dtype=torch.float64).split(sizes))
+        with ddp.normalize_by(len(parts[rank])):
+            (ddp(parts[rank]) - 0.5).pow(4).sum().backward()
+        ((alone(torch.cat(parts)) - 0.5).pow(4).sum() / sum(sizes)).backward()
+        mine = [*(p.grad for p in ddp.parameters()), *ddp.buffers()]
+        for got, expected in zip(
+            mine, [*(p.grad for p in alone.parameters()), *alone.buffers()], strict=True
+        ):
+            torch.testing.assert_close(got, expected, rtol=1e-10, atol=1e-12)
+        assert_equal_on_all_ranks([tensor.tolist() for tensor in mine])  # type: ignore[union-attr]
 
 
 @pytest.mark.ranks(3)

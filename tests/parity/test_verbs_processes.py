@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 import math
 from typing import Any
@@ -11,7 +12,6 @@ import torch
 import torch.distributed as dist
 from engines import can_still_be_used, engines, on_every_engine
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, TensorDataset
 
 import syncline as sl
 from syncline import CollectiveMismatch, ContractMismatch, ReplicaDivergence
@@ -136,23 +136,18 @@ def a_mean_is_that_of_the_values_and_the_same_bits_everywhere(t: Transport) -> N
     weights = [3, 5, 11]
     mine = {"x": numbers[t.rank], "big": torch.full((10_000,), numbers[t.rank][0])}
     result = sl.mean(mine, weight=weights[t.rank], group=t)
-    for i, got in enumerate(result["x"]):
-        exact = math.fsum(w * row[i] for w, row in zip(weights, numbers, strict=True)) / sum(weights)
+    for got, *row in zip(result["x"], *numbers, strict=True):
+        exact = math.fsum(w * x for w, x in zip(weights, row, strict=True)) / sum(weights)
         # Products, sums and the quotient round once each, relative to the largest of them.
-        assert abs(got - exact) <= 6 * 2.0**-53 * max(abs(row[i]) for row in numbers)
+        assert abs(got - exact) <= 6 * 2.0**-53 * max(map(abs, row))
     torch.testing.assert_close(result["big"], torch.full((10_000,), result["x"][0]), rtol=4e-7, atol=0)
     assert len(of_all(t, (result["x"], result["big"].tolist()))) == 1
 
 
 def rows_of_unequal_lengths_are_gathered(t: Transport) -> None:
-    for lengths in ([3, 0, 5], [0, 0, 0], [0, 300_000, 7], [70_000] * 3, [6_000_000, 5_999_999, 0]):
+    for lengths in ([3, 0, 5], [0, 300_000, 7], [6_000_000, 5_999_999, 0]):
         parts = [torch.arange(length, dtype=torch.int32) * (rank + 1) for rank, length in enumerate(lengths)]
         assert torch.equal(sl.gather(parts[t.rank], group=t), torch.cat(parts)), lengths
-    wide = [torch.full((4, n), n, dtype=torch.bfloat16) for n in (2, 0, 1)]
-    found = sl.gather({"wide": wide[t.rank], "loss": t.rank / 2, "ok": t.rank == 2}, dim=-1, group=t)
-    assert torch.equal(found["wide"], torch.cat(wide, 1))
-    assert found["loss"].tolist() == [0.0, 0.5, 1.0]
-    assert found["ok"].tolist() == [False, False, True]
     mine = [{"prompt": f"{t.rank}", "answer": "a" * 100_000 * t.rank, "raw": b"\x00"}] * t.rank
     objects = sl.gather(mine, objects=True, group=t)
     assert [len(one) for one in objects] == [0, 1, 2]
@@ -206,38 +201,22 @@ def reductions_and_backwards_take_turns(t: Transport) -> None:
 
 
 def evolution_takes_the_steps_of_one_process(t: Transport) -> None:
-    def model() -> nn.Sequential:
-        g = torch.Generator().manual_seed(0)
-        module = nn.Sequential(nn.Linear(5, 16), nn.Tanh(), nn.Linear(16, 1))
-        for p in module.parameters():
-            nn.init.normal_(p, generator=g)
-        return module
-
     def loss(module: nn.Module) -> Tensor:
         return (module(torch.linspace(-1, 1, 40).view(8, 5)) - 1).square().mean()
 
-    def failing_loss(module: nn.Module) -> Tensor:
-        if t.rank == 0:
-            raise OSError("the simulator is gone")
-        return loss(module)
-
-    module, alone = model(), model()
+    g = torch.Generator().manual_seed(0)
+    module = nn.Sequential(nn.Linear(5, 16), nn.Tanh(), nn.Linear(16, 1))
+    for p in module.parameters():
+        nn.init.normal_(p, generator=g)
+    alone = copy.deepcopy(module)
     if t.rank == 1:
         nn.init.zeros_(module[0].weight)  # construction makes it rank 0's
     strategy, reference = (
         sl.EvolutionStrategy(each, 0.1, 0.05, population=32, seed=3, optimizer=torch.optim.Adam, group=group)
         for each, group in ((module, t), (alone, ThreadGroup(1).transport(0)))
     )
-    before = strategy.statistics()
-    records = [strategy.step(loss) for _ in range(3)]
-    moved = strategy.statistics() - before
-    assert records == [reference.step(loss) for _ in range(3)]
+    assert [strategy.step(loss) for _ in range(3)] == [reference.step(loss) for _ in range(3)]
     assert all(torch.equal(a, b) for a, b in zip(module.parameters(), alone.parameters(), strict=True))
-    assert moved.num_calls == {"all_gather": 6}
-    assert moved.payload_bytes == {"all_gather": 3 * 3 * (105 + 12 * 8)}  # 6, 5 and 5 pairs
-    with pytest.raises(sl.PeerFailed if t.rank else OSError, match="the simulator is gone"):
-        strategy.step(failing_loss)
-    assert strategy.step(loss).step == 4
 
 
 def all_ranks_raise_an_error_in_the_same_words_and_can_go_on(t: Transport) -> None:
@@ -247,11 +226,6 @@ def all_ranks_raise_an_error_in_the_same_words_and_can_go_on(t: Transport) -> No
             ValueError,
             lambda: sl.average_(x, [1.0, math.nan, -1.0][rank], group=t),
             ["rank 1: ", "got nan\nrank 2: ", "got -1.0"],
-        ),
-        (
-            TypeError,
-            lambda: sl.broadcast_([x, "x" if rank == 1 else x], group=t),
-            ["rank 1: ", "a str at [1]"],
         ),
         (
             ContractMismatch,
@@ -349,28 +323,18 @@ def test_gradients_under_no_sync_become_those_of_torch() -> None:
 @pytest.mark.ranks(2)
 def test_an_evaluation_on_all_ranks_gives_the_figure_of_one_process() -> None:
     """1003 samples, BatchNorm, numbers of batches 4 and 3, the default group, no `sl.init`."""
-
-    def evaluated(module: nn.Module, sampler: Any) -> dict[str, Tensor]:
-        module.eval()
-        indices, right = [], []
-        with torch.no_grad():
-            for index, x, y in DataLoader(dataset, batch_size=167, sampler=sampler):
-                indices.append(index)
-                right.append(module(x).argmax(1) == y)
-        return {"index": torch.cat(indices), "right": torch.cat(right)}
-
     g = torch.Generator().manual_seed(5)
     module = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 4))
     for parameter in module.parameters():
         nn.init.normal_(parameter, generator=g)
     x, y = torch.randn(1003, 6, generator=g), torch.randint(0, 4, (1003,), generator=g)
-    dataset = TensorDataset(torch.arange(1003), x, y)
-    alone = evaluated(module, None)["right"]
-    mine = evaluated(
-        sl.DistributedDataParallel(module), sl.DistributedSampler(dataset, shuffle=True, pad=False)
-    )
-    found = sl.gather(mine)
+    ddp = sl.DistributedDataParallel(module.eval())
+    sampler = sl.DistributedSampler(x, shuffle=True, pad=False)  # type: ignore[arg-type]
+    index = torch.tensor(list(sampler))
+    with torch.no_grad():
+        alone = module(x).argmax(1) == y
+        right = torch.cat([ddp(x[some]).argmax(1) == y[some] for some in index.split(167)])
+    found = sl.gather({"index": index, "right": right})
     assert torch.equal(found["right"][found["index"].argsort()], alone)
-    assert sl.mean(mine["right"].double().mean().item(), weight=len(mine["right"])) == pytest.approx(
-        alone.double().mean().item(), rel=1e-15
-    )
+    mean = sl.mean(right.double().mean().item(), weight=len(right))
+    assert mean == pytest.approx(alone.double().mean().item(), rel=1e-15)
