@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections import Counter
 from typing import ClassVar
 
-import pytest
-
 from syncline.liveness import Place, Wait
 from syncline.liveness.deadlock import absent_ranks, different_calls, left_ranks, steady, stuck_ranks
 
@@ -30,21 +28,20 @@ def test_two_ranks_on_two_lanes_wait_for_each_other() -> None:
     assert stuck_ranks(places) == [0, 1]
 
 
-@pytest.mark.parametrize(
-    "other",
-    [
-        running(main=3, gradients=7),  # slow, but going on
-        waiting("gradients", 6, main=3, gradients=6),  # rank 0 has started that call
-        waiting("gradients", 7, main=4, gradients=7),  # it has started rank 0's call
-        waiting("main", 3, main=3, gradients=6),  # an earlier call of the same lane
-        waiting("gradients", None, main=3, gradients=7),  # a message: who has it to send is not known
-        waiting("gradients", 7, main=3, gradients=7, blocks_rank=False),  # another thread may go on
-        waiting("gradients", 7, gradients=7),  # rank 0's lane is not known there
-    ],
-    ids=["running", "started here", "started there", "earlier", "message", "threads", "closed lane"],
-)
-def test_what_may_still_end_is_no_deadlock(other: Place) -> None:
-    assert stuck_ranks({0: waiting("main", 4, main=4, gradients=6), 1: other}) == []
+MAY_STILL_END = {
+    "slow, but going on": running(main=3, gradients=7),
+    "rank 0 has started that call": waiting("gradients", 6, main=3, gradients=6),
+    "it has started rank 0's call": waiting("gradients", 7, main=4, gradients=7),
+    "an earlier call of the same lane": waiting("main", 3, main=3, gradients=6),
+    "a message: who has it to send is not known": waiting("gradients", None, main=3, gradients=7),
+    "another thread may go on": waiting("gradients", 7, main=3, gradients=7, blocks_rank=False),
+    "rank 0's lane is not known there": waiting("gradients", 7, gradients=7),
+}
+
+
+def test_what_may_still_end_is_no_deadlock() -> None:
+    for why, other in MAY_STILL_END.items():
+        assert stuck_ranks({0: waiting("main", 4, main=4, gradients=6), 1: other}) == [], why
 
 
 def test_a_ring_of_three_is_found_and_who_waits_for_it_belongs_to_it() -> None:
@@ -112,17 +109,14 @@ def test_a_rank_in_a_call_of_torch_waits_for_who_has_not_started_it() -> None:
     assert stuck_ranks({0: in_torch(7), 1: here, 2: in_torch(7), 3: running(main=3)}) == [0, 1, 2]
 
 
-@pytest.mark.parametrize(
-    "started",
-    [
-        {"main": 4, "torch group 0": 7},  # started already, and not waited for
-        {"main": 4, "torch group 1": 6},  # another group
-        {"main": 4},  # not in the group, or another thread may start it
-    ],
-)
-def test_a_call_of_torch_that_may_end_is_no_deadlock(started: dict[str, int]) -> None:
-    here = Place(wait=Wait(lane="main", call=4, words="broadcast"), num_started=started)
-    assert stuck_ranks({0: in_torch(7), 1: here}) == []
+def test_a_call_of_torch_that_may_end_is_no_deadlock() -> None:
+    for why, started in {
+        "started already, and not waited for": {"main": 4, "torch group 0": 7},
+        "another group": {"main": 4, "torch group 1": 6},
+        "not in the group, or another thread may start it": {"main": 4},
+    }.items():
+        here = Place(wait=Wait(lane="main", call=4, words="broadcast"), num_started=started)
+        assert stuck_ranks({0: in_torch(7), 1: here}) == [], why
 
 
 def test_calls_of_torch_are_not_compared_by_number_for_it_counts_messages_as_well() -> None:
@@ -140,11 +134,11 @@ class CountedLookups(dict[str, int]):
         return super().get(key, default)
 
 
-@pytest.mark.parametrize("size", [8, 16])
-def test_each_place_is_looked_at_once_for_each_call_in_which_ranks_wait(size: int) -> None:
-    CountedLookups.lookups.clear()
-    wait = Wait(lane="main", call=2, words="barrier")
-    places = {rank: Place(wait=wait, num_started=CountedLookups(main=2)) for rank in range(1, size)}
-    places[0] = Place(num_started=CountedLookups(main=1))
-    assert stuck_ranks(places) == []
-    assert CountedLookups.lookups["get"] == size
+def test_each_place_is_looked_at_once_for_each_call_in_which_ranks_wait() -> None:
+    for size in (8, 16):
+        CountedLookups.lookups.clear()
+        wait = Wait(lane="main", call=2, words="barrier")
+        places = {rank: Place(wait=wait, num_started=CountedLookups(main=2)) for rank in range(1, size)}
+        places[0] = Place(num_started=CountedLookups(main=1))
+        assert stuck_ranks(places) == []
+        assert CountedLookups.lookups["get"] == size

@@ -2,32 +2,31 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 
+from support.cases import case
 from syncline import CollectiveTimeout, PeerFailed, PeerLost, SynclineError
-from syncline.transport import Fault, FaultyTransport, ThreadGroup, ThreadsTransport, run_ranks
+from syncline.transport import Fault, FaultyTransport, ThreadGroup, ThreadsTransport, Transport, run_ranks
 
 
 def alone(*faults: Fault) -> FaultyTransport:
     return FaultyTransport(ThreadGroup(1).transport(0), faults)
 
 
-@pytest.mark.parametrize(
-    ("error", "expected"),
-    [
-        ("lost", PeerLost),
-        ("timeout", CollectiveTimeout),
-        ("raise", RuntimeError),
-        (KeyError("mine"), KeyError),
-    ],
-)
-def test_the_rank_gets_the_planned_error_and_its_peers_a_named_one(
-    error: Any, expected: type[Exception]
-) -> None:
-    def program(t: ThreadsTransport) -> Exception:
+ERRORS: list[tuple[Any, type[Exception]]] = [
+    ("lost", PeerLost),
+    ("timeout", CollectiveTimeout),
+    ("raise", RuntimeError),
+    (KeyError("mine"), KeyError),
+]
+
+
+def test_the_rank_gets_the_planned_error_and_its_peers_a_named_one() -> None:
+    def program(t: ThreadsTransport, error: Any) -> Exception:
         faulty = FaultyTransport(t, [Fault(rank=1, operation="all_reduce", call=1, error=error)])
         faulty.all_reduce(torch.zeros(1)).wait()
         faulty.barrier().wait()
@@ -37,12 +36,14 @@ def test_the_rank_gets_the_planned_error_and_its_peers_a_named_one(
             faulty.barrier()
         return caught.value
 
-    peer, own = run_ranks(2, program)
-    assert type(own) is expected
-    if not isinstance(error, Exception):
-        assert str(own) == "a fault planned for call 1 of all_reduce on rank 1"
-    assert type(peer) is PeerFailed
-    assert f"rank 1 aborted the group: {expected.__name__}: " in str(peer)
+    for error, expected in ERRORS:
+        with case(error):
+            peer, own = run_ranks(2, lambda t, error=error: program(t, error))
+            assert type(own) is expected
+            if not isinstance(error, Exception):
+                assert str(own) == "a fault planned for call 1 of all_reduce on rank 1"
+            assert type(peer) is PeerFailed
+            assert f"rank 1 aborted the group: {expected.__name__}: " in str(peer)
 
 
 def test_a_call_is_counted_within_its_step_where_a_step_is_given() -> None:
@@ -60,37 +61,37 @@ def test_a_call_is_counted_within_its_step_where_a_step_is_given() -> None:
         t.barrier()
 
 
-@pytest.mark.parametrize(
-    "operation", ["all_reduce", "reduce_scatter", "all_gather", "broadcast", "barrier", "split"]
-)
-def test_every_operation_can_fail(operation: str) -> None:
-    calls: dict[str, Any] = {
-        "all_reduce": lambda t: t.all_reduce(torch.zeros(1)),
-        "reduce_scatter": lambda t: t.reduce_scatter(torch.zeros(1), torch.zeros(1)),
-        "all_gather": lambda t: t.all_gather(torch.zeros(1), torch.zeros(1)),
-        "broadcast": lambda t: t.broadcast(torch.zeros(1)),
-        "barrier": lambda t: t.barrier(),
-        "split": lambda t: t.split(0),
-    }
-    t = alone(Fault(rank=0, operation=operation))
-    for name, call in calls.items():
-        if name != operation:
-            call(t)
-    with pytest.raises(PeerLost):
-        calls[operation](t)
+CALLS: dict[str, Callable[[Transport], object]] = {
+    "all_reduce": lambda t: t.all_reduce(torch.zeros(1)),
+    "reduce_scatter": lambda t: t.reduce_scatter(torch.zeros(1), torch.zeros(1)),
+    "all_gather": lambda t: t.all_gather(torch.zeros(1), torch.zeros(1)),
+    "broadcast": lambda t: t.broadcast(torch.zeros(1)),
+    "barrier": lambda t: t.barrier(),
+    "split": lambda t: t.split(0),
+}
 
 
-@pytest.mark.parametrize("operation", ["send", "recv"])
-def test_messages_can_fail(operation: str) -> None:
-    rank = 0 if operation == "send" else 1
+def test_every_operation_can_fail() -> None:
+    for operation in CALLS:
+        with case(operation):
+            t = alone(Fault(rank=0, operation=operation))
+            for name, call in CALLS.items():
+                if name != operation:
+                    call(t)
+            with pytest.raises(PeerLost):
+                CALLS[operation](t)
 
-    def program(t: ThreadsTransport) -> str:
-        faulty = FaultyTransport(t, [Fault(rank=rank, operation=operation)])
+
+def test_messages_can_fail() -> None:
+    def program(t: ThreadsTransport, fault: Fault) -> str:
+        faulty = FaultyTransport(t, [fault])
         with pytest.raises((PeerLost, PeerFailed)) as caught:
             (faulty.send(torch.zeros(1), 1) if t.rank == 0 else faulty.recv(torch.zeros(1), 0)).wait()
         return type(caught.value).__name__
 
-    assert run_ranks(2, program)[rank] == "PeerLost"
+    for rank, operation in enumerate(("send", "recv")):
+        fault = Fault(rank=rank, operation=operation)
+        assert run_ranks(2, lambda t, fault=fault: program(t, fault))[rank] == "PeerLost", operation
 
 
 def test_a_fault_of_another_rank_is_not_ours() -> None:
