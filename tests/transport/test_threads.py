@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 
+from support.cases import case
 from support.states import wait_until
 from syncline import CollectiveMismatch, CollectiveTimeout, PeerFailed, SynclineError, UnevenInputs
-from syncline.transport import ThreadGroup, ThreadsTransport, Transport, run_ranks
+from syncline.transport import ThreadGroup, ThreadsTransport, Transport, Work, run_ranks
 
 
 def errors_of(size: int, program: Any, timeout_seconds: float = 20.0) -> list[SynclineError]:
@@ -37,17 +39,17 @@ def test_reductions_run_in_rank_order() -> None:
     assert run_ranks(3, program) == [1.0, 1.0, 1.0]
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_halves_are_added_up_in_fp32_and_rounded_once(dtype: torch.dtype) -> None:
-    # 1 + 16 times a quarter of the last place: rounding after each addition would lose every one of them.
-    quarter = torch.finfo(dtype).eps / 4
+def test_halves_are_added_up_in_fp32_and_rounded_once() -> None:
+    for dtype in (torch.float16, torch.bfloat16):
+        # 1 + 16 times a quarter of the last place: rounding after each addition would lose every one of them.
+        quarter = torch.finfo(dtype).eps / 4
 
-    def program(t: Transport) -> float:
-        x = torch.tensor([1.0 if t.rank == 0 else quarter], dtype=dtype)
-        t.all_reduce(x).wait()
-        return x.item()
+        def program(t: Transport, dtype: torch.dtype = dtype, quarter: float = quarter) -> float:
+            x = torch.tensor([1.0 if t.rank == 0 else quarter], dtype=dtype)
+            t.all_reduce(x).wait()
+            return x.item()
 
-    assert run_ranks(17, program) == [1.0 + 16 * quarter] * 17
+        assert run_ranks(17, program) == [1.0 + 16 * quarter] * 17, dtype
 
 
 def test_the_result_is_written_by_wait_and_the_input_is_read_by_the_start() -> None:
@@ -68,14 +70,6 @@ def test_the_result_is_written_by_wait_and_the_input_is_read_by_the_start() -> N
     assert run_ranks(2, program) == [(1.0, 3.0, 0.0), (2.0, 3.0, 1.0)]
 
 
-def test_a_lone_rank_has_nothing_to_do_at_all() -> None:
-    alone = ThreadGroup(1).transport(0)
-    first, second = alone.all_reduce(torch.ones(2)), alone.barrier()
-    assert first.is_completed()
-    assert second.is_completed()
-    assert threading.active_count() == len(threading.enumerate())
-
-
 # ---------------------------------------------------------------------- ranks that do different things
 
 
@@ -92,29 +86,25 @@ def test_a_different_operation_is_named_on_all_ranks() -> None:
         assert "collective number 1 of this group of 2" in str(error)
 
 
-@pytest.mark.parametrize(
-    "call",
-    [
-        lambda t: t.all_reduce(torch.zeros(3 + t.rank)),
-        lambda t: t.all_reduce(torch.zeros(3, dtype=torch.float64 if t.rank else torch.float32)),
-        lambda t: t.all_reduce(torch.zeros(3), "max" if t.rank else "sum"),
-        lambda t: t.broadcast(torch.zeros(3), t.rank),
-        lambda t: t.send(torch.zeros(3), 1) if t.rank == 0 else t.recv(torch.zeros(4), 0),
-    ],
-    ids=["numel", "dtype", "operation", "source", "message"],
-)
-def test_different_arguments_are_a_mismatch_on_all_ranks(call: Any) -> None:
-    for error in errors_of(2, lambda t: call(t).wait()):
-        assert type(error) is CollectiveMismatch
+DIFFERENT: dict[str, Callable[[Transport], Work]] = {
+    "numel": lambda t: t.all_reduce(torch.zeros(3 + t.rank)),
+    "dtype": lambda t: t.all_reduce(torch.zeros(3, dtype=torch.float64 if t.rank else torch.float32)),
+    "operation": lambda t: t.all_reduce(torch.zeros(3), "max" if t.rank else "sum"),
+    "source": lambda t: t.broadcast(torch.zeros(3), t.rank),
+    "message": lambda t: t.recv(torch.zeros(4), 0) if t.rank else t.send(torch.zeros(3), 1),
+}
 
 
-def test_a_mismatch_ends_the_group() -> None:
-    def program(t: Transport) -> None:
+def test_different_arguments_are_a_mismatch_on_all_ranks_and_end_the_group() -> None:
+    def program(t: Transport, call: Callable[[Transport], Work]) -> None:
         with pytest.raises(CollectiveMismatch):
-            t.all_reduce(torch.zeros(1 + t.rank)).wait()
+            call(t).wait()
         t.barrier()
 
-    assert [type(error) for error in errors_of(3, program)] == [CollectiveMismatch] * 3
+    for name, call in DIFFERENT.items():
+        with case(name):
+            errors = errors_of(2, lambda t, call=call: program(t, call))
+            assert [type(error) for error in errors] == [CollectiveMismatch] * 2
 
 
 def test_ranks_that_wait_on_different_lanes_are_told_at_once_who_is_where() -> None:
@@ -127,15 +117,6 @@ def test_ranks_that_wait_on_different_lanes_are_told_at_once_who_is_where() -> N
         assert type(error) is CollectiveMismatch
         assert "rank 0: step 4, backward, waiting in barrier (call 2 on the main lane)" in str(error)
         assert "rank 1: step 5, backward, waiting in all_reduce(sum) of 3 elements" in str(error)
-
-
-def test_lanes_waited_for_in_different_orders_are_no_deadlock() -> None:
-    def program(t: Transport) -> None:
-        works = [t.barrier(), t.lane("gradients").barrier()]
-        for work in works if t.rank else reversed(works):
-            work.wait()
-
-    run_ranks(2, program)
 
 
 def test_a_lane_is_closed_without_a_lock_for_a_garbage_collector_may_hold_it() -> None:
@@ -172,30 +153,19 @@ def test_a_timeout_names_the_absent_ranks_on_all_ranks() -> None:
         assert str(error).splitlines()[0] == first
 
 
-def test_a_rank_that_has_returned_is_lost_at_once() -> None:
-    def program(t: Transport) -> str:
-        if t.rank == 2:
-            return "early"
-        with pytest.raises(
-            UnevenInputs, match="needs rank 2, which makes no more calls, because its function has returned"
-        ):
-            t.barrier().wait()
-        return "late"
-
-    assert run_ranks(3, program, timeout_seconds=20) == ["late", "late", "early"]
-
-
-def test_a_rank_that_has_returned_is_lost_in_its_parts_too() -> None:
+def test_a_rank_that_has_returned_is_lost_at_once_and_in_its_parts_too() -> None:
     def program(t: Transport) -> str:
         part = t.split(0)
         assert part is not None
-        if t.rank == 1:
+        if t.rank == 2:
             return "early"
-        with pytest.raises(UnevenInputs):
-            part.barrier().wait()
+        words = "needs rank 2, which makes no more calls, because its function has returned"
+        for transport in (t, part):
+            with pytest.raises(UnevenInputs, match=words):
+                transport.barrier().wait()
         return "late"
 
-    assert run_ranks(2, program, timeout_seconds=20) == ["late", "early"]
+    assert run_ranks(3, program, timeout_seconds=20) == ["late", "late", "early"]
 
 
 def test_a_closed_transport_is_lost_for_its_peers() -> None:
@@ -255,27 +225,10 @@ def test_an_abort_ends_waits_and_later_calls_in_the_group_and_in_its_parts() -> 
                 work.wait()
         t.barrier()
 
-    own_words, peers_words = (
-        "aborted on rank 2: the disk is full",
-        "rank 2 aborted the group: the disk is full",
-    )
     errors = errors_of(3, program)
     assert [type(error) for error in errors] == [PeerFailed, PeerFailed, SynclineError]
-    assert peers_words in str(errors[0])
-    assert own_words in str(errors[2])
-
-
-def test_a_part_may_fail_alone() -> None:
-    def program(t: Transport) -> None:
-        part = t.split(0)
-        assert part is not None
-        if t.rank == 0:
-            part.abort("only this part")
-        with pytest.raises(SynclineError, match="only this part"):
-            part.barrier().wait()
-        t.barrier().wait()
-
-    run_ranks(2, program)
+    assert "rank 2 aborted the group: the disk is full" in str(errors[0])
+    assert "aborted on rank 2: the disk is full" in str(errors[2])
 
 
 def test_a_result_that_cannot_be_computed_is_an_error_on_all_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
