@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 import syncline as sl
+from support.cases import case
 from syncline import PeerFailed, SynclineError
 from syncline.transport import REDUCE_OPS, MirrorTransport, Transport, run_ranks
 
@@ -23,53 +26,55 @@ def values(numel: int, dtype: torch.dtype) -> Tensor:
     return (torch.arange(numel) % 5 + 1).to(dtype)
 
 
-def assert_equal_to_threads(program: Callable[[Transport], list[Tensor]], size: int) -> None:
+def assert_equal_to_threads(
+    program: Callable[[Transport], list[Tensor]], size: int, *, rtol: float | None = None
+) -> None:
     """Compare the results of this rank with those of rank 0 of as many threads, within the rounding of a sum."""
     expected, *_ = run_ranks(size, program)
     for got, wanted in zip(program(mirror(size)), expected, strict=True):
-        rtol = size * torch.finfo(got.dtype).eps if got.is_floating_point() or got.is_complex() else 0.0
-        torch.testing.assert_close(got, wanted, rtol=rtol, atol=0.0)
+        is_rounded = got.is_floating_point() or got.is_complex()
+        within = rtol or (size * torch.finfo(got.dtype).eps if is_rounded else 0.0)
+        torch.testing.assert_close(got, wanted, rtol=within, atol=1e-5 if rtol else 0.0)
 
 
-@pytest.mark.parametrize("size", [1, 2, 3, 5])
-def test_every_reduction_and_dtype(size: int) -> None:
-    def program(t: Transport) -> list[Tensor]:
-        found = []
-        for dtype in DTYPES:
-            for op in REDUCE_OPS:
-                tensor, part = values(7, dtype), torch.zeros(3, dtype=dtype)
-                whole = values(3 * size, dtype)
-                try:
-                    t.all_reduce(tensor, op).wait()  # type: ignore[arg-type]
-                    t.reduce_scatter(part, whole, op).wait()  # type: ignore[arg-type]
-                except ValueError:  # this dtype has no such operation, on any engine
-                    continue
-                assert torch.equal(whole, values(3 * size, dtype)), "the input was changed"
-                found += [tensor, part]
-        return found
-
-    assert_equal_to_threads(program, size)
+def reductions(t: Transport) -> list[Tensor]:
+    found = []
+    for dtype in DTYPES:
+        for op in REDUCE_OPS:
+            tensor, part = values(7, dtype), torch.zeros(3, dtype=dtype)
+            whole = values(3 * t.size, dtype)
+            try:
+                t.all_reduce(tensor, op).wait()  # type: ignore[arg-type]
+                t.reduce_scatter(part, whole, op).wait()  # type: ignore[arg-type]
+            except ValueError:  # this dtype has no such operation, on any engine
+                continue
+            assert torch.equal(whole, values(3 * t.size, dtype)), "the input was changed"
+            found += [tensor, part]
+    return found
 
 
-@pytest.mark.parametrize("size", [1, 2, 3])
-def test_what_only_moves(size: int) -> None:
-    def program(t: Transport) -> list[Tensor]:
-        everyone, empty = torch.zeros(4 * size), torch.zeros(0)
-        t.all_gather(everyone, values(4, torch.float32)).wait()
-        t.all_gather(empty, torch.zeros(0)).wait()
-        within = torch.zeros(2 * size)
-        within[:2] = 3.0
-        t.all_gather(within, torch.tensor([3.0, 3.0])).wait()
-        parameter = nn.Parameter(values(3, torch.float32))
-        t.broadcast(parameter, size - 1).wait()
-        spans = values(2 * size + 1, torch.float32)
-        bounds = [*range(0, 2 * size, 2), 2 * size + 1]
-        t.reduce_spans(spans, bounds).wait()
-        t.barrier().wait()
-        assert t.all_gather_bytes(b"equal") == [b"equal"] * size
-        return [everyone, empty, within, parameter.detach(), spans[: bounds[1]]]
+def what_only_moves(t: Transport) -> list[Tensor]:
+    everyone, empty = torch.zeros(4 * t.size), torch.zeros(0)
+    t.all_gather(everyone, values(4, torch.float32)).wait()
+    t.all_gather(empty, torch.zeros(0)).wait()
+    within = torch.zeros(2 * t.size)
+    within[:2] = 3.0
+    t.all_gather(within, torch.tensor([3.0, 3.0])).wait()
+    parameter = nn.Parameter(values(3, torch.float32))
+    t.broadcast(parameter, t.size - 1).wait()
+    spans = values(2 * t.size + 1, torch.float32)
+    bounds = [*range(0, 2 * t.size, 2), 2 * t.size + 1]
+    t.reduce_spans(spans, bounds).wait()
+    t.barrier().wait()
+    assert t.all_gather_bytes(b"equal") == [b"equal"] * t.size
+    return [everyone, empty, within, parameter.detach(), spans[: bounds[1]]]
 
-    assert_equal_to_threads(program, size)
+
+def test_operations_have_the_results_of_equal_ranks() -> None:
+    for program, sizes in ((reductions, (1, 2, 3, 5)), (what_only_moves, (1, 2, 3))):
+        for size in sizes:
+            with case(program.__name__, size):
+                assert_equal_to_threads(program, size)
 
 
 def test_a_part_of_the_output_can_be_gathered() -> None:
@@ -78,9 +83,8 @@ def test_a_part_of_the_output_can_be_gathered() -> None:
     assert whole.tolist() == [7.0] * 3
 
 
-@pytest.mark.parametrize("to", [1, 2])
-def test_messages_around_a_ring_and_between_two_ranks(to: int) -> None:
-    def program(t: Transport) -> list[Tensor]:
+def test_messages_around_a_ring_and_between_two_ranks() -> None:
+    def program(t: Transport, to: int) -> list[Tensor]:
         first, second = torch.zeros(2), torch.zeros(3)
         after, before = (t.rank + to) % 3, (t.rank - to) % 3
         works = [t.recv(first, before), t.send(torch.ones(2), after), t.send(torch.full((3,), 2.0), after)]
@@ -89,7 +93,8 @@ def test_messages_around_a_ring_and_between_two_ranks(to: int) -> None:
             work.wait()
         return [first, second]
 
-    assert_equal_to_threads(program, 3)
+    for to in (1, 2):
+        assert_equal_to_threads(lambda t, to=to: program(t, to), 3)
 
 
 def test_a_message_that_this_rank_does_not_send() -> None:
@@ -160,12 +165,10 @@ def trained(transport: Transport, uses_items: bool, **arguments: object) -> list
     return [parameter.detach().clone() for parameter in net.parameters()]
 
 
-@pytest.mark.parametrize("uses_items", [False, True])
-@pytest.mark.parametrize("size", [2, 3])
-def test_a_step_has_the_result_of_equal_ranks(size: int, uses_items: bool) -> None:
-    expected, *_ = run_ranks(size, lambda t: trained(t, uses_items))
-    for got, wanted in zip(trained(mirror(size), uses_items), expected, strict=True):
-        torch.testing.assert_close(got, wanted)
+def test_a_step_has_the_result_of_equal_ranks() -> None:
+    for size, uses_items in itertools.product((2, 3), (False, True)):
+        with case(size, uses_items):
+            assert_equal_to_threads(lambda t, items=uses_items: trained(t, items), size, rtol=1.3e-6)
 
 
 STRATEGIES: dict[str, Callable[[], dict[str, object]]] = {
@@ -178,40 +181,38 @@ STRATEGIES: dict[str, Callable[[], dict[str, object]]] = {
 }
 
 
-@pytest.mark.parametrize("kind", STRATEGIES)
-def test_strategies_have_the_result_of_equal_ranks(kind: str) -> None:
-    def program(transport: Transport) -> list[Tensor]:
+def trained_on_ones(transport: Transport, net: nn.Linear, **arguments: object) -> Any:
+    """Train four steps."""
+    ddp = sl.DistributedDataParallel(net, process_group=transport, **arguments)  # type: ignore[arg-type]
+    optimizer = ddp.attach(torch.optim.SGD(ddp.parameters(), lr=0.1))
+    for _ in range(4):
+        optimizer.zero_grad()
+        ddp(torch.ones(2, net.in_features)).square().mean().backward()
+        optimizer.step()
+    return ddp
+
+
+def test_strategies_have_the_result_of_equal_ranks() -> None:
+    def program(transport: Transport, kind: str) -> list[Tensor]:
         net = nn.Linear(8, 8)
         set_values(net)
-        ddp = sl.DistributedDataParallel(net, process_group=transport, **STRATEGIES[kind]())  # type: ignore[arg-type]
-        optimizer = ddp.attach(torch.optim.SGD(ddp.parameters(), lr=0.1))
-        for _ in range(4):
-            optimizer.zero_grad()
-            ddp(torch.ones(2, 8)).square().mean().backward()
-            optimizer.step()
+        trained_on_ones(transport, net, **STRATEGIES[kind]())
         return [parameter.detach().clone() for parameter in net.parameters()]
 
-    expected, *_ = run_ranks(3, program)
-    for got, wanted in zip(program(mirror(3)), expected, strict=True):
-        torch.testing.assert_close(got, wanted, rtol=1e-4, atol=1e-5)
+    for kind in STRATEGIES:
+        with case(kind):
+            assert_equal_to_threads(lambda t, kind=kind: program(t, kind), 3, rtol=1e-4)
 
 
-@pytest.mark.parametrize(
-    "arguments",
-    [
+def test_divided_work_runs_with_finite_values() -> None:
+    every: list[dict[str, object]] = [
         {"sharded": True},
         {"strategy": sl.ParameterServer(1)},
         {"compression": sl.compression.Quantize()},
         {"compression": sl.compression.TopK(0.5)},
-    ],
-)
-def test_divided_work_runs_with_finite_values(arguments: dict[str, object]) -> None:
-    transport = mirror(3)
-    ddp = sl.DistributedDataParallel(nn.Linear(9, 7), process_group=transport, **arguments)  # type: ignore[arg-type]
-    optimizer = ddp.attach(torch.optim.SGD(ddp.parameters(), lr=0.01))
-    for _ in range(4):
-        optimizer.zero_grad()
-        ddp(torch.ones(2, 9)).square().mean().backward()
-        optimizer.step()
-    assert all(parameter.isfinite().all() for parameter in ddp.parameters())
-    assert "The other ranks were imitated" in ddp.explain()
+    ]
+    for arguments in every:
+        with case(arguments):
+            ddp = trained_on_ones(mirror(3), nn.Linear(9, 7), **arguments)
+            assert all(parameter.isfinite().all() for parameter in ddp.parameters())
+            assert "The other ranks were imitated" in ddp.explain()
