@@ -141,13 +141,6 @@ def test_a_fork_says_nothing_on_its_parents_connection() -> None:
     assert notices.places() == {0: Place(step=1)}
 
 
-def test_who_has_left_has_the_last_word() -> None:
-    notices = notices_at(dist.HashStore(), rank=1)
-    notices.leave(Place(step=3, has_left=True))
-    notices.post(lambda: Place(step=4))
-    assert notices.places() == {1: Place(step=3, has_left=True)}
-
-
 def test_a_store_that_is_gone_is_seen_without_asking_it(capfd: pytest.CaptureFixture[str]) -> None:
     program = (
         "import torch.distributed as dist\n"
@@ -206,9 +199,7 @@ def test_users_code_is_the_innermost_frame_that_is_neither_torchs_nor_ours_nor_p
             seen.extend([user_code(frame), user_code(frame.f_back)])
 
     json.dumps([object()], cls=Encoder)
-    inner, outer = seen
-    assert inner is not None
-    assert outer is not None
+    inner, outer = map(str, seen)
     assert re.fullmatch(r"test_notices\.py:\d+ in default", inner)
     assert re.fullmatch(r"test_notices\.py:\d+ in test_users_code_is_.*", outer)
     assert user_code(None) is None
