@@ -14,78 +14,53 @@ from syncline.liveness.health import Health, Lane
 from syncline.liveness.notices import Notices
 
 
-def test_a_board_begins_before_the_first_step() -> None:
-    assert str(Place.of(Board())) == "before the first step"
-
-
-def test_the_forward_of_the_first_step_is_before_it() -> None:
+def test_a_place_says_step_phase_bucket_call_and_line_of_the_time_when_it_was_taken() -> None:
     board = Board()
+    first = Place.of(board)
     board.phase = "forward"
     assert str(Place.of(board)) == "before the first step, forward"
-
-
-def test_a_place_says_step_phase_bucket_call_and_line() -> None:
-    board = Board()
     board.step, board.phase, board.bucket = 12, "backward", 0
     wait = Wait(lane="gradients", call=7, words="all_reduce(sum) of 1000 elements, torch.float32")
     assert str(Place.of(board, wait=wait, code="train.py:34 in main")) == (
         "step 12, backward, bucket 0, waiting in all_reduce(sum) of 1000 elements, torch.float32 "
         "(call 7 on the gradients lane), at train.py:34 in main"
     )
+    assert str(first) == "before the first step"
+    message = Wait(lane="main", call=None, words="recv(from rank 1)")
+    assert str(message) == "recv(from rank 1) (a message on the main lane)"
 
 
-def test_a_message_has_no_number() -> None:
-    assert str(Wait(lane="main", call=None, words="recv(from rank 1)")) == (
-        "recv(from rank 1) (a message on the main lane)"
-    )
+LATE = [
+    (Place(step=4), Place(step=5, phase="forward"), "forward of step 5"),
+    (Place(step=5, phase="forward"), Place(step=5, phase="backward", bucket=1), "backward of step 5"),
+    (None, Place(step=5, phase="backward"), "backward of step 5"),
+    (Place(step=5, phase="forward"), Place(step=5, phase="forward"), "all_reduce(sum) (step 5, forward)"),
+    (Place(step=6), Place(step=5, phase="forward"), "all_reduce(sum) (step 5, forward)"),
+    (Place(step=4), Place(step=5, phase="the sync after step 5"), "the sync after step 5"),
+    (Place(), Place(opening="sl.mean"), "sl.mean"),
+    (Place(), Place(), "all_reduce(sum)"),
+    (Place(step=4), Place(step=5, opening="sl.mean", phase="forward"), "sl.mean (step 5, forward)"),
+]
 
 
-@pytest.mark.parametrize(
-    ("late", "here", "expected"),
-    [
-        (Place(step=4), Place(step=5, phase="forward"), "forward of step 5"),
-        (Place(step=5, phase="forward"), Place(step=5, phase="backward", bucket=1), "backward of step 5"),
-        (None, Place(step=5, phase="backward"), "backward of step 5"),
-        (Place(step=5, phase="forward"), Place(step=5, phase="forward"), "all_reduce(sum) (step 5, forward)"),
-        (Place(step=6), Place(step=5, phase="forward"), "all_reduce(sum) (step 5, forward)"),
-        (Place(step=4), Place(step=5, phase="the sync after step 5"), "the sync after step 5"),
-        (Place(), Place(opening="sl.mean"), "sl.mean"),
-        (Place(), Place(), "all_reduce(sum)"),
-        (Place(step=4), Place(step=5, opening="sl.mean", phase="forward"), "sl.mean (step 5, forward)"),
-    ],
-)
-def test_a_late_rank_has_missed_the_phase_unless_it_may_have_reached_it(
-    late: Place | None, here: Place, expected: str
-) -> None:
-    places = {0: here} if late is None else {0: here, 1: late}
-    words = describe_late([1], places, here, "all_reduce(sum) of 4 elements, torch.float32", 20.02)
-    seen = "it has reported nothing" if late is None else f"last seen: {late}"
-    assert words == f"rank 1 did not reach {expected} within 20 s; {seen}"
+def test_a_late_rank_has_missed_the_phase_unless_it_may_have_reached_it() -> None:
+    for late, here, expected in LATE:
+        places = {0: here} if late is None else {0: here, 1: late}
+        words = describe_late([1], places, here, "all_reduce(sum) of 4 elements, torch.float32", 20.02)
+        seen = "it has reported nothing" if late is None else f"last seen: {late}"
+        assert words == f"rank 1 did not reach {expected} within 20 s; {seen}"
 
 
-@pytest.mark.parametrize(
-    ("here", "bullets"),
-    [
+def test_the_remedy_for_a_rank_that_has_left_is_few_bullets_and_the_likeliest_comes_first() -> None:
+    wait = Wait(lane="buffers", call=5, words="broadcast(from rank 0)")
+    for here, bullets in (
         (Place(step=4, phase="backward"), ["as many batches", "ddp.join()"]),
-        (Place(step=4, phase="forward", wait=Wait(lane="buffers", call=5, words="broadcast(from rank 0)")),
-         ["as many batches", "ddp.join()", "ddp.module(x)"]),
+        (Place(step=4, phase="forward", wait=wait), ["as many batches", "ddp.join()", "ddp.module(x)"]),
         (Place(step=4, phase="forward in eval mode"), ["ddp.module(x)", "ddp.sync_buffers_()"]),
-    ],
-)  # fmt: skip
-def test_the_remedy_for_a_rank_that_has_left_is_few_bullets_and_the_likeliest_comes_first(
-    here: Place, bullets: list[str]
-) -> None:
-    _, *found = remedy_for_left(here, [Place(step=3)]).split("\n  - ")
-    assert len(found) == len(bullets)
-    assert all(expected in bullet for expected, bullet in zip(bullets, found, strict=True))
-
-
-def test_a_snapshot_stays_when_the_board_goes_on() -> None:
-    board = Board()
-    board.step = 1
-    place = Place.of(board)
-    board.step = 2
-    assert place.step == 1
+    ):
+        _, *found = remedy_for_left(here, [Place(step=3)]).split("\n  - ")
+        assert len(found) == len(bullets), here
+        assert all(expected in bullet for expected, bullet in zip(bullets, found, strict=True)), here
 
 
 def test_a_place_travels_as_text() -> None:
@@ -103,10 +78,14 @@ def test_a_place_travels_as_text() -> None:
     assert Place.from_json(Place().to_json()) == Place()
 
 
-def test_who_has_left_waits_nowhere() -> None:
+def test_who_has_left_waits_nowhere_and_stays_where_it_was_seen() -> None:
     wait = Wait(lane="main", call=2, words="barrier")
     place = Place(step=3, phase="after backward", wait=wait, code="a.py:1", has_left=True)
     assert str(place) == "step 3, after backward, has shut down normally"
+    places = {0: Place(step=3, has_left=True), 1: Place(step=3)}
+    left, other = describe_places(places, size=2, ages={0: "1.0 s ago", 1: "10.0 s ago"}).splitlines()
+    assert left == "  rank 0: step 3, has shut down normally"
+    assert other == "  rank 1: at its last report, 10.0 s ago: step 3"
 
 
 def test_many_ranks_are_not_all_listed() -> None:
@@ -114,21 +93,10 @@ def test_many_ranks_are_not_all_listed() -> None:
     assert lines[31:] == ["  rank 31: it has reported nothing", "  and 968 more ranks"]
 
 
-def test_who_has_left_stays_where_it_was_seen() -> None:
-    places = {0: Place(step=3, has_left=True), 1: Place(step=3)}
-    left, other = describe_places(places, size=2, ages={0: "1.0 s ago", 1: "10.0 s ago"}).splitlines()
-    assert left == "  rank 0: step 3, has shut down normally"
-    assert other == "  rank 1: at its last report, 10.0 s ago: step 3"
-
-
-def health_of(rank: int, size: int) -> Health:
-    lane = Lane("main", group=None)
-    return Health(lane, Board(), None, rank=rank, size=size, backend="none", timeout_seconds=1.0)
-
-
 def test_ages_are_differences_of_one_clock(monkeypatch: pytest.MonkeyPatch) -> None:
     """The system clock is set back while a place is published and read, and that of another host is an hour ahead."""
-    health, now = health_of(0, 3), [100.0]
+    lane, now = Lane("main", group=None), [100.0]
+    health = Health(lane, Board(), None, rank=0, size=3, backend="none", timeout_seconds=1.0)
     monkeypatch.setattr(time, "monotonic", lambda: now[0])
     monkeypatch.setattr(time, "time", lambda: 1e9 - 1000 * now[0])
     here = health.place()

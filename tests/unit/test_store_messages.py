@@ -66,30 +66,28 @@ def junk_like(message: str) -> st.SearchStrategy[bytes]:
 # ---------------------------------------------------------------------- the parser of each key
 
 
-@pytest.mark.parametrize(
-    ("message", "parse"),
-    [
-        (PRESENCE, lambda text: decode(Presence, text, "a presence")),
-        (PLACE, Place.from_json),
-        (FAILURE, Failure.from_json),
-    ],
-)
-def test_a_message_is_read_back_and_junk_is_a_named_error(message: str, parse: Callable[[Any], Any]) -> None:
+PARSERS: list[tuple[str, Callable[[Any], Any]]] = [
+    (PRESENCE, lambda text: decode(Presence, text, "a presence")),
+    (PLACE, Place.from_json),
+    (FAILURE, Failure.from_json),
+]
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.sampled_from(PARSERS).flatmap(lambda one: st.tuples(st.just(one), junk_like(one[0]))))
+def test_a_message_is_read_back_and_junk_is_a_named_error(
+    case: tuple[tuple[str, Callable[[Any], Any]], bytes],
+) -> None:
+    (message, parse), junk = case
     parse(message)
-
-    @settings(max_examples=100, deadline=None)
-    @given(junk_like(message))
-    def holds(junk: bytes) -> None:
-        text = "expected, got"
-        try:
-            parse(junk)
-        except SynclineError as error:
-            text = str(error)
-        assert "expected" in text
-        assert "got" in text
-        text.encode()
-
-    holds()
+    text = "expected, got"
+    try:
+        parse(junk)
+    except SynclineError as error:
+        text = str(error)
+    assert "expected" in text
+    assert "got" in text
+    text.encode()
 
 
 @settings(max_examples=100, deadline=None)
@@ -133,21 +131,22 @@ def test_fields_have_their_declared_types() -> None:
 def test_a_message_that_is_too_long_is_refused() -> None:
     inner = dist.HashStore()
     inner.set("key", b"syncline plain " + bytes(1 << 20))
-    with pytest.raises(
-        SynclineError, match="expected a message of at most 1048576 bytes, not of 1048591 bytes"
-    ):
+    with pytest.raises(SynclineError, match="at most 1048576 bytes, not of 1048591 bytes"):
         SignedStore(inner, token=None).get("key")
 
 
 # ---------------------------------------------------------------------- signatures
 
 
-@pytest.mark.parametrize("writer", [None, "another token of somebody"])
-def test_who_does_not_know_the_token_writes_nothing_that_is_believed(writer: str | None) -> None:
+def test_who_does_not_know_the_token_writes_nothing_that_is_believed_and_reads_nothing() -> None:
     inner = dist.HashStore()
-    SignedStore(inner, token=writer).set("rank 1", PRESENCE)
-    with pytest.raises(SynclineError, match="expected a message signed with this job's token"):
-        SignedStore(inner, token=TOKEN).get("rank 1")
+    for writer in (None, "another token of somebody"):
+        SignedStore(inner, token=writer).set("rank 1", PRESENCE)
+        with pytest.raises(SynclineError, match="expected a message signed with this job's token"):
+            SignedStore(inner, token=TOKEN).get("rank 1")
+    SignedStore(inner, token=TOKEN).set("rank 1", "text")
+    with pytest.raises(SynclineError, match="SYNCLINE_TOKEN is not set in this process"):
+        SignedStore(inner, token=None).get("rank 1")
 
 
 def test_a_message_counts_only_under_its_own_key() -> None:
@@ -160,18 +159,9 @@ def test_a_message_counts_only_under_its_own_key() -> None:
         store.get("rank 2")
 
 
-def test_a_rank_without_the_token_is_told_so() -> None:
-    inner = dist.HashStore()
-    SignedStore(inner, token=TOKEN).set("rank 1", "text")
-    with pytest.raises(SynclineError, match="SYNCLINE_TOKEN is not set in this process"):
-        SignedStore(inner, token=None).get("rank 1")
-
-
 def test_a_token_that_can_be_guessed_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SYNCLINE_TOKEN", "short")
-    with pytest.raises(
-        ValueError, match="expected SYNCLINE_TOKEN to have at least 16 random characters; got 5 characters"
-    ):
+    with pytest.raises(ValueError, match=r"SYNCLINE_TOKEN .* at least 16 .* got 5 characters"):
         SignedStore(dist.HashStore())
 
 
@@ -251,7 +241,7 @@ def notices_at(store: dist.Store, rank: int) -> Notices:
     return notices
 
 
-def test_junk_among_notices_is_a_reason_or_left_out() -> None:
+def test_junk_among_notices_is_a_reason_or_left_out_or_a_named_error() -> None:
     store = dist.HashStore()
     notices = notices_at(store, rank=0)
     assert notices.failure() is None
@@ -264,19 +254,15 @@ def test_junk_among_notices_is_a_reason_or_left_out() -> None:
         assert failure is not None
         assert "expected" in failure.text
         assert notices.publish(Failure(SynclineError, "mine")).text in ("mine", failure.text)
+    store.set("syncline/epoch/1", b"junk")
+    with pytest.raises(SynclineError, match="key 'epoch/1' at the store: expected"):
+        notices_at(store, rank=1)
 
 
-def test_junk_in_the_count_of_notices_is_a_named_error() -> None:
-    store = dist.HashStore()
-    store.set("syncline/epoch/0", b"junk")
-    with pytest.raises(SynclineError, match="key 'epoch/0' at the store: expected"):
-        notices_at(store, rank=0)
-
-
-@pytest.mark.parametrize("letter", ["a", "ä", "\U0001f600", "\n", '"'])
-def test_a_long_failure_keeps_its_end_and_fits_into_shared_memory(letter: str) -> None:
-    sent = Failure(SynclineError, letter * 100_000 + " the cause").to_json(1).encode()
-    assert len(sent) < MAX_ABORT_BYTES
-    received = Failure.from_json(sent)
-    assert received.aborted_by == 1
-    assert received.text.endswith(letter * 1000 + " the cause")
+def test_a_long_failure_keeps_its_end_and_fits_into_shared_memory() -> None:
+    for letter in ("a", "ä", "\U0001f600", "\n", '"'):
+        sent = Failure(SynclineError, letter * 100_000 + " the cause").to_json(1).encode()
+        assert len(sent) < MAX_ABORT_BYTES, letter
+        received = Failure.from_json(sent)
+        assert received.aborted_by == 1
+        assert received.text.endswith(letter * 1000 + " the cause"), letter

@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 import hangs
 from meeting import in_threads
+from support.cases import case
 from syncline import PeerLost
 from syncline.liveness import Place, SignedStore, StoreConnection, StoreMedium
 from syncline.liveness.connection import StoreSilent, interruptibly
@@ -54,31 +55,35 @@ REQUESTS: dict[str, Callable[[SignedStore], object]] = {
 }
 
 
-@pytest.mark.parametrize("name", REQUESTS)
-def test_each_request_to_a_stopped_store_has_a_deadline(name: str, server: tuple[int, int]) -> None:
+def test_each_request_to_a_stopped_store_has_a_deadline(server: tuple[int, int]) -> None:
     pid, port = server
-    client = dist.TCPStore("127.0.0.1", port, None, False, wait_for_workers=False)
-    connection = StoreConnection(client, answer_seconds=0.2)
-    store = SignedStore(connection.under(name), token=None)
-    store.set("here", "text")
-    stop(pid)
-    try:
-        for _ in range(2):  # the second request finds that the first has no answer yet
-            if name == "delete":
-                REQUESTS[name](store)  # it ends, and raises nothing, as with a store that cannot delete
-            else:
-                with pytest.raises(PeerLost, match=r"has not answered for .* s, although the connection"):
-                    REQUESTS[name](store)
-    finally:
-        os.kill(pid, signal.SIGCONT)
-    deadline = time.monotonic() + 20
-    while True:  # the late answer is not taken for that of a later request
+    for name, request in REQUESTS.items():
+        store = SignedStore(connection_to(port).under(name), token=None)
+        store.set("here", "text")
+        stop(pid)
         try:
-            assert store.get("here") == "text"
-            return
-        except StoreSilent:
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
+            for _ in range(2):  # the second request finds that the first has no answer yet
+                if name == "delete":
+                    request(store)  # it ends, and raises nothing, as with a store that cannot delete
+                    continue
+                words = r"has not answered for .* s, although the connection"
+                with case(name), pytest.raises(PeerLost, match=words):
+                    request(store)
+        finally:
+            os.kill(pid, signal.SIGCONT)
+        deadline = time.monotonic() + 20
+        while True:  # the late answer is not taken for that of a later request
+            try:
+                assert store.get("here") == "text", name
+                break
+            except StoreSilent:
+                assert time.monotonic() < deadline, name
+                time.sleep(0.01)
+
+
+def connection_to(port: int) -> StoreConnection:
+    client = dist.TCPStore("127.0.0.1", port, None, False, wait_for_workers=False)
+    return StoreConnection(client, answer_seconds=0.2)
 
 
 def stop(pid: int) -> None:
@@ -90,8 +95,7 @@ def stop(pid: int) -> None:
 
 def test_notices_at_a_stopped_store_are_left_out_until_it_runs_again(server: tuple[int, int]) -> None:
     pid, port = server
-    client = dist.TCPStore("127.0.0.1", port, None, False, wait_for_workers=False)
-    medium = StoreMedium(StoreConnection(client, answer_seconds=0.2).under("notices"), rank=0, size=1)
+    medium = StoreMedium(connection_to(port).under("notices"), rank=0, size=1)
     medium.write("place/0", Place(step=3).to_json())
     stop(pid)
     try:
