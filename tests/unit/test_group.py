@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import pytest
 
 import syncline as sl
+from support.cases import case
 from syncline.resilience import group
 from syncline.resilience.membership import Adopt, Membership, Observation, Report
 
@@ -19,24 +20,18 @@ REPORTED = Observation({"b": Report("b", 3)}, ended=frozenset({"c"}))
 DECIDED = Observation({}, decided=Membership(1, ("a", "b"), step=3, sources=("b",)))
 
 
-@pytest.mark.parametrize(
-    ("observations", "is_loss"),
-    [
-        ([NOTHING, NOTHING, REPORTED], True),
-        ([NOTHING, DECIDED], True),
-        ([Observation({}, ended=frozenset({"c"})), REPORTED], True),
-        ([NOTHING, Observation({}, ended=frozenset({"b", "c"}))], False),
-        ([NOTHING] * 1000, False),
-    ],
-    ids=["reported", "decided", "one has ended", "all have left the loop", "nothing comes"],
-)
-def test_uneven_inputs_are_a_loss_if_the_others_agree_on_who_is_left(
-    observations: list[Observation], is_loss: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    one = seeing(monkeypatch, observations)
-    assert one.is_loss(sl.UnevenInputs("rank 1 has shut down normally")) == is_loss
-    assert one.is_loss(sl.PeerLost("rank 1"))
-    assert not one.is_loss(ValueError())
+def test_uneven_inputs_are_a_loss_if_the_others_agree_on_who_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    for why, observations, is_loss in (
+        ("reported", [NOTHING, NOTHING, REPORTED], True),
+        ("decided", [NOTHING, DECIDED], True),
+        ("one has ended", [Observation({}, ended=frozenset({"c"})), REPORTED], True),
+        ("all have left the loop", [NOTHING, Observation({}, ended=frozenset({"b", "c"}))], False),
+        ("nothing comes", [NOTHING] * 1000, False),
+    ):
+        one = seeing(monkeypatch, observations)
+        assert one.is_loss(sl.UnevenInputs("rank 1 has shut down normally")) == is_loss, why
+        assert one.is_loss(sl.PeerLost("rank 1"))
+        assert not one.is_loss(ValueError())
 
 
 def seeing(
@@ -65,15 +60,16 @@ OTHER_ERRORS = [
 ]
 
 
-@pytest.mark.parametrize("error", OTHER_ERRORS, ids=lambda error: type(error).__name__)
 def test_each_error_is_a_loss_if_a_member_was_killed_or_the_others_have_stopped(
-    error: Exception, monkeypatch: pytest.MonkeyPatch
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    assert seeing(monkeypatch, [], killed=("c",)).is_loss(error)
-    assert seeing(monkeypatch, [REPORTED]).is_loss(error)
-    assert seeing(monkeypatch, [DECIDED]).is_loss(error)
-    assert not seeing(monkeypatch, []).is_loss(error)
-    assert not seeing(monkeypatch, [], killed=("a",)).is_loss(error)  # no other one
+    for error in OTHER_ERRORS:
+        with case(type(error).__name__):
+            assert seeing(monkeypatch, [], killed=("c",)).is_loss(error)
+            assert seeing(monkeypatch, [REPORTED]).is_loss(error)
+            assert seeing(monkeypatch, [DECIDED]).is_loss(error)
+            assert not seeing(monkeypatch, []).is_loss(error)
+            assert not seeing(monkeypatch, [], killed=("a",)).is_loss(error)  # no other one
     for end in (KeyboardInterrupt(), SystemExit(75)):
         assert not seeing(monkeypatch, [], killed=("c",)).is_loss(end)
 

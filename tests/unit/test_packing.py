@@ -16,33 +16,20 @@ from syncline.trees import leaves, map_leaves
 # ---------------------------------------------------------------------- packing
 
 
-def test_small_tensors_are_packed_up_to_the_cap() -> None:
+def test_tensors_are_packed_up_to_the_cap_unless_they_travel_alone() -> None:
     assert plan_pieces([40, 40, 20, 1], cap_bytes=100, alone_bytes=1000) == [(0, 1, 2), (3,)]
-
-
-def test_a_large_tensor_travels_alone_and_does_not_close_the_chunk_around_it() -> None:
     assert plan_pieces([10, 1000, 10], cap_bytes=100, alone_bytes=1000) == [(0, 2), (1,)]
     assert plan_pieces([10, 999, 10], cap_bytes=2000, alone_bytes=1000) == [(0, 1, 2)]
-
-
-def test_a_tensor_larger_than_the_cap_is_a_piece_of_its_own() -> None:
     assert plan_pieces([10, 500, 10], cap_bytes=100, alone_bytes=1000) == [(0,), (1,), (2,)]
-
-
-def test_empty_tensors_are_not_sent() -> None:
-    assert plan_pieces([0, 5, 0], cap_bytes=100) == [(1,)]
-    assert plan_pieces([0, 0]) == []
-    assert plan_pieces([]) == []
-
-
-def test_tensors_of_two_places_are_never_packed_together() -> None:
     assert plan_pieces([1, 2, 3, 4], ["cpu", "cuda", "cpu", "cuda"], cap_bytes=100) == [(0, 2), (1, 3)]
+    assert plan_pieces([0, 5, 0], cap_bytes=100) == [(1,)]  # empty ones are not sent
+    assert plan_pieces([0, 0]) == plan_pieces([]) == []
 
 
-@pytest.mark.parametrize("sizes", [{"cap_bytes": 0}, {"alone_bytes": 0}])
-def test_sizes_that_make_no_sense_are_refused(sizes: dict[str, int]) -> None:
-    with pytest.raises(ValueError, match="expected cap_bytes and alone_bytes above 0"):
-        plan_pieces([1], **sizes)
+def test_sizes_that_make_no_sense_are_refused() -> None:
+    for sizes in ({"cap_bytes": 0}, {"alone_bytes": 0}):
+        with pytest.raises(ValueError, match="expected cap_bytes and alone_bytes above 0"):
+            plan_pieces([1], **sizes)
 
 
 @settings(deadline=None, max_examples=200)
@@ -84,26 +71,15 @@ def test_dicts_are_walked_in_the_order_of_their_keys_not_of_insertion() -> None:
 
 def test_paths_name_the_way_to_a_leaf() -> None:
     tree = {"a": [1, (2,)], 3: {"x": 4}, "p": Point(5, 6), "m": Metrics(0.5, 7)}
-    assert [path for path, _ in leaves(tree)] == [
-        "[3].x",
-        "a[0]",
-        "a[1][0]",
-        "m.loss",
-        "m.num_steps",
-        "p.x",
-        "p.y",
-    ]
+    paths = ["[3].x", "a[0]", "a[1][0]", "m.loss", "m.num_steps", "p.x", "p.y"]
+    assert [path for path, _ in leaves(tree)] == paths
     assert list(leaves(1)) == [("", 1)]
     assert list(leaves({"a": [1]}, "values")) == [("values.a[0]", 1)]
 
 
 def test_the_same_containers_come_back() -> None:
-    tree: dict[str, Any] = {
-        "b": [1, (2,)],
-        "a": OrderedDict(z=3, y=4),
-        "p": Point(5, 6),
-        "m": Metrics(0.5, 7),
-    }
+    metrics = Metrics(0.5, 7)
+    tree: dict[str, Any] = {"b": [1, (2,)], "a": OrderedDict(z=3, y=4), "p": Point(5, 6), "m": metrics}
     new = map_leaves(tree, lambda path, leaf: leaf * 2)
     assert new == {"b": [2, (4,)], "a": OrderedDict(z=6, y=8), "p": Point(10, 12), "m": Metrics(1.0, 14)}
     assert list(new) == ["b", "a", "p", "m"]

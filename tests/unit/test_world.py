@@ -36,16 +36,12 @@ def test_alone_needs_no_process_group() -> None:
     assert transport_of() is transport_of()
 
 
-def test_a_second_init_returns_the_same_world_and_other_arguments_are_refused() -> None:
+def test_a_second_init_returns_the_same_world_and_other_arguments_are_refused_until_shutdown() -> None:
     first = init(timeout=30)
     assert init(timeout=30) is first
     assert world() is first
     with pytest.raises(SynclineError, match=r"pass the same arguments, or call sl\.shutdown"):
         init(timeout=60)
-
-
-def test_after_shutdown_init_is_new() -> None:
-    init(timeout=30)
     shutdown()
     shutdown()
     init(timeout=60)
@@ -55,16 +51,7 @@ def test_arguments_that_make_no_sense_are_refused_by_name() -> None:
     nonsense: dict[str, list[Any]] = {
         "transport": ["carrier pigeon", "SHM", None, 3, True],
         "timeout": [
-            0,
-            -1.0,
-            1e300,
-            float("inf"),
-            float("nan"),
-            timedelta(0),
-            timedelta.max,
-            None,
-            "60",
-            True,
+            *(0, -1.0, 1e300, float("inf"), float("nan"), timedelta(0), timedelta.max, None, "60", True)
         ],
         "device": ["meta", "nonsense", "cpu:x", 99, -1, True, 1.5, torch.device("meta")],
     }
@@ -144,20 +131,12 @@ def test_an_argument_that_makes_no_sense_on_one_rank_is_an_error_on_both() -> No
     """Wherever the ranks meet; and they can try again."""
     rank = dist.get_rank()
     for _ in range(2):
-        for given, kind, text in (
-            (
-                {"transport": "shmm"},
-                ValueError,
-                "rank 1: expected transport to be one of .* did you mean 'shm'",
-            ),
-            ({"timeout": None}, TypeError, "rank 1: expected timeout to be a timedelta or .*, got None"),
-            (
-                {"device": "meta"},
-                ValueError,
-                "rank 1: expected device to be a device of this machine .*'meta'",
-            ),
+        for given, kind, words in (
+            ({"transport": "shmm"}, ValueError, "transport .* did you mean 'shm'"),
+            ({"timeout": None}, TypeError, "timeout .*, got None"),
+            ({"device": "meta"}, ValueError, "device .*'meta'"),
         ):
-            with pytest.raises(kind, match=rf"sl\.init: refused, .*\n{text}"):
+            with pytest.raises(kind, match=rf"sl\.init: refused, .*\nrank 1: expected {words}"):
                 init(**(given if rank == 1 else {}))
         init()
         assert sl.mean(float(rank)) == 0.5
@@ -169,10 +148,7 @@ def test_an_argument_that_makes_no_sense_on_one_rank_is_an_error_on_both() -> No
 @pytest.mark.ranks(2)
 def test_a_transport_that_is_in_use_is_not_changed() -> None:
     sl.barrier()
-    with pytest.raises(
-        SynclineError,
-        match=r"already selected shared memory.* Call sl\.init\('c10d'\) before all other calls",
-    ):
+    with pytest.raises(SynclineError, match=r"already selected shared memory.* sl\.init\('c10d'\) before"):
         init("c10d")
     assert init().size == 2
 
@@ -188,27 +164,20 @@ def test_the_excepthook_is_replaced_by_init_only_and_restored() -> None:
     assert sys.excepthook is before
 
 
-@pytest.fixture
-def _launched_as_rank_1_of_2(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_several_ranks_that_nobody_joined_or_that_have_left_are_an_error(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    init()
+    shutdown()
     launched = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}
     for name, value in launched.items():
         monkeypatch.setenv(name, value)
-
-
-@pytest.mark.usefixtures("_launched_as_rank_1_of_2")
-def test_several_ranks_that_nobody_joined_are_an_error_not_a_silent_one() -> None:
-    fresh = Session()  # other tests of this process have called init
+    fresh = Session()
     for call in (fresh.world, lambda: fresh.transport_of(None)):
         with pytest.raises(
             SynclineError, match=r"rank 1 of 2 .* has not joined .* Call sl\.init\(\) or torch"
         ):
             call()
-
-
-def test_several_ranks_after_shutdown_are_an_error_that_says_so(request: pytest.FixtureRequest) -> None:
-    init()
-    shutdown()
-    request.getfixturevalue("_launched_as_rank_1_of_2")
     for call in (world, transport_of):
         with pytest.raises(SynclineError, match=r"rank 1 of 2 .* left the other ranks by sl\.shutdown\(\)"):
             call()
