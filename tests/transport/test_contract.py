@@ -17,6 +17,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from support.cases import case
 from support.states import wait_until
 from syncline import SynclineError
 from syncline.transport import (
@@ -61,14 +62,9 @@ def reference(size: int, numel: int, dtype: torch.dtype, op: ReduceOp) -> Tensor
     """The reduction of all ranks' values in the widest type there is."""
     wide = torch.complex128 if dtype.is_complex else torch.float64 if dtype.is_floating_point else torch.int64
     stack = torch.stack([_values(rank, numel, dtype).to(wide) for rank in range(size)])
-    results: dict[str, Callable[[], Tensor]] = {
-        "sum": lambda: stack.sum(0),
-        "mean": lambda: stack.mean(0),
-        "max": lambda: stack.amax(0),
-        "min": lambda: stack.amin(0),
-        "product": lambda: stack.prod(0),
-    }
-    return results[op]()
+    if op == "product":
+        return stack.prod(0)
+    return {"sum": stack.sum, "mean": stack.mean, "max": stack.amax, "min": stack.amin}[op](0)  # type: ignore[operator]
 
 
 def assert_close(result: Tensor, expected: Tensor, size: int, what: str) -> None:
@@ -536,16 +532,14 @@ PROGRAMS: dict[str, Callable[[Transport], None]] = {
 def run_all(transport: Transport, name: str) -> None:
     assert transport.name == name
     for program_name, program in PROGRAMS.items():
-        try:
+        with case(program_name, name):
             program(transport)
-        except BaseException as error:
-            error.add_note(f"in {program_name} over {name}")
-            raise
 
 
-@pytest.mark.parametrize("size", [1, 2, 3, 5])
-def test_threads(size: int) -> None:
-    run_ranks(size, lambda t: run_all(t, "threads"))
+def test_threads() -> None:
+    for size in (1, 2, 3, 5):
+        with case(size):
+            run_ranks(size, lambda t: run_all(t, "threads"))
 
 
 def test_faulty_without_faults() -> None:
@@ -553,9 +547,9 @@ def test_faulty_without_faults() -> None:
 
 
 @pytest.mark.real
-@pytest.mark.parametrize("size", [1, 2, 3])
-def test_a_slow_rank_is_waited_for_on_threads(size: int) -> None:
-    run_ranks(size, a_slow_rank_is_waited_for)
+def test_a_slow_rank_is_waited_for_on_threads() -> None:
+    for size in (1, 2, 3):
+        run_ranks(size, a_slow_rank_is_waited_for)
 
 
 @pytest.mark.real
