@@ -10,7 +10,7 @@ import threading
 import warnings
 import weakref
 from collections.abc import Callable
-from itertools import pairwise, product, starmap
+from itertools import pairwise, product
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import hangs
+from support.cases import case
 from syncline import CollectiveMismatch, SynclineError
 from syncline.native import find_library, library
 from syncline.transport import C10dTransport, ReduceOp, Transport, Work
@@ -31,8 +32,6 @@ pytestmark = pytest.mark.skipif(find_library() is None, reason="the native core 
 
 CPU = torch.device("cpu")
 WIDE = {torch.float16: torch.float32, torch.bfloat16: torch.float32}
-SIZES = [pytest.param(n, marks=pytest.mark.ranks(n)) for n in (2, 3, 5)]
-DTYPES = torch.float32, torch.float64, torch.bfloat16, torch.float16
 HUGE_NUMEL = 2**31 + 4097
 
 
@@ -85,52 +84,37 @@ def edges(of_bytes: int, itemsize: int, num_slots: int) -> list[int]:
     return [0, 1, numel - 1, numel, numel + 1, num_slots * numel, num_slots * numel + 1]
 
 
-def with_dtype(size: int, dtype: torch.dtype) -> object:
-    """A case of a test, left to CI if it takes long and others show nearly the same."""
-    is_slow = size == 5 and dtype != torch.float32
-    marks = [pytest.mark.ranks(size), *([pytest.mark.real] if is_slow else [])]
-    return pytest.param(size, dtype, id=f"{size}-{dtype}", marks=marks)
-
-
-@pytest.mark.parametrize(
-    ("size", "dtype"),
-    [*starmap(with_dtype, product((2, 3, 5), DTYPES))],
-)
-def test_sums_have_the_bits_of_rank_order_at_every_edge(size: int, dtype: torch.dtype) -> None:
-    t = met()
-    sizes = t.engine_lane.sizes
-    ops: tuple[ReduceOp, ...] = ("sum", "mean")
-    for numel in edges(sizes.chunk_bytes, dtype.itemsize, sizes.num_slots):
-        for op in ops:
+def sums_have_the_bits_of_rank_order(t: SharedMemoryTransport) -> None:
+    sizes, ops = t.engine_lane.sizes, ("sum", "mean")
+    for dtype, op in product((torch.float32, torch.float64, torch.bfloat16, torch.float16), ops):
+        for numel in edges(sizes.chunk_bytes, dtype.itemsize, sizes.num_slots):
             tensor = values(t.rank, numel, dtype)
             t.all_reduce(tensor, op).wait()
-            assert same_bits(tensor, in_rank_order(size, numel, dtype, op)), f"all_reduce of {numel}"
-    for numel in edges(sizes.chunk_bytes // size, dtype.itemsize, sizes.num_slots):
-        for op in ops:
+            assert same_bits(tensor, in_rank_order(t.size, numel, dtype, op)), (
+                f"all_reduce of {numel} {dtype}"
+            )
+        for numel in edges(sizes.chunk_bytes // t.size, dtype.itemsize, sizes.num_slots):
             part = torch.empty(numel, dtype=dtype)
-            t.reduce_scatter(part, values(t.rank, numel * size, dtype), op).wait()
-            whole = in_rank_order(size, numel * size, dtype, op)
-            assert same_bits(part, whole[t.rank * numel : (t.rank + 1) * numel]), f"reduce_scatter of {numel}"
-    for numel in (2**16, 2**17 + 1, 300_001):  # more than one piece
-        for op in ops:
+            t.reduce_scatter(part, values(t.rank, numel * t.size, dtype), op).wait()
+            mine = in_rank_order(t.size, numel * t.size, dtype, op)[t.rank * numel :][:numel]
+            assert same_bits(part, mine), f"reduce_scatter of {numel} {dtype}"
+        for numel in (2**16, 2**17 + 1, 300_001):  # more than one piece
             target = t.allocate(numel, dtype, CPU)
             target.copy_(values(t.rank, numel, dtype))
             t.all_reduce(target, op).wait()
-            assert same_bits(target, in_rank_order(size, numel, dtype, op)), f"in place, {numel}"
+            assert same_bits(target, in_rank_order(t.size, numel, dtype, op)), f"in place, {numel} {dtype}"
 
 
-@pytest.mark.parametrize("size", SIZES)
-def test_bytes_arrive_at_every_edge(size: int) -> None:
-    t = met()
+def bytes_arrive(t: SharedMemoryTransport) -> None:
     sizes = t.engine_lane.sizes
-    after, before = (t.rank + 1) % size, (t.rank - 1) % size
+    after, before = (t.rank + 1) % t.size, (t.rank - 1) % t.size
     for numel in edges(sizes.chunk_bytes, 1, sizes.num_slots):
-        everyone = torch.empty(size * numel, dtype=torch.uint8)
+        everyone = torch.empty(t.size * numel, dtype=torch.uint8)
         t.all_gather(everyone, values(t.rank, numel, torch.uint8)).wait()
-        assert torch.equal(everyone, torch.cat([values(rank, numel, torch.uint8) for rank in range(size)]))
+        assert torch.equal(everyone, torch.cat([values(rank, numel, torch.uint8) for rank in range(t.size)]))
         tensor = values(t.rank, numel, torch.uint8)
-        t.broadcast(tensor, size - 1).wait()
-        assert torch.equal(tensor, values(size - 1, numel, torch.uint8))
+        t.broadcast(tensor, t.size - 1).wait()
+        assert torch.equal(tensor, values(t.size - 1, numel, torch.uint8))
     for numel in edges(sizes.message_bytes, 1, 2):
         incoming = torch.empty(numel, dtype=torch.uint8)
         works = [t.send(values(t.rank, numel, torch.uint8), after), t.recv(incoming, before)]
@@ -139,23 +123,61 @@ def test_bytes_arrive_at_every_edge(size: int) -> None:
         assert torch.equal(incoming, values(before, numel, torch.uint8))
 
 
-@pytest.mark.parametrize("size", SIZES)
-def test_parts_are_reduced_to_the_first_rank_alone(size: int) -> None:
-    t = met()
+def parts_are_reduced_to_the_first_rank_alone(t: SharedMemoryTransport) -> None:
+    numel = 100_003
     for dtype in (torch.float32, torch.bfloat16, torch.complex64, torch.int64):
-        numel = 100_003
-        expected = in_rank_order(size, numel, dtype, "sum")
-        for tensor in (values(t.rank, numel, dtype).clone(), t.allocate(numel, dtype, torch.device("cpu"))):
+        expected = in_rank_order(t.size, numel, dtype, "sum")
+        for tensor in (values(t.rank, numel, dtype), t.allocate(numel, dtype, CPU)):
             tensor.copy_(values(t.rank, numel, dtype))
             bounds = [0, 1, 1, 50_000, 99_999]
             works = [t.start_reduce(tensor, a, b, "sum") for a, b in pairwise(bounds)]
             for work in reversed(works):
                 work.wait()
             t.barrier().wait()
-            reduced = slice(0, 99_999 if t.rank == 0 else 0)
-            kept = slice(reduced.stop, numel)
-            assert same_bits(tensor[reduced].clone(), expected[reduced].clone()), dtype
-            assert same_bits(tensor[kept].clone(), values(t.rank, numel, dtype)[kept].clone()), dtype
+            num_reduced = 99_999 if t.rank == 0 else 0
+            wanted = torch.cat([expected[:num_reduced], values(t.rank, numel, dtype)[num_reduced:]])
+            assert same_bits(tensor.clone(), wanted), dtype
+
+
+def tensors_may_lie_anywhere(t: SharedMemoryTransport) -> None:
+    """Read from a file or a message, a tensor may begin at any byte."""
+
+    def shifted(source: Tensor, offset: int) -> Tensor:
+        data = bytearray(source.numel() * source.itemsize + offset)
+        data[offset:] = source.view(torch.uint8).numpy().tobytes()
+        return torch.frombuffer(data, dtype=source.dtype, offset=offset)
+
+    for dtype in (torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64):
+        for numel in (1, 1000, 100_003):
+            offset = 1 + 2 * t.rank % dtype.itemsize  # each rank's another
+            tensor = shifted(values(t.rank, numel, dtype), offset)
+            assert tensor.data_ptr() % dtype.itemsize
+            t.all_reduce(tensor).wait()
+            expected = in_rank_order(t.size, numel, dtype, "sum")
+            assert same_bits(tensor.clone(), expected), f"all_reduce of {numel} {dtype}"
+            part = shifted(torch.zeros(numel, dtype=dtype), offset)
+            t.reduce_scatter(part, shifted(values(t.rank, numel * t.size, dtype), offset)).wait()
+            mine = in_rank_order(t.size, numel * t.size, dtype, "sum")[t.rank * numel :][:numel]
+            assert same_bits(part.clone(), mine.clone()), f"reduce_scatter of {numel} {dtype}"
+            everyone = shifted(torch.zeros(numel * t.size, dtype=dtype), offset)
+            t.all_gather(everyone, shifted(values(t.rank, numel, dtype), offset)).wait()
+            expected = torch.cat([values(rank, numel, dtype) for rank in range(t.size)])
+            assert same_bits(everyone.clone(), expected), f"all_gather of {numel} {dtype}"
+
+
+@pytest.mark.parametrize(
+    "size", [pytest.param(n, marks=pytest.mark.ranks(n, timeout=240)) for n in (2, 3, 5)]
+)
+def test_bits_at_every_edge_and_address(size: int) -> None:
+    t = met()
+    for program in (
+        sums_have_the_bits_of_rank_order,
+        bytes_arrive,
+        parts_are_reduced_to_the_first_rank_alone,
+        tensors_may_lie_anywhere,
+    ):
+        with case(program.__name__):
+            program(t)
 
 
 @pytest.mark.real
@@ -176,40 +198,6 @@ def test_more_than_two_gibibytes() -> None:
     assert not tensor.view(-1)[: HUGE_NUMEL // 8 * 8].view(torch.int64).any()
 
 
-# ---------------------------------------------------------------------- addresses
-
-
-@pytest.mark.parametrize("size", SIZES)
-def test_tensors_may_lie_anywhere(size: int) -> None:
-    """Read from a file or a message, a tensor may begin at any byte."""
-    t = met()
-
-    def shifted(source: Tensor, offset: int) -> Tensor:
-        data = bytearray(source.numel() * source.itemsize + offset)
-        data[offset:] = source.view(torch.uint8).numpy().tobytes()
-        return torch.frombuffer(data, dtype=source.dtype, offset=offset)
-
-    for dtype in (torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64):
-        for numel in (1, 1000, 100_003):
-            offset = 1 + 2 * t.rank % dtype.itemsize  # each rank's another
-            expected = in_rank_order(size, numel, dtype, "sum")
-            tensor = shifted(values(t.rank, numel, dtype), offset)
-            assert tensor.data_ptr() % dtype.itemsize
-            t.all_reduce(tensor).wait()
-            assert same_bits(tensor.clone(), expected), f"all_reduce of {numel} {dtype}"
-            part = shifted(torch.zeros(numel, dtype=dtype), offset)
-            t.reduce_scatter(part, shifted(values(t.rank, numel * size, dtype), offset)).wait()
-            whole = in_rank_order(size, numel * size, dtype, "sum")
-            mine = slice(t.rank * numel, (t.rank + 1) * numel)
-            assert same_bits(part.clone(), whole[mine].clone()), f"reduce_scatter of {numel} {dtype}"
-            everyone = shifted(torch.zeros(numel * size, dtype=dtype), offset)
-            t.all_gather(everyone, shifted(values(t.rank, numel, dtype), offset)).wait()
-            for rank in range(size):
-                assert same_bits(
-                    everyone[rank * numel : (rank + 1) * numel].clone(), values(rank, numel, dtype)
-                )
-
-
 # ---------------------------------------------------------------------- lanes, threads, groups
 
 
@@ -218,17 +206,18 @@ def started(t: Transport, numel: int) -> tuple[Tensor, Work]:
     return tensor, t.all_reduce(tensor)
 
 
-@pytest.mark.parametrize("numel", [10, 300_003])
 @pytest.mark.ranks(3)
-def test_lanes_may_be_waited_for_in_opposite_order(numel: int) -> None:
+def test_lanes_and_groups_that_overlap_may_be_waited_for_in_opposite_order() -> None:
     t = met()
-    lanes = [t, t.lane("more"), t.lane("more")]
-    expected = in_rank_order(t.size, numel, torch.float32, "sum")
-    for _ in range(5):
-        under_way = [started(lane, numel) for lane in lanes for _ in range(3)]
-        for tensor, work in reversed(under_way) if t.rank % 2 else under_way:
-            work.wait()
-            assert same_bits(tensor, expected)
+    again, pair = t.split(0), t.split(1 if t.rank else None)
+    groups = [one for one in (t, t.lane("more"), t.lane("more"), again, pair) if one is not None]
+    for numel in (10, 300_003):
+        for _ in range(5):
+            under_way = [(group, *started(group, numel)) for group in groups for _ in range(3)]
+            for group, tensor, work in reversed(under_way) if t.rank % 2 else under_way:
+                work.wait()
+                assert same_bits(tensor, in_rank_order(group.size, numel, torch.float32, "sum"))
+    t.barrier().wait()
 
 
 @pytest.mark.ranks(2)
@@ -255,21 +244,6 @@ def test_threads_of_a_rank_each_have_a_lane() -> None:
         thread.join(30)
         assert not thread.is_alive()
     assert not errors, errors
-
-
-@pytest.mark.ranks(3)
-def test_groups_that_overlap_may_be_waited_for_in_opposite_order() -> None:
-    whole = met()
-    again = whole.split(0)
-    pair = whole.split(1 if whole.rank else None)
-    assert again is not None
-    groups = [whole, again] if pair is None else [whole, again, pair]
-    for _ in range(10):
-        under_way = [(group, *started(group, 200_003)) for group in groups]
-        for group, tensor, work in reversed(under_way) if whole.rank % 2 else under_way:
-            work.wait()
-            assert same_bits(tensor, in_rank_order(group.size, 200_003, torch.float32, "sum"))
-    whole.barrier().wait()
 
 
 @pytest.mark.ranks(3)
@@ -338,66 +312,68 @@ def many_ranks(size: int, store_path: str) -> None:
 
 
 @pytest.mark.real
-@pytest.mark.parametrize("size", [16, 64])
-def test_many_ranks(size: int, tmp_path: Path) -> None:
+def test_many_ranks(tmp_path: Path) -> None:
     path = os.pathsep.join([str(Path(__file__).parent), *sys.path])
-    program = f"from test_shared_memory import many_ranks; many_ranks({size}, {str(tmp_path / 'store')!r})"
-    command = [sys.executable, "-c", program]
-    result = hangs.run(command, env={**os.environ, "PYTHONPATH": path})
-    assert result.returncode == 0, result.stderr[-5000:]
+    for size in (16, 64):  # the largest number with large slots, and one with small ones
+        store = str(tmp_path / f"store of {size}")
+        program = f"from test_shared_memory import many_ranks; many_ranks({size}, {store!r})"
+        result = hangs.run([sys.executable, "-c", program], env={**os.environ, "PYTHONPATH": path})
+        assert result.returncode == 0, f"{size} ranks: {result.stderr[-5000:]}"
 
 
 # ---------------------------------------------------------------------- different calls
 
-DIFFERENT: dict[str, tuple[Callable[[Transport], Work], Callable[[Transport], Work], str, str]] = {
-    "op": (
+DIFFERENT: list[tuple[Callable[[Transport], Work], Callable[[Transport], Work], str, str]] = [
+    (
         lambda t: t.all_reduce(torch.ones(3)),
         lambda t: t.all_reduce(torch.ones(3), "max"),
         "all_reduce(sum) of 3 elements, torch.float32",
         "all_reduce(max) of 3 elements, torch.float32",
     ),
-    "numel": (
+    (
         lambda t: t.all_reduce(torch.ones(3)),
         lambda t: t.all_reduce(torch.ones(2_000_000)),
         "all_reduce(sum) of 3 elements, torch.float32",
         "all_reduce(sum) of 2000000 elements, torch.float32",
     ),
-    "dtype of the same width": (
+    (  # a dtype of the same width
         lambda t: t.broadcast(torch.ones(3)),
         lambda t: t.broadcast(torch.ones(3, dtype=torch.int32)),
         "broadcast(from rank 0) of 3 elements, torch.float32",
         "broadcast(from rank 0) of 3 elements, torch.int32",
     ),
-    "source": (
+    (
         lambda t: t.broadcast(torch.ones(3)),
         lambda t: t.broadcast(torch.ones(3), 2),
         "broadcast(from rank 0) of 3 elements, torch.float32",
         "broadcast(from rank 2) of 3 elements, torch.float32",
     ),
-    "operation": (
+    (
         lambda t: t.barrier(),
         lambda t: t.reduce_scatter(torch.ones(2), torch.ones(6)),
         "barrier",
         "reduce_scatter(sum) of 6 elements, torch.float32",
     ),
-}
+]
 
 
-@pytest.mark.parametrize("what", DIFFERENT)
 @pytest.mark.ranks(3)
-def test_different_calls_are_told_at_once_on_all_ranks(what: str) -> None:
+def test_different_calls_are_told_at_once_on_all_ranks() -> None:
     t = met()
-    t.barrier().wait()
-    most, one, words_of_most, words_of_one = DIFFERENT[what]
-    with pytest.raises(CollectiveMismatch) as caught:
-        (one if t.rank == 1 else most)(t).wait()
-    text = str(caught.value)
-    for rank, words in enumerate((words_of_most, words_of_one, words_of_most)):
-        (line,) = [line for line in text.split("\n") if line.strip().startswith(f"rank {rank}:")]
-        assert f"waiting in {words} (call " in line
-    texts = [""] * t.size
-    dist.all_gather_object(texts, text)
-    assert len(set(texts)) == 1
+    for most, one, words_of_most, words_of_one in DIFFERENT:
+        with case(words_of_most, words_of_one):
+            part = t.split(0)
+            assert part is not None
+            part.barrier().wait()
+            with pytest.raises(CollectiveMismatch) as caught:
+                (one if t.rank == 1 else most)(part).wait()
+            text = str(caught.value)
+            for rank, words in enumerate((words_of_most, words_of_one, words_of_most)):
+                (line,) = [line for line in text.split("\n") if line.strip().startswith(f"rank {rank}:")]
+                assert f"waiting in {words} (call " in line
+            texts = [""] * t.size
+            dist.all_gather_object(texts, text)
+            assert len(set(texts)) == 1
 
 
 @pytest.mark.ranks(2)
