@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import re
+import threading
 import time
 from datetime import timedelta
 from types import SimpleNamespace
@@ -14,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from meeting import end_by_sigkill, meet_at_the_store
+from support.cases import case
 from syncline import CollectiveMismatch, CollectiveTimeout, PeerFailed, PeerLost, SynclineError
 from syncline.liveness import (
     Board,
@@ -29,11 +31,23 @@ from syncline.liveness import (
 from syncline.transport import C10dTransport, C10dWork, c10d
 
 
-@pytest.mark.ranks(3, killed=[2])
-def test_survivors_of_a_killed_rank_raise_peer_lost_long_before_the_deadline() -> None:
+def met() -> C10dTransport:
+    """A transport over which all ranks have met."""
     t = C10dTransport()
     t.barrier().wait()
     meet_at_the_store()
+    return t
+
+
+def group_store() -> dist.Store:
+    group = dist.group.WORLD
+    assert group is not None
+    return group.get_group_store()
+
+
+@pytest.mark.ranks(3, killed=[2])
+def test_survivors_of_a_killed_rank_raise_peer_lost_long_before_the_deadline() -> None:
+    t = met()
     if t.rank == 2:
         end_by_sigkill()
     with pytest.raises(PeerLost) as caught:
@@ -54,9 +68,7 @@ def test_survivors_of_a_killed_rank_raise_peer_lost_long_before_the_deadline() -
 
 @pytest.mark.ranks(3, killed=[2])
 def test_of_ranks_whose_connections_close_one_after_the_other_the_first_is_named() -> None:
-    t = C10dTransport()
-    t.barrier().wait()
-    meet_at_the_store()
+    t = met()
     if t.rank == 2:
         end_by_sigkill()
     # Rank 0 waits for rank 1 alone, whose connection closes when it has met the end of rank 2.
@@ -68,11 +80,10 @@ def test_of_ranks_whose_connections_close_one_after_the_other_the_first_is_named
 @pytest.mark.ranks(3, killed=[2])
 def test_a_lost_rank_is_noticed_in_a_wait_for_another_one(monkeypatch: pytest.MonkeyPatch) -> None:
     """By a look at the processes, long before `LongWait` looks at the places."""
-    t = C10dTransport()
-    t.barrier().wait()
+    t = met()
     assert t.health.notices is not None
     t.health.notices.processes_here()
-    meet_at_the_store()
+    meet_at_the_store("processes are known")
     if t.rank == 2:
         end_by_sigkill()
     monkeypatch.setattr(Health, "ended_ranks", lambda health: [])
@@ -83,11 +94,10 @@ def test_a_lost_rank_is_noticed_in_a_wait_for_another_one(monkeypatch: pytest.Mo
 
 @pytest.mark.ranks(3, killed=[2])
 def test_a_lost_rank_is_named_without_the_store(monkeypatch: pytest.MonkeyPatch) -> None:
-    t = C10dTransport()
-    t.barrier().wait()
+    t = met()
     assert t.health.notices is not None
     assert len(t.health.notices.processes_here()) == 2
-    meet_at_the_store()
+    meet_at_the_store("processes are known")
     if t.rank == 2:
         end_by_sigkill()
     monkeypatch.setattr(t.health.notices._medium, "_store", None)
@@ -97,9 +107,7 @@ def test_a_lost_rank_is_named_without_the_store(monkeypatch: pytest.MonkeyPatch)
 
 @pytest.mark.ranks(2, killed=[1])
 def test_a_message_from_a_killed_rank_is_a_lost_peer() -> None:
-    t = C10dTransport()
-    t.barrier().wait()
-    meet_at_the_store()
+    t = met()
     if t.rank == 1:
         end_by_sigkill()
     with pytest.raises(PeerLost, match=r"recv\(from rank 1\) of 5 elements"):
@@ -116,7 +124,7 @@ def others_are_seen(t: C10dTransport) -> bool:
 @pytest.mark.ranks(3)
 def test_a_timeout_names_who_is_absent_and_where_everybody_was_seen() -> None:
     t = C10dTransport(timeout_seconds=3000)
-    store = dist.group.WORLD.get_group_store()  # type: ignore[union-attr]
+    store = group_store()
     if t.rank == 1:
         t.board.step, t.board.phase = 3, "forward"
         store.wait(["rank 0 gave up"])
@@ -132,18 +140,16 @@ def test_a_timeout_names_who_is_absent_and_where_everybody_was_seen() -> None:
     if t.rank == 0:
         store.set("rank 0 gave up", "")
     first, *lines = str(caught.value).splitlines()
-    call = "all_reduce(max) of 4 elements, torch.float32 (call 1 on the main lane)"
+    call = re.escape("all_reduce(max) of 4 elements, torch.float32 (call 1 on the main lane)")
     absent = r"rank 1 did not reach backward of step 3 within \d+(\.\d)? s; last seen at test_gloo.py:\d+ in "
     assert re.search(absent, first)
-    assert re.fullmatch(rf"{re.escape(call)} failed after \d+\.\d s on rank 0 of 3 over gloo", lines.pop(0))
+    assert re.fullmatch(rf"{call} failed after \d+\.\d s on rank 0 of 3 over gloo", lines.pop(0))
     report = r"at its last report, \d+\.\d s ago: "
     assert re.fullmatch(rf"  rank 1: {report}step 3, forward, at test_gloo.py:\d+ in .*", lines[1])
     for rank in (0, 2):
         age = "" if rank == 0 else f"(?:{report})?"  # rank 2 shows its own words, or those of rank 0
-        expected = (
-            f"  rank {rank}: {age}step 3, backward, bucket 0, waiting in {re.escape(call)}, at test_gloo.py:"
-        )
-        assert re.match(expected, lines[rank])
+        place = f"step 3, backward, bucket 0, waiting in {call}, at test_gloo.py:"
+        assert re.match(f"  rank {rank}: {age}{place}", lines[rank])
 
 
 @pytest.mark.ranks(2)
@@ -162,23 +168,28 @@ def test_different_calls_of_one_number_are_a_mismatch_long_before_the_deadline()
 
 def texts_of_all_ranks(text: str) -> list[str]:
     """What each rank says, told by the store: the transport is broken."""
-    store = dist.group.WORLD.get_group_store()  # type: ignore[union-attr]
+    store = group_store()
     store.set(f"text {dist.get_rank()}", text)
     return [store.get(f"text {rank}").decode() for rank in range(dist.get_world_size())]
 
 
 @pytest.mark.ranks(2)
-@pytest.mark.parametrize("timeout_seconds", [0.0, 0.0001, 0.2501])
-def test_a_short_timeout_is_short(timeout_seconds: float) -> None:
-    t = C10dTransport(timeout_seconds=3000)
-    if t.rank == 0:
-        with pytest.raises(CollectiveTimeout):
-            t.all_reduce(torch.zeros(1)).wait(timeout_seconds)
+def test_a_wait_ends_at_its_own_deadline_or_at_that_of_the_transport() -> None:
+    for of_transport, of_wait, told in (
+        (3000, 0.0, "0"),
+        (3000, 0.0001, "0"),
+        (3000, 0.2501, "0.25"),
+        (0.5, None, "0.5"),
+    ):
+        t = C10dTransport(dist.new_group(), timeout_seconds=of_transport)
+        if t.rank == 0:
+            with case(of_transport, of_wait), pytest.raises(CollectiveTimeout, match=f"within {told} s"):
+                t.all_reduce(torch.zeros(1)).wait(of_wait)
 
 
 @pytest.mark.ranks(2)
 def test_who_gives_up_may_leave_at_once() -> None:
-    store = dist.group.WORLD.get_group_store()  # type: ignore[union-attr]
+    store = group_store()
     if dist.get_rank() == 1:
         store.wait(["rank 0 has left"])  # its connections stay open so long
         return
@@ -191,16 +202,6 @@ def test_who_gives_up_may_leave_at_once() -> None:
     dist.destroy_process_group()
     gc.collect()  # Gloo waits for what is under way when the last reference to the group goes
     store.set("rank 0 has left", "")
-
-
-@pytest.mark.ranks(2)
-def test_a_deadline_of_the_transport_ends_a_wait() -> None:
-    t = C10dTransport(timeout_seconds=0.5)
-    start = time.monotonic()
-    if t.rank == 0:
-        with pytest.raises(CollectiveTimeout):
-            t.all_reduce(torch.zeros(1)).wait()
-        assert time.monotonic() - start > 0.4
 
 
 @pytest.mark.ranks(3)
@@ -219,39 +220,48 @@ def test_an_abort_reaches_waiting_ranks_with_its_reason() -> None:
 
 
 @pytest.mark.ranks(2)
-def test_a_message_that_is_only_polled_ends_with_the_group() -> None:
-    """As the messages of sl.ParameterServer are."""
+def test_an_abort_ends_what_is_only_polled_and_what_another_thread_waits_for() -> None:
+    """As the messages of sl.ParameterServer are polled."""
     t = C10dTransport()
     if t.rank == 0:
-        work = t.recv(torch.zeros(3), 1)
-        assert not work.is_completed()
+        polled, waited_for = t.recv(torch.zeros(3), 1), t.recv(torch.zeros(3), 1)
+        errors: list[SynclineError] = []
+
+        def wait() -> None:
+            started.set()
+            try:
+                waited_for.wait()
+            except SynclineError as error:
+                errors.append(error)
+
+        started, thread = threading.Event(), threading.Thread(target=wait)
+        thread.start()
+        started.wait()
+        assert not polled.is_completed()
         t.abort("it is enough")
-        assert work.is_completed()
+        assert polled.is_completed()
         with pytest.raises(SynclineError, match="it is enough"):
-            work.wait()
+            polled.wait()
+        thread.join()
+        assert "it is enough" in str(errors[0])
     meet_at_the_store()
 
 
 @pytest.mark.ranks(2, killed=[1])
 def test_the_reason_of_a_peer_is_told_rather_than_its_lost_connection() -> None:
-    t = C10dTransport()
-    t.barrier().wait()
-    meet_at_the_store()
+    t = met()
     if t.rank == 1:
         t.abort("KeyError: 7")
-        dist.group.WORLD.get_group_store().set("told", "")  # type: ignore[union-attr]
+        group_store().set("told", "")
         end_by_sigkill()
-    dist.group.WORLD.get_group_store().wait(["told"])  # type: ignore[union-attr]
+    group_store().wait(["told"])
     with pytest.raises(PeerFailed, match="KeyError: 7"):
         t.all_reduce(torch.zeros(3)).wait()
 
 
 @pytest.mark.ranks(2, killed=[1])
 def test_the_timeout_that_a_peer_gave_up_for_is_told_rather_than_its_lost_connection() -> None:
-    t = C10dTransport()
-    t.barrier().wait()
-    store = dist.group.WORLD.get_group_store()  # type: ignore[union-attr]
-    meet_at_the_store()
+    t, store = met(), group_store()
     if t.rank == 1:
         with pytest.raises(CollectiveTimeout):
             t.all_reduce(torch.zeros(3)).wait(0.1)
@@ -279,81 +289,38 @@ def test_of_two_ranks_that_tell_at_once_the_first_is_believed(monkeypatch: pytes
 
 def of_nccl(words: str) -> SynclineError:
     """The error for a barrier over NCCL that NCCL ended with these words."""
-    health = Health(
-        Lane("main", None),
-        Board(),
-        None,
-        rank=0,
-        size=2,
-        backend="nccl",
-        timeout_seconds=0,
-    )
     lane = Lane("main", None, barrier_device="cuda")
+    health = Health(lane, Board(), None, rank=0, size=2, backend="nccl", timeout_seconds=0)
     transport = SimpleNamespace(health=health, own_lane=lane, timeout_seconds=1.0)
     work = C10dWork(transport, "barrier", "", None)  # type: ignore[arg-type]
     raised = RuntimeError(f"{words}\nException raised from wait at x.cpp:1\nframe #0: y")
     return FailedWait(health, work).broken_by(raised)
 
 
-def test_all_that_a_backend_said_is_told_but_not_torchs_own_stack() -> None:
+def test_what_nccl_says_is_told_with_its_cause_but_not_torchs_own_stack() -> None:
     words = "NCCL error, unhandled system error\nLast error:\nsocketStartConnect: refused"
     assert str(of_nccl(words)).endswith(f"nccl reported: {words}")
-
-
-def test_two_ranks_on_one_gpu_are_named_as_the_cause() -> None:
-    words = "NCCL error in: NCCLUtils.cpp:77, invalid usage\nncclInvalidUsage: This usually reflects invalid usage."
-    error = of_nccl(
-        f"{words}\nLast error:\nDuplicate GPU detected : rank 1 and rank 0 both on CUDA device 4b000"
-    )
-    assert "several ranks use one GPU, but NCCL needs one GPU for each rank" in str(error)
-    assert "sl.init()" in str(error)
-
-
-def test_a_rank_that_nccl_has_lost_is_a_lost_peer() -> None:
-    words = "ncclRemoteError: A call failed possibly due to a network error or a remote process exiting prematurely."
-    error = of_nccl(words)
-    assert isinstance(error, PeerLost)
-    assert "a peer's process has ended, or the network between the hosts has failed. Look at the log" in str(
-        error
-    )
+    on_one_gpu = of_nccl("Last error:\nDuplicate GPU detected : rank 1 and rank 0 both on CUDA device 4b000")
+    assert "several ranks use one GPU" in str(on_one_gpu)
+    assert "sl.init()" in str(on_one_gpu)
+    lost = of_nccl("ncclRemoteError: A call failed possibly due to a remote process exiting prematurely.")
+    assert isinstance(lost, PeerLost)
+    assert "a peer's process has ended, or the network" in str(lost)
 
 
 @pytest.mark.ranks(2)
-def test_an_abort_ends_a_wait_in_another_thread() -> None:
-    import threading
-
-    t = C10dTransport()
-    if t.rank == 0:
-        errors: list[SynclineError] = []
-
-        def wait() -> None:
-            try:
-                t.recv(torch.zeros(1), 1).wait()
-            except SynclineError as error:
-                errors.append(error)
-
-        thread = threading.Thread(target=wait)
-        thread.start()
-        while not t.statistics().num_calls.get("recv"):
-            time.sleep(0)
-        t.abort("enough")
-        thread.join()
-        assert "enough" in str(errors[0])
-
-
-@pytest.mark.ranks(2)
-@pytest.mark.parametrize("late", [0, 1])
-def test_an_old_abort_is_forgotten_when_the_group_is_made_again(late: int) -> None:
-    old = C10dTransport()
-    old.barrier().wait()
-    if old.rank == 0:
-        old.abort("long ago")
-    store = dist.group.WORLD.get_group_store()  # type: ignore[union-attr]
-    store.set(f"aborted-{old.rank}", "")
-    store.wait(["aborted-0", "aborted-1"])
-    if old.rank == late:
-        time.sleep(0.6)  # the other rank looks around meanwhile
-    C10dTransport().barrier().wait()
+def test_an_old_abort_is_forgotten_when_the_group_is_made_again() -> None:
+    store = group_store()
+    for late in (0, 1):
+        old = C10dTransport()
+        old.barrier().wait()
+        if old.rank == 0:
+            old.abort("long ago")
+        store.set(f"aborted {old.rank} {late}", "")
+        store.wait([f"aborted 0 {late}", f"aborted 1 {late}"])
+        if old.rank == late:
+            time.sleep(0.6)  # the other rank looks around meanwhile
+        C10dTransport().barrier().wait()
 
 
 @pytest.mark.ranks(3)
