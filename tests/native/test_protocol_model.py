@@ -14,6 +14,8 @@ from dataclasses import dataclass, replace
 
 import pytest
 
+from support.cases import case
+
 
 class BrokenError(Exception):
     """What must never be."""
@@ -250,26 +252,23 @@ def with_slot(state: Ring, at: int, **changes: object) -> Ring:
     return replace(state, slots=tuple(slots))
 
 
-@pytest.mark.parametrize(
-    ("size", "kinds"),
-    [
+@pytest.mark.real
+def test_nobody_reads_too_early_or_overwrites_too_soon() -> None:
+    for size, kinds in (
         (2, (ONE, TWO, PIECES, ONE, TWO)),
         (2, (PIECES, PIECES, PIECES, PIECES)),
         (2, (TWO, PIECES, TWO, PIECES)),
         (2, (TWO, TWO, TWO, TWO, TWO)),
         (3, (TWO, ONE, TWO)),
         (3, (PIECES, ONE, PIECES)),
-    ],
-)
-@pytest.mark.real
-def test_nobody_reads_too_early_or_overwrites_too_soon(size: int, kinds: tuple[str, ...]) -> None:
-    model = RingModel(size, kinds)
-    assert explore(model.start(), model.steps, model.is_end) > 100  # type: ignore[arg-type]
+    ):
+        model = RingModel(size, kinds)
+        with case(size, kinds):
+            assert explore(model.start(), model.steps, model.is_end) > 100  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize(
-    ("broken", "kinds"),
-    [
+def test_a_rule_of_the_ring_that_is_broken_is_noticed() -> None:
+    for broken, kinds in (
         ("filled before all have consumed", (ONE, ONE, ONE)),
         ("reduced before all have arrived", (ONE, ONE)),
         ("consumed before all have reduced", (TWO, TWO)),
@@ -279,12 +278,10 @@ def test_nobody_reads_too_early_or_overwrites_too_soon(size: int, kinds: tuple[s
         ("set back by the first", (TWO, ONE, TWO)),
         ("set back by nobody", (TWO, ONE, TWO)),
         ("set back by nobody", (PIECES, ONE, PIECES)),
-    ],
-)
-def test_a_rule_of_the_ring_that_is_broken_is_noticed(broken: str, kinds: tuple[str, ...]) -> None:
-    model = RingModel(2, kinds, broken)
-    with pytest.raises(BrokenError):
-        explore(model.start(), model.steps, model.is_end)  # type: ignore[arg-type]
+    ):
+        model = RingModel(2, kinds, broken)
+        with case(broken, kinds), pytest.raises(BrokenError):
+            explore(model.start(), model.steps, model.is_end)  # type: ignore[arg-type]
 
 
 # ---------------------------------------------------------------------- sleep and wake
@@ -423,16 +420,15 @@ MEETINGS = {
 }
 
 
-@pytest.mark.parametrize("meeting", MEETINGS)
 @pytest.mark.real
-def test_nobody_sleeps_for_ever(meeting: str) -> None:
-    model = MEETINGS[meeting]
-    assert explore(model.start(), model.steps, model.is_end) > 100  # type: ignore[arg-type]
+def test_nobody_sleeps_for_ever() -> None:
+    for name, model in MEETINGS.items():
+        with case(name):
+            assert explore(model.start(), model.steps, model.is_end) > 100  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize(
-    ("meeting", "broken"),
-    [
+def test_a_rule_of_sleeping_that_is_broken_is_noticed() -> None:
+    for meeting, broken in (
         ("2 ranks", "there is no second look"),
         ("2 ranks", "the bit is set after the second look"),
         ("2 ranks", "the doorbell is read after the second look"),
@@ -441,12 +437,10 @@ def test_nobody_sleeps_for_ever(meeting: str) -> None:
         ("2 ranks", "sleepers are looked for before it is published"),
         ("2 ranks, two threads of one", "only one sleeper is woken"),
         ("2 ranks that ring later", "it sleeps before it rings"),
-    ],
-)
-def test_a_rule_of_sleeping_that_is_broken_is_noticed(meeting: str, broken: str) -> None:
-    model = replace(MEETINGS[meeting], broken=broken)
-    with pytest.raises(BrokenError, match="nobody can go on"):
-        explore(model.start(), model.steps, model.is_end)  # type: ignore[arg-type]
+    ):
+        model = replace(MEETINGS[meeting], broken=broken)
+        with case(meeting, broken), pytest.raises(BrokenError, match="nobody can go on"):
+            explore(model.start(), model.steps, model.is_end)  # type: ignore[arg-type]
 
 
 # ---------------------------------------------------------------------- completed, then aborted
@@ -520,8 +514,8 @@ def test_what_all_had_come_for_is_done_before_the_abort_counts() -> None:
     assert explore(Ending(), model.steps, model.is_end) > 30  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("broken", ["looked for the abort last", "did not wait for the lock"])
-def test_an_abort_that_overtakes_is_noticed(broken: str) -> None:
-    model = AbortModel(broken)
-    with pytest.raises(BrokenError):
-        explore(Ending(), model.steps, model.is_end)  # type: ignore[arg-type]
+def test_an_abort_that_overtakes_is_noticed() -> None:
+    for broken in ("looked for the abort last", "did not wait for the lock"):
+        model = AbortModel(broken)
+        with case(broken), pytest.raises(BrokenError):
+            explore(Ending(), model.steps, model.is_end)  # type: ignore[arg-type]
