@@ -11,8 +11,14 @@ import torch
 from torch import Tensor
 
 from syncline.compression import kernels
+from syncline.native import library
 
-__all__ = ["bits", "on"]
+__all__ = ["bits", "instruction_sets", "on"]
+
+
+def instruction_sets() -> list[int]:
+    """The numbers of those that this processor has."""
+    return [isa for isa in range(3) if library().isa(isa) is not None]
 
 
 @contextmanager

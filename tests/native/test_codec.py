@@ -11,13 +11,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from instruction_sets import bits, on
+from instruction_sets import bits, instruction_sets, on
 from selections import KINDS, values_of_kind
+from support.cases import case
 from syncline.compression.base import total_of
 from syncline.compression.blocks import TorchBlocks
 from syncline.compression.kernels import NativeBlocks, blocks_for, narrowed, selected
 from syncline.compression.topk import largest_places
-from syncline.native import find_library, library
+from syncline.native import find_library
 
 pytestmark = [
     pytest.mark.skipif(find_library() is None, reason="the native library was not built"),
@@ -25,24 +26,11 @@ pytestmark = [
 ]
 
 SPECIAL = (
-    0.0,
-    -0.0,
-    math.inf,
-    -math.inf,
-    math.nan,
-    1e-45,
-    -1e-40,
-    2.0**-126,
-    3.4028235e38,
-    -3.4028235e38,
-    1e19,
+    *(0.0, -0.0, math.inf, -math.inf, math.nan, 1e-45, -1e-40, 2.0**-126),
+    *(3.4028235e38, -3.4028235e38, 1e19),
 )
 LARGE = 1_100_001
 """More than a thread encodes alone, and more than a selection searches without a sample."""
-
-
-def instruction_sets() -> list[int]:
-    return [isa for isa in range(3) if library().isa(isa) is not None]
 
 
 def drawn(numel: int, seed: int, special: float = 0.0, offset: int = 1) -> Tensor:
@@ -135,18 +123,18 @@ def test_means_have_the_reference_s_bits(
         assert torch.equal(bits(found), bits(expected)), isa
 
 
-@pytest.mark.parametrize("num_bits", [8, 4, 2])
-def test_threads_change_nothing(num_bits: int) -> None:
+def test_threads_change_nothing() -> None:
     values, residual = drawn(3 * LARGE, 0), drawn(3 * LARGE, 1)
-    form, found = NativeBlocks(num_bits, 128), []
-    for num_threads in (1, 2, 3, 100):
-        with on(-1, num_threads):
-            lost = residual.clone()
-            rows = form.encode(values, 1, len(values), residual=lost, lost=lost)
-            mean = form.mean(rows.expand(2, -1), torch.empty_like(values))
-        found.append((rows, lost, mean))
-    for other in found[1:]:
-        assert all(torch.equal(a, b) for a, b in zip(found[0], other, strict=True))
+    for num_bits in (8, 4, 2):
+        form, found = NativeBlocks(num_bits, 128), []
+        for num_threads in (1, 2, 3, 100):
+            with on(-1, num_threads):
+                lost = residual.clone()
+                rows = form.encode(values, 1, len(values), residual=lost, lost=lost)
+                mean = form.mean(rows.expand(2, -1), torch.empty_like(values))
+            found.append((rows, lost, mean))
+        for other in found[1:]:
+            assert all(torch.equal(a, b) for a, b in zip(found[0], other, strict=True)), num_bits
 
 
 def test_a_row_that_is_not_needed_is_left_out() -> None:
@@ -173,20 +161,20 @@ def test_other_tensors_take_the_form_in_pytorch() -> None:
 # ---------------------------------------------------------------------- 16-bit types
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_narrow_values_have_the_reference_s_bits(dtype: torch.dtype) -> None:
+def test_narrow_values_have_the_reference_s_bits() -> None:
     g = torch.Generator().manual_seed(0)
     any_bits = torch.randint(-(2**31), 2**31, (40_000,), generator=g).to(torch.int32).view(torch.float32)
-    every = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(dtype).float()
-    halfway = (every.view(torch.int32) + (0x8000 if dtype is torch.bfloat16 else 0x1000)).view(torch.float32)
-    for values in (any_bits, every, halfway, drawn(LARGE, 1, 0.1), torch.empty(0), drawn(1, 0)):
-        for divisor in (1, 2, 3, 4, 7):
-            expected = (values / divisor).to(dtype)
-            for isa in instruction_sets():
-                with on(isa, 3):
-                    found = narrowed(values, divisor, dtype)
-                assert found is not None
-                assert torch.equal(bits(found), bits(expected)), (isa, divisor)
+    for dtype, half in ((torch.bfloat16, 0x8000), (torch.float16, 0x1000)):
+        every = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(dtype).float()
+        halfway = (every.view(torch.int32) + half).view(torch.float32)
+        for values in (any_bits, every, halfway, drawn(LARGE, 1, 0.1), torch.empty(0), drawn(1, 0)):
+            for divisor in (1, 2, 3, 4, 7):
+                expected = (values / divisor).to(dtype)
+                for isa in instruction_sets():
+                    with on(isa, 3):
+                        found = narrowed(values, divisor, dtype)
+                    assert found is not None
+                    assert torch.equal(bits(found), bits(expected)), (isa, divisor, dtype)
 
 
 # ---------------------------------------------------------------------- the largest magnitudes
@@ -230,10 +218,11 @@ def test_the_reference_s_values_are_selected(
     )
 
 
-@pytest.mark.parametrize("kind", [*KINDS, "not finite"])
-def test_the_reference_s_values_are_selected_among_many(kind: str) -> None:
-    values = values_of_kind(kind, 2 * LARGE)
-    if kind == "not finite":
-        values[[5, 77777]], values[[6, 99]] = math.nan, -math.inf
-    for number in (1, 6_001, len(values) // 3):
-        assert_selected(values, None, number)
+def test_the_reference_s_values_are_selected_among_many() -> None:
+    for kind in (*KINDS, "not finite"):
+        values = values_of_kind(kind, 2 * LARGE)
+        if kind == "not finite":
+            values[[5, 77777]], values[[6, 99]] = math.nan, -math.inf
+        for number in (1, 6_001, len(values) // 3):
+            with case(kind, number):
+                assert_selected(values, None, number)
