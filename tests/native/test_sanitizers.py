@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -58,7 +59,7 @@ def built(compiler: str, flags: tuple[str, ...], folder: Path, core: Path = CORE
 
 def must_run(command: list[str]) -> None:
     result = hangs.run(command)
-    assert result.returncode == 0, result.stderr
+    assert result.returncode == 0, f"{command}: {result.stderr}"
 
 
 def run(program: Path, num_ranks: int, num_rounds: int, seed: int, *before: str) -> tuple[int, str]:
@@ -164,30 +165,18 @@ def quiet(compiler: str) -> tuple[str, ...]:
     return ("-Wno-tsan",) if compiler == "gcc" else ()
 
 
-@pytest.mark.parametrize("compiler", [*COMPILERS, CROSS])
-@pytest.mark.parametrize("optimization", ["-O0", "-O3"])
-@pytest.mark.parametrize("source", [CORE, CODEC, FACTORS], ids=lambda source: source.name)
-def test_nothing_to_warn_of(source: Path, compiler: str, optimization: str, tmp_path: Path) -> None:
-    if shutil.which(compiler) is None:
-        pytest.skip(f"no {compiler}")
-    flags = [
-        "-std=c11",
-        optimization,
-        "-Wall",
-        "-Wextra",
-        "-Wpedantic",
-        "-Werror",
-        "-ffp-contract=off",
-        "-fPIC",
-    ]
-    command = [compiler, *flags, "-c", str(source), "-o", str(tmp_path / "object.o")]
-    result = hangs.run(command)
-    assert result.returncode == 0, result.stderr
-
-
 def test_on_another_processor(tmp_path: Path) -> None:
     """Compiled for aarch64 and emulated: the code, not the processor's memory order, is what this shows."""
     if shutil.which(CROSS) is None or shutil.which(EMULATOR) is None:
         pytest.skip(f"no {CROSS}, or no {EMULATOR}")
     assert_all_right(built(CROSS, (), tmp_path), 20, EMULATOR, "-L", CROSS_ROOT)
     assert_codec_all_right(built_codec(CROSS, (), tmp_path), 9, EMULATOR, "-L", CROSS_ROOT)
+
+
+def test_nothing_to_warn_of(tmp_path: Path) -> None:
+    warnings = ["-Wall", "-Wextra", "-Wpedantic", "-Werror"]
+    compilers = [compiler for compiler in (*COMPILERS, CROSS) if shutil.which(compiler)]
+    assert compilers, "no compiler is here"
+    for compiler, optimization, source in product(compilers, ("-O0", "-O3"), (CORE, CODEC, FACTORS)):
+        flags = ["-std=c11", optimization, *warnings, "-ffp-contract=off", "-fPIC"]
+        must_run([compiler, *flags, "-c", str(source), "-o", str(tmp_path / "object.o")])
