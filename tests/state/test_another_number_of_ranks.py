@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import syncline as sl
+from support.cases import case
 from syncline.transport import Transport, run_ranks
 
 LIVES = (1, 3, 2, 1, 2)
@@ -44,46 +45,55 @@ def weights(state: sl.TrainState) -> list[float]:
     return [one for p in state.named["model"].parameters() for one in p.flatten().tolist()]
 
 
-COMPRESSED: dict[str, Callable[[], Any]] = {
-    "PowerSGD": lambda: sl.compression.PowerSGD(rank=1),
-    "TopK": lambda: sl.compression.TopK(0.1),
+COMPRESSED: dict[str, Callable[[], dict[str, Any]]] = {
+    "PowerSGD": lambda: {"compression": sl.compression.PowerSGD(rank=1)},
+    "TopK": lambda: {"compression": sl.compression.TopK(0.1)},
+    "outer gradients": lambda: {"strategy": sl.DiLoCo(2, compression=sl.compression.TopK(0.1))},
 }
 
 
-@pytest.mark.parametrize("kind", COMPRESSED)
-def test_what_is_owed_outlives_a_time_on_one_rank(kind: str, tmp_path: Path) -> None:
-    def owed(state: sl.TrainState) -> dict[str, list[float]]:
-        found = state.named["model"].sync_state_dict()["compression"]
-        return {name: one.flatten().tolist() for name, one in found.items() if name.endswith("residual")}
+def residuals(state: Any, place: str = "") -> dict[str, Tensor]:
+    """What compression still owes, by its place."""
+    if isinstance(state, Tensor):
+        return {place: state.clone()} if place.endswith("residual") else {}
+    entries = (
+        enumerate(state) if isinstance(state, list) else state.items() if isinstance(state, dict) else ()
+    )
+    return {name: one for key, value in entries for name, one in residuals(value, f"{place}.{key}").items()}
 
-    def life(t: Transport, num_steps: int) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
-        state = made(t, compression=COMPRESSED[kind]())
+
+@pytest.mark.parametrize("kind", COMPRESSED)
+def test_what_is_owed_is_the_same_on_any_number_of_ranks_and_outlives_a_time_on_one(
+    kind: str, tmp_path: Path
+) -> None:
+    def life(t: Transport, num_steps: int) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        state = made(t, **COMPRESSED[kind]())
         checkpointer = sl.Checkpointer(tmp_path, group=t, stop_signals=())
         checkpointer.load(state)
-        before = owed(state)
+        before = residuals(state.named["model"].sync_state_dict())
         for _ in range(num_steps):
             step(state, t.rank)
-        checkpointer.save(state)
-        return before, owed(state)
+        if num_steps:
+            checkpointer.save(state)
+        return before, residuals(state.named["model"].sync_state_dict())
 
-    ((nothing, still_nothing),) = run_ranks(1, lambda t: life(t, 2))
-    assert (nothing, still_nothing) == ({}, {})
-    left = [after for _, after in run_ranks(2, lambda t: life(t, 2))]
-    mean = {
-        name: [(a + b) / 2 for a, b in zip(one, left[1][name], strict=True)] for name, one in left[0].items()
-    }
-    assert any(any(one) for one in mean.values())
-    ((alone, _),) = run_ranks(1, lambda t: life(t, 2))
-    again = [before for before, _ in run_ranks(3, lambda t: life(t, 1))]
-    for found in (alone, *again):
-        assert found.keys() == mean.keys()
-        for name, one in found.items():
-            assert one == pytest.approx(mean[name])
+    ((_, nothing),) = run_ranks(1, lambda t: life(t, 2))
+    assert not any(one.any() for one in nothing.values())
+    theirs = [after for _, after in run_ranks(3, lambda t: life(t, 2))]
+    owed = {name: torch.stack([one[name] for one in theirs]).mean(0) for name in theirs[0]}
+    assert any(one.any() for one in owed.values()), "there is something owed"
+    is_shared = False  # of as many ranks as have saved it each has its own
+    for size, num_steps in ((3, 0), (2, 0), (4, 0), (1, 2), (3, 0)):
+        ours = [before for before, _ in run_ranks(size, lambda t, n=num_steps: life(t, n))]  # type: ignore[misc]
+        with case(f"{size} ranks"):
+            for name, one in owed.items():
+                torch.testing.assert_close(torch.stack([mine[name] for mine in ours]).mean(0), one)
+                if not is_shared:
+                    assert all(torch.equal(a[name], b[name]) for a, b in zip(ours, theirs, strict=True))
+            is_shared = True
 
 
-@pytest.mark.filterwarnings(
-    "ignore:save-:RuntimeWarning"
-)  # whose replicas were left, which is as it should be
+@pytest.mark.filterwarnings("ignore:save-:RuntimeWarning")  # whose replicas were left, as it should be
 @pytest.mark.parametrize("kind", MEETING)
 def test_replicas_meet_whoever_has_saved_them(kind: str, tmp_path: Path) -> None:
     def life(t: Transport) -> tuple[list[float], list[float]]:
@@ -108,30 +118,29 @@ def test_replicas_meet_whoever_has_saved_them(kind: str, tmp_path: Path) -> None
         assert all(after == found[0][1] for _, after in found), size
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2, 3, 4])
-@pytest.mark.parametrize("is_over", [True, False])
-def test_ranks_with_smaller_shares_go_on_where_rank_0_does(
-    tmp_path: Path, num_ranks: int, is_over: bool
-) -> None:
+def test_ranks_with_smaller_shares_go_on_where_rank_0_does(tmp_path: Path) -> None:
     size = 25
 
-    def saves(t: Transport) -> None:
+    def saves(t: Transport, is_over: bool) -> None:
         sampler = sl.DistributedSampler(range(size), 2, t.rank, pad=False)
         state = sl.TrainState(sampler=sampler)
         mine = list(sampler)
         state.commit(12)
         if is_over:
             state.commit(len(mine) - 12)  # 1 on rank 0, none on rank 1
-        with sl.Checkpointer(tmp_path, group=t) as checkpointer:
+        with sl.Checkpointer(tmp_path / str(is_over), group=t) as checkpointer:
             checkpointer.save(state)
 
-    def loads(t: Transport) -> tuple[list[int], int]:
+    def loads(t: Transport, is_over: bool) -> tuple[list[int], int]:
         sampler = sl.DistributedSampler(range(size), t.size, t.rank, pad=False)
-        with sl.Checkpointer(tmp_path, group=t) as checkpointer:
+        with sl.Checkpointer(tmp_path / str(is_over), group=t) as checkpointer:
             checkpointer.load(sl.TrainState(sampler=sampler))
         return list(sampler), sampler.epoch
 
-    run_ranks(2, saves)
-    dealt = run_ranks(num_ranks, loads)
-    assert {epoch for _, epoch in dealt} == {int(is_over)}
-    assert len({index for indices, _ in dealt for index in indices}) == (size if is_over else 1)
+    for is_over in (True, False):
+        run_ranks(2, lambda t, over=is_over: saves(t, over))  # type: ignore[misc]
+        for num_ranks in (1, 2, 3, 4):
+            dealt = run_ranks(num_ranks, lambda t, over=is_over: loads(t, over))  # type: ignore[misc]
+            with case(is_over, num_ranks):
+                assert {epoch for _, epoch in dealt} == {int(is_over)}
+                assert len({index for indices, _ in dealt for index in indices}) == (size if is_over else 1)
