@@ -27,6 +27,7 @@ from test_malformed import (
     with_manifest,
 )
 
+from support.cases import case
 from syncline import Checkpointer, SynclineError, TrainState
 from syncline.checkpoint.encoding import decode
 from syncline.checkpoint.files import MAX_READ_BYTES
@@ -75,12 +76,12 @@ def test_a_manifest_that_is_a_hole_is_not_read(tmp_path: Path) -> None:
     assert "expected a file of at most" in warned[0]
 
 
-@pytest.mark.parametrize("name", ["manifest.json", HEADER])
-def test_a_file_of_the_kernel_is_read_no_further_than_its_size(name: str, tmp_path: Path) -> None:
-    _, newest = stepped(tmp_path, 1, 2)
-    (newest / name).unlink()
-    (newest / name).symlink_to("/proc/kmsg" if os.access("/proc/kmsg", os.R_OK) else "/proc/self/status")
-    assert loaded(tmp_path)[0] == 1
+def test_a_file_of_the_kernel_is_read_no_further_than_its_size(tmp_path: Path) -> None:
+    for name in ("manifest.json", HEADER):
+        _, newest = stepped(tmp_path / name, 1, 2)
+        (newest / name).unlink()
+        (newest / name).symlink_to("/proc/kmsg" if os.access("/proc/kmsg", os.R_OK) else "/proc/self/status")
+        assert loaded(tmp_path / name)[0] == 1, name
 
 
 def test_what_a_terminal_could_obey_is_shown_as_text() -> None:
@@ -99,6 +100,9 @@ def test_what_a_terminal_could_obey_is_shown_as_text() -> None:
     assert [str(one.message) for one in caught if "state of a Adam\\x1b[2JW" in str(one.message)]
 
 
+HARMFUL = [b"1" * 5000, b"[" * 5000, b"\x1b[2J", b'"', b"-", b"1e999", b"\x00", b"NaN"]
+
+
 def mutated(rng: random.Random, content: bytes) -> bytes:
     """Change some bytes, cut, or repeat a part."""
     found = bytearray(content)
@@ -108,9 +112,7 @@ def mutated(rng: random.Random, content: bytes) -> bytes:
         if how < 0.4 and at < len(found):
             found[at] = rng.randrange(256)
         elif how < 0.6:
-            found[at:at] = rng.choice(
-                [b"1" * 5000, b"[" * 5000, b"\x1b[2J", b'"', b"-", b"1e999", b"\x00", b"NaN"]
-            )
+            found[at:at] = rng.choice(HARMFUL)
         elif how < 0.8:
             del found[at : at + rng.randrange(40)]
         else:
@@ -118,25 +120,29 @@ def mutated(rng: random.Random, content: bytes) -> bytes:
     return bytes(found)
 
 
-@pytest.mark.parametrize("seed", range(60))
-def test_whatever_bytes_a_save_has_the_one_before_is_loaded_or_the_object_refuses_it(seed: int) -> None:
+def load_mutated(seed: int) -> None:
     rng, files = random.Random(seed), SAVED.copy()
     text = files.read(f"{NEWEST}/manifest.json").removesuffix(b"\n").rpartition(b"\n")[0]
     if rng.random() < 0.5:
         with_manifest(files, mutated(rng, text))
     else:
         with_header(files, mutated(rng, dumped(header_of(files))))
-    state = made(5)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         try:
-            assert Checkpointer("/runs", files=files).load(state) in (1, 2)
+            assert Checkpointer("/runs", files=files).load(made(5)) in (1, 2)
         except (ValueError, TypeError, SynclineError) as error:
             said = str(error)
             assert "load_state_dict() of" in said or "Use the same names" in said
             assert "all are damaged" not in said
     for one in caught:
         assert all(letter.isprintable() or letter == "\n" for letter in str(one.message))
+
+
+def test_whatever_bytes_a_save_has_the_one_before_is_loaded_or_the_object_refuses_it() -> None:
+    for seed in range(60):
+        with case("seed", seed):
+            load_mutated(seed)
 
 
 # ---------------------------------------------------------------------- files of torch
@@ -152,25 +158,23 @@ TORCH_FILES: dict[str, tuple[Callable[[Path], object], str]] = {
 }
 
 
-@pytest.mark.parametrize("kind", TORCH_FILES)
-def test_a_file_that_torch_has_not_written_is_refused(kind: str, tmp_path: Path) -> None:
-    make, words = TORCH_FILES[kind]
-    make(tmp_path / "old.pt")
-    with pytest.raises((ValueError, SynclineError), match=words):
-        TrainState(model=torch.nn.Linear(1, 1)).load_torch(tmp_path / "old.pt", strict=False)
+def test_a_file_that_torch_has_not_written_is_refused_and_not_waited_for(tmp_path: Path) -> None:
+    for kind, (make, words) in TORCH_FILES.items():
+        make(tmp_path / kind)
+        with case(kind), pytest.raises((ValueError, SynclineError), match=words):
+            TrainState(model=torch.nn.Linear(1, 1)).load_torch(tmp_path / kind, strict=False)
 
 
 # ---------------------------------------------------------------------- figures
 
 
-@pytest.mark.parametrize(
-    "content",
-    [b"", b"[" * 100_000, b"NaN", b"{}", b'{"syncline machine": 1}', pickle.dumps({}), b"5", b"\xff\xfe"],
-)
 def test_a_file_of_figures_that_makes_no_sense_is_one_line(
-    content: bytes, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "machine.json"
-    path.write_bytes(content)
-    assert main(["plan", "--parameters", "1e6", "--hosts", "2", "--machine", str(path)]) == 2
-    assert len(capsys.readouterr().err.splitlines()) <= 3
+    one = b'{"syncline machine": 1}'
+    for content in (b"", b"[" * 100_000, b"NaN", b"{}", one, pickle.dumps({}), b"5", b"\xff\xfe"):
+        path.write_bytes(content)
+        with case(content[:30]):
+            assert main(["plan", "--parameters", "1e6", "--hosts", "2", "--machine", str(path)]) == 2
+            assert len(capsys.readouterr().err.splitlines()) <= 3
