@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -11,6 +13,7 @@ from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 
 import syncline as sl
+from support.cases import case
 from syncline import Checkpointer, ReplicaDivergence, TrainState
 from syncline.checkpoint.rollback import agree_on_loaded
 from syncline.transport import Transport, run_ranks
@@ -42,11 +45,13 @@ def saved() -> FaultyFiles:
     return files
 
 
-def test_what_a_rank_has_of_its_own_is_not_compared() -> None:
+def test_what_a_rank_has_of_its_own_is_not_compared_nor_the_order_of_memory() -> None:
     files = saved()
 
     def load(t: Transport) -> list[float]:
         state = make(9)
+        if t.rank == 1:
+            state.named["model"].to(memory_format=torch.channels_last)
         assert Checkpointer("/runs/one", group=t, files=files).load(state) == 4
         buffer: Tensor = state.named["model"].mean
         return buffer.tolist()
@@ -54,60 +59,43 @@ def test_what_a_rank_has_of_its_own_is_not_compared() -> None:
     assert run_ranks(3, load) == [[0.0, 0.0], [1.0, 1.0], [2.0, 2.0]]
 
 
-def test_a_tensor_that_one_rank_loads_otherwise_is_named() -> None:
-    files = saved()
-    texts = []
+def bias(state: TrainState) -> None:
+    state.named["model"].conv.bias.data[2] += 1e-7
 
-    def load(t: Transport) -> None:
+
+def lr(state: TrainState) -> None:
+    state.named["optimizer"].param_groups[0]["lr"] *= 2
+
+
+def momentum(state: TrainState) -> None:
+    next(iter(state.named["optimizer"].state.values()))["momentum_buffer"].mul_(2)
+
+
+def test_what_one_rank_loads_otherwise_is_named() -> None:
+    files = saved()
+
+    def load(t: Transport, name: str, spoil: Callable[[TrainState], None]) -> str:
         state = make(t.rank)
 
-        def spoil(module: nn.Module, keys: Any) -> None:
+        def hook(*_: Any) -> None:
             if t.rank == 1:
-                module.conv.bias.data[2] += 1e-7  # type: ignore[union-attr,operator]
+                spoil(state)
 
-        state.named["model"].register_load_state_dict_post_hook(spoil)
+        state.named["model" if spoil is bias else "optimizer"].register_load_state_dict_post_hook(hook)
         with pytest.raises(ReplicaDivergence) as caught:
             Checkpointer("/runs/one", group=t, files=files).load(state)
-        assert (caught.value.tensor, caught.value.num_differing) == ("model.conv.bias", 1)
-        assert caught.value.minority_ranks == (1,)
-        texts.append(str(caught.value))
+        assert (caught.value.tensor, caught.value.minority_ranks) == (name, (1,))
+        assert caught.value.num_differing == 1
+        return str(caught.value)
 
-    run_ranks(3, load)
-    assert len(set(texts)) == 1
-    assert "model.conv.bias  ranks 0, 2 | rank 1" in texts[0]
-
-
-@pytest.mark.parametrize("what", ["momentum", "lr"])
-def test_an_optimizer_that_one_rank_loads_otherwise_is_named(what: str) -> None:
-    files = saved()
-
-    def load(t: Transport) -> None:
-        state = make(t.rank)
-
-        def spoil(optimizer: Optimizer) -> None:
-            if t.rank == 2 and what == "lr":
-                optimizer.param_groups[0]["lr"] *= 2
-            elif t.rank == 2:
-                next(iter(optimizer.state.values()))["momentum_buffer"].mul_(2)
-
-        state.named["optimizer"].register_load_state_dict_post_hook(spoil)
-        Checkpointer("/runs/one", group=t, files=files).load(state)
-
-    name = "optimizer, values other than tensors" if what == "lr" else "optimizer.state.0.momentum_buffer"
-    with pytest.raises(ReplicaDivergence, match=rf"{name}  ranks 0, 1 \| rank 2"):
-        run_ranks(3, load)
-
-
-def test_the_memory_in_which_it_is_does_not_matter() -> None:
-    files = saved()
-
-    def load(t: Transport) -> None:
-        state = make(t.rank)
-        if t.rank == 1:
-            state.named["model"].to(memory_format=torch.channels_last)
-        Checkpointer("/runs/one", group=t, files=files).load(state)
-
-    run_ranks(3, load)
+    for name, spoil in (
+        ("model.conv.bias", bias),
+        ("optimizer, values other than tensors", lr),
+        ("optimizer.state.0.momentum_buffer", momentum),
+    ):
+        with case(name):
+            (text,) = set(run_ranks(3, partial(load, name=name, spoil=spoil)))
+            assert f"{name}  ranks 0, 2 | rank 1" in text
 
 
 def test_what_was_sharded_and_is_not_any_more_is_compared() -> None:
@@ -138,15 +126,15 @@ def test_what_was_sharded_and_is_not_any_more_is_compared() -> None:
         run_ranks(2, lambda t: program(t, sharded=False))
 
 
-@pytest.mark.parametrize("other", [torch.zeros(4), torch.zeros(2, 2, dtype=torch.int32), torch.zeros(2, 1)])
-def test_another_shape_or_type_is_a_difference(other: Tensor) -> None:
-    with pytest.raises(ReplicaDivergence, match=r"x  rank 0 \| rank 1"):
-        run_ranks(2, lambda t: agree_on_loaded(t, "loading", {"x": other if t.rank else torch.zeros(2, 2)}))
-
-
-def test_names_that_one_rank_has_alone_are_a_difference() -> None:
-    def program(t: Transport) -> None:
-        agree_on_loaded(t, "loading", {"x": {key: torch.ones(2) for key in "ab"[: 2 - t.rank]}})
-
-    with pytest.raises(ReplicaDivergence, match=r"x\.b  rank 0 \| rank 1"):
-        run_ranks(2, program)
+def test_another_shape_or_type_or_name_is_a_difference() -> None:
+    own = {"x": torch.zeros(2, 2)}
+    others: dict[str, dict[str, Tensor]] = {
+        "x": {"x": torch.zeros(4)},
+        "x (type)": {"x": torch.zeros(2, 2, dtype=torch.int32)},
+        "x (smaller)": {"x": torch.zeros(2, 1)},
+        "y": own | {"y": torch.ones(2)},
+    }
+    for kind, other in others.items():
+        text = rf"z\.{kind[0]}  rank 0 \| rank 1"
+        with case(kind), pytest.raises(ReplicaDivergence, match=text):
+            run_ranks(2, lambda t, o=other: agree_on_loaded(t, "loading", {"z": o if t.rank else own}))  # type: ignore[misc]

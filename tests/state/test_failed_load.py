@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,8 @@ import torch
 from torch import nn
 
 import syncline as sl
+from support.cases import case
+from support.values import exact
 from syncline.transport import Transport, run_ranks
 
 
@@ -28,49 +31,41 @@ class Refuses:
 
 
 class Run:
-    """A training run that has made a step from weights of its own."""
+    """A training run that has made `seed` steps from weights of its own."""
 
     def __init__(self, t: Transport, seed: int, *, fails: bool = False, out: int = 2, **how: Any) -> None:
         g = torch.Generator().manual_seed(seed)
-        module = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, out))
+        self.model: Any = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, out))
         with torch.no_grad():
-            for parameter in module.parameters():
+            for parameter in self.model.parameters():
                 parameter.normal_(generator=g)
-        self.model: Any = module
         if how:
-            self.model = sl.DistributedDataParallel(module, process_group=t, **how)
+            self.model = sl.DistributedDataParallel(self.model, process_group=t, **how)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.1 * seed)
         if how:
             self.model.attach(self.optimizer)
-        self.scheduler = torch.optim.lr_scheduler.StepLR(self.optimizer, 1)
+        scheduler = torch.optim.lr_scheduler.StepLR(self.optimizer, 1)
+        sampler = sl.DistributedSampler(range(8), 1, 0)
         self.state = sl.TrainState(
             model=self.model,
             optimizer=self.optimizer,
-            scheduler=self.scheduler,
-            sampler=sl.DistributedSampler(range(8), 1, 0),
+            scheduler=scheduler,
+            sampler=sampler,
             last=Refuses(fails),
         )
         for _ in range(seed):
-            self.optimizer.zero_grad()
-            self.model(torch.randn(4, 3, generator=g)).square().mean().backward()
-            self.optimizer.step()
-            self.scheduler.step()
+            self.step(torch.randn(4, 3, generator=g))
+            scheduler.step()
             self.state.step += 1
 
-    def now(self) -> str:
+    def step(self, inputs: torch.Tensor) -> None:
+        self.optimizer.zero_grad()
+        self.model(inputs).square().mean().backward()
+        self.optimizer.step()
+
+    def now(self) -> Any:
         found = self.state.state_dict()
-        return repr(_exact({name: found[name] for name in found if name != "rng"})) + str(
-            torch.get_rng_state().sum()
-        )
-
-
-def _exact(value: Any) -> Any:
-    """As it is, with the numbers of each tensor in full: how many are printed is no rank's own affair."""
-    if isinstance(value, torch.Tensor):
-        return value.dtype, value.tolist()
-    if isinstance(value, dict):
-        return {key: _exact(part) for key, part in value.items()}
-    return type(value)(map(_exact, value)) if isinstance(value, list | tuple) else value
+        return exact({name: found[name] for name in found if name != "rng"}), torch.get_rng_state().sum()
 
 
 HOW: dict[str, dict[str, Any]] = {
@@ -81,58 +76,42 @@ HOW: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("kind", HOW)
-@pytest.mark.parametrize("why", ["the last object", "another shape"])
-def test_a_load_that_fails_on_one_rank_changes_nothing_on_any(why: str, kind: str, tmp_path: Path) -> None:
-    def save(t: Transport) -> None:
-        sl.Checkpointer(tmp_path, group=t).save(Run(t, 1, **HOW[kind]).state)
+def test_a_load_that_fails_on_one_rank_changes_nothing_on_any(tmp_path: Path) -> None:
+    def load(t: Transport, directory: Path, kind: str) -> None:
+        checkpointer = sl.Checkpointer(directory, group=t)
+        checkpointer.save(Run(t, 1, **HOW[kind]).state)
+        # Either the last object of rank 1 fails, or the model of all has another shape.
+        for differing in ({"fails": t.rank == 1}, {"out": 3}):
+            run = Run(t, 2, **differing, **HOW[kind])
+            before = run.now()
+            t.barrier().wait()
+            with pytest.raises((ValueError, sl.SynclineError)):
+                checkpointer.load(run.state)
+            assert run.now() == before, differing
+            run.step(torch.ones(4, 3))  # it can go on
 
-    def load(t: Transport) -> None:
-        others = why == "another shape"
-        run = Run(t, 2, fails=t.rank == 1 and not others, out=3 if others else 2, **HOW[kind])
-        before = run.now()
-        t.barrier().wait()
-        with pytest.raises((ValueError, sl.SynclineError)):
-            sl.Checkpointer(tmp_path, group=t).load(run.state)
-        assert run.now() == before
-        # And it can go on.
-        run.optimizer.zero_grad()
-        run.model(torch.ones(4, 3)).square().mean().backward()
-        run.optimizer.step()
-
-    run_ranks(2, save)
-    run_ranks(2, load)
+    for kind in HOW:
+        with case(kind):
+            run_ranks(2, partial(load, directory=tmp_path / kind, kind=kind))
 
 
-@pytest.mark.parametrize("sharded", [None, True])
-def test_nor_does_a_file_of_torch(tmp_path: Path, *, sharded: bool | None) -> None:
-    how = {} if sharded is None else {"sharded": True}
+def test_nor_does_a_file_of_torch_or_a_state_dict(tmp_path: Path) -> None:
     path = tmp_path / "old.pt"
+    run_ranks(1, lambda t: torch.save(Run(t, 1).state.state_dict() | {"rng": None}, path))
 
-    def program(t: Transport) -> None:
-        run = Run(t, 1)
-        if t.rank == 0:
-            torch.save(run.state.state_dict() | {"rng": None}, path)
-        t.barrier().wait()
-        mine = Run(t, 2, fails=t.rank == 1, **how)
-        before = mine.now()
-        with pytest.raises((ValueError, sl.SynclineError), match="not mine"):
-            mine.state.load_torch(path, besides=["rng"], group=t)
-        assert mine.now() == before
-
-    run_ranks(2, program)
-
-
-def test_nor_does_a_state_dict() -> None:
-    def program(t: Transport) -> None:
-        state = Run(t, 1).state.state_dict()
-        run = Run(t, 2, fails=True)
+    def load(t: Transport, how: dict[str, Any]) -> None:
+        run = Run(t, 2, fails=t.rank == t.size - 1, **how)
         before = run.now()
-        with pytest.raises(ValueError, match="not mine"):
-            run.state.load_state_dict(state)
+        with pytest.raises((ValueError, sl.SynclineError), match="not mine"):
+            if t.size == 2:
+                run.state.load_torch(path, besides=["rng"], group=t)
+            else:
+                run.state.load_state_dict(Run(t, 1).state.state_dict())
         assert run.now() == before
 
-    run_ranks(1, program)
+    for size, kind in ((2, "bare"), (2, "sharded"), (1, "bare")):
+        with case(size, kind):
+            run_ranks(size, partial(load, how=HOW[kind]))
 
 
 class Replaces(nn.Module):
@@ -178,38 +157,41 @@ def stepped(optimizer: torch.optim.Optimizer, gradient: float) -> torch.optim.Op
     return optimizer
 
 
-UNUSUAL: dict[str, tuple[Any, Any]] = {
-    "a buffer is replaced": (Replaces(torch.ones(3)), Replaces(torch.zeros(1))),
-    "a buffer is resized": (Resizes(torch.ones(3)), Resizes(torch.zeros(0))),
-    "parameters are replaced": (nn.Linear(3, 2), Assigns(3, 2)),
-    "parameters are lazy": (nn.Linear(3, 2), nn.LazyLinear(2)),
-    "an optimizer is written in place": tuple(
-        stepped(InPlace([nn.Parameter(torch.ones(2))], lr=lr, momentum=0.9), lr) for lr in (0.1, 0.5)
-    ),
-}
+def unusual() -> dict[str, tuple[Any, Any]]:
+    """Objects that are saved, and those that load it."""
+    return {
+        "a buffer is replaced": (Replaces(torch.ones(3)), Replaces(torch.zeros(1))),
+        "a buffer is resized": (Resizes(torch.ones(3)), Resizes(torch.zeros(0))),
+        "parameters are replaced": (nn.Linear(3, 2), Assigns(3, 2)),
+        "parameters are lazy": (nn.Linear(3, 2), nn.LazyLinear(2)),
+        "an optimizer is written in place": tuple(
+            stepped(InPlace([nn.Parameter(torch.ones(2))], lr=lr, momentum=0.9), lr) for lr in (0.1, 0.5)
+        ),
+    }
 
 
-def shown(one: Any) -> str:
+def shown(one: Any) -> Any:
     state = one.state_dict()
-    if isinstance(one, nn.Module):
-        held = {name: id(value) for name, value in [*one.named_parameters(), *one.named_buffers()]}
-        state = {
-            name: "lazy" if nn.parameter.is_lazy(value) else _exact(value) for name, value in state.items()
-        }
-        return str((state, held))
-    return str(_exact(state))
+    if not isinstance(one, nn.Module):
+        return exact(state)
+    held = {name: id(value) for name, value in [*one.named_parameters(), *one.named_buffers()]}
+    return held, {
+        name: "lazy" if nn.parameter.is_lazy(value) else exact(value) for name, value in state.items()
+    }
 
 
-@pytest.mark.parametrize("kind", UNUSUAL)
-def test_whatever_a_load_does_to_an_object_is_undone(kind: str, tmp_path: Path) -> None:
-    saved, loading = UNUSUAL[kind]
-    sl.Checkpointer(tmp_path).save(sl.TrainState(it=saved, last=Refuses(False)), step=1)
-    before = shown(loading)
-    with pytest.raises(ValueError, match="not mine"):
-        sl.Checkpointer(tmp_path).load(sl.TrainState(it=loading, last=Refuses(True)))
-    assert shown(loading) == before
-    sl.Checkpointer(tmp_path).load(sl.TrainState(it=loading, last=Refuses(False)))
-    assert shown(loading) != before
+@pytest.mark.filterwarnings("ignore:Lazy modules:UserWarning")
+def test_whatever_a_load_does_to_an_object_is_undone(tmp_path: Path) -> None:
+    for kind, (saved, loading) in unusual().items():
+        checkpointer = sl.Checkpointer(tmp_path / kind)
+        checkpointer.save(sl.TrainState(it=saved, last=Refuses(False)), step=1)
+        before = shown(loading)
+        with case(kind):
+            with pytest.raises(ValueError, match="not mine"):
+                checkpointer.load(sl.TrainState(it=loading, last=Refuses(True)))
+            assert shown(loading) == before
+            checkpointer.load(sl.TrainState(it=loading, last=Refuses(False)))
+            assert shown(loading) != before
 
 
 def test_what_cannot_be_undone_is_said_and_hides_no_error(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 import syncline as sl
+from support.cases import case
 from syncline import ReplicaDivergence
 from syncline.transport import Transport, run_ranks
 
@@ -69,32 +70,31 @@ def test_messages_and_records_count_on_from_a_loaded_step(tmp_path: Path) -> Non
         assert step == "43"
 
 
-def test_what_a_checkpointer_has_loaded_is_known_to_be_equal_since(tmp_path: Path) -> None:
-    def program(t: Transport) -> ReplicaDivergence:
-        ddp, optimizer, state = resumed(t, tmp_path, 7, replica_check=sl.ReplicaCheck(every=1))
+def test_what_a_checkpointer_has_loaded_is_known_to_be_equal_since_and_nothing_else(tmp_path: Path) -> None:
+    def agreed_at(run: Any, t: Transport) -> tuple[str, int | None]:
         if t.rank == 0:
-            write_one_weight(ddp)
-        with pytest.raises(ReplicaDivergence, match="at step 7, 1 step before") as caught:
-            train(t, ddp, optimizer, state, num_steps=1)
-        return caught.value
+            write_one_weight(run[0])
+        with pytest.raises(ReplicaDivergence) as caught:
+            train(t, *run, num_steps=1)
+        return str(caught.value), caught.value.agreed_at_step
 
-    assert {error.agreed_at_step for error in run_ranks(2, program)} == {7}
+    def by_checkpointer(t: Transport) -> tuple[str, int | None]:
+        return agreed_at(resumed(t, tmp_path, 7, replica_check=sl.ReplicaCheck(every=1)), t)
 
+    def otherwise(t: Transport) -> tuple[str, int | None]:
+        run = training(t, replica_check=sl.ReplicaCheck(every=1))
+        train(t, *run, num_steps=3)
+        before = copy.deepcopy(run[2].state_dict())
+        train(t, *run, num_steps=2)
+        run[2].load_state_dict(before)
+        return agreed_at(run, t)
 
-def test_what_was_loaded_otherwise_is_not_said_to_have_been_equal() -> None:
-    def program(t: Transport) -> ReplicaDivergence:
-        ddp, optimizer, state = training(t, replica_check=sl.ReplicaCheck(every=1))
-        train(t, ddp, optimizer, state, num_steps=3)
-        before = copy.deepcopy(state.state_dict())
-        train(t, ddp, optimizer, state, num_steps=2)
-        state.load_state_dict(before)
-        if t.rank == 0:
-            write_one_weight(ddp)
-        with pytest.raises(ReplicaDivergence, match="step 4, replica check") as caught:
-            train(t, ddp, optimizer, state, num_steps=1)
-        return caught.value
-
-    assert {error.agreed_at_step for error in run_ranks(2, program)} == {None}
+    ((text, step),) = set(run_ranks(2, by_checkpointer))
+    assert step == 7
+    assert "at step 7, 1 step before" in text
+    ((text, none),) = set(run_ranks(2, otherwise))
+    assert none is None
+    assert "step 4, replica check" in text
 
 
 def test_one_rank_may_load_and_give_it_to_the_others() -> None:
@@ -116,36 +116,29 @@ def test_one_rank_may_load_and_give_it_to_the_others() -> None:
 
 
 def test_a_hook_can_be_registered_after_loading_and_after_a_backward() -> None:
+    def hook(_: Any, bucket: Any) -> Any:
+        future: Any = torch.futures.Future()
+        future.set_result(bucket.buffer())
+        return future
+
     def program(t: Transport) -> None:
         _, _, former = training(t)
         former.step = 12
-        ddp, optimizer, state = training(t)
-        state.load_state_dict(former.state_dict())
-        ddp.register_comm_hook(None, lambda _, bucket: t_future(bucket.buffer()))
-        train(t, ddp, optimizer, state, num_steps=1)
-        ddp, optimizer, state = training(t)
-        state.load_state_dict(former.state_dict())
-        train(t, ddp, optimizer, state, num_steps=1)
-        ddp.register_comm_hook(None, lambda _, bucket: t_future(bucket.buffer()))
-        train(t, ddp, optimizer, state, num_steps=1)
+        for num_steps in (0, 1):
+            ddp, optimizer, state = training(t)
+            state.load_state_dict(former.state_dict())
+            train(t, ddp, optimizer, state, num_steps=num_steps)
+            ddp.register_comm_hook(None, hook)
+            train(t, ddp, optimizer, state, num_steps=1)
 
     run_ranks(2, program)
 
 
-def t_future(tensor: torch.Tensor) -> Any:
-    future: Any = torch.futures.Future()
-    future.set_result(tensor)
-    return future
-
-
-@pytest.mark.parametrize("num_steps", [6, 8], ids=["between two meetings", "right after one"])
-def test_between_meetings_a_resumed_replica_is_not_taken_for_an_equal_one(
-    tmp_path: Path, num_steps: int
-) -> None:
+def test_between_meetings_a_resumed_replica_is_not_taken_for_an_equal_one(tmp_path: Path) -> None:
     """Nor are moments, which ranks have of their own all the time."""
 
-    def program(t: Transport) -> list[str]:
-        ddp, optimizer, state = resumed(t, tmp_path, num_steps, strategy=sl.LocalSGD(4))
+    def program(t: Transport, num_steps: int) -> list[str]:
+        ddp, optimizer, state = resumed(t, tmp_path / str(num_steps), num_steps, strategy=sl.LocalSGD(4))
         found = []
         sl.check_replicas(state, group=t)
         for _ in range(2):
@@ -159,8 +152,10 @@ def test_between_meetings_a_resumed_replica_is_not_taken_for_an_equal_one(
             train(t, ddp, optimizer, state, num_steps=2)
         return found
 
-    expected = ["not compared", "model.weight"] if num_steps == 6 else ["model.weight", "not compared"]
-    assert run_ranks(2, program) == [expected, expected]
+    between = run_ranks(2, lambda t: program(t, 6))
+    assert between == [["not compared", "model.weight"]] * 2
+    right_after_one = run_ranks(2, lambda t: program(t, 8))
+    assert right_after_one == [["model.weight", "not compared"]] * 2
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script_method:DeprecationWarning")  # the compiler's own
@@ -180,16 +175,15 @@ def test_a_compiled_wrapper_is_saved_as_the_wrapper() -> None:
     run_ranks(2, program)
 
 
-@pytest.mark.parametrize("kwargs", [{"strategy": sl.LocalSGD(4)}, {"compression": sl.compression.TopK(0.5)}])
-def test_a_wrapper_whose_state_would_be_lost_inside_of_another_module_is_refused(kwargs: Any) -> None:
+def test_a_wrapper_whose_state_would_be_lost_inside_of_another_module_is_refused() -> None:
     def program(t: Transport) -> None:
-        ddp, _, _ = training(t, **kwargs)
-        both = nn.ModuleDict({"generator": ddp})
-        with pytest.raises(
-            ValueError, match="model contains a wrapped module, generator, whose strategy or compr"
-        ):
-            sl.TrainState(model=both)
-        sl.TrainState(model=both, generator=ddp)
+        for kwargs in ({"strategy": sl.LocalSGD(4)}, {"compression": sl.compression.TopK(0.5)}):
+            ddp, _, _ = training(t, **kwargs)
+            both = nn.ModuleDict({"generator": ddp})
+            text = "model contains a wrapped module, generator, whose strategy or compr"
+            with case(kwargs), pytest.raises(ValueError, match=text):
+                sl.TrainState(model=both)
+            sl.TrainState(model=both, generator=ddp)
         sl.TrainState(model=nn.ModuleDict({"generator": training(t)[0]}))
 
     run_ranks(2, program)
