@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import json
 from collections import Counter
 from collections.abc import Callable
@@ -17,6 +18,8 @@ from torch.optim import SGD, Adafactor, Adagrad, AdamW, Muon, Optimizer
 from write_fixture import VERSION_2, VERSION_3, network, ordinary_state, scheduler_of
 
 import syncline as sl
+from support.cases import case
+from support.values import exact
 from syncline import CheckpointCorrupt, Checkpointer, TrainState
 from syncline.checkpoint.directory import VERSION, read_manifest
 from syncline.sharded import AttachedShards
@@ -67,15 +70,14 @@ OPTIMIZERS: dict[str, tuple[Make, bool | None]] = {
 class Run:
     """A training run of one rank, whose gradients are the same whatever the number of ranks."""
 
-    def __init__(self, t: Transport, name: str, *, sharded: bool, cap: float = 0.0015) -> None:
+    def __init__(self, t: Transport, name: str, *, sharded: bool = True, cap: float = 0.0015) -> None:
         make, elementwise = OPTIMIZERS[name]
         self.module = copy.deepcopy(NET)
         self.ddp = sl.DistributedDataParallel(
             self.module, process_group=t, sharded=sharded, bucket_cap_mb=cap
         )
-        self.optimizer = self.ddp.attach(
-            make(self.module), **({"elementwise": elementwise} if sharded else {})
-        )
+        how = {"elementwise": elementwise} if sharded else {}
+        self.optimizer = self.ddp.attach(make(self.module), **how)
         self.state = TrainState(model=self.ddp, optimizer=self.optimizer)
 
     def step(self) -> None:
@@ -85,26 +87,24 @@ class Run:
         self.optimizer.step()
         self.state.commit()
 
-    def found(self) -> tuple[list[Tensor], dict[str, Any]]:
-        return [p.detach().clone() for p in self.module.parameters()], self.optimizer.state_dict()
+    def found(self) -> Any:
+        return exact((list(self.module.parameters()), self.optimizer.state_dict()))
 
 
-def saved_by(
-    size: int, name: str, *, sharded: bool, blocking: bool = True, **run: Any
-) -> tuple[FaultyFiles, Any]:
+def saved_by(size: int, name: str, *, sharded: bool = True, blocking: bool = True) -> tuple[FaultyFiles, Any]:
     """What was saved, and what it is."""
     files = FaultyFiles()
 
     def program(t: Transport) -> Any:
-        made = Run(t, name, sharded=sharded, **run)
+        made = Run(t, name, sharded=sharded)
         checkpointer = Checkpointer("/runs/one", group=t, files=files)
         for _ in range(3):
             made.step()
         saving = checkpointer.save(made.state, blocking=blocking)
-        expected = copy.deepcopy(made.found())
+        expected = made.found()
         if not blocking:
             made.step()  # what is saved is a copy
-            assert not torch.equal(made.found()[0][0], expected[0][0])
+            assert made.found() != expected
             saving = saving.result()
         assert saving == "/runs/one/save-000001-step-3"
         return expected
@@ -112,77 +112,52 @@ def saved_by(
     return files, run_ranks(size, program)[0]
 
 
-def assert_same(
-    found: tuple[list[Tensor], dict[str, Any]], expected: tuple[list[Tensor], dict[str, Any]]
-) -> None:
-    for a, b in zip(found[0], expected[0], strict=True):
-        assert torch.equal(a, b)
-    assert found[1]["param_groups"] == expected[1]["param_groups"]
-    states = expected[1]["state"]
-    assert found[1]["state"].keys() == states.keys()
-    for index, state in states.items():
-        mine = found[1]["state"][index]
-        assert mine.keys() == state.keys()
-        for key, value in state.items():
-            assert torch.equal(mine[key], value), (index, key)
+def assert_loads(files: FaultyFiles, expected: Any, size: int, name: str, **how: Any) -> None:
+    def load(t: Transport) -> None:
+        run = Run(t, name, **how)
+        assert Checkpointer("/runs/one", group=t, files=files).load(run.state) == 3
+        assert run.found() == expected
+        run.step()
+
+    with case(name, f"loaded by {size} ranks", how):
+        run_ranks(size, load)
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_what_shards_have_saved_is_loaded_by_any_number_of_ranks(name: str) -> None:
-    files, expected = saved_by(3, name, sharded=True)
+    files, expected = saved_by(3, name)
     assert expected[1]["state"], "there is something to lose"
-
-    def load(t: Transport, *, sharded: bool) -> None:
-        # Other buckets, too: spans begin and end elsewhere.
-        run = Run(t, name, sharded=sharded, cap=0.0015 if t.size == 3 else 25)
-        assert Checkpointer("/runs/one", group=t, files=files).load(run.state) == 3
-        assert_same(run.found(), expected)
-        run.step()
-
-    for size in (1, 2, 3, 4):
-        run_ranks(size, lambda t: load(t, sharded=True))
+    # In other buckets, too: spans begin and end elsewhere.
+    for size, cap in ((1, 25), (2, 25), (3, 0.0015), (4, 25)):
+        assert_loads(files, expected, size, name, cap=cap)
     for size in (1, 2):
-        run_ranks(size, lambda t: load(t, sharded=False))
+        assert_loads(files, expected, size, name, sharded=False)
 
 
-@pytest.mark.parametrize("name", ["AdamW, groups", "AdamW, whole", "Adafactor"])
-def test_what_replicas_have_saved_is_loaded_by_shards(name: str) -> None:
-    files, expected = saved_by(2, name, sharded=False)
-
-    def load(t: Transport) -> None:
-        run = Run(t, name, sharded=True)
-        Checkpointer("/runs/one", group=t, files=files).load(run.state)
-        assert_same(run.found(), expected)
-
-    run_ranks(3, load)
+def test_what_replicas_have_saved_is_loaded_by_shards() -> None:
+    for name in ("AdamW, groups", "AdamW, whole", "Adafactor"):
+        assert_loads(*saved_by(2, name, sharded=False), 3, name)
 
 
 def test_flat_spans_become_whole_parameters_and_the_reverse() -> None:
     for saver, loader in (("AdamW", "AdamW, whole"), ("AdamW, whole", "AdamW")):
-        files, expected = saved_by(3, saver, sharded=True)
-
-        def load(t: Transport, name: str, files: FaultyFiles, expected: Any) -> None:
-            run = Run(t, name, sharded=True)
-            Checkpointer("/runs/one", group=t, files=files).load(run.state)
-            assert_same(run.found(), expected)
-
-        run_ranks(2, lambda t, n=loader, f=files, e=expected: load(t, n, f, e))  # type: ignore[misc]
+        assert_loads(*saved_by(3, saver), 2, loader)
 
 
 def test_a_save_that_does_not_block_copies_this_ranks_share_alone() -> None:
-    files, expected = saved_by(3, "AdamW", sharded=True, blocking=False)
+    files, expected = saved_by(3, "AdamW", blocking=False)
 
     def load(t: Transport) -> None:
-        run = Run(t, "AdamW", sharded=True)
+        run = Run(t, "AdamW")
         checkpointer = Checkpointer("/runs/one", group=t, files=files)
         checkpointer.load(run.state)
-        assert_same(run.found(), expected)
+        assert run.found() == expected
+        whole = numel_of(run.optimizer.state_dict())
         checkpointer.save(run.state, blocking=False)
         checkpointer.wait()
-        copied = sum(
-            t.numel() for key, t in checkpointer._copies.items() if key.startswith("optimizer.state")
-        )
-        assert copied < 0.6 * numel_of(expected[1])
+        copies = checkpointer._copies.items()
+        copied = sum(one.numel() for key, one in copies if key.startswith("optimizer.state"))
+        assert copied < 0.6 * whole
 
     run_ranks(3, load)
 
@@ -193,7 +168,7 @@ def numel_of(state: dict[str, Any]) -> int:
 
 def test_each_rank_writes_its_share_and_together_they_are_one_state(tmp_path: Path) -> None:
     def program(t: Transport) -> tuple[int, dict[str, Any]]:
-        run = Run(t, "SGD", sharded=True)
+        run = Run(t, "SGD")
         run.step()
         Checkpointer(tmp_path, group=t).save(run.state)
         attached = run.ddp._replica.sharding.optimizers[0]
@@ -227,7 +202,7 @@ def test_nothing_is_gathered(monkeypatch: pytest.MonkeyPatch) -> None:
         raise AssertionError("the state of all ranks was asked for")
 
     def program(t: Transport) -> None:
-        run = Run(t, "AdamW", sharded=True)
+        run = Run(t, "AdamW")
         run.step()
         checkpointer = Checkpointer("/runs/one", group=t, files=files)
         checkpointer.save(run.state)
@@ -243,7 +218,7 @@ def test_hooks_that_change_what_is_saved_see_the_ordinary_form() -> None:
     files = FaultyFiles()
 
     def program(t: Transport) -> None:
-        run = Run(t, "SGD", sharded=True)
+        run = Run(t, "SGD")
         run.step()
         shapes: list[Any] = []
 
@@ -278,39 +253,33 @@ def test_two_optimizers_of_one_module() -> None:
         if loads:
             assert checkpointer.load(state) == 1
         else:
-            ddp(
-                torch.randn(4, 3, 5, 5, generator=torch.Generator().manual_seed(1))
-            ).square().mean().backward()
+            x = torch.randn(4, 3, 5, 5, generator=torch.Generator().manual_seed(1))
+            ddp(x).square().mean().backward()
             for optimizer in (muon, adamw):
                 optimizer.step()
             checkpointer.save(state, step=1)
-        return [p.detach().clone() for p in module.parameters()], muon.state_dict(), adamw.state_dict()
+        return exact((list(module.parameters()), muon.state_dict(), adamw.state_dict()))
 
     expected = run_ranks(2, lambda t: program(t, loads=False))[0]
     for found in run_ranks(3, lambda t: program(t, loads=True)):
-        assert_same((found[0], found[1]), (expected[0], expected[1]))
-        assert_same((found[0], found[2]), (expected[0], expected[2]))
+        assert found == expected
 
 
-@pytest.mark.parametrize("rank", [0, 1, 2])
-def test_a_damaged_share_is_noticed_by_who_needs_it(rank: int) -> None:
-    files, _ = saved_by(3, "AdamW", sharded=True)
-    path = f"runs/one/save-000001-step-3/rank-{rank}.safetensors"
-    files.damage(path, -1, 1)
-
-    def load(t: Transport) -> None:
-        run = Run(t, "AdamW", sharded=True)
-        Checkpointer("/runs/one", group=t, files=files).load(run.state)
-
-    with pytest.raises(CheckpointCorrupt, match=rf"rank-{rank}\.safetensors: optimizer\.\S+ is damaged"):
-        run_ranks(2, load)
+def test_a_damaged_share_is_noticed_by_who_needs_it() -> None:
+    saved, expected = saved_by(3, "AdamW")
+    for rank in range(3):
+        files = saved.copy()
+        files.damage(f"runs/one/save-000001-step-3/rank-{rank}.safetensors", -1, 1)
+        text = rf"rank-{rank}\.safetensors: optimizer\.\S+ is damaged"
+        with pytest.raises(CheckpointCorrupt, match=text):
+            assert_loads(files, expected, 2, "AdamW")
 
 
 def test_before_the_first_step_there_is_nothing_to_share() -> None:
     files = FaultyFiles()
 
     def program(t: Transport) -> None:
-        run = Run(t, "AdamW", sharded=True)
+        run = Run(t, "AdamW")
         checkpointer = Checkpointer("/runs/one", group=t, files=files)
         checkpointer.save(run.state)
         run.step()
@@ -320,13 +289,8 @@ def test_before_the_first_step_there_is_nothing_to_share() -> None:
     run_ranks(2, program)
 
 
-@pytest.mark.parametrize("size", [1, 2, 3])
-@pytest.mark.parametrize("sharded", [True, False])
-@pytest.mark.parametrize("written", [VERSION_2, VERSION_3], ids=lambda path: path.name)
-def test_what_versions_2_and_3_have_written_is_read(size: int, *, sharded: bool, written: Path) -> None:
-    files = WrittenBefore(written)
-
-    def load(t: Transport) -> None:
+def test_what_versions_2_and_3_have_written_is_read() -> None:
+    def load(t: Transport, written: Path, sharded: bool, files: FaultyFiles) -> None:
         module = network()
         with torch.no_grad():
             for parameter in module.parameters():
@@ -342,13 +306,13 @@ def test_what_versions_2_and_3_have_written_is_read(size: int, *, sharded: bool,
             assert isinstance(scheduler.milestones, Counter)
             for group in optimizer.param_groups:
                 assert group.pop("initial_lr") == 0.25
-        expected = list(network().parameters()), ordinary_state(network())
-        assert_same(([p.detach() for p in module.parameters()], optimizer.state_dict()), expected)
+        assert exact(list(module.parameters())) == exact(list(network().parameters()))
+        assert exact(optimizer.state_dict()) == exact(ordinary_state(network()))
 
-    run_ranks(size, load)
-
-
-def test_there_is_something_written_by_the_present_version() -> None:
+    for written, sharded, size in itertools.product((VERSION_2, VERSION_3), (True, False), (1, 2, 3)):
+        how = (written, sharded, WrittenBefore(written))
+        with case(written.name, sharded, size):
+            run_ranks(size, lambda t, how=how: load(t, *how))  # type: ignore[misc]
     assert VERSION_3.name == f"version-{VERSION}", (
         "a new version: write_fixture.py, and a test that it is read"
     )

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import weakref
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from support.cases import case
+from support.values import exact
 from syncline import CheckpointCorrupt
 from syncline.checkpoint.directory import (
     VERSION,
@@ -71,30 +73,10 @@ def load(files: Files, path: str) -> tuple[int, Any]:
     return manifest.step, decode(manifest.shared, tensors)
 
 
-def load_newest(files: Files, shelf: SaveDirectory) -> tuple[int, Any] | None:
-    """The newest that is sound."""
-    for one in shelf.saves():
-        try:
-            return load(files, shelf.path_of(one))
-        except CheckpointCorrupt:
-            continue
-    return None
-
-
-def assert_same(found: Any, expected: Any) -> None:
-    assert type(found) is type(expected)
-    if isinstance(expected, Tensor):
-        assert found.dtype == expected.dtype
-        assert torch.equal(found, expected)
-    elif isinstance(expected, Mapping):
-        assert list(found) == list(expected)
-        for key, value in expected.items():
-            assert_same(found[key], value)
-    elif isinstance(expected, list | tuple):
-        for one, other in zip(found, expected, strict=True):
-            assert_same(one, other)
-    else:
-        assert found == expected
+def assert_holds(found: tuple[int, Any], step: int) -> None:
+    """It is the save of that step, and complete."""
+    assert found[0] == step
+    assert exact(found[1]) == exact(state_at(step))
 
 
 @settings(max_examples=250, deadline=None)
@@ -119,12 +101,9 @@ def test_whenever_it_crashes_the_last_committed_save_is_there_and_nothing_is_hal
         except Crash:
             files = files.after_crash(data.draw(st.integers(0, 10**6)))
         shelf = SaveDirectory(files, "runs/one", KEEP)
-        names = shelf.saves()
-        for one in names:
-            found, state = load(files, shelf.path_of(one))  # what bears a name is complete
-            assert found == one.step
-            assert_same(state, state_at(found))
-        steps = [one.step for one in names]
+        for one in shelf.saves():
+            assert_holds(load(files, shelf.path_of(one)), one.step)  # what bears a name is complete
+        steps = [one.step for one in shelf.saves()]
         assert steps == sorted(steps, reverse=True)
         if begun in steps and begun not in committed:
             committed.append(begun)  # it was, but nobody was told
@@ -150,30 +129,26 @@ def test_no_damage_is_taken_for_what_was_saved(data: st.DataObject) -> None:
         files.remove(path)
     with pytest.raises((CheckpointCorrupt, FileNotFoundError), match=path):
         load(files, shelf.path_of(newest))
-    found, state = load(files, shelf.path_of(older))
-    assert found == 1
-    assert_same(state, state_at(1))
+    assert_holds(load(files, shelf.path_of(older)), 1)
 
 
-@settings(max_examples=200, deadline=None)
-@given(st.integers(0, 60))
-def test_a_full_disk_keeps_what_there_is(room: int) -> None:
-    files = FaultyFiles()
-    shelf = SaveDirectory(files, "runs", KEEP)
-    save(files, shelf, 1)
-    files.full_at = files.num_done + room
-    last = 1
-    with pytest.raises(OSError, match="No space"):
-        while True:
+def test_a_full_disk_keeps_what_there_is() -> None:
+    for room in range(61):
+        files = FaultyFiles()
+        shelf = SaveDirectory(files, "runs", KEEP)
+        save(files, shelf, 1)
+        files.full_at = files.num_done + room
+        last = 1
+        with case("room for", room):
+            with pytest.raises(OSError, match="No space"):
+                while True:
+                    save(files, shelf, last + 1)
+                    last += 1
+            assert_holds(load(files, shelf.path_of(shelf.saves()[0])), last)
+            assert [name for name in files.names("runs") if parse_name(name) is None] == []
+            files.full_at = None
             save(files, shelf, last + 1)
-            last += 1
-    found, state = load_newest(files, shelf) or (0, None)
-    assert found == last
-    assert_same(state, state_at(last))
-    assert [name for name in files.names("runs") if parse_name(name) is None] == []
-    files.full_at = None
-    save(files, shelf, last + 1)
-    assert [one.step for one in shelf.saves()] == [last + 1, last]
+            assert [one.step for one in shelf.saves()] == [last + 1, last]
 
 
 def test_saves_are_in_the_order_of_saving_whatever_their_steps_are() -> None:
@@ -187,7 +162,7 @@ def test_saves_are_in_the_order_of_saving_whatever_their_steps_are() -> None:
     assert [one.step for one in shelf.saves()] == [11, 10, 20]
 
 
-def test_what_is_damaged_does_not_count_as_kept() -> None:
+def test_what_is_damaged_or_incomplete_does_not_count_as_kept() -> None:
     files = FaultyFiles()
     shelf = SaveDirectory(files, "runs", 2)
     for step in range(4):
@@ -197,22 +172,30 @@ def test_what_is_damaged_does_not_count_as_kept() -> None:
     assert shelf.prune(damaged=[second]) == [oldest]
     assert shelf.saves() == [newest, second, third]
     assert shelf.prune() == [third]
+    shelf = SaveDirectory(files, "others", 1)
+    sound = save(files, shelf, 1)
+    for step, lost in ((2, "manifest.json"), (3, "shared.safetensors")):  # as other programs may leave them
+        path = shelf.path_of(Save(step, step))
+        files.make_directory(path)
+        write_manifest(files, path, write(files, path, step))
+        files.remove(f"{path}/{lost}")
+    assert shelf.prune() == []
+    assert_holds(load(files, shelf.path_of(sound)), 1)
 
 
-@pytest.mark.parametrize("takes_over", [False, True])
-@pytest.mark.parametrize("keep", [1, 2])
-def test_two_runs_in_one_directory_leave_only_complete_saves(keep: int, takes_over: bool) -> None:
-    """Whatever one run is doing when the other saves, nothing that counts as a save is incomplete.
+def test_two_runs_in_one_directory_leave_only_complete_saves() -> None:
+    """Whatever one run is doing when the other saves, nothing that counts as a save is incomplete."""
 
-    `takes_over`: the other run begins while this one saves, and takes what it finds for what a crash has left.
-    """
-    at, is_over = 0, False
-    while not is_over:
+    def beside(at: int, keep: int, *, takes_over: bool) -> bool:
+        """Save while the other does at this operation of ours; return whether there was such an operation.
+
+        `takes_over`: the other run begins meanwhile, and takes what it finds for what a crash has left.
+        """
         files = FaultyFiles()
         other = SaveDirectory(files, "runs", keep)
         save(files, other, 1)
 
-        def other_saves(files: FaultyFiles = files, other: SaveDirectory = other) -> None:
+        def other_saves() -> None:
             if takes_over:
                 other.look_for_leftovers()
             save(files, other, 2)
@@ -224,19 +207,23 @@ def test_two_runs_in_one_directory_leave_only_complete_saves(keep: int, takes_ov
             save(ours, shelf, 2)
         except (OSError, CheckpointCorrupt):
             is_refused = True
-        is_over = not ours.has_happened
-        at += 1
         saves = other.saves()
         assert 1 <= len(saves) <= keep + 1
         for one in saves:
-            found, state = load(files, other.path_of(one))
-            assert found == one.step
-            assert_same(state, state_at(found))
+            assert_holds(load(files, other.path_of(one)), one.step)
         assert takes_over or not is_refused
         assert saves[0].step == 2
+        has_happened = ours.has_happened
         save(files, shelf, 3)
         assert [one.step for one in shelf.saves()] == [3, 2][:keep]
-    assert at > 15
+        return has_happened
+
+    for keep, takes_over in itertools.product((1, 2), (False, True)):
+        at = 0
+        with case(keep, takes_over):
+            while beside(at, keep, takes_over=takes_over):
+                at += 1
+        assert at > 14
 
 
 def test_a_save_that_lost_a_file_is_not_committed() -> None:
@@ -252,19 +239,6 @@ def test_a_save_that_lost_a_file_is_not_committed() -> None:
         with pytest.raises(CheckpointCorrupt, match=r"shared\.safetensors is"):
             shelf.commit(path, manifest)
     assert shelf.saves() == []
-
-
-def test_an_incomplete_save_does_not_count_as_kept() -> None:
-    files = FaultyFiles()
-    shelf = SaveDirectory(files, "runs", 1)
-    sound = save(files, shelf, 1)
-    for step, lost in ((2, "manifest.json"), (3, "shared.safetensors")):  # as other programs may leave them
-        path = shelf.path_of(Save(step, step))
-        files.make_directory(path)
-        write_manifest(files, path, write(files, path, step))
-        files.remove(f"{path}/{lost}")
-    assert shelf.prune() == []
-    assert load(files, shelf.path_of(sound))[0] == 1
 
 
 def test_leftovers_of_a_crash_are_removed_and_what_another_run_writes_is_not() -> None:
@@ -312,9 +286,8 @@ def test_a_later_version_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr("syncline.checkpoint.directory.VERSION", VERSION + 1)
     write_manifest(LocalFiles(), str(tmp_path), write(LocalFiles(), str(tmp_path), 1))
     monkeypatch.undo()
-    with pytest.raises(
-        CheckpointCorrupt, match=rf"has format version {VERSION + 1} .* reads only versions up to {VERSION}"
-    ):
+    text = rf"has format version {VERSION + 1} .* reads only versions up to {VERSION}"
+    with pytest.raises(CheckpointCorrupt, match=text):
         load(LocalFiles(), str(tmp_path))
 
 
