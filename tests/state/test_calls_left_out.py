@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 import syncline as sl
+from support.cases import case
 from syncline import UnevenInputs
 from syncline.transport import Transport, run_ranks
 
@@ -20,13 +21,14 @@ def steps(ddp: nn.Module, num_steps: int) -> None:
         ddp(torch.ones(2, 2)).sum().backward()
 
 
-def told_to_rank_0(
-    tmp_path: Path, call: Callable[[sl.Checkpointer, sl.TrainState, Transport], Any], *, num_steps: int = 2
-) -> str:
+Call = Callable[[sl.Checkpointer, sl.TrainState, Transport], Any]
+
+
+def told_to_rank_0(folder: Path, call: Call, *, num_steps: int = 2) -> str:
     """What rank 0 raises, which makes a call after two steps that rank 1 does not make, after `num_steps`."""
 
     def program(t: Transport) -> str:
-        checkpointer = sl.Checkpointer(tmp_path, group=t, stop_signals=())
+        checkpointer = sl.Checkpointer(folder, group=t, stop_signals=())
         ddp = sl.DistributedDataParallel(nn.Linear(2, 1), process_group=t)
         state = sl.TrainState(model=ddp)
         steps(ddp, 2 if t.rank == 0 else num_steps)
@@ -39,30 +41,28 @@ def told_to_rank_0(
     return run_ranks(2, program, timeout_seconds=20)[0]
 
 
-@pytest.mark.parametrize(
-    ("name", "call"),
-    [
-        ("sl.Checkpointer.save", lambda checkpointer, state, t: checkpointer.save(state)),
-        ("sl.Checkpointer.load", lambda checkpointer, state, t: checkpointer.load(state)),
-        ("sl.Checkpointer", lambda checkpointer, state, t: sl.Checkpointer("/elsewhere", group=t)),
-        ("sl.check_replicas", lambda checkpointer, state, t: sl.check_replicas(state, group=t)),
-        (
-            "sl.debug.compare_replicas",
-            lambda checkpointer, state, t: sl.debug.compare_replicas(lambda: None, nn.Linear(1, 1), group=t),
-        ),
-        ("sl.mean", lambda checkpointer, state, t: sl.mean(1.0, group=t)),
-    ],
-)
-def test_the_call_that_was_left_out_is_named(
-    name: str, call: Callable[[sl.Checkpointer, sl.TrainState, Transport], Any], tmp_path: Path
-) -> None:
-    *_, remedy = told_to_rank_0(tmp_path, call).splitlines()
-    assert remedy.startswith(f"all ranks must call {name} equally often")
-    assert "if rank == 0" in remedy
-    assert "DistributedSampler" not in remedy
+CALLS: dict[str, Call] = {
+    "sl.Checkpointer.save": lambda checkpointer, state, t: checkpointer.save(state),
+    "sl.Checkpointer.load": lambda checkpointer, state, t: checkpointer.load(state),
+    "sl.Checkpointer": lambda checkpointer, state, t: sl.Checkpointer("/elsewhere", group=t),
+    "sl.check_replicas": lambda checkpointer, state, t: sl.check_replicas(state, group=t),
+    "sl.debug.compare_replicas": lambda checkpointer, state, t: sl.debug.compare_replicas(
+        lambda: None, nn.Linear(1, 1), group=t
+    ),
+    "sl.mean": lambda checkpointer, state, t: sl.mean(1.0, group=t),
+}
 
 
-def test_a_question_that_only_some_ranks_ask(tmp_path: Path) -> None:
+def test_the_call_that_was_left_out_is_named(tmp_path: Path) -> None:
+    for name, call in CALLS.items():
+        *_, remedy = told_to_rank_0(tmp_path, call).splitlines()
+        with case(name):
+            assert remedy.startswith(f"all ranks must call {name} equally often")
+            assert "if rank == 0" in remedy
+            assert "DistributedSampler" not in remedy
+
+
+def test_a_question_that_only_some_ranks_ask_is_named(tmp_path: Path) -> None:
     def program(t: Transport) -> str:
         state = sl.TrainState(model=nn.Linear(2, 1))
         checkpointer = sl.Checkpointer(tmp_path, group=t, stop_signals=())
@@ -73,9 +73,8 @@ def test_a_question_that_only_some_ranks_ask(tmp_path: Path) -> None:
             checkpointer.stop_if_asked(state)
         return str(caught.value).splitlines()[-1]
 
-    assert run_ranks(2, program, timeout_seconds=20)[0].startswith(
-        "all ranks must call sl.Checkpointer.stop_if_asked equally often"
-    )
+    remedy, _ = run_ranks(2, program, timeout_seconds=20)
+    assert remedy.startswith("all ranks must call sl.Checkpointer.stop_if_asked equally often")
 
 
 def test_who_made_fewer_steps_is_still_told_of_batches(tmp_path: Path) -> None:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 import syncline as sl
+from support.cases import case
 from syncline.transport import Transport, run_ranks
 
 pytestmark = [
@@ -65,48 +67,44 @@ def generator() -> torch.Generator:
     return torch.Generator().manual_seed(1)
 
 
-STREAMS: dict[str, tuple[dict[str, Any], list[str]]] = {
-    "alone": ({"generator": True}, []),
-    "chance": ({}, ["a DataLoader of Stream (0 workers) draws from torch's global generator whenever"]),
-    "workers": (
-        {"generator": True, "num_workers": 1},
-        ["the position of data (Stream) has not changed in 3 steps"],
-    ),
-}
+def test_a_stream(tmp_path: Path) -> None:
+    streams: dict[str, tuple[dict[str, Any], list[str]]] = {
+        "alone": ({"generator": generator()}, []),
+        "chance": ({}, ["a DataLoader of Stream (0 workers) draws from torch's global generator whenever"]),
+        "workers": (
+            {"generator": generator(), "num_workers": 1},
+            ["the position of data (Stream) has not changed in 3 steps"],
+        ),
+    }
+    for kind, (how, expected) in streams.items():
+        stream = Stream()
+        loader = DataLoader(stream, batch_size=2, **how)
+        found = said(tmp_path / kind, sl.TrainState(data=stream), loader, named=None)
+        with case(kind, found):
+            for text, start in zip(found, expected, strict=True):
+                assert text.startswith(start)
+        del loader
+        gc.collect()  # or it would be looked at for the next one, too
 
 
-@pytest.mark.parametrize("kind", STREAMS)
-def test_a_stream(kind: str, tmp_path: Path) -> None:
-    how, expected = STREAMS[kind]
-    stream = Stream()
-    how = {**how, **({"generator": generator()} if "generator" in how else {})}
-    loader = DataLoader(stream, batch_size=2, **how)
-    found = said(tmp_path, sl.TrainState(data=stream), loader, named=None)
-    assert len(found) == len(expected), found
-    for text, start in zip(found, expected, strict=True):
-        assert text.startswith(start)
-
-
-SAMPLED: dict[str, tuple[Callable[[], dict[str, Any]], bool]] = {
-    "in this process": (dict, False),
-    "workers": (lambda: {"num_workers": 1}, False),
-    "workers that stay": (lambda: {"num_workers": 1, "persistent_workers": True}, True),
-    "with a generator": (
-        lambda: {"num_workers": 1, "persistent_workers": True, "generator": generator()},
-        False,
-    ),
-}
-
-
-@pytest.mark.parametrize("kind", SAMPLED)
-def test_a_loader_with_a_sampler(kind: str, tmp_path: Path) -> None:
-    how, is_said = SAMPLED[kind]
-    sampler = sl.DistributedSampler(Numbers(), 1, 0)
-    loader = DataLoader(Numbers(), batch_size=2, sampler=sampler, **how())
-    found = said(tmp_path, sl.TrainState(sampler=sampler), loader, named=2)
-    assert len(found) == is_said, found
-    for text in found:
-        assert "DataLoader of Numbers (1 worker) draws from torch's global generator once per run" in text
+def test_a_loader_with_a_sampler(tmp_path: Path) -> None:
+    stay = {"num_workers": 1, "persistent_workers": True}
+    sampled: dict[str, tuple[dict[str, Any], bool]] = {
+        "in this process": ({}, False),
+        "workers": ({"num_workers": 1}, False),
+        "workers that stay": (stay, True),
+        "with a generator": ({**stay, "generator": generator()}, False),
+    }
+    for kind, (how, is_said) in sampled.items():
+        sampler = sl.DistributedSampler(Numbers(), 1, 0)
+        loader = DataLoader(Numbers(), batch_size=2, sampler=sampler, **how)
+        found = said(tmp_path / kind, sl.TrainState(sampler=sampler), loader, named=2)
+        expected = "DataLoader of Numbers (1 worker) draws from torch's global generator once per run"
+        with case(kind, found):
+            assert len(found) == is_said
+            assert all(expected in text for text in found)
+        del loader
+        gc.collect()
 
 
 def test_a_loader_with_a_place_of_its_own(tmp_path: Path) -> None:
