@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -13,6 +14,8 @@ from torch.optim import SGD, AdamW
 from torch.optim.lr_scheduler import StepLR
 
 import syncline as sl
+from support.cases import case
+from support.values import exact
 from syncline.optimizers.attached import AttachedOptimizer
 from syncline.transport import Transport, run_ranks
 
@@ -28,8 +31,16 @@ class Run:
         self.ddp = sl.DistributedDataParallel(self.module, process_group=transport, **how)
         self.rank = transport.rank
 
-    def backward(self) -> None:
-        self.ddp(torch.full((2, 3), 1.0 + self.rank)).square().mean().backward()
+    def sgd(self, **how: Any) -> torch.optim.Optimizer:
+        return self.ddp.attach(SGD(self.ddp.parameters(), lr=0.1), **how)
+
+    def adamw(self, **how: Any) -> torch.optim.Optimizer:
+        return self.ddp.attach(AdamW(self.ddp.parameters(), lr=0.1), **how)
+
+    def backward(self) -> torch.Tensor:
+        loss: torch.Tensor = self.ddp(torch.full((2, 3), 1.0 + self.rank)).square().mean()
+        loss.backward()
+        return loss
 
     def step(self, *optimizers: torch.optim.Optimizer) -> None:
         self.backward()
@@ -45,17 +56,22 @@ class Run:
 HOW: list[dict[str, Any]] = [{}, {"strategy": sl.LocalSGD(2)}, {"sharded": True}]
 
 
-@pytest.mark.parametrize("how", HOW, ids=["every step", "LocalSGD", "sharded"])
-def test_an_optimizer_made_anew_takes_the_place_of_the_former(how: dict[str, Any]) -> None:
-    def program(t: Transport) -> None:
-        run = Run(t, **how)
+def each_way(program: Callable[[Run], Any]) -> None:
+    """Run a program on two ranks with each kind of synchronization."""
+    for how in HOW:
+        with case(how):
+            run_ranks(2, lambda t, how=how: program(Run(t, **how)))  # type: ignore[misc]
+
+
+def test_an_optimizer_made_anew_takes_the_place_of_the_former() -> None:
+    def program(run: Run) -> None:
         for _ in range(4):  # as the cell of a notebook
-            optimizer = run.ddp.attach(AdamW(run.ddp.parameters(), lr=0.1))
+            optimizer = run.adamw()
             former = weakref.ref(optimizer)
             run.step(optimizer)
             run.step(optimizer)
             assert run.attached().count("AdamW") == 1
-        named = run.ddp.attach(SGD(run.ddp.parameters(), lr=0.1))
+        named = run.sgd()
         with pytest.raises(sl.SynclineError, match="this AdamW was replaced"):
             optimizer.step()
         run.step(named)
@@ -65,42 +81,36 @@ def test_an_optimizer_made_anew_takes_the_place_of_the_former(how: dict[str, Any
 
     gc.disable()
     try:
-        run_ranks(2, program)
+        each_way(program)
     finally:
         gc.enable()
 
 
 def test_the_former_is_not_compared_any_more() -> None:
-    def program(t: Transport) -> None:
-        run = Run(t)
-        former = run.ddp.attach(SGD(run.ddp.parameters(), lr=0.1))
+    def program(run: Run) -> None:
+        former = run.sgd()
         run.step(former)
-        optimizer = run.ddp.attach(SGD(run.ddp.parameters(), lr=0.1))
-        former.param_groups[0]["lr"] = 0.1 * t.rank
+        optimizer = run.sgd()
+        former.param_groups[0]["lr"] = 0.1 * run.rank
         run.step(optimizer)
 
-    run_ranks(2, program)
+    run_ranks(2, lambda t: program(Run(t)))
 
 
 def test_others_are_added() -> None:
-    def program(t: Transport) -> None:
-        run = Run(t)
+    def program(run: Run) -> None:
         first, second = run.module[0].parameters(), run.module[1].parameters()
-        optimizers = [run.ddp.attach(SGD(first, lr=0.1)), run.ddp.attach(AdamW(second, lr=0.1))]
-        run.step(*optimizers)
+        run.step(run.ddp.attach(SGD(first, lr=0.1)), run.ddp.attach(AdamW(second, lr=0.1)))
         assert run.attached() == "SGD, AdamW"
-        # One for all of them takes the place of both.
-        run.step(run.ddp.attach(SGD(run.ddp.parameters(), lr=0.1)))
+        run.step(run.sgd())  # one for all of them takes the place of both
         assert run.attached() == "SGD"
 
-    run_ranks(2, program)
+    run_ranks(2, lambda t: program(Run(t)))
 
 
-@pytest.mark.parametrize("how", HOW, ids=["every step", "LocalSGD", "sharded"])
-def test_where_it_is_not_clear_it_has_to_be_said(how: dict[str, Any]) -> None:
-    def program(t: Transport) -> None:
-        run = Run(t, **how)
-        first = run.ddp.attach(SGD(run.ddp.parameters(), lr=0.1))
+def test_where_it_is_not_clear_it_has_to_be_said() -> None:
+    def program(run: Run) -> None:
+        first = run.sgd()
         head = AdamW(run.module[1].parameters(), lr=0.1)
         with pytest.raises(ValueError, match=r"has 2 of the 4 parameters of the SGD.*replace=True"):
             run.ddp.attach(head)
@@ -111,56 +121,46 @@ def test_where_it_is_not_clear_it_has_to_be_said(how: dict[str, Any]) -> None:
         with pytest.raises(sl.SynclineError, match="this SGD was replaced"):
             first.step()
 
-    run_ranks(2, program)
+    each_way(program)
 
 
-def test_two_may_step_the_same_parameters_if_that_is_said() -> None:
-    def program(t: Transport) -> None:
-        run = Run(t)
-        optimizers = [run.ddp.attach(SGD(run.ddp.parameters(), lr=0.1)) for _ in range(1)]
-        optimizers.append(run.ddp.attach(AdamW(run.ddp.parameters(), lr=0.1), replace=False))
-        run.step(*optimizers)
+def test_two_may_step_the_same_parameters_if_that_is_said_and_they_are_not_sharded() -> None:
+    def program(run: Run) -> None:
+        first, second = run.sgd(), run.adamw(replace=False)
+        run.step(first, second)
         assert run.attached() == "SGD, AdamW"
-        optimizers[0].param_groups[0]["lr"] += t.rank
+        first.param_groups[0]["lr"] += run.rank
         with pytest.raises(sl.errors.ContractMismatch, match="lr of optimizer 0"):
             run.backward()
 
-    run_ranks(2, program)
-
-
-def test_a_sharded_parameter_is_stepped_by_one_optimizer() -> None:
-    def program(t: Transport) -> None:
-        run = Run(t, sharded=True)
-        first = run.ddp.attach(SGD(run.ddp.parameters(), lr=0.1))
+    def of_shards(run: Run) -> None:
+        first = run.sgd()
         with pytest.raises(ValueError, match="cannot be stepped by two attached optimizers"):
-            run.ddp.attach(SGD(run.ddp.parameters(), lr=0.1), replace=False)
+            run.sgd(replace=False)
         run.step(first)
 
-    run_ranks(2, program)
+    run_ranks(2, lambda t: program(Run(t)))
+    run_ranks(2, lambda t: of_shards(Run(t, sharded=True)))
 
 
-@pytest.mark.parametrize("elementwise", [True, False])
-def test_sharded_steps_after_a_replacement_are_those_of_the_new_one(*, elementwise: bool) -> None:
-    def program(t: Transport) -> None:
+def test_sharded_steps_after_a_replacement_are_those_of_the_new_one() -> None:
+    def program(t: Transport, elementwise: bool) -> None:
         run, plain = Run(t, sharded=True), Run(t)
         for _ in range(2):
-            for one in (run, plain):
-                sharded = one is run
-                optimizer = one.ddp.attach(
-                    AdamW(one.ddp.parameters(), lr=0.1), elementwise=elementwise if sharded else None
-                )
+            for one, how in ((run, elementwise), (plain, None)):
+                optimizer = one.adamw(elementwise=how)
                 one.step(optimizer)
                 one.step(optimizer)
         for mine, theirs in zip(run.module.parameters(), plain.module.parameters(), strict=True):
             torch.testing.assert_close(mine, theirs)
 
-    run_ranks(2, program)
+    for elementwise in (True, False):
+        with case(elementwise):
+            run_ranks(2, lambda t, how=elementwise: program(t, how))  # type: ignore[misc]
 
 
-@pytest.mark.parametrize("scheduled", [False, True])
-def test_optimizers_may_take_turns_as_often_as_they_like(*, scheduled: bool) -> None:
-    def program(t: Transport) -> None:
-        run = Run(t)
+def test_optimizers_may_take_turns_as_often_as_they_like() -> None:
+    def program(run: Run, scheduled: bool) -> None:
         optimizers = [SGD(run.ddp.parameters(), lr=0.01), AdamW(run.ddp.parameters(), lr=0.01)]
         schedulers = []
         depths = []
@@ -175,7 +175,9 @@ def test_optimizers_may_take_turns_as_often_as_they_like(*, scheduled: bool) -> 
                 optimizers[turn % 2].step()
         assert depths[-1] == depths[2]
 
-    run_ranks(2, program)
+    for scheduled in (False, True):
+        with case(scheduled):
+            run_ranks(2, lambda t, how=scheduled: program(Run(t), how))  # type: ignore[misc]
 
 
 def _depth(step: Any) -> int:
@@ -185,12 +187,6 @@ def _depth(step: Any) -> int:
         link = getattr(step, "_syncline_link", None)
         step = None if link is None else link.inner
     return depth
-
-
-def test_replace_is_yes_or_no() -> None:
-    ddp = sl.DistributedDataParallel(nn.Linear(2, 1))
-    with pytest.raises(TypeError, match="expected replace to be True or False, got 'yes'"):
-        ddp.attach(SGD(ddp.parameters(), lr=0.1), replace="yes")  # type: ignore[arg-type]
 
 
 def test_the_step_of_an_optimizer_outlives_its_wrapper() -> None:
@@ -208,13 +204,9 @@ def test_the_step_of_an_optimizer_outlives_its_wrapper() -> None:
 # ---------------------------------------------------------------------- a closure, which runs backward inside the step
 
 
-@pytest.mark.parametrize(
-    "how", [*HOW, {"on_nonfinite": "skip"}], ids=["every step", "LocalSGD", "sharded", "skip"]
-)
-def test_gradients_are_checked_when_the_closure_has_computed_them(how: dict[str, Any]) -> None:
-    def program(t: Transport, *, with_closure: bool) -> list[torch.Tensor]:
-        run = Run(t, **how)
-        optimizer = run.ddp.attach(SGD(run.ddp.parameters(), lr=0.1))
+def test_gradients_are_checked_when_the_closure_has_computed_them() -> None:
+    def stepped(run: Run, *, with_closure: bool) -> Any:
+        optimizer = run.sgd()
         schedule = StepLR(optimizer, 1)
         for _ in range(3):
             with run.ddp.no_sync():
@@ -225,44 +217,43 @@ def test_gradients_are_checked_when_the_closure_has_computed_them(how: dict[str,
                 run.step(optimizer)
             schedule.step()
             optimizer.zero_grad()
-        return [p.detach().clone() for p in run.ddp.parameters()]
+        return exact(list(run.ddp.parameters()))
 
-    plain, closed = (run_ranks(2, lambda t, w=w: program(t, with_closure=w)) for w in (False, True))
-    assert all(torch.equal(a, b) for a, b in zip(plain[1], closed[1], strict=True))
+    hows: list[dict[str, Any]] = [*HOW, {"on_nonfinite": "skip"}]
+    for how in hows:
+        plain, closed = (
+            run_ranks(2, lambda t, how=how, w=w: stepped(Run(t, **how), with_closure=w))  # type: ignore[misc]
+            for w in (False, True)
+        )
+        assert plain == closed, how
 
 
 def test_a_closure_under_no_sync_leaves_gradients_unreduced() -> None:
-    def program(t: Transport) -> None:
-        run = Run(t)
-        optimizer = run.ddp.attach(SGD(run.ddp.parameters(), lr=0.1))
-
-        def closure() -> None:
+    def program(run: Run) -> None:
+        def closure() -> torch.Tensor:
             with run.ddp.no_sync():
-                run.backward()
+                return run.backward()
 
         with pytest.raises(sl.SynclineError, match="the last backward, or its forward, ran under no_sync"):
-            optimizer.step(closure)
+            run.sgd().step(closure)  # type: ignore[arg-type]
 
-    run_ranks(2, program)
+    run_ranks(2, lambda t: program(Run(t)))
 
 
 def test_a_closure_that_is_called_again_computes_gradients_again() -> None:
-    def program(t: Transport) -> int:
-        run = Run(t)
+    def program(run: Run) -> int:
         optimizer = run.ddp.attach(torch.optim.LBFGS(run.ddp.parameters(), max_iter=3))
         losses = []
 
         def closure() -> torch.Tensor:
             optimizer.zero_grad()
-            loss = run.ddp(torch.full((2, 3), 1.0 + run.rank)).square().mean()
-            loss.backward()
-            losses.append(loss.item())
-            return loss
+            losses.append(run.backward())
+            return losses[-1]
 
-        assert optimizer.step(closure).item() == losses[0]
+        assert optimizer.step(closure).item() == losses[0].item()
         return len(losses)
 
-    assert min(run_ranks(2, program)) > 1
+    assert min(run_ranks(2, lambda t: program(Run(t)))) > 1
 
 
 def test_a_step_whose_later_hook_fails_is_counted() -> None:

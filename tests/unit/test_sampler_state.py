@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 from collections import Counter
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from hypothesis import strategies as st
 from torch.utils.data import DataLoader, Dataset
 
 from failure_rows import record
+from support.cases import case
 from syncline import TrainState
 from syncline.data import DistributedSampler
 
@@ -76,21 +78,21 @@ def test_every_sample_comes_once_in_an_epoch_whoever_goes_on(
     record("resume", "", "nothing: each sample comes once in the epoch, and the model is the same")
 
 
-@pytest.mark.parametrize("how", [{"pad": False}, {"pad": True}, {"drop_last": True}])
-@pytest.mark.parametrize("num_steps", [0, 1, 3, 8, 9, 20])
-def test_as_many_ranks_go_on_as_if_nothing_had_happened(how: Any, num_steps: int) -> None:
-    for rank in range(3):
-        whole = DistributedSampler(range(25), 3, rank, **how)
-        indices = list(itertools.chain.from_iterable(whole for _ in range(4)))
-        first = DistributedSampler(range(25), 3, rank, **how)
-        for taken, _ in enumerate(itertools.chain.from_iterable(first for _ in range(4))):
+def test_as_many_ranks_go_on_as_if_nothing_had_happened() -> None:
+    def epochs(sampler: DistributedSampler) -> Iterator[int]:
+        return itertools.chain.from_iterable(sampler for _ in range(4))
+
+    hows: list[Any] = [{"pad": False}, {"pad": True}, {"drop_last": True}]
+    for how, num_steps, rank in itertools.product(hows, (0, 1, 3, 8, 9, 20), range(3)):
+        whole, first, second = (DistributedSampler(range(25), 3, rank, **how) for _ in range(3))
+        indices = list(epochs(whole))
+        for taken, _ in enumerate(epochs(first)):
             if taken == num_steps:
                 break
             first.advance(1)
-        second = DistributedSampler(range(25), 3, rank, **how)
         second.load_state_dict(first.state_dict())
-        rest = list(itertools.chain.from_iterable(second for _ in range(4)))
-        assert rest[: len(indices) - num_steps] == indices[num_steps:]
+        rest = list(epochs(second))
+        assert rest[: len(indices) - num_steps] == indices[num_steps:], (how, num_steps, rank)
 
 
 class Numbers(Dataset[int]):
@@ -103,14 +105,8 @@ class Numbers(Dataset[int]):
 
 def test_what_workers_have_fetched_ahead_is_not_lost() -> None:
     def loader_of(sampler: DistributedSampler) -> DataLoader[int]:
-        return DataLoader(
-            Numbers(),
-            batch_size=4,
-            sampler=sampler,
-            num_workers=2,
-            persistent_workers=True,
-            prefetch_factor=3,
-        )
+        how: dict[str, Any] = {"num_workers": 2, "persistent_workers": True, "prefetch_factor": 3}
+        return DataLoader(Numbers(), batch_size=4, sampler=sampler, **how)
 
     sampler = DistributedSampler(Numbers(), 1, 0)
     state = TrainState(sampler=sampler)
@@ -123,8 +119,7 @@ def test_what_workers_have_fetched_ahead_is_not_lost() -> None:
             if epoch == 1 and number == 3:
                 break
     saved = state.state_dict()
-    assert saved["sampler"]["epoch"] == 1
-    assert saved["sampler"]["used"] == 16
+    assert (saved["sampler"]["epoch"], saved["sampler"]["used"]) == (1, 16)
     other = DistributedSampler(Numbers(), 1, 0)
     TrainState(sampler=other).load_state_dict(saved)
     for batch in loader_of(other):
@@ -139,6 +134,8 @@ def test_set_epoch_goes_on_in_the_epoch_that_was_loaded_and_begins_others() -> N
     state = sampler.state_dict()
     assert (state["epoch"], state["used"]) == (1, 4)
     other = DistributedSampler(range(10), 1, 0)
+    list(other)  # who uses nothing stays where the epoch began
+    assert (other.state_dict()["epoch"], other.state_dict()["used"]) == (0, 0)
     other.load_state_dict(state)
     assert other.state_dict() == state
     assert other.epoch == 1
@@ -148,54 +145,44 @@ def test_set_epoch_goes_on_in_the_epoch_that_was_loaded_and_begins_others() -> N
     assert list(other) == whole[1], "asked for again, an epoch begins at its beginning"
     other.load_state_dict(state)
     other.set_epoch(0)
-    assert list(other) == whole[0]
-    assert list(other) == whole[1]
-
-
-def test_who_uses_nothing_stays_where_the_epoch_began() -> None:
-    sampler = DistributedSampler(range(10), 1, 0)
-    list(sampler)
-    assert (sampler.state_dict()["epoch"], sampler.state_dict()["used"]) == (0, 0)
+    assert [list(other), list(other)] == whole
 
 
 def test_more_than_is_left_is_refused() -> None:
     sampler = DistributedSampler(range(10), 2, 1)
     list(sampler)
-    with pytest.raises(
-        ValueError,
-        match="expected num_samples from 0 to 5, the number of samples that rank 1 has left in epoch 0",
-    ):
+    text = "expected num_samples from 0 to 5, the number of samples that rank 1 has left in epoch 0"
+    with pytest.raises(ValueError, match=text):
         sampler.advance(6)
 
 
-@pytest.mark.parametrize(
-    ("other", "text"),
-    [
+def test_the_place_of_another_order_is_refused() -> None:
+    state = DistributedSampler(range(10), 1, 0).state_dict()
+    others: list[tuple[Any, str]] = [
         ({"dataset": range(11)}, r"num_samples=10 \(this sampler has 11\)"),
         ({"seed": 1}, r"seed=0 \(this sampler has 1\)"),
         ({"shuffle": False}, r"shuffle=True \(this sampler has False\)"),
-    ],
-)
-def test_the_place_of_another_order_is_refused(other: Any, text: str) -> None:
-    state = DistributedSampler(range(10), 1, 0).state_dict()
-    with pytest.raises(ValueError, match=text):
-        DistributedSampler(**({"dataset": range(10), "num_replicas": 1, "rank": 0} | other)).load_state_dict(
-            state
-        )
+    ]
+    for other, text in others:
+        sampler = DistributedSampler(**{"dataset": range(10), "num_replicas": 1, "rank": 0} | other)
+        with case(other), pytest.raises(ValueError, match=text):
+            sampler.load_state_dict(state)
 
 
 def test_a_step_says_how_many_samples_it_took() -> None:
     sampler = DistributedSampler(range(10), 1, 0)
-    state = TrainState(sampler=sampler)
+    state, without = TrainState(sampler=sampler), TrainState()
     list(sampler)
     with pytest.raises(TypeError, match=r"expected commit\(num_samples\)"):
         state.commit()
-    assert state.step == 0
     with pytest.raises(ValueError, match="rank 0 has left in epoch 0, got 11"):
         state.commit(11)
-    assert state.step == 0
+    with pytest.raises(TypeError, match=r"got commit\(4\), but without a sampler"):
+        without.commit(4)
+    assert (state.step, without.step) == (0, 0)
     state.commit(3)
-    assert (state.step, sampler.state_dict()["used"]) == (1, 3)
+    without.commit()
+    assert (state.step, without.step, sampler.state_dict()["used"]) == (1, 1, 3)
 
 
 def test_what_was_dealt_before_a_place_was_loaded_does_not_count() -> None:
@@ -215,21 +202,11 @@ def test_what_was_dealt_before_a_place_was_loaded_does_not_count() -> None:
 
 
 def test_a_sampler_by_another_name_would_stay_where_it_is() -> None:
-    with pytest.raises(
-        TypeError, match="expected the DistributedSampler under the name sampler, got it under the name data"
-    ):
+    text = "expected the DistributedSampler under the name sampler, got it under the name data"
+    with pytest.raises(TypeError, match=text):
         TrainState(data=DistributedSampler(range(10), 1, 0))
     others: Any = {"sampler": DistributedSampler(range(10), 1, 0), "test": DistributedSampler(range(4), 1, 0)}
     assert TrainState(**others).named == others
-
-
-def test_a_number_of_samples_that_nobody_remembers_is_refused() -> None:
-    state = TrainState()
-    with pytest.raises(TypeError, match=r"got commit\(4\), but without a sampler"):
-        state.commit(4)
-    assert state.step == 0
-    state.commit()
-    assert state.step == 1
 
 
 def used_by(sampler: DistributedSampler, number: int) -> list[int]:

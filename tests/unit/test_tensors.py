@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import weakref
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from support.cases import case
 from syncline import PeerFailed
 from syncline.tensors.broadcasting import TensorBroadcaster
 from syncline.tensors.packing import plan_pieces
@@ -88,7 +90,7 @@ def test_other_leaves_are_refused_by_path() -> None:
         ([nn.Linear(1, 1)], r"got a Linear at \[0\]:"),
     ]
     for target, text in rows:
-        with pytest.raises(TypeError, match=text):
+        with case(text), pytest.raises(TypeError, match=text):
             named_tensors(target)
 
 
@@ -112,7 +114,7 @@ def test_tensors_that_cannot_be_written_are_refused_by_name() -> None:
         ({"x": torch.zeros(2).as_subclass(Wrapping)}, "got a Wrapping, which wraps other tensors"),
     ]
     for target, text in rows:
-        with pytest.raises(ValueError, match=text):
+        with case(text), pytest.raises(ValueError, match=text):
             named_tensors(target)
     # Strides of dimensions of size one, or of empty tensors, do not matter.
     assert names(torch.arange(3).expand(1, 3)) == ["tensor"]
@@ -161,18 +163,19 @@ def same_bits(a: Tensor, b: Tensor) -> bool:
     return torch.equal(a, b)
 
 
-@pytest.mark.parametrize(("src", "blocking"), [(0, True), (2, False)])
-def test_tensors_of_every_kind_arrive_bit_for_bit(src: int, blocking: bool) -> None:
-    def program(transport: Transport) -> list[Tensor]:
+def test_tensors_of_every_kind_arrive_bit_for_bit() -> None:
+    def program(transport: Transport, src: int, blocking: bool) -> list[Tensor]:
         tensors = every_kind(seed=transport.rank)
         broadcast(TensorBroadcaster(tensors, transport), src, blocking=blocking)
         return tensors
 
-    for tensors in run_ranks(3, program):
-        for got, expected in zip(tensors, every_kind(seed=src), strict=True):
-            assert same_bits(got, expected)
-            assert got.stride() == expected.stride()
-            assert got.is_conj() == expected.is_conj()
+    for src, blocking in ((0, True), (2, False)):
+        with case(src, blocking):
+            for tensors in run_ranks(3, functools.partial(program, src=src, blocking=blocking)):
+                for got, expected in zip(tensors, every_kind(seed=src), strict=True):
+                    assert same_bits(got, expected)
+                    assert got.stride() == expected.stride()
+                    assert got.is_conj() == expected.is_conj()
 
 
 def test_strides_may_differ_between_ranks_and_a_single_element_may_have_any() -> None:
@@ -190,9 +193,8 @@ def test_strides_may_differ_between_ranks_and_a_single_element_may_have_any() ->
     run_ranks(2, program)
 
 
-@pytest.mark.parametrize("blocking", [False, True])
-def test_nothing_is_written_on_the_source(blocking: bool) -> None:
-    def program(transport: Transport) -> list[list[float]]:
+def test_nothing_is_written_on_the_source() -> None:
+    def program(transport: Transport, blocking: bool) -> list[list[float]]:
         tensors = [torch.ones(2), torch.ones(3), torch.ones(2, 2).t()]
         original = transport.broadcast
 
@@ -207,7 +209,9 @@ def test_nothing_is_written_on_the_source(blocking: bool) -> None:
         broadcast(TensorBroadcaster(tensors, transport), blocking=blocking)
         return [t.unique().tolist() for t in tensors]
 
-    assert run_ranks(2, program) == [[[7.0]] * 3, [[1.0]] * 3]
+    for blocking in (False, True):
+        found = run_ranks(2, functools.partial(program, blocking=blocking))
+        assert found == [[[7.0]] * 3, [[1.0]] * 3], blocking
 
 
 def test_everything_small_travels_in_one_collective_and_large_tensors_alone_from_where_they_are() -> None:
@@ -244,11 +248,8 @@ def test_one_rank_or_no_tensor_sends_nothing() -> None:
 # ---------------------------------------------------------------------- autograd
 
 
-@pytest.mark.parametrize(("numel", "blocking"), [(2, False), (2, True), (300_000, False), (300_000, True)])
-def test_writing_counts_as_an_in_place_change_except_on_the_source_or_if_it_is_not_to(
-    numel: int, blocking: bool
-) -> None:
-    def program(transport: Transport, *, preserve_version: bool) -> None:
+def test_writing_counts_as_an_in_place_change_except_on_the_source_or_if_it_is_not_to() -> None:
+    def program(transport: Transport, numel: int, blocking: bool, preserve_version: bool) -> None:
         p = nn.Parameter(torch.full((numel,), float(transport.rank)))
         loss = (p * p).sum()  # saves p
         before = p._version, p.data_ptr()
@@ -265,8 +266,9 @@ def test_writing_counts_as_an_in_place_change_except_on_the_source_or_if_it_is_n
         else:
             loss.backward()
 
-    for preserve_version in (False, True):
-        run_ranks(2, functools.partial(program, preserve_version=preserve_version))
+    for how in itertools.product((2, 300_000), (False, True), (False, True)):
+        with case(*how):
+            run_ranks(2, lambda transport, how=how: program(transport, *how))  # type: ignore[misc]
 
 
 # ---------------------------------------------------------------------- again and again
