@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import gc
-import json
 import random
 import threading
 from collections.abc import Callable, Iterable
@@ -25,6 +24,7 @@ from support.cases import case
 from support.values import exact
 from syncline import CheckpointCorrupt, Checkpointer, ContractMismatch, SynclineError, TrainState
 from syncline.checkpoint.directory import read_manifest
+from syncline.checkpoint.files import LocalFiles
 from syncline.transport import Transport, run_ranks
 
 
@@ -99,15 +99,22 @@ def test_a_run_goes_on_as_if_nothing_had_happened(tmp_path: Path) -> None:
 
 
 def test_what_is_the_same_on_all_ranks_is_written_once(tmp_path: Path) -> None:
-    run_ranks(2, lambda t: Checkpointer(tmp_path, group=t).save(Run(t.rank).state, step=5))
+    def save(t: Transport) -> None:
+        named = {"model": Run(t.rank).model, "mine": Mine((f"of {t.rank}", torch.tensor(t.rank)))}
+        Checkpointer(tmp_path, group=t).save(TrainState(**named, ours=Mine("all")), step=5)
+
+    run_ranks(2, save)
     (saved,) = tmp_path.iterdir()
     files = {f"{name}.safetensors" for name in ("rank-0", "rank-1", "shared")}
     assert {path.name for path in saved.iterdir()} == {"manifest.json", *files}
-    manifest = json.loads((saved / "manifest.json").read_text().rstrip("\n").rpartition("\n")[0])
-    own = manifest["files"]["rank-1.safetensors"]["tensors"].keys()
-    assert {"mine.value"} <= own <= {"mine.value", "rng.torch"}
-    assert "model.0.weight" in manifest["files"]["shared.safetensors"]["tensors"]
-    assert manifest["step"] == 5
+    manifest = read_manifest(LocalFiles(), str(saved))
+    own = manifest.files["rank-1.safetensors"].tensors.keys()
+    assert {"mine.value.1"} <= own <= {"mine.value.1", "rng.torch"}
+    assert "model.0.weight" in manifest.files["shared.safetensors"].tensors
+    for rank in range(2):
+        value = {"$tuple": [f"of {rank}", {"$tensor": "mine.value.1"}]}
+        assert manifest.ranks[rank]["mine"] == {"value": value}
+    assert (manifest.step, manifest.shared["ours"]) == (5, {"value": "all"})
 
 
 def test_another_number_of_ranks_loads_it() -> None:
@@ -342,24 +349,16 @@ def test_a_directory_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
         run_ranks(2, lambda t: Checkpointer(tmp_path / "file" / "runs", group=t))
 
 
-class HiddenFiles(FaultyFiles):
-    """Of which, from some time on, nobody may see the names."""
-
-    is_hidden = False
-
-    def names(self, directory: str) -> list[str]:
-        if self.is_hidden:
-            raise PermissionError(13, "Permission denied", directory)
-        return super().names(directory)
-
-
 def test_a_directory_that_cannot_be_read_is_said_on_every_rank() -> None:
-    files = HiddenFiles()
+    files = FaultyFiles()
+
+    def hidden(directory: str) -> list[str]:
+        raise PermissionError(13, "Permission denied", directory)
 
     def program(t: Transport) -> None:
         checkpointer = Checkpointer("/runs/one", group=t, files=files)
         t.barrier().wait()
-        files.is_hidden = True
+        files.names = hidden  # type: ignore[method-assign]
         with pytest.raises(SynclineError, match=r"/runs/one cannot be read: rank 0: .*Permission denied"):
             checkpointer.load(Run(t.rank).state)
 
@@ -406,14 +405,6 @@ def test_wrapped_or_not_a_model_is_saved_as_the_same() -> None:
         assert torch.equal(other.module.weight, ddp.module.weight)
 
     in_files(files, program)
-
-
-def test_the_manifest_says_what_rank_had_what() -> None:
-    files = FaultyFiles()
-    in_files(files, lambda t, c: c.save(TrainState(mine=Mine(f"of {t.rank}"), ours=Mine("all")), step=1))
-    manifest = read_manifest(files, "runs/one/save-000001-step-1")
-    assert manifest.ranks == [{"mine": {"value": "of 0"}}, {"mine": {"value": "of 1"}}]
-    assert manifest.shared["ours"] == {"value": "all"}
 
 
 def test_a_save_that_does_not_block_is_of_that_moment() -> None:
