@@ -1,23 +1,27 @@
-"""Tests of what each rank does, where ranks are threads."""
+"""Tests that are one program of all ranks, which are threads."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
-from typing import Any
 
+from support.cases import case
 from syncline.transport import ThreadsTransport, run_ranks
 
 __all__ = ["on_threads"]
 
 
-def on_threads(num_ranks: int) -> Callable[[Callable[[ThreadsTransport], Any]], Callable[[], None]]:
-    """Make a test of a function that each rank runs."""
+def on_threads(*sizes: int) -> Callable[[Callable[[ThreadsTransport], object]], Callable[[], None]]:
+    """Run a test on so many ranks: with several numbers, on the one after the other. It gets the transport."""
 
-    def decorate(program: Callable[[ThreadsTransport], Any]) -> Callable[[], None]:
-        def test() -> None:
-            run_ranks(num_ranks, program)
+    def decorate(test: Callable[[ThreadsTransport], object]) -> Callable[[], None]:
+        @functools.wraps(test)
+        def run() -> None:
+            for size in sizes:
+                with case(f"{size} ranks"):
+                    run_ranks(size, test)
 
-        test.__name__, test.__doc__ = program.__name__, program.__doc__
-        return test
+        del run.__wrapped__  # type: ignore[attr-defined]  # else pytest takes the transport for a fixture
+        return run
 
     return decorate
