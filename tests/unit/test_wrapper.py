@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import re
-from collections.abc import Sequence
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -15,6 +15,9 @@ from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 import syncline as sl
+from support.cases import case
+from support.threads import on_threads
+from support.verbs import error_of_all
 from syncline import ContractMismatch
 from syncline import DistributedDataParallel as DDP
 from syncline.ddp import torch_names
@@ -37,33 +40,30 @@ def test_ranks_train_on_in_another_group_after_one_was_lost() -> None:
         ddp = DDP(copy.deepcopy(start), process_group=t)
         optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
 
-        def step(x: Tensor) -> None:
+        def step() -> None:
             optimizer.zero_grad()
-            ddp(x).square().mean().backward()
+            ddp(torch.ones(1, 3) * t.rank).square().mean().backward()
             optimizer.step()
 
-        step(torch.ones(1, 3) * t.rank)
+        step()
         if t.rank == 1:
             return None
         for _ in range(2):  # in this group, the error is raised again
             with pytest.raises(sl.SynclineError, match=r"step 2, backward, bucket 0 .* rank 1"):
-                step(torch.ones(1, 3) * t.rank)
+                step()
         ddp._update_process_group(smaller.transport(t.rank // 2))
-        step(torch.ones(1, 3) * t.rank)
+        step()
         return [p.detach().clone() for p in ddp.parameters()]
 
-    def alone() -> list[Tensor]:
-        net = copy.deepcopy(start)
-        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-        for ranks in ((0, 1, 2), (0, 2)):
-            optimizer.zero_grad()
-            for rank in ranks:
-                (net(torch.ones(1, 3) * rank).square().mean() / len(ranks)).backward()
-            optimizer.step()
-        return [p.detach() for p in net.parameters()]
-
+    net = copy.deepcopy(start)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    for ranks in ((0, 1, 2), (0, 2)):
+        optimizer.zero_grad()
+        for rank in ranks:
+            (net(torch.ones(1, 3) * rank).square().mean() / len(ranks)).backward()
+        optimizer.step()
     first, _, last = run_ranks(3, program)
-    for mine, other, expected in zip(first, last, alone(), strict=True):
+    for mine, other, expected in zip(first, last, net.parameters(), strict=True):
         assert torch.equal(mine, other)
         assert torch.allclose(mine, expected)
 
@@ -79,76 +79,48 @@ def test_device_ids_are_indices_of_gpus() -> None:
     assert checked_device_ids(net, [0], "cuda:1") == ([0], 1)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("module", [None, 3, nn.Linear, [nn.Linear(1, 1)]])
-def test_something_that_is_no_module_is_refused(module: Any) -> None:
-    with pytest.raises(TypeError, match=r"expected module to be a torch\.nn\.Module, got"):
-        DDP(module, process_group=alone())
-
-
-def test_a_module_without_trained_parameters_is_refused() -> None:
+@pytest.mark.filterwarnings("ignore:Lazy modules:UserWarning")
+def test_modules_that_cannot_be_wrapped_are_refused() -> None:
     with pytest.raises(RuntimeError, match="ReLU has no trainable parameters, so it needs no wrapper"):
         DDP(nn.ReLU(), process_group=alone())
     with pytest.raises(RuntimeError, match="Linear has no trainable parameters"):
         DDP(nn.Linear(1, 1).requires_grad_(False), process_group=alone())
+    with pytest.raises(RuntimeError, match=r"lazy parameters .* 0\.weight, 0\.bias\. .* Run one forward"):
+        DDP(nn.Sequential(nn.LazyLinear(2), nn.Linear(2, 2)), process_group=alone())
+    for arguments in ({"device_ids": [0]}, {"output_device": 1}, {"device_ids": [0, 1]}):
+        with case(arguments), pytest.raises(ValueError, match="device_ids"):
+            DDP(nn.Linear(1, 1), process_group=alone(), **arguments)
 
 
 def test_with_several_ranks_the_refusal_is_an_error_of_torchs_class() -> None:
-    def program(transport: Transport) -> str:
-        with pytest.raises(
-            RuntimeError, match="when a module doesn't have any parameters that require a gradient"
-        ) as caught:
-            DDP(nn.ReLU(), process_group=transport)
-        assert type(caught.value) is RuntimeError
-        return str(caught.value)
-
-    first, second = run_ranks(2, program)
-    assert first == second
-    assert first.startswith("sl.DistributedDataParallel: DistributedDataParallel is not needed when")
-    assert first.endswith(" (all ranks)")
-
-
-@pytest.mark.filterwarnings("ignore:Lazy modules:UserWarning")
-def test_lazy_parameters_are_refused_by_name() -> None:
-    with pytest.raises(RuntimeError, match=r"lazy parameters .* 0\.weight, 0\.bias\. .* Run one forward"):
-        DDP(nn.Sequential(nn.LazyLinear(2), nn.Linear(2, 2)), process_group=alone())
-
-
-@pytest.mark.parametrize("arguments", [{"device_ids": [0]}, {"output_device": 1}, {"device_ids": [0, 1]}])
-def test_device_ids_on_cpu_are_refused(arguments: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match="device_ids"):
-        DDP(nn.Linear(1, 1), process_group=alone(), **arguments)
-
-
-@pytest.mark.parametrize("cap_mb", [0, -1, float("nan")])
-def test_a_bucket_cap_that_is_not_positive_is_refused(cap_mb: float) -> None:
-    with pytest.raises(ValueError, match="bucket_cap_mb to be a finite number above 0"):
-        DDP(nn.Linear(1, 1), process_group=alone(), bucket_cap_mb=cap_mb)
+    error = error_of_all(RuntimeError, lambda t: DDP(nn.ReLU(), process_group=t))
+    assert str(error).startswith("sl.DistributedDataParallel: DistributedDataParallel is not needed when")
+    assert "doesn't have any parameters that require a gradient" in str(error)
+    assert str(error).endswith(" (all ranks)")
 
 
 def test_arguments_may_be_given_by_position_as_in_torch() -> None:
     ddp = DDP(nn.Linear(1, 1), None, None, 0, False, True, alone(), 25, True, False, True, False)
-    assert (ddp.broadcast_buffers, ddp.find_unused_parameters, ddp.gradient_as_bucket_view) == (
-        False,
-        True,
-        True,
-    )
+    assert not ddp.broadcast_buffers
+    assert ddp.find_unused_parameters
+    assert ddp.gradient_as_bucket_view
 
 
 # ---------------------------------------------------------------------- agreement
 
 
-def mismatch_texts(build: Any, **different: Any) -> list[str]:
-    def rank(t: Transport) -> str:
-        module = build(t.rank)
-        before = [p.detach().clone() for p in module.parameters()]
-        with pytest.raises(ContractMismatch) as error:
-            DDP(module, process_group=t, **({} if t.rank == 0 else different))
-        assert all(torch.equal(a, b) for a, b in zip(before, module.parameters(), strict=True)), (
-            "nothing was sent"
-        )
-        return str(error.value)
+def mismatch(build: Callable[[int], nn.Module], **different: Any) -> str:
+    """The text of the error, which is the same on each of three ranks. Only rank 0 has no arguments."""
 
-    return run_ranks(3, rank)
+    def program(t: Transport) -> None:
+        module = build(t.rank)
+        before = copy.deepcopy(module.state_dict())
+        try:
+            DDP(module, process_group=t, **({} if t.rank == 0 else different))
+        finally:
+            assert all(map(torch.equal, before.values(), module.state_dict().values())), "nothing was sent"
+
+    return str(error_of_all(ContractMismatch, program, 3))
 
 
 def named(**layers: nn.Module) -> nn.Module:
@@ -158,68 +130,54 @@ def named(**layers: nn.Module) -> nn.Module:
     return module
 
 
+def ab() -> nn.Module:
+    return named(a=nn.Linear(2, 2), b=nn.Linear(2, 2))
+
+
 def frozen_bias() -> nn.Module:
     layer = nn.Linear(2, 2)
     layer.bias.requires_grad_(False)
     return layer
 
 
-@pytest.mark.parametrize(
-    ("first", "other", "words"),
-    [
-        (lambda: named(a=nn.Linear(2, 2)), lambda: named(b=nn.Linear(2, 2)), ["a.weight", "b.weight"]),
-        (lambda: nn.Linear(2, 2), lambda: nn.Linear(2, 3), ["weight", "(2, 2)", "(3, 2)"]),
-        (lambda: nn.Linear(2, 2), lambda: nn.Linear(2, 2).double(), ["float32", "float64"]),
-        (lambda: nn.Linear(2, 2), frozen_bias, ["bias", "requires_grad"]),
+def test_different_modules_are_refused_with_the_same_text_on_every_rank() -> None:
+    cases: list[tuple[nn.Module, nn.Module, list[str]]] = [
+        (named(a=nn.Linear(2, 2)), named(b=nn.Linear(2, 2)), ["a.weight", "b.weight"]),
+        (nn.Linear(2, 2), nn.Linear(2, 3), ["weight", "(2, 2)", "(3, 2)"]),
+        (nn.Linear(2, 2), nn.Linear(2, 2).double(), ["float32", "float64"]),
+        (nn.Linear(2, 2), frozen_bias(), ["bias", "requires_grad"]),
+        (ab(), named(b=nn.Linear(2, 2), a=nn.Linear(2, 2)), ["order"]),
         (
-            lambda: named(a=nn.Linear(2, 2), b=nn.Linear(2, 2)),
-            lambda: named(b=nn.Linear(2, 2), a=nn.Linear(2, 2)),
-            ["order"],
-        ),
-        (
-            lambda: nn.Conv2d(3, 4, 2),
-            lambda: nn.Conv2d(3, 4, 2).to(memory_format=torch.channels_last),
+            nn.Conv2d(3, 4, 2),
+            nn.Conv2d(3, 4, 2).to(memory_format=torch.channels_last),  # type: ignore[call-overload]
             ["strides"],
         ),
-        (lambda: nn.BatchNorm1d(2), lambda: nn.BatchNorm1d(2, track_running_stats=False), ["running_mean"]),
-    ],
-)
-def test_different_modules_are_refused_with_the_same_text_on_every_rank(
-    first: Any, other: Any, words: list[str]
-) -> None:
-    texts = mismatch_texts(lambda rank: other() if rank == 1 else first())
-    assert len(set(texts)) == 1
-    for word in [*words, "rank 1", "Build the same module"]:
-        assert word in texts[0]
+        (nn.BatchNorm1d(2), nn.BatchNorm1d(2, track_running_stats=False), ["running_mean"]),
+    ]
+    for first, other, words in cases:
+        modules = [first, other, copy.deepcopy(first)]
+        text = mismatch(modules.__getitem__)
+        assert [word for word in (*words, "rank 1", "Build the same module") if word not in text] == [], text
 
 
-def test_different_arguments_are_refused() -> None:
-    texts = mismatch_texts(lambda rank: nn.Linear(2, 2), bucket_cap_mb=1)
-    assert len(set(texts)) == 1
-    assert "up to 1048576 bytes" in texts[0]
+def test_a_mismatch_names_the_argument_and_its_values() -> None:
+    """Nothing is sent before arguments are compared."""
+    cases: list[tuple[dict[str, Any], list[str]]] = [
+        ({"bucket_cap_mb": 1}, ["up to 1048576 bytes"]),
+        ({"find_unused_parameters": True}, ["find_unused_parameters", "expected True", "got      False"]),
+        ({"init_sync": False}, ["init_sync", "expected False", "got      True"]),
+        ({"strategy": sl.LocalSGD(4)}, ["strategy", "expected LocalSGD(every=4)", "got      EveryStep()"]),
+    ]
+    for different, words in cases:
+        text = mismatch(lambda _: nn.Linear(2, 2), **different)
+        assert [word for word in words if word not in text] == [], text
 
 
-@pytest.mark.parametrize(
-    ("different", "lines"),
-    [
-        ({"find_unused_parameters": True}, ("find_unused_parameters", "expected True", "got      False")),
-        ({"init_sync": False}, ("init_sync", "expected False", "got      True")),
-        ({"strategy": sl.LocalSGD(4)}, ("strategy", "expected LocalSGD(every=4)", "got      EveryStep()")),
-    ],
-)
-def test_a_mismatch_names_the_argument_and_its_values(different: Any, lines: Sequence[str]) -> None:
-    text = mismatch_texts(lambda rank: nn.Linear(2, 2), **different)[0]
-    for line in lines:
-        assert line in text
-
-
-def test_arguments_without_effect_on_other_ranks_may_differ() -> None:
-    def rank(t: Transport) -> float:
-        ddp = DDP(nn.Linear(1, 1), process_group=t, gradient_as_bucket_view=t.rank == 1)
-        ddp(torch.full((1, 1), float(t.rank))).sum().backward()
-        return ddp.module.weight.grad.item()
-
-    assert run_ranks(2, rank) == [0.5, 0.5]
+@on_threads(2)
+def test_arguments_without_effect_on_other_ranks_may_differ(t: Transport) -> None:
+    ddp = DDP(nn.Linear(1, 1), process_group=t, gradient_as_bucket_view=t.rank == 1)
+    ddp(torch.full((1, 1), float(t.rank))).sum().backward()
+    assert ddp.module.weight.grad.item() == 0.5
 
 
 def test_equal_arguments_give_equal_configurations() -> None:
@@ -233,45 +191,36 @@ def test_equal_arguments_give_equal_configurations() -> None:
 # ---------------------------------------------------------------------- parameters and buffers
 
 
-def test_parameters_and_buffers_are_rank_0s_after_construction() -> None:
-    def rank(t: Transport) -> Any:
+@on_threads(2)
+def test_parameters_and_buffers_are_rank_0s_after_construction(t: Transport) -> None:
+    """With broadcast_buffers=False, buffers are left alone, as in torch."""
+    for argument, when in (("forward_sync_buffers", "once, at construction"), ("broadcast_buffers", "never")):
         module = nn.BatchNorm1d(2)
         module.weight.data.fill_(t.rank + 5)
         module.running_mean.fill_(t.rank + 7)
         module.num_batches_tracked.fill_(t.rank + 9)
-        DDP(module, process_group=t, forward_sync_buffers=False)
-        return module.weight.tolist(), module.running_mean.tolist(), module.num_batches_tracked.item()
-
-    assert run_ranks(2, rank) == [([5.0, 5.0], [7.0, 7.0], 9)] * 2
-
-
-def test_broadcast_buffers_false_leaves_them_alone_at_construction_too_as_in_torch() -> None:
-    def rank(t: Transport) -> tuple[float, str]:
-        module = nn.BatchNorm1d(1)
-        module.running_mean.fill_(t.rank)
-        ddp = DDP(module, process_group=t, broadcast_buffers=False)
-        return module.running_mean.item(), ddp.contract["buffers"].when
-
-    assert run_ranks(2, rank) == [(0.0, "never"), (1.0, "never")]
+        ddp = DDP(module, process_group=t, **{argument: False})
+        rank = t.rank if when == "never" else 0
+        with case(argument):
+            assert module.weight.tolist() == [5.0, 5.0]
+            assert (module.running_mean.tolist(), module.num_batches_tracked) == ([rank + 7.0] * 2, rank + 9)
+            assert ddp.contract["buffers"].when == when
 
 
 def test_of_both_names_for_buffers_the_newer_wins_as_in_torch() -> None:
+    both = {"broadcast_buffers": True, "forward_sync_buffers": False}
     with pytest.warns(FutureWarning, match="only forward_sync_buffers applies"):
-        ddp = DDP(
-            nn.BatchNorm1d(1), process_group=alone(), broadcast_buffers=True, forward_sync_buffers=False
-        )
+        ddp = DDP(nn.BatchNorm1d(1), process_group=alone(), **both)
     assert not ddp.forward_sync_buffers
 
 
-def test_init_sync_false_sends_nothing() -> None:
-    def rank(t: Transport) -> float:
-        module = nn.Linear(1, 1)
-        module.weight.data.fill_(t.rank)
-        ddp = DDP(module, process_group=t, init_sync=False)
-        assert "broadcast" not in ddp.statistics().num_calls
-        return module.weight.item()
-
-    assert run_ranks(2, rank) == [0.0, 1.0]
+@on_threads(2)
+def test_init_sync_false_sends_nothing(t: Transport) -> None:
+    module = nn.Linear(1, 1)
+    module.weight.data.fill_(t.rank)
+    ddp = DDP(module, process_group=t, init_sync=False)
+    assert "broadcast" not in ddp.statistics().num_calls
+    assert module.weight.item() == t.rank
 
 
 class Norm(nn.Module):
@@ -289,60 +238,42 @@ def batch(t: Transport) -> Tensor:
     return torch.tensor([[0.0, 0.0], [1.0, 1.0]]) + t.rank + 0.5
 
 
-def test_buffers_are_broadcast_before_forward_but_not_after_no_sync_or_no_grad() -> None:
-    def rank(t: Transport) -> list[tuple[float, bool]]:
-        ddp = DDP(Norm(), process_group=t)
-        seen = []
+@on_threads(2)
+def test_buffers_are_broadcast_before_forward_but_not_after_no_sync_or_no_grad(t: Transport) -> None:
+    ddp = DDP(Norm(), process_group=t)
+    seen = []
 
-        def forward() -> None:
-            ddp(batch(t)).sum().backward()
-            seen.append((ddp.module.seen[0].item(), ddp._replica.buffers.last_forward().sent))
-
-        forward()
-        forward()
-        with ddp.no_sync():
-            forward()  # the one before was synchronized: sent
-        forward()  # the one before ran under no_sync: not sent
-        forward()
-        with torch.no_grad():
-            ddp(batch(t))
-        forward()
-        return seen
-
-    first, second = run_ranks(2, rank)
-    assert first == [(0.0, True), (1.0, True), (1.0, True), (1.0, False), (1.0, True), (1.0, False)]
-    assert second == [(0.0, True), (1.0, True), (1.0, True), (2.0, False), (1.0, True), (2.0, False)]
-
-
-def test_a_buffer_replaced_by_assignment_is_broadcast_too() -> None:
-    def rank(t: Transport) -> float:
-        ddp = DDP(Norm(), process_group=t)
+    def forward() -> None:
         ddp(batch(t)).sum().backward()
-        ddp.module.norm.running_mean = torch.full((2,), 10.0 + t.rank)
-        ddp(batch(t)).sum().backward()
-        return ddp.module.seen[0].item()
+        seen.append((ddp.module.seen[0].item(), ddp._replica.buffers.last_forward().sent))
 
-    assert run_ranks(2, rank) == [10.0, 10.0]
+    forward()
+    forward()
+    with ddp.no_sync():
+        forward()  # the one before was synchronized: sent
+    forward()  # the one before ran under no_sync: not sent
+    forward()
+    with torch.no_grad():
+        ddp(batch(t))
+    forward()
+    own = (1.0 + t.rank, False)
+    assert seen == [(0.0, True), (1.0, True), (1.0, True), own, (1.0, True), own]
 
 
-def test_two_forwards_before_one_backward_keep_batch_norm_working() -> None:
-    def rank(t: Transport) -> None:
-        ddp = DDP(Norm(), process_group=t)
-        (ddp(batch(t)) + ddp(batch(t) + 1)).sum().backward()
-
-    run_ranks(2, rank)
+@on_threads(2)
+def test_two_forwards_before_one_backward_keep_batch_norm_working(t: Transport) -> None:
+    ddp = DDP(Norm(), process_group=t)
+    (ddp(batch(t)) + ddp(batch(t) + 1)).sum().backward()
 
 
-def test_without_buffers_forward_sends_nothing() -> None:
-    def rank(t: Transport) -> int:
-        ddp = DDP(nn.Linear(2, 2), process_group=t)
-        ddp(batch(t))  # the first one agrees on what was registered since construction
-        before = ddp.statistics().total_calls
-        for _ in range(3):
-            ddp(batch(t))
-        return ddp.statistics().total_calls - before
-
-    assert run_ranks(2, rank) == [0, 0]
+@on_threads(2)
+def test_without_buffers_forward_sends_nothing(t: Transport) -> None:
+    ddp = DDP(nn.Linear(2, 2), process_group=t)
+    ddp(batch(t))  # the first one agrees on what was registered since construction
+    before = ddp.statistics().total_calls
+    for _ in range(3):
+        ddp(batch(t))
+    assert ddp.statistics().total_calls == before
 
 
 # ---------------------------------------------------------------------- words
@@ -352,77 +283,77 @@ def test_state_dict_keys_have_torchs_prefix() -> None:
     assert list(DDP(nn.Linear(1, 1), process_group=alone()).state_dict()) == ["module.weight", "module.bias"]
 
 
-def test_the_contract_answers_before_and_after_the_first_step() -> None:
-    def rank(t: Transport) -> tuple[str, str, str, str]:
+def test_the_contract_and_explain_answer_before_and_after_each_kind_of_step() -> None:
+    """From the record, not from the plan, as soon as there is one."""
+
+    def program(t: Transport) -> list[str]:
         ddp = DDP(nn.Sequential(nn.Linear(2, 2), Norm()), process_group=t)
-        before, plan = ddp.contract.long(), ddp.explain()
+        texts = [ddp.contract.long() + ddp.explain()]
+        with ddp.no_sync():
+            ddp(batch(t)).sum().backward()
+        texts.append(ddp.contract.long() + ddp.explain())
+        ddp.zero_grad()
         ddp(batch(t)).sum().backward()
-        return before, plan, ddp.contract.long(), ddp.explain()
+        return [*texts, ddp.contract.long() + ddp.explain()]
 
-    before, plan, after, record = run_ranks(2, rank)[0]
-    assert before.splitlines()[0] == (
-        "Contract: DistributedDataParallel(Sequential), 2 ranks on 1 host, transport: threads"
-    )
-    assert "gradients      4 tensors, 40 B  every backward outside no_sync" in before
-    assert "parameters     4 tensors, 40 B  once, at construction" in before
-    assert "buffers        3 tensors, 24 B  before forward, not after no_sync" in before
-    assert "only when asked: sl.mean(...)" in before
-    assert "last done" not in before
-    assert "step 1: 1 bucket, mean over 2 ranks" in after
-    assert "before the last forward" in after
-    assert plan.splitlines()[0] == "One step, as planned (none has run yet)"
-    assert record.splitlines()[0] == "One step, as recorded on rank 0, step 1"
-    assert "buffers     broadcast from rank 0: 3 tensors, 24 B, 1 call" in record
-    assert "sent by all_reduce when 0.weight was ready" in record
-    assert ".grad now holds the mean over 2 ranks" in record
-    assert "loss      local to each rank, not averaged automatically" in record
+    planned, silent, recorded = run_ranks(2, program)[1]
+    expected = {
+        planned: [
+            "Contract: DistributedDataParallel(Sequential), 2 ranks on 1 host, transport: threads",
+            "gradients      4 tensors, 40 B  every backward outside no_sync",
+            "parameters     4 tensors, 40 B  once, at construction",
+            "buffers        3 tensors, 24 B  before forward, not after no_sync",
+            "only when asked: sl.mean(...)",
+            "One step, as planned (none has run yet)",
+        ],
+        silent: ["added up, no_sync", "nothing sent: backward ran under no_sync"],
+        recorded: [
+            "step 1: 1 bucket, mean over 2 ranks",
+            "One step, as recorded on rank 1, step 1",
+            "sent by all_reduce when 0.weight was ready",
+            ".grad now holds the mean over 2 ranks",
+            "loss      local to each rank, not averaged automatically",
+        ],
+    }
+    for text, words in expected.items():
+        assert [one for one in words if one not in text] == [], text
+    assert "last done" not in planned
 
 
-def test_the_safety_checks_have_a_size_and_are_named_when_asked() -> None:
-    def rank(t: Transport) -> tuple[str, str, list[str]]:
-        ddp = DDP(nn.Linear(2, 2), process_group=t)
-        planned = ddp.explain(verbose=True)
+@on_threads(2)
+def test_explain_says_what_became_of_buffers(t: Transport) -> None:
+    for module, words in (
+        (Norm(), "buffers     broadcast from rank 0: 3 tensors, 24 B, 1 call"),
+        (nn.Linear(2, 2), "buffers     nothing sent: the module has no buffers"),
+    ):
+        ddp = DDP(module, process_group=t)
         ddp(batch(t)).sum().backward()
-        return ddp.contract["safety checks"].size, ddp.explain(), [planned, ddp.explain(verbose=True)]
+        assert words in ddp.explain()
 
-    size, brief, verbose = run_ranks(2, rank)[0]
+
+@on_threads(2)
+def test_the_safety_checks_have_a_size_and_are_named_when_asked(t: Transport) -> None:
+    ddp = DDP(nn.Linear(2, 2), process_group=t)
+    planned = ddp.explain(verbose=True)
+    ddp(batch(t)).sum().backward()
+    size, brief = ddp.contract["safety checks"].size, ddp.explain()
     assert re.fullmatch(r"\d+ B", size)
     assert f"plus {size} of safety checks (ddp.explain(verbose=True) names them)" in brief
     assert "requests to stop" not in brief
-    for text in verbose:
+    for text in (planned, ddp.explain(verbose=True)):
         assert f"plus {size} of safety checks: requests to stop, " in text
 
 
-def test_the_timeline_names_the_communication_hook() -> None:
+@on_threads(2)
+def test_the_timeline_names_the_communication_hook(t: Transport) -> None:
     def as_they_are(state: object, bucket: Any) -> torch.futures.Future[Tensor]:
         raise AssertionError("never called")
 
-    def rank(t: Transport) -> str:
-        ddp = DDP(nn.Linear(2, 1), process_group=t)
-        ddp.register_comm_hook(None, as_they_are)
-        return ddp.explain()
-
-    text = " ".join(run_ranks(2, rank)[0].split())
+    ddp = DDP(nn.Linear(2, 1), process_group=t)
+    ddp.register_comm_hook(None, as_they_are)
+    text = " ".join(ddp.explain().split())
     assert "as_they_are when the last of its gradients is ready" in text
     assert "all_reduce" not in text
-
-
-def test_explain_speaks_from_the_record_not_from_the_plan() -> None:
-    def rank(t: Transport) -> list[str]:
-        ddp = DDP(nn.Linear(2, 2), process_group=t)
-        with ddp.no_sync():
-            ddp(batch(t)).sum().backward()
-        texts = [ddp.explain(), str(ddp.contract)]
-        ddp.zero_grad()
-        with ddp.normalize_by(5):
-            ddp(batch(t)).sum().backward()
-        return [*texts, ddp.explain()]
-
-    silent, contract, counted = run_ranks(2, rank)[1]
-    assert "nothing sent: backward ran under no_sync" in silent
-    assert "added up, no_sync" in contract
-    assert "buffers     nothing sent: the module has no buffers" in counted
-    assert "recorded on rank 1, step 1" in counted
 
 
 def test_alone_everything_says_that_nothing_is_sent() -> None:
@@ -431,15 +362,6 @@ def test_alone_everything_says_that_nothing_is_sent() -> None:
     assert "1 rank alone" in ddp.contract.title
     assert ddp.statistics().total_calls == 0
     assert ddp.explain().count("nothing sent: there is one rank") == 2
-
-
-def test_the_wrapper_is_freed_when_dropped() -> None:
-    gc.collect()
-    model = nn.Linear(2, 2)
-    ddp = DDP(model, process_group=alone())
-    ddp(torch.ones(1, 2)).sum().backward()
-    del ddp
-    assert not model.weight._post_accumulate_grad_hooks
 
 
 # ---------------------------------------------------------------------- found by code below the wrapper
@@ -475,30 +397,16 @@ def test_a_module_that_looks_wrapped_is_saved_and_compared_as_it_is() -> None:
     state.load_state_dict(state.state_dict())
 
 
+PUBLIC = """
+    attach clip_grad_norm_ normalize_by report sync_buffers_ sync_parameters_ contract explain
+    last_step last_round outer_optimizer statistics sync_state_dict load_sync_state_dict
+"""
+
+
 def test_methods_that_only_the_library_calls_are_not_public() -> None:
-    documented = {
-        *(
-            "attach",
-            "clip_grad_norm_",
-            "normalize_by",
-            "report",
-            "sync_buffers_",
-            "sync_parameters_",
-            "contract",
-            "explain",
-        ),
-        *(
-            "last_step",
-            "last_round",
-            "outer_optimizer",
-            "statistics",
-            "sync_state_dict",
-            "load_sync_state_dict",
-        ),
-    }
     public = {name for name in dir(DDP) if not name.startswith("_")}
     torchs_attributes = {*dir(nn.parallel.DistributedDataParallel), *vars(torch_names.TorchNames)}
-    assert public - torchs_attributes == documented
+    assert public - torchs_attributes == set(PUBLIC.split())
 
 
 def test_a_wrapper_may_be_freed_while_torch_calls_the_hooks_before_a_step() -> None:
