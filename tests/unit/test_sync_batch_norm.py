@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
+from functools import partial
+from itertools import product
 from typing import Any
 
 import pytest
@@ -12,6 +14,8 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 import syncline as sl
+from support.cases import case
+from support.threads import on_threads
 from syncline.nn import SyncBatchNorm, _sync_batch_norm, pool_moments
 from syncline.transport import ThreadGroup, Transport, run_ranks
 
@@ -87,18 +91,16 @@ def compare(
 # ---------------------------------------------------------------------- parity
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("dims", [2, 3, 4, 5])
-@pytest.mark.parametrize("sizes", [(4, 4), (5, 1), (2, 0, 3), (0, 0, 6), (1, 1)], ids=str)
-def test_ranks_compute_what_one_process_computes_on_the_whole_batch(
-    sizes: tuple[int, ...], dims: int, dtype: torch.dtype
-) -> None:
-    compare(sizes, dims, dtype)
+def test_ranks_compute_what_one_process_computes_on_the_whole_batch() -> None:
+    for sizes, dims, dtype in product(
+        [(4, 4), (5, 1), (2, 0, 3), (0, 0, 6), (1, 1)], SHAPES, (torch.float32, torch.float64)
+    ):
+        with case(sizes, dims, dtype):
+            compare(sizes, dims, dtype)
 
 
-@pytest.mark.parametrize(
-    "arguments",
-    [
+def test_every_argument_means_what_it_means_in_torch() -> None:
+    for arguments in (
         {"momentum": None},
         {"momentum": 1.0},
         {"momentum": 0.0},
@@ -106,71 +108,62 @@ def test_ranks_compute_what_one_process_computes_on_the_whole_batch(
         {"affine": False},
         {"track_running_stats": False},
         {"affine": False, "track_running_stats": False},
-    ],
-    ids=str,
-)
-def test_every_argument_means_what_it_means_in_torch(arguments: dict[str, Any]) -> None:
-    compare((3, 1, 2), 4, torch.float64, num_steps=3, **arguments)
-
-
-@pytest.mark.parametrize("dims", [4, 5])
-def test_channels_last_stays_channels_last(dims: int) -> None:
-    memory_format = torch.channels_last if dims == 4 else torch.channels_last_3d
-    xs = batches((2, 3), SHAPES[dims], torch.float64)
-
-    def rank(t: Transport, *, last: bool) -> tuple[Tensor, Tensor | None]:
-        x = xs[t.rank].clone(memory_format=memory_format if last else torch.contiguous_format)
-        y = SyncBatchNorm(3, dtype=torch.float64, process_group=t)(x.requires_grad_())
-        y.square().sum().backward()
-        return y, x.grad
-
-    for here, there in zip(
-        run_ranks(2, lambda t: rank(t, last=True)), run_ranks(2, lambda t: rank(t, last=False)), strict=True
     ):
-        for mine, other in zip(here, there, strict=True):
-            assert mine.is_contiguous(memory_format=memory_format)
-            torch.testing.assert_close(mine, other.contiguous(memory_format=memory_format), **F64)
+        with case(arguments):
+            compare((3, 1, 2), 4, torch.float64, num_steps=3, **arguments)
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("half_layer", [False, True])
-def test_half_inputs_are_computed_in_float32(dtype: torch.dtype, half_layer: bool) -> None:
+@on_threads(2)
+def test_channels_last_stays_channels_last(t: Transport) -> None:
+    for dims, memory_format in ((4, torch.channels_last), (5, torch.channels_last_3d)):
+        of_rank = batches((2, 3), SHAPES[dims], torch.float64)[t.rank]
+        found = []
+        for used in (memory_format, torch.contiguous_format):
+            x = of_rank.clone(memory_format=used).requires_grad_()
+            y = SyncBatchNorm(3, dtype=torch.float64, process_group=t)(x)
+            y.square().sum().backward()
+            found.append((y, x.grad))
+        with case(dims):
+            for mine, other in zip(*found, strict=True):
+                assert mine.is_contiguous(memory_format=memory_format)
+                torch.testing.assert_close(mine, other.contiguous(memory_format=memory_format), **F64)
+
+
+def test_half_inputs_are_computed_in_float32() -> None:
     """The result is that of float32 on the same inputs, rounded once (the layer's parameters may be rounded too)."""
-    xs = batches((40, 25), (3, 8), torch.float32)
-    xs = [(x + 30).to(dtype).float() for x in xs]
 
-    def rank(t: Transport, *, wide: bool) -> list[Any]:
-        layer = SyncBatchNorm(3, process_group=t, dtype=dtype if half_layer and not wide else None)
-        x = xs[t.rank].to(torch.float32 if wide else dtype).clone().requires_grad_()
-        y = layer(x)
+    def computed(t: Transport, x: Tensor, dtype: torch.dtype | None) -> list[Any]:
+        layer = SyncBatchNorm(3, process_group=t, dtype=dtype)
+        y = layer(x.requires_grad_())
         (y.float() ** 3).sum().backward()
         return [y, x.grad, layer.weight.grad, layer.bias.grad, layer.running_mean, layer.running_var]
 
-    eps = torch.finfo(dtype).eps
-    for mine, wide in zip(
-        run_ranks(2, lambda t: rank(t, wide=False)), run_ranks(2, lambda t: rank(t, wide=True)), strict=True
-    ):
-        assert [x.dtype for x in mine[:2]] == [dtype] * 2
-        assert {x.dtype for x in mine[2:]} == {dtype if half_layer else torch.float32}
+    def rank(t: Transport, dtype: torch.dtype, half_layer: bool) -> None:
+        x = (batches((40, 25), (3, 8), torch.float32)[t.rank] + 30).to(dtype)
+        wide = computed(t, x.float(), None)
+        mine = computed(t, x, dtype if half_layer else None)
+        assert [tensor.dtype for tensor in mine[:2]] == [dtype] * 2
+        assert {tensor.dtype for tensor in mine[2:]} == {dtype if half_layer else torch.float32}
+        eps = torch.finfo(dtype).eps
         for i, (a, b) in enumerate(zip(mine, wide, strict=True)):
             # y**3 multiplies the relative error of y by 3; sums of 520 such gradients are of the size of b.
             atol = eps if i == 0 else 8 * eps * b.abs().max().item()
             torch.testing.assert_close(a.float(), b, rtol=eps, atol=atol)
 
+    for dtype, half_layer in product((torch.float16, torch.bfloat16), (False, True)):
+        with case(dtype, half_layer):
+            run_ranks(2, partial(rank, dtype=dtype, half_layer=half_layer))
 
-def test_a_large_mean_does_not_cancel_the_variance() -> None:
+
+@on_threads(2)
+def test_a_large_mean_does_not_cancel_the_variance(t: Transport) -> None:
     """Sums of squares in float32 would give a variance of 0 or worse here: 1e4**2 has a spacing of 8."""
     xs = [x + 1e4 for x in batches((50, 30), (3,), torch.float32)]
-
-    def rank(t: Transport) -> Tensor:
-        layer = SyncBatchNorm(3, process_group=t, momentum=1.0)
-        layer(xs[t.rank])
-        return layer.running_var
-
+    layer = SyncBatchNorm(3, process_group=t, momentum=1.0)
+    layer(xs[t.rank])
     expected = torch.cat(xs).double().var(0)
-    for var in run_ranks(2, rank):
-        # Each rank's mean is rounded by e = 5e-4; the ranks' means differ by D < 0.5: an error of 2 D e over 4.
-        torch.testing.assert_close(var.double(), expected, rtol=1.25e-4, atol=0)
+    # Each rank's mean is rounded by e = 5e-4; the ranks' means differ by D < 0.5: an error of 2 D e over 4.
+    torch.testing.assert_close(layer.running_var.double(), expected, rtol=1.25e-4, atol=0)
 
 
 def test_every_rank_has_the_same_bits_in_every_run() -> None:
@@ -222,14 +215,13 @@ class OnRanks(torch.autograd.Function):
         return run_ranks(len(sizes), rank)
 
 
-@pytest.mark.parametrize("sizes", [(2, 2), (3, 0, 1)], ids=str)
-def test_gradcheck_over_ranks(sizes: tuple[int, ...]) -> None:
+def test_gradcheck_over_ranks() -> None:
     g = torch.Generator().manual_seed(0)
-    x, w, b = (
-        torch.randn(s, dtype=torch.float64, generator=g).requires_grad_()
-        for s in ((sum(sizes), 2, 2), (2,), (2,))
-    )
-    assert torch.autograd.gradcheck(lambda x, w, b: OnRanks.apply(x, w, b, sizes), (x, w, b))
+    for sizes in ((2, 2), (3, 0, 1)):
+        shapes = ((sum(sizes), 2, 2), (2,), (2,))
+        x, w, b = (torch.randn(s, dtype=torch.float64, generator=g).requires_grad_() for s in shapes)
+        with case(sizes):
+            assert torch.autograd.gradcheck(OnRanks.apply, (x, w, b, sizes))
 
 
 def test_a_second_derivative_is_refused() -> None:
@@ -245,28 +237,20 @@ def test_a_second_derivative_is_refused() -> None:
 # ---------------------------------------------------------------------- what is sent
 
 
-def test_one_collective_in_forward_and_one_in_backward() -> None:
-    def rank(t: Transport) -> Any:
-        layer = SyncBatchNorm(3, process_group=t)
-        y = layer(torch.randn(4, 3, requires_grad=True))
-        forward = t.statistics()
-        y.sum().backward()
-        return forward.num_calls, (t.statistics() - forward).num_calls, forward.total_bytes
-
-    assert run_ranks(2, rank)[0] == ({"all_gather": 1}, {"all_reduce": 1}, 2 * (2 * 3 + 1) * 4)
-
-
-def test_eval_mode_and_inputs_without_gradient_send_nothing() -> None:
-    def rank(t: Transport) -> Any:
-        layer = SyncBatchNorm(3, process_group=t)
-        layer(torch.randn(4, 3)).sum().backward()  # the input needs no gradient: no collective in backward
-        x = torch.randn(4, 3)
-        other = nn.BatchNorm1d(3).eval()
-        other.load_state_dict(layer.state_dict())
-        assert torch.equal(layer.eval()(x), other(x))
-        return t.statistics().num_calls
-
-    assert run_ranks(2, rank) == [{"all_gather": 1}] * 2
+@on_threads(2)
+def test_one_collective_in_forward_and_one_in_backward_if_they_are_needed(t: Transport) -> None:
+    layer = SyncBatchNorm(3, process_group=t)
+    y = layer(torch.randn(4, 3, requires_grad=True))
+    forward = t.statistics()
+    y.sum().backward()
+    backward = t.statistics() - forward
+    assert (forward.num_calls, backward.num_calls) == ({"all_gather": 1}, {"all_reduce": 1})
+    assert forward.total_bytes == 2 * (2 * 3 + 1) * 4
+    layer(torch.randn(4, 3)).sum().backward()  # the input needs no gradient: no collective in backward
+    x, plain_layer = torch.randn(4, 3), nn.BatchNorm1d(3).eval()
+    plain_layer.load_state_dict(layer.state_dict())
+    assert torch.equal(layer.eval()(x), plain_layer(x))
+    assert t.statistics().num_calls == {"all_gather": 2, "all_reduce": 1}
 
 
 def test_alone_it_is_batch_norm_and_needs_no_group() -> None:
@@ -276,48 +260,42 @@ def test_alone_it_is_batch_norm_and_needs_no_group() -> None:
     assert all(torch.equal(a, b) for a, b in zip(ours.buffers(), torchs.buffers(), strict=True))
 
 
-def test_two_forwards_before_one_backward() -> None:
+@on_threads(2)
+def test_two_forwards_before_one_backward(t: Transport) -> None:
     """A GAN's discriminator: running statistics change in between, saved tensors do not."""
-
-    def rank(t: Transport) -> Any:
-        layer = SyncBatchNorm(2, process_group=t)
-        (layer(torch.randn(3, 2)) - layer(torch.randn(3, 2))).square().sum().backward()
-        return layer.num_batches_tracked.item()
-
-    assert run_ranks(2, rank) == [2, 2]
+    layer = SyncBatchNorm(2, process_group=t)
+    (layer(torch.randn(3, 2)) - layer(torch.randn(3, 2))).square().sum().backward()
+    assert layer.num_batches_tracked.item() == 2
 
 
 # ---------------------------------------------------------------------- in a model
 
 
 def test_under_ddp_a_model_trains_as_on_the_whole_batch() -> None:
-    torch.manual_seed(0)
     template = nn.Sequential(
         nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(4 * 9, 2)
-    )
-    template = template.double()
+    ).double()
     xs = [batches((4, 2), (1, 5, 5), torch.float64) for _ in range(4)]
 
-    def train(model: nn.Module, module: nn.Module, xs: list[Tensor], counted: bool) -> list[Tensor]:
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    def train(module: nn.Module, xs: list[Tensor], ddp: Any = None) -> list[Tensor]:
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.05, momentum=0.9)
         for x in xs:
             optimizer.zero_grad()
-            if counted:
-                with model.normalize_by(len(x)):
-                    model(x).pow(2).sum().backward()
+            if ddp is None:
+                (module(x).pow(2).sum() / len(x)).backward()
             else:
-                (model(x).pow(2).sum() / len(x)).backward()
+                with ddp.normalize_by(len(x)):
+                    ddp(x).pow(2).sum().backward()
             optimizer.step()
         return [*module.parameters(), *module.buffers()]
 
     def rank(t: Transport) -> list[Tensor]:
         module = sl.nn.SyncBatchNorm.convert_sync_batchnorm(copy.deepcopy(template), t)
         ddp = sl.DistributedDataParallel(module, process_group=t)
-        return train(ddp, module, [x[t.rank] for x in xs], True)
+        return train(module, [x[t.rank] for x in xs], ddp)
 
     ranks = run_ranks(2, rank)
-    alone = train(template, template, [torch.cat(x) for x in xs], False)
-    for mine, other, expected in zip(*ranks, alone, strict=True):
+    for mine, other, expected in zip(*ranks, train(template, [torch.cat(x) for x in xs]), strict=True):
         assert torch.equal(mine, other)
         torch.testing.assert_close(mine, expected, rtol=1e-10, atol=1e-12)
 
@@ -371,8 +349,7 @@ def test_a_single_layer_is_not_changed_but_replaced() -> None:
 
 
 def test_hooks_stay_and_can_be_removed() -> None:
-    model = nn.Sequential(nn.BatchNorm1d(3))
-    calls: list[str] = []
+    model, calls = nn.Sequential(nn.BatchNorm1d(3)), []
     handle = model[0].register_forward_hook(lambda *_: calls.append("forward"))
     SyncBatchNorm.convert_sync_batchnorm(model)
     model(torch.randn(2, 3))
@@ -385,10 +362,9 @@ def test_a_converted_layer_can_be_converted_to_another_group_copied_and_loaded()
     first, second = (ThreadGroup(1).transport(0) for _ in range(2))
     layer = SyncBatchNorm.convert_sync_batchnorm(SyncBatchNorm(3, process_group=first), second)
     layer.register_forward_hook(lambda *_: None)
-    assert layer.process_group is second
     twin = copy.deepcopy(nn.ModuleList([layer, layer]))
     assert twin[0] is twin[1]
-    assert twin[0].process_group is second
+    assert layer.process_group is twin[0].process_group is second
     assert twin[0].weight is not layer.weight
     twin[0].load_state_dict(nn.BatchNorm1d(3).state_dict())
 
@@ -413,43 +389,32 @@ def test_layers_that_conversion_would_spoil_are_refused_and_nothing_is_changed()
         with pytest.raises(TypeError, match=message):
             SyncBatchNorm.convert_sync_batchnorm(model)
         assert type(model[0]) is nn.BatchNorm1d
-    with pytest.raises(TypeError, match=r"expected module to be a torch\.nn\.Module, got a int"):
-        SyncBatchNorm.convert_sync_batchnorm(3)
 
 
 # ---------------------------------------------------------------------- bad input
 
 
-@pytest.mark.parametrize(
-    ("x", "error", "message"),
-    [
+@on_threads(2)
+def test_a_wrong_input_is_refused_before_anything_is_sent(t: Transport) -> None:
+    cases: list[tuple[Tensor, type[Exception], str]] = [
         (torch.zeros(3), ValueError, r"at least 2 dimensions, got shape \(3,\)"),
-        (
-            torch.zeros(2, 4),
-            ValueError,
-            r"expected an input .* num_features = 3 channels.*, got shape \(2, 4\)",
-        ),
+        (torch.zeros(2, 4), ValueError, r"num_features = 3 channels.*, got shape \(2, 4\)"),
         (torch.zeros(2, 3, dtype=torch.int64), TypeError, r"floating-point input, got torch\.int64"),
-    ],
-)
-def test_a_wrong_input_is_refused_before_anything_is_sent(x: Tensor, error: type, message: str) -> None:
-    def rank(t: Transport) -> int:
+    ]
+    for x, error, message in cases:
         with pytest.raises(error, match=message):
             SyncBatchNorm(3, process_group=t)(x)
-        return t.statistics().total_calls
-
-    assert run_ranks(2, rank) == [0, 0]
+    assert t.statistics().total_calls == 0
 
 
-@pytest.mark.parametrize("sizes", [(1, 0), (0, 0)], ids=str)
-def test_a_single_value_over_all_ranks_is_an_error_on_all(sizes: tuple[int, int]) -> None:
-    def rank(t: Transport) -> list[float]:
+@on_threads(2)
+def test_a_single_value_over_all_ranks_is_an_error_on_all(t: Transport) -> None:
+    for sizes in ((1, 0), (0, 0)):
         layer = SyncBatchNorm(3, process_group=t)
         with pytest.raises(ValueError, match=f"more than 1 value .* got {sum(sizes)} over all 2 ranks"):
             layer(torch.zeros(sizes[t.rank], 3))
-        return [*layer.running_mean.tolist(), layer.num_batches_tracked.item()]
-
-    assert run_ranks(2, rank) == [[0.0, 0.0, 0.0, 0]] * 2
+        assert not layer.running_mean.any()
+        assert layer.num_batches_tracked.item() == 0
 
 
 # ---------------------------------------------------------------------- pooling
