@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable
-from typing import Any
+from itertools import product
 
 import pytest
 import torch
@@ -14,6 +14,8 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import syncline as sl
+from support.cases import case
+from support.threads import on_threads
 from syncline.buffers.policies import BufferSync
 from syncline.buffers.pooling import (
     average_buffers,
@@ -105,46 +107,44 @@ def test_nan_in_halves_stays_nan() -> None:
 # ---------------------------------------------------------------------- average
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
-@pytest.mark.parametrize("num_ranks", [2, 3])
-def test_running_statistics_are_pooled(num_ranks: int, dtype: torch.dtype) -> None:
-    means, variances = [1.0, 3.0, -2.0][:num_ranks], [2.0, 4.0, 0.5][:num_ranks]
-    (first, *_) = on_ranks(num_ranks, lambda r: norm(means[r], variances[r], dtype=dtype, steps=5 - r))
-    mean = sum(means) / num_ranks
-    # The mean of the variances, and what the means differ by.
-    variance = sum(variances) / num_ranks + sum((m - mean) ** 2 for m in means) / num_ranks
-    rtol = torch.finfo(dtype).eps
-    torch.testing.assert_close(first["running_mean"].double(), float64(mean, mean), rtol=rtol, atol=0)
-    torch.testing.assert_close(first["running_var"].double(), float64(variance, variance), rtol=rtol, atol=0)
-    assert first["running_mean"].dtype is dtype
-    assert first["num_batches_tracked"].item() == 5
+def test_running_statistics_are_pooled() -> None:
+    for num_ranks, dtype in product((2, 3), (torch.float16, torch.bfloat16, torch.float32, torch.float64)):
+        means, variances = [1.0, 3.0, -2.0][:num_ranks], [2.0, 4.0, 0.5][:num_ranks]
+        layers = [
+            norm(m, v, dtype=dtype, steps=5 - r)
+            for r, (m, v) in enumerate(zip(means, variances, strict=True))
+        ]
+        (first, *_) = on_ranks(num_ranks, layers.__getitem__)
+        mean = sum(means) / num_ranks
+        # The mean of the variances, and what the means differ by.
+        variance = sum(variances) / num_ranks + sum((m - mean) ** 2 for m in means) / num_ranks
+        rtol = torch.finfo(dtype).eps
+        with case(num_ranks, dtype):
+            for name, value in (("running_mean", mean), ("running_var", variance)):
+                torch.testing.assert_close(first[name].double(), float64(value, value), rtol=rtol, atol=0)
+            assert first["running_mean"].dtype is dtype
+            assert first["num_batches_tracked"].item() == 5
 
 
-@pytest.mark.parametrize("num_ranks", [2, 3, 5, 7])
-def test_buffers_that_are_equal_stay_as_they_are_to_the_bit(num_ranks: int) -> None:
-    def build(rank: int) -> nn.Module:
-        g = torch.Generator().manual_seed(0)
-        x = torch.randn(999, dtype=torch.float64, generator=g)
-        return Holder(
-            float32=x.float(),
-            float64=x.clone(),
-            huge=x * 1e200,
-            float16=x.half(),
-            bfloat16_=x.bfloat16(),
-            complex128=torch.complex(x, -x),
-            mask=torch.full((3, 3), -math.inf).triu(1),
-            integers=torch.arange(4),
-        )
-
-    expected = dict(build(0).named_buffers())
-    for name, buffer in on_ranks(num_ranks, build)[0].items():
-        assert torch.equal(buffer, expected[name]), name
-
-
-def test_equal_running_statistics_stay_as_they_are_also_with_a_large_mean() -> None:
-    for result in on_ranks(3, lambda r: norm(1e3 / 3, 0.1)):
-        assert torch.equal(result["running_var"], norm(0.0, 0.1).running_var)
-        assert torch.equal(result["running_mean"], norm(1e3 / 3, 0.0).running_mean)
+def test_buffers_that_are_equal_stay_as_they_are_to_the_bit() -> None:
+    """Also running statistics with a large mean."""
+    x = torch.randn(999, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    equal = Holder(
+        float32=x.float(),
+        float64=x.clone(),
+        huge=x * 1e200,
+        float16=x.half(),
+        bfloat16_=x.bfloat16(),
+        complex128=torch.complex(x, -x),
+        mask=torch.full((3, 3), -math.inf).triu(1),
+        integers=torch.arange(4),
+        running_mean=torch.full((2,), 1e3 / 3),
+        running_var=torch.full((2,), 0.1),
+    )
+    for num_ranks in (2, 3, 5, 7):
+        for name, buffer in on_ranks(num_ranks, lambda _: copy.deepcopy(equal))[0].items():
+            with case(num_ranks, name):
+                assert torch.equal(buffer, equal.get_buffer(name))
 
 
 def test_a_large_mean_does_not_cancel_the_variance() -> None:
@@ -216,62 +216,53 @@ def test_a_shared_layer_is_pooled_once_and_instance_norm_too() -> None:
     assert first["2.running_var"].tolist() == [2.0] * 2
 
 
-def test_everything_travels_in_two_collectives_at_most() -> None:
-    def rank(t: Transport) -> list[dict[str, int]]:
-        calls = []
-        layers = [nn.BatchNorm1d(3), nn.BatchNorm2d(5), Holder(x=torch.zeros(2, dtype=torch.float64))]
-        for module in (nn.ModuleList(layers), Holder(x=torch.zeros(2)), Holder(n=torch.zeros(2).int())):
-            before = t.statistics()
-            number = BufferSync(module, t, policy="average").sync()
-            calls.append((t.statistics() - before).num_calls)
-            assert sum(calls[-1].values()) == number
-        return calls
-
-    assert run_ranks(2, rank)[0] == [{"all_reduce": 2}, {"all_reduce": 1}, {"all_reduce": 1}]
+@on_threads(2)
+def test_everything_travels_in_two_collectives_at_most(t: Transport) -> None:
+    layers = [nn.BatchNorm1d(3), nn.BatchNorm2d(5), Holder(x=torch.zeros(2, dtype=torch.float64))]
+    cases = [(nn.ModuleList(layers), 2), (Holder(x=torch.zeros(2)), 1), (Holder(n=torch.zeros(2).int()), 1)]
+    for module, expected in cases:
+        before = t.statistics()
+        assert BufferSync(module, t, policy="average").sync() == expected
+        assert (t.statistics() - before).num_calls == {"all_reduce": expected}
 
 
-def test_an_average_of_nothing_sends_nothing() -> None:
-    def rank(t: Transport) -> int:
-        assert average_buffers([torch.zeros(0)], [], t) == 0
-        return t.statistics().total_calls
-
-    assert run_ranks(2, rank) == [0, 0]
+@on_threads(2)
+def test_an_average_of_nothing_sends_nothing(t: Transport) -> None:
+    assert average_buffers([torch.zeros(0)], [], t) == 0
+    assert t.statistics().total_calls == 0
 
 
 # ---------------------------------------------------------------------- every policy
 
 
-def policies(**kwargs: Any) -> Any:
-    return pytest.mark.parametrize("policy", ["broadcast", "average"], **kwargs)
+POLICIES = ("broadcast", "average")
 
 
 def test_an_unknown_policy_is_refused() -> None:
-    with pytest.raises(
-        ValueError, match="expected buffers to be one of 'broadcast', 'average', 'none', got 'median'"
-    ):
-        sl.DistributedDataParallel(nn.BatchNorm1d(1), buffers="median")
     with pytest.raises(ValueError, match="unknown buffers='mean'; write buffers=\"average\""):
         sl.DistributedDataParallel(nn.BatchNorm1d(1), buffers="mean")
 
 
-@policies()
-def test_buffers_are_equal_before_a_forward_on_torchs_schedule(policy: str) -> None:
-    def rank(t: Transport) -> list[bool]:
-        module = norm(float(t.rank), 1.0)
+@on_threads(2)
+def test_buffers_are_equal_before_a_forward_on_torchs_schedule(t: Transport) -> None:
+    """They are written where they are: their version counters stay."""
+    for policy in POLICIES:
+        module, sent, values = norm(float(t.rank), 1.0), [], []
+        versions = [buffer._version for buffer in module.buffers()]
         sync = BufferSync(module, t, policy=policy)
-        sent = []
         for next_is_due in (True, False, True, True):
             sync.before_forward(next_is_due=next_is_due)
             sent.append(sync.last_forward().sent)
+            values.append(module.running_mean[0].item())
+            if len(sent) == 1:
+                assert [buffer._version for buffer in module.buffers()] == versions
             module.running_mean.add_(t.rank)
-        return sent
+        with case(policy):
+            assert sent == [True, True, False, True]
+            assert values[:2] == ([0.0, 0.0] if policy == "broadcast" else [0.5, 1.0])
 
-    assert run_ranks(2, rank) == [[True, True, False, True]] * 2
 
-
-def test_the_first_forward_after_a_change_of_the_ranks_makes_buffers_equal_whatever_each_rank_did_last() -> (
-    None
-):
+def test_the_first_forward_after_a_change_of_the_ranks_makes_buffers_equal() -> None:
     """A rank can be lost in a forward of some ranks under no_sync, and a process that joins has run no forward."""
 
     def rank(t: Transport) -> tuple[bool, float]:
@@ -295,129 +286,96 @@ def test_broadcast_makes_them_rank_0s() -> None:
     assert [b.flatten()[0].item() for b in first.values()] == [1.0, 2.0, 0]
 
 
-@pytest.mark.parametrize("arguments", [{"policy": "none"}, {"enabled": False}], ids=str)
-def test_none_sends_nothing_before_a_forward(arguments: dict[str, Any]) -> None:
-    def rank(t: Transport) -> tuple[float, int, str]:
+@on_threads(2)
+def test_none_sends_nothing_before_a_forward(t: Transport) -> None:
+    for arguments in ({"policy": "none"}, {"enabled": False}):
         module = norm(float(t.rank), 1.0)
         sync = BufferSync(module, t, **arguments)
-        assert not sync.enabled
         sync.before_forward(next_is_due=True)
-        return module.running_mean[0].item(), t.statistics().total_calls, sync.last_forward().reason
-
-    reason = "broadcasting buffers is switched off"
-    assert run_ranks(2, rank) == [(0.0, 0, reason), (1.0, 0, reason)]
-
-
-@policies()
-def test_without_buffers_nothing_is_ever_sent(policy: str) -> None:
-    def rank(t: Transport) -> int:
+        with case(arguments):
+            assert not sync.enabled
+            assert module.running_mean[0].item() == t.rank
+            assert sync.last_forward().reason == "broadcasting buffers is switched off"
+    for policy in POLICIES:  # nor is anything sent without buffers
         sync = BufferSync(nn.Linear(2, 2), t, policy=policy)
         sync.before_forward(next_is_due=True)
         assert sync.sync() == 0
-        return t.statistics().total_calls
-
-    assert run_ranks(2, rank) == [0, 0]
+    assert t.statistics().total_calls == 0
 
 
-@policies()
-def test_version_counters_stay(policy: str) -> None:
-    def rank(t: Transport) -> None:
-        module = norm(float(t.rank), 1.0)
-        versions = [b._version for b in module.buffers()]
-        BufferSync(module, t, policy=policy).before_forward(next_is_due=True)
-        assert [b._version for b in module.buffers()] == versions
-        assert module.running_mean[0].item() == (0.0 if policy == "broadcast" else 0.5)
-
-    run_ranks(2, rank)
-
-
-@policies()
-def test_a_replaced_buffer_and_one_set_to_none_are_noticed(policy: str) -> None:
-    def rank(t: Transport) -> float:
+@on_threads(2)
+def test_a_replaced_buffer_and_one_set_to_none_are_noticed(t: Transport) -> None:
+    for policy, expected in (("broadcast", 0.0), ("average", 5.0)):
         module = nn.Sequential(norm(0.0, 1.0), Holder(x=torch.zeros(3)))
         sync = BufferSync(module, t, policy=policy)
         sync.before_forward(next_is_due=True)
         module[0].running_mean = torch.full((2,), 10.0 * t.rank)
         module[1].x = None
         sync.before_forward(next_is_due=True)
-        assert sync.last_forward().num_tensors == 3
-        return module[0].running_mean[0].item()
-
-    assert run_ranks(2, rank) == [0.0 if policy == "broadcast" else 5.0] * 2
-
-
-def test_ignored_buffers_are_left_alone_and_a_variance_without_its_mean_is_not_pooled() -> None:
-    def rank(t: Transport) -> list[float]:
-        module = nn.Sequential(norm(float(t.rank), 1.0 + t.rank))
-        module.register_buffer("top", torch.tensor(float(t.rank)))
-        sync = BufferSync(module, t, policy="average", ignored=["0.running_mean", "top"])
-        sync.before_forward(next_is_due=True)
-        assert sync.last_forward().num_tensors == 2
-        return [b.flatten()[0].item() for b in module.buffers()]
-
-    assert run_ranks(2, rank) == [[0.0, 0.0, 1.5, 0], [1.0, 1.0, 1.5, 0]]
+        with case(policy):
+            assert sync.last_forward().num_tensors == 3
+            assert module[0].running_mean[0].item() == expected
 
 
-def test_another_source_can_be_chosen_for_a_broadcast() -> None:
-    def rank(t: Transport) -> float:
-        module = norm(float(t.rank), 1.0)
-        BufferSync(module, t).before_forward(next_is_due=True, src=1)
-        return module.running_mean[0].item()
+@on_threads(2)
+def test_ignored_buffers_are_left_alone_and_a_variance_without_its_mean_is_not_pooled(t: Transport) -> None:
+    module = nn.Sequential(norm(float(t.rank), 1.0 + t.rank))
+    module.register_buffer("top", torch.tensor(float(t.rank)))
+    sync = BufferSync(module, t, policy="average", ignored=["0.running_mean", "top"])
+    sync.before_forward(next_is_due=True)
+    assert sync.last_forward().num_tensors == 2
+    assert [b.flatten()[0].item() for b in module.buffers()] == [t.rank, t.rank, 1.5, 0]
 
-    assert run_ranks(2, rank) == [1.0, 1.0]
+
+@on_threads(2)
+def test_another_source_can_be_chosen_for_a_broadcast(t: Transport) -> None:
+    module = norm(float(t.rank), 1.0)
+    BufferSync(module, t).before_forward(next_is_due=True, src=1)
+    assert module.running_mean[0].item() == 1.0
 
 
-def test_a_forward_left_to_a_hook_says_whether_it_was_due_and_keeps_the_schedule() -> None:
-    def rank(t: Transport) -> list[bool]:
-        sync = BufferSync(norm(float(t.rank), 1.0), t)
-        due = [sync.leave_to_hook(next_is_due=False), sync.leave_to_hook(next_is_due=True)]
-        sync.enabled = False
-        due.append(sync.leave_to_hook(next_is_due=True))
-        assert "hook" in sync.last_forward().reason
-        assert t.statistics().total_calls == 0
-        return due
-
-    assert run_ranks(2, rank) == [[True, False, False]] * 2
+@on_threads(2)
+def test_a_forward_left_to_a_hook_says_whether_it_was_due_and_keeps_the_schedule(t: Transport) -> None:
+    sync = BufferSync(norm(float(t.rank), 1.0), t)
+    due = [sync.leave_to_hook(next_is_due=False), sync.leave_to_hook(next_is_due=True)]
+    sync.enabled = False
+    due.append(sync.leave_to_hook(next_is_due=True))
+    assert due == [True, False, False]
+    assert "hook" in sync.last_forward().reason
+    assert t.statistics().total_calls == 0
 
 
 # ---------------------------------------------------------------------- equal after the last step
 
 
-@pytest.mark.parametrize(("policy", "expected"), [("broadcast", 1.0), ("average", 1.5), ("none", 1.0)])
-def test_equalize_makes_them_equal_now_and_the_next_forward_sends_nothing(
-    policy: str, expected: float
-) -> None:
-    def rank(t: Transport) -> tuple[float, int, list[str]]:
+@on_threads(2)
+def test_equalize_makes_them_equal_now_and_the_next_forward_sends_nothing(t: Transport) -> None:
+    for policy, expected in (("broadcast", 1.0), ("average", 1.5), ("none", 1.0)):
         module = norm(0.0, 1.0)
         sync = BufferSync(module, t, policy=policy)
         sync.before_forward(next_is_due=True)
         module.running_mean.fill_(1.0 + t.rank)
         before = t.statistics()
-        assert sync.sync() == (t.statistics() - before).total_calls > 0
-        after, reasons = t.statistics(), []
-        for next_is_due in (False, True):
-            if t.rank == 0 or next_is_due:  # rank 0 evaluates alone
-                sync.before_forward(next_is_due=next_is_due)
-                reasons.append(sync.last_forward().reason)
-        calls = (t.statistics() - after).total_calls
-        sync.before_forward(next_is_due=True)
-        assert sync.last_forward().sent is (policy != "none")
-        return module.running_mean[0].item(), calls, reasons
-
-    results = run_ranks(2, rank)
-    assert [mean for mean, _, _ in results] == [expected] * 2
-    assert [calls for _, calls, _ in results] == [0, 0]
-    if policy != "none":
-        assert results[1][2] == ["the buffers were made equal after the previous forward"]
+        with case(policy):
+            assert sync.sync() == (t.statistics() - before).total_calls > 0
+            after = t.statistics()
+            for next_is_due in (False, True):
+                if t.rank == 0 or next_is_due:  # rank 0 evaluates alone
+                    sync.before_forward(next_is_due=next_is_due)
+            assert t.statistics().total_calls == after.total_calls
+            if t.rank == 1 and policy != "none":
+                assert sync.last_forward().reason == "the buffers were made equal after the previous forward"
+            sync.before_forward(next_is_due=True)
+            assert sync.last_forward().sent is (policy != "none")
+            assert module.running_mean[0].item() == expected
 
 
 def test_training_under_average_keeps_evaluation_equal_on_all_ranks() -> None:
     g = torch.Generator().manual_seed(0)
     batches = torch.randn(6, 2, 8, 3, generator=g) + torch.arange(2).view(1, 2, 1, 1)  # (step, rank, N, C)
-    template = nn.BatchNorm1d(3)
 
     def rank(t: Transport) -> list[Tensor]:
-        module = copy.deepcopy(template)
+        module = nn.BatchNorm1d(3)
         sync = BufferSync(module, t, policy="average")
         for batch in batches:
             sync.before_forward(next_is_due=True)
@@ -430,8 +388,7 @@ def test_training_under_average_keeps_evaluation_equal_on_all_ranks() -> None:
     mean, variance = torch.zeros(3), torch.ones(3)
     for batch in batches:  # the same in one process: each rank's update, then pooled
         means = 0.9 * mean + 0.1 * batch.mean(1)  # (rank, C)
-        variances = 0.9 * variance + 0.1 * batch.var(1)
-        mean = means.mean(0)
+        mean, variances = means.mean(0), 0.9 * variance + 0.1 * batch.var(1)
         variance = variances.mean(0) + means.var(0, correction=0)
     torch.testing.assert_close(first[0], mean, rtol=1e-6, atol=1e-7)
     torch.testing.assert_close(first[1], variance, rtol=1e-6, atol=0)
