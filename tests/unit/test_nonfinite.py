@@ -7,15 +7,21 @@ import copy
 import gc
 import inspect
 import math
+import re
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from itertools import product
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
+from support.cases import case
+from support.threads import on_threads
+from support.verbs import error_of_all
 from syncline import (
     ContractMismatch,
     LocalSGD,
@@ -44,6 +50,10 @@ NAN, INF = math.nan, math.inf
 
 POLICIES: dict[Any, str] = {"raise": "raised", "skip": "discarded", "zero": "zeroed"}
 """The policies, and what the record says of a step with gradients that are not finite."""
+
+
+IN_VIEWS = {"bucket_cap_mb": 0.001, "gradient_as_bucket_view": True}
+"""Several buckets, in which gradients are views."""
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -128,12 +138,12 @@ def raised(fn: Callable[..., Any], *args: Any, size: int = 2, **kwargs: Any) -> 
     return errors[0]
 
 
-def warned(fn: Callable[[], Any]) -> list[str]:
-    """The texts of the warnings of `fn`, which may come on any thread."""
+def warned(fn: Callable[[], Any]) -> tuple[Any, list[str]]:
+    """What `fn` returns, and the texts of its warnings, which may come on any thread."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        fn()
-    return [str(one.message) for one in caught if one.category is RuntimeWarning]
+        result = fn()
+    return result, [str(one.message) for one in caught if one.category is RuntimeWarning]
 
 
 # ---------------------------------------------------------------------- what is found
@@ -176,12 +186,11 @@ def test_all_ranks_and_parameters_are_named_wherever_they_lie() -> None:
         with bad(ddp.module.get_parameter(name), NAN, t.rank == 1):
             backward(ddp, batch(t))
 
-    for name in ("0.weight", "2.weight", "2.bias", "4.bias"):
-        for kwargs in ({}, {"bucket_cap_mb": 0.001, "gradient_as_bucket_view": True}):
+    for name, kwargs in product(("0.weight", "2.weight", "2.bias", "4.bias"), ({}, IN_VIEWS)):
+        with case(name, kwargs):
             error = raised(rank, name, **kwargs)
-            assert (error.found, error.step, error.in_mean) == ({1: (name,)}, 1, ()), kwargs
-            numel = NET.get_parameter(name).numel()
-            assert f"rank 1: {name} (NaN in 1 of {numel} elements)" in str(error), kwargs
+            assert (error.found, error.step, error.in_mean) == ({1: (name,)}, 1, ())
+            assert f"rank 1: {name} (NaN in 1 of {NET.get_parameter(name).numel()} elements)" in str(error)
 
     def on_two_ranks(t: Transport) -> None:
         ddp = wrapped(t, "raise")
@@ -226,19 +235,17 @@ def test_the_error_comes_before_the_step_and_training_may_go_on_after_it() -> No
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
-def test_an_optimizer_inside_backward_does_not_step_and_skip_refuses_it() -> None:
+@on_threads(2)
+def test_an_optimizer_inside_backward_does_not_step_and_skip_refuses_it(t: Transport) -> None:
     from torch.distributed.optim import _apply_optimizer_in_backward
 
-    def rank(t: Transport) -> None:
-        for policy, error in (("raise", NonFiniteGradient), ("skip", ValueError)):
-            net = copy.deepcopy(NET)
-            _apply_optimizer_in_backward(torch.optim.SGD, net.parameters(), {"lr": 0.1})
-            ddp = DDP(net, process_group=t, on_nonfinite=policy)  # type: ignore[arg-type]
-            with bad(net[0].weight, NAN, t.rank == 1), pytest.raises(error):
-                backward(ddp, batch(t))
-            assert policy == "skip" or are_same(values_of(net), values_of(NET))
-
-    run_ranks(2, rank)
+    for policy, error in (("raise", NonFiniteGradient), ("skip", ValueError)):
+        net = copy.deepcopy(NET)
+        _apply_optimizer_in_backward(torch.optim.SGD, net.parameters(), {"lr": 0.1})
+        ddp = DDP(net, process_group=t, on_nonfinite=policy)  # type: ignore[arg-type]
+        with bad(net[0].weight, NAN, t.rank == 1), pytest.raises(error):
+            backward(ddp, batch(t))
+        assert policy == "skip" or are_same(values_of(net), values_of(NET))
 
 
 def test_unused_parameters_are_no_obstacle() -> None:
@@ -260,35 +267,28 @@ def test_unused_parameters_are_no_obstacle() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:Complex modules:UserWarning")
-@pytest.mark.parametrize(
-    ("dtype", "how"),
-    [
-        (torch.float32, {"static_graph": True}),
-        (torch.float32, {"reduce_dtype": torch.float16}),
-        (torch.float32, {"reduce_dtype": torch.float64}),
-        (torch.float32, {"find_unused_parameters": True, "skip_all_reduce_unused_params": True}),
-        (torch.float16, {}),
-        (torch.bfloat16, {}),
-        (torch.complex64, {}),
-    ],
-    ids=str,
-)
-def test_other_ways_to_reduce_and_other_types_are_looked_at_as_well(
-    dtype: torch.dtype, how: dict[str, Any]
-) -> None:
-    def rank(t: Transport) -> None:
+def test_other_ways_to_reduce_and_other_types_are_looked_at_as_well() -> None:
+    def rank(t: Transport, dtype: torch.dtype, value: complex, **how: Any) -> None:
         ddp = wrapped(t, "raise", copy.deepcopy(NET).to(dtype), **how)
         for step in (1, 2):
             ddp.zero_grad()
-            value = complex(1.0, INF) if dtype.is_complex else INF
-            if how.get("reduce_dtype") is torch.float16:
-                value = 1e6  # it does not fit in the type it travels in
             with bad(ddp.module[0].weight, value, (t.rank, step) == (1, 2)):
                 backward(ddp, batch(t).to(dtype))
 
-    error = raised(rank)
-    assert (error.step, error.found) == (2, {1: ("0.weight",)})
-    assert "infinity in 1 of 120 elements" in str(error)
+    cases: list[tuple[torch.dtype, complex, dict[str, Any]]] = [
+        (torch.float32, INF, {"static_graph": True}),
+        (torch.float32, 1e6, {"reduce_dtype": torch.float16}),  # it does not fit in the type it travels in
+        (torch.float32, INF, {"reduce_dtype": torch.float64}),
+        (torch.float32, INF, {"find_unused_parameters": True, "skip_all_reduce_unused_params": True}),
+        (torch.float16, INF, {}),
+        (torch.bfloat16, INF, {}),
+        (torch.complex64, complex(1.0, INF), {}),
+    ]
+    for dtype, value, how in cases:
+        with case(dtype, value, how):
+            error = raised(rank, dtype, value, **how)
+            assert (error.step, error.found) == (2, {1: ("0.weight",)})
+            assert "infinity in 1 of 120 elements" in str(error)
 
 
 class Rows(nn.Module):
@@ -364,13 +364,10 @@ def without(skipped: set[int], num_steps: int = 6) -> list[Tensor]:
     return run_ranks(2, rank)[0]
 
 
-@pytest.mark.parametrize(
-    ("kwargs", "num_buckets"), [({}, 1), ({"bucket_cap_mb": 0.001, "gradient_as_bucket_view": True}, 3)]
-)
-def test_a_discarded_step_is_as_if_it_had_never_been(kwargs: dict[str, Any], num_buckets: int) -> None:
+def test_a_discarded_step_is_as_if_it_had_never_been() -> None:
     wrong = {(1, 0): NAN, (0, 3): INF, (1, 3): -INF}
 
-    def rank(t: Transport) -> list[Tensor]:
+    def rank(t: Transport, num_buckets: int, **kwargs: Any) -> list[Tensor]:
         ddp, optimizer = train(t, "skip", wrong=wrong, **kwargs)
         record = ddp.last_step.nonfinite
         assert (record.outcome, record.found, record.num_steps) == ("finite", {}, 2)
@@ -378,20 +375,20 @@ def test_a_discarded_step_is_as_if_it_had_never_been(kwargs: dict[str, Any], num
         assert {int(state["step"]) for state in optimizer.state.values()} == {4}
         return values_of(ddp.module)
 
-    results: list[Any] = []
-    texts = warned(lambda: results.extend(run_ranks(2, rank)))
     expected = without({0, 3})
-    assert all(are_same(one, expected) for one in results)
-    assert len(texts) == 2, "rank 0 alone, once for each thing that is new"
-    assert texts[0].startswith("step 1, backward: ")
-    assert "no rank steps" in texts[0]
-    assert "rank 1: 2.weight (NaN in 1 of 1600 elements)" in texts[0]
-    assert "rank 0: 2.weight (infinity in 1 of 1600 elements)" in texts[1]
+    for num_buckets, kwargs in ((1, {}), (3, IN_VIEWS)):
+        results, texts = warned(partial(each, 2, rank, num_buckets, **kwargs))
+        assert all(are_same(one, expected) for one in results), kwargs
+        assert len(texts) == 2, "rank 0 alone, once for each thing that is new"
+        assert texts[0].startswith("step 1, backward: ")
+        assert "no rank steps" in texts[0]
+        assert "rank 1: 2.weight (NaN in 1 of 1600 elements)" in texts[0]
+        assert "rank 0: 2.weight (infinity in 1 of 1600 elements)" in texts[1]
 
 
 def test_warnings_do_not_flood() -> None:
     wrong = {(1, step): NAN for step in range(20)}
-    texts = warned(lambda: each(2, train, "skip", wrong=wrong, num_steps=20))
+    _, texts = warned(lambda: each(2, train, "skip", wrong=wrong, num_steps=20))
     assert [text.split(",")[0] for text in texts] == ["step 1", "step 2", "step 4", "step 8", "step 16"]
 
 
@@ -447,39 +444,33 @@ def test_a_closure_is_run_before_the_step_so_that_it_can_be_discarded() -> None:
             assert are_same(mine[0], theirs[0]), how
 
 
-def test_a_closure_that_fails_after_its_first_call_is_an_error() -> None:
-    def rank(t: Transport) -> None:
-        ddp = wrapped(t, "skip")
-        optimizer = ddp.attach(torch.optim.LBFGS(ddp.parameters(), max_iter=5))
-        num_calls = 0
+@on_threads(2)
+def test_a_closure_that_fails_after_its_first_call_is_an_error(t: Transport) -> None:
+    ddp = wrapped(t, "skip")
+    optimizer = ddp.attach(torch.optim.LBFGS(ddp.parameters(), max_iter=5))
+    num_calls = 0
 
-        def closure() -> Tensor:
-            nonlocal num_calls
-            num_calls += 1
-            optimizer.zero_grad()
-            with bad(ddp.module[2].weight, NAN, num_calls == 3 and t.rank == 1):
-                loss = ddp(batch(t)).square().mean()
-                loss.backward()
-            return loss
+    def closure() -> Tensor:
+        nonlocal num_calls
+        num_calls += 1
+        optimizer.zero_grad()
+        with bad(ddp.module[2].weight, NAN, num_calls == 3 and t.rank == 1):
+            loss = ddp(batch(t)).square().mean()
+            loss.backward()
+        return loss
 
-        with pytest.raises(SynclineError, match="a later call"):
-            optimizer.step(closure)
-
-    run_ranks(2, rank)
+    with pytest.raises(SynclineError, match="a later call"):
+        optimizer.step(closure)
 
 
 def test_skip_needs_every_trained_parameter_in_an_attached_optimizer() -> None:
     def without_any(t: Transport) -> None:
-        with pytest.raises(SynclineError, match=r"no optimizer is attached to Sequential.*ddp\.attach"):
-            backward(wrapped(t, "skip"), batch(t))
+        backward(wrapped(t, "skip"), batch(t))
 
-    def without_some(t: Transport, ignore: list[str]) -> str:
+    def without_some(t: Transport, ignore: list[str]) -> None:
         ddp = wrapped(t, "skip", ignore=ignore)
-        net = ddp.module
-        ddp.attach(torch.optim.SGD([*net[0].parameters(), net[2].weight], lr=0.1))
-        with pytest.raises(SynclineError) as caught:
-            backward(ddp, batch(t))
-        return str(caught.value)
+        ddp.attach(torch.optim.SGD([*ddp.module[0].parameters(), ddp.module[2].weight], lr=0.1))
+        backward(ddp, batch(t))
 
     def enough(t: Transport) -> None:
         net = copy.deepcopy(NET)
@@ -494,13 +485,13 @@ def test_skip_needs_every_trained_parameter_in_an_attached_optimizer() -> None:
         assert ddp.last_step.nonfinite.outcome == "finite"
 
     for size in (1, 2):
-        run_ranks(size, without_any)
         run_ranks(size, enough)
+        text = str(error_of_all(SynclineError, without_any, size))
+        assert re.search(r"no optimizer is attached to Sequential.*ddp\.attach", text)
     for ignore, num in (([], "3 of the 6"), (["4.*"], "1 of the 4")):
-        one, other = each(2, without_some, ignore)
-        assert one == other
-        assert num in one
-        assert "2.bias" in one
+        text = str(error_of_all(SynclineError, partial(without_some, ignore=ignore)))
+        assert num in text
+        assert "2.bias" in text
 
 
 def poison_once(t: Transport, ddp: DDP) -> None:
@@ -519,12 +510,9 @@ def discarded_once(t: Transport, **kwargs: Any) -> tuple[DDP, torch.optim.Optimi
     return ddp, optimizer, values_of(ddp.module)
 
 
-@pytest.mark.parametrize("kwargs", [{}, {"gradient_as_bucket_view": True, "bucket_cap_mb": 0.001}])
-@pytest.mark.parametrize("size", [1, 2])
-def test_a_mark_is_on_the_discarded_gradients_whatever_is_done_to_them_and_on_no_others(
-    size: int, kwargs: dict[str, Any]
-) -> None:
-    def rank(t: Transport) -> None:
+@on_threads(1, 2)
+def test_a_mark_is_on_the_discarded_gradients_whatever_is_done_to_them_and_on_no_others(t: Transport) -> None:
+    for kwargs in ({}, IN_VIEWS):
         ddp, optimizer, before = discarded_once(t, **kwargs)
         poison_once(t, ddp)
         ddp.module[4].zero_grad()
@@ -534,17 +522,17 @@ def test_a_mark_is_on_the_discarded_gradients_whatever_is_done_to_them_and_on_no
         gc.collect()
         for _ in range(2):
             optimizer.step()
-        assert not has_stepped(ddp, before)
+        with case(kwargs):
+            assert not has_stepped(ddp, before)
         for parameter in ddp.module.parameters():
             parameter.grad = torch.ones_like(parameter)  # it comes another way
         optimizer.step()
-        assert has_stepped(ddp, before)
+        with case(kwargs):
+            assert has_stepped(ddp, before)
 
-    run_ranks(size, rank)
 
-
-def test_alone_what_ran_under_no_sync_is_looked_at_when_it_is_stepped() -> None:
-    t = ThreadGroup(1).transport(0)
+@on_threads(1)
+def test_alone_what_ran_under_no_sync_is_looked_at_when_it_is_stepped(t: Transport) -> None:
     ddp, optimizer, before = discarded_once(t)
     with ddp.no_sync():
         backward(ddp, batch(t))
@@ -566,10 +554,13 @@ def test_alone_what_ran_under_no_sync_is_looked_at_when_it_is_stepped() -> None:
     assert has_stepped(ddp, before)
 
 
-@pytest.mark.parametrize("kwargs", [{}, {"find_unused_parameters": True}, {"gradient_as_bucket_view": True}])
-def test_when_replicas_are_found_to_differ_gradients_have_been_judged(kwargs: dict[str, Any]) -> None:
-    def rank(t: Transport, is_bad: bool) -> None:
-        options = {"replica_check": ReplicaCheck(every=1), **kwargs}
+@on_threads(2)
+def test_when_replicas_are_found_to_differ_gradients_have_been_judged(t: Transport) -> None:
+    for option, is_bad in product((None, "find_unused_parameters", "gradient_as_bucket_view"), (False, True)):
+        options: dict[str, Any] = {
+            "replica_check": ReplicaCheck(every=1),
+            **({option: True} if option else {}),
+        }
         if is_bad:
             ddp, optimizer = with_sgd(t, "skip", **options)
         else:
@@ -580,28 +571,23 @@ def test_when_replicas_are_found_to_differ_gradients_have_been_judged(kwargs: di
         with pytest.raises(ReplicaDivergence):
             poison_once(t, ddp) if is_bad else backward(ddp, batch(t))
         optimizer.step()
-        assert has_stepped(ddp, before) is not is_bad
-
-    for is_bad in (False, True):
-        each(2, rank, is_bad)
+        with case(option, is_bad):
+            assert has_stepped(ddp, before) is not is_bad
 
 
-def test_gradients_of_a_backward_that_failed_are_not_stepped() -> None:
-    def rank(t: Transport) -> None:
-        ddp, optimizer = with_sgd(t, "skip")
-        before = values_of(ddp.module)
-        ddp.module[0](batch(t)).sum().mul(NAN).backward()  # without the rest
-        with pytest.raises(UnreducedGradients):
-            optimizer.step()
+@on_threads(1, 2)
+def test_gradients_of_a_backward_that_failed_are_not_stepped(t: Transport) -> None:
+    ddp, optimizer = with_sgd(t, "skip")
+    before = values_of(ddp.module)
+    ddp.module[0](batch(t)).sum().mul(NAN).backward()  # without the rest
+    with pytest.raises(UnreducedGradients):
         optimizer.step()
-        assert not has_stepped(ddp, before)
-        optimizer.zero_grad()
-        backward(ddp, batch(t))
-        optimizer.step()
-        assert has_stepped(ddp, before)
-
-    for size in (1, 2):
-        run_ranks(size, rank)
+    optimizer.step()
+    assert not has_stepped(ddp, before)
+    optimizer.zero_grad()
+    backward(ddp, batch(t))
+    optimizer.step()
+    assert has_stepped(ddp, before)
 
 
 # ---------------------------------------------------------------------- zero
@@ -617,11 +603,9 @@ def test_only_what_is_not_finite_counts_as_zero() -> None:
 
     for name, value, view in (("0.weight", NAN, False), ("0.bias", INF, True), ("4.weight", -INF, False)):
         expected = each(2, rank, "ignore", name, 0.0, view)[0]
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            found = each(2, rank, "zero", name, value, view)
+        found, texts = warned(partial(each, 2, rank, "zero", name, value, view))
         assert all(are_same(one, expected) for one in found), name
-        assert [f"rank 1: {name}" in str(one.message) for one in caught] == [True]
+        assert [f"rank 1: {name}" in text for text in texts] == [True]
 
 
 # ---------------------------------------------------------------------- a mean that is not finite by itself
@@ -632,48 +616,43 @@ def linear(dtype: torch.dtype = torch.float32) -> nn.Linear:
     return nn.Linear(2, 1, bias=False, dtype=dtype)
 
 
-def undivided(t: Transport) -> None:
-    ddp = wrapped(t, "raise", linear(torch.float16))
-    with ddp.normalize_by(1):
-        ddp(torch.full((1, 2), 6e4, dtype=torch.float16)).sum().backward()
+def test_a_mean_that_is_not_finite_is_found_though_no_rank_is_to_blame() -> None:
+    half = torch.float16
 
-
-def too_large_for_the_parameter(t: Transport) -> None:
-    ddp = wrapped(t, "raise", linear(torch.float16), reduce_dtype=torch.float32)
-    for _ in range(2):
+    def undivided(t: Transport) -> None:
+        ddp = wrapped(t, "raise", linear(half))
         with ddp.normalize_by(1):
-            ddp(torch.full((1, 2), 5e4 if t.rank else 1e2, dtype=torch.float16)).sum().backward()
-        ddp.zero_grad()
-    with ddp.normalize_by(t.rank):
-        ddp(torch.full((1, 2), 5e4, dtype=torch.float16)).sum().backward()
+            ddp(torch.full((1, 2), 6e4, dtype=half)).sum().backward()
 
+    def too_large_for_the_parameter(t: Transport) -> None:
+        ddp = wrapped(t, "raise", linear(half), reduce_dtype=torch.float32)
+        for _ in range(2):
+            with ddp.normalize_by(1):
+                ddp(torch.full((1, 2), 5e4 if t.rank else 1e2, dtype=half)).sum().backward()
+            ddp.zero_grad()
+        with ddp.normalize_by(t.rank):
+            ddp(torch.full((1, 2), 5e4, dtype=half)).sum().backward()
 
-def overflowing_hook(t: Transport) -> None:
     def overflow(state: object, bucket: Any) -> Any:
         future: torch.futures.Future[Tensor] = torch.futures.Future()
         future.set_result(bucket.buffer().mul_(1e30).mul_(1e30))
         return future
 
-    ddp = wrapped(t, "raise", linear())
-    ddp.register_comm_hook(None, overflow)
-    ddp(torch.ones(1, 2)).sum().backward()
+    def overflowing_hook(t: Transport) -> None:
+        ddp = wrapped(t, "raise", linear())
+        ddp.register_comm_hook(None, overflow)
+        ddp(torch.ones(1, 2)).sum().backward()
 
+    def overflowing_cast(t: Transport) -> None:
+        ddp = wrapped(t, "raise", linear(), compression=Cast(half))
+        ddp(torch.full((1, 2), 1e6)).sum().backward()
 
-def overflowing_cast(t: Transport) -> None:
-    ddp = wrapped(t, "raise", linear(), compression=Cast(torch.float16))
-    ddp(torch.full((1, 2), 1e6)).sum().backward()
-
-
-@pytest.mark.parametrize(
-    ("program", "step"),
-    [(undivided, 1), (too_large_for_the_parameter, 3), (overflowing_hook, 1), (overflowing_cast, 1)],
-)
-def test_a_mean_that_is_not_finite_is_found_though_no_rank_is_to_blame(
-    program: Callable[[Transport], None], step: int
-) -> None:
-    error = raised(program)
-    assert (error.step, error.found, error.in_mean) == (step, {}, ("weight",))
-    assert "Each rank's own gradients are finite" in str(error)
+    for program in (undivided, too_large_for_the_parameter, overflowing_hook, overflowing_cast):
+        with case(program.__name__):
+            error = raised(program)
+            step = 3 if program is too_large_for_the_parameter else 1
+            assert (error.step, error.found, error.in_mean) == (step, {}, ("weight",))
+            assert "Each rank's own gradients are finite" in str(error)
 
 
 def test_a_mean_is_not_blamed_for_what_a_rank_has_sent() -> None:
@@ -689,41 +668,24 @@ def test_a_mean_is_not_blamed_for_what_a_rank_has_sent() -> None:
     each(2, rank, "zero")
 
 
-@pytest.mark.parametrize(
-    ("policy", "expected"), [("skip", ("discarded", [False, False])), ("zero", ("zeroed", [False, True]))]
-)
-def test_an_overflow_in_the_mean_is_skipped_or_zeroed(policy: Any, expected: Any) -> None:
-    def rank(t: Transport) -> tuple[str, list[bool]]:
+@on_threads(2)
+def test_an_overflow_in_the_mean_is_skipped_or_zeroed(t: Transport) -> None:
+    for policy, outcome, moved in (("skip", "discarded", [False, False]), ("zero", "zeroed", [False, True])):
         ddp = wrapped(t, policy, linear(torch.float16))
         before = ddp.module.weight.detach().clone()
         optimizer = ddp.attach(torch.optim.SGD(ddp.parameters(), lr=1.0))
         with ddp.normalize_by(1):
             ddp(torch.tensor([[6e4, 1.0]], dtype=torch.float16)).sum().backward()
         optimizer.step()
-        return ddp.last_step.nonfinite.outcome, (ddp.module.weight != before).flatten().tolist()
-
-    assert run_ranks(2, rank) == [expected] * 2
+        assert ddp.last_step.nonfinite.outcome == outcome
+        assert (ddp.module.weight != before).flatten().tolist() == moved
 
 
 # ---------------------------------------------------------------------- compression, shards, alone, outside
 
 
-@pytest.mark.parametrize(
-    "how",
-    [
-        {"compression": Quantize(8)},
-        {"compression": TopK(0.1)},
-        {"compression": PowerSGD(2)},
-        {"compression": Cast()},
-        {"sharded": True, "bucket_cap_mb": 0.001},
-    ],
-    ids=str,
-)
-@pytest.mark.parametrize("policy", POLICIES)
-def test_nothing_that_is_not_finite_is_kept_by_a_compression_or_a_shard(
-    policy: Any, how: dict[str, Any]
-) -> None:
-    def rank(t: Transport) -> list[Tensor]:
+def test_nothing_that_is_not_finite_is_kept_by_a_compression_or_a_shard() -> None:
+    def rank(t: Transport, policy: str, **how: Any) -> list[Tensor]:
         ddp = wrapped(t, policy, **how)
         optimizer = ddp.attach(torch.optim.AdamW(ddp.parameters(), lr=0.01))
         for step in range(4):
@@ -742,16 +704,19 @@ def test_nothing_that_is_not_finite_is_kept_by_a_compression_or_a_shard(
             assert are_finite([*ddp.sync_state_dict()["compression"].values()])
         return values_of(ddp.module)
 
-    one, other = run_ranks(2, rank)
-    assert are_same(one, other)
-    assert are_finite(one)
-    if "sharded" in how and policy != "zero":
-        for mine, expected in zip(one, without({1}, num_steps=4), strict=True):
-            torch.testing.assert_close(mine, expected)
+    compressions = (Quantize(8), TopK(0.1), PowerSGD(2), Cast())
+    hows: list[dict[str, Any]] = [{"compression": one} for one in compressions]
+    for policy, how in product(POLICIES, [*hows, {"sharded": True, "bucket_cap_mb": 0.001}]):
+        with case(policy, how):
+            one, other = each(2, rank, policy, **how)
+            assert are_same(one, other)
+            assert are_finite(one)
+            if "sharded" in how and policy != "zero":
+                torch.testing.assert_close(one, without({1}, num_steps=4))
 
 
-def test_alone() -> None:
-    t = ThreadGroup(1).transport(0)
+@on_threads(1)
+def test_alone(t: Transport) -> None:
     ddp = wrapped(t, "raise")
     with pytest.raises(NonFiniteGradient, match=r"rank 0: 0\.weight \(NaN in 1 of 120 elements\)"):
         poison_once(t, ddp)
@@ -767,21 +732,17 @@ def test_alone() -> None:
     assert "all gradients are finite (not finite in 1 step so far)" in " ".join(ddp.explain().split())
 
 
-def test_gradients_reduced_outside_of_a_backward() -> None:
-    def rank(t: Transport) -> list[tuple[str, Any]]:
-        ddp, optimizer = with_sgd(t, "skip")
-        found = []
-        for step in range(3):
-            optimizer.zero_grad()
-            with ddp.no_sync(), bad(ddp.module[0].bias, NAN, (t.rank, step) == (1, 1)):
-                backward(ddp, batch(t, step))
-            sync_gradients_(ddp)
-            optimizer.step()
-            found.append((ddp.last_step.nonfinite.outcome, ddp.last_step.nonfinite.in_mean))
-        assert are_finite(values_of(ddp))
-        return found
-
-    assert run_ranks(2, rank) == [[("finite", ()), ("discarded", ("0.bias",)), ("finite", ())]] * 2
+@on_threads(2)
+def test_gradients_reduced_outside_of_a_backward(t: Transport) -> None:
+    ddp, optimizer = with_sgd(t, "skip")
+    for step, expected in enumerate([("finite", ()), ("discarded", ("0.bias",)), ("finite", ())]):
+        optimizer.zero_grad()
+        with ddp.no_sync(), bad(ddp.module[0].bias, NAN, (t.rank, step) == (1, 1)):
+            backward(ddp, batch(t, step))
+        sync_gradients_(ddp)
+        optimizer.step()
+        assert (ddp.last_step.nonfinite.outcome, ddp.last_step.nonfinite.in_mean) == expected
+    assert are_finite(values_of(ddp))
 
 
 # ---------------------------------------------------------------------- a GradScaler owns what is not finite
@@ -804,32 +765,28 @@ def scaled_training(t: Transport, policy: str, **kwargs: Any) -> tuple[list[Tens
     return values_of(ddp.module), scales, outcomes
 
 
-@pytest.mark.parametrize(
-    ("size", "kwargs"),
-    [
-        (2, {}),
-        (2, {"gradient_as_bucket_view": True, "bucket_cap_mb": 0.001}),
-        (2, {"sharded": True}),
-        (1, {}),
-    ],
-    ids=str,
-)
-def test_with_a_scaler_everything_is_as_if_ignored_bit_for_bit(size: int, kwargs: dict[str, Any]) -> None:
-    expected = each(size, scaled_training, "ignore", **kwargs)
+SCALES = [8.0, 4.0, 4.0, 8.0, 4.0, 4.0]
+
+
+def test_with_a_scaler_everything_is_as_if_ignored_bit_for_bit() -> None:
     left = "left to the GradScaler"
-    for policy in POLICIES:
-        found = each(size, scaled_training, policy, **kwargs)
-        for mine, theirs in zip(found, expected, strict=True):
-            assert mine[1] == theirs[1] == [8.0, 4.0, 4.0, 8.0, 4.0, 4.0]
-            assert are_same(mine[0], theirs[0]), policy
-            assert mine[2] == ["finite", left, "finite", "finite", left, "finite"]
+    for size, kwargs in ((1, {}), (2, {}), (2, IN_VIEWS), (2, {"sharded": True})):
+        expected = each(size, scaled_training, "ignore", **kwargs)
+        for policy in POLICIES:
+            found = each(size, scaled_training, policy, **kwargs)
+            with case(size, kwargs, policy):
+                for mine, theirs in zip(found, expected, strict=True):
+                    assert mine[1] == theirs[1] == SCALES
+                    assert are_same(mine[0], theirs[0])
+                    assert mine[2] == ["finite", left, "finite", "finite", left, "finite"]
 
 
-@pytest.mark.parametrize("compression", [Quantize(8), TopK(0.5)], ids=str)
-def test_a_scaler_sees_what_compression_was_not_given(compression: Any) -> None:
-    for parameters, scales, _ in each(2, scaled_training, "skip", compression=compression):
-        assert scales == [8.0, 4.0, 4.0, 8.0, 4.0, 4.0]
-        assert are_finite(parameters)
+def test_a_scaler_sees_what_compression_was_not_given() -> None:
+    for compression in (Quantize(8), TopK(0.5)):
+        for parameters, scales, _ in each(2, scaled_training, "skip", compression=compression):
+            with case(compression):
+                assert scales == SCALES
+                assert are_finite(parameters)
 
 
 def of_cuda() -> torch.amp.GradScaler:
@@ -857,20 +814,20 @@ def unfrozen() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("unfrozen")
-@pytest.mark.parametrize("make", [lambda: torch.amp.GradScaler("cpu"), of_cuda, lambda: OwnScale("cpu")])
-def test_a_scaler_is_found_from_its_first_use_even_if_it_is_frozen(
-    make: Callable[[], torch.amp.GradScaler],
-) -> None:
-    scaler, disabled = make(), torch.amp.GradScaler("cpu", enabled=False)
+def test_a_scaler_is_found_from_its_first_use_even_if_it_is_frozen() -> None:
+    disabled = torch.amp.GradScaler("cpu", enabled=False)
     disabled.scale(torch.ones(()))
-    assert not is_scaler_in_use(), "neither scales"
-    scaler.scale(torch.ones(()))
-    assert is_scaler_in_use()
-    gc.freeze()
-    note_scalers()
-    assert is_scaler_in_use()
-    del scaler
-    assert not is_scaler_in_use(), "it is not kept alive"
+    for make in (partial(torch.amp.GradScaler, "cpu"), of_cuda, partial(OwnScale, "cpu")):
+        scaler = make()
+        assert not is_scaler_in_use(), "neither scales"
+        scaler.scale(torch.ones(()))
+        assert is_scaler_in_use()
+        gc.freeze()
+        note_scalers()
+        assert is_scaler_in_use()
+        del scaler
+        assert not is_scaler_in_use(), "it is not kept alive"
+        gc.unfreeze()
 
 
 def test_scalers_are_noted_once_and_look_as_they_did() -> None:
@@ -885,22 +842,21 @@ def test_scalers_are_noted_once_and_look_as_they_did() -> None:
 
 
 @pytest.mark.usefixtures("unfrozen")
-@pytest.mark.parametrize("is_frozen", [False, True])
-def test_a_scaler_that_is_older_than_the_first_wrapper_is_found(
-    is_frozen: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_scaler_that_is_older_than_the_first_wrapper_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """The first wrapper of a process searches for scalers. It cannot find a frozen one before that scales a loss."""
-    monkeypatch.setattr("syncline._torch.optimizers._scalers", weakref.WeakSet())
-    for name in ("__init__", "scale", "_lazy_init_scale_growth_tracker"):
-        monkeypatch.setattr(torch.amp.GradScaler, name, vars(torch.amp.GradScaler)[name].__wrapped__)
-    scaler = torch.amp.GradScaler("cpu")
-    scaler.scale(torch.ones(()))
-    if is_frozen:
-        gc.freeze()
-    note_scalers()
-    assert is_scaler_in_use() is not is_frozen
-    scaler.scale(torch.ones(()))
-    assert is_scaler_in_use()
+    for is_frozen in (False, True):
+        with monkeypatch.context() as patch:
+            patch.setattr("syncline._torch.optimizers._scalers", weakref.WeakSet())
+            for name in ("__init__", "scale", "_lazy_init_scale_growth_tracker"):
+                patch.setattr(torch.amp.GradScaler, name, vars(torch.amp.GradScaler)[name].__wrapped__)
+            scaler = torch.amp.GradScaler("cpu")
+            scaler.scale(torch.ones(()))
+            if is_frozen:
+                gc.freeze()
+            note_scalers()
+            assert is_scaler_in_use() is not is_frozen
+            scaler.scale(torch.ones(()))
+            assert is_scaler_in_use()
 
 
 # ---------------------------------------------------------------------- on accelerators
@@ -915,14 +871,10 @@ class OnAccelerator(NonFiniteWatch):
             zero_nonfinite_(bucket.own())
 
 
-@pytest.mark.parametrize(("name", "value"), [("0.weight", NAN), ("4.bias", INF)])
-def test_what_is_looked_at_later_is_found_before_anyone_steps(
-    name: str, value: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_is_looked_at_later_is_found_before_anyone_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("syncline.gradients.riders.roster.NonFiniteWatch", OnAccelerator)
-    kind = "NaN" if math.isnan(value) else "infinity"
 
-    def rank(t: Transport, policy: str) -> None:
+    def rank(t: Transport, name: str, value: float, policy: str) -> None:
         ddp, optimizer = with_sgd(t, policy, bucket_cap_mb=0.001)
         text = ""
         try:
@@ -931,61 +883,49 @@ def test_what_is_looked_at_later_is_found_before_anyone_steps(
             optimizer.step()
         except NonFiniteGradient as error:
             text = str(error)
+        kind = "NaN" if math.isnan(value) else "infinity"
         assert (f"rank 1: {name} ({kind})" in text) is (policy == "raise")
         assert ddp.last_step.nonfinite.found == {1: (name,)}
         assert ddp.last_step.nonfinite.outcome == POLICIES[policy]
         assert are_finite(values_of(ddp))
 
-    for policy in POLICIES:
-        each(2, rank, policy)
+    for name, value in (("0.weight", NAN), ("4.bias", INF)):
+        for policy in POLICIES:
+            with case(name, policy):
+                each(2, rank, name, value, policy)
 
 
 # ---------------------------------------------------------------------- arguments, contract, words
 
 
-def test_what_is_not_known_or_does_not_go_together_is_refused() -> None:
-    t = ThreadGroup(1).transport(0)
-    with pytest.raises(ValueError, match=r"'ignore', 'warn', 'raise', 'skip', 'zero', got 'warm'"):
-        wrapped(t, "warm")
+def test_what_does_not_go_together_is_refused() -> None:
     with pytest.raises(ValueError, match=r"strategy=LocalSGD.*EveryStep"):
-        wrapped(t, "skip", strategy=LocalSGD(4))
+        wrapped(ThreadGroup(1).transport(0), "skip", strategy=LocalSGD(4))
+    error = error_of_all(ContractMismatch, lambda t: wrapped(t, "raise" if t.rank else "skip"))
+    assert "on_nonfinite\n    expected skip (rank 0)\n    got      raise (rank 1)" in str(error)
 
 
-def test_ranks_agree_on_the_policy() -> None:
-    def rank(t: Transport) -> str:
-        with pytest.raises(ContractMismatch) as caught:
-            wrapped(t, "raise" if t.rank else "skip")
-        return str(caught.value)
-
-    one, other = run_ranks(2, rank)
-    assert one == other
-    assert "on_nonfinite\n    expected skip (rank 0)\n    got      raise (rank 1)" in one
-
-
-def test_contract_and_timeline_say_it() -> None:
-    def rank(t: Transport) -> list[str]:
-        ddp, _ = with_sgd(t, "skip")
-        planned = ddp.explain()
-        poison_once(t, ddp)
-        texts = (planned, str(ddp.contract), ddp.explain())
-        return [ddp.contract["gradients"].how, *(" ".join(text.split()) for text in texts)]
-
-    how, planned, contract, recorded = run_ranks(2, rank)[0]
-    assert how == "mean, all_reduce; not finite: no rank steps"
+@on_threads(2)
+def test_contract_and_timeline_say_it(t: Transport) -> None:
+    ddp, _ = with_sgd(t, "skip")
+    planned = ddp.explain()
+    poison_once(t, ddp)
+    planned, contract, recorded = (
+        " ".join(text.split()) for text in (planned, str(ddp.contract), ddp.explain())
+    )
+    assert ddp.contract["gradients"].how == "mean, all_reduce; not finite: no rank steps"
     assert "; a gradient that is not finite: no rank steps" in planned
     assert "not finite: discarded" in contract
     assert "not finite on rank 0: 0.weight -> discarded (1 step so far)" in recorded
 
 
-def test_with_ignore_nobody_looks() -> None:
-    def rank(t: Transport) -> None:
-        ddp = wrapped(t, "ignore")
-        poison_once(t, ddp)
-        assert ddp.last_step.nonfinite is None
-        assert "finite" not in str(ddp.contract) + ddp.explain()
-        assert [are_finite([p.grad]) for p in ddp.parameters()] == [name != "0.weight" for name in NAMES]
-
-    run_ranks(2, rank)
+@on_threads(2)
+def test_with_ignore_nobody_looks(t: Transport) -> None:
+    ddp = wrapped(t, "ignore")
+    poison_once(t, ddp)
+    assert ddp.last_step.nonfinite is None
+    assert "finite" not in str(ddp.contract) + ddp.explain()
+    assert [are_finite([p.grad]) for p in ddp.parameters()] == [name != "0.weight" for name in NAMES]
 
 
 def test_the_policy_and_its_warnings_go_on_when_the_module_changes() -> None:
@@ -1006,6 +946,6 @@ def test_the_policy_and_its_warnings_go_on_when_the_module_changes() -> None:
             assert are_same(values_of(added), before)
         assert ddp.last_step.nonfinite.num_steps == 4
 
-    texts = warned(lambda: run_ranks(2, rank))
+    _, texts = warned(lambda: run_ranks(2, rank))
     # A new name is a reason to warn in step 4, where only twice as many steps would be another one.
     assert [text.split(",")[0] for text in texts] == ["step 2", "step 3", "step 4"]
