@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 import re
 from collections.abc import Callable, Iterator
+from functools import partial
+from itertools import product
 from typing import Any
 
 import pytest
@@ -14,6 +16,8 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import syncline as sl
+from support.cases import case
+from support.threads import on_threads
 from syncline import ContractMismatch, ReplicaCheck, ReplicaDivergence
 from syncline.equality import SliceHash
 from syncline.gradients import ReplicaProtocol, replica_of
@@ -143,25 +147,23 @@ def divergence(
 # ---------------------------------------------------------------------- what is found
 
 
-@pytest.mark.parametrize(
-    ("size", "kwargs"),
-    [(2, {}), (3, {"gradient_as_bucket_view": True}), (3, {"find_unused_parameters": True})],
-    ids=str,
-)
-def test_equal_replicas_are_said_to_be_equal(size: int, kwargs: dict[str, Any]) -> None:
-    def program(t: Transport) -> tuple[str, ...]:
+def test_equal_replicas_are_said_to_be_equal() -> None:
+    def program(t: Transport, **kwargs: Any) -> None:
         ddp = wrapped(t, replica_check=ReplicaCheck(every=4), **kwargs)
         train(t, ddp, adam(ddp), num_steps=12)
         row = ddp.contract["replica check"]
-        return row.size, row.when, row.how, row.last_done
+        assert row.size == "parameters, buffers, optimizer state"
+        assert row.when == "in synchronized backwards, slice by slice, all slices within 4 steps"
+        assert row.how == "fingerprints, with the gradients; if they differ: raise"
+        assert row.last_done == "step 12: equal"
 
-    expected = (
-        "parameters, buffers, optimizer state",
-        "in synchronized backwards, slice by slice, all slices within 4 steps",
-        "fingerprints, with the gradients; if they differ: raise",
-        "step 12: equal",
-    )
-    assert run_ranks(size, program) == [expected] * size
+    for size, kwargs in (
+        (2, {}),
+        (3, {"gradient_as_bucket_view": True}),
+        (3, {"find_unused_parameters": True}),
+    ):
+        with case(size, kwargs):
+            run_ranks(size, partial(program, **kwargs))
 
 
 @settings(max_examples=40, deadline=None)
@@ -228,13 +230,11 @@ def test_a_bit_that_turns_the_mean_into_nan_is_found_before_all_replicas_are_nan
     assert (error.tensor, error.elements, error.minority_ranks) == ("2.weight", (77, 77), (1,))
 
 
-def test_a_mean_that_is_nan_on_all_ranks_is_nobodys_divergence() -> None:
-    def program(t: Transport) -> None:
-        ddp = wrapped(t, replica_check=ReplicaCheck(every=3), on_nonfinite="ignore")
-        for _ in range(3):
-            (ddp(torch.ones(5, 6)).sum() * torch.nan).backward()
-
-    run_ranks(2, program)
+@on_threads(2)
+def test_a_mean_that_is_nan_on_all_ranks_is_nobodys_divergence(t: Transport) -> None:
+    ddp = wrapped(t, replica_check=ReplicaCheck(every=3), on_nonfinite="ignore")
+    for _ in range(3):
+        (ddp(torch.ones(5, 6)).sum() * torch.nan).backward()
 
 
 def test_the_error_says_all_there_is_to_say() -> None:
@@ -271,10 +271,7 @@ def test_state_of_an_optimizer_is_compared_and_the_remedy_names_the_optimizer() 
 
 
 def test_state_that_a_rank_lacks_is_named() -> None:
-    def change(ddp: Any, optimizer: Any) -> None:
-        del optimizer.state[ddp.module.one.weight]["exp_avg_sq"]
-
-    error = divergence(2, change, at=5)
+    error = divergence(2, lambda ddp, opt: opt.state[ddp.module.one.weight].pop("exp_avg_sq"), at=5)
     assert "same names and shapes" in str(error)
     assert error.tensor == "optimizer 0 (AdamW), state[0].exp_avg_sq"
 
@@ -309,54 +306,49 @@ def test_repair_gives_all_the_majoritys_values() -> None:
 
 
 def test_warn_lets_training_go_on_and_says_it_once() -> None:
-    def program(t: Transport) -> tuple[int, str]:
+    @on_threads(2)
+    def program(t: Transport) -> None:
         check = ReplicaCheck(every=1, on_divergence="warn")
         ddp, _ = trained(t, of_frozen(1), at=1, by=1, num_steps=4, replica_check=check)
         assert ddp.last_step is not None
-        return ddp.last_step.step, ddp.contract["replica check"].last_done
+        assert ddp.last_step.step == 4
+        assert ddp.contract["replica check"].last_done == "step 4: different"
 
     with pytest.warns(RuntimeWarning) as caught:
-        assert run_ranks(2, program) == [(4, "step 4: different")] * 2
+        program()
     assert len([one for one in caught if "two.bias, element 1 of 3" in str(one.message)]) == 1
 
 
-def test_after_an_error_nothing_was_stepped_and_training_can_go_on() -> None:
-    def program(t: Transport) -> None:
-        ddp = wrapped(t, replica_check=ReplicaCheck(every=1))
-        optimizer = adam(ddp)
-        train(t, ddp, optimizer, num_steps=3)
-        before = [p.clone() for p in ddp.parameters()]
-        if t.rank == 0:
-            flip(ddp.module.one.weight, 5, 31)
-        with pytest.raises(ReplicaDivergence):
-            train(t, ddp, optimizer, num_steps=1)
-        if t.rank != 0:
-            assert all(map(torch.equal, before, ddp.parameters()))
-        sl.broadcast_(ddp, src=1, group=t)
-        train(t, ddp, optimizer, num_steps=3)
-        sl.check_replicas(sl.TrainState(model=ddp, optimizer=optimizer), group=t)
-
-    run_ranks(3, program)
+@on_threads(3)
+def test_after_an_error_nothing_was_stepped_and_training_can_go_on(t: Transport) -> None:
+    ddp = wrapped(t, replica_check=ReplicaCheck(every=1))
+    optimizer = adam(ddp)
+    train(t, ddp, optimizer, num_steps=3)
+    before = [p.clone() for p in ddp.parameters()]
+    if t.rank == 0:
+        flip(ddp.module.one.weight, 5, 31)
+    with pytest.raises(ReplicaDivergence):
+        train(t, ddp, optimizer, num_steps=1)
+    if t.rank != 0:
+        assert all(map(torch.equal, before, ddp.parameters()))
+    sl.broadcast_(ddp, src=1, group=t)
+    train(t, ddp, optimizer, num_steps=3)
+    sl.check_replicas(sl.TrainState(model=ddp, optimizer=optimizer), group=t)
 
 
 # ---------------------------------------------------------------------- what may differ
 
 
-def test_buffers_that_are_a_ranks_own_are_left_alone() -> None:
-    def program(t: Transport) -> str:
-        ddp = wrapped(t, buffers="none", replica_check=ReplicaCheck(every=1))
-        train(t, ddp, adam(ddp), num_steps=3)
-        with pytest.raises(ReplicaDivergence):
-            sl.check_replicas([ddp.module.norm.running_mean.clone()], group=t)
-        return ddp.contract["replica check"].size
-
-    def with_hook(t: Transport) -> str:
-        ddp = wrapped(t, replica_check=ReplicaCheck())
-        ddp._register_buffer_comm_hook(None, lambda state, buffers: None)
-        return ddp.contract["replica check"].size
-
-    assert run_ranks(2, program) == ["parameters, optimizer state"] * 2
-    assert run_ranks(2, with_hook) == ["parameters"] * 2
+@on_threads(2)
+def test_buffers_that_are_a_ranks_own_are_left_alone(t: Transport) -> None:
+    ddp = wrapped(t, buffers="none", replica_check=ReplicaCheck(every=1))
+    train(t, ddp, adam(ddp), num_steps=3)
+    with pytest.raises(ReplicaDivergence):
+        sl.check_replicas([ddp.module.norm.running_mean.clone()], group=t)
+    assert ddp.contract["replica check"].size == "parameters, optimizer state"
+    ddp = wrapped(t, replica_check=ReplicaCheck())
+    ddp._register_buffer_comm_hook(None, lambda state, buffers: None)
+    assert ddp.contract["replica check"].size == "parameters"
 
 
 def test_buffers_that_a_synchronization_left_different_are_found() -> None:
@@ -372,22 +364,22 @@ def test_buffers_that_a_synchronization_left_different_are_found() -> None:
         def forward(self, x: Tensor) -> Tensor:
             return (self.weight * x).sum()
 
-    def program(t: Transport, name: str, flipped_in: int) -> None:
-        ddp = wrapped(t, Buffers(), replica_check=ReplicaCheck(every=4))
-        ddp._replica.buffers._synchronize = lambda *args, **kwargs: 0  # type: ignore[method-assign]
-        buffer = ddp.module.get_buffer(name)
-        with pytest.raises(ReplicaDivergence) as caught:
-            for _ in range(5):
-                total = torch.zeros(())
-                for forward in (1, 2):
-                    buffer[1] = int(t.rank == 2 and forward == flipped_in)
-                    total = total + ddp(torch.ones(2))
-                total.backward()
-        assert (caught.value.tensor, caught.value.minority_ranks) == (name, (2,))
+    def program(t: Transport) -> None:
+        for number, flipped_in in product(range(8), (1, 2)):
+            ddp = wrapped(t, Buffers(), replica_check=ReplicaCheck(every=4))
+            ddp._replica.buffers._synchronize = lambda *args, **kwargs: 0  # type: ignore[method-assign]
+            buffer = ddp.module.get_buffer(f"b{number}")
+            with case(number, flipped_in):
+                with pytest.raises(ReplicaDivergence) as caught:
+                    for _ in range(5):
+                        total = torch.zeros(())
+                        for forward in (1, 2):
+                            buffer[1] = int(t.rank == 2 and forward == flipped_in)
+                            total = total + ddp(torch.ones(2))
+                        total.backward()
+                assert (caught.value.tensor, caught.value.minority_ranks) == (f"b{number}", (2,))
 
-    for number in range(8):
-        for flipped_in in (1, 2):
-            run_ranks(3, lambda t, at=flipped_in, number=number: program(t, f"b{number}", at))
+    run_ranks(3, program)
 
 
 AFTER_SYNCS = "after each parameter sync, all slices within 2 steps and one parameter sync"
@@ -396,9 +388,9 @@ OF_WORKERS = IN_BACKWARDS.replace("gradients,", "gradients among the 2 ranks of 
 NEVER = "never: replicas are not equal between or after parameter syncs"
 
 
-@pytest.mark.parametrize(
-    ("strategy", "num_steps", "when", "last_done"),
-    [
+@on_threads(4)
+def test_replicas_that_drift_are_compared_when_they_are_equal(t: Transport) -> None:
+    cases: list[tuple[Any, int, str, str]] = [
         (sl.LocalSGD(3), 9, AFTER_SYNCS, "step 9: equal"),
         (sl.DiLoCo(3), 9, AFTER_SYNCS, "step 9: equal"),
         (sl.DiLoCo(4, fragments=2), 9, NEVER, "not yet"),
@@ -407,148 +399,128 @@ NEVER = "never: replicas are not equal between or after parameter syncs"
         (sl.LocalSGD(4, warmup=3), 2, f"{IN_BACKWARDS}; {AFTER_SYNCS}", "step 2: equal"),
         (sl.DiLoCo(4, fragments=2, warmup=3), 2, IN_BACKWARDS, "step 2: equal"),
         (sl.LocalSGD(4, every_step_within=2), 2, f"{OF_WORKERS}; {AFTER_SYNCS}", "step 2: equal"),
-    ],
-    ids=str,
-)
-def test_replicas_that_drift_are_compared_when_they_are_equal(
-    strategy: Any, num_steps: int, when: str, last_done: str
-) -> None:
-    def program(t: Transport) -> tuple[str, str]:
+    ]
+    for strategy, num_steps, when, last_done in cases:
         ddp = wrapped(t, strategy=strategy, replica_check=ReplicaCheck(every=2))
         train(t, ddp, adam(ddp), num_steps=num_steps)
         row = ddp.contract["replica check"]
-        return row.when, row.last_done
-
-    assert run_ranks(4, program) == [(when, last_done)] * 4
-
-
-@pytest.mark.parametrize("strategy", [sl.LocalSGD(2), sl.DiLoCo(2)], ids=str)
-def test_what_a_meeting_does_not_mend_is_found_after_it(strategy: Any) -> None:
-    error = divergence(3, of_frozen(2), every=2, at=4, num_steps=9, strategy=strategy)  # no meeting writes it
-    assert (error.tensor, error.elements, error.minority_ranks) == ("two.bias", (2, 2), (1,))
-    assert (error.agreed_at_step, error.found_at_step) == (2, 4)
+        with case(strategy):
+            assert (row.when, row.last_done) == (when, last_done)
 
 
-def test_where_there_is_one_copy_or_one_rank_there_is_nothing_to_compare() -> None:
-    def rows(t: Transport) -> list[tuple[str, str]]:
-        ddp = wrapped(t, sharded=True, replica_check=ReplicaCheck(every=2))
-        train(t, ddp, adam(ddp), num_steps=5)
-        plain = wrapped(t, nn.Linear(2, 1), sharded=True, replica_check=ReplicaCheck())
-        found = (one.contract["replica check"] for one in (ddp, plain))
-        return [(row.size, row.when) for row in found]
-
-    (size, _), (nothing, never) = run_ranks(2, rows)[0]
-    assert size == "buffers (there is one copy of the parameters)"
-    assert (nothing, never[:35]) == ("nothing", "never: there is one copy of the par")
-    alone = sl.DistributedDataParallel(copy.deepcopy(NET), replica_check=ReplicaCheck())
-    alone(torch.ones(5, 6)).sum().backward()
-    assert alone.contract["replica check"].when == "never: there is one rank"
+def test_what_a_meeting_does_not_mend_is_found_after_it() -> None:
+    for strategy in (sl.LocalSGD(2), sl.DiLoCo(2)):
+        # No meeting writes it.
+        error = divergence(3, of_frozen(2), every=2, at=4, num_steps=9, strategy=strategy)
+        with case(strategy):
+            assert (error.tensor, error.elements, error.minority_ranks) == ("two.bias", (2, 2), (1,))
+            assert (error.agreed_at_step, error.found_at_step) == (2, 4)
 
 
-@pytest.mark.parametrize(
-    "kwargs",
-    [
+@on_threads(1, 2)
+def test_where_there_is_one_copy_or_one_rank_there_is_nothing_to_compare(t: Transport) -> None:
+    if t.size == 1:
+        alone = wrapped(t, replica_check=ReplicaCheck())
+        alone(torch.ones(5, 6)).sum().backward()
+        assert alone.contract["replica check"].when == "never: there is one rank"
+        return
+    ddp = wrapped(t, sharded=True, replica_check=ReplicaCheck(every=2))
+    train(t, ddp, adam(ddp), num_steps=5)
+    assert ddp.contract["replica check"].size == "buffers (there is one copy of the parameters)"
+    row = wrapped(t, nn.Linear(2, 1), sharded=True, replica_check=ReplicaCheck()).contract["replica check"]
+    assert row.size == "nothing"
+    assert row.when.startswith("never: there is one copy of the parameters")
+
+
+def test_it_goes_with_whatever_carries_the_gradients() -> None:
+    for kwargs in (
         {"compression": sl.compression.Quantize(8)},
         {"static_graph": True},
         {"skip_all_reduce_unused_params": True, "find_unused_parameters": True},
         {"reduce_dtype": torch.float64},
         {"bucket_cap_mb": 1e-4},
-    ],
-    ids=str,
-)
-def test_it_goes_with_whatever_carries_the_gradients(kwargs: dict[str, Any]) -> None:
-    assert divergence(2, of_frozen(0), every=2, at=5, **kwargs).found_at_step in (5, 6)
+    ):
+        with case(kwargs):
+            assert divergence(2, of_frozen(0), every=2, at=5, **kwargs).found_at_step in (5, 6)
 
 
-def test_under_no_sync_nothing_is_compared_and_then_all_is() -> None:
-    def program(t: Transport) -> int | None:
-        ddp = wrapped(t, replica_check=ReplicaCheck(every=1))
-        if t.rank == 1:
-            flip(ddp.module.two.bias, 0, 0)
-        with ddp.no_sync():
-            ddp(torch.ones(5, 6)).sum().backward()
-        return found_by(ddp).found_at_step
-
-    assert run_ranks(2, program) == [1, 1]
+@on_threads(2)
+def test_under_no_sync_nothing_is_compared_and_then_all_is(t: Transport) -> None:
+    ddp = wrapped(t, replica_check=ReplicaCheck(every=1))
+    if t.rank == 1:
+        flip(ddp.module.two.bias, 0, 0)
+    with ddp.no_sync():
+        ddp(torch.ones(5, 6)).sum().backward()
+    assert found_by(ddp).found_at_step == 1
 
 
-def test_what_diverges_on_purpose_is_not_compared() -> None:
-    def program(t: Transport) -> None:
-        ddp = wrapped(t, replica_check=ReplicaCheck(every=1))
-        optimizer = adam(ddp)
-        train(t, ddp, optimizer, num_steps=2)
-        with sl.diverge(ddp):
-            train(t, ddp, optimizer, num_steps=3)
-            sl.check_replicas(sl.TrainState(model=ddp), group=t)
-        assert replica(ddp).equal_tensors() == []
-        sl.average_(ddp, group=t)
-        sl.average_(optimizer, group=t)
-        train(t, ddp, optimizer, num_steps=2)
-
-    run_ranks(2, program)
+@on_threads(2)
+def test_what_diverges_on_purpose_is_not_compared(t: Transport) -> None:
+    ddp = wrapped(t, replica_check=ReplicaCheck(every=1))
+    optimizer = adam(ddp)
+    train(t, ddp, optimizer, num_steps=2)
+    with sl.diverge(ddp):
+        train(t, ddp, optimizer, num_steps=3)
+        sl.check_replicas(sl.TrainState(model=ddp), group=t)
+    assert replica(ddp).equal_tensors() == []
+    sl.average_(ddp, group=t)
+    sl.average_(optimizer, group=t)
+    train(t, ddp, optimizer, num_steps=2)
 
 
 # ---------------------------------------------------------------------- no alarm without a difference
 
 
-def test_a_backward_that_fails_on_one_rank_and_is_tried_again_is_no_alarm() -> None:
-    def program(t: Transport) -> None:
-        ddp = wrapped(t, PLAIN, replica_check=ReplicaCheck(every=4))
-        optimizer = adam(ddp)
-        train(t, ddp, optimizer, num_steps=3)
-        failing = iter([True, False])
+@on_threads(2)
+def test_a_backward_that_fails_on_one_rank_and_is_tried_again_is_no_alarm(t: Transport) -> None:
+    ddp = wrapped(t, PLAIN, replica_check=ReplicaCheck(every=4))
+    optimizer = adam(ddp)
+    train(t, ddp, optimizer, num_steps=3)
+    failing = iter([True, False])
 
-        def fail_once(_: Tensor) -> None:
-            if t.rank == 1 and next(failing, False):
-                raise MemoryError
+    def fail_once(_: Tensor) -> None:
+        if t.rank == 1 and next(failing, False):
+            raise MemoryError
 
-        handle = ddp.module[0].register_forward_hook(lambda *args: args[-1].register_hook(fail_once) and None)
-        loss = ddp(torch.ones(5, 6)).sum()
-        handle.remove()
-        if t.rank == 1:
-            with pytest.raises(MemoryError):  # when some gradients are ready, and nothing was sent
-                loss.backward(retain_graph=True)
-            ddp.zero_grad()
-        loss.backward()
-        optimizer.step()
-        train(t, ddp, optimizer, num_steps=6)
-
-    run_ranks(2, program)
+    handle = ddp.module[0].register_forward_hook(lambda *args: args[-1].register_hook(fail_once) and None)
+    loss = ddp(torch.ones(5, 6)).sum()
+    handle.remove()
+    if t.rank == 1:
+        with pytest.raises(MemoryError):  # when some gradients are ready, and nothing was sent
+            loss.backward(retain_graph=True)
+        ddp.zero_grad()
+    loss.backward()
+    optimizer.step()
+    train(t, ddp, optimizer, num_steps=6)
 
 
-def test_what_one_rank_loads_or_looks_up_by_itself_is_no_alarm_if_it_is_equal() -> None:
-    def program(t: Transport) -> None:
-        ddp = wrapped(t, replica_check=ReplicaCheck(every=4))
-        optimizer = adam(ddp)
-        train(t, ddp, optimizer, num_steps=3)
-        if t.rank == 0:
-            optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
-            _ = optimizer.state[ddp.module.two.bias]  # frozen: a defaultdict makes an entry
-        train(t, ddp, optimizer, num_steps=3)
-        if t.rank == 0:
-            optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
-        sl.broadcast_(optimizer, group=t)
-        train(t, ddp, optimizer, num_steps=6)
-
-    run_ranks(2, program)
+@on_threads(2)
+def test_what_one_rank_loads_or_looks_up_by_itself_is_no_alarm_if_it_is_equal(t: Transport) -> None:
+    ddp = wrapped(t, replica_check=ReplicaCheck(every=4))
+    optimizer = adam(ddp)
+    train(t, ddp, optimizer, num_steps=3)
+    if t.rank == 0:
+        optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+        _ = optimizer.state[ddp.module.two.bias]  # frozen: a defaultdict makes an entry
+    train(t, ddp, optimizer, num_steps=3)
+    if t.rank == 0:
+        optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    sl.broadcast_(optimizer, group=t)
+    train(t, ddp, optimizer, num_steps=6)
 
 
-def test_state_of_other_strides_is_the_same_state() -> None:
+@on_threads(2)
+def test_state_of_other_strides_is_the_same_state(t: Transport) -> None:
     net = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Flatten(), nn.Linear(4 * 6 * 6, 2))
-
-    def program(t: Transport) -> None:
-        module = copy.deepcopy(net).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-        ddp = wrapped(t, module, replica_check=ReplicaCheck(every=1))
-        optimizer = adam(ddp)
-        for step in range(4):
-            if step == 2 and t.rank == 1:
-                state = optimizer.state[ddp.module[0].weight]
-                state["exp_avg"] = state["exp_avg"].contiguous()
-            optimizer.zero_grad()
-            ddp(torch.ones(2, 3, 8, 8) * (t.rank + step)).sum().backward()
-            optimizer.step()
-
-    run_ranks(2, program)
+    ddp = wrapped(t, net.to(memory_format=torch.channels_last), replica_check=ReplicaCheck(every=1))  # type: ignore[call-overload]
+    optimizer = adam(ddp)
+    for step in range(4):
+        if step == 2 and t.rank == 1:
+            state = optimizer.state[ddp.module[0].weight]
+            state["exp_avg"] = state["exp_avg"].contiguous()
+        optimizer.zero_grad()
+        ddp(torch.ones(2, 3, 8, 8) * (t.rank + step)).sum().backward()
+        optimizer.step()
 
 
 # ---------------------------------------------------------------------- state of any kind
@@ -588,42 +560,36 @@ def of_nobody(change: Callable[[Any], object]) -> Change:
     return lambda ddp, optimizer: change(optimizer.state["of nobody"])
 
 
-@pytest.mark.parametrize(
-    ("change", "tensor"),
-    [
+def test_state_of_any_kind_is_compared() -> None:
+    for change, tensor in (
         (in_state(lambda state: flip(state["factors"][0], 1, 3)), "state[0].factors[0]"),
         (in_state(lambda state: flip(state["factors"][1]["rank"], 2, 3)), "state[0].factors[1].rank"),
         (in_state(lambda state: flip(state["late"], 4, 30)), "state[0].late"),
         (of_nobody(lambda state: state.update(count=77)), "state['of nobody'].count"),
-    ],
-    ids=["of a list", "nested", "late", "of nobody"],
-)
-def test_state_of_any_kind_is_compared(change: Change, tensor: str) -> None:
-    error = divergence(3, change, every=2, at=8, num_steps=10, attach=remembering)
-    assert error.tensor == f"optimizer 0 (Remembering), {tensor}"
+    ):
+        error = divergence(3, change, every=2, at=8, num_steps=10, attach=remembering)
+        assert error.tensor == f"optimizer 0 (Remembering), {tensor}"
 
 
-@pytest.mark.parametrize(
-    ("by", "change", "value"),
-    [
-        (1, in_state(lambda state: state.update(flag=False)), in_state(lambda state: state["flag"])),
-        (1, in_state(lambda state: state.update(big=1 << 70)), in_state(lambda state: state["big"])),
-        (1, in_state(lambda state: state.update(pair=(1, (2, 9, 4)))), in_state(lambda state: state["pair"])),
-        (1, in_state(lambda state: state[1].add_(1)), in_state(lambda state: state[1].tolist())),
-        (0, of_nobody(lambda state: state.update(count=77)), of_nobody(lambda state: state["count"])),
-    ],
-    ids=["bool", "more than 64 bits", "in a tuple", "of keys written alike", "of nobody"],
-)
-def test_state_of_any_kind_is_repaired(by: int, change: Change, value: Change) -> None:
+def test_state_of_any_kind_is_repaired() -> None:
     check = ReplicaCheck(every=1, on_divergence="repair")
 
-    def program(t: Transport, by: int) -> str:
-        found = trained(t, change, at=5, by=by, num_steps=6, replica_check=check, attach=remembering)
-        return repr(value(*found))
+    def program(t: Transport, by: int, change: Change) -> str:
+        ddp, optimizer = trained(t, change, at=5, by=by, num_steps=6, replica_check=check, attach=remembering)
+        states = (optimizer.state[ddp.module.one.weight], optimizer.state["of nobody"])  # type: ignore[index]
+        return repr([{**state, "seconds": None, "momentum_buffer": None} for state in states])
 
-    with pytest.warns(RuntimeWarning, match=f"Repaired: the values of rank {1 - by} were broadcast"):
-        found = run_ranks(3, lambda t: program(t, by))
-    assert found == run_ranks(3, lambda t: program(t, by=-1)), "as without the change"
+    expected = run_ranks(3, partial(program, by=-1, change=of_frozen()))
+    for by, change in (
+        (1, in_state(lambda state: state.update(flag=False))),
+        (1, in_state(lambda state: state.update(big=1 << 70))),
+        (1, in_state(lambda state: state.update(pair=(1, (2, 9, 4))))),
+        (1, in_state(lambda state: state[1].add_(1))),  # whose key is written as that of another one
+        (0, of_nobody(lambda state: state.update(count=77))),
+    ):
+        with pytest.warns(RuntimeWarning, match=f"Repaired: the values of rank {1 - by} were broadcast"):
+            found = run_ranks(3, partial(program, by=by, change=change))
+        assert found == expected, "as without the change"
 
 
 class Named(Tensor):
@@ -634,21 +600,20 @@ class Special(nn.Parameter):
     """The same of a parameter."""
 
 
-@pytest.mark.parametrize("make", [lambda values: nn.Parameter(values.as_subclass(Named)), Special])
-def test_a_subclass_of_a_tensor_is_compared_as_a_tensor(make: Callable[[Tensor], nn.Parameter]) -> None:
-    def program(t: Transport) -> str:
+@on_threads(3)
+def test_a_subclass_of_a_tensor_is_compared_as_a_tensor(t: Transport) -> None:
+    weight = NET.one.weight.detach().clone()
+    for changed in (nn.Parameter(weight.as_subclass(Named)), Special(weight.clone())):
         module = copy.deepcopy(NET)
-        module.one.weight = make(module.one.weight.detach())
+        module.one.weight = changed
         ddp = sl.DistributedDataParallel(module, process_group=t, replica_check=ReplicaCheck(every=2))
         optimizer = adam(ddp)
         train(t, ddp, optimizer, num_steps=3)
         if t.rank == 1:
-            flip(module.one.weight.detach().as_subclass(Tensor), 5, 3)
+            flip(changed.detach().as_subclass(Tensor), 5, 3)
         with pytest.raises(ReplicaDivergence) as caught:
             train(t, ddp, optimizer, num_steps=2)
-        return caught.value.tensor
-
-    assert run_ranks(3, program) == ["one.weight"] * 3
+        assert caught.value.tensor == "one.weight"
 
 
 def test_tensors_made_of_others_are_compared_by_those() -> None:
@@ -684,80 +649,67 @@ def test_tensors_made_of_others_are_compared_by_those() -> None:
 # ---------------------------------------------------------------------- all of it has its turn
 
 
-def test_state_that_is_loaded_in_each_step_does_not_begin_anew() -> None:
-    def program(t: Transport) -> int | None:
-        ddp = wrapped(t, replica_check=ReplicaCheck(every=4))
-        optimizer = adam(ddp)
+@on_threads(2)
+def test_state_that_is_loaded_in_each_step_does_not_begin_anew(t: Transport) -> None:
+    ddp = wrapped(t, replica_check=ReplicaCheck(every=4))
+    optimizer = adam(ddp)
 
-        def before(step: int) -> None:
-            optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
-            if step == 6 and t.rank == 1:
-                flip(ddp.module.two.bias, 1, 5)
-
-        with pytest.raises(ReplicaDivergence) as caught:
-            train(t, ddp, optimizer, num_steps=20, before=before)
-        return caught.value.found_at_step
-
-    found = run_ranks(2, program)[0]
-    assert found is not None
-    assert 6 <= found < 10
-
-
-def test_what_is_known_goes_on_when_the_module_changes() -> None:
-    def program(t: Transport) -> ReplicaDivergence:
-        ddp = wrapped(t, replica_check=ReplicaCheck(every=2))
-        train(t, ddp, torch.optim.SGD(ddp.parameters(), lr=0.01), num_steps=4)
-        ddp.module.two.bias.requires_grad = True
-        ddp.module.register_buffer("late", torch.zeros(2))
-        if t.rank == 1:
-            flip(ddp.module.one.weight, 3, 9)
-        with pytest.raises(ReplicaDivergence) as caught:
-            train(t, ddp, torch.optim.SGD(ddp.parameters(), lr=0.01), num_steps=2)
-        return caught.value
-
-    assert run_ranks(3, program)[0].agreed_at_step in (3, 4)
-
-
-def test_a_group_that_grows_begins_to_compare() -> None:
-    def program(t: Transport) -> None:
-        alone = t.split(t.rank)
-        assert alone is not None
-        ddp = wrapped(alone, replica_check=ReplicaCheck(every=1))
-        train(alone, ddp, torch.optim.SGD(ddp.parameters(), lr=0.01), num_steps=1)
-        ddp._replica.use_transport(t)
-        if t.rank == 1:
+    def before(step: int) -> None:
+        optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+        if step == 6 and t.rank == 1:
             flip(ddp.module.two.bias, 1, 5)
-        assert "two.bias, element 1 of 3" in str(found_by(ddp))
 
-    run_ranks(2, program)
-
-
-def test_ranks_of_a_worker_are_named_by_their_own_numbers() -> None:
-    def program(t: Transport) -> str:
-        ddp = wrapped(t, strategy=sl.LocalSGD(4, every_step_within=3), replica_check=ReplicaCheck(every=1))
-        adam(ddp)
-        if t.rank == 4:
-            flip(ddp.module.two.bias, 1, 5)
-        if t.rank < 3:
-            ddp(torch.ones(5, 6)).sum().backward()
-            return ""
-        error = found_by(ddp)
-        assert error.minority_ranks == (4,)
-        return str(error)
-
-    texts = run_ranks(6, program)
-    assert "on ranks 3-5, but" in texts[5]
-    assert "two.bias, element 1 of 3  ranks 3, 5 | rank 4" in texts[5]
+    with pytest.raises(ReplicaDivergence) as caught:
+        train(t, ddp, optimizer, num_steps=20, before=before)
+    assert caught.value.found_at_step in range(6, 10)
 
 
-def test_without_a_common_start_it_does_not_claim_one() -> None:
-    def program(t: Transport) -> ReplicaDivergence:
-        net = copy.deepcopy(NET)
-        if t.rank == 1:
-            flip(net.two.bias, 1, 5)
-        return found_by(wrapped(t, net, init_sync=False, replica_check=ReplicaCheck(every=1)))
+@on_threads(3)
+def test_what_is_known_goes_on_when_the_module_changes(t: Transport) -> None:
+    ddp = wrapped(t, replica_check=ReplicaCheck(every=2))
+    train(t, ddp, torch.optim.SGD(ddp.parameters(), lr=0.01), num_steps=4)
+    ddp.module.two.bias.requires_grad = True
+    ddp.module.register_buffer("late", torch.zeros(2))
+    if t.rank == 1:
+        flip(ddp.module.one.weight, 3, 9)
+    with pytest.raises(ReplicaDivergence) as caught:
+        train(t, ddp, torch.optim.SGD(ddp.parameters(), lr=0.01), num_steps=2)
+    assert caught.value.agreed_at_step in (3, 4)
 
-    error = run_ranks(2, program)[0]
+
+@on_threads(2)
+def test_a_group_that_grows_begins_to_compare(t: Transport) -> None:
+    alone = t.split(t.rank)
+    assert alone is not None
+    ddp = wrapped(alone, replica_check=ReplicaCheck(every=1))
+    train(alone, ddp, torch.optim.SGD(ddp.parameters(), lr=0.01), num_steps=1)
+    ddp._replica.use_transport(t)
+    if t.rank == 1:
+        flip(ddp.module.two.bias, 1, 5)
+    assert "two.bias, element 1 of 3" in str(found_by(ddp))
+
+
+@on_threads(6)
+def test_ranks_of_a_worker_are_named_by_their_own_numbers(t: Transport) -> None:
+    ddp = wrapped(t, strategy=sl.LocalSGD(4, every_step_within=3), replica_check=ReplicaCheck(every=1))
+    adam(ddp)
+    if t.rank == 4:
+        flip(ddp.module.two.bias, 1, 5)
+    if t.rank < 3:
+        ddp(torch.ones(5, 6)).sum().backward()
+        return
+    error = found_by(ddp)
+    assert error.minority_ranks == (4,)
+    assert "on ranks 3-5, but" in str(error)
+    assert "two.bias, element 1 of 3  ranks 3, 5 | rank 4" in str(error)
+
+
+@on_threads(2)
+def test_without_a_common_start_it_does_not_claim_one(t: Transport) -> None:
+    net = copy.deepcopy(NET)
+    if t.rank == 1:
+        flip(net.two.bias, 1, 5)
+    error = found_by(wrapped(t, net, init_sync=False, replica_check=ReplicaCheck(every=1)))
     assert error.agreed_at_step is None
     assert "agreed on" not in str(error)
 
@@ -765,42 +717,18 @@ def test_without_a_common_start_it_does_not_claim_one() -> None:
 # ---------------------------------------------------------------------- arguments
 
 
-@pytest.mark.parametrize(
-    ("make", "error", "text"),
-    [
-        (lambda: ReplicaCheck(every=0), ValueError, "at least 1, got 0"),
-        (lambda: ReplicaCheck(every=2.5), TypeError, "at least 1, got 2.5"),  # type: ignore[arg-type]
-        (lambda: ReplicaCheck(on_divergence="ignore"), ValueError, "'raise', 'repair', 'warn', got 'ignore'"),  # type: ignore[arg-type]
-        (
-            lambda: sl.DistributedDataParallel(nn.Linear(1, 1), replica_check=100),
-            TypeError,
-            "sl.ReplicaCheck",
-        ),  # type: ignore[arg-type]
-        (
-            lambda: sl.DistributedDataParallel(nn.Linear(1, 1), replica_check=ReplicaCheck),  # type: ignore[arg-type]
-            TypeError,
-            "Create an object of this class",
-        ),
-        (
-            lambda: sl.DistributedDataParallel(
-                nn.Linear(1, 1), sharded=True, replica_check=ReplicaCheck(on_divergence="repair")
-            ),
-            ValueError,
-            "sharded=True",
-        ),
-    ],
-)
-def test_nonsense_is_refused(make: Callable[[], object], error: type[Exception], text: str) -> None:
-    with pytest.raises(error, match=re.escape(text)):
-        make()
+def test_what_does_not_go_together_is_refused() -> None:
+    repairs = ReplicaCheck(on_divergence="repair")
+    with pytest.raises(ValueError, match="sharded=True"):
+        sl.DistributedDataParallel(nn.Linear(1, 1), sharded=True, replica_check=repairs)
+    with pytest.raises(TypeError, match="Create an object of this class"):
+        sl.DistributedDataParallel(nn.Linear(1, 1), replica_check=ReplicaCheck)  # type: ignore[arg-type]
 
 
-def test_ranks_have_to_check_alike() -> None:
-    def program(t: Transport) -> None:
-        with pytest.raises(ContractMismatch, match="replica_check"):
-            wrapped(t, replica_check=ReplicaCheck(every=1 + t.rank))
-
-    run_ranks(2, program)
+@on_threads(2)
+def test_ranks_have_to_check_alike(t: Transport) -> None:
+    with pytest.raises(ContractMismatch, match="replica_check"):
+        wrapped(t, replica_check=ReplicaCheck(every=1 + t.rank))
 
 
 # ---------------------------------------------------------------------- sl.check_replicas of a TrainState
@@ -816,27 +744,25 @@ def check_fails(t: Transport, state: sl.TrainState, change: Callable[[], object]
     return caught.value
 
 
-@pytest.mark.parametrize("ignore", [[], ["one.*"]], ids=str)
-def test_a_train_state_is_compared_but_for_what_is_a_rank_s_own(ignore: list[str]) -> None:
-    def program(t: Transport) -> ReplicaDivergence:
+@on_threads(3)
+def test_a_train_state_is_compared_but_for_what_is_a_rank_s_own(t: Transport) -> None:
+    for ignore in ([], ["one.*"]):
         ddp = wrapped(t, ignore=ignore)
         optimizer = adam(ddp)
         scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2)
         state = sl.TrainState(model=ddp, optimizer=optimizer, scheduler=scheduler)
         train(t, ddp, optimizer, num_steps=3)  # now buffers differ, and the state of what is ignored
-        return check_fails(
-            t, state, lambda: flip(optimizer.state[ddp.module.two.weight]["exp_avg_sq"], 100, 4)
-        )
-
-    error = run_ranks(3, program)[0]
-    assert (error.tensor, error.elements) == ("optimizer.state[4].exp_avg_sq", (100, 100))
-    assert error.num_differing == 1
-    assert "exp_avg_sq, element [2, 20] of 120  ranks 0, 2 | rank 1" in str(error)
+        moment = optimizer.state[ddp.module.two.weight]["exp_avg_sq"]
+        with case(ignore):
+            error = check_fails(t, state, partial(flip, moment, 100, 4))
+            assert (error.tensor, error.elements) == ("optimizer.state[4].exp_avg_sq", (100, 100))
+            assert error.num_differing == 1
+            assert "exp_avg_sq, element [2, 20] of 120  ranks 0, 2 | rank 1" in str(error)
 
 
-@pytest.mark.parametrize("strategy", [sl.Manual(), sl.LocalSGD(3)], ids=str)
-def test_a_train_state_is_compared_only_where_it_has_to_be_equal(strategy: Any) -> None:
-    def program(t: Transport) -> list[int]:
+@on_threads(2)
+def test_a_train_state_is_compared_only_where_it_has_to_be_equal(t: Transport) -> None:
+    for strategy in (sl.Manual(), sl.LocalSGD(3)):
         ddp = wrapped(t, strategy=strategy)
         optimizer = torch.optim.SGD(ddp.parameters(), lr=0.01)
         if strategy.needs_attach:
@@ -851,61 +777,54 @@ def test_a_train_state_is_compared_only_where_it_has_to_be_equal(strategy: Any) 
             sl.average_(ddp, group=t)
         counts.append(len([name for name, _ in replica(ddp).equal_tensors() if not name.startswith("norm.")]))
         sl.check_replicas(sl.TrainState(model=ddp), group=t)
-        return counts
-
-    assert run_ranks(2, program) == [[6, 0, 4]] * 2
+        with case(strategy):
+            assert counts == [6, 0, 4]
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script_method:DeprecationWarning")  # the compiler's own
-@pytest.mark.parametrize("within", [lambda ddp: nn.ModuleDict({"g": ddp}), torch.compile])
-def test_a_wrapper_inside_of_what_is_named_has_its_contract(within: Callable[[Any], nn.Module]) -> None:
-    def program(t: Transport) -> ReplicaDivergence:
+@on_threads(2)
+def test_a_wrapper_inside_of_what_is_named_has_its_contract(t: Transport) -> None:
+    for compiles in (False, True):
         ddp = wrapped(t)
         optimizer = adam(ddp)
         train(t, ddp, optimizer, num_steps=2)
         assert len({*map(repr, t.all_gather_bytes(repr(ddp.module.norm.running_mean).encode()))}) == t.size
-        state = sl.TrainState(model=within(ddp), optimizer=optimizer)
-        return check_fails(t, state, lambda: flip(ddp.module.two.weight, 7, 3))
+        model: Any = torch.compile(ddp) if compiles else nn.ModuleDict({"g": ddp})
+        state = sl.TrainState(model=model, optimizer=optimizer)
+        error = check_fails(t, state, partial(flip, ddp.module.two.weight, 7, 3))
+        assert error.num_differing == 1
+        assert error.tensor.endswith("two.weight")
 
-    error = run_ranks(2, program)[0]
-    assert error.num_differing == 1
-    assert error.tensor.endswith("two.weight")
 
+@on_threads(2)
+def test_the_last_loss_that_an_optimizer_remembers_is_a_rank_s_own(t: Transport) -> None:
+    ddp = wrapped(t, nn.Linear(6, 3))
+    optimizer = ddp.attach(torch.optim.LBFGS(ddp.parameters(), lr=0.1, max_iter=2))
+    x = torch.randn(5, 6, generator=torch.Generator().manual_seed(t.rank))
 
-def test_the_last_loss_that_an_optimizer_remembers_is_a_rank_s_own() -> None:
-    def program(t: Transport) -> ReplicaDivergence:
-        ddp = wrapped(t, nn.Linear(6, 3))
-        optimizer = ddp.attach(torch.optim.LBFGS(ddp.parameters(), lr=0.1, max_iter=2))
-        x = torch.randn(5, 6, generator=torch.Generator().manual_seed(t.rank))
+    def loss() -> Tensor:
+        optimizer.zero_grad()
+        result: Tensor = ddp(x).square().sum()
+        result.backward()
+        return result
 
-        def loss() -> Tensor:
-            optimizer.zero_grad()
-            result: Tensor = ddp(x).square().sum()
-            result.backward()
-            return result
-
-        optimizer.step(loss)
-        state = sl.TrainState(model=ddp, optimizer=optimizer)
-        return check_fails(t, state, lambda: optimizer.param_groups[0].update(lr=0.2))
-
-    error = run_ranks(2, program)[0]
+    optimizer.step(loss)
+    state = sl.TrainState(model=ddp, optimizer=optimizer)
+    error = check_fails(t, state, lambda: optimizer.param_groups[0].update(lr=0.2))
     assert error.num_differing == 1
     assert error.tensor.endswith("param_groups[0].lr")
 
 
-def test_of_a_train_state_a_step_and_a_schedule_are_compared() -> None:
-    def program(t: Transport) -> tuple[str, str]:
-        model = copy.deepcopy(NET)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
-        state = sl.TrainState(model=model, scheduler=scheduler)
-        state.step = 3
-        step = check_fails(t, state, lambda: setattr(state, "step", 4))
-        state.step = 3
-        schedule = check_fails(t, state, lambda: [optimizer.step(), scheduler.step()])
-        return step.tensor, schedule.tensor
-
-    assert run_ranks(2, program) == [("step", "scheduler")] * 2
+@on_threads(2)
+def test_of_a_train_state_a_step_and_a_schedule_are_compared(t: Transport) -> None:
+    model = copy.deepcopy(NET)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+    state = sl.TrainState(model=model, scheduler=scheduler)
+    state.step = 3
+    assert check_fails(t, state, lambda: setattr(state, "step", 4)).tensor == "step"
+    state.step = 3
+    assert check_fails(t, state, lambda: [optimizer.step(), scheduler.step()]).tensor == "scheduler"
 
 
 # ---------------------------------------------------------------------- the hash of a slice
@@ -928,22 +847,21 @@ def test_one_flipped_bit_changes_the_hash(numel: int, element: int, bit: int) ->
         assert hashed((0, x)) != before
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.uint8, torch.complex64])
-def test_what_is_hashed_on_a_device_tells_as_much(
-    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_is_hashed_on_a_device_tells_as_much(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where there is no such device: its way is taken on the CPU."""
     monkeypatch.setattr("syncline.equality.fingerprint._is_in_host_memory", lambda tensor: False)
-    x = torch.arange(1000).to(dtype).view(10, 100)
-    y = x.clone()
-    flip(y, 999, 0)
 
     def value(tensor: Tensor, stop: int) -> int:
         return hashed((0, tensor, 64, stop), (1, tensor, 0, 64))
 
-    assert value(x, 1000) == value(x.clone(), 1000) == value(x.t(), 1000), "in the order of memory"
-    assert value(x, 1000) != value(y, 1000)
-    assert value(x, 960) == value(y, 960)
+    for dtype in (torch.float32, torch.bfloat16, torch.uint8, torch.complex64):
+        x = torch.arange(1000).to(dtype).view(10, 100)
+        y = x.clone()
+        flip(y, 999, 0)
+        with case(dtype):
+            assert value(x, 1000) == value(x.clone(), 1000) == value(x.t(), 1000), "in the order of memory"
+            assert value(x, 1000) != value(y, 1000)
+            assert value(x, 960) == value(y, 960)
 
 
 def test_a_hash_reads_memory_whatever_the_strides() -> None:
