@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import pytest
@@ -11,6 +12,8 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 import syncline as sl
+from support.cases import case
+from support.threads import on_threads
 from syncline.gradients import bucket
 from syncline.session import transport_of
 from syncline.strategies import Progress
@@ -28,9 +31,8 @@ class Shuffled(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(NUM_LAYERS))
-        for number, parameter in enumerate(
-            self.parameters()
-        ):  # the same values in all ranks, which are threads
+        # The same values in all ranks, which are threads.
+        for number, parameter in enumerate(self.parameters()):
             nn.init.normal_(parameter, std=0.1, generator=torch.Generator().manual_seed(number))
 
     def forward(self, x: Tensor) -> Tensor:
@@ -107,13 +109,10 @@ def check_first_steps(ddp: sl.DistributedDataParallel, watched: Watched, *, one_
     assert len(ddp.last_step.buckets) == 4
 
 
-@pytest.mark.parametrize("as_view", [False, True])
 def test_a_gradient_has_one_place_in_buckets_even_when_they_are_laid_out_again(
-    as_view: bool, monkeypatch: pytest.MonkeyPatch
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    watched = Watched(monkeypatch, rank=0)
-
-    def rank(transport: Transport) -> None:
+    def rank(transport: Transport, as_view: bool, watched: Watched) -> None:
         ddp = wrapped(transport, gradient_as_bucket_view=as_view)
         if transport.rank == 0:
             # With views, a former bucket lives until the last of its gradients has moved.
@@ -124,7 +123,9 @@ def test_a_gradient_has_one_place_in_buckets_even_when_they_are_laid_out_again(
             backward(ddp)
             backward(ddp)
 
-    run_ranks(2, rank)
+    for as_view in (False, True):
+        with case(as_view), monkeypatch.context() as patch:
+            run_ranks(2, partial(rank, as_view=as_view, watched=Watched(patch, rank=0)))
 
 
 @pytest.mark.ranks(2)
@@ -135,18 +136,15 @@ def test_the_memory_of_the_transport_replaces_the_first_buckets(monkeypatch: pyt
     check_first_steps(wrapped(transport), watched, one_bucket_bytes=0)
 
 
-def test_gradients_that_are_views_keep_their_values_when_buckets_are_laid_out_again() -> None:
-    def rank(transport: Transport) -> list[list[float]]:
-        found = []
-        for as_view in (False, True):
-            ddp = wrapped(transport, gradient_as_bucket_view=as_view)
-            backward(ddp)
-            found.append([value for p in ddp.parameters() for value in p.grad.flatten().tolist()])  # type: ignore[union-attr]
-            assert any(found[-1])
-        return found
-
-    for copied, viewed in run_ranks(2, rank):
-        assert copied == viewed
+@on_threads(2)
+def test_gradients_that_are_views_keep_their_values_when_buckets_are_laid_out_again(t: Transport) -> None:
+    copied, viewed = (wrapped(t, gradient_as_bucket_view=as_view) for as_view in (False, True))
+    for ddp in (copied, viewed):
+        backward(ddp)
+    for one, other in zip(copied.parameters(), viewed.parameters(), strict=True):
+        assert one.grad is not None
+        assert one.grad.any()
+        assert torch.equal(one.grad, other.grad)  # type: ignore[arg-type]
 
 
 def test_a_layout_that_would_not_change_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -161,24 +159,11 @@ def test_a_layout_that_would_not_change_is_kept(monkeypatch: pytest.MonkeyPatch)
     assert watched.num_made == 4
 
 
-@pytest.mark.parametrize(
-    "strategy", [sl.LocalSGD(every=1), sl.DiLoCo(every=1), sl.Manual()], ids=["LocalSGD", "DiLoCo", "Manual"]
-)
-def test_a_strategy_without_mean_gradients_has_no_buckets(
-    strategy: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_strategy_without_mean_gradients_has_no_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
     watched = Watched(monkeypatch, rank=0)
-
-    def rank(transport: Transport) -> None:
-        ddp = wrapped(transport, strategy=strategy)
-        optimizer = ddp.attach(torch.optim.SGD(ddp.parameters(), lr=0.001))
-        for _ in range(2):
-            backward(ddp)
-            optimizer.step()
-        assert ddp.explain()
-
-    run_ranks(2, rank)
-    assert watched.num_made == 0
+    for strategy in (sl.LocalSGD(every=1), sl.DiLoCo(every=1), sl.Manual()):
+        steps_of(strategy, watched, 2)
+        assert watched.num_made == 0, strategy
 
 
 def steps_of(strategy: Any, watched: Watched, num_steps: int) -> list[tuple[bool, int]]:
@@ -194,18 +179,19 @@ def steps_of(strategy: Any, watched: Watched, num_steps: int) -> list[tuple[bool
             optimizer.step()
             assert ddp.last_step is not None
             found.append((ddp.last_step.synchronized, watched.live_bytes if transport.rank == 0 else 0))
+        assert ddp.explain()
         return found
 
     return run_ranks(2, rank)[0]
 
 
-@pytest.mark.parametrize(
-    "strategy", [sl.LocalSGD(2, warmup=2), sl.DiLoCo(2, warmup=2)], ids=["LocalSGD", "DiLoCo"]
-)
-def test_buckets_are_freed_after_a_warm_up(strategy: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    found = steps_of(strategy, Watched(monkeypatch, rank=0), 5)
-    assert [reduced for reduced, _ in found] == [True, True, False, False, False]
-    assert [num_bytes > 0 for _, num_bytes in found] == [True, False, False, False, False]
+def test_buckets_are_freed_after_a_warm_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    watched = Watched(monkeypatch, rank=0)
+    for strategy in (sl.LocalSGD(2, warmup=2), sl.DiLoCo(2, warmup=2)):
+        found = steps_of(strategy, watched, 5)
+        with case(strategy):
+            assert [reduced for reduced, _ in found] == [True, True, False, False, False]
+            assert [num_bytes > 0 for _, num_bytes in found] == [True, False, False, False, False]
 
 
 @dataclass(frozen=True, repr=False)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -30,48 +29,55 @@ def test_one_name_with_other_properties_is_shown_side_by_side() -> None:
     )
 
 
-def test_the_largest_group_is_the_reference_whatever_rank_0_has() -> None:
-    text = describe_difference("Net", [["a  0"], ["a  1"], ["a  1"], ["a  1"]])
-    assert text is not None
-    assert "rank 0 against ranks 1-3:" in text
-    assert "expected 1 (ranks 1-3)" in text
-    assert "got      0 (rank 0)" in text
+EXPECTED: dict[str, tuple[list[list[str]], list[str]]] = {
+    "the largest group is the reference, whatever rank 0 has": (
+        [["a  0"], ["a  1"], ["a  1"], ["a  1"]],
+        ["rank 0 against ranks 1-3:", "  a", "    expected 1 (ranks 1-3)", "    got      0 (rank 0)"],
+    ),
+    "of groups of one size, that with the lowest rank is the reference": (
+        [["a  0"], ["a  1"], ["a  1"], ["a  0"]],
+        [
+            "Net: the ranks do not agree. The expected values are those of rank 0.",
+            "ranks 1, 2 against ranks 0, 3:",
+        ],
+    ),
+    "what lacks and what is too much": (
+        [["a  1", "b  2"], ["a  1", "c  3"]],
+        ["rank 1 against rank 0:", "  also has  c  3", "  lacks  b  2"],
+    ),
+    "another order is said in words": (
+        [["a  1", "b  2", "c  3"], ["a  1", "c  3", "b  2"]],
+        [
+            "  the entries are in another order. The first difference is at entry 2:",
+            "    expected b (rank 0)",
+            "    got      c (rank 1)",
+        ],
+    ),
+    "entries of one name are told apart by their position": (
+        [["a  1", "a  2"], ["a  3", "a  2"]],
+        ["rank 1 against rank 0:", "  a", "    expected 1 (rank 0)", "    got      3 (rank 1)"],
+    ),
+    "every other group is compared with the reference": (
+        [["a  0"], ["a  0"], ["a  1"], ["a  2"]],
+        [
+            *("rank 2 against ranks 0, 1:", "  a", "    expected 0 (ranks 0, 1)", "    got      1 (rank 2)"),
+            *("rank 3 against ranks 0, 1:", "  a", "    expected 0 (ranks 0, 1)", "    got      2 (rank 3)"),
+        ],
+    ),
+    "a colon separates name and properties, too": (
+        [["gradients: 8 tensors"], ["gradients: 9 tensors"]],
+        ["  gradients", "    expected 8 tensors (rank 0)"],
+    ),
+}
 
 
-def test_of_groups_of_one_size_that_with_the_lowest_rank_is_the_reference() -> None:
-    text = describe_difference("Net", [["a  0"], ["a  1"], ["a  1"], ["a  0"]])
-    assert text is not None
-    assert text.startswith("Net: the ranks do not agree. The expected values are those of rank 0.\n")
-    assert "ranks 1, 2 against ranks 0, 3:" in text
-
-
-def test_what_lacks_and_what_is_too_much() -> None:
-    text = describe_difference("Net", [["a  1", "b  2"], ["a  1", "c  3"]])
-    assert text is not None
-    assert text.splitlines()[1:4] == ["rank 1 against rank 0:", "  also has  c  3", "  lacks  b  2"]
-
-
-def test_another_order_is_said_in_words() -> None:
-    text = describe_difference("Net", [["a  1", "b  2", "c  3"], ["a  1", "c  3", "b  2"]])
-    assert text is not None
-    assert text.splitlines()[2:5] == [
-        "  the entries are in another order. The first difference is at entry 2:",
-        "    expected b (rank 0)",
-        "    got      c (rank 1)",
-    ]
-
-
-def test_entries_of_one_name_are_told_apart_by_their_position() -> None:
-    text = describe_difference("Net", [["a  1", "a  2"], ["a  3", "a  2"]])
-    assert text is not None
-    assert text.splitlines()[2:5] == ["  a", "    expected 1 (rank 0)", "    got      3 (rank 1)"]
-
-
-def test_every_other_group_is_compared_with_the_reference() -> None:
-    text = describe_difference("Net", [["a  0"], ["a  0"], ["a  1"], ["a  2"]])
-    assert text is not None
-    assert "rank 2 against ranks 0, 1:" in text
-    assert "rank 3 against ranks 0, 1:" in text
+def test_each_kind_of_difference_has_its_lines() -> None:
+    for name, (descriptions, expected) in EXPECTED.items():
+        text = str(describe_difference("Net", descriptions, remedy="Build the same module."))
+        assert text.splitlines()[-1] == "Build the same module."
+        assert "\n".join(expected) in text, f"{name}:\n{text}"
+    text = str(describe_difference("Net", [["a  1"], ["a: 1"]]))
+    assert "the entries differ only in spaces" in text
 
 
 def test_more_than_twenty_differences_are_counted_not_shown() -> None:
@@ -81,35 +87,11 @@ def test_more_than_twenty_differences_are_counted_not_shown() -> None:
     assert "  and 30 more" in text.splitlines()
 
 
-def test_the_remedy_is_the_last_line() -> None:
-    text = describe_difference("Net", [["a"], []], remedy="Build the same module.")
-    assert text is not None
-    assert text.splitlines()[-1] == "Build the same module."
-
-
-def test_a_colon_separates_name_and_properties_too() -> None:
-    text = describe_difference("Net", [["gradients: 8 tensors"], ["gradients: 9 tensors"]])
-    assert text is not None
-    assert text.splitlines()[2:4] == ["  gradients", "    expected 8 tensors (rank 0)"]
-
-
-def test_lines_that_differ_in_separators_alone_still_differ() -> None:
-    text = describe_difference("Net", [["a  1"], ["a: 1"]])
-    assert text is not None
-    assert "the entries differ only in spaces" in text
-
-
-@pytest.mark.parametrize(
-    ("ranks", "text"),
-    [
-        ([3], "rank 3"),
-        ([1, 0], "ranks 0, 1"),
-        ([0, 1, 2], "ranks 0-2"),
-        ([0, 2, 3, 4, 7], "ranks 0, 2-4, 7"),
-    ],
-)
-def test_ranks_in_words(ranks: list[int], text: str) -> None:
-    assert describe_ranks(ranks) == text
+def test_ranks_in_words() -> None:
+    assert describe_ranks([3]) == "rank 3"
+    assert describe_ranks([1, 0]) == "ranks 0, 1"
+    assert describe_ranks([0, 1, 2]) == "ranks 0-2"
+    assert describe_ranks([0, 2, 3, 4, 7]) == "ranks 0, 2-4, 7"
 
 
 lines = st.lists(st.sampled_from(["a", "a  1", "a  2", "b  1", "c: 1", "d"]), max_size=5)

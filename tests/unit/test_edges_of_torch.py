@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections import OrderedDict
+from functools import partial
+from itertools import product
 from typing import Any
 
 import pytest
@@ -13,6 +15,8 @@ from torch.nn.utils import prune
 from torch.optim.swa_utils import AveragedModel
 
 import syncline as sl
+from support.cases import case
+from support.threads import on_threads
 from syncline.testing import run_ranks
 from syncline.transport.base import Transport
 
@@ -29,19 +33,18 @@ class Separate(DDP):
             setattr(module, name, DDP(part, process_group=t))
 
 
-def test_a_subclass_may_pass_over_the_constructor_and_wrap_parts_of_its_module() -> None:
-    def rank(t: Transport) -> tuple[list[str], float]:
-        model: Any = Separate(nn.Sequential(OrderedDict(first=nn.Linear(1, 1), last=nn.Linear(1, 1))), t)
-        for parameter in model.parameters():
-            nn.init.ones_(parameter)
-        model.train()
-        model.zero_grad()
-        model.module(torch.full((1, 1), 1.0 + t.rank)).sum().backward()
-        model.load_state_dict(model.state_dict())
-        return list(model.state_dict()), model.module.first.module.weight.grad.item()
-
+@on_threads(2)
+def test_a_subclass_may_pass_over_the_constructor_and_wrap_parts_of_its_module(t: Transport) -> None:
+    model: Any = Separate(nn.Sequential(OrderedDict(first=nn.Linear(1, 1), last=nn.Linear(1, 1))), t)
+    for parameter in model.parameters():
+        nn.init.ones_(parameter)
+    model.train()
+    model.zero_grad()
+    model.module(torch.full((1, 1), 1.0 + t.rank)).sum().backward()
+    model.load_state_dict(model.state_dict())
     keys = [f"module.{part}.module.{name}" for part in ("first", "last") for name in ("weight", "bias")]
-    assert run_ranks(2, rank) == [(keys, 1.5)] * 2
+    assert list(model.state_dict()) == keys
+    assert model.module.first.module.weight.grad.item() == 1.5
 
 
 class OldState(nn.Module):
@@ -59,15 +62,15 @@ class OldState(nn.Module):
         super()._load_from_state_dict(state, prefix, metadata, *args)
 
 
-@pytest.mark.parametrize("version", [1, 2])
-@pytest.mark.parametrize("is_bare", [True, False])
-def test_a_state_keeps_the_versions_of_its_modules(version: int, is_bare: bool) -> None:
-    net = nn.Sequential(OldState())
-    state: Any = (net if is_bare else nn.DataParallel(net)).state_dict()
-    state._metadata["0" if is_bare else "module.0"]["version"] = version
-    ddp: Any = DDP(nn.Sequential(OldState()))
-    ddp.load_state_dict(state)
-    assert ddp.module[0].scale.item() == (0.5 if version == 1 else 1.0)
+def test_a_state_keeps_the_versions_of_its_modules() -> None:
+    for is_bare, (version, expected) in product((True, False), ((1, 0.5), (2, 1.0))):
+        net = nn.Sequential(OldState())
+        state: Any = (net if is_bare else nn.DataParallel(net)).state_dict()
+        state._metadata["0" if is_bare else "module.0"]["version"] = version
+        ddp: Any = DDP(nn.Sequential(OldState()))
+        ddp.load_state_dict(state)
+        with case(is_bare, version):
+            assert ddp.module[0].scale.item() == expected
 
 
 class Widened(torch.autograd.Function):
@@ -83,19 +86,16 @@ class Widened(torch.autograd.Function):
 
 
 @pytest.mark.skipif(not hasattr(Tensor, "grad_dtype"), reason="this torch has no grad_dtype")
-@pytest.mark.parametrize(
-    "arguments", [{}, {"gradient_as_bucket_view": True}, {"find_unused_parameters": True}]
-)
-def test_gradients_wider_than_their_parameter_are_not_rounded(arguments: dict[str, Any]) -> None:
-    def rank(t: Transport) -> float:
+@on_threads(2)
+def test_gradients_wider_than_their_parameter_are_not_rounded(t: Transport) -> None:
+    for arguments in ({}, {"gradient_as_bucket_view": True}, {"find_unused_parameters": True}):
         net: Any = nn.Linear(8, 1, bias=False).bfloat16()
         net.weight.grad_dtype = torch.float32
         ddp = DDP(net, process_group=t, **arguments)
         widened: Any = Widened.apply
         (widened(ddp.module.weight) * (1 + 2.0**-12 * (1 + t.rank))).sum().backward()
-        return float(net.weight.grad[0, 0])
-
-    assert run_ranks(2, rank) == [1 + 1.5 * 2.0**-12] * 2
+        with case(arguments):
+            assert float(net.weight.grad[0, 0]) == 1 + 1.5 * 2.0**-12
 
 
 def is_wrapped(model: nn.Module) -> bool:
@@ -131,69 +131,62 @@ def test_an_averaged_model_of_one_rank() -> None:
     assert one == other
 
 
-def test_a_module_that_replaces_the_wrapped_one_is_trained() -> None:
-    def rank(t: Transport) -> tuple[float, float]:
-        ddp: Any = DDP(nn.Linear(1, 1, bias=False), process_group=t)
-        new = nn.Linear(1, 1, bias=False)
-        nn.init.ones_(new.weight)
-        ddp(torch.ones(1, 1)).sum().backward()
-        ddp.module = new
-        ddp(torch.full((1, 1), 1.0 + t.rank)).sum().backward()
-        assert new.weight.grad is not None
-        around = nn.Sequential(new)
-        ddp.module = around
+@on_threads(2)
+def test_a_module_that_replaces_the_wrapped_one_is_trained(t: Transport) -> None:
+    ddp: Any = DDP(nn.Linear(1, 1, bias=False), process_group=t)
+    new = nn.Linear(1, 1, bias=False)
+    nn.init.ones_(new.weight)
+    ddp(torch.ones(1, 1)).sum().backward()
+    for step, module in ((2, new), (3, nn.Sequential(new))):
+        ddp.module = module
         ddp.zero_grad()
-        ddp(torch.full((1, 1), 3.0 + t.rank)).sum().backward()
-        return new.weight.grad.item(), ddp.last_step.step
-
-    assert run_ranks(2, rank) == [(3.5, 3)] * 2
+        ddp(torch.full((1, 1), float(step + t.rank))).sum().backward()
+        assert new.weight.grad is not None
+        assert (new.weight.grad.item(), ddp.last_step.step) == (step + 0.5, step)
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
-@pytest.mark.parametrize("is_whole", [True, False])
-def test_a_scripted_module(is_whole: bool) -> None:
+def test_a_scripted_module() -> None:
     """Its tables of parameters, buffers and submodules are no dictionaries."""
-    nets: list[Any] = []
-    for _ in range(2):  # not on the threads of the ranks, which share the compiler
-        first = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
-        whole = nn.Sequential(first if is_whole else torch.jit.script(first), nn.Linear(2, 1))
-        nets.append(torch.jit.script(whole) if is_whole else whole)
 
-    def rank(t: Transport) -> list[Tensor]:
+    def rank(t: Transport, nets: list[Any]) -> list[Tensor]:
         net = nets[t.rank]
         ddp: Any = DDP(net, process_group=t)
         for step in range(2):
+            generator = torch.Generator().manual_seed(10 * t.rank + step)
             ddp.zero_grad()
-            ddp(
-                torch.randn(4, 2, generator=torch.Generator().manual_seed(10 * t.rank + step))
-            ).sum().backward()
+            ddp(torch.randn(4, 2, generator=generator)).sum().backward()
         ddp.sync_buffers_()
         return [*(p.grad for p in net.parameters() if p.grad is not None), *net.buffers()]
 
-    one, other = run_ranks(2, rank)
-    assert len(one) == 9
-    assert all(map(torch.equal, one, other))
+    for is_whole in (True, False):
+        nets: list[Any] = []
+        for _ in range(2):  # not on the threads of the ranks, which share the compiler
+            first = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+            whole = nn.Sequential(first if is_whole else torch.jit.script(first), nn.Linear(2, 1))
+            nets.append(torch.jit.script(whole) if is_whole else whole)
+        one, other = run_ranks(2, partial(rank, nets=nets))
+        with case(is_whole):
+            assert len(one) == 9
+            assert all(map(torch.equal, one, other))
 
 
-def test_buffers_that_are_never_sent_may_differ() -> None:
+@on_threads(2)
+def test_buffers_that_are_never_sent_may_differ(t: Transport) -> None:
     """A memory bank of another size on each rank, and masks that are made when they are needed."""
-
-    def rank(t: Transport) -> tuple[float, str, str]:
-        banked = nn.Linear(1, 1, bias=False)
-        banked.register_buffer("bank", torch.zeros(1 + t.rank))
-        bank: Any = DDP(banked, process_group=t, broadcast_buffers=False)
-        lazy = nn.Linear(1, 1, bias=False)
-        nn.init.ones_(lazy.weight)
-        ddp: Any = DDP(lazy, process_group=t)
-        for step in range(3):
-            lazy.register_buffer("mask", torch.ones(1 + (1 + t.rank) * step), persistent=False)
-            ddp.zero_grad()
-            ddp(torch.full((1, 1), 1.0 + t.rank)).sum().backward()
-            bank(torch.ones(1, 1)).sum().backward()
-        assert lazy.weight.grad is not None
-        return lazy.weight.grad.item(), ddp.contract["buffers"].when, bank.contract["buffers"].when
-
-    assert run_ranks(2, rank) == [(1.5, "never: local, added after wrapping", "never")] * 2
+    banked, lazy = nn.Linear(1, 1, bias=False), nn.Linear(1, 1, bias=False)
+    banked.register_buffer("bank", torch.zeros(1 + t.rank))
+    bank: Any = DDP(banked, process_group=t, broadcast_buffers=False)
+    ddp: Any = DDP(lazy, process_group=t)
+    for step in range(3):
+        lazy.register_buffer("mask", torch.ones(1 + (1 + t.rank) * step), persistent=False)
+        ddp.zero_grad()
+        ddp(torch.full((1, 1), 1.0 + t.rank)).sum().backward()
+        bank(torch.ones(1, 1)).sum().backward()
+    assert lazy.weight.grad is not None
+    assert lazy.weight.grad.item() == 1.5
+    assert ddp.contract["buffers"].when == "never: local, added after wrapping"
+    assert bank.contract["buffers"].when == "never"
 
 
 def test_a_mask_that_pruning_adds_is_that_of_rank_0() -> None:

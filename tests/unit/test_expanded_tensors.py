@@ -6,6 +6,8 @@ Only a rank that receives would notice, so all ranks check before anything is se
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
+from itertools import product
 from typing import Any
 
 import pytest
@@ -13,6 +15,8 @@ import torch
 from torch import nn
 
 import syncline as sl
+from support.cases import case
+from support.threads import on_threads
 from syncline import DistributedDataParallel as DDP
 from syncline.transport import Transport, run_ranks
 
@@ -27,82 +31,69 @@ def expanded() -> torch.Tensor:
     return torch.ones(1, 2).expand(3, 2)
 
 
-def raised_by_each(program: Callable[[Transport], Any], *, size: int = 2) -> list[tuple[type, str]]:
-    """Run a program that raises an error on each rank, and return the errors."""
+def error_of_each(program: Callable[[Transport], object]) -> Exception:
+    """The error that two ranks raise alike. They stay in step."""
 
-    def rank(t: Transport) -> tuple[type, str]:
+    def rank(t: Transport) -> Exception:
         with pytest.raises((RuntimeError, ValueError)) as caught:
             program(t)
-        t.barrier().wait()  # the ranks are still in step
-        return caught.type, str(caught.value)
+        t.barrier().wait()
+        return caught.value
 
-    return run_ranks(size, rank)
-
-
-@pytest.mark.parametrize("on_rank", [None, 0, 1], ids=["all", "rank 0", "rank 1"])
-def test_an_expanded_buffer_is_the_same_error_on_every_rank(on_rank: int | None) -> None:
-    def program(t: Transport) -> None:
-        DDP(net_with(expanded() if on_rank in (None, t.rank) else torch.ones(3, 2)), process_group=t)
-
-    (kind, text), other = raised_by_each(program)
-    assert (kind, text) == other
-    assert issubclass(kind, RuntimeError)  # as with torch's class
-    assert "of pe use the same memory" in text
-    assert "Register pe.clone()" in text
+    error, other = run_ranks(2, rank)
+    assert (type(error), str(error)) == (type(other), str(other))
+    return error
 
 
-def test_so_is_an_expanded_parameter() -> None:
-    def program(t: Transport) -> None:
+def test_an_expanded_buffer_or_parameter_is_the_same_error_on_every_rank() -> None:
+    """It is a RuntimeError, as with torch's class."""
+
+    def wraps(t: Transport, on_ranks: tuple[int, ...]) -> None:
+        DDP(net_with(expanded() if t.rank in on_ranks else torch.ones(3, 2)), process_group=t)
+
+    def wraps_a_parameter(t: Transport) -> None:
         net = nn.Linear(1, 2)
         net.weight = nn.Parameter(torch.ones(1, 1).expand(2, 1))
         DDP(net, process_group=t)
 
-    (_, text), other = raised_by_each(program)
-    assert text == other[1]
-    assert "weight.clone()" in text
-
-
-def test_a_buffer_that_is_replaced_by_an_expanded_one_is_the_same_error_on_every_rank() -> None:
-    def program(t: Transport) -> None:
+    def replaces(t: Transport) -> None:
         ddp = DDP(net_with(torch.ones(3, 2)), process_group=t)
         ddp(torch.ones(1, 1)).sum().backward()
         ddp.module.pe = expanded()
         ddp(torch.ones(1, 1))
 
-    (kind, text), other = raised_by_each(program)
-    assert (kind, text) == other
-    assert issubclass(kind, RuntimeError)
-    assert "pass pe.clone()" in text
+    for on_ranks in ((0, 1), (0,), (1,)):
+        error = error_of_each(partial(wraps, on_ranks=on_ranks))
+        with case(on_ranks):
+            assert isinstance(error, RuntimeError)
+            assert "of pe use the same memory" in str(error)
+            assert "Register pe.clone()" in str(error)
+    assert "weight.clone()" in str(error_of_each(wraps_a_parameter))
+    error = error_of_each(replaces)
+    assert isinstance(error, RuntimeError)
+    assert "pass pe.clone()" in str(error)
 
 
-@pytest.mark.parametrize(
-    "kwargs",
-    [{"ignore": ["pe"]}, {"buffers": "none", "init_sync": False, "replica_check": None}],
-    ids=["ignored", "kept"],
-)
-def test_what_is_never_written_may_be_expanded(kwargs: dict[str, Any]) -> None:
-    def program(t: Transport) -> None:
+@on_threads(1, 2)
+def test_what_is_never_written_may_be_expanded(t: Transport) -> None:
+    if t.size == 1:
+        DDP(net_with(expanded()), process_group=t)
+        return
+    for kwargs in ({"ignore": ["pe"]}, {"buffers": "none", "init_sync": False, "replica_check": None}):
         DDP(net_with(expanded()), process_group=t, **kwargs)(torch.ones(1, 1)).sum().backward()
 
-    run_ranks(2, program)
-    run_ranks(1, lambda t: DDP(net_with(expanded()), process_group=t))
 
+def test_verbs_refuse_it_on_every_rank() -> None:
+    verbs: dict[str, Callable[[Any, Transport], object]] = {
+        "broadcast_": lambda net, t: sl.broadcast_(net, group=t),
+        "average_": lambda net, t: sl.average_(net, group=t),
+        "all_reduce_": lambda net, t: sl.all_reduce_([net.pe], group=t),
+        "keep_best_": lambda net, t: sl.keep_best_(net, t.rank, group=t),
+    }
 
-@pytest.mark.parametrize(
-    "verb",
-    [
-        lambda net, t: sl.broadcast_(net, group=t),
-        lambda net, t: sl.average_(net, group=t),
-        lambda net, t: sl.all_reduce_([net.pe], group=t),
-        lambda net, t: sl.keep_best_(net, t.rank, group=t),
-    ],
-    ids=["broadcast_", "average_", "all_reduce_", "keep_best_"],
-)
-@pytest.mark.parametrize("on_rank", [0, 1])
-def test_verbs_refuse_it_on_every_rank(verb: Callable[[nn.Module, Transport], Any], on_rank: int) -> None:
-    def program(t: Transport) -> None:
-        verb(net_with(expanded() if t.rank == on_rank else torch.ones(3, 2)), t)
+    def program(t: Transport, name: str, on_rank: int) -> None:
+        verbs[name](net_with(expanded() if t.rank == on_rank else torch.ones(3, 2)), t)
 
-    (_, text), other = raised_by_each(program)
-    assert text == other[1]
-    assert ".clone()" in text
+    for name, on_rank in product(verbs, (0, 1)):
+        with case(name, on_rank):
+            assert ".clone()" in str(error_of_each(partial(program, name=name, on_rank=on_rank)))

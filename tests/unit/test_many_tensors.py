@@ -9,15 +9,16 @@ from __future__ import annotations
 import gc
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
-import pytest
 import torch
 from torch import Tensor, nn
 
 import syncline as sl
+from support.cases import case
 from syncline.transport import Transport, run_ranks
 
 PACKAGE = Path(sl.__file__).parent
@@ -129,32 +130,33 @@ def is_linear(count: Callable[[int], int]) -> None:
     assert many <= 4.2 * few, f"{few} lines for 40 parameters, {many} for 160"
 
 
-@pytest.mark.parametrize("name", OPERATIONS)
-def test_four_times_as_many_parameters_take_at_most_four_times_as_many_lines(name: str) -> None:
-    def count(num_parameters: int) -> int:
-        module = [ManyTensors(num_parameters) for _ in range(2)]
+def test_four_times_as_many_parameters_take_at_most_four_times_as_many_lines() -> None:
+    def rank(t: Transport, modules: list[ManyTensors], operation: Callable[..., Work]) -> int:
+        return num_lines(operation(t, modules[t.rank]))
 
-        def rank(t: Transport) -> int:
-            return num_lines(OPERATIONS[name](t, module[t.rank]))
+    def count(num_parameters: int, operation: Callable[..., Work]) -> int:
+        modules = [ManyTensors(num_parameters) for _ in range(2)]
+        return max(run_ranks(2, partial(rank, modules=modules, operation=operation)))
 
-        return max(run_ranks(2, rank))
+    for name, operation in OPERATIONS.items():
+        with case(name):
+            is_linear(partial(count, operation=operation))
 
-    is_linear(count)
 
-
-@pytest.mark.parametrize("strategy", [None, sl.DiLoCo(1, compression=sl.compression.Quantize(8))], ids=str)
-@pytest.mark.parametrize("loads", [False, True], ids=["save", "load"])
-def test_checkpoints_of_four_times_as_many_parameters(loads: bool, strategy: Any, tmp_path: Path) -> None:
-    def count(num_parameters: int) -> int:
+def test_checkpoints_of_four_times_as_many_parameters(tmp_path: Path) -> None:
+    def count(num_parameters: int, strategy: Any, loads: bool) -> int:
         ddp = sl.DistributedDataParallel(ManyTensors(num_parameters), strategy=strategy)
         optimizer = ddp.attach(torch.optim.AdamW(ddp.parameters()))
         ddp(torch.ones(())).backward()
         optimizer.step()
         state = sl.TrainState(model=ddp, optimizer=optimizer)
-        checkpointer = sl.Checkpointer(tmp_path / str(num_parameters))
+        checkpointer = sl.Checkpointer(tmp_path / f"{strategy} {loads} {num_parameters}")
         if not loads:
             return num_lines(lambda: checkpointer.save(state, step=1))
         checkpointer.save(state, step=1)
         return num_lines(lambda: checkpointer.load(state))
 
-    is_linear(count)
+    for strategy in (None, sl.DiLoCo(1, compression=sl.compression.Quantize(8))):
+        for loads in (False, True):
+            with case(strategy, "load" if loads else "save"):
+                is_linear(partial(count, strategy=strategy, loads=loads))

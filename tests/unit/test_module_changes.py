@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from support.cases import case
 from syncline.ddp import Inventory
 from syncline.gradients import Words
 from syncline.gradients.backward import Backward, BackwardState
@@ -58,14 +59,13 @@ def test_a_forward_before_the_last_reduction_does_not_count_any_more() -> None:
     assert (outputs.num_waiting, outputs.num_open) == (1, 1)
 
 
-@pytest.mark.parametrize(
-    "output", [torch.ones(2), None, "text", [differentiable() for _ in range(9)]], ids=str
-)
-def test_an_output_without_tensors_or_with_too_many_is_not_counted_but_stays_open(output: object) -> None:
-    outputs = Outputs()
-    outputs.watch(output, is_counted=True)
-    assert outputs.num_waiting == 0
-    assert outputs.num_open in (1, 9), "one that no backward is known to reach"
+def test_an_output_without_tensors_or_with_too_many_is_not_counted_but_stays_open() -> None:
+    for output, num_open in ((torch.ones(2), 1), (None, 1), ("text", 1), ([differentiable()] * 9, 9)):
+        outputs = Outputs()
+        outputs.watch(output, is_counted=True)
+        with case(output):
+            assert outputs.num_waiting == 0
+            assert outputs.num_open == num_open, "one that no backward is known to reach"
 
 
 def test_a_view_that_is_changed_in_place_is_still_reached() -> None:
@@ -112,57 +112,46 @@ def test_a_difference_in_forwards_is_a_warning_that_comes_once_and_on_rank_0() -
 REDUCED = Backward(step=1, state=BackwardState.FILLING)
 
 
-def attached(lr: float = 0.1, **options: Any) -> AttachedOptimizer:
+def attached(lr: Any, **options: Any) -> AttachedOptimizer:
     optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=lr, **options)
     return AttachedOptimizer(optimizer, before_step=lambda _: None)
 
 
-def test_nothing_to_tell_is_zero() -> None:
-    assert Settings().word(REDUCED) == 0
+def test_the_fingerprint_changes_with_what_matters() -> None:
+    assert Settings().word(REDUCED) == 0, "nothing to tell"
+    changes: dict[str, Callable[[torch.optim.Optimizer], object]] = {
+        "lr": lambda optimizer: optimizer.param_groups[0].update(lr=0.2),
+        "lr in place": lambda optimizer: optimizer.param_groups[0]["lr"].fill_(0.2),
+        "switch": lambda optimizer: optimizer.param_groups[0].update(nesterov=True),
+        "step": lambda optimizer: optimizer.step(),
+    }
+    for name, change in changes.items():
+        one, other = Settings(), Settings()
+        for settings in (one, other):
+            lr: Any = torch.tensor(0.1) if name == "lr in place" else 0.1
+            settings.optimizers.append(attached(lr, momentum=0.9))
+        with case(name):
+            assert one.word(REDUCED) == other.word(REDUCED) != 0
+            change(other.optimizers[0].optimizer)
+            assert one.word(REDUCED) != other.word(REDUCED)
+            assert one.facts() != other.facts()
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        lambda settings: settings.optimizers[0].optimizer.param_groups[0].update(lr=0.2),
-        lambda settings: settings.optimizers[0].optimizer.param_groups[0].update(nesterov=True),
-        lambda settings: settings.optimizers[0].optimizer.step(),
-    ],
-    ids=["lr", "switch", "step"],
-)
-def test_the_fingerprint_changes_with_what_matters(change: Callable[[Settings], None]) -> None:
-    one, other = Settings(), Settings()
-    for settings in (one, other):
-        settings.optimizers.append(attached(momentum=0.9))
-    assert one.word(REDUCED) == other.word(REDUCED) != 0
-    change(other)
-    assert one.word(REDUCED) != other.word(REDUCED)
-    assert one.facts() != other.facts()
-
-
-def test_a_learning_rate_that_is_a_tensor_counts() -> None:
-    one = AttachedOptimizer(
-        torch.optim.Adam([torch.zeros(1, requires_grad=True)], lr=torch.tensor(0.1)), lambda _: None
-    )
-    before = one.settings()
-    one.optimizer.param_groups[0]["lr"].fill_(0.2)
-    assert one.settings() != before
-
-
-@pytest.mark.parametrize("scheduler_first", [False, True])
-def test_step_stays_a_method_that_schedulers_can_wrap(scheduler_first: bool) -> None:
-    asked = []
-    optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=1.0)
-    if scheduler_first:
-        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
-    watched = AttachedOptimizer(optimizer, before_step=asked.append)
-    if not scheduler_first:
-        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
-    for _ in range(2):
-        optimizer.step()
-        scheduler.step()
-    assert watched.num_steps == len(asked) == 2
-    assert optimizer.param_groups[0]["lr"] == 0.25
+def test_step_stays_a_method_that_schedulers_can_wrap() -> None:
+    for scheduler_first in (False, True):
+        asked: list[object] = []
+        optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=1.0)
+        if scheduler_first:
+            scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
+        watched = AttachedOptimizer(optimizer, before_step=asked.append)
+        if not scheduler_first:
+            scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
+        for _ in range(2):
+            optimizer.step()
+            scheduler.step()
+        with case(scheduler_first):
+            assert watched.num_steps == len(asked) == 2
+            assert optimizer.param_groups[0]["lr"] == 0.25
 
 
 def test_a_step_that_is_refused_is_not_counted() -> None:
@@ -195,9 +184,8 @@ def replace_submodule(module: nn.Sequential) -> None:
     module[1] = nn.BatchNorm1d(3)
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
+def test_what_is_added_removed_replaced_or_unfrozen_is_noticed() -> None:
+    changes: list[Callable[[nn.Sequential], object]] = [
         lambda module: module.append(nn.ReLU()),
         lambda module: module[2].append(nn.Linear(1, 1)),
         lambda module: module[0].register_parameter("extra", nn.Parameter(torch.zeros(1))),
@@ -205,16 +193,14 @@ def replace_submodule(module: nn.Sequential) -> None:
         lambda module: module.pop(2),
         replace_parameter,
         replace_submodule,
-    ],
-)
-def test_what_is_added_removed_replaced_or_unfrozen_is_noticed(
-    change: Callable[[nn.Sequential], object],
-) -> None:
-    module = net()
-    inventory = Inventory(module)
-    assert not inventory.has_changed()
-    change(module)
-    assert inventory.has_changed()
+    ]
+    for number, change in enumerate(changes):
+        module = net()
+        inventory = Inventory(module)
+        assert not inventory.has_changed()
+        change(module)
+        with case(f"change {number}"):
+            assert inventory.has_changed()
 
 
 def test_values_and_buffers_are_no_change() -> None:
