@@ -173,57 +173,6 @@ def test_every_rank_has_the_same_bits_in_every_run() -> None:
             assert all(torch.equal(x, y) for x, y in zip(a[what], b[what], strict=True))
 
 
-# ---------------------------------------------------------------------- gradients by differences
-
-
-def test_gradcheck_alone() -> None:
-    t = ThreadGroup(1).transport(0)
-    x, w, b = (torch.randn(s, dtype=torch.float64, requires_grad=True) for s in ((4, 3, 2), (3,), (3,)))
-    assert torch.autograd.gradcheck(lambda x, w, b: _sync_batch_norm(x, w, b, 1e-3, t)[0], (x, w, b))
-    assert torch.autograd.gradcheck(lambda x: _sync_batch_norm(x, None, None, 1e-3, t)[0], (x,))
-
-
-class OnRanks(torch.autograd.Function):
-    """The whole batch, normalized by ranks that each see a part of it."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, w: Tensor, b: Tensor, sizes: tuple[int, ...]) -> Tensor:
-        ctx.save_for_backward(x, w, b)
-        ctx.sizes = sizes
-        return torch.cat([y for y, *_ in OnRanks.run(x, w, b, sizes, torch.zeros_like(x))])
-
-    @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> Any:
-        parts = OnRanks.run(*ctx.saved_tensors, ctx.sizes, dy)
-        return (
-            torch.cat([dx for _, dx, _, _ in parts]),
-            sum(dw for *_, dw, _ in parts),
-            sum(db for *_, db in parts),
-            None,
-        )
-
-    @staticmethod
-    def run(x: Tensor, w: Tensor, b: Tensor, sizes: tuple[int, ...], dy: Tensor) -> list[Any]:
-        xs, dys = x.split(sizes), dy.split(sizes)
-
-        def rank(t: Transport) -> Any:
-            with torch.enable_grad():
-                inputs = [tensor.detach().clone().requires_grad_() for tensor in (xs[t.rank], w, b)]
-                y = _sync_batch_norm(*inputs, 1e-3, t)[0]
-                return y.detach(), *torch.autograd.grad(y, inputs, dys[t.rank])
-
-        return run_ranks(len(sizes), rank)
-
-
-def test_gradcheck_over_ranks() -> None:
-    g = torch.Generator().manual_seed(0)
-    for sizes in ((2, 2), (3, 0, 1)):
-        shapes = ((sum(sizes), 2, 2), (2,), (2,))
-        x, w, b = (torch.randn(s, dtype=torch.float64, generator=g).requires_grad_() for s in shapes)
-        with case(sizes):
-            assert torch.autograd.gradcheck(OnRanks.apply, (x, w, b, sizes))
-
-
 def test_a_second_derivative_is_refused() -> None:
     t = ThreadGroup(1).transport(0)
     x = torch.randn(4, 3, requires_grad=True)
@@ -418,22 +367,6 @@ def test_a_single_value_over_all_ranks_is_an_error_on_all(t: Transport) -> None:
 
 
 # ---------------------------------------------------------------------- pooling
-
-
-def test_pooled_moments_are_those_of_the_union() -> None:
-    g = torch.Generator().manual_seed(0)
-    parts = [torch.randn(n, 4, dtype=torch.float64, generator=g) * n + 100 for n in (5, 1, 9)]
-    counts = torch.tensor([[5.0], [1.0], [0.0], [9.0]], dtype=torch.float64)
-    means = [part.mean(0) for part in parts]
-    m2s = [(part - mean).square().sum(0) for part, mean in zip(parts, means, strict=True)]
-    nothing = torch.zeros(4, dtype=torch.float64)
-    means.insert(2, nothing)
-    m2s.insert(2, nothing)
-    total, mean, var = pool_moments(counts, torch.stack(means), torch.stack(m2s))
-    whole = torch.cat(parts)
-    assert total == 15
-    torch.testing.assert_close(mean, whole.mean(0), rtol=1e-14, atol=0)
-    torch.testing.assert_close(var, whole.var(0, correction=0), rtol=1e-13, atol=0)
 
 
 def test_equal_moments_are_pooled_to_themselves() -> None:
