@@ -76,7 +76,7 @@ def test_an_order_that_is_no_permutation_is_refused() -> None:
     cap_bytes=st.integers(1, 300_000),
     seed=st.randoms(use_true_random=False),
 )
-def test_every_element_has_exactly_one_place(sizes, cap_bytes, seed) -> None:  # type: ignore[no-untyped-def]
+def test_every_element_has_exactly_one_place(sizes, cap_bytes, seed) -> None:
     specs = [spec(numel, dtype) for numel, dtype in sizes]
     order = list(range(len(specs)))
     seed.shuffle(order)

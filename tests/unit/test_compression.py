@@ -266,7 +266,7 @@ def test_a_value_is_off_by_half_a_step_at_most(bits: Any, values: list[float]) -
 
 def test_codes_share_bytes() -> None:
     for bits, num_bytes in ((2, 32), (4, 64), (8, 128)):
-        quantize = Quantize(bits, block_numel=128)  # type: ignore[arg-type]
+        quantize = Quantize(bits, block_numel=128)
         assert quantize.num_bytes(1280) == 10 * (2 + num_bytes) == quantize.encode(torch.randn(1280)).numel()
 
 

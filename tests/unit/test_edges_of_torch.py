@@ -141,7 +141,6 @@ def test_a_module_that_replaces_the_wrapped_one_is_trained(t: Transport) -> None
         ddp.module = module
         ddp.zero_grad()
         ddp(torch.full((1, 1), float(step + t.rank))).sum().backward()
-        assert new.weight.grad is not None
         assert (new.weight.grad.item(), ddp.last_step.step) == (step + 0.5, step)
 
 
@@ -183,7 +182,6 @@ def test_buffers_that_are_never_sent_may_differ(t: Transport) -> None:
         ddp.zero_grad()
         ddp(torch.full((1, 1), 1.0 + t.rank)).sum().backward()
         bank(torch.ones(1, 1)).sum().backward()
-    assert lazy.weight.grad is not None
     assert lazy.weight.grad.item() == 1.5
     assert ddp.contract["buffers"].when == "never: local, added after wrapping"
     assert bank.contract["buffers"].when == "never"

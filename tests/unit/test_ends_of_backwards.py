@@ -133,19 +133,22 @@ NEXT: dict[str, Callable[[Any, Tensor], object]] = {
 
 @on_threads(1, 2)
 def test_a_loss_that_never_comes_is_an_error_on_every_rank_before_anything_is_lost(t: Transport) -> None:
+    """Where a mean is missing, hooks of this backward do not run."""
     for name, following in NEXT.items():
         with case(name):
-            ddp, x = wrapped(t, TwoHeads()), inputs(t)
+            ddp, x, seen = wrapped(t, TwoHeads()), inputs(t), []
+            ddp.module.actor.weight.register_post_accumulate_grad_hook(seen.append)
             ddp(x)[0].sum().backward()
             with pytest.raises(UnreducedGradients) as error:
                 following(ddp, x)
             assert error.value.missing == dict.fromkeys(range(t.size), ("critic.weight",))
+            assert t.size == 1 or not seen
             two_losses(ddp, x)  # training can go on
             assert ddp.module.actor.weight.item() == 1.0
 
 
 class ChosenHead(TwoHeads):
-    def forward(self, x: Tensor, head: str) -> Tensor:  # type: ignore[override]
+    def forward(self, x: Tensor, head: str) -> Tensor:
         return self.get_submodule(head)(x)
 
 
@@ -174,6 +177,8 @@ def test_micro_batches_whose_forwards_ran_under_no_sync_are_reduced_with_the_las
         with ddp.no_sync():
             loss = ddp(inputs(t)).sum()
         loss.backward()
+    with ddp.no_sync():
+        ddp(inputs(t))  # for its output only: the backward of another forward is not local
     ddp(inputs(t)).sum().backward()
     sgd(ddp).step()
     assert (firsts(ddp), ddp.last_step.step) == ([2 * (1 + t.size)], 1)
@@ -223,15 +228,6 @@ def test_a_backward_of_a_forward_under_no_sync_can_be_reduced_by_the_name_that_t
         ddp.zero_grad()
 
 
-@on_threads(2)
-def test_a_forward_under_no_sync_does_not_make_the_backward_of_another_forward_local(t: Transport) -> None:
-    ddp = wrapped(t, linear())
-    with ddp.no_sync():
-        ddp(inputs(t))  # for its output only
-    ddp(inputs(t)).sum().backward()
-    assert firsts(ddp) == [1.5]
-
-
 # ---------------------------------------------------------------------- hooks of the program
 
 
@@ -240,7 +236,6 @@ def check_a_hook_that_steps_and_clears(t: Transport, as_view: bool, width: int, 
     optimizer = sgd(module)
 
     def step_now(parameter: Tensor) -> None:
-        assert parameter.grad is not None
         seen.append(parameter.grad[0, 0].item())
         optimizer.step()
         optimizer.zero_grad()
@@ -271,7 +266,6 @@ def test_a_hook_that_clears_runs_after_the_last_of_the_wrappers_that_reduce_its_
     first, second = wrapped(t, nn.Sequential(module)), wrapped(t, nn.Sequential(module))
 
     def clear(parameter: Tensor) -> None:
-        assert parameter.grad is not None
         seen.append(parameter.grad.item())
         parameter.grad = None
 
@@ -297,16 +291,6 @@ def test_a_hook_runs_with_local_gradients_where_nothing_is_reduced_and_can_be_re
     del ddp
     assert not module.weight._post_accumulate_grad_hooks
     assert seen == [10.0 * (1 + t.rank), 1.0 + t.rank, 1.5]
-
-
-@on_threads(2)
-def test_hooks_of_a_backward_that_failed_do_not_run(t: Transport) -> None:
-    ddp, seen = wrapped(t, TwoHeads()), []
-    ddp.module.actor.weight.register_post_accumulate_grad_hook(seen.append)
-    ddp(inputs(t))[0].sum().backward()
-    with pytest.raises(UnreducedGradients):
-        ddp.zero_grad()
-    assert not seen
 
 
 @on_threads(2)
@@ -616,7 +600,6 @@ def test_a_hook_on_a_parameter_that_the_wrapper_does_not_know_yet_sees_the_mean(
     seen: list[float] = []
 
     def see(parameter: Tensor) -> None:
-        assert parameter.grad is not None
         seen.append(parameter.grad.item())
 
     for is_early in (False, True):

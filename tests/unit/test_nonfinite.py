@@ -242,7 +242,7 @@ def test_an_optimizer_inside_backward_does_not_step_and_skip_refuses_it(t: Trans
     for policy, error in (("raise", NonFiniteGradient), ("skip", ValueError)):
         net = copy.deepcopy(NET)
         _apply_optimizer_in_backward(torch.optim.SGD, net.parameters(), {"lr": 0.1})
-        ddp = DDP(net, process_group=t, on_nonfinite=policy)  # type: ignore[arg-type]
+        ddp = DDP(net, process_group=t, on_nonfinite=policy)
         with bad(net[0].weight, NAN, t.rank == 1), pytest.raises(error):
             backward(ddp, batch(t))
         assert policy == "skip" or are_same(values_of(net), values_of(NET))

@@ -76,7 +76,7 @@ def test_device_ids_are_indices_of_gpus() -> None:
     net = nn.Module()
     net.weight = nn.Parameter(fake(torch.zeros(2)))
     assert checked_device_ids(net, [torch.device("cuda")], None) == ([1], 1)
-    assert checked_device_ids(net, [0], "cuda:1") == ([0], 1)  # type: ignore[arg-type]
+    assert checked_device_ids(net, [0], "cuda:1") == ([0], 1)
 
 
 @pytest.mark.filterwarnings("ignore:Lazy modules:UserWarning")
@@ -97,13 +97,6 @@ def test_with_several_ranks_the_refusal_is_an_error_of_torchs_class() -> None:
     assert str(error).startswith("sl.DistributedDataParallel: DistributedDataParallel is not needed when")
     assert "doesn't have any parameters that require a gradient" in str(error)
     assert str(error).endswith(" (all ranks)")
-
-
-def test_arguments_may_be_given_by_position_as_in_torch() -> None:
-    ddp = DDP(nn.Linear(1, 1), None, None, 0, False, True, alone(), 25, True, False, True, False)
-    assert not ddp.broadcast_buffers
-    assert ddp.find_unused_parameters
-    assert ddp.gradient_as_bucket_view
 
 
 # ---------------------------------------------------------------------- agreement
@@ -149,7 +142,7 @@ def test_different_modules_are_refused_with_the_same_text_on_every_rank() -> Non
         (ab(), named(b=nn.Linear(2, 2), a=nn.Linear(2, 2)), ["order"]),
         (
             nn.Conv2d(3, 4, 2),
-            nn.Conv2d(3, 4, 2).to(memory_format=torch.channels_last),  # type: ignore[call-overload]
+            nn.Conv2d(3, 4, 2).to(memory_format=torch.channels_last),
             ["strides"],
         ),
         (nn.BatchNorm1d(2), nn.BatchNorm1d(2, track_running_stats=False), ["running_mean"]),
