@@ -8,6 +8,7 @@ import doctest
 import io
 import re
 import textwrap
+import traceback
 import warnings
 from pathlib import Path
 from typing import NamedTuple
@@ -16,6 +17,8 @@ import pytest
 import torch
 
 import syncline
+from syncline.testing import RankPool
+from syncline.testing.pool import Task
 from syncline.tools.cli import main
 
 ROOT = Path(__file__).parents[2]
@@ -25,7 +28,9 @@ DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 class Block(NamedTuple):
     """Python in a document."""
 
-    where: str
+    page: str
+    line: int
+    """The line of the page at which the code begins."""
     code: str
     output: str | None
     """What the block of text right below it says: printed by rank 0; `...` stands for anything."""
@@ -41,27 +46,27 @@ class Block(NamedTuple):
         return not joins and re.search(r"\bsl\.(DistributedDataParallel|[a-z]\w*)\(", self.code) is not None
 
 
-def blocks_of(text: str, name: str) -> list[Block]:
-    found = re.findall(r"^```python\n(.*?)^```\n(?:\n```(?:text)?\n(.*?)^```\n)?", text, re.M | re.S)
+def blocks_of(text: str, page: str) -> list[Block]:
+    found = re.finditer(r"^```python\n(.*?)^```\n(?:\n```(?:text)?\n(.*?)^```\n)?", text, re.M | re.S)
     return [
-        Block(f"{name}:{number}", code, output or None)
-        for number, (code, output) in enumerate(found)
-        if not code.startswith(
-            "--8<--"
-        )  # a file of examples/, which the site puts here; its own test runs it
+        Block(page, text.count("\n", 0, one.start()) + 2, one[1], one[2] or None)
+        for one in found
+        if not one[1].startswith("--8<--")  # a file of examples/: the site puts it here, its own test runs it
     ]
 
 
-BLOCKS = {
-    block.where: block
+BLOCKS_OF = {
+    page: blocks
     for path in DOCUMENTS
-    for block in blocks_of(path.read_text(), str(path.relative_to(ROOT)))
+    if (blocks := blocks_of(path.read_text(), page := str(path.relative_to(ROOT))))
 }
-ON_TWO_RANKS = [where for where, block in BLOCKS.items() if not block.brings_its_ranks]
+BLOCKS = [block for blocks in BLOCKS_OF.values() for block in blocks]
 
 
 def printed_by(block: Block) -> str:
+    """Run a block. In tracebacks it has the file and the lines of its page."""
     printed = io.StringIO()
+    code = compile("\n" * (block.line - 1) + block.code, ROOT / block.page, "exec")
     with (
         warnings.catch_warnings(),
         contextlib.redirect_stdout(printed),
@@ -70,64 +75,95 @@ def printed_by(block: Block) -> str:
         # Some pages put another class under this name. It is restored.
         patch.setattr(torch.nn.parallel, "DistributedDataParallel", torch.nn.parallel.DistributedDataParallel)
         try:
-            exec(compile(block.code, block.where, "exec"), {"__name__": "__main__"})
+            exec(code, {"__name__": "__main__"})
         finally:
             syncline.shutdown()
     return printed.getvalue()
 
 
-def assert_prints(output: str, printed: str) -> None:
+def assert_prints(block: Block, printed: str) -> None:
     flags = doctest.ELLIPSIS | doctest.REPORT_NDIFF
-    if not doctest.OutputChecker().check_output(output, printed, flags):
-        pytest.fail(
-            doctest.OutputChecker().output_difference(doctest.Example("", output), printed, flags),
-            pytrace=False,
+    if block.output and not doctest.OutputChecker().check_output(block.output, printed, flags):
+        difference = doctest.OutputChecker().output_difference(
+            doctest.Example("", block.output), printed, flags
         )
+        pytest.fail(f"{block.page}, line {block.line}: {difference}", pytrace=False)
 
 
-@pytest.mark.parametrize("where", BLOCKS)
-def test_python_in_documents_runs(where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)  # some blocks write files
-    printed = printed_by(BLOCKS[where])
-    output = BLOCKS[where].output
-    if output is not None and BLOCKS[where].brings_its_ranks:
-        assert_prints(output, printed)
+def run_alone(block: Block, folder: Path) -> None:
+    torch.manual_seed(0)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)  # some blocks write files
+        printed = printed_by(block)
+    if block.brings_its_ranks:
+        assert_prints(block, printed)
 
 
-@pytest.mark.ranks(2)
-@pytest.mark.parametrize("where", ON_TWO_RANKS)
-def test_python_in_documents_runs_on_two_ranks(where: str, tmp_path: Path) -> None:
+def run_on_one_of_two_ranks(block: Block, folder: Path) -> None:
     rank = torch.distributed.get_rank()
     torch.manual_seed(rank)  # data of its own
     with pytest.MonkeyPatch.context() as patch:
-        patch.chdir(tmp_path)  # one directory for all ranks
-        printed = printed_by(BLOCKS[where])
-    output = BLOCKS[where].output
-    if output is not None and rank == 0:
-        assert_prints(output, printed)
+        patch.chdir(folder)  # one directory for all ranks
+        printed = printed_by(block)
+    if rank == 0:
+        assert_prints(block, printed)
+
+
+@pytest.mark.parametrize("page", BLOCKS_OF)
+def test_python_of_a_page_runs_alone_and_on_two_ranks(
+    page: str, tmp_path: Path, rank_pool: RankPool, pytestconfig: pytest.Config
+) -> None:
+    filters = tuple(pytestconfig.getini("filterwarnings"))
+    for block in BLOCKS_OF[page]:
+        folders = [tmp_path / f"{name}-{block.line}" for name in ("alone", "ranks")]
+        for folder in folders:
+            folder.mkdir()
+        run_alone(block, folders[0])
+        if block.brings_its_ranks:
+            continue
+        task = Task(
+            module=__name__,
+            qualname=run_on_one_of_two_ranks.__name__,
+            arguments={"block": block, "folder": folders[1]},
+            timeout_seconds=60,
+            warning_filters=filters,
+        )
+        bad = [
+            f"rank {rank} of 2 {outcome.kind}:\n{outcome.text}"
+            for rank, outcome in enumerate(rank_pool.run(2, task))
+            if outcome.kind != "passed"
+        ]
+        assert not bad, "\n".join([f"{page}, line {block.line}", *bad])
 
 
 def test_each_block_joins_the_ranks_that_syncline_run_starts() -> None:
-    assert [where for where, block in BLOCKS.items() if block.needs_init] == []
+    assert [f"{block.page}:{block.line}" for block in BLOCKS if block.needs_init] == []
     wraps = "ddp = sl.DistributedDataParallel(module)\n"
-    assert Block("", wraps, None).needs_init
-    assert Block("", "sl.broadcast_(module)\n", None).needs_init
-    assert not Block("", f"sl.init()\n{wraps}", None).needs_init
-    assert not Block("", f"dist.init_process_group()\n{wraps}", None).needs_init
+    for code, needs_init in {
+        wraps: True,
+        "sl.broadcast_(module)\n": True,
+        f"sl.init()\n{wraps}": False,
+        f"dist.init_process_group()\n{wraps}": False,
+    }.items():
+        assert Block("", 1, code, None).needs_init == needs_init, code
 
 
 def test_there_is_code_to_run_and_output_to_compare() -> None:
-    assert any(where.startswith("README.md") for where in ON_TWO_RANKS)
-    assert any(block.output for block in BLOCKS.values() if block.brings_its_ranks)
-    assert any(block.output for block in BLOCKS.values() if not block.brings_its_ranks)
+    assert any(not block.brings_its_ranks for block in BLOCKS_OF["README.md"])
+    assert {block.brings_its_ranks for block in BLOCKS if block.output} == {True, False}
 
 
-def test_output_that_differs_is_found() -> None:
-    (block, other) = blocks_of("```python\nprint(1)\n```\n\n```\n2\n```\n\n```python\npass\n```\n", "made up")
-    assert (block.output, other.output) == ("2\n", None)
-    with pytest.raises(pytest.fail.Exception):
-        assert_prints("2\n", printed_by(block))
-    assert_prints("...\n", printed_by(block))
+def test_a_failure_names_the_line_of_the_page(tmp_path: Path) -> None:
+    text = "# A page\n\n```python\nprint(1)\n```\n\n```\n2\n```\n\n```python\nx = 1\nx / 0\n```\n"
+    prints, fails = blocks_of(text, str(tmp_path / "page.md"))
+    assert (prints.line, prints.output, fails.line, fails.output) == (4, "2\n", 12, None)
+    with pytest.raises(pytest.fail.Exception, match=r"page\.md, line 4"):
+        assert_prints(prints, printed_by(prints))
+    assert_prints(prints._replace(output="...\n"), printed_by(prints))
+    with pytest.raises(ZeroDivisionError) as caught:
+        printed_by(fails)
+    last = traceback.extract_tb(caught.tb)[-1]
+    assert (last.filename, last.lineno) == (str(tmp_path / "page.md"), 13)
 
 
 # ---------------------------------------------------------------------- Python that would not be run
@@ -193,11 +229,11 @@ def dead_links(path: Path) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
-def test_links_and_names_in_documents_exist(path: Path) -> None:
-    assert dead_links(path) == []
-    for name in re.findall(r"\bsl\.([A-Za-z_]+)", path.read_text()):
-        assert hasattr(syncline, name), f"{path.name} names sl.{name}"
+def test_links_and_names_in_documents_exist() -> None:
+    assert [dead for path in DOCUMENTS for dead in dead_links(path)] == []
+    for path in DOCUMENTS:
+        for name in re.findall(r"\bsl\.([A-Za-z_]+)", path.read_text()):
+            assert hasattr(syncline, name), f"{path.name} names sl.{name}"
 
 
 def test_a_dead_link_is_found(tmp_path: Path) -> None:
@@ -227,14 +263,11 @@ def test_the_reference_has_every_public_name() -> None:
             )
 
 
-@pytest.mark.parametrize("command", ["run", "bench", "doctor"])
-def test_the_reference_has_the_help_of_every_command(
-    command: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with contextlib.suppress(SystemExit):
-        main([command, "--help"])
+def test_the_reference_has_the_help_of_every_command(capsys: pytest.CaptureFixture[str]) -> None:
     page = (ROOT / "docs" / "reference" / "command-line.md").read_text()
-    assert f"$ syncline {command} --help\n{capsys.readouterr().out.rstrip()}\n```" in page
+    for command in ("run", "bench", "doctor"):
+        main([command, "--help"])
+        assert f"$ syncline {command} --help\n{capsys.readouterr().out.rstrip()}\n```" in page, command
 
 
 def test_the_reference_has_every_variable_that_is_read() -> None:
