@@ -10,8 +10,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
 import hangs
 from syncline.tools.launch.command import worker_command
 
@@ -19,6 +17,12 @@ from syncline.tools.launch.command import worker_command
 def run(folder: Path, *command: str) -> subprocess.CompletedProcess[str]:
     variables = {**os.environ, "TORCHELASTIC_ERROR_FILE": str(folder / "error.json")}
     return hangs.run(command, cwd=folder, env=variables)
+
+
+def run_in_worker(folder: Path, code: str) -> subprocess.CompletedProcess[str]:
+    (folder / "error.json").unlink(missing_ok=True)
+    (folder / "program.py").write_text(code)
+    return run(folder, sys.executable, *worker_command(["program.py"]))
 
 
 def both_ways(
@@ -34,34 +38,32 @@ def last_words(folder: Path) -> dict[str, object]:
     return {"summary": message["message"], **message["extraInfo"]}
 
 
+LOOKS_AROUND = """# -*- coding: latin-1 -*-
+import atexit, inspect, multiprocessing, pickle, sys, threading
+class A:
+    x = 1
+def double(x: int):
+    return 2 * x
+def print_at_the_end():
+    threading.main_thread().join()
+    print(pickle.dumps(A))
+if __name__ == '__main__':
+    print(sys.argv, sys.path, ascii('\xe9'))
+    print(sys.modules['__main__'].__dict__ is globals())
+    print(__name__, __file__, __package__, __spec__, __doc__, __cached__)
+    print(sorted(name for name in globals()), type(__loader__), __builtins__)
+    print('future statements are its own:', double.__annotations__)
+    print('a class of __main__ is pickled:', pickle.loads(pickle.dumps(A())).x, A.__module__)
+    print(inspect.getsource(double))
+    atexit.register(lambda: print(pickle.dumps(A)))
+    threading.Thread(target=print_at_the_end).start()
+    with multiprocessing.get_context('spawn').Pool(1) as pool:
+        print('spawned processes find it:', pool.map(double, [21]))
+    sys.exit(7)
+"""
+
 PROGRAMS = {
-    "arguments and path": "import sys; print(sys.argv, sys.path)",
-    "its own module": (
-        "import sys\n"
-        "main = sys.modules['__main__']\n"
-        "print(main.__dict__ is globals(), __name__, __file__, __package__, __spec__, __doc__, __cached__)\n"
-        "print(sorted(name for name in globals()), type(__loader__), __builtins__)\n"
-    ),
-    "future statements are its own": "def f(x: int): ...\nprint(f.__annotations__)",
-    "a class of __main__ is pickled": (
-        "import pickle\nclass A:\n    x = 1\nprint(pickle.loads(pickle.dumps(A())).x, A.__module__)"
-    ),
-    "at exit __main__ is still there": (
-        "import atexit, pickle, threading, time\n"
-        "class A: ...\n"
-        "atexit.register(lambda: print(pickle.dumps(A)))\n"
-        "threading.Thread(target=lambda: (time.sleep(0.1), print(pickle.dumps(A)))).start()\n"
-    ),
-    "spawned processes find it": (
-        "import multiprocessing\n"
-        "def double(x): return 2 * x\n"
-        "if __name__ == '__main__':\n"
-        "    with multiprocessing.get_context('spawn').Pool(1) as pool:\n"
-        "        print(pool.map(double, [21]))\n"
-    ),
-    "source of a function": "import inspect\ndef f():\n    return 1\nprint(inspect.getsource(f))",
-    "encoding": "# -*- coding: latin-1 -*-\nprint(ascii('\xe9'))",
-    "exit code": "import sys; sys.exit(7)",
+    "looks around": LOOKS_AROUND,
     "exit message": "import sys; sys.exit('no data')",
     "traceback": "def f():\n    1 / 0\ntry:\n    f()\nexcept ZeroDivisionError as e:\n    raise KeyError(2) from e\n",
     "syntax error": "x = = 1\n",
@@ -73,12 +75,13 @@ PROGRAMS = {
 }
 
 
-@pytest.mark.parametrize("code", PROGRAMS.values(), ids=PROGRAMS.keys())
-def test_a_script_runs_as_in_plain_python(code: str, tmp_path: Path) -> None:
-    (tmp_path / "program.py").write_text(code, encoding="latin-1")
-    plain, worker = both_ways(tmp_path, "program.py", "-x", "--", "y")
-    assert (worker.returncode, worker.stdout) == (plain.returncode, plain.stdout)
-    assert without_marks(worker.stderr) == without_marks(plain.stderr)
+def test_a_script_runs_as_in_plain_python(tmp_path: Path) -> None:
+    for name, code in PROGRAMS.items():
+        (tmp_path / "program.py").write_text(code, encoding="latin-1")
+        plain, worker = both_ways(tmp_path, "program.py", "-x", "--", "y")
+        assert plain.returncode == (7 if name == "looks around" else 1), plain.stderr
+        assert (worker.returncode, worker.stdout) == (plain.returncode, plain.stdout), name
+        assert without_marks(worker.stderr) == without_marks(plain.stderr), name
 
 
 def without_marks(traceback: str) -> str:
@@ -96,8 +99,7 @@ def test_a_script_in_another_folder_imports_its_neighbours_through_a_link(tmp_pa
     assert (worker.stdout, worker.stderr) == (plain.stdout, plain.stderr)
 
 
-@pytest.mark.parametrize("name", ["package.tool", "package"])
-def test_a_module_runs_as_with_python_m(name: str, tmp_path: Path) -> None:
+def test_a_module_runs_as_with_python_m(tmp_path: Path) -> None:
     code = (
         "import multiprocessing, pickle, sys\n"
         "from . import value\n"
@@ -113,14 +115,21 @@ def test_a_module_runs_as_with_python_m(name: str, tmp_path: Path) -> None:
     (tmp_path / "package" / "__init__.py").write_text("value = 42")
     for file in ("tool.py", "__main__.py"):
         (tmp_path / "package" / file).write_text(code)
-    plain, worker = both_ways(tmp_path, name, "-x", is_module=True)
-    assert plain.returncode == 0, plain.stderr
-    assert (worker.returncode, worker.stdout, worker.stderr) == (0, plain.stdout, plain.stderr)
+    for name in ("package.tool", "package"):
+        plain, worker = both_ways(tmp_path, name, "-x", is_module=True)
+        assert plain.returncode == 0, plain.stderr
+        assert (worker.returncode, worker.stdout, worker.stderr) == (0, plain.stdout, plain.stderr), name
 
 
 def test_an_exception_is_recorded_with_its_traceback_and_exact_time(tmp_path: Path) -> None:
-    (tmp_path / "program.py").write_text("def f():\n    raise ValueError('boom')\nf()\n")
-    worker = run(tmp_path, sys.executable, *worker_command(["program.py"]))
+    """It replaces a record of torch's own, which has whole seconds."""
+    worker = run_in_worker(
+        tmp_path,
+        "import json, os\n"
+        "record = {'message': {'message': 'E', 'extraInfo': {'timestamp': '1'}}}\n"
+        "json.dump(record, open(os.environ['TORCHELASTIC_ERROR_FILE'], 'w'))\n"
+        "raise ValueError('boom')\n",
+    )
     words = last_words(tmp_path)
     assert words["summary"] == "ValueError: boom"
     assert f"{words['py_callstack']}\n" == worker.stderr
@@ -128,52 +137,30 @@ def test_an_exception_is_recorded_with_its_traceback_and_exact_time(tmp_path: Pa
     assert int(str(words["time_ns"])) // 10**9 == int(str(words["timestamp"]))
 
 
-@pytest.mark.parametrize(
-    ("argument", "code", "summary"), [("3", 3, "SystemExit: 3"), ("'no'", 1, "SystemExit: no")]
-)
-def test_sys_exit_is_recorded_without_a_traceback(
-    argument: str, code: int, summary: str, tmp_path: Path
-) -> None:
-    (tmp_path / "program.py").write_text(f"import sys; sys.exit({argument})")
-    run(tmp_path, sys.executable, *worker_command(["program.py"]))
-    words = last_words(tmp_path)
-    assert (words["summary"], words["exit_code"], words["py_callstack"]) == (summary, code, "")
+def test_sys_exit_is_recorded_without_a_traceback(tmp_path: Path) -> None:
+    for argument, code, summary in (("3", 3, "SystemExit: 3"), ("'no'", 1, "SystemExit: no")):
+        assert run_in_worker(tmp_path, f"import sys; sys.exit({argument})").returncode == code
+        words = last_words(tmp_path)
+        assert (words["summary"], words["exit_code"], words["py_callstack"]) == (summary, code, "")
 
 
-@pytest.mark.parametrize(
-    "code",
-    [
-        "import sys; sys.exit()",
-        "import sys; sys.exit(0)",
-        "import os\nif os.fork():\n    os.wait()\nelse:\n    raise ValueError('only in a fork')",
-    ],
-)
-def test_what_is_no_failure_of_the_rank_is_not_recorded(code: str, tmp_path: Path) -> None:
-    (tmp_path / "program.py").write_text(code)
-    assert run(tmp_path, sys.executable, *worker_command(["program.py"])).returncode == 0
-    assert not (tmp_path / "error.json").exists()
+NO_FAILURES = {
+    "import sys; sys.exit()": 0,
+    "import sys; sys.exit(0)": 0,
+    "import os\nif os.fork():\n    os.wait()\nelse:\n    raise ValueError('only in a fork')": 0,
+    # An interrupt ends the process as always, but without a traceback.
+    "import os, signal\n"
+    "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
+    "os.kill(os.getpid(), signal.SIGINT)\n": -signal.SIGINT,
+}
 
 
-def test_a_record_of_torchs_own_is_replaced_by_one_with_an_exact_time(tmp_path: Path) -> None:
-    (tmp_path / "program.py").write_text(
-        "import json, os\n"
-        "record = {'message': {'message': 'E', 'extraInfo': {'timestamp': '1'}}}\n"
-        "json.dump(record, open(os.environ['TORCHELASTIC_ERROR_FILE'], 'w'))\n"
-        "raise ValueError('boom')\n"
-    )
-    run(tmp_path, sys.executable, *worker_command(["program.py"]))
-    assert last_words(tmp_path)["summary"] == "ValueError: boom"
-
-
-def test_an_interrupt_ends_the_process_as_always_but_without_a_traceback(tmp_path: Path) -> None:
-    (tmp_path / "program.py").write_text(
-        "import os, signal\n"
-        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
-        "os.kill(os.getpid(), signal.SIGINT)\n"
-    )
-    worker = run(tmp_path, sys.executable, *worker_command(["program.py"]))
-    assert (worker.returncode, worker.stderr) == (-signal.SIGINT, "")
-    assert not (tmp_path / "error.json").exists()
+def test_what_is_no_failure_of_the_rank_is_not_recorded(tmp_path: Path) -> None:
+    for code, return_code in NO_FAILURES.items():
+        worker = run_in_worker(tmp_path, code)
+        assert worker.returncode == return_code, code
+        assert worker.stderr.count("Traceback") == ("fork" in code), code
+        assert not (tmp_path / "error.json").exists(), code
 
 
 def test_a_command_that_is_not_python_takes_the_workers_place(tmp_path: Path) -> None:
@@ -191,8 +178,5 @@ def test_a_worker_whose_launcher_is_gone_does_not_start(tmp_path: Path) -> None:
 
 
 def test_torch_is_not_imported_before_the_program(tmp_path: Path) -> None:
-    (tmp_path / "program.py").write_text(
-        "import sys; print('torch' in sys.modules, 'syncline' in sys.modules)"
-    )
-    worker = run(tmp_path, sys.executable, *worker_command(["program.py"]))
+    worker = run_in_worker(tmp_path, "import sys; print('torch' in sys.modules, 'syncline' in sys.modules)")
     assert worker.stdout == "False False\n"
