@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
+import itertools
 import os
 import sys
 from pathlib import Path
@@ -10,6 +13,7 @@ import pytest
 from tests.unit.made_traces import MadeRank, MadeRun, rows
 
 import hangs
+from forks import Forks
 from syncline.tools.cli import main
 from syncline.tools.launch.display import Writer
 
@@ -58,14 +62,14 @@ def refused(line: str, capsys: pytest.CaptureFixture[str]) -> str:
     return message
 
 
-@pytest.mark.parametrize("line", NUMBERS)
 def test_numbers_have_bounds(
-    line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "program.py").write_text("")
     monkeypatch.chdir(tmp_path)
-    message = refused(line.format(HUGE), capsys)
-    assert "expected" in message or "need about" in message
+    for line in NUMBERS:
+        message = refused(line.format(HUGE), capsys)
+        assert "expected" in message or "need about" in message, line
 
 
 FILES = [
@@ -83,20 +87,15 @@ FILES = [
 ]
 
 
-@pytest.mark.parametrize("kind", ["missing", "folder", "pipe", "binary", "a" * 5000])
-@pytest.mark.parametrize("line", FILES)
 def test_a_file_may_be_anything(
-    line: str,
-    kind: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "folder").mkdir()
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "binary").write_bytes(b"\x7fELF\0\xff")
     monkeypatch.chdir(tmp_path)
-    assert kind[:9] in refused(line.replace("{}", kind), capsys)
+    for kind, line in itertools.product(("missing", "folder", "pipe", "binary", "a" * 5000), FILES):
+        assert kind[:9] in refused(line.replace("{}", kind), capsys), line
 
 
 @pytest.fixture
@@ -115,51 +114,88 @@ def test_a_report_needs_a_file_that_can_be_written(trace: Path, capsys: pytest.C
     assert "No space left" in refused(f"report {trace} --out /dev/full", capsys)
 
 
-@pytest.mark.parametrize("line", ["report {}", "report {} --format chrome"])
 def test_a_link_in_the_folder_of_a_trace_is_not_followed(
-    line: str, trace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    trace: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    target = tmp_path / "target"
-    target.mkdir() if "chrome" in line else target.write_text("of the user")
-    (trace / ("chrome" if "chrome" in line else "report.html")).symlink_to(target)
-    assert "it is a link" in refused(line.format(trace), capsys)
-    assert target.is_dir() or target.read_text() == "of the user"
+    (trace / "of the user").write_text("kept")
+    (trace / "folder of the user").mkdir()
+    (trace / "report.html").symlink_to(trace / "of the user")
+    (trace / "chrome").symlink_to(trace / "folder of the user")
+    assert "it is a link" in refused(f"report {trace}", capsys)
+    assert "it is a link" in refused(f"report {trace} --format chrome", capsys)
+    assert (trace / "of the user").read_text() == "kept"
+    assert not list((trace / "folder of the user").iterdir())
 
 
-@pytest.mark.parametrize(
-    "line", ["--help", "run --help", "--version", "report {} --format json", "run --no-python echo hello"]
-)
-@pytest.mark.parametrize("unbuffered", ["", "1"])
-def test_output_that_is_lost_is_an_error(line: str, unbuffered: str, trace: Path) -> None:
-    command = [sys.executable, "-m", "syncline", *line.format(trace).split()]
-    variables = {**os.environ, "PYTHONUNBUFFERED": unbuffered}
-    with open("/dev/full", "w") as full:
-        done = hangs.run(command, env=variables, stdout=full)
-    assert done.returncode == 74
-    (message,) = done.stderr.splitlines()
-    assert "could not be written: No space left on device" in message
+def code_with_stdout(stream: io.TextIOWrapper, line: str, monkeypatch: pytest.MonkeyPatch) -> int:
+    """Run a command in this process whose stdout is this stream, and return its exit code."""
+    with monkeypatch.context() as patch:
+        patch.setattr("sys.stdout", stream)
+        code = main(line.split())
+    with contextlib.suppress(OSError):
+        stream.close()
+    return code
 
 
-@pytest.mark.parametrize("line", ["--help", "report {} --format json"])
-def test_a_reader_that_has_left_is_no_news(line: str, trace: Path) -> None:
+def test_output_that_is_lost_is_an_error(
+    trace: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for line in ("--help", "run --help", "--version", f"report {trace} --format json"):
+        for is_unbuffered in (False, True):
+            full = io.TextIOWrapper(
+                io.FileIO("/dev/full", "w") if is_unbuffered else open("/dev/full", "wb"),  # noqa: SIM115
+                write_through=is_unbuffered,
+            )
+            assert code_with_stdout(full, line, monkeypatch) == 74, line
+            (message,) = capsys.readouterr().err.splitlines()
+            assert "could not be written: No space left on device" in message, line
+
+
+def test_a_reader_that_has_left_is_no_news(
+    trace: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for line in ("--help", f"report {trace} --format json"):
+        reader, writer = os.pipe()
+        os.close(reader)
+        assert code_with_stdout(open(writer, "w"), line, monkeypatch) == 141, line  # noqa: SIM115
+        assert capsys.readouterr().err == "", line
+
+
+def test_a_process_whose_output_is_lost_says_so_once(trace: Path) -> None:
+    """Python, which would try again at its end, has nothing to add."""
+    report = f"report {trace} --format json"
+    for line, code, said in (
+        (f"{report} >/dev/full", 74, "No space left on device"),
+        ("--version >&-", 74, "Bad file descriptor"),
+        ("--version 2>&-", 0, ""),
+    ):
+        done = hangs.run(f"{sys.executable} -m syncline {line}", shell=True)
+        assert (done.returncode, done.stdout.startswith("syncline ")) == (code, code == 0), line
+        assert [text.partition("could not be written: ")[2] for text in done.stderr.splitlines()] == (
+            [said] if said else []
+        ), line
     reader, writer = os.pipe()
     os.close(reader)
-    command = [sys.executable, "-m", "syncline", *line.format(trace).split()]
-    done = hangs.run(command, stdout=writer)
+    done = hangs.run([sys.executable, "-m", "syncline", *report.split()], stdout=writer)
     os.close(writer)
     assert (done.returncode, done.stderr) == (141, "")
 
 
-def test_a_closed_stdout_is_an_error_and_a_closed_stderr_is_not() -> None:
-    command = f"{sys.executable} -m syncline --version"
-    done = hangs.run(f"{command} >&-", shell=True)
-    assert (done.returncode, done.stderr) == (
-        74,
-        "syncline: the output could not be written: Bad file descriptor\n",
-    )
-    done = hangs.run(f"{command} 2>&-", shell=True)
-    assert done.returncode == 0
-    assert done.stdout.startswith("syncline ")
+LAUNCHER = """
+import os, sys
+from syncline.tools.cli import main
+
+os.dup2(os.open("/dev/full", os.O_WRONLY), 1)
+sys.exit(main(["run", "--no-python", "echo", "hello"]))
+"""
+
+
+def test_lines_of_ranks_that_are_lost_are_an_error(forks: Forks, tmp_path: Path) -> None:
+    (tmp_path / "launcher.py").write_text(LAUNCHER)
+    done = forks.start(tmp_path, tmp_path / "launcher.py").wait()
+    assert done.returncode == 74
+    (message,) = done.stderr.splitlines()
+    assert message.endswith("could not be written: No space left on device")
 
 
 def test_the_lines_of_ranks_end_at_a_full_disk_but_their_job_does_not() -> None:
@@ -171,21 +207,19 @@ def test_the_lines_of_ranks_end_at_a_full_disk_but_their_job_does_not() -> None:
     assert writer.failure.strerror == "No space left on device"
 
 
-@pytest.mark.parametrize(
-    "line",
-    [
-        "plan --parameters 1M --compute 1s --bandwidth 1Gbit",
-        "plan --parameters 1M --compute 1s --hosts 1 --latency 1ms",
-        "plan --trace {} --bandwidth 1Gbit",
-        "plan --parameters 1M --compute 1s --engine gloo -n 1",
-        "plan --parameters 1M --compute 1s --engine nccl --cores 4",
-        "watch --once --every 2 {}",
-        "run --node-rank 1 {}/program.py",
-    ],
-)
-def test_an_option_without_effect_is_refused(
-    line: str, trace: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+WITHOUT_EFFECT = [
+    "plan --parameters 1M --compute 1s --bandwidth 1Gbit",
+    "plan --parameters 1M --compute 1s --hosts 1 --latency 1ms",
+    "plan --trace {} --bandwidth 1Gbit",
+    "plan --parameters 1M --compute 1s --engine gloo -n 1",
+    "plan --parameters 1M --compute 1s --engine nccl --cores 4",
+    "watch --once --every 2 {}",
+    "run --node-rank 1 {}/program.py",
+]
+
+
+def test_an_option_without_effect_is_refused(trace: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (trace / "program.py").write_text("")
-    message = refused(line.format(trace), capsys)
-    assert any(option in message for option in line.split() if option.startswith("--"))
+    for line in WITHOUT_EFFECT:
+        message = refused(line.format(trace), capsys)
+        assert any(option in message for option in line.split() if option.startswith("--")), line
