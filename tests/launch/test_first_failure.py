@@ -7,8 +7,6 @@ import signal
 from dataclasses import replace
 from pathlib import Path
 
-import pytest
-
 from syncline import EXIT_STOPPED
 from syncline.tools.launch.failures import (
     ErrorRecord,
@@ -46,57 +44,56 @@ KILLED = -int(signal.SIGKILL)
 TERMINATED = -int(signal.SIGTERM)
 
 
-@pytest.mark.parametrize(
-    ("failures", "rank"),
-    [
-        ([spoke(0, LOST, at=20), spoke(1, "ValueError: x", at=10)], 1),
-        ([spoke(0, LOST, at=10), spoke(1, LOST, at=20)], 0),
-        ([spoke(0, LOST, at=10), spoke(1, "ValueError: x", at=20)], 1),
-        ([spoke(0, LOST, at=10), after_a_lost_peer(1, at=20)], 0),
-        ([spoke(0, LOST, at=10), spoke(1, "ValueError: x", at=20), silent(2, KILLED)], 2),
-        ([spoke(0, LOST, at=10), silent(1, KILLED)], 1),
-        ([spoke(0, LOST, at=10), silent(1, TERMINATED)], 0),
-        ([spoke(0, "ValueError: x", at=10), silent(1, -int(signal.SIGABRT))], 0),
-        ([silent(2, 7), silent(1, TERMINATED), silent(3, KILLED)], 2),
-        ([silent(1, TERMINATED)], 1),
-        ([silent(1, TERMINATED), spoke(0, LOST, at=10)], 1),
-        ([stopped(0, at=10), silent(1, 3)], 1),
-        ([stopped(0, at=10), spoke(1, LOST, at=20)], 1),
-        ([stopped(0, at=10), silent(1, TERMINATED)], 0),
-    ],
-    ids=[
-        "by time, not by rank",
-        "two lost connections: by time",
-        "a reason of its own, told after the connections were closed",
-        "no reason of its own: what followed from a lost connection",
-        "a killed rank comes before both",
-        "a killed rank comes before its peer's lost connection",
-        "a rank that the launcher ended does not",
-        "an exception with a reason of its own comes before a silent death",
-        "of the silent, the first that was seen",
-        "ended by SIGTERM from elsewhere",
-        "ended by SIGTERM from elsewhere, then noticed by a peer",
-        "a rank that has stopped has not failed: one that fails later did",
-        "not even where that one only says that it lost its peer",
-        "a rank that did not end after another had stopped was ended by the launcher",
-    ],
-)
-def test_the_first_failure(failures: list[Failure], rank: int) -> None:
-    assert first_failure(failures).rank == rank
+FIRST = {
+    "by time, not by rank": (1, [spoke(0, LOST, at=20), spoke(1, "ValueError: x", at=10)]),
+    "two lost connections: by time": (0, [spoke(0, LOST, at=10), spoke(1, LOST, at=20)]),
+    "a reason of its own, told after the connections were closed": (
+        1,
+        [spoke(0, LOST, at=10), spoke(1, "ValueError: x", at=20)],
+    ),
+    "no reason of its own: what followed from a lost connection": (
+        0,
+        [spoke(0, LOST, at=10), after_a_lost_peer(1, at=20)],
+    ),
+    "a killed rank comes before both": (
+        2,
+        [spoke(0, LOST, at=10), spoke(1, "ValueError: x", at=20), silent(2, KILLED)],
+    ),
+    "a killed rank comes before its peer's lost connection": (1, [spoke(0, LOST, at=10), silent(1, KILLED)]),
+    "a rank that the launcher ended does not": (0, [spoke(0, LOST, at=10), silent(1, TERMINATED)]),
+    "an exception with a reason of its own comes before a silent death": (
+        0,
+        [spoke(0, "ValueError: x", at=10), silent(1, -int(signal.SIGABRT))],
+    ),
+    "of the silent, the first that was seen": (2, [silent(2, 7), silent(1, TERMINATED), silent(3, KILLED)]),
+    "ended by SIGTERM from elsewhere": (1, [silent(1, TERMINATED)]),
+    "ended by SIGTERM from elsewhere, then noticed by a peer": (
+        1,
+        [silent(1, TERMINATED), spoke(0, LOST, at=10)],
+    ),
+    "a rank that has stopped has not failed: one that fails later did": (
+        1,
+        [stopped(0, at=10), silent(1, 3)],
+    ),
+    "not even where that one only says that it lost its peer": (
+        1,
+        [stopped(0, at=10), spoke(1, LOST, at=20)],
+    ),
+    "a rank that did not end after another had stopped was ended by the launcher": (
+        0,
+        [stopped(0, at=10), silent(1, TERMINATED)],
+    ),
+}
 
 
-@pytest.mark.parametrize(
-    ("failure", "code"),
-    [
-        (spoke(0, "E", at=0), 1),
-        (spoke(0, "E", at=0, return_code=TERMINATED), 1),
-        (silent(0, KILLED), 137),
-        (silent(0, 255), 255),
-        (silent(0, 256), 1),
-    ],
-)
-def test_the_exit_code_is_never_0(failure: Failure, code: int) -> None:
-    assert failure.exit_code == code
+def test_the_first_failure() -> None:
+    for why, (rank, failures) in FIRST.items():
+        assert first_failure(failures).rank == rank, why
+
+
+def test_the_exit_code_is_never_0() -> None:
+    assert spoke(0, "E", at=0).exit_code == spoke(0, "E", at=0, return_code=TERMINATED).exit_code == 1
+    assert [silent(0, code).exit_code for code in (KILLED, 255, 256)] == [137, 255, 1]
 
 
 def test_the_report_is_one_line_and_the_traceback() -> None:
@@ -167,17 +164,14 @@ CHAINED = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("tail", "shown"),
-    [
-        (["noise", "Traceback (most recent call last):", "KeyError: 1"], -2),
-        (["Traceback (most recent call last):", "handled", "noise", *CHAINED], -5),
-        (["noise", "Fatal Python error: Segmentation fault", "  File x"], -2),
-        ([str(line) for line in range(50)], -20),
-    ],
-)
-def test_without_a_record_the_end_of_stderr_is_shown(tail: list[str], shown: int) -> None:
-    assert describe([silent(0, 1, *tail)], host="h").split("\n")[1:] == tail[shown:]
+def test_without_a_record_the_end_of_stderr_is_shown() -> None:
+    for tail, num_shown in (
+        (["noise", "Traceback (most recent call last):", "KeyError: 1"], 2),
+        (["Traceback (most recent call last):", "handled", "noise", *CHAINED], 5),
+        (["noise", "Fatal Python error: Segmentation fault", "  File x"], 2),
+        ([str(line) for line in range(50)], 20),
+    ):
+        assert describe([silent(0, 1, *tail)], host="h").split("\n")[1:] == tail[-num_shown:]
 
 
 def test_a_message_of_sys_exit_is_shown_once() -> None:
@@ -191,23 +185,21 @@ def test_a_message_of_sys_exit_is_shown_once() -> None:
 
 def test_records_of_torch_and_of_plain_text_are_read(tmp_path: Path) -> None:
     path = tmp_path / "error.json"
-    path.write_text(
-        json.dumps({"message": {"message": "E: x", "extraInfo": {"py_callstack": "T", "timestamp": "5"}}})
-    )
-    words = read_error_file(str(path))
-    assert words is not None
-    assert (words.summary, words.traceback, words.time_ns) == ("E: x", "T", path.stat().st_mtime_ns)
-    path.write_text(json.dumps({"message": "only text"}))
-    words = read_error_file(str(path))
-    assert words is not None
-    assert words.summary == "only text"
+    of_torch = {"message": "E: x", "extraInfo": {"py_callstack": "T", "timestamp": "5"}}
+    for message, summary, traceback in ((of_torch, "E: x", "T"), ("only text", "only text", "")):
+        path.write_text(json.dumps({"message": message}))
+        words = read_error_file(str(path))
+        assert words is not None
+        found = (words.summary, words.traceback, words.time_ns)
+        assert found == (summary, traceback, path.stat().st_mtime_ns)
 
 
-@pytest.mark.parametrize("content", [None, "", "{", "[]", "{}", '{"message": 1}'])
-def test_a_missing_or_torn_record_is_none(content: str | None, tmp_path: Path) -> None:
-    if content is not None:
-        (tmp_path / "error.json").write_text(content)
-    assert read_error_file(str(tmp_path / "error.json")) is None
+def test_a_missing_or_torn_record_is_none(tmp_path: Path) -> None:
+    path = tmp_path / "error.json"
+    assert read_error_file(str(path)) is None
+    for content in ("", "{", "[]", "{}", '{"message": 1}'):
+        path.write_text(content)
+        assert read_error_file(str(path)) is None, content
 
 
 def test_the_first_failure_is_found_though_the_system_clock_was_set_back() -> None:
