@@ -97,26 +97,14 @@ def test_a_script_that_is_fine(doctor: Doctor) -> None:
     assert "step 0" not in text  # it ended before its first step
 
 
-@pytest.mark.parametrize(
-    "wrapper", ["torch.nn.parallel.DistributedDataParallel", "sl.DistributedDataParallel"]
-)
 @pytest.mark.real
-def test_a_wrapper_that_is_compiled(doctor: Doctor, wrapper: str) -> None:
-    done = doctor(program(wrapper=f"(lambda net: torch.compile({wrapper}(net), backend='eager'))"))
-    assert done.returncode == 0, done.stderr
-    text = words(done.stdout)
-    assert "forward 1 of DistributedDataParallel(Sequential): 2 ranks, all agrees" in text
-    assert "6 calls of 6 modules" in text  # as they are written, for compiled code does not call them
-
-
-def test_a_module_that_is_not_deterministic_on_one_rank(doctor: Doctor) -> None:
-    done = doctor(program(noise="+ rank * next(self.numbers)"))
-    assert done.returncode == 1, done.stderr
-    assert (
-        "1. rank 1, two runs from the same state: 2 (Part) returns another output for equal inputs"
-        in words(done.stdout)
-    )
-    assert "global counter" in done.stdout
+def test_a_wrapper_that_is_compiled(doctor: Doctor) -> None:
+    for wrapper in ("torch.nn.parallel.DistributedDataParallel", "sl.DistributedDataParallel"):
+        done = doctor(program(wrapper=f"(lambda net: torch.compile({wrapper}(net), backend='eager'))"))
+        assert done.returncode == 0, done.stderr
+        text = words(done.stdout)
+        assert "forward 1 of DistributedDataParallel(Sequential): 2 ranks, all agrees" in text
+        assert "6 calls of 6 modules" in text  # as they are written, for compiled code does not call them
 
 
 def test_what_all_ranks_have_found_is_said_once(doctor: Doctor) -> None:
@@ -164,43 +152,31 @@ def test_a_script_goes_on_as_if_nothing_had_been(doctor: Doctor) -> None:
     assert "forward 2 of" in done.stdout
 
 
-@pytest.mark.parametrize(("code", "exit_code"), [("raise SystemExit(7)", 7), ("", 2)])
-def test_a_script_without_a_wrapped_module(doctor: Doctor, code: str, exit_code: int) -> None:
-    done = doctor(code, "-n", "1")
-    assert done.returncode == exit_code
-    assert ("sl.debug.assert_replicas_agree" in words(done.stderr)) == (exit_code == 2)
+def test_a_script_without_a_wrapped_module(doctor: Doctor) -> None:
+    for code, exit_code in (("raise SystemExit(7)", 7), ("", 2)):
+        done = doctor(code, "-n", "1")
+        assert done.returncode == exit_code
+        assert ("sl.debug.assert_replicas_agree" in words(done.stderr)) == (exit_code == 2)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "text"),
-    [
-        (["-n", "0", "program.py"], "-n 0: expected at least 1 process"),
-        (["--step", "0", "program.py"], "--step 0: expected at least 1"),
-        (["--stop", "3", "program.py"], "unknown option --stop: did you mean --step?"),
-        (["progam.py"], "did you mean program.py?"),
-        (["-m", "no_such_module"], "there is no module 'no_such_module'"),
-        (["-m"], "-m: expected the name of a module"),
-        (["-n", "two"], "invalid int value: 'two'"),
-    ],
-)
+MISTAKES = {
+    "-n 0 program.py": "-n 0: expected at least 1 process",
+    "--step 0 program.py": "--step 0: expected at least 1",
+    "-m no_such_module": "there is no module 'no_such_module'",
+    "-m": "-m: expected the name of a module",
+    "-n two": "invalid int value: 'two'",
+}
+
+
 def test_a_mistake_is_one_line_and_exit_code_2(
-    arguments: list[str],
-    text: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "program.py").touch()
     monkeypatch.chdir(tmp_path)
-    assert main(["doctor", *arguments]) == 2
-    captured = capsys.readouterr()
-    assert text in captured.err
-    assert len(captured.err.splitlines()) == 1
-
-
-def test_help(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["doctor", "--help"]) == 0
-    assert "syncline doctor -n 2 train.py" in capsys.readouterr().out
+    for line, text in MISTAKES.items():
+        assert main(["doctor", *line.split()]) == 2
+        (message,) = capsys.readouterr().err.splitlines()
+        assert text in message, line
 
 
 @pytest.mark.real
@@ -238,13 +214,10 @@ def test_gpus_are_listed_and_a_torch_without_nccl_is_a_problem(monkeypatch: pyte
     assert "this torch was built without NCCL" in found()[1]
 
 
-@pytest.mark.parametrize(("seconds", "kind"), [(0.002, "fine"), (5.0, "note")])
-def test_a_name_server_that_does_not_answer_is_named(
-    seconds: float, kind: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    times = iter([100.0, 100.0 + seconds])
-    monkeypatch.setattr("syncline.tools.doctor.host.time.perf_counter", lambda: next(times))
+def test_a_name_server_that_does_not_answer_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("socket.getnameinfo", lambda address, flags: ("localhost", "0"))
-    (found,) = [one for one in findings() if one.name == "name lookup"]
-    assert found.kind == kind
-    assert ("/etc/hosts" in found.text) == (kind == "note")
+    for seconds, kind in ((0.002, "fine"), (5.0, "note")):
+        times = iter([100.0, 100.0 + seconds])
+        monkeypatch.setattr("syncline.tools.doctor.host.time.perf_counter", lambda times=times: next(times))
+        (found,) = [one for one in findings() if one.name == "name lookup"]
+        assert (found.kind, "/etc/hosts" in found.text) == (kind, kind == "note")
