@@ -56,39 +56,24 @@ def assert_gone(pids: list[int], *, within_seconds: float = 120.0) -> None:
         time.sleep(0.005)
 
 
-@pytest.mark.parametrize(
-    ("number", "said"),
-    [
-        (signal.SIGTERM, "got SIGTERM: the ranks have 30 s to save and end; a second signal kills them"),
-        (signal.SIGINT, "interrupted: the ranks have 5 s to end; press Ctrl-C again to kill them now"),
-        (signal.SIGHUP, "got SIGHUP: the ranks have 5 s to end; a second signal kills them"),
-    ],
-)
 def test_a_signal_is_passed_on_and_the_launcher_says_so_and_how_it_ended(
-    forks: Forks, tmp_path: Path, number: signal.Signals, said: str
+    forks: Forks, tmp_path: Path
 ) -> None:
-    launcher, pids = started(forks, tmp_path, "program.py")
-    os.kill(launcher.pid, number)
-    done = launcher.wait()
-    assert done.returncode == 128 + number
-    assert done.stdout.count(f"told {number.name}") == 2
-    assert done.stderr.splitlines() == [
-        f"syncline run: {said}",
-        f"syncline run: stopped by {number.name}, all ranks on this host have ended",
-    ]
-    assert_gone(pids)
-
-
-def test_ctrl_c_shows_no_traceback_of_a_worker_either(forks: Forks, tmp_path: Path) -> None:
-    launcher, pids = started(forks, tmp_path, "program.py", code=KEEPS_DEFAULTS)
-    os.kill(launcher.pid, signal.SIGINT)
-    done = launcher.wait()
-    assert done.returncode == 130
-    assert done.stderr.splitlines() == [
-        "syncline run: interrupted: the ranks have 5 s to end; press Ctrl-C again to kill them now",
-        "syncline run: stopped by SIGINT, all ranks on this host have ended",
-    ]
-    assert_gone(pids)
+    for number, code, said in (
+        (signal.SIGTERM, PROGRAM, "got SIGTERM: the ranks have 30 s to save and end; a second signal"),
+        (signal.SIGHUP, PROGRAM, "got SIGHUP: the ranks have 5 s to end; a second signal kills them"),
+        # A rank that Python interrupts shows no traceback either.
+        (signal.SIGINT, KEEPS_DEFAULTS, "interrupted: the ranks have 5 s to end; press Ctrl-C again"),
+    ):
+        launcher, pids = started(forks, tmp_path, "program.py", code=code)
+        os.kill(launcher.pid, number)
+        done = launcher.wait()
+        assert done.returncode == 128 + number
+        assert done.stdout.count(f"told {number.name}") == (2 if code == PROGRAM else 0)
+        first, last = done.stderr.splitlines()
+        assert first.startswith(f"syncline run: {said}")
+        assert last == f"syncline run: stopped by {number.name}, all ranks on this host have ended"
+        assert_gone(pids)
 
 
 def test_a_second_ctrl_c_kills_at_once(forks: Forks, tmp_path: Path) -> None:
@@ -141,7 +126,7 @@ def test_a_signal_ends_a_launcher_that_waits_for_another_host(
         # as in what a shell script starts with `&`
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_IGN),
     )
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + hangs.HANG_SECONDS
     while not listens(port):  # it waits from then on
         assert time.monotonic() < deadline
         assert launcher.poll() is None
@@ -195,21 +180,11 @@ def test_nohup_is_respected(forks: Forks, tmp_path: Path) -> None:
     assert launcher.wait().returncode == 0
 
 
-@pytest.mark.parametrize("options", [("program.py",), ("--no-python", "python3", "program.py")])
-def test_workers_end_within_two_seconds_when_the_launcher_is_killed(
-    forks: Forks, tmp_path: Path, options: tuple[str, ...]
-) -> None:
-    launcher, pids = started(forks, tmp_path, *options, "stubborn")
-    began = time.monotonic()
-    os.kill(launcher.pid, signal.SIGKILL)
-    launcher.wait()
-    assert_gone(pids)
-    record("launcher", "", "all ranks end", time.monotonic() - began)
-
-
-# Starts programs in several ways, and prints what should go when the launcher is killed, and what should stay.
+# Starts programs in several ways, and prints what should go when the launcher is killed, and what should stay. It heeds
+# no other signal.
 PARENT = """
-import os, subprocess, sys, time
+import os, signal, subprocess, sys, time
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
 def sleeps(**how):
     return subprocess.Popen(["sleep", "60"], **how).pid
 forked = os.fork()
@@ -227,25 +202,28 @@ time.sleep(60)
 """
 
 
-@pytest.mark.parametrize("options", [(), ("--no-python", "python3")])
-def test_what_ranks_started_and_the_folder_go_when_the_launcher_is_killed(
-    forks: Forks, tmp_path: Path, options: tuple[str, ...]
+def test_ranks_what_they_started_and_the_folder_go_when_the_launcher_is_killed(
+    forks: Forks, tmp_path: Path
 ) -> None:
     (tmp_path / "program.py").write_text(PARENT)
-    launcher = forks.launch(tmp_path, "-n", "2", *options, "program.py")
-    lines = [line.split("started ")[1].split() for line in launcher.wait_for_lines(2)]
-    folder = Path(lines[0][0])
-    assert folder.name.startswith("syncline_")
-    assert folder.is_dir()
-    detached = [int(line[1]) for line in lines]
-    os.kill(launcher.pid, signal.SIGKILL)
-    try:
-        assert_gone([int(pid) for line in lines for pid in line[2:]])
-        wait_until_gone(folder)
-        assert all(is_running(pid) for pid in detached)
-    finally:
-        for pid in detached:
-            os.kill(pid, signal.SIGKILL)
+    for options in ((), ("--no-python", "python3")):
+        launcher = forks.launch(tmp_path, "-n", "2", *options, "program.py")
+        lines = [line.split("started ")[1].split() for line in launcher.wait_for_lines(2)]
+        folder = Path(lines[0][0])
+        assert folder.name.startswith("syncline_")
+        assert folder.is_dir()
+        detached = [int(line[1]) for line in lines]
+        began = time.monotonic()
+        os.kill(launcher.pid, signal.SIGKILL)
+        launcher.wait()
+        try:
+            assert_gone([int(pid) for line in lines for pid in line[2:]])
+            record("launcher", "", "all ranks end", time.monotonic() - began)
+            wait_until_gone(folder)
+            assert all(is_running(pid) for pid in detached)
+        finally:
+            for pid in detached:
+                os.kill(pid, signal.SIGKILL)
 
 
 def wait_until_gone(folder: Path, *, within_seconds: float = 120.0) -> None:
@@ -363,44 +341,38 @@ time.sleep(60)
 """
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
-def test_ranks_that_stop_are_waited_for_and_are_no_failure(
-    forks: Forks, tmp_path: Path, number: signal.Signals
-) -> None:
-    launcher, pids = started(forks, tmp_path, "--max-restarts", "3", "program.py", code=STOPS)
-    os.kill(launcher.pid, number)
-    launcher.wait_for_lines(4)
-    (pid,) = pids_of_rank_0(launcher)
-    assert_gone([pid])
-    assert sum(is_running(pid) for pid in pids) == 1
-    (tmp_path / "end").touch()
-    done = launcher.wait()
-    assert done.returncode == 75
-    assert done.stdout.count("pid") == 2
-    assert done.stdout.count(f"told {number.name}") == 2
-    assert done.stderr.endswith(
-        "syncline run: all ranks on this host have stopped, exit code 75: start again to resume\n"
-    )
+def test_ranks_that_stop_are_waited_for_and_are_no_failure(forks: Forks, tmp_path: Path) -> None:
+    for number in (signal.SIGTERM, signal.SIGUSR1):
+        (tmp_path / "end").unlink(missing_ok=True)
+        launcher, pids = started(forks, tmp_path, "--max-restarts", "3", "program.py", code=STOPS)
+        os.kill(launcher.pid, number)
+        launcher.wait_for_lines(4)
+        assert_gone(pids_of_rank_0(launcher))
+        assert sum(is_running(pid) for pid in pids) == 1
+        (tmp_path / "end").touch()
+        done = launcher.wait()
+        assert done.returncode == 75
+        assert (done.stdout.count("pid"), done.stdout.count(f"told {number.name}")) == (2, 2)
+        assert "all ranks on this host have stopped, exit code 75" in done.stderr.splitlines()[-1]
 
 
 def pids_of_rank_0(launcher: Process) -> list[int]:
     return [int(line.split()[-1]) for line in launcher.wait_for_lines(2) if line.startswith("[rank 0] pid")]
 
 
-@pytest.mark.parametrize("is_later", [True, False])
-def test_a_rank_that_fails_while_others_stop_is_a_failure(
-    forks: Forks, tmp_path: Path, is_later: bool
-) -> None:
-    launcher, _ = started(forks, tmp_path, "program.py", "fails", code=STOPS)
-    if not is_later:
-        (tmp_path / "end").touch()
-    os.kill(launcher.pid, signal.SIGUSR1)
-    if is_later:
-        assert_gone(pids_of_rank_0(launcher))
-        (tmp_path / "end").touch()
-    done = launcher.wait()
-    assert done.returncode == 3
-    assert "rank 1 " in done.stderr.splitlines()[0]
+def test_a_rank_that_fails_while_others_stop_is_a_failure(forks: Forks, tmp_path: Path) -> None:
+    for is_later in (True, False):
+        (tmp_path / "end").unlink(missing_ok=True)
+        launcher, _ = started(forks, tmp_path, "program.py", "fails", code=STOPS)
+        if not is_later:
+            (tmp_path / "end").touch()
+        os.kill(launcher.pid, signal.SIGUSR1)
+        if is_later:
+            assert_gone(pids_of_rank_0(launcher))
+            (tmp_path / "end").touch()
+        done = launcher.wait()
+        assert done.returncode == 3
+        assert "rank 1 " in done.stderr.splitlines()[0]
 
 
 def test_sigusr1_changes_nothing_for_ranks_that_go_on(forks: Forks, tmp_path: Path) -> None:
@@ -419,21 +391,17 @@ def test_sigusr1_changes_nothing_for_ranks_that_go_on(forks: Forks, tmp_path: Pa
     assert (done.returncode, done.stderr) == (0, "")
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
-def test_ranks_that_do_not_listen_end_by_the_signal(
-    forks: Forks, tmp_path: Path, number: signal.Signals
-) -> None:
-    restarts = ["--max-restarts", "3"] if number == signal.SIGTERM else []
-    launcher, pids = started(forks, tmp_path, *restarts, "program.py", code=KEEPS_DEFAULTS)
-    os.kill(launcher.pid, number)
-    done = launcher.wait()
-    assert done.returncode == 128 + number
-    assert done.stdout.count("pid") == 2
-    assert_gone(pids)
+def test_ranks_that_do_not_listen_end_by_the_signal(forks: Forks, tmp_path: Path) -> None:
+    for number, options in ((signal.SIGTERM, ("--max-restarts", "3")), (signal.SIGUSR1, ())):
+        launcher, pids = started(forks, tmp_path, *options, "program.py", code=KEEPS_DEFAULTS)
+        os.kill(launcher.pid, number)
+        done = launcher.wait()
+        assert done.returncode == 128 + number
+        assert done.stdout.count("pid") == 2
+        assert_gone(pids)
 
 
-@pytest.mark.parametrize("is_python", [True, False])
-def test_only_of_a_command_all_processes_are_told(forks: Forks, tmp_path: Path, is_python: bool) -> None:
+def test_only_of_a_command_all_processes_are_told(forks: Forks, tmp_path: Path) -> None:
     """Those that a Python program has started, such as workers of a DataLoader, would end too early."""
     (tmp_path / "program.py").write_text(
         "import os, signal, sys, time\n"
@@ -447,12 +415,13 @@ def test_only_of_a_command_all_processes_are_told(forks: Forks, tmp_path: Path, 
         "os.write(1, b'pid\\n')\n"
         "time.sleep(60)\n"
     )
-    command = ["program.py"] if is_python else ["--no-python", "python3", "program.py"]
-    launcher = forks.launch(tmp_path, "-n", "1", *command)
-    launcher.wait_for_lines(2)
-    os.kill(launcher.pid, signal.SIGTERM)
-    lines = launcher.wait_for_lines(3 if is_python else 4)
-    (tmp_path / "end").touch()
-    done = launcher.wait()
-    assert done.returncode == 75
-    assert ("[rank 0] told child" in done.stdout) == (not is_python), lines
+    for command, num_lines in ((["program.py"], 3), (["--no-python", "python3", "program.py"], 4)):
+        (tmp_path / "end").unlink(missing_ok=True)
+        launcher = forks.launch(tmp_path, "-n", "1", *command)
+        launcher.wait_for_lines(2)
+        os.kill(launcher.pid, signal.SIGTERM)
+        lines = launcher.wait_for_lines(num_lines)
+        (tmp_path / "end").touch()
+        done = launcher.wait()
+        assert done.returncode == 75
+        assert ("[rank 0] told child" in done.stdout) == (num_lines == 4), lines
