@@ -87,18 +87,8 @@ def run_installed(wheel: Path, folder: Path) -> list[str]:
     """Install a wheel into an empty environment, which sees this one's torch. Return what two ranks print there."""
     venv.create(folder, symlinks=True)
     base = Path(sysconfig.get_path("purelib", vars={"base": str(folder), "platbase": str(folder)}))
-    pip = [
-        sys.executable,
-        "-m",
-        "pip",
-        "--quiet",
-        "install",
-        "--no-index",
-        "--no-deps",
-        "--target",
-        str(base),
-    ]
-    subprocess.run([*pip, str(wheel)], check=True, timeout=120)
+    pip = [sys.executable, "-m", "pip", "--quiet", "install", "--no-index", "--no-deps", "--target", base]
+    subprocess.run([*pip, wheel], check=True, timeout=120)
     (base / "torch.pth").write_text(f"{Path(torch.__file__).parents[1]}\n")
     with held_port() as port:
         ranks = [
@@ -152,8 +142,4 @@ def test_the_sdist_holds_what_a_build_and_a_reader_need(dist: Path) -> None:
     with tarfile.open(only(dist, "*.tar.gz")) as archive:
         names = {name.partition("/")[2] for name in archive.getnames()}
     assert names >= {"LICENSE", "README.md", "CHANGELOG.md", "CITATION.cff", "CONTRIBUTING.md", "SECURITY.md"}
-    assert names >= {
-        "CMakeLists.txt",
-        "tools/build_backend.py",
-        "src/syncline/native/core.c",
-    }
+    assert names >= {"CMakeLists.txt", "tools/build_backend.py", "src/syncline/native/core.c"}

@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -37,10 +36,7 @@ def test_a_quick_measurement(tmp_path: Path) -> None:
 
 def test_another_transport_than_that_of_the_baseline_is_not_measured(tmp_path: Path) -> None:
     options = ["--sizes", "1K", "--no-steps", "--rounds", "2"]
-    first = hangs.run(
-        [*COMMAND, *options, "--json", "before.json"],
-        cwd=tmp_path,
-    )
+    first = hangs.run([*COMMAND, *options, "--json", "before.json"], cwd=tmp_path)
     assert first.returncode == 0, first.stderr
     second = hangs.run(
         [*COMMAND, *options, "--compare", "before.json"],
@@ -53,15 +49,7 @@ def test_another_transport_than_that_of_the_baseline_is_not_measured(tmp_path: P
     assert second.stdout == ""
 
 
-@pytest.fixture
-def heeds_sigint() -> Iterator[None]:
-    """Programs started meanwhile heed Ctrl-C, also where this one runs in a script's background, which ignores it."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield
-    signal.signal(signal.SIGINT, before)
-
-
-def test_ctrl_c_ends_it_cleanly(tmp_path: Path, heeds_sigint: None) -> None:
+def test_ctrl_c_ends_it_cleanly(tmp_path: Path) -> None:
     with subprocess.Popen(
         [*COMMAND, "--sizes", "64K", "--rounds", "100000", "--no-steps"],
         cwd=tmp_path,

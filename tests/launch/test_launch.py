@@ -238,12 +238,6 @@ def test_a_local_function_cannot_be_spawned_without_cloudpickle(monkeypatch: pyt
     assert "install cloudpickle, or define the function in a module" in text
 
 
-@pytest.mark.ranks(2)
-def test_inside_of_a_rank_it_is_refused() -> None:
-    with pytest.raises(SynclineError, match=r"this process is already rank [01] of 2"):
-        sl.launch(total, args=(1.0,))
-
-
 def test_inside_of_its_own_rank_it_is_refused() -> None:
     text = failure_of(lambda: sl.launch(total, ranks=1), PeerFailed, ranks=1)
     assert "already rank 0 of 1" in text

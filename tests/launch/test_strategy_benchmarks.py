@@ -13,18 +13,7 @@ import hangs
 pytestmark = pytest.mark.real
 
 PROGRAM = Path(__file__).parents[2] / "benchmarks" / "strategies.py"
-COMMAND = [
-    sys.executable,
-    "-m",
-    "syncline",
-    "run",
-    "-n",
-    "2",
-    str(PROGRAM),
-    "--quick",
-    "--task",
-    "mnist",
-]
+COMMAND = [sys.executable, "-m", "syncline", "run", "-n", "2", str(PROGRAM), "--quick", "--task", "mnist"]
 OPTIONS = ["--learning-rates", "0.01", "--results", "runs.jsonl", "--only"]
 
 
@@ -45,10 +34,7 @@ def test_a_sweep_goes_on_where_it_was_interrupted(tmp_path: Path) -> None:
     of_another_length = {**done, **found, "steps": 6, "loss": 0.0}
     results = tmp_path / "runs.jsonl"
     results.write_text("".join(json.dumps(run) + "\n" for run in (done | found, of_another_length)))
-    program = hangs.run(
-        [*COMMAND, *OPTIONS, "every-step", "diloco-20-4bit"],
-        cwd=tmp_path,
-    )
+    program = hangs.run([*COMMAND, *OPTIONS, "every-step", "diloco-20-4bit"], cwd=tmp_path)
     if "could not be fetched" in program.stderr:
         pytest.skip("no digits here, and no network")
     assert program.returncode == 0, program.stderr
