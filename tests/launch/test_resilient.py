@@ -18,35 +18,49 @@ from forks import Forks
 from syncline.tools.launch.losses import Losses
 from syncline.tools.launch.stopping import Workers
 
-PROGRAM = """
-import os, signal, sys
+WRAPS = """
+import os, signal, sys, time
 import torch
 import syncline as sl
 
+def wrapped():
+    ddp = sl.DistributedDataParallel(torch.nn.Linear(2, 1))
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+
+    def train():
+        optimizer.zero_grad()
+        ddp(torch.full((4, 2), float(first))).square().mean().backward()
+        optimizer.step()
+
+    return train, sl.TrainState(model=ddp, optimizer=optimizer)
+
+"""
+"""Where programs begin that train by `train()` as the rank `first`."""
+
+PROGRAM = (
+    WRAPS
+    + """
 when = sys.argv[1]
 sl.init(timeout=15 if when == "stopped" else 300)
 first = sl.world().rank
 if when == "before" and first == 1:
     os.kill(os.getpid(), signal.SIGKILL)
-ddp = sl.DistributedDataParallel(torch.nn.Linear(2, 1))
-optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
-state = sl.TrainState(model=ddp, optimizer=optimizer)
+train, state = wrapped()
 for step in sl.steps(state, until=4, patience=0.5):
     with step:
-        optimizer.zero_grad()
         if when == "stopped" and (first, step.number) == (1, 3):
             open("stopped", "w").write(str(os.getpid()))
             os.kill(os.getpid(), signal.SIGSTOP)
         if when == "inside" and (first, step.number) == (1, 3):
             os.kill(os.getpid(), signal.SIGKILL)
-        ddp(torch.full((4, 2), float(first))).square().mean().backward()
-        optimizer.step()
+        train()
 print(f"made {state.step} steps as rank {sl.world().rank} of {sl.world().size}, RANK={os.environ['RANK']}")
 if when == "stopped" and first == 0:
     os.kill(int(open("stopped").read()), signal.SIGCONT)
 if when == "after" and first == 1:
     sys.exit(3)
 """
+)
 
 
 JOINS = """
@@ -255,16 +269,12 @@ sl.shutdown()
 """
 
 
-FAULTS = """
-import sys
-import torch
-import syncline as sl
-
+FAULTS = (
+    WRAPS
+    + """
 how = sys.argv[1]
 first = sl.init(timeout=60).rank
-ddp = sl.DistributedDataParallel(torch.nn.Linear(2, 1))
-optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
-state = sl.TrainState(model=ddp, optimizer=optimizer)
+train, state = wrapped()
 for step in sl.steps(state, until=8):
     is_due = step.number == 3
     if how == "outside" and is_due and first == 1:
@@ -280,39 +290,33 @@ for step in sl.steps(state, until=8):
             raise ValueError(f"in rank {first}")
         if how == "words" and is_due:
             raise RuntimeError("connection to a database failed")
-        optimizer.zero_grad()
-        ddp(torch.full((4, 2), float(first))).square().mean().backward()
-        optimizer.step()
+        train()
     if how == "after" and is_due:
         break
 if how == "after" and first == 1:
     raise ValueError("after the loop")
 print(f"made {state.step} steps among {sl.world().size}")
 """
+)
 
 
-STOPPED_LAUNCHER = """
-import os, signal, sys
-import torch
-import syncline as sl
-
+STOPPED_LAUNCHER = (
+    WRAPS
+    + """
 first = sl.init(transport=sys.argv[1], timeout=30).rank
-ddp = sl.DistributedDataParallel(torch.nn.Linear(2, 1))
-optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
-state = sl.TrainState(model=ddp, optimizer=optimizer)
+train, state = wrapped()
 for step in sl.steps(state, until=1_000_000):
     with step:
         if (first, step.number) == (1, 3):
             os.kill(os.getppid(), signal.SIGSTOP)
             open("lost", "w").close()
             os.kill(os.getpid(), signal.SIGKILL)
-        optimizer.zero_grad()
-        ddp(torch.full((4, 2), float(first))).square().mean().backward()
-        optimizer.step()
+        train()
     if step.is_committed and step.number == 6:
         break
 open(f"done {first}", "w").write(f"{state.step} steps among {sl.world().size}")
 """
+)
 
 
 def run(folder: Path, forks: Forks, when: str, *options: str) -> subprocess.CompletedProcess[str]:
@@ -332,47 +336,45 @@ def test_the_others_train_on_and_the_job_succeeds(tmp_path: Path, forks: Forks) 
     assert "made 4 steps as rank 1 of 2, RANK=1" in done.stdout
 
 
-def test_without_the_option_the_job_fails(tmp_path: Path, forks: Forks) -> None:
-    assert run(tmp_path, forks, "inside").returncode == 137
-
-
-def test_a_rank_that_is_lost_before_the_loop_is_a_failure(tmp_path: Path, forks: Forks) -> None:
-    assert run(tmp_path, forks, "before", "--resilient").returncode == 137
-
-
-def test_a_rank_that_fails_after_the_loop_is_a_failure(tmp_path: Path, forks: Forks) -> None:
-    assert run(tmp_path, forks, "after", "--resilient").returncode == 3
-
-
-@pytest.mark.parametrize("how", ["ValueError", "MemoryError", "exit", "outside"])
-def test_an_exception_of_one_rank_is_a_loss(how: str, tmp_path: Path, forks: Forks) -> None:
-    (tmp_path / "program.py").write_text(FAULTS)
-    done = forks.launch(tmp_path, "--resilient", "-n", "3", "program.py", how, warm_ranks=True).wait()
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.count("made 8 steps among 2") == 2
-    code = 3 if how == "exit" else 1
-    assert f"failed with exit code {code}; the other ranks train on without it" in done.stderr
-    assert "step 3: rank 1 of 3 was lost; the ranks, now 2, repeat the step" in done.stderr
-
-
-@pytest.mark.parametrize("how", ["again", "all", "words"])
-def test_the_same_exception_of_another_rank_in_the_same_step_ends_the_job(
-    how: str, tmp_path: Path, forks: Forks
+def test_without_the_option_and_outside_of_the_loop_a_lost_rank_is_a_failure(
+    tmp_path: Path, forks: Forks
 ) -> None:
-    (tmp_path / "program.py").write_text(FAULTS)
-    done = forks.launch(tmp_path, "--resilient", "-n", "3", "program.py", how, warm_ranks=True).wait()
-    assert done.returncode == 1, done.stderr
-    assert done.stdout == ""
-    kind = "RuntimeError" if how == "words" else "ValueError"
-    assert (
-        f"step 3 failed by the same exception on more than one process: {kind} at program.py:" in done.stderr
-    )
-    assert "So the program is at fault, and not a process. The job ends" in done.stderr
+    for when, options, code in (
+        ("inside", (), 137),
+        ("before", ("--resilient",), 137),
+        ("after", ("--resilient",), 3),
+    ):
+        assert run(tmp_path, forks, when, *options).returncode == code, when
+
+
+def run_with_faults(folder: Path, forks: Forks, how: str) -> subprocess.CompletedProcess[str]:
+    (folder / "program.py").write_text(FAULTS)
+    return forks.launch(folder, "--resilient", "-n", "3", "program.py", how, warm_ranks=True).wait()
+
+
+def test_an_exception_of_one_rank_is_a_loss(tmp_path: Path, forks: Forks) -> None:
+    for how in ("ValueError", "MemoryError", "exit", "outside"):
+        done = run_with_faults(tmp_path, forks, how)
+        assert done.returncode == 0, done.stderr
+        assert done.stdout.count("made 8 steps among 2") == 2, how
+        code = 3 if how == "exit" else 1
+        assert f"failed with exit code {code}; the other ranks train on without it" in done.stderr
+        assert "step 3: rank 1 of 3 was lost; the ranks, now 2, repeat the step" in done.stderr
+
+
+def test_the_same_exception_of_another_rank_in_the_same_step_ends_the_job(
+    tmp_path: Path, forks: Forks
+) -> None:
+    for how, kind in (("again", "ValueError"), ("all", "ValueError"), ("words", "RuntimeError")):
+        done = run_with_faults(tmp_path, forks, how)
+        assert (done.returncode, done.stdout) == (1, ""), done.stderr
+        said = f"step 3 failed by the same exception on more than one process: {kind} at program.py:"
+        assert said in done.stderr, how
+        assert "So the program is at fault, and not a process. The job ends" in done.stderr
 
 
 def test_an_exception_after_a_loop_that_all_have_left_is_a_failure(tmp_path: Path, forks: Forks) -> None:
-    (tmp_path / "program.py").write_text(FAULTS)
-    done = forks.launch(tmp_path, "--resilient", "-n", "3", "program.py", "after", warm_ranks=True).wait()
+    done = run_with_faults(tmp_path, forks, "after")
     assert done.returncode == 1, done.stderr
     assert "ValueError: after the loop" in done.stderr
     assert "train on without it" not in done.stderr
@@ -410,21 +412,18 @@ def test_a_rank_that_is_started_again_joins_the_others(tmp_path: Path, forks: Fo
 
 
 @pytest.mark.real
-@pytest.mark.parametrize("strategy", ["EveryStep", "LocalSGD"])
-@pytest.mark.parametrize("transport", ["shm", "c10d"])
-def test_changes_of_the_ranks_leave_no_threads_and_no_files_behind(
-    transport: str, strategy: str, tmp_path: Path, forks: Forks
-) -> None:
+def test_changes_of_the_ranks_leave_no_threads_and_no_files_behind(tmp_path: Path, forks: Forks) -> None:
     (tmp_path / "program.py").write_text(LEAKS)
-    options = ("--resilient", "-n", "2", "program.py", transport, strategy)
-    done = forks.launch(tmp_path, *options, warm_ranks=True).wait()
-    assert done.returncode == 0, done.stderr
-    lines = [line.partition("files: ")[2] for line in done.stdout.splitlines() if "files: " in line]
-    assert len(lines) == 2
-    for line in lines:
-        threads_before, files_before, threads, files = map(int, line.split())
-        assert threads <= threads_before + 4, line
-        assert files <= files_before + 4, line
+    for how in (("shm", "EveryStep"), ("c10d", "EveryStep"), ("shm", "LocalSGD")):
+        options = ("--resilient", "-n", "2", "program.py", *how)
+        done = forks.launch(tmp_path, *options, warm_ranks=True).wait()
+        assert done.returncode == 0, done.stderr
+        lines = [line.partition("files: ")[2] for line in done.stdout.splitlines() if "files: " in line]
+        assert len(lines) == 2
+        for line in lines:
+            threads_before, files_before, threads, files = map(int, line.split())
+            assert threads <= threads_before + 4, (how, line)
+            assert files <= files_before + 4, (how, line)
 
 
 @pytest.mark.parametrize("phase", ["data", pytest.param("forward", marks=pytest.mark.real)])
