@@ -77,7 +77,6 @@ IN_EACH_CHANGE = {
     "test_flipped_bits.py": 8,
     "test_joining.py": 4,
     "test_kills.py": 8,
-    "test_lines_of_one_mistake.py": 3,
     "test_mpi.py": 0,
     "test_notebook.py": 0,
     "test_other_systems.py": 0,
