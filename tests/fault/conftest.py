@@ -1,4 +1,4 @@
-"""For tests on two hosts."""
+"""For tests in `sl.steps`, and on two hosts."""
 
 from __future__ import annotations
 
@@ -13,7 +13,18 @@ from syncline.testing import SimulatedHosts
 from virtual_hosts import hosts_or_skip
 
 if TYPE_CHECKING:
+    from elastic_cases import Runs
+
     from forks import Forks
+    from syncline.testing import RankPool
+
+
+@pytest.fixture
+def run(rank_pool: RankPool) -> Runs:
+    """Runs plans of `elastic`."""
+    from elastic_cases import Runs
+
+    return Runs(rank_pool)
 
 
 @pytest.fixture

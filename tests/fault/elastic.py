@@ -99,7 +99,7 @@ class Plan:
     size: int
     transport: str
     faults: tuple[Fault, ...]
-    port: int
+    port: int = 0
     timeout_seconds: float = 30.0
     patience_seconds: float = 5.0
     connect_seconds: float = 10.0
@@ -142,8 +142,8 @@ TRAININGS: dict[str, dict[str, Any]] = {
 """The arguments of the wrapper, by name of a training."""
 
 
-def is_drifting(plan: Plan) -> bool:
-    return "strategy" in TRAININGS[plan.training]
+def is_drifting(training: str) -> bool:
+    return "strategy" in TRAININGS[training]
 
 
 class Net(nn.Module):
@@ -437,7 +437,7 @@ def train(plan: Plan, moments: Moments, note: Callable[..., None]) -> None:
                     moments.at("forward")
                     # One item on all ranks together, so that the gradients of all ranks are added.
                     one = ddp.normalize_by(int(sl.world().rank == 0))
-                    with nullcontext() if is_drifting(plan) else one:
+                    with nullcontext() if is_drifting(plan.training) else one:
                         ddp(x).sum().backward()
                 if (plan.keeps_gradients, step.number) == (first, 3):
                     kept += [(p.grad, p.grad.clone()) for p in net.parameters() if p.grad is not None]
@@ -446,7 +446,7 @@ def train(plan: Plan, moments: Moments, note: Callable[..., None]) -> None:
                 moments.at("averaging")
                 if plan.training == "every step":
                     assert sl.mean(1.0) == 1.0
-    if is_drifting(plan):
+    if is_drifting(plan.training):
         ddp.sync_parameters_()
     saved = optimizer.state_dict()["state"]
     assert all(torch.equal(gradient, values) for gradient, values in kept)

@@ -12,12 +12,10 @@ from __future__ import annotations
 import argparse
 import random
 import sys
-import tempfile
 import traceback
 
-import drifting
-import elastic
-from elastic import PLACES, STEPS, TRAININGS, Fault, Plan
+from elastic import PLACES, STEPS, TRAININGS, Fault, Plan, is_drifting
+from elastic_cases import Runs
 
 from syncline.testing import RankPool
 
@@ -34,13 +32,12 @@ PLACES_OF = {
 DRIFTING_STEPS = 18
 
 
-def drawn(seed: int, port: int) -> Plan:
+def drawn(seed: int) -> Plan:
     """Return the run of a seed."""
     lots = random.Random(seed)
     training = lots.choice([*TRAININGS, "every step", "sharded", "sharded", "LocalSGD", "DiLoCo"])
-    is_drifting = "strategy" in TRAININGS[training]
     # After the last loss, there must be time for the samples of lost steps, which come again.
-    steps, latest = (DRIFTING_STEPS, 12) if is_drifting else (STEPS, STEPS)
+    steps, latest = (DRIFTING_STEPS, 12) if is_drifting(training) else (STEPS, STEPS)
     size = lots.choice([3, 4])
     faults = []
     joins = training != "sharded" and lots.random() < 0.4
@@ -58,25 +55,14 @@ def drawn(seed: int, port: int) -> Plan:
         if lots.random() < 0.3:  # the process that joins has not begun a step
             faults.append(Fault(rank=size, step=0, place=lots.choice(["meeting", "connecting", "loading"])))
     return Plan(
-        size=size, transport=lots.choice(["shm", "c10d"]), faults=tuple(faults), port=port, training=training,
+        size=size, transport=lots.choice(["shm", "c10d"]), faults=tuple(faults), training=training,
         steps=steps, kills_late=True, num_newcomers=int(joins), max_ranks=size + 1 if joins else None,
     )  # fmt: skip
 
 
-def run(seed: int, pool: RankPool) -> None:
+def run(seed: int, runs: Runs) -> None:
     """Run the plan of a seed, and check all invariants."""
-    store = elastic.held_store()
-    plan = drawn(seed, store.port)
-    with tempfile.TemporaryDirectory() as folder:
-        notes = elastic.run(plan, folder, pool)
-    if plan.training == "every step":
-        elastic.check(notes)
-    elif plan.training == "sharded":
-        elastic.check(notes, may_miss=True)
-    else:
-        are_several = sum("done" in lines[-1] for lines in notes if lines) > 1  # one rank alone never syncs
-        is_exact = plan.training in ("LocalSGD", "DiLoCo") and not plan.num_newcomers
-        drifting.check(plan, notes, has_reference=are_several and is_exact)
+    runs.of(drawn(seed)).finals(may_miss=True)
 
 
 def main() -> int:
@@ -85,13 +71,13 @@ def main() -> int:
     parser.add_argument("--runs", type=int, default=100)
     parser.add_argument("--seed", type=int, default=0, help="the first seed")
     arguments = parser.parse_args()
-    pool, failed = RankPool(), []
+    runs, failed = Runs(RankPool()), []
     for seed in range(arguments.seed, arguments.seed + arguments.runs):
         try:
-            run(seed, pool)
+            run(seed, runs)
         except Exception:
             failed.append(seed)
-            print(f"seed {seed}: {drawn(seed, 0)}\n{traceback.format_exc()}", flush=True)
+            print(f"seed {seed}: {drawn(seed)}\n{traceback.format_exc()}", flush=True)
     print(f"{arguments.runs} runs, {len(failed)} failed{': seeds ' if failed else ''}{failed or ''}")
     return 1 if failed else 0
 

@@ -88,7 +88,7 @@ class Training(Job):
         return sum(self.num_on.values())
 
     def begin(self, *faults: Fault, **settings: Any) -> None:
-        plan = Plan(size=self.size, transport="auto", faults=faults, port=0, **settings)
+        plan = Plan(size=self.size, transport="auto", faults=faults, **settings)
         for letter, num_ranks in self.num_on.items():
             self.start(letter, num_ranks, *elastic_program.command(self.folder, plan))
 

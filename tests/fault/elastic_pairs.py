@@ -17,13 +17,13 @@ import argparse
 import itertools
 import random
 import sys
-import tempfile
 import traceback
 from collections.abc import Iterator
 from dataclasses import replace
 
 import elastic
 from elastic import Fault, Plan
+from elastic_cases import Runs
 
 from syncline.testing import RankPool
 
@@ -33,7 +33,7 @@ PAIR_STEPS = 40
 """Enough that ranks still train when the second one is killed."""
 
 
-def drawn_pair(seed: int, port: int) -> Plan:
+def drawn_pair(seed: int) -> Plan:
     """Return the run of a seed in which two processes are killed close together."""
     lots = random.Random(seed)
     size, joins = lots.choice([3, 4]), lots.random() < 1 / 3
@@ -52,20 +52,19 @@ def drawn_pair(seed: int, port: int) -> Plan:
         for rank, (step, place), seconds in zip(ranks, places, moments, strict=True)
     ]
     return Plan(
-        size=size, transport=lots.choice(["shm", "c10d"]), faults=(*hold, *faults), port=port, steps=PAIR_STEPS,
+        size=size, transport=lots.choice(["shm", "c10d"]), faults=(*hold, *faults), steps=PAIR_STEPS,
         kills_late=True, num_newcomers=int(joins), max_ranks=size + 1 if joins else None,
     )  # fmt: skip
 
 
-def run(plan: Plan, pool: RankPool) -> tuple[float, str | None]:
+def run(plan: Plan, runs: Runs) -> tuple[float, str | None]:
     """Run a plan, and check all invariants.
 
     Returns:
         The seconds from the last death until the slowest of the others has stepped, and the await at which a process
         was killed. None if none was, because it has not come to so many awaits.
     """
-    with tempfile.TemporaryDirectory() as folder:
-        notes = elastic.run(plan, folder, pool)
+    notes = runs.of(plan).notes
     for lines in notes:  # a process that is killed after its last step has finished like the others
         ends = [at for at, line in enumerate(lines) if "done" in line]
         del lines[ends[0] + 1 if ends else len(lines) :]
@@ -77,14 +76,13 @@ def run(plan: Plan, pool: RankPool) -> tuple[float, str | None]:
     return elastic.seconds_after(last[0], notes) if last else 0.0, awaits[0] if awaits else None
 
 
-def run_pairs(seeds: range, pool: RankPool) -> int:
+def run_pairs(seeds: range, runs: Runs) -> int:
     """Run the pairs of some seeds, print how long the others took, and return how many runs failed."""
     took, num_failed = [], 0
     for seed in seeds:
-        store = elastic.held_store()
-        plan = drawn_pair(seed, store.port)
+        plan = drawn_pair(seed)
         try:
-            took.append((run(plan, pool)[0], f"seed {seed}"))
+            took.append((run(plan, runs)[0], f"seed {seed}"))
         except Exception:
             num_failed += 1
             print(f"seed {seed}: {plan}\n{traceback.format_exc()}", flush=True)
@@ -97,13 +95,12 @@ def run_pairs(seeds: range, pool: RankPool) -> int:
 
 CHANGES = {
     "a rank is lost": Plan(
-        size=4, transport="", faults=(Fault(rank=3, step=3, place="last bucket"),), port=0, kills_late=True
+        size=4, transport="", faults=(Fault(rank=3, step=3, place="last bucket"),), kills_late=True
     ),
     "a process joins": Plan(
         size=2,
         transport="",
         faults=(Fault(rank=0, step=3, place="forward", kind="await newcomers"),),
-        port=0,
         kills_late=True,
         num_newcomers=1,
         max_ranks=3,
@@ -128,14 +125,13 @@ def at_awaits(change: str, rank: int, transport: str, step: int = 1) -> Iterator
 
 
 def run_awaits(
-    change: str, rank: int, transport: str, pool: RankPool, step: int = 1
+    change: str, rank: int, transport: str, runs: Runs, step: int = 1
 ) -> tuple[list[tuple[float, str]], int]:
     """Run these plans until there is no such await. Return how long the others took, and how many runs failed."""
     took, num_failed = [], 0
     for plan in at_awaits(change, rank, transport, step):
-        store = elastic.held_store()
         try:
-            seconds, name = run(replace(plan, port=store.port), pool)
+            seconds, name = run(plan, runs)
         except Exception:
             num_failed += 1
             print(f"{plan}\n{traceback.format_exc()}", flush=True)
@@ -162,12 +158,12 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0, help="the first seed")
     parser.add_argument("--awaits", action="store_true", help="whether to kill at each await")
     arguments = parser.parse_args()
-    pool, num_failed = RankPool(), 0
+    runs, num_failed = Runs(RankPool()), 0
     if arguments.pairs:
-        num_failed += run_pairs(range(arguments.seed, arguments.seed + arguments.pairs), pool)
+        num_failed += run_pairs(range(arguments.seed, arguments.seed + arguments.pairs), runs)
     for change, rank in VICTIMS if arguments.awaits else ():
         for transport in ("shm", "c10d"):
-            took, failed = run_awaits(change, rank, transport, pool)
+            took, failed = run_awaits(change, rank, transport, runs)
             num_failed += failed
             _print(took)
     print(f"{num_failed} runs failed")

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
+from itertools import product
 from typing import Any
 
 import elastic
 import pytest
 import torch
 from elastic import BATCH, SAMPLES, STEPS, Fault, Samples
-from test_elastic import both_transports, mostly_slow, run
+from elastic_cases import TRANSPORTS, Runs, of_all
 
 import syncline as sl
-from syncline.testing import RankPool
 
 HOLD = Fault(rank=0, step=3, place="forward", kind="await newcomers")
 """Rank 0 waits until the newcomers have asked to join."""
@@ -22,143 +21,95 @@ JOINED = [training for training in elastic.TRAININGS if training != "sharded"]
 """The trainings that a process can join."""
 
 
-@both_transports
-@pytest.mark.parametrize("num_newcomers", mostly_slow(1, 2, fast=(1,)))
+@of_all([*product((1, 2), ("every step", "PowerSGD", "4 bit"), (0, 1), TRANSPORTS)])
 def test_newcomers_get_the_state_and_train_with_the_others(
-    num_newcomers: int, transport: str, tmp_path: Path, rank_pool: RankPool
+    run: Runs, num_newcomers: int, training: str, keeps: int, transport: str
 ) -> None:
-    """All join after the step in which they were seen. No step is made twice."""
+    """All join after the step in which they were seen, and no step is made twice. A rank keeps its gradients meanwhile.
+
+    They lay out buckets in the order that the others have learnt, although they get a compression later.
+    """
     size = 2 + num_newcomers
-    notes = run(tmp_path, rank_pool, 2, transport, HOLD, num_newcomers=num_newcomers, max_ranks=size)
-    assert len(elastic.check(notes)) == size
-    for lines in notes[2:]:
-        assert [line["step"] for line in lines if "step" in line] == [*range(4, STEPS + 1)]
-    for lines in notes[:2]:
-        assert [line["step"] for line in lines if "step" in line] == [*range(1, STEPS + 1)]
+    settings = {"num_newcomers": num_newcomers, "max_ranks": size, "training": training}
+    found = run(2, transport, HOLD, keeps_gradients=keeps, **settings)
+    assert len(found.finals()) == size
+    for rank in range(size):
+        assert found.values("step", rank) == [*range(1 if rank < 2 else 4, STEPS + 1)]
 
 
-@both_transports
-@pytest.mark.parametrize("keeps", mostly_slow(0, 1, fast=(1,)))
-def test_a_rank_keeps_its_gradients_while_another_joins(
-    keeps: int, transport: str, tmp_path: Path, rank_pool: RankPool
-) -> None:
-    notes = run(tmp_path, rank_pool, 2, transport, HOLD, num_newcomers=1, max_ranks=3, keeps_gradients=keeps)
-    assert len(elastic.check(notes)) == 3
+@of_all([*product((0, 1), TRANSPORTS)])
+def test_a_process_that_waits_takes_the_place_of_a_lost_rank(run: Runs, lost: int, transport: str) -> None:
+    found = run(3, transport, HOLD, Fault(rank=lost, step=3, place="last bucket"), num_newcomers=1)
+    assert len(found.finals()) == 3
+    assert found.values("step", 3) == [*range(3, STEPS + 1)]
 
 
-@both_transports
-@pytest.mark.parametrize("lost", mostly_slow(0, 1, fast=(1,)))
-def test_a_process_that_waits_takes_the_place_of_a_lost_rank(
-    lost: int, transport: str, tmp_path: Path, rank_pool: RankPool
-) -> None:
-    faults = HOLD, Fault(rank=lost, step=3, place="last bucket")
-    notes = run(tmp_path, rank_pool, 3, transport, *faults, num_newcomers=1)
-    assert len(elastic.check(notes)) == 3
-    assert [line["step"] for line in notes[3] if "step" in line] == [*range(3, STEPS + 1)]
-
-
-@both_transports
-@pytest.mark.parametrize("training", mostly_slow(*JOINED, fast=("every step", "LocalSGD")))
-def test_a_rank_that_is_left_alone_lets_a_process_join(
-    training: str, transport: str, tmp_path: Path, rank_pool: RankPool
-) -> None:
+@of_all([*product(JOINED, TRANSPORTS)])
+def test_a_rank_that_is_left_alone_lets_a_process_join(run: Runs, training: str, transport: str) -> None:
     """It sends nothing, so it cannot learn of the process from what it receives."""
     # Replicas that drift notice the loss only at their next sync.
     faults = Fault(rank=1, step=2, place="last bucket"), replace(HOLD, step=6)
-    notes = run(tmp_path, rank_pool, 2, transport, *faults, num_newcomers=1, training=training)
-    assert [line["step"] for line in notes[2] if "step" in line] == [7, 8]
-    assert len(elastic.check_ends(notes, STEPS, num_forwards=None)) == 2
+    found = run(2, transport, *faults, num_newcomers=1, training=training)
+    assert found.values("step", 2) == [7, 8]
+    assert len(elastic.check_ends(found.notes, STEPS, num_forwards=None)) == 2
     if training == "every step":
-        elastic.check(notes)
+        found.finals()
 
 
-@both_transports
-def test_spare_ranks_wait_until_a_rank_is_lost(transport: str, tmp_path: Path, rank_pool: RankPool) -> None:
-    fault = Fault(rank=1, step=5, place="last bucket")
-    notes = run(tmp_path, rank_pool, 3, transport, fault, max_ranks=2)
-    assert len(elastic.check(notes)) == 2
-    assert [line["step"] for line in notes[2] if "step" in line] == [*range(5, STEPS + 1)]
-
-
-@both_transports
-def test_a_spare_rank_that_is_not_needed_ends_without_an_error(
-    transport: str, tmp_path: Path, rank_pool: RankPool
+@of_all([*product((True, False), TRANSPORTS)])
+def test_spare_ranks_wait_until_a_rank_is_lost_or_end_without_an_error(
+    run: Runs, is_needed: bool, transport: str
 ) -> None:
-    notes = run(tmp_path, rank_pool, 3, transport, max_ranks=2)
-    assert len(elastic.check(notes)) == 2
-    assert [line.get("ended") for line in notes[2]] == [0]
+    faults = [Fault(rank=1, step=5, place="last bucket")] if is_needed else []
+    found = run(3, transport, *faults, max_ranks=2)
+    assert len(found.finals()) == 2
+    assert found.values("step", 2) == ([*range(5, STEPS + 1)] if is_needed else [])
+    assert found.values("ended", 2) == ([] if is_needed else [0])
 
 
-@pytest.mark.real
-@both_transports
-@pytest.mark.parametrize(
-    ("place", "rank"),
-    [
-        ("meeting", 2),
-        ("connecting", 2),
-        ("loading", 2),
-        ("handing over", 0),
-        ("handing over", 1),
-        ("meeting", 0),
-    ],
-)
-def test_a_rank_that_is_lost_while_another_joins(
-    place: str, rank: int, transport: str, tmp_path: Path, rank_pool: RankPool
-) -> None:
+LOST_MEANWHILE = [
+    *((place, 2) for place in ("meeting", "connecting", "loading")),
+    *(("handing over", 0), ("handing over", 1), ("meeting", 0)),
+]
+
+
+@of_all([*product(LOST_MEANWHILE, TRANSPORTS)])
+def test_a_rank_that_is_lost_while_another_joins(run: Runs, loss: tuple[str, int], transport: str) -> None:
     """The newcomer has not got the state yet, so it cannot be the source of it."""
+    place, rank = loss
     is_newcomer = rank == 2  # which has not begun a step while it joins
     step, attempt = (0, 0) if is_newcomer else (3, 1)
     fault = Fault(rank=rank, step=step, attempt=attempt, place=place)
-    notes = run(tmp_path, rank_pool, 2, transport, HOLD, fault, num_newcomers=1, max_ranks=3)
-    assert len(elastic.check(notes)) == 2
+    assert len(run(2, transport, HOLD, fault, num_newcomers=1, max_ranks=3).finals()) == 2
 
 
-@both_transports
-@pytest.mark.parametrize("training", mostly_slow("PowerSGD", "4 bit", fast=("4 bit",)))
-def test_newcomers_join_under_a_compression(
-    training: str, transport: str, tmp_path: Path, rank_pool: RankPool
-) -> None:
-    """They lay out their buckets in the order that the others have learnt, although they get the hook later."""
-    notes = run(tmp_path, rank_pool, 2, transport, HOLD, num_newcomers=1, max_ranks=3, training=training)
-    assert len(elastic.check_ends(notes, STEPS, num_forwards=STEPS)) == 3
-
-
-@both_transports
+@of_all([*product(TRANSPORTS)])
 def test_a_rank_that_loads_the_end_of_a_step_forgets_who_was_reported_in_it(
-    transport: str, tmp_path: Path, rank_pool: RankPool
+    run: Runs, transport: str
 ) -> None:
     """Or it would wait for the others before the next step, to let in a process that has joined already."""
     fault = Fault(rank=1, step=3, place="averaging", kind="lost connection")
-    notes = run(
-        tmp_path, rank_pool, 2, transport, HOLD, fault, num_newcomers=1, max_ranks=3, training="4 bit"
-    )
-    assert len(elastic.check_ends(notes, STEPS, num_forwards=STEPS)) == 3
+    found = run(2, transport, HOLD, fault, num_newcomers=1, max_ranks=3, training="4 bit")
+    assert len(found.finals()) == 3
 
 
-@pytest.mark.real
-@both_transports
-def test_a_newcomer_without_the_state_ends_if_all_others_are_lost(
-    transport: str, tmp_path: Path, rank_pool: RankPool
-) -> None:
+@of_all([*product(TRANSPORTS)])
+def test_a_newcomer_without_the_state_ends_if_all_others_are_lost(run: Runs, transport: str) -> None:
     faults = [Fault(rank=rank, step=3, place="handing over") for rank in (0, 1)]
-    notes = run(tmp_path, rank_pool, 2, transport, HOLD, *faults, num_newcomers=1, max_ranks=3)
-    [left] = [line["left"] for lines in notes for line in lines if "left" in line]
+    [left] = run(2, transport, HOLD, *faults, num_newcomers=1, max_ranks=3).values("left")
     assert (
         "before this process could load their state" in left
         or "no process is left that has the state" in left
     )
 
 
-@both_transports
-@pytest.mark.parametrize("lost", mostly_slow((), (1,), (0, 2), (0, 1, 2), fast=((1,), (0, 1, 2))))
-def test_the_global_batch_stays_the_same(
-    lost: tuple[int, ...], transport: str, tmp_path: Path, rank_pool: RankPool
-) -> None:
+@of_all([*product([(), (1,), (0, 2), (0, 1, 2)], TRANSPORTS)])
+def test_the_global_batch_stays_the_same(run: Runs, lost: tuple[int, ...], transport: str) -> None:
     """Every step has the samples that it would have without a loss, in an epoch that ends with shorter batches."""
     faults = [Fault(rank=rank, step=3 + rank, place="last bucket") for rank in lost]
-    notes = run(tmp_path, rank_pool, 4, transport, *faults, keeps_global_batch=True)
-    assert len(elastic.check(notes, takes_mean=True)) == 4 - len(lost)
-    used = elastic.committed_samples(notes)
+    found = run(4, transport, *faults, keeps_global_batch=True)
+    assert len(found.finals()) == 4 - len(lost)
+    used = elastic.committed_samples(found.notes)
     places = [list(sl.DistributedSampler(Samples(), 4, place, seed=3)) for place in range(4)]
     assert {number: sorted(ids) for number, ids in used.items()} == {
         number: sorted(i for place in places for i in place[(number - 1) * BATCH : number * BATCH])
@@ -167,17 +118,10 @@ def test_the_global_batch_stays_the_same(
     assert STEPS * 4 * BATCH > SAMPLES
 
 
-@pytest.mark.real
-@both_transports
-def test_a_process_that_joins_gets_its_place_in_the_global_batch(
-    transport: str, tmp_path: Path, rank_pool: RankPool
-) -> None:
-    notes = run(
-        tmp_path, rank_pool, 4, transport,
-        Fault(rank=1, step=2, place="optimizer"), Fault(rank=0, step=4, place="forward", kind="await newcomers"),
-        num_newcomers=1, keeps_global_batch=True,
-    )  # fmt: skip
-    assert len(elastic.check(notes, takes_mean=True)) == 4
+@of_all([*product(TRANSPORTS)])
+def test_a_process_that_joins_gets_its_place_in_the_global_batch(run: Runs, transport: str) -> None:
+    faults = Fault(rank=1, step=2, place="optimizer"), replace(HOLD, step=4)
+    assert len(run(4, transport, *faults, num_newcomers=1, keeps_global_batch=True).finals()) == 4
 
 
 def settings_are_refused(strategy: Any = None, **settings: Any) -> str:
