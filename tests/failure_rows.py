@@ -19,9 +19,11 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from time import monotonic
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import pytest
+
+E = TypeVar("E", bound=BaseException)
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "reference" / "failure-matrix.md"
@@ -101,7 +103,7 @@ PLACES = (
 TRANSPORTS = {"shm": "shared memory", "c10d": "Gloo", "": "any"}
 
 TESTS = (
-    "tests/fault/test_failures_seen.py",
+    "tests/fault/test_loud_failures.py",
     "tests/fault/test_elastic.py",
     "tests/fault/test_hosts.py",
     "tests/fault/test_shared_memory_faults.py",
@@ -138,12 +140,12 @@ def record(failure: str, transport: str, sees: object, measured_seconds: float |
 
 @contextmanager
 def recorded(
-    failure: str, transport: str, error: type[BaseException], match: str | None = None
-) -> Iterator[None]:
+    failure: str, transport: str, error: type[E], match: str | None = None
+) -> Iterator[pytest.ExceptionInfo[E]]:
     """Expect an error as `pytest.raises` does, and write a row with it and with the time until it is raised."""
     began = monotonic()
     with pytest.raises(error, match=match) as caught:
-        yield
+        yield caught
     record(failure, transport, caught.value, monotonic() - began)
 
 

@@ -157,7 +157,7 @@ MUTANTS: tuple[Mutant, ...] = (
         "if self._ending not in (None, thread):", "if False:", ("unit/test_at_exit.py",)),
     Mutant("liveness-leave", "liveness/health.py", "a rank that shuts down does not say so, and seems lost",
         "        self.leave()\n        if self.failure is None:", "        if self.failure is None:",
-        ("fault/test_failures_seen.py", "fault/test_loud_failures.py")),
+        ("fault/test_loud_failures.py",)),
     Mutant("backend-reduce", "torch_backend/collectives.py",
         "a reduce overwrites the inputs of ranks that are not its root",
         "reduced = tensor if is_root else tensor.detach().clone(memory_format=torch.contiguous_format)",

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 import syncline as sl
-from syncline import CollectiveMismatch, CollectiveTimeout, SynclineError, UnevenInputs
+from syncline import CollectiveMismatch, CollectiveTimeout, UnevenInputs
 from syncline.session import transport_of
 from syncline.transport import C10dTransport
 
@@ -152,23 +152,19 @@ def test_a_rank_that_has_freed_its_wrapper_when_it_leaves_is_not_waited_for(over
 
 
 @pytest.mark.ranks(2)
-@pytest.mark.parametrize(
-    ("last_step", "remedy"), [(7, "all ranks must call sl.check_replicas equally often"), (6, "drop_last")]
-)
-def test_who_calls_something_that_another_rank_has_left_out_is_told_so(last_step: int, remedy: str) -> None:
+def test_who_calls_something_that_another_rank_has_left_out_is_told_so() -> None:
     t = C10dTransport()
     t.barrier().wait()
     t.board.step, t.board.phase = 7, "after backward"
     if t.rank == 1:
-        t.board.step = last_step
         t.leave()
         wait_for("told")
         return
     with pytest.raises(UnevenInputs, match="rank 1 has shut down normally") as caught:
         sl.check_replicas(torch.ones(1), group=t)
     tell("told")
-    assert remedy in str(caught.value)
-    assert ("batches" in str(caught.value)) == (last_step == 6)
+    assert "all ranks must call sl.check_replicas equally often" in str(caught.value)
+    assert "batches" not in str(caught.value)
 
 
 @pytest.mark.ranks(2)
@@ -194,20 +190,3 @@ def test_a_connection_that_closes_after_its_rank_has_left_is_uneven_inputs() -> 
         return
     with pytest.raises(UnevenInputs, match="rank 1 has shut down normally"):
         t.all_reduce(torch.zeros(10)).wait()
-
-
-@pytest.mark.ranks(2)
-def test_an_exception_under_way_in_shutdown_is_no_good_order() -> None:
-    sl.init(timeout=30)
-    t = transport_of(None)
-    t.barrier().wait()
-    if t.rank == 1:
-        try:
-            raise KeyError("the data of step 3")
-        except KeyError:
-            sl.shutdown()
-        wait_for("told")
-        return
-    with pytest.raises(SynclineError, match="KeyError: 'the data of step 3'"):
-        t.barrier().wait()
-    tell("told")

@@ -1,4 +1,4 @@
-"""Training over Gloo in processes that goes wrong on one rank: a named error on every rank that is left.
+"""Training in processes that goes wrong on one rank: a named error on every rank that is left, in time.
 
 The same failures on ranks as threads, where nothing can be lost, are in `tests/parity/test_silent_failures.py`.
 """
@@ -6,6 +6,7 @@ The same failures on ranks as threads, where nothing can be lost, are in `tests/
 from __future__ import annotations
 
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,8 +14,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import syncline as sl
+from failure_rows import record, recorded
 from meeting import end_by_sigkill
 from syncline import CollectiveMismatch, ContractMismatch, PeerLost, SynclineError, UnevenInputs
+
+both_transports = pytest.mark.parametrize("transport", ["shm", "c10d"])
 
 
 class Net(nn.Module):
@@ -28,8 +32,19 @@ class Net(nn.Module):
         return self.last(self.norm(self.first(x)))
 
 
-def step(ddp: nn.Module) -> None:
-    ddp(torch.randn(5, 3)).square().mean().backward()
+def wrapped(
+    transport: str = "auto", *, normed: bool = False, **options: object
+) -> sl.DistributedDataParallel:
+    """A wrapper that has done two steps."""
+    sl.init(transport=transport, timeout=60)
+    ddp = sl.DistributedDataParallel(Net(normed=normed), **options)  # type: ignore[arg-type]
+    for _ in range(2):
+        step(ddp)
+    return ddp
+
+
+def step(ddp: nn.Module, scale: float = 1.0) -> None:
+    (scale * ddp(torch.randn(5, 3))).square().mean().backward()
 
 
 def everybody_says(error: BaseException) -> list[str]:
@@ -39,14 +54,16 @@ def everybody_says(error: BaseException) -> list[str]:
     return [store.get(f"text {rank}").decode() for rank in range(dist.get_world_size())]
 
 
+# ---------------------------------------------------------------------- a rank has ended, or does not come
+
+
 @pytest.mark.ranks(2, killed=[1])
-def test_a_killed_peer_is_a_lost_peer_with_rank_step_phase_and_parameters() -> None:
-    ddp = sl.DistributedDataParallel(Net())
-    for _ in range(2):
-        step(ddp)
+@both_transports
+def test_a_killed_peer_is_a_lost_peer_with_rank_step_phase_and_parameters(transport: str) -> None:
+    ddp = wrapped(transport)
     if dist.get_rank() == 1:
         end_by_sigkill()
-    with pytest.raises(PeerLost) as caught:
+    with recorded("killed", transport, PeerLost) as caught:
         step(ddp)
     text = str(caught.value)
     assert text.startswith("rank 0, step 3, backward, bucket 0 (last.bias, last.weight, first.bias, ...")
@@ -54,17 +71,73 @@ def test_a_killed_peer_is_a_lost_peer_with_rank_step_phase_and_parameters() -> N
 
 
 @pytest.mark.ranks(2, killed=[1])
-@pytest.mark.parametrize("transport", ["c10d", "shm"])
-@pytest.mark.parametrize("has_inputs", [True, False])
+@pytest.mark.parametrize(("has_inputs", "transport"), [(True, "c10d"), (False, "shm")])
 def test_a_peer_killed_inside_of_join_is_a_lost_peer(has_inputs: bool, transport: str) -> None:
-    sl.init(transport=transport)
-    ddp = sl.DistributedDataParallel(Net())
+    ddp = wrapped(transport)
     with pytest.raises(PeerLost, match="rank 1: its process has ended"), ddp.join():
         step(ddp)
         if dist.get_rank() == 1:
             end_by_sigkill()
         if has_inputs:
             step(ddp)
+
+
+@pytest.mark.ranks(2)
+@both_transports
+def test_an_exception_under_way_in_shutdown_is_quoted_to_the_others(transport: str) -> None:
+    ddp = wrapped(transport)
+    if dist.get_rank() == 1:
+        try:
+            raise KeyError("the data of step 3")
+        except KeyError:
+            sl.shutdown()
+        return
+    with recorded("exception", transport, SynclineError, "KeyError: 'the data of step 3'"):
+        step(ddp)
+
+
+@pytest.mark.ranks(2)
+@both_transports
+def test_a_rank_that_has_fewer_batches_and_ends_is_uneven_inputs(transport: str) -> None:
+    ddp = wrapped(transport)
+    if dist.get_rank() == 1:
+        sl.shutdown()
+        return
+    with recorded("uneven", transport, UnevenInputs, "rank 1 has shut down normally") as caught:
+        step(ddp)
+    for words in ("rank 0, step 3, backward, bucket 0", "step 2, after backward", "join()"):
+        assert words in str(caught.value)
+
+
+@pytest.mark.ranks(2)
+@both_transports
+def test_a_backward_through_the_module_on_one_rank_alone_is_uneven(transport: str) -> None:
+    """torch's class leaves it local."""
+    ddp = wrapped(transport)
+    if dist.get_rank() == 1:
+        sl.shutdown()
+        return
+    with ddp.no_sync():
+        step(ddp.module)
+    with pytest.raises(UnevenInputs, match="rank 1 has shut down normally"):
+        step(ddp.module)
+
+
+@pytest.mark.ranks(2)
+@both_transports
+def test_a_rank_that_does_not_come_is_named_after_the_timeout(transport: str) -> None:
+    sl.init(transport=transport, timeout=2)
+    store = dist.group.WORLD.get_group_store()  # type: ignore[union-attr]
+    if dist.get_rank() == 1:
+        store.wait(["given up"])
+        return
+    text = "rank 1 did not reach sl.barrier within 2 s; "
+    with recorded("absent", transport, sl.CollectiveTimeout, text):
+        sl.barrier()
+    store.set("given up", "")
+
+
+# ---------------------------------------------------------------------- ranks make different calls
 
 
 @pytest.mark.ranks(2)
@@ -92,45 +165,12 @@ def test_no_sync_around_a_backward_alone_inside_of_join_is_an_error_on_both() ->
 
 
 @pytest.mark.ranks(2)
-@pytest.mark.parametrize("transport", ["c10d", "shm"])
-def test_a_backward_through_the_module_on_one_rank_alone_is_uneven(transport: str) -> None:
-    """torch's class leaves it local."""
-    sl.init(transport=transport)
-    ddp = sl.DistributedDataParallel(Net())
-    step(ddp)
-    if dist.get_rank() == 1:
-        sl.shutdown()
-        return
-    with ddp.no_sync():
-        step(ddp.module)
-    with pytest.raises(UnevenInputs, match="rank 1 has shut down normally"):
-        step(ddp.module)
-
-
-@pytest.mark.ranks(2)
-def test_a_rank_that_has_fewer_batches_and_ends_is_uneven_inputs() -> None:
-    sl.init(timeout=60)
-    ddp = sl.DistributedDataParallel(Net())
-    for _ in range(2):
-        step(ddp)
-    if dist.get_rank() == 1:
-        sl.shutdown()
-        return
-    with pytest.raises(UnevenInputs) as caught:
-        step(ddp)
-    text = str(caught.value)
-    assert "rank 0, step 3, backward, bucket 0" in text
-    assert "rank 1 has shut down normally" in text
-    assert "step 2, after backward" in text
-    assert "join()" in text
-
-
-@pytest.mark.ranks(2)
-def test_a_rank_that_has_fewer_batches_and_waits_in_another_call_is_a_mismatch_on_both() -> None:
-    ddp = sl.DistributedDataParallel(Net())
-    for _ in range(2):
-        step(ddp)
-    with pytest.raises(CollectiveMismatch) as caught:
+@both_transports
+def test_a_rank_that_has_fewer_batches_and_waits_in_another_call_is_a_mismatch_on_both(
+    transport: str,
+) -> None:
+    ddp = wrapped(transport)
+    with recorded("other call", transport, CollectiveMismatch) as caught:
         sl.mean(1.0) if dist.get_rank() == 1 else step(ddp)
     for text in everybody_says(caught.value):
         assert "rank 0: step 3, backward, bucket 0, waiting in all_reduce(sum)" in text
@@ -140,16 +180,15 @@ def test_a_rank_that_has_fewer_batches_and_waits_in_another_call_is_a_mismatch_o
 
 @pytest.mark.ranks(2)
 def test_a_batch_skipped_on_one_rank_of_a_net_with_buffers_is_a_mismatch_on_both() -> None:
-    ddp = sl.DistributedDataParallel(Net(normed=True))
-    step(ddp)
+    ddp = wrapped(normed=True)
     with pytest.raises(CollectiveMismatch) as caught:
         for _ in range(2):
             loss = ddp(torch.randn(5, 3)).sum()
             if dist.get_rank() == 0:
                 loss.backward()
     for text in everybody_says(caught.value):
-        assert "rank 0: step 2, backward, bucket 0, waiting in all_reduce(sum)" in text
-        assert "rank 1: step 2, forward, waiting in broadcast(from rank 0)" in text
+        assert "rank 0: step 3, backward, bucket 0, waiting in all_reduce(sum)" in text
+        assert "rank 1: step 3, forward, waiting in broadcast(from rank 0)" in text
 
 
 @pytest.mark.ranks(2)
@@ -179,11 +218,9 @@ def test_two_wrappers_called_in_different_orders_are_a_mismatch_on_both() -> Non
 
 
 @pytest.mark.ranks(2)
-@pytest.mark.parametrize("transport", ["c10d", "shm"])
+@both_transports
 def test_uneven_evaluation_before_a_collective_of_torchs_own_is_a_mismatch_on_both(transport: str) -> None:
-    sl.init(transport=transport)
-    ddp = sl.DistributedDataParallel(Net(normed=True))
-    step(ddp)
+    ddp = wrapped(transport, normed=True)
     ddp.eval()
     seen = torch.zeros(())
     with pytest.raises(CollectiveMismatch) as caught:
@@ -191,8 +228,8 @@ def test_uneven_evaluation_before_a_collective_of_torchs_own_is_a_mismatch_on_bo
             seen += ddp(torch.randn(5, 3)).sum().detach()
         dist.all_reduce(seen)
     for text in everybody_says(caught.value):
-        assert "rank 0: step 2, after forward, waiting in torch.distributed.all_reduce (call " in text
-        assert "rank 1: step 2, forward in eval mode, waiting in broadcast(from rank 0)" in text
+        assert "rank 0: step 3, after forward, waiting in torch.distributed.all_reduce (call " in text
+        assert "rank 1: step 3, forward in eval mode, waiting in broadcast(from rank 0)" in text
         assert text.count("at test_loud_failures.py:") == 2
 
 
@@ -212,42 +249,73 @@ def test_a_slow_rank_that_calls_torch_distributed_is_waited_for() -> None:
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("others", ["have ended", "go on"])
 def test_who_evaluates_alone_is_told_how(others: str) -> None:
-    sl.init(transport="c10d")
-    ddp = sl.DistributedDataParallel(Net(normed=True))
-    step(ddp)
+    ddp = wrapped("c10d", normed=True)
     ddp.eval()
+    advice = "call ddp.module(x) on that rank"
     if others == "have ended":
         if dist.get_rank() == 1:
             sl.shutdown()
             return
         with pytest.raises(UnevenInputs, match="rank 1 has shut down normally") as ended:
             ddp(torch.randn(5, 3))
-        assert "call ddp.module(x) on that rank" in str(ended.value)
+        assert advice in str(ended.value)
         assert "DistributedSampler" not in str(ended.value)
         return
     with pytest.raises(CollectiveMismatch) as caught:
         ddp(torch.randn(5, 3)) if dist.get_rank() == 0 else sl.mean(1.0)
     for text in everybody_says(caught.value):
-        assert "rank 0: step 2, forward in eval mode, waiting in broadcast(from rank 0)" in text
-        assert "call ddp.module(x) on that rank" in text
+        assert "rank 0: step 3, forward in eval mode, waiting in broadcast(from rank 0)" in text
+        assert advice in text
 
 
-@pytest.mark.parametrize("difference", ["dtype", "shape", "order"])
+# ---------------------------------------------------------------------- values differ
+
+
 @pytest.mark.ranks(2)
-def test_modules_that_differ_are_refused_in_the_same_words_before_the_first_byte(difference: str) -> None:
+@both_transports
+def test_modules_that_differ_are_refused_in_the_same_words_before_the_first_byte(transport: str) -> None:
     """Over Gloo, another type or shape ends the process, or hangs."""
+    sl.init(transport=transport, timeout=30)
     is_odd = dist.get_rank() == 1
-    if difference == "order":
-        net = nn.Sequential()
-        for name in ("b", "a") if is_odd else ("a", "b"):
-            net.add_module(name, nn.Linear(2, 2))
-    elif difference == "dtype":
-        net = nn.Sequential(nn.Linear(2, 2).double() if is_odd else nn.Linear(2, 2))
-    else:
-        net = nn.Sequential(nn.Linear(2, 3 if is_odd else 2))
-    with pytest.raises(ContractMismatch) as caught:
-        sl.DistributedDataParallel(net)
-    first, second = everybody_says(caught.value)
-    assert first == second
-    assert "weight" in first
-    assert sl.mean(float(dist.get_rank())) == 0.5, "the group is as good as before"
+    swapped = nn.Sequential()
+    for name in ("b", "a") if is_odd else ("a", "b"):
+        swapped.add_module(name, nn.Linear(2, 2))
+    of_another_type = nn.Linear(2, 2).double() if is_odd else nn.Linear(2, 2)
+    for net in (nn.Linear(2, 3 if is_odd else 2), of_another_type, swapped):
+        with recorded("model", transport, ContractMismatch, "weight") as caught:
+            sl.DistributedDataParallel(net)
+        texts: list[str] = [""] * 2
+        dist.all_gather_object(texts, str(caught.value))
+        assert texts[0] == texts[1]
+        assert sl.mean(float(dist.get_rank())) == 0.5, "the group is as good as before"
+
+
+@pytest.mark.ranks(2)
+@both_transports
+def test_gradients_that_are_not_finite_and_replicas_that_differ_are_named(transport: str) -> None:
+    ddp = wrapped(transport, on_nonfinite="raise", replica_check=sl.ReplicaCheck(every=1))
+    with recorded("nan", transport, sl.NonFiniteGradient, "rank 1"):
+        step(ddp, float("nan") if dist.get_rank() == 1 else 1.0)
+    if dist.get_rank() == 1:
+        with torch.no_grad():
+            ddp.module.last.weight[0, 0] += 1
+    with recorded("replica", transport, sl.ReplicaDivergence, "weight"):
+        for _ in range(3):
+            step(ddp)
+
+
+def test_a_damaged_save_is_skipped(tmp_path: Path) -> None:
+    state = sl.TrainState(model=nn.Linear(3, 2))
+    with sl.Checkpointer(tmp_path, stop_signals=()) as checkpointer:
+        checkpointer.save(state, 1)
+        newest = checkpointer.save(state, 2)
+        assert newest is not None
+        [file] = Path(newest).glob("*.safetensors")
+        data = bytearray(file.read_bytes())
+        data[-1] ^= 1
+        file.write_bytes(data)
+        began = time.monotonic()
+        with pytest.warns(RuntimeWarning, match="damaged saves were skipped") as caught:
+            assert checkpointer.load(state) == 1
+        sees = "RuntimeWarning: " + " ".join(str(caught[0].message).split())
+        record("damaged save", "", sees, time.monotonic() - began)
