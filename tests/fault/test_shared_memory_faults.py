@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import gc
 import os
-import random
 import resource
 import signal
 import struct
@@ -75,35 +74,25 @@ def assert_lost(t: Transport, rank: int, tensor: Tensor) -> None:
 
 
 @pytest.mark.ranks(3, killed=[1])
-def test_a_rank_that_is_killed_before_it_calls_is_lost() -> None:
+def test_what_a_rank_had_done_before_it_was_killed_counts() -> None:
     t = met()
-    t.barrier().wait()
+    tensors = [torch.full((numel,), float(t.rank + 1)) for numel in (1, LARGE_NUMEL)]
+    for tensor in tensors:
+        t.all_reduce(tensor).wait()
     if t.rank == 1:
         die()
-    assert_lost(t, 1, torch.ones(1))
+    assert all((tensor == 6).all() for tensor in tensors)
+    assert_lost(t, 1, tensors[0])
 
 
-@pytest.mark.parametrize("numel", [1, LARGE_NUMEL])
-@pytest.mark.ranks(3, killed=[1])
-def test_what_a_rank_had_done_before_it_was_killed_counts(numel: int) -> None:
-    t = met()
-    tensor = torch.full((numel,), float(t.rank + 1))
-    t.all_reduce(tensor).wait()
-    if t.rank == 1:
-        die()
-    assert (tensor == 6).all()
-    assert_lost(t, 1, tensor)
-
-
-@pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("is_in_place", [False, True], ids=["copied", "in place"])
 @pytest.mark.ranks(3, killed=[1])
-def test_a_rank_that_is_killed_in_the_middle_is_lost(is_in_place: bool, seed: int) -> None:
+def test_a_rank_that_is_killed_in_the_middle_is_lost(is_in_place: bool) -> None:
     t = met()
     tensor = t.allocate(LARGE_NUMEL, torch.float32, CPU) if is_in_place else torch.ones(LARGE_NUMEL)
     t.barrier().wait()
     if t.rank == 1:
-        soak.after(random.Random(seed).uniform(0.01, 0.08), die)
+        soak.after(0.03, die)
         while True:
             t.all_reduce(tensor, "max").wait()
     assert_lost(t, 1, tensor)
@@ -114,27 +103,23 @@ def test_of_two_ranks_that_are_killed_one_at_least_is_named() -> None:
     t = met()
     t.barrier().wait()
     if t.rank in (1, 2):
-        os.kill(os.getpid(), signal.SIGKILL)
+        die()
     with pytest.raises(PeerLost, match=r"ranks? [12].*: (its process has|their processes have) ended"):
         t.all_reduce(torch.ones(LARGE_NUMEL)).wait()
 
 
 @pytest.mark.ranks(2, killed=[1])
-def test_nothing_is_left_of_a_rank_that_was_killed() -> None:
+def test_nothing_is_left_of_a_rank_that_was_killed(monkeypatch: pytest.MonkeyPatch) -> None:
     before = traces()  # tests before this one may have left theirs to a timer
-    made = []
     original = hub.listener_for_next
 
     def noted() -> object:
-        made.append(original())
-        store().set("address", made[0].getsockname()[1:])
-        return made[0]
+        listener = original()
+        store().set("address", listener.getsockname()[1:])
+        return listener
 
-    hub.listener_for_next = noted  # type: ignore[assignment]
-    try:
-        t = met()
-    finally:
-        hub.listener_for_next = original
+    monkeypatch.setattr(hub, "listener_for_next", noted)
+    t = met()
     address = store().get("address").decode()
     tensor = t.allocate(LARGE_NUMEL, torch.float32, CPU)
     t.barrier().wait()
@@ -171,7 +156,7 @@ def traces() -> set[str]:
 
 
 @pytest.mark.ranks(2, killed=[0])
-def test_an_address_goes_with_the_rank_that_listens_there() -> None:
+def test_an_address_goes_with_the_rank_that_listens_there(monkeypatch: pytest.MonkeyPatch) -> None:
     if dist.get_rank() == 0:
         original = hub.listener_for_next
 
@@ -180,9 +165,9 @@ def test_an_address_goes_with_the_rank_that_listens_there() -> None:
             address = listener.getsockname()[1:].decode()
             assert address in Path("/proc/net/unix").read_text()
             store().set("address", address)
-            os.kill(os.getpid(), signal.SIGKILL)
+            die()
 
-        hub.listener_for_next = listen_and_die  # type: ignore[assignment]
+        monkeypatch.setattr(hub, "listener_for_next", listen_and_die)
     with pytest.raises(SynclineError):
         met()
     deadline = time.monotonic() + 10
@@ -194,7 +179,7 @@ def test_an_address_goes_with_the_rank_that_listens_there() -> None:
 @pytest.mark.ranks(2, killed=[1])
 def test_a_rank_that_is_killed_before_it_connects_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     if dist.get_rank() == 1:
-        monkeypatch.setattr(hub, "connected", lambda *_: os.kill(os.getpid(), signal.SIGKILL))
+        monkeypatch.setattr(hub, "connected", lambda *_: die())
     with pytest.raises(SynclineError, match="rank 1"):
         met()
 
@@ -237,50 +222,88 @@ def reduce_with_a_stopped_peer(t: Transport, total: torch.Tensor, moment: str, p
         time.sleep(0.01)
     stop(pid)
     store().set(moment, "")
-    told: list[tuple[str, str]] = []
+    began, told = time.monotonic(), []
 
     def continue_it(message: Warning | str, _: object, filename: str, *__: object) -> None:
-        told.append((str(message), filename))
+        told.append((str(message), filename, time.monotonic() - began))
         os.kill(pid, signal.SIGCONT)
 
     with warnings.catch_warnings():
         warnings.simplefilter("default")
         warnings.showwarning = continue_it  # type: ignore[assignment]
         t.all_reduce(total).wait()
-    ((text, filename),) = told
+    ((text, filename, seconds),) = told
     assert "waits in all_reduce(sum) of 3000000 elements, torch.float32 (call " in text
     assert "for rank 1, whose process is stopped" in text
     assert "was last seen in step 3, forward" in text
     assert filename == __file__, "at the line of who called"
+    transport = "shm" if isinstance(t, SharedMemoryTransport) else "c10d"
+    record("stopped", transport, f"RuntimeWarning: {text}", seconds)
 
 
 # ---------------------------------------------------------------------- too little memory
 
 
-@pytest.mark.parametrize("poor_rank_has_bytes", [0, 65 * 2**20], ids=["none at all", "not for the lanes"])
+ENOUGH_TO_MEET = 65 * 2**20
+"""Bytes of memory with which the ranks meet, but have no lanes."""
+
+
 @pytest.mark.ranks(3)
-def test_too_little_memory_to_meet_is_said_on_all_ranks(poor_rank_has_bytes: int) -> None:
-    before = memory.available_bytes
-    memory.available_bytes = lambda: poor_rank_has_bytes  # type: ignore[assignment]
-    try:
+def test_too_little_memory_to_meet_is_said_on_all_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    for available in (0, ENOUGH_TO_MEET):
+        monkeypatch.setattr(memory, "available_bytes", lambda available=available: available)
         with pytest.raises(SharedMemoryUnavailable) as caught:
             met()
-    finally:
-        memory.available_bytes = before
-    assert "rank 0: " in str(caught.value)
-    assert "MB of shared memory are needed, but only" in str(caught.value)
-    record("little memory", "shm", caught.value)
-    assert_same_on_all_ranks(str(caught.value))
+        text = str(caught.value)
+        assert "rank 0: " in text, available
+        assert "MB of shared memory are needed, but only" in text, available
+        record("little memory", "shm", caught.value)
+        assert_same_on_all_ranks(text)
 
 
 @pytest.mark.ranks(2)
-def test_auto_falls_back_when_there_is_too_little_memory() -> None:
-    before = memory.available_bytes
-    memory.available_bytes = lambda: 65 * 2**20  # type: ignore[assignment]
-    try:
-        assert_falls_back("MB of shared memory are needed")
-    finally:
-        memory.available_bytes = before
+@pytest.mark.parametrize("lacks", ["memory", "library"])
+def test_auto_falls_back_and_says_so_once(lacks: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    reason = "the native library was not built"
+    if lacks == "memory":
+        monkeypatch.setattr(memory, "available_bytes", lambda: ENOUGH_TO_MEET)
+        reason = "MB of shared memory are needed"
+    else:
+        monkeypatch.setattr(core, "native_library", missing)
+    transports = sys.modules["syncline.session.world"]._SESSION.transports  # type: ignore[attr-defined]
+    monkeypatch.setattr(transports, "_has_warned", False)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        world = sl.init()
+        tensor = torch.tensor([float(world.rank + 1)])
+        for _ in range(2):
+            sl.all_reduce_(tensor, op="sum")
+        again = dist.new_group()
+        sl.barrier(group=again)
+        name = transport_of(None).name
+    assert name == "gloo"
+    assert tensor.item() == 6
+    texts = [str(warning.message) for warning in caught if "share" in str(warning.message)]
+    assert len(texts) == (1 if world.rank == 0 else 0), texts
+    for text in texts:
+        assert reason in text
+        assert "gloo sends tensors on the CPU instead, which is slower" in text
+
+
+def missing() -> NoReturn:
+    raise NativeUnavailable("the native library was not built")
+
+
+@pytest.mark.ranks(2)
+def test_shm_without_the_library_raises(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In init, on all ranks, though only one lacks it; and the ranks can go on."""
+    rank = dist.get_rank()
+    with monkeypatch.context() as patched:
+        if rank == 1:
+            patched.setattr(core, "native_library", missing)
+        with pytest.raises(SynclineError, match="rank 1: the native library was not built"):
+            sl.init(transport="shm")
+    assert sl.mean(float(rank)) == 0.5
 
 
 @pytest.mark.ranks(3)
@@ -352,7 +375,6 @@ def limited_group() -> Iterator[Path]:
     group.rmdir()
 
 
-@pytest.mark.real
 def test_the_limit_of_a_control_group_is_an_error_on_all_ranks_and_nobody_is_killed(
     limited_group: Path, tmp_path: Path
 ) -> None:
@@ -388,101 +410,39 @@ except (ConnectionResetError, BrokenPipeError):
     print("turned away", flush=True)
 """
 TOKEN = bytes(range(32))
-HELLOS = {
-    "with a wrong token": struct.pack("<I32s", 1, b"?" * 32),
-    "with the right token": struct.pack("<I32s", 1, TOKEN),
-    "that says nothing": b"",
-}
+HELLOS = (struct.pack("<I32s", 1, b"?" * 32), struct.pack("<I32s", 1, TOKEN), b"")
+"""With a wrong token, with the right one, and of a stranger that says nothing."""
 
 
-@pytest.mark.parametrize("who", HELLOS)
 @pytest.mark.ranks(2)
-def test_a_stranger_is_turned_away_and_the_ranks_still_meet(who: str) -> None:
+def test_strangers_are_turned_away_and_the_ranks_still_meet(monkeypatch: pytest.MonkeyPatch) -> None:
     if dist.get_rank():
         met().barrier().wait()
         return
-    original, token_bytes = hub.listener_for_next, hub.secrets.token_bytes
-    strangers = []
+    original, strangers = hub.listener_for_next, []
 
-    def listener_with_a_stranger() -> object:
+    def listener_with_strangers() -> object:
         listener = original()
-        hub.secrets.token_bytes = lambda n: TOKEN[:n]
-        arguments = [listener.getsockname()[1:].decode(), HELLOS[who].hex()]
-        stranger = subprocess.Popen(
-            [sys.executable, "-I", "-S", "-c", STRANGER, *arguments], stdout=subprocess.PIPE, text=True
-        )
-        assert stranger.stdout is not None
-        assert stranger.stdout.readline() == "called\n"
-        strangers.append(stranger)
+        address = listener.getsockname()[1:].decode()
+        for hello in HELLOS:
+            command = [sys.executable, "-I", "-S", "-c", STRANGER, address, hello.hex()]
+            stranger = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+            assert stranger.stdout is not None
+            assert stranger.stdout.readline() == "called\n"
+            strangers.append(stranger)
         return listener
 
-    hub.listener_for_next = listener_with_a_stranger  # type: ignore[assignment]
-    hub.secrets.token_bytes = lambda n: TOKEN[:n]
-    try:
-        t = met()  # nobody waits for the stranger
-    finally:
-        hub.listener_for_next, hub.secrets.token_bytes = original, token_bytes
+    monkeypatch.setattr(hub, "listener_for_next", listener_with_strangers)
+    monkeypatch.setattr(hub.secrets, "token_bytes", lambda n: TOKEN[:n])
+    t = met()  # nobody waits for the strangers
     t.barrier().wait()
-    output, _ = hangs.communicate(strangers[0])
-    assert output == "turned away\n"
-
-
-# ---------------------------------------------------------------------- no library
-
-
-@contextlib.contextmanager
-def without_library() -> Iterator[None]:
-    def missing() -> NoReturn:
-        raise NativeUnavailable("the native library was not built")
-
-    found, core.native_library = core.native_library, missing  # type: ignore[assignment]
-    try:
-        yield
-    finally:
-        core.native_library = found
-
-
-def assert_falls_back(reason: str) -> None:
-    """auto takes Gloo, and rank 0 says why, once."""
-    sys.modules["syncline.session.world"]._SESSION.transports._has_warned = False  # type: ignore[attr-defined]
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        world = sl.init()
-        tensor = torch.tensor([float(world.rank + 1)])
-        for _ in range(2):
-            sl.all_reduce_(tensor, op="sum")
-        again = dist.new_group()
-        sl.barrier(group=again)
-        name = transport_of(None).name
-    assert name == "gloo"
-    assert tensor.item() == 6
-    texts = [str(warning.message) for warning in caught if "share" in str(warning.message)]
-    assert len(texts) == (1 if world.rank == 0 else 0), texts
-    for text in texts:
-        assert reason in text
-        assert "gloo sends tensors on the CPU instead, which is slower" in text
-
-
-@pytest.mark.ranks(2)
-def test_auto_without_the_library_falls_back_and_says_so_once() -> None:
-    with without_library():
-        assert_falls_back("the native library was not built")
-
-
-@pytest.mark.ranks(2)
-def test_shm_without_the_library_raises() -> None:
-    """In init, on all ranks, though only one lacks it; and the ranks can go on."""
-    rank = dist.get_rank()
-    lacking = without_library() if rank == 1 else contextlib.nullcontext()
-    with lacking, pytest.raises(SynclineError, match="rank 1: the native library was not built"):
-        sl.init(transport="shm")
-    assert sl.mean(float(rank)) == 0.5
+    assert [hangs.communicate(stranger)[0] for stranger in strangers] == ["turned away\n"] * len(HELLOS)
 
 
 # ---------------------------------------------------------------------- by lot
 
 
-@pytest.mark.real
+@pytest.mark.nightly
 def test_a_short_soak(rank_pool: RankPool) -> None:
     lines: list[str] = []
     assert soak.soak(5.0, 1, lines.append, rank_pool) == len(lines) >= 1
