@@ -33,7 +33,8 @@ def kinds(files: set[tuple[str, str]]) -> Counter[str]:
     return Counter(target.partition(":")[0] for _, target in files)
 
 
-def assert_shared_memory_adds_a_socket_for_each_neighbour() -> None:
+@pytest.mark.ranks(4)
+def test_shared_memory_adds_a_socket_for_each_neighbour() -> None:
     beneath = C10dTransport(exchanges_notices=False)  # as in sl.init
     beneath.barrier().wait()  # Gloo's connections are made
     before = open_files()
@@ -48,16 +49,6 @@ def assert_shared_memory_adds_a_socket_for_each_neighbour() -> None:
     assert added == expected
     t.barrier().wait()
     t.close()
-
-
-@pytest.mark.ranks(2)
-def test_with_two_ranks_there_is_one_more_socket() -> None:
-    assert_shared_memory_adds_a_socket_for_each_neighbour()
-
-
-@pytest.mark.ranks(4)
-def test_with_four_ranks_there_is_one_more_on_rank_0_and_no_more_than_two() -> None:
-    assert_shared_memory_adds_a_socket_for_each_neighbour()
 
 
 def store_traffic(port: int) -> tuple[int, int, int]:
@@ -81,7 +72,8 @@ def store_traffic(port: int) -> tuple[int, int, int]:
     return connections, files, requests
 
 
-def assert_a_rank_needs_no_more_of_the_store_among_more_ranks() -> None:
+@pytest.mark.ranks(8)
+def test_a_rank_sends_few_requests_to_the_store_by_one_connection() -> None:
     dist.destroy_process_group()
     world = sl.init("shm")
     ddp = sl.DistributedDataParallel(nn.Linear(20, 10))
@@ -93,14 +85,4 @@ def assert_a_rank_needs_no_more_of_the_store_among_more_ranks() -> None:
     sl.shutdown()
     assert connections == 1
     assert files <= (2 + world.size if world.rank == 0 else 0)  # the test holds the port, too
-    assert 10 < requests <= 30  # with 4 ranks as with 8; Gloo alone sends 2 for each other rank
-
-
-@pytest.mark.ranks(4)
-def test_of_four_ranks_each_sends_few_requests_to_the_store_by_one_connection() -> None:
-    assert_a_rank_needs_no_more_of_the_store_among_more_ranks()
-
-
-@pytest.mark.ranks(8)
-def test_of_eight_ranks_each_sends_as_few() -> None:
-    assert_a_rank_needs_no_more_of_the_store_among_more_ranks()
+    assert 10 < requests <= 30  # Gloo alone sends 2 for each other rank
