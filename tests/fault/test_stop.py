@@ -21,6 +21,25 @@ NUM_STEPS = 14
 """Almost three epochs of 5 steps each; a multiple of 4 is saved in any case."""
 
 
+GETS_SIGNALS = """
+import importlib.util, os, signal, sys
+spec = importlib.util.spec_from_file_location("stopping", sys.argv[1])
+stopping = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(stopping)
+now = 0.0
+stopping.time.monotonic = lambda: now
+request = stopping.StopRequest()
+assert request.listen(stopping.checked_signals(stopping.STOP_SIGNALS))
+for what in sys.argv[2:]:
+    if what == "later":
+        now += 2.5
+    else:
+        os.kill(os.getpid(), signal.Signals[what])
+assert request.why == "got " + sys.argv[2]
+raise stopping.Stopped
+"""
+
+
 def arguments(folder: Path, strategy: str, *events: str) -> list[object]:
     return [folder / "saves", folder / "report", strategy, NUM_STEPS, *events]
 
@@ -93,7 +112,6 @@ class Runs:
         )
 
 
-@pytest.mark.real
 def test_a_run_that_is_stopped_again_and_again_ends_as_if_it_had_not_been(
     tmp_path: Path, forks: Forks
 ) -> None:
@@ -153,36 +171,15 @@ def test_whenever_any_ranks_are_asked_all_stop(
     assert len(done.stderr.splitlines()) == num_stops
 
 
-@pytest.mark.parametrize(
-    ("signals", "code"),
-    [
+def test_the_second_sigterm_ends_at_once() -> None:
+    """Without torch, which takes longer to load than this."""
+    module = Path(sl.__file__).parent / "session" / "stop_request.py"
+    for signals, code in (
         (["SIGTERM"], 75),
         (["SIGTERM", "SIGTERM"], 75),  # one wish that arrives twice
         (["SIGTERM", "later", "SIGTERM"], -signal.SIGTERM),
         (["SIGUSR1", "later", "SIGTERM"], 75),
         (["SIGUSR1", "later", "SIGUSR1"], 75),
-    ],
-    ids=lambda value: " ".join(value) if isinstance(value, list) else str(int(value)),
-)
-def test_the_second_sigterm_ends_at_once(signals: list[str], code: int) -> None:
-    """Without torch, which takes longer to load than this."""
-    module = Path(sl.__file__).parent / "session" / "stop_request.py"
-    program = (
-        "import importlib.util, os, signal, sys\n"
-        f"spec = importlib.util.spec_from_file_location('stopping', {str(module)!r})\n"
-        "stopping = importlib.util.module_from_spec(spec)\n"
-        "spec.loader.exec_module(stopping)\n"
-        "now = 0.0\n"
-        "stopping.time.monotonic = lambda: now\n"
-        "request = stopping.StopRequest()\n"
-        "assert request.listen(stopping.checked_signals(stopping.STOP_SIGNALS))\n"
-        f"for what in {signals!r}:\n"
-        "    if what == 'later':\n"
-        "        now += 2.5\n"
-        "    else:\n"
-        "        os.kill(os.getpid(), signal.Signals[what])\n"
-        f"assert request.why == 'got {signals[0]}'\n"
-        "raise stopping.Stopped\n"
-    )
-    done = hangs.run([sys.executable, "-c", program])
-    assert (done.returncode, done.stderr) == (code, "")
+    ):
+        done = hangs.run([sys.executable, "-c", GETS_SIGNALS, str(module), *signals])
+        assert (done.returncode, done.stderr) == (code, ""), signals
