@@ -15,7 +15,7 @@ from syncline import tracebacks
 from syncline.session import record_failure
 from syncline.testing import run_ranks
 from syncline.tools.launch.failures import Failure, describe, is_in, read_error_file
-from syncline.transport.base import Transport
+from syncline.transport import Transport
 
 MISTAKES = {
     "sl.DistributedDataParallel(model, process_group=group, strategy='diloco')": r"sl\.DiLoCo\(\)",

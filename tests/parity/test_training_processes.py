@@ -19,7 +19,6 @@ import syncline as sl
 from support.cases import case
 from syncline.buffers.policies import BufferSync
 from syncline.session import transport_of
-from syncline.transport.agreement import exchange
 
 ON_BOTH = pytest.mark.parametrize("transport", ["shm", "c10d"])
 
@@ -345,4 +344,4 @@ def test_where_a_rank_has_no_inputs_left_the_stop_waits_for_the_end_of_join(tmp_
     with pytest.raises(SystemExit):
         step()
     assert state.step == 6
-    exchange(transport_of(None), "all are here", [])
+    transport_of().barrier().wait()
