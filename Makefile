@@ -21,6 +21,8 @@ PYTEST_FLAGS ?=
 PYTEST := $(BIN)/python -m pytest $(IN_WORKERS) --ignore tests/frameworks --ignore tests/architecture $(PYTEST_FLAGS)
 # Without byte code, each process that a test starts would compile the package anew.
 unexport PYTHONDONTWRITEBYTECODE
+# pytest loads the package before tests/conftest.py.
+test test-all test-nightly test-frameworks: export SYNCLINE_PATIENCE := 3
 
 # Accelerate, Transformers, Lightning, Ray and others, pinned, in a virtual environment of their own.
 FRAMEWORKS := .venv-frameworks
@@ -64,7 +66,7 @@ goldens: $(STAMP) ## write the whole printed reports in tests/goldens anew; look
 		tests/unit/test_plan.py tests/unit/test_report.py tests/unit/test_watch.py
 
 test-timing: $(STAMP) ## what compares times, alone on a quiet machine
-	$(PYTEST) -m timing --numprocesses 0 --durations 25
+	SYNCLINE_PATIENCE=1 $(PYTEST) -m timing --numprocesses 0 --durations 25
 
 test-nightly: $(STAMP) $(FRAMEWORKS_STAMP) ## what changes do not run: full products, packages, Ray, MPI, SLURM at length
 	HYPOTHESIS_PROFILE=nightly $(PYTEST) -m "not timing" --write-durations --durations 25

@@ -88,6 +88,8 @@ gives whole files to two processes, of which none is to begin a long one when th
 PYTEST_VARIABLE = "PYTEST_CURRENT_TEST"
 """The environment variable that pytest itself changes during a test."""
 
+# What an error says must not depend on how late a busy machine delivers the evidence. Processes of tests read this.
+os.environ.setdefault("SYNCLINE_PATIENCE", "3")
 # What tests start writes its stacks when it is ended because it hangs.
 os.environ |= hangs.FAULTHANDLER
 # What a shell starts in the background ignores Ctrl-C, and so does all that it starts. Tests send it.

@@ -23,6 +23,8 @@ from typing import Any, NamedTuple, TypeVar
 
 import pytest
 
+from syncline.environment import PATIENCE
+
 E = TypeVar("E", bound=BaseException)
 
 ROOT = Path(__file__).parents[1]
@@ -264,7 +266,9 @@ def main() -> None:
         path = Path(folder, "rows")
         path.touch()
         command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *TESTS, *sys.argv[1:]]
-        code = subprocess.run(command, cwd=ROOT, env={**os.environ, _FILE: str(path)}).returncode
+        code = subprocess.run(
+            command, cwd=ROOT, env={**os.environ, _FILE: str(path), PATIENCE: "1"}
+        ).returncode
         rows = [json.loads(line) for line in path.read_text().splitlines()]
     PAGE.write_text(page_of(rows))
     late = [

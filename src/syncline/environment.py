@@ -35,6 +35,9 @@ WHOLE_TRACEBACKS = "SYNCLINE_WHOLE_TRACEBACKS"
 EXPLAIN = "SYNCLINE_EXPLAIN"
 """The variable that `syncline explain` sets for its process, in which the other ranks are imitated."""
 
+PATIENCE = "SYNCLINE_PATIENCE"
+"""The variable that holds the factor of `patience`."""
+
 _MIN_TOKEN_CHARS = 16
 
 
@@ -65,7 +68,29 @@ def bucket_cap_mb() -> float | None:
     Raises:
         ValueError: the variable is no number above 0.
     """
-    found = os.environ.get(BUCKET_CAP_MB)
+    return _number_above_0(BUCKET_CAP_MB)
+
+
+def patience(seconds: float) -> float:
+    """Return for how long to wait for what a busy host delays: a report, an answer or a sign of life of a process.
+
+    Args:
+        seconds: how long that takes at most on a host with a core for each process. The user multiplies it where it
+            takes longer.
+
+    Raises:
+        ValueError: the variable is no number above 0.
+
+    Examples:
+        >>> patience(0.5) / patience(1.0)
+        0.5
+    """
+    return seconds * (_number_above_0(PATIENCE) or 1.0)
+
+
+def _number_above_0(name: str) -> float | None:
+    """Return the number that the user has set in a variable; None if there is none."""
+    found = os.environ.get(name)
     if not found:
         return None
     try:
@@ -73,9 +98,7 @@ def bucket_cap_mb() -> float | None:
     except ValueError:
         number = 0.0
     if not 0 < number < float("inf"):
-        raise ValueError(
-            f"expected the environment variable {BUCKET_CAP_MB} to be a number above 0, got {found!r}"
-        )
+        raise ValueError(f"expected the environment variable {name} to be a number above 0, got {found!r}")
     return number
 
 
@@ -199,9 +222,9 @@ def export(variables: Mapping[str, str], *, replace: bool = False) -> dict[str, 
 def for_child(variables: Mapping[str, str]) -> dict[str, str]:
     """Return the environment variables for a child process.
 
-    The result holds the variables of this process, except Syncline's own variables, and the entries of `variables`.
+    The result holds the variables of this process, of Syncline's own only the patience, and the entries of `variables`.
     """
-    inherited = {name: value for name, value in os.environ.items() if not name.startswith("SYNCLINE")}
+    inherited = {n: v for n, v in os.environ.items() if n == PATIENCE or not n.startswith("SYNCLINE")}
     return inherited | dict(variables)
 
 

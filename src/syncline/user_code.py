@@ -198,11 +198,6 @@ def _users_frame(frame: FrameType | None) -> FrameType | None:
     return frame
 
 
-def user_code_of_main_thread() -> str | None:
-    """Return the position of the main thread in the user's code; None if unknown. Any thread can call this function."""
-    return user_code_in_dump(dump_of_main_thread(), threading.main_thread().ident or 0)
-
-
 def user_code_in_dump(text: str, thread: int) -> str | None:
     """Read a dump, and return the position of one thread in the user's code; None if the dump has none.
 

@@ -167,11 +167,12 @@ def test_exceptions_are_needed() -> None:
         assert module in SOURCES
 
 
-def test_the_room_imports_only_errors_of_syncline() -> None:
+def test_the_room_imports_only_the_environment_and_errors_of_syncline() -> None:
     for module, source in SOURCES.items():
         if module.startswith("_torch"):
             for imported in re.findall(r"^\s*(?:from|import) (syncline[\w.]*)", source, re.MULTILINE):
-                assert imported == "syncline.errors" or imported.startswith("syncline._torch."), module
+                below = ("syncline.environment", "syncline.errors", "syncline._torch.")
+                assert imported.startswith(below), module
 
 
 def test_the_list_of_files_is_complete() -> None:

@@ -27,7 +27,7 @@ from syncline.liveness import connection as store_line
 from syncline.liveness import notices as publisher_module
 from syncline.liveness.connection import clone_of
 from syncline.liveness.notices import Publisher
-from syncline.user_code import user_code, user_code_in_dump, user_code_of_main_thread
+from syncline.user_code import dump_of_main_thread, user_code, user_code_in_dump
 
 
 class Rank:
@@ -205,9 +205,13 @@ def test_users_code_is_the_innermost_frame_that_is_neither_torchs_nor_ours_nor_p
     assert user_code(None) is None
 
 
+def place_of_main_thread() -> str | None:
+    return user_code_in_dump(dump_of_main_thread(), threading.main_thread().ident or 0)
+
+
 def test_where_the_main_thread_is_can_be_asked_from_any_thread() -> None:
     seen: list[str | None] = []
-    asking = threading.Thread(target=lambda: seen.append(user_code_of_main_thread()))
+    asking = threading.Thread(target=lambda: seen.append(place_of_main_thread()))
     asking.start()
     asking.join()
     (place,) = seen
@@ -220,11 +224,11 @@ def test_the_main_thread_can_be_asked_while_threads_of_c_come_to_python_and_go()
     # Each start of one makes the interpreter list a new thread, which Python 3.11 does too early: see main_thread.py.
     program = """
 import ctypes, threading
-from syncline.user_code import user_code_of_main_thread
+from syncline.user_code import dump_of_main_thread, user_code_in_dump
 
 def ask():
     while not done.is_set():
-        places.add(user_code_of_main_thread())
+        places.add(user_code_in_dump(dump_of_main_thread(), threading.main_thread().ident))
 
 done, places = threading.Event(), set()
 asking = threading.Thread(target=ask)

@@ -65,7 +65,7 @@ def test_a_missing_or_unreadable_pulse_counts_as_no_pulse(monkeypatch: pytest.Mo
     line.found = {}
     now += watches.SILENT_SECONDS + 1
     watch.look(line)
-    assert failures == ["rank 1 on host b has shown no sign of life for 3 s"]
+    assert failures == [f"rank 1 on host b has shown no sign of life for {watches.SILENT_SECONDS:g} s"]
 
 
 def test_the_thread_survives_errors_and_tries_again(monkeypatch: pytest.MonkeyPatch) -> None:

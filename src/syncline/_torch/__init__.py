@@ -4,7 +4,7 @@ Each file has one theme. It looks up each private name once, usually at import, 
 name. If the installed torch lacks a name, `import syncline` still works. Either the file has a fallback, documented at
 the name, or a program that uses the feature gets an error that states torch's version.
 
-Imports: errors.
+Imports: errors, environment.
 
 autograd.py        the graph tasks of the autograd engine, which are its runs
 elastic.py         torch's elastic agent, on which the launcher is based

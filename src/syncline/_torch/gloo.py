@@ -21,6 +21,7 @@ from typing import Any, Protocol
 
 from syncline._torch.lookup import lookup
 from syncline._torch.process_groups import HashStore, Store
+from syncline.environment import patience
 
 
 class Gather(Protocol):
@@ -51,7 +52,7 @@ _LOOK_SECONDS = 0.05
 """How often a rank looks at the processes of the others while Gloo connects. Gloo itself waits for up to five times its
 timeout for a rank that has ended, or fails after some attempts to connect."""
 
-_CAUSE_SECONDS = 0.5
+_CAUSE_SECONDS = patience(0.5)
 """How long a rank looks for an ended process after Gloo has failed."""
 
 

@@ -25,6 +25,7 @@ from syncline.checks import checked_flag, checked_path, did_you_mean
 from syncline.sharded.part import has_sharded_state
 from syncline.transport.base import Transport
 from syncline.user_code import calling, warn_user
+from syncline.words import format_names
 
 Key = str | int | Sequence[str | int]
 """The place of an object in a file: a key, or a sequence of keys that leads to a nested object."""
@@ -275,8 +276,8 @@ def _renamed(module: nn.Module, found: Any, name: str, path: str) -> dict[str, A
     renamed = renamed_like(found, own)
     if own and renamed.keys().isdisjoint(own):
         raise ValueError(
-            f"{name} of {path} has no entry of this {type(module).__name__}: expected keys such as {_some(own)}, got "
-            f"{_some(found)}"
+            f"{name} of {path} has no entry of this {type(module).__name__}: expected keys such as "
+            f"{format_names(list(own), noun='keys')}, got {format_names([*map(str, found)], noun='keys') or 'nothing'}"
         )
     return renamed
 
@@ -291,11 +292,6 @@ def _load_module(
     matched.missing += [f"{name}.{key}" for key in keys.missing_keys]
     matched.unused += [f"{name}.{key}" for key in keys.unexpected_keys]
     return {key: value for key, value in module.state_dict().items() if key in renamed}
-
-
-def _some(keys: Collection[Any]) -> str:
-    shown = ", ".join(map(str, list(keys)[:3]))
-    return shown + (", ..." if len(keys) > 3 else "") if keys else "nothing"
 
 
 def renamed_like(found: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:

@@ -39,6 +39,7 @@ from typing import Any, Generic, TypeVar
 import torch.distributed as dist
 
 from syncline._torch.process_groups import PrefixStore
+from syncline.environment import patience
 from syncline.errors import PeerLost
 from syncline.liveness.at_exit import AT_EXIT
 
@@ -46,7 +47,7 @@ T = TypeVar("T")
 
 _REQUEST_TIMEOUT = timedelta(seconds=1)
 
-ANSWER_SECONDS = 5.0
+ANSWER_SECONDS = patience(5.0)
 """How long a store that still runs may need for an answer on a busy host."""
 
 
@@ -220,12 +221,12 @@ def interruptibly(call: Callable[[], T], seconds: float | None = None) -> T:
 # ---------------------------------------------------------------------- connections
 
 
-_CONNECT_SECONDS = 1.0
+_CONNECT_SECONDS = patience(1.0)
 
 _CLONE_SECONDS = 20.0
 """How long a new connection may take. torch looks up the name of the other end, which takes 5 to 10 s without a DNS."""
 
-_SILENCE_SECONDS = 4.0
+_SILENCE_SECONDS = patience(4.0)
 """How long the other side of a connection may acknowledge nothing before the kernel closes the connection."""
 
 _lock = threading.Lock()

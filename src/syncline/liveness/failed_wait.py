@@ -7,6 +7,7 @@ import time
 from collections.abc import Collection, Sequence
 from dataclasses import replace
 
+from syncline.environment import patience
 from syncline.errors import (
     CollectiveMismatch,
     CollectiveTimeout,
@@ -225,20 +226,20 @@ class FailedWait:
         return health.failed(Failure(kind, "\n".join(lines)))
 
 
-_PLACES_SECONDS = 1.0
+_PLACES_SECONDS = patience(1.0)
 """How long a rank that has detected different calls waits for the places of its peers, in seconds."""
 
 _PAUSE_SECONDS = 0.005
 
 _MAX_PAUSE_SECONDS = 0.1
 
-_LOCAL_CAUSE_SECONDS = 0.75
+_LOCAL_CAUSE_SECONDS = patience(0.75)
 """How long to search for the cause of a closed connection, in seconds, if the end of each peer is detected at once.
 
 The end of each peer is detected at once if all ranks are on this host, or if there are only two ranks.
 """
 
-_REMOTE_CAUSE_SECONDS = SIGN_OF_LIFE_SECONDS + 1.5
+_REMOTE_CAUSE_SECONDS = SIGN_OF_LIFE_SECONDS + patience(1.5)
 """How long to search for the cause of a closed connection, in seconds, if ranks on other hosts may have ended.
 
 Each rank that still runs publishes a report within this time.

@@ -19,6 +19,7 @@ from typing import Any
 
 from torch.distributed import DistStoreError
 
+from syncline.environment import patience
 from syncline.errors import CollectiveTimeout, PeerLost, SynclineError
 from syncline.liveness.store import SignedStore
 from syncline.words import describe_ranks, end_of_processes
@@ -31,7 +32,7 @@ _AT_ONCE = 3
 
 _ALL = " and all"
 
-_GRACE_SECONDS = 5.0
+_GRACE_SECONDS = patience(5.0)
 """How long a rank still waits for rank 0 after the deadline, if the texts of all ranks are in the store."""
 
 _BYTES_PER_RANK = 1 << 16

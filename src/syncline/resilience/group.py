@@ -46,10 +46,10 @@ _POLL_SECONDS = 0.001
 _JOIN_POLL_SECONDS = 0.01
 """How often a process that wants to join asks whether the others have taken it in. They may train for long."""
 
-_DISCONNECTING_SECONDS = 10.0
+_DISCONNECTING_SECONDS = environment.patience(10.0)
 """How long a rank that has disconnected may take until it reports."""
 
-_CAUSE_SECONDS = 0.5
+_CAUSE_SECONDS = environment.patience(0.5)
 """How long a rank looks for a lost rank after an error whose class does not say that there is one."""
 
 _NEWCOMER_SECONDS = 0.5

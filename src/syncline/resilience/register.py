@@ -31,6 +31,7 @@ from typing import Any, NoReturn, TypeVar
 
 import torch.distributed as dist
 
+from syncline.environment import patience
 from syncline.errors import PeerLost, SynclineError
 from syncline.liveness.connection import ANSWER_SECONDS, StoreConnection
 from syncline.liveness.processes import RankProcess
@@ -41,7 +42,7 @@ from syncline.user_code import warn_user
 
 T = TypeVar("T")
 
-SILENT_SECONDS = 3.0
+SILENT_SECONDS = patience(3.0)
 """The time without a pulse after which a process shows no sign of life. A busy host delays pulses."""
 
 _POLL_SECONDS = 0.001

@@ -56,7 +56,7 @@ _LOST = ("connection closed", "connection reset", "broken pipe")
 They are fewer than those of `is_of_backend`: while ranks connect, a wrong network interface is no lost rank.
 """
 
-_READ_SECONDS = 10.0
+_READ_SECONDS = environment.patience(10.0)
 """How long rank 0 keeps the store open after an error, in seconds, so that the other ranks can read the reason."""
 
 

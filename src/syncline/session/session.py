@@ -67,10 +67,10 @@ from syncline.transport.base import Transport
 from syncline.transport.c10d import C10dTransport
 from syncline.user_code import warn_user
 
-_REFUSAL_SECONDS = 10.0
+_REFUSAL_SECONDS = environment.patience(10.0)
 """How long a rank with invalid arguments waits for the other ranks, in seconds, so that they raise the error, too."""
 
-_REGROUP_SECONDS = 10.0
+_REGROUP_SECONDS = environment.patience(10.0)
 """How long ranks that are all about to connect may take, in seconds. A rank that is stopped meanwhile costs this time.
 """
 

@@ -20,6 +20,7 @@ from typing import ClassVar, Protocol
 
 from torch import Tensor
 
+from syncline.environment import patience
 from syncline.errors import SynclineError
 from syncline.liveness.board import Place, Wait
 from syncline.liveness.calls import Call
@@ -229,7 +230,7 @@ def look_period_seconds(rank: int, size: int) -> float:
     return _LOOK_SECONDS * size / _MANY_RANKS * (1 if is_lookout else _RARELY)
 
 
-_SILENCE_SECONDS = 2 * SIGN_OF_LIFE_SECONDS
+_SILENCE_SECONDS = SIGN_OF_LIFE_SECONDS + patience(5.0)
 """How long a rank must have published nothing before its peers warn about it."""
 
 _STOPPED = "whose process is stopped (by SIGSTOP, Ctrl-Z or a debugger)"

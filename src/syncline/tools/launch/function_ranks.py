@@ -45,13 +45,10 @@ from syncline.tools.launch.failures import Failure, describe, first_failure, rea
 from syncline.tools.launch.function_rank import RankTask, run_rank
 from syncline.tools.launch.guardian import Guardian, running_processes
 from syncline.tools.launch.output import Forwarder
-from syncline.tools.launch.stopping import REPORT_SECONDS
+from syncline.tools.launch.stopping import GRACE_SECONDS, REPORT_SECONDS
 from syncline.words import describe_ranks
 
-_GRACE_SECONDS = 5.0
-"""The time that ranks have to end after a signal, until they are killed."""
-
-_STACKS_SECONDS = 0.5
+_STACKS_SECONDS = environment.patience(0.5)
 """The time that ranks have to print their stacks after a timeout."""
 
 
@@ -214,11 +211,11 @@ class FunctionRanks:
         for rank in self._running():
             self._signal(rank, number)
         try:
-            self._wait_some(_GRACE_SECONDS)
+            self._wait_some(GRACE_SECONDS)
         finally:  # also at a second Ctrl-C
             for rank in self._running():
                 self._signal(rank, signal.SIGKILL)
-        self._wait_some(_GRACE_SECONDS)
+        self._wait_some(GRACE_SECONDS)
 
     def _signal(self, rank: int, number: signal.Signals) -> None:
         process = self._processes[rank]

@@ -23,6 +23,7 @@ from datetime import timedelta
 from functools import partial
 
 from syncline._torch.process_groups import PrefixStore, TCPStore
+from syncline.environment import patience
 from syncline.errors import PeerLost
 from syncline.liveness.connection import StoreSilent, interruptibly
 from syncline.liveness.store import SignedStore
@@ -31,7 +32,7 @@ from syncline.session.listening import is_of_this_host
 
 _PULSE_SECONDS = 1.0
 
-_SILENT_SECONDS = 15.0
+_SILENT_SECONDS = patience(15.0)
 """The time without a pulse after which a launcher is not waited for. Its ranks have given up by then."""
 
 _POLL_SECONDS = 0.05

@@ -44,6 +44,7 @@ from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.multiprocessing.api import RunProcsResult, SubprocessContext
 
 from syncline._torch import elastic
+from syncline.environment import patience
 from syncline.session.stop_request import EXIT_STOPPED, SAME_REQUEST_SECONDS
 from syncline.tools.launch.guardian import Guardian, RunningProcess, is_marked, running_processes
 from syncline.tools.launch.losses import Losses, processes_of
@@ -53,7 +54,7 @@ Ended = dict[int, tuple[int, int]]
 
 _POLL_SECONDS = 0.01
 
-REPORT_SECONDS = 2.0
+REPORT_SECONDS = patience(2.0)
 """The time that the other ranks have to end by themselves and to record their own errors, after a rank has failed."""
 
 _STOPPING_SECONDS = 60.0
@@ -62,7 +63,8 @@ _STOPPING_SECONDS = 60.0
 When the first rank ends, all ranks have already saved.
 """
 
-_GRACE_SECONDS = 5.0
+GRACE_SECONDS = 5.0
+"""The time that ranks have to end after a signal, until they are killed."""
 
 _SAVING_SECONDS = 30.0
 
@@ -344,7 +346,7 @@ class Interruption:
         is_stop = self.received == signal.SIGTERM
         seconds = self._shutdown_seconds
         if seconds is None:
-            seconds = _SAVING_SECONDS if is_stop else _GRACE_SECONDS
+            seconds = _SAVING_SECONDS if is_stop else GRACE_SECONDS
         # Use a kernel timer, not a thread, because this runs between any two instructions of the main thread.
         signal.setitimer(signal.ITIMER_REAL, max(seconds, 0.001))
         if self._workers.are_running:

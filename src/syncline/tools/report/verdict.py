@@ -71,9 +71,6 @@ class Finding:
     weight: float = 0.0
     """The part of a step that the finding is about. Findings are ordered by it."""
 
-    def __str__(self) -> str:
-        return " ".join(part for part in (self.headline, self.detail, self.cure) if part)
-
 
 def verdict_on(run: Run, figures: Figures | None) -> list[Finding]:
     """Return the findings about a run, the most important first. What is wrong comes before what takes time.
