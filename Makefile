@@ -21,8 +21,6 @@ PYTEST_FLAGS ?=
 PYTEST := $(BIN)/python -m pytest $(IN_WORKERS) --ignore tests/frameworks --ignore tests/architecture $(PYTEST_FLAGS)
 # Without byte code, each process that a test starts would compile the package anew.
 unexport PYTHONDONTWRITEBYTECODE
-# pytest loads the package before tests/conftest.py.
-test test-all test-nightly test-frameworks: export SYNCLINE_PATIENCE := 3
 
 # Accelerate, Transformers, Lightning, Ray and others, pinned, in a virtual environment of their own.
 FRAMEWORKS := .venv-frameworks
@@ -62,8 +60,7 @@ test-all: $(STAMP) ## all that each change must pass: also kills, launchers, hos
 	$(PYTEST) -m "not timing and not nightly"
 
 goldens: $(STAMP) ## write the whole printed reports in tests/goldens anew; look at what git shows of them
-	SYNCLINE_GOLDENS=write $(BIN)/python -m pytest -q tests/unit/test_bench.py tests/unit/test_explain.py \
-		tests/unit/test_plan.py tests/unit/test_report.py tests/unit/test_watch.py
+	SYNCLINE_GOLDENS=write $(BIN)/python -m pytest -q $$(grep -rl 'import assert_golden' tests --include 'test_*.py')
 
 test-timing: $(STAMP) ## what compares times, alone on a quiet machine
 	SYNCLINE_PATIENCE=1 $(PYTEST) -m timing --numprocesses 0 --durations 25

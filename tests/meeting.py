@@ -6,15 +6,47 @@ import fcntl
 import os
 import signal
 import threading
-import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch.distributed as dist
 
+from support.states import wait_until
 from syncline.liveness.connection import innermost
 
-__all__ = ["end_by_sigkill", "in_threads", "meet_at_the_store", "stop"]
+__all__ = [
+    "end_by_sigkill",
+    "group_store",
+    "in_threads",
+    "meet_at_the_store",
+    "stop",
+    "tell",
+    "texts_of_all_ranks",
+    "wait_for",
+]
+
+
+def group_store() -> dist.Store:
+    """Return the store at which the ranks of a test have met: it works whatever happens to their transport."""
+    group = dist.group.WORLD
+    assert group is not None
+    return group.get_group_store()
+
+
+def tell(key: str) -> None:
+    """Let the ranks go on that `wait_for` this key."""
+    group_store().set(key, "")
+
+
+def wait_for(key: str) -> None:
+    """Wait until a rank has called `tell` with this key."""
+    group_store().wait([key])
+
+
+def texts_of_all_ranks(text: str) -> list[str]:
+    """Return what each rank has passed, in the order of ranks. Each test can call this once."""
+    group_store().set(f"text {dist.get_rank()}", text)
+    return [group_store().get(f"text {rank}").decode() for rank in range(dist.get_world_size())]
 
 
 def meet_at_the_store(key: str = "meeting", *, without: int | None = None) -> None:
@@ -27,9 +59,7 @@ def meet_at_the_store(key: str = "meeting", *, without: int | None = None) -> No
         key: a name of the meeting, which only its first use in a test may have.
         without: the rank that was killed; None if all ranks are there.
     """
-    group = dist.group.WORLD
-    assert group is not None
-    store = group.get_group_store()
+    store = group_store()
     store.set(f"{key} {dist.get_rank()}", "")
     store.wait([f"{key} {rank}" for rank in range(dist.get_world_size()) if rank != without])
 
@@ -43,15 +73,12 @@ def end_by_sigkill() -> None:
 
 def stop(pid: int) -> None:
     """Stop a rank, but not while it has locked the file of the tests' store: nobody could use that then."""
-    deadline = time.monotonic() + 20
     while True:
         os.kill(pid, signal.SIGSTOP)
-        while not _all_threads_stand_still(pid):
-            assert time.monotonic() < deadline
+        wait_until(lambda: _all_threads_stand_still(pid))
         if _store_is_free():
             return
         os.kill(pid, signal.SIGCONT)
-        assert time.monotonic() < deadline
 
 
 def _all_threads_stand_still(pid: int) -> bool:
@@ -72,7 +99,7 @@ def _store_is_free() -> bool:
 
 
 def _path_of_the_store() -> str:
-    path: str = innermost(dist.group.WORLD.get_group_store()).path  # type: ignore[union-attr]
+    path: str = innermost(group_store()).path
     return path
 
 

@@ -222,7 +222,8 @@ def export(variables: Mapping[str, str], *, replace: bool = False) -> dict[str, 
 def for_child(variables: Mapping[str, str]) -> dict[str, str]:
     """Return the environment variables for a child process.
 
-    The result holds the variables of this process, of Syncline's own only the patience, and the entries of `variables`.
+    The child inherits the variables of this process. Of Syncline's own variables, it inherits only the patience, and
+    gets those in `variables`.
     """
     inherited = {n: v for n, v in os.environ.items() if n == PATIENCE or not n.startswith("SYNCLINE")}
     return inherited | dict(variables)

@@ -10,24 +10,10 @@ import torch
 import torch.distributed as dist
 
 import syncline as sl
+from meeting import tell, texts_of_all_ranks, wait_for
 from syncline import CollectiveMismatch, CollectiveTimeout, UnevenInputs
 from syncline.session import transport_of
 from syncline.transport import C10dTransport
-
-
-def texts_of_all_ranks(text: str) -> list[str]:
-    """What each rank says, told by the store: the transport is broken."""
-    store = dist.group.WORLD.get_group_store()  # type: ignore[union-attr]
-    store.set(f"text {dist.get_rank()}", text)
-    return [store.get(f"text {rank}").decode() for rank in range(dist.get_world_size())]
-
-
-def wait_for(key: str) -> None:
-    dist.group.WORLD.get_group_store().wait([key])  # type: ignore[union-attr]
-
-
-def tell(key: str) -> None:
-    dist.group.WORLD.get_group_store().set(key, "")  # type: ignore[union-attr]
 
 
 @pytest.mark.ranks(2)
@@ -105,7 +91,7 @@ def test_a_timeout_names_the_absent_rank_its_step_its_phase_and_its_line() -> No
         t.barrier().wait()
     tell("rank 0 gave up")
     first, call, _, about_rank_1, *_ = str(caught.value).splitlines()
-    line = r"test_board_processes.py:\d+ in wait_for"
+    line = r"meeting\.py:\d+ in wait_for"
     assert re.fullmatch(rf"rank 1 did not reach barrier within 1\.5 s; last seen at {line}", first)
     assert re.fullmatch(
         r"barrier \(call 1 on the main lane\) failed after \d+\.\d s on rank 0 of 2 over gloo", call

@@ -13,10 +13,10 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 
 import syncline as sl
+from meeting import group_store
 from syncline.transport import C10dTransport, HierarchicalTransport, Transport
 from syncline.transport.shared_memory import SharedMemoryTransport
 
@@ -36,12 +36,11 @@ KINDS: dict[str, dict[str, Any]] = {
 
 def left() -> dict[str, int]:
     """What this process has open."""
-    store = dist.group.WORLD.get_group_store()  # type: ignore[union-attr]
     return {
         "files": len(os.listdir("/proc/self/fd")),
         "maps of memory files": Path("/proc/self/maps").read_text().count("memfd:"),
         "threads": len(os.listdir("/proc/self/task")),
-        "keys": store.num_keys(),
+        "keys": group_store().num_keys(),
         "bytes of memory": resource.getpagesize() * int(Path("/proc/self/statm").read_text().split()[1]),
     }
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import syncline as sl
 from failure_rows import record, recorded
-from meeting import end_by_sigkill
+from meeting import end_by_sigkill, tell, texts_of_all_ranks, wait_for
 from syncline import CollectiveMismatch, ContractMismatch, PeerLost, SynclineError, UnevenInputs
 
 both_transports = pytest.mark.parametrize("transport", ["shm", "c10d"])
@@ -45,13 +45,6 @@ def wrapped(
 
 def step(ddp: nn.Module, scale: float = 1.0) -> None:
     (scale * ddp(torch.randn(5, 3))).square().mean().backward()
-
-
-def everybody_says(error: BaseException) -> list[str]:
-    """What each rank says, exchanged by the store, for no collective works any more."""
-    store = dist.group.WORLD.get_group_store()  # type: ignore[union-attr]
-    store.set(f"text {dist.get_rank()}", str(error))
-    return [store.get(f"text {rank}").decode() for rank in range(dist.get_world_size())]
 
 
 # ---------------------------------------------------------------------- a rank has ended, or does not come
@@ -127,14 +120,13 @@ def test_a_backward_through_the_module_on_one_rank_alone_is_uneven(transport: st
 @both_transports
 def test_a_rank_that_does_not_come_is_named_after_the_timeout(transport: str) -> None:
     sl.init(transport=transport, timeout=2)
-    store = dist.group.WORLD.get_group_store()  # type: ignore[union-attr]
     if dist.get_rank() == 1:
-        store.wait(["given up"])
+        wait_for("given up")
         return
     text = "rank 1 did not reach sl.barrier within 2 s; "
     with recorded("absent", transport, sl.CollectiveTimeout, text):
         sl.barrier()
-    store.set("given up", "")
+    tell("given up")
 
 
 # ---------------------------------------------------------------------- ranks make different calls
@@ -148,7 +140,7 @@ def test_a_backward_left_out_inside_of_join_is_a_mismatch_on_both() -> None:
             loss = ddp(torch.ones(2, 3)).sum()
             if dist.get_rank() == 0:
                 loss.backward()
-    for text in everybody_says(caught.value):
+    for text in texts_of_all_ranks(str(caught.value)):
         assert "rank 0: step 1, backward, bucket 0, waiting in all_reduce(sum)" in text
         assert "rank 1: step 1, forward, waiting in torch.distributed.all_reduce of Join" in text
 
@@ -161,7 +153,7 @@ def test_no_sync_around_a_backward_alone_inside_of_join_is_an_error_on_both() ->
             loss = ddp(torch.randn(5, 3)).square().mean()
             with ddp.no_sync():
                 loss.backward()
-    assert any("join" in text for text in everybody_says(caught.value))
+    assert any("join" in text for text in texts_of_all_ranks(str(caught.value)))
 
 
 @pytest.mark.ranks(2)
@@ -172,7 +164,7 @@ def test_a_rank_that_has_fewer_batches_and_waits_in_another_call_is_a_mismatch_o
     ddp = wrapped(transport)
     with recorded("other call", transport, CollectiveMismatch) as caught:
         sl.mean(1.0) if dist.get_rank() == 1 else step(ddp)
-    for text in everybody_says(caught.value):
+    for text in texts_of_all_ranks(str(caught.value)):
         assert "rank 0: step 3, backward, bucket 0, waiting in all_reduce(sum)" in text
         assert "rank 1: step 2, after backward, waiting in sl.mean (call " in text
         assert text.count("at test_loud_failures.py:") == 2
@@ -186,7 +178,7 @@ def test_a_batch_skipped_on_one_rank_of_a_net_with_buffers_is_a_mismatch_on_both
             loss = ddp(torch.randn(5, 3)).sum()
             if dist.get_rank() == 0:
                 loss.backward()
-    for text in everybody_says(caught.value):
+    for text in texts_of_all_ranks(str(caught.value)):
         assert "rank 0: step 3, backward, bucket 0, waiting in all_reduce(sum)" in text
         assert "rank 1: step 3, forward, waiting in broadcast(from rank 0)" in text
 
@@ -201,7 +193,7 @@ def test_a_module_that_changed_on_one_rank_is_a_mismatch_on_both() -> None:
         net.first.requires_grad_(True)
     with pytest.raises(CollectiveMismatch) as caught:
         step(ddp)
-    for text in everybody_says(caught.value):
+    for text in texts_of_all_ranks(str(caught.value)):
         assert "rank 0: step 2, backward, bucket 0" in text
         assert "rank 1: step 2, backward, where Net has changed since it was wrapped" in text
 
@@ -227,7 +219,7 @@ def test_uneven_evaluation_before_a_collective_of_torchs_own_is_a_mismatch_on_bo
         for _ in range(3 + 2 * dist.get_rank()):
             seen += ddp(torch.randn(5, 3)).sum().detach()
         dist.all_reduce(seen)
-    for text in everybody_says(caught.value):
+    for text in texts_of_all_ranks(str(caught.value)):
         assert "rank 0: step 3, after forward, waiting in torch.distributed.all_reduce (call " in text
         assert "rank 1: step 3, forward in eval mode, waiting in broadcast(from rank 0)" in text
         assert text.count("at test_loud_failures.py:") == 2
@@ -263,7 +255,7 @@ def test_who_evaluates_alone_is_told_how(others: str) -> None:
         return
     with pytest.raises(CollectiveMismatch) as caught:
         ddp(torch.randn(5, 3)) if dist.get_rank() == 0 else sl.mean(1.0)
-    for text in everybody_says(caught.value):
+    for text in texts_of_all_ranks(str(caught.value)):
         assert "rank 0: step 3, forward in eval mode, waiting in broadcast(from rank 0)" in text
         assert advice in text
 

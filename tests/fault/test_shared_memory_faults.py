@@ -25,7 +25,7 @@ from torch import Tensor
 import hangs
 import syncline as sl
 from failure_rows import record
-from meeting import stop
+from meeting import group_store, stop, tell, wait_for
 from syncline import PeerLost, SynclineError
 from syncline.native import NativeUnavailable, find_library
 from syncline.session import transport_of
@@ -50,10 +50,6 @@ def met(timeout_seconds: float = 3000) -> SharedMemoryTransport:
     transport = SharedMemoryTransport.over(C10dTransport(timeout_seconds=timeout_seconds))
     assert isinstance(transport, SharedMemoryTransport)
     return transport
-
-
-def store() -> dist.Store:
-    return dist.group.WORLD.get_group_store()  # type: ignore[union-attr]
 
 
 def die() -> None:
@@ -115,12 +111,12 @@ def test_nothing_is_left_of_a_rank_that_was_killed(monkeypatch: pytest.MonkeyPat
 
     def noted() -> object:
         listener = original()
-        store().set("address", listener.getsockname()[1:])
+        group_store().set("address", listener.getsockname()[1:])
         return listener
 
     monkeypatch.setattr(hub, "listener_for_next", noted)
     t = met()
-    address = store().get("address").decode()
+    address = group_store().get("address").decode()
     tensor = t.allocate(LARGE_NUMEL, torch.float32, CPU)
     t.barrier().wait()
     if t.rank == 1:
@@ -164,14 +160,14 @@ def test_an_address_goes_with_the_rank_that_listens_there(monkeypatch: pytest.Mo
             listener = original()
             address = listener.getsockname()[1:].decode()
             assert address in Path("/proc/net/unix").read_text()
-            store().set("address", address)
+            group_store().set("address", address)
             die()
 
         monkeypatch.setattr(hub, "listener_for_next", listen_and_die)
     with pytest.raises(SynclineError):
         met()
     deadline = time.monotonic() + 10
-    while store().get("address").decode() in Path("/proc/net/unix").read_text():
+    while group_store().get("address").decode() in Path("/proc/net/unix").read_text():
         assert time.monotonic() < deadline
         time.sleep(0.001)  # its end was noticed before the kernel had closed what it held
 
@@ -209,7 +205,7 @@ def test_a_rank_that_is_stopped_is_named_each_time_and_all_goes_on_when_it_conti
     for moment in ("stopped", "stopped again"):
         total = torch.full((LARGE_NUMEL,), float(t.rank + 1))
         if t.rank == 1:
-            store().wait([moment])
+            wait_for(moment)
             t.all_reduce(total).wait()
         else:
             reduce_with_a_stopped_peer(t, total, moment, pid)
@@ -221,7 +217,7 @@ def reduce_with_a_stopped_peer(t: Transport, total: torch.Tensor, moment: str, p
     while (place := t.health.places().get(1)) is None or place.step != 3:  # type: ignore[attr-defined]
         time.sleep(0.01)
     stop(pid)
-    store().set(moment, "")
+    tell(moment)
     began, told = time.monotonic(), []
 
     def continue_it(message: Warning | str, _: object, filename: str, *__: object) -> None:

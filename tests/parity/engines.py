@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 import torch
 
 import syncline as sl
+from support.cases import case
 from syncline.transport import C10dTransport, HierarchicalTransport, Transport
 from syncline.transport.shared_memory import SharedMemoryTransport
 
@@ -26,11 +27,8 @@ def engines() -> Iterator[Transport]:
 def on_every_engine(*programs: Callable[[Transport], None]) -> None:
     for transport in engines():
         for program in programs:
-            try:
+            with case(program.__name__, transport.name):
                 program(transport)
-            except BaseException as error:
-                error.add_note(f"in {program.__name__} over {transport.name}")
-                raise
         transport.close()
 
 

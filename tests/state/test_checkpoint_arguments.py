@@ -132,7 +132,7 @@ def test_what_is_told_on_one_rank_alone(tmp_path: Path) -> None:
 def test_what_torch_has_saved(tmp_path: Path) -> None:
     path = tmp_path / "saved.pt"
     torch.save({"model": state().named["model"].state_dict(), "step": 3}, path)
-    like = 'expected names to be a dict from names of this state to keys of the file, such as {"model"'
+    like = 'expected names to map names of this state to keys of the file, such as {"model"'
     cases: list[Case] = [
         ({"names": "model"}, TypeError, like),
         ({"names": {"model": 3.5}}, TypeError, "expected names['model'] to be a key of the file"),

@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from meeting import end_by_sigkill, meet_at_the_store
+from meeting import end_by_sigkill, group_store, meet_at_the_store, texts_of_all_ranks
 from support.cases import case
 from syncline import CollectiveMismatch, CollectiveTimeout, PeerFailed, PeerLost, SynclineError
 from syncline.liveness import (
@@ -37,12 +37,6 @@ def met() -> C10dTransport:
     t.barrier().wait()
     meet_at_the_store()
     return t
-
-
-def group_store() -> dist.Store:
-    group = dist.group.WORLD
-    assert group is not None
-    return group.get_group_store()
 
 
 @pytest.mark.ranks(3, killed=[2])
@@ -166,13 +160,6 @@ def test_different_calls_of_one_number_are_a_mismatch_long_before_the_deadline()
     assert "rank 1: before the first step, waiting in barrier (call 1 on the main lane)" in lines[2]
 
 
-def texts_of_all_ranks(text: str) -> list[str]:
-    """What each rank says, told by the store: the transport is broken."""
-    store = group_store()
-    store.set(f"text {dist.get_rank()}", text)
-    return [store.get(f"text {rank}").decode() for rank in range(dist.get_world_size())]
-
-
 @pytest.mark.ranks(2)
 def test_a_wait_ends_at_its_own_deadline_or_at_that_of_the_transport() -> None:
     for of_transport, of_wait, told in (
@@ -183,8 +170,12 @@ def test_a_wait_ends_at_its_own_deadline_or_at_that_of_the_transport() -> None:
     ):
         t = C10dTransport(dist.new_group(), timeout_seconds=of_transport)
         if t.rank == 0:
-            with case(of_transport, of_wait), pytest.raises(CollectiveTimeout, match=f"within {told} s"):
-                t.all_reduce(torch.zeros(1)).wait(of_wait)
+            with case(of_transport, of_wait):
+                with pytest.raises(CollectiveTimeout, match=f"within {told} s") as caught:
+                    t.all_reduce(torch.zeros(1)).wait(of_wait)
+                took = re.search(r"failed after ([\d.]+) s", str(caught.value))
+                assert took is not None
+                assert float(took[1]) > float(told) - 0.1
 
 
 @pytest.mark.ranks(2)

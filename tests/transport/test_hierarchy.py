@@ -15,7 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from meeting import end_by_sigkill, meet_at_the_store
+from meeting import end_by_sigkill, meet_at_the_store, tell, wait_for
 from support.cases import case
 from syncline import CollectiveMismatch, CollectiveTimeout, PeerFailed, PeerLost, SynclineError, UnevenInputs
 from syncline.transport import C10dTransport, HierarchicalTransport, Transport, Work, hierarchy
@@ -29,14 +29,6 @@ def over_hosts(hosts: str, timeout_seconds: float = 3000) -> Transport:
     """By default, who waits until the timeout hangs."""
     beneath = C10dTransport(timeout_seconds=timeout_seconds)
     return HierarchicalTransport.over(beneath, host=hosts[beneath.rank])
-
-
-def tell(key: str) -> None:
-    dist.group.WORLD.get_group_store().set(key, "")  # type: ignore[union-attr]
-
-
-def wait_for(key: str) -> None:
-    dist.group.WORLD.get_group_store().wait([key])  # type: ignore[union-attr]
 
 
 @contextmanager

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 import syncline as sl
 from support.cases import case
+from support.functions import Fails
 from support.threads import on_threads
 from syncline import SynclineError, UnreducedGradients
 from syncline.testing import run_ranks
@@ -446,16 +447,6 @@ def test_a_converted_module_is_followed_with_its_hooks(monkeypatch: pytest.Monke
 
 
 # ---------------------------------------------------------------------- backwards that were interrupted
-
-
-class Fails(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        raise KeyError("in the program's backward")
 
 
 @on_threads(2)

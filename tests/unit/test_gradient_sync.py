@@ -18,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 import hangs
 from support.cases import case
+from support.functions import Fails
 from support.threads import on_threads
 from support.verbs import error_of_all
 from syncline import DistributedDataParallel as DDP
@@ -350,16 +351,6 @@ def test_create_graph_is_refused_for_shards(t: Transport) -> None:
 
 
 # ---------------------------------------------------------------------- what cannot be right is refused
-
-
-class Fails(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        raise KeyError("in the user's backward")
 
 
 @on_threads(2)

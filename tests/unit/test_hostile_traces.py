@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 from made_traces import MadeRank, MadeRun, rows
 
+from support.cases import case
 from syncline.tools.cli import main
 
 NAME = "rank-{rank}.host-1.000000.trace.jsonl"
@@ -100,11 +101,8 @@ def test_whatever_a_trace_says_it_is_printed_or_refused(
         directory = tmp_path / f"seed-{seed}"
         directory.mkdir()
         written(directory, random.Random(seed))
-        try:
+        with case("seed", seed):
             assert_printed_or_refused(directory, capsys)
-        except BaseException as error:
-            error.add_note(f"with seed {seed}")
-            raise
 
 
 def test_names_reach_the_terminal_as_text(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -18,6 +18,7 @@ import torch.distributed as dist
 import hangs
 from meeting import in_threads
 from support.cases import case
+from support.states import wait_until
 from syncline import PeerLost
 from syncline.liveness import Place, SignedStore, StoreConnection, StoreMedium
 from syncline.liveness.connection import StoreSilent, interruptibly
@@ -89,8 +90,7 @@ def connection_to(port: int) -> StoreConnection:
 def stop(pid: int) -> None:
     """Stop a process, and wait until it is stopped: until then it can answer."""
     os.kill(pid, signal.SIGSTOP)
-    while Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2][0] != "T":
-        time.sleep(0.001)
+    wait_until(lambda: Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2][0] == "T")
 
 
 def test_notices_at_a_stopped_store_are_left_out_until_it_runs_again(server: tuple[int, int]) -> None:
@@ -102,10 +102,7 @@ def test_notices_at_a_stopped_store_are_left_out_until_it_runs_again(server: tup
         assert medium.read("place/0") is None
     finally:
         os.kill(pid, signal.SIGCONT)
-    deadline = time.monotonic() + 20
-    while medium.read("place/0") is None:
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    wait_until(lambda: medium.read("place/0") is not None)
 
 
 def test_signal_handlers_run_while_a_call_blocks() -> None:

@@ -79,7 +79,7 @@ def _checked(names: object, besides: object) -> tuple[dict[str, Key | None], lis
     names = {} if names is None else names
     if not isinstance(names, Mapping) or not all(isinstance(name, str) for name in names):
         raise TypeError(
-            "expected names to be a dict from names of this state to keys of the file, such as "
+            "expected names to map names of this state to keys of the file, such as "
             f'{{"model": "net"}}, got {names!r}'
         )
     for name, key in names.items():

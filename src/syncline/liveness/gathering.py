@@ -145,7 +145,7 @@ def _wait(
     lookout: Lookout | None = None,
     keys: Sequence[str] = (),
 ) -> bool:
-    """Wait for some messages, and look at processes meanwhile. Return whether the messages are there in time.
+    """Wait for some messages, and look for ended processes meanwhile. Return False if one is missing at the timeout.
 
     Args:
         messages: the store.

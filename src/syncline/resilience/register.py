@@ -222,7 +222,7 @@ class Register:
         self._line.ask(lambda store: store.set(f"report {generation} {report.member}", text))
 
     def stop_others(self, generation: int) -> None:
-        """Make the other members stop for a generation, also those that do not notice it by the transport."""
+        """Ask the other members to stop for a new generation. This also reaches those whose transport still works."""
         self._line.ask(lambda store: store.set(f"stopping {generation}", self._name))
 
     def propose(self, membership: Membership) -> None:

@@ -230,7 +230,7 @@ def meaning(states: Sequence[RankState], now: float) -> str:
     """Return a sentence that says how the run is going, and where to look if it stands still."""
     gone = [one.rank for one in states if one.is_gone(now)]
     if gone:
-        return f"{_capital(describe_ranks(gone))} {'shows' if len(gone) == 1 else 'show'} no sign of life."
+        return f"{describe_ranks(gone).capitalize()} {'shows' if len(gone) == 1 else 'show'} no sign of life."
     alive = [one for one in states if one.end is None]
     if not alive:
         ends = {one.rank: one.end for one in states if one.end is not None}
@@ -256,9 +256,7 @@ def meaning(states: Sequence[RankState], now: float) -> str:
             else "do not: look at the lines where they are"
         )
         wait = "waits" if len(waiting) == 1 else "wait"
-        return (
-            f"{text} {_capital(describe_ranks(waiting))} {wait} for others; {describe_ranks(others)} {verb}."
-        )
+        return f"{text} {describe_ranks(waiting).capitalize()} {wait} for others; {describe_ranks(others)} {verb}."
     if waiting:
         return f"{text} All of them wait: compare the calls in which they wait."
     return text
@@ -278,7 +276,3 @@ def _waits_for_whom(states: Mapping[int, RankState]) -> str:
         f"Training; the others wait {100 * median(others):.0f} % of the time, rank {least} "
         f"{100 * shares[least]:.0f} % (medians): they wait for it."
     )
-
-
-def _capital(text: str) -> str:
-    return text[:1].upper() + text[1:]
