@@ -28,7 +28,7 @@ FRAMEWORKS_STAMP := $(FRAMEWORKS)/.installed
 TEST_FRAMEWORKS ?= tests/frameworks
 NIGHTLY ?= not nightly
 
-.PHONY: help setup train test test-all goldens test-timing test-nightly test-gpu test-torch test-frameworks docs docs-serve wheels soak failure-matrix fuzz check \
+.PHONY: help setup train test test-all goldens ratchet test-timing test-nightly test-gpu test-torch test-frameworks docs docs-serve wheels soak failure-matrix fuzz check \
 	format bench bench-baseline bench-compare clean
 
 help: ## list the targets
@@ -61,6 +61,9 @@ test-all: $(STAMP) ## all that each change must pass: also kills, launchers, hos
 
 goldens: $(STAMP) ## write the whole printed reports in tests/goldens anew; look at what git shows of them
 	SYNCLINE_GOLDENS=write $(BIN)/python -m pytest -q $$(grep -rl 'import assert_golden' tests --include 'test_*.py')
+
+ratchet: $(STAMP) ## write what has become smaller into tests/architecture/ratchets.toml
+	SYNCLINE_RATCHETS=write $(BIN)/python -m pytest -q tests/architecture/test_ratchets.py
 
 test-timing: $(STAMP) ## what compares times, alone on a quiet machine
 	SYNCLINE_PATIENCE=1 $(PYTEST) -m timing --numprocesses 0 --durations 25

@@ -4,7 +4,8 @@
 
 Up to Python 3.13, a thread that is inside C++ code of torch when Python shuts down can abort the process (exit code
 -6), or leave a mutex locked for ever. Four programs run at a time, so that threads are late. The output is a table.
-For each way of ending, it has the number of wrong runs, and the longest time from a rank's last line to its end.
+For each way of ending, it has the number of wrong runs, and the longest time from a rank's last line to its end. A line
+for each 50 runs comes before it.
 """
 
 from __future__ import annotations
@@ -229,7 +230,11 @@ def main(arguments: Sequence[str]) -> int:
     names = [name for name in ENDINGS if args.only in name and (has_metrics or name != "torchmetrics")]
     plan = [(names[k % len(names)], ("shm", "c10d")[k // len(names) % 2]) for k in range(args.runs)]
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(args.at_once) as pool:
-        found = list(pool.map(lambda one: run(*one, Path(folder), args.python), plan))
+        found: list[Outcome] = []
+        for one in pool.map(lambda one: run(*one, Path(folder), args.python), plan):
+            found.append(one)
+            if len(found) % 50 == 0:
+                print(f"{len(found)} have ended, {sum(not each.is_right for each in found)} wrong", flush=True)
     for name in names:
         these = [one for one in found if one.ending == name]
         wrong = [one for one in these if not one.is_right]
