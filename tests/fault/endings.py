@@ -234,7 +234,9 @@ def main(arguments: Sequence[str]) -> int:
         for one in pool.map(lambda one: run(*one, Path(folder), args.python), plan):
             found.append(one)
             if len(found) % 50 == 0:
-                print(f"{len(found)} have ended, {sum(not each.is_right for each in found)} wrong", flush=True)
+                print(
+                    f"{len(found)} have ended, {sum(not each.is_right for each in found)} wrong", flush=True
+                )
     for name in names:
         these = [one for one in found if one.ending == name]
         wrong = [one for one in these if not one.is_right]

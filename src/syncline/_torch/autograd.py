@@ -12,7 +12,6 @@ from operator import attrgetter
 from types import FrameType
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.autograd.graph import Node
 
@@ -163,37 +162,22 @@ def call_without_context(function: Callable[[], Any]) -> Any:
 # ---------------------------------------------------------------------- distributed autograd, over RPC
 
 # These modules exist only in builds of torch with RPC.
-_OVER_RPC = "reduce gradients of distributed autograd"
+_OVER_RPC = "refuse distributed autograd"
 
 _is_agent_set = lookup("torch._C._distributed_rpc:_is_current_rpc_agent_set", _OVER_RPC)
 
 _current_context = lookup("torch._C._distributed_autograd:_current_context", _OVER_RPC)
 
-_get_gradients = lookup("torch._C._distributed_autograd:get_gradients", _OVER_RPC)
+is_rpc_in_use: Callable[[], bool] = _is_agent_set if is_there(_is_agent_set) else bool
+"""Return whether this process has initialised torch's RPC."""
 
 
-def is_rpc_in_use() -> bool:
-    """Return whether this process has initialised torch's RPC. Return False if torch was built without RPC."""
-    return torch.distributed.rpc.is_available() and is_there(_is_agent_set) and bool(_is_agent_set())
-
-
-def current_context_id() -> int | None:
-    """Return the id of this thread's distributed-autograd context. Return None if the thread has no such context."""
+def is_in_distributed_autograd() -> bool:
+    """Return whether this thread is in a context of distributed autograd."""
     try:
-        context_id: int = _current_context()._context_id()
+        _current_context()
     except SynclineError:
         raise
     except RuntimeError:
-        return None
-    return context_id
-
-
-def gradients_in_context(context_id: int) -> dict[Tensor, Tensor] | None:
-    """Return the gradients in a distributed-autograd context, by parameter. Return None if the context has ended."""
-    try:
-        gradients: dict[Tensor, Tensor] = _get_gradients(context_id)
-    except SynclineError:
-        raise
-    except RuntimeError:
-        return None
-    return gradients
+        return False
+    return True

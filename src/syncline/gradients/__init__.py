@@ -9,7 +9,7 @@ bucket_plan.py        which gradients are in which bucket, and in which order (p
 comm_hook.py          a user's communication hook in place of all_reduce
 copying.py            the copy of a gradient into its bucket, which also finds NaN and infinity
 emitter.py            the events of a reducer, for observers
-hooks.py              the hooks that report when a parameter's gradient is ready, also in torch's distributed autograd
+hooks.py              the hooks that report when a parameter's gradient is ready
 layout.py             the buckets of a reducer, and the place of each gradient
 lending.py            the memory of a bucket in which `.grad` lies after a backward
 ledger.py             what was reduced in the last backward

@@ -295,8 +295,6 @@ class Backward:
     """Whether each graph task so far was started without `inputs=`, so that it reaches all parameters in its graph."""
     is_compiled: bool = False
     """Whether compiled autograd runs the backward. Then its end is not seen: it ends when no gradient is missing."""
-    context_id: int | None = None
-    """The id of the context in torch's distributed autograd; None for an ordinary backward."""
     keeps_tensors: bool = False
     """Whether `.grad` must stay the same tensor when it receives the result (see `Bucket.hand_out`)."""
     existing: frozenset[int] = NO_INDICES

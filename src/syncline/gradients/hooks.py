@@ -3,31 +3,17 @@
 The hook of a parameter runs once per gradient, so its cost grows with the number of parameters. To create hooks anew in
 each backward would be slow. So hooks refer to objects that stay the same: the reduction (which holds the present
 backward), the lists of the layout, and the graph tasks.
-
-torch's distributed autograd (over RPC) keeps gradients in a context instead of in `.grad`. Its engine does not run the
-hooks that ordinary backwards run. It only runs hooks on the nodes that would accumulate into `.grad`. So a wrapper that
-is created while RPC is in use also registers hooks on these nodes. When all gradients of such a backward are ready,
-they are put into `.grad`, reduced there, and copied back. The reduction does not overlap with the backward.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Sequence
 
 from torch import Tensor
 
-from syncline._torch.autograd import (
-    contents_of,
-    current_context_id,
-    current_graph_task_id,
-    gradients_in_context,
-    is_rpc_in_use,
-)
-from syncline.errors import SynclineError
+from syncline._torch.autograd import contents_of, current_graph_task_id
 from syncline.gradients.backward import BackwardState, GraphTasks, Ownership
 from syncline.gradients.reduction import Reduction
-from syncline.gradients.usage import accumulation_nodes
 from syncline.gradients.user_hooks import HookTable, UserHook, table_of
 
 
@@ -103,9 +89,7 @@ class ParameterHooks:
         reduction: the reduction, which holds the parameters, the buckets and the present backward.
         tasks: the graph tasks of the present backward.
         ownership: the ownership of the wrapper, which holds the rivals.
-        begin: a function that registers the running graph task. Its arguments are the index of the parameter, and the
-            id of the task's context in distributed autograd, if there is one. It returns whether this reducer takes the
-            gradient.
+        begin: see `gradient_hook`.
         complete: see `gradient_hook`.
     """
 
@@ -115,7 +99,7 @@ class ParameterHooks:
         tasks: GraphTasks,
         ownership: Ownership,
         *,
-        begin: Callable[..., bool],
+        begin: Callable[[int], bool],
         complete: Callable[[], None],
     ) -> None:
         # `begin` is not stored, because the reducer holds this object and a cycle would keep its buckets in memory.
@@ -143,7 +127,6 @@ class ParameterHooks:
         """The contents of all parameters when `restore_swapped` last looked."""
         self.are_registered = True
         """Whether the hooks are registered; False after `remove`."""
-        self.contexts = AutogradContexts(reduction, tasks, begin)
 
     def remove(self) -> None:
         """Remove all hooks."""
@@ -151,8 +134,6 @@ class ParameterHooks:
             self.are_registered = False
             for parameter in self._reduction.parameters:
                 table_of(parameter).drop(self._key, self)
-            for handle in self.contexts.handles:
-                handle.remove()
 
     def report(self, parameter: Tensor) -> None:
         """Report that the gradient of a parameter is ready, which this object's hook has not seen."""
@@ -205,77 +186,3 @@ class ParameterHooks:
     def drop_deferred(self) -> None:
         """Forget the hooks of the program, because the backward has failed."""
         self.deferred.clear()
-
-
-class AutogradContexts:
-    """The hooks that report gradients in the contexts of torch's distributed autograd.
-
-    There are no such hooks if this process does not use torch's RPC.
-
-    Args:
-        reduction: the reduction, which holds the parameters and the present backward.
-        tasks: the graph tasks of the present backward.
-        begin: a function that registers the running graph task under the id of its context, and returns whether the
-            task belongs to this wrapper.
-    """
-
-    def __init__(self, reduction: Reduction, tasks: GraphTasks, begin: Callable[[int, int], bool]) -> None:
-        self._reduction = reduction
-        self._tasks = tasks
-        self._ids: set[int] = set()
-        self._nodes = accumulation_nodes(reduction.parameters if is_rpc_in_use() else [])
-        self.handles = [
-            node.register_hook(self._make_hook(index, begin)) for index, node in enumerate(self._nodes)
-        ]
-
-    def forward_begins(self) -> None:
-        """Store the id of this thread's distributed autograd context. The threads of a backward cannot look it up."""
-        self._ids = {context_id for context_id in self._ids if gradients_in_context(context_id) is not None}
-        here = current_context_id()
-        if here is not None:
-            self._ids.add(here)
-
-    def _make_hook(self, index: int, begin: Callable[[int, int], bool]) -> Callable[..., None]:
-        parameter = self._reduction.parameters[index]
-
-        def gradient_is_ready(*_: object) -> None:
-            if self._tasks.is_running and self._reduction.backward.context_id is None:
-                return  # an ordinary backward, whose own hook has reported the gradient
-            for context_id in self._ids:
-                if parameter in (gradients_in_context(context_id) or ()):
-                    if current_graph_task_id() == self._tasks.current or begin(index, context_id):
-                        self._reduction.backward.ready.append(index)
-                    return
-
-        return gradient_is_ready
-
-    @contextmanager
-    def as_grad(self, context_id: int) -> Iterator[None]:
-        """Put the gradients of a context into `.grad` while a `with` block runs.
-
-        At the end of the block, the results in `.grad` are copied back into the context, and `.grad` is restored.
-
-        Args:
-            context_id: the id of the context.
-
-        Raises:
-            SynclineError: gradients are sharded.
-        """
-        if self._reduction.options.sharded:
-            raise SynclineError(
-                f"rank {self._reduction.transport.rank}, step {self._reduction.backward.step}: torch's distributed "
-                "autograd cannot be used with sharded=True, because it keeps gradients in its own contexts instead of "
-                ".grad. Wrap the module without sharded=True"
-            )
-        parameters, in_context = self._reduction.parameters, gradients_in_context(context_id) or {}
-        before = [parameter.grad for parameter in parameters]
-        gradients = [in_context.get(parameter) for parameter in parameters]
-        for parameter, gradient in zip(parameters, gradients, strict=True):
-            parameter.grad = gradient
-        try:
-            yield
-        finally:
-            for parameter, gradient, former in zip(parameters, gradients, before, strict=True):
-                reduced, parameter.grad = parameter.grad, former
-                if gradient is not None and reduced is not None and reduced is not gradient:
-                    gradient.copy_(reduced)

@@ -24,10 +24,13 @@ from syncline._torch.autograd import (
     NO_TASK,
     current_graph_task_id,
     is_in_compiled_backward,
+    is_in_distributed_autograd,
+    is_rpc_in_use,
     queue_callback,
     reaches_all_leaves,
     set_grad_enabled,
 )
+from syncline.errors import SynclineError
 from syncline.events import OBSERVERS, Source
 from syncline.gradients.backward import (
     Backward,
@@ -301,8 +304,16 @@ class GradientSync:
                 self.reduction.clock.enter(FORWARD)
         if self.tasks.has_ended_inside:
             self.tasks.forward_begins()
-        if self._hooks.contexts.handles:
-            self._hooks.contexts.forward_begins()
+        if is_rpc_in_use():
+            self._refuse_distributed_autograd()
+
+    def _refuse_distributed_autograd(self) -> None:
+        if is_in_distributed_autograd():
+            raise SynclineError(
+                f"rank {self.main_lane.rank}, step {self.step + 1}: expected a forward outside of "
+                "torch.distributed.autograd.context(), which keeps gradients out of .grad, so that they would stay "
+                "local. Call loss.backward() outside of such a context, or average what it holds by sl.average_"
+            )
 
     def forward_ended(self, output: object, *, owner: object, is_counted: bool) -> None:
         """Record that a forward with gradients enabled has run. The arguments are those of `Outputs.watch`."""
@@ -364,14 +375,13 @@ class GradientSync:
         """Take a gradient that became ready just before the hooks of this reducer were registered."""
         self._hooks.report(parameter)
 
-    def begin(self, index: int | None = None, context_id: int | None = None) -> bool:
+    def begin(self, index: int | None = None) -> bool:
         """Record the graph task that is running: one pass of autograd over a graph.
 
         The task begins a backward, or it is an inner or outer task of the present backward.
 
         Args:
             index: the index of the parameter whose gradient is ready; None if there is no gradient yet.
-            context_id: the id of the context in distributed autograd; None for an ordinary backward.
 
         Returns:
             Whether this reducer takes the gradient.
@@ -409,7 +419,7 @@ class GradientSync:
             return False
         reduction.riders.nonfinite.backward_begins(has_hook=reduction.layout.comm_hook is not None)
         reduction.normalizer.count.backward_begins()
-        reduction.begin(self._new_backward(accumulates, num_contributing, context_id))
+        reduction.begin(self._new_backward(accumulates, num_contributing))
         self._join_task(task)
         return True
 
@@ -428,9 +438,7 @@ class GradientSync:
         if len(backward.ready) + len(backward.missing) >= len(self.parameters):
             self._end(backward)
 
-    def _new_backward(
-        self, accumulates: bool, num_contributing: int | None, context_id: int | None
-    ) -> Backward:
+    def _new_backward(self, accumulates: bool, num_contributing: int | None) -> Backward:
         """Return a `Backward` for the backward that begins now.
 
         Its state says whether this backward is reduced, and when the buckets are filled.
@@ -438,7 +446,6 @@ class GradientSync:
         Args:
             accumulates: whether a later backward will reduce the gradients of this one.
             num_contributing: the number of ranks whose gradients count; None for all ranks.
-            context_id: the id of the context in distributed autograd; None for an ordinary backward.
         """
         controls, reduction = self.controls, self.reduction
         state, has_graph, is_compiled = BackwardState.LOCAL, False, is_in_compiled_backward()
@@ -448,7 +455,7 @@ class GradientSync:
                 reduction.check_graph(self.step + 1)
             static = reduction.usage.static
             is_learning = static is not None and not static.is_learnt
-            if has_graph or context_id is not None or is_learning or is_compiled:
+            if has_graph or is_learning or is_compiled:
                 state = BackwardState.DEFERRED
         num_items = None if accumulates else reduction.normalizer.count.take_for_reduction()
         num_ranks = num_contributing or reduction.transport.size
@@ -462,7 +469,6 @@ class GradientSync:
             accumulates=accumulates,
             reaches_all=True,
             is_compiled=is_compiled,
-            context_id=context_id,
             is_local_by_forward=accumulates and controls.enabled,
             keeps_tensors=has_graph,
             ready=self._emitter.observed_list(self.step + 1) if OBSERVERS.gradient_ready else [],
@@ -501,8 +507,7 @@ class GradientSync:
         records_graph = torch.is_grad_enabled()
         set_grad_enabled(False)
         try:
-            is_local, is_ordinary = backward.state is BackwardState.LOCAL, backward.context_id is None
-            if self.ownership.rivals and not is_copied and not is_local and is_ordinary:
+            if self.ownership.rivals and not is_copied and backward.state is not BackwardState.LOCAL:
                 # The backward may also belong to another wrapper. So each wrapper copies its gradients before any of
                 # them changes `.grad`.
                 self._send_rest()
@@ -517,7 +522,7 @@ class GradientSync:
 
         One forward may have several losses, whose backwards reach different parameters.
         """
-        if self.options.allow_unused or backward.accumulates or backward.context_id is not None:
+        if self.options.allow_unused or backward.accumulates:
             return False
         is_known = self.tasks.knows(self.outputs.reached_in)
         return not (backward.reaches_all and is_known and not self.outputs.num_open)
@@ -550,11 +555,8 @@ class GradientSync:
             if is_local:
                 self.step = backward.step
                 divisor = reduction.collect_alone()
-            elif backward.context_id is None:
-                divisor = self._reduce(backward)
             else:
-                with self._hooks.contexts.as_grad(backward.context_id):
-                    divisor = self._reduce(backward)
+                divisor = self._reduce(backward)
             reduction.unreduced.clear()
         timing = None
         if not is_local:

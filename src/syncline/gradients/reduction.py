@@ -153,7 +153,7 @@ class Reduction:
         self._begin_step()
         if self.layout.lenders:
             backward.existing = self._existing()
-        if usage.reads_graph and backward.context_id is None:
+        if usage.reads_graph:
             backward.missing = usage.absent()
             for index in backward.missing:  # their buckets do not wait for them
                 self.layout.places[index][0].num_pending -= 1
