@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import signal
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,6 +15,7 @@ import elastic_program
 from elastic import Fault, Plan
 
 from forks import Forks, Process, is_running, wait_for_all
+from support.states import wait_until
 from syncline.testing import SimulatedHosts
 
 __all__ = ["NUM_ON_A", "Job", "Training"]
@@ -95,10 +95,9 @@ class Training(Job):
     def begin_and_halt(self, **settings: Any) -> None:
         """All ranks wait in the same step, until `go_on`."""
         self.begin(*(Fault(rank=rank, kind="wait", **MOMENT) for rank in range(self.size)), **settings)
-        deadline = time.monotonic() + 120
-        while sum("fault" in line for lines in self.notes() for line in lines) < self.size:
-            assert time.monotonic() < deadline, self.notes()
-            time.sleep(0.01)
+        wait_until(
+            lambda: sum("fault" in line for lines in self.notes() for line in lines) >= self.size, self.notes
+        )
 
     def kill(self, letter: str) -> None:
         """The launcher and its ranks. Call it while they wait, so that none of them goes on a little."""
@@ -106,10 +105,7 @@ class Training(Job):
         here = self.notes()[first : first + self.num_on[letter]]
         pids = [line["pid"] for lines in here for line in lines if "fault" in line]
         super().kill(letter)
-        deadline = time.monotonic() + 30
-        while any(map(is_running, pids)):
-            assert time.monotonic() < deadline, pids
-            time.sleep(0.01)
+        wait_until(lambda: not any(map(is_running, pids)))
 
     def go_on(self) -> None:
         (self.folder / "go").touch()

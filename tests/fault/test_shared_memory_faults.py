@@ -26,6 +26,7 @@ import hangs
 import syncline as sl
 from failure_rows import record
 from meeting import group_store, stop, tell, wait_for
+from support.states import wait_until
 from syncline import PeerLost, SynclineError
 from syncline.native import NativeUnavailable, find_library
 from syncline.session import transport_of
@@ -126,11 +127,8 @@ def test_nothing_is_left_of_a_rank_that_was_killed(monkeypatch: pytest.MonkeyPat
     assert not [name for name in os.listdir("/dev/shm") if "syncline" in name]
     t.close()
     del t, tensor
-    deadline = time.monotonic() + 20
-    while traces() - before:
-        # The thread that tells where this rank is may be looking at it just now.
-        assert time.monotonic() < deadline, "something holds on to the memory"
-        gc.collect()
+    # The thread that tells where this rank is may be looking at it just now.
+    wait_until(lambda: gc.collect() >= 0 and not traces() - before)
     assert address not in Path("/proc/net/unix").read_text()
     record(
         "left memory",
@@ -166,10 +164,9 @@ def test_an_address_goes_with_the_rank_that_listens_there(monkeypatch: pytest.Mo
         monkeypatch.setattr(hub, "listener_for_next", listen_and_die)
     with pytest.raises(SynclineError):
         met()
-    deadline = time.monotonic() + 10
-    while group_store().get("address").decode() in Path("/proc/net/unix").read_text():
-        assert time.monotonic() < deadline
-        time.sleep(0.001)  # its end was noticed before the kernel had closed what it held
+    address = group_store().get("address").decode()
+    # Its end was noticed before the kernel had closed what it held.
+    wait_until(lambda: address not in Path("/proc/net/unix").read_text())
 
 
 @pytest.mark.ranks(2, killed=[1])

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import time
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from support.states import wait_until
 
 nbformat = pytest.importorskip("nbformat")
 nbclient = pytest.importorskip("nbclient")
@@ -85,10 +86,8 @@ sl.launch(program)
     manager, client = jupyter_client.manager.start_new_kernel(kernel_name="python3")
     try:
         request = client.execute(code)
-        deadline = time.monotonic() + 120
-        while len(pids := [int(path.name) for path in tmp_path.iterdir()]) < 2:
-            assert time.monotonic() < deadline
-            time.sleep(0.05)
+        wait_until(lambda: len(list(tmp_path.iterdir())) == 2)
+        pids = [int(path.name) for path in tmp_path.iterdir()]
         manager.interrupt_kernel()
         reply = client.get_shell_msg(timeout=60)
         while reply["parent_header"].get("msg_id") != request:

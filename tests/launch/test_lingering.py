@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import time
 from pathlib import Path
 
 from forks import Forks
-from hangs import HANG_SECONDS
+from support.states import wait_until
 
 PROGRAM = """
 import atexit, os, time
@@ -34,11 +33,8 @@ def test_a_rank_that_lingers_is_named_once_and_not_ended(forks: Forks, tmp_path:
     (tmp_path / "program.py").write_text(PROGRAM)
     (tmp_path / "launcher.py").write_text(LAUNCHER)
     launcher = forks.start(tmp_path, tmp_path / "launcher.py", warm_ranks=True)
-    deadline = time.monotonic() + HANG_SECONDS
-    while launcher.error().count("\n") < 2:
-        assert time.monotonic() < deadline
-        assert not launcher.has_ended, launcher.error()
-        time.sleep(0.01)
+    wait_until(lambda: launcher.error().count("\n") >= 2 or launcher.has_ended)
+    assert not launcher.has_ended, launcher.error()
     (tmp_path / "go").touch()
     done = launcher.wait()
     assert done.returncode == 0, done.stderr

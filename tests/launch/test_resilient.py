@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,6 +14,7 @@ from test_signals import assert_gone
 
 from failure_rows import record
 from forks import Forks
+from support.states import wait_until
 from syncline.tools.launch.losses import Losses
 from syncline.tools.launch.stopping import Workers
 
@@ -376,14 +376,12 @@ def test_an_exception_after_a_loop_that_all_have_left_is_a_failure(tmp_path: Pat
 def test_ranks_agree_while_their_launcher_is_stopped(transport: str, tmp_path: Path, forks: Forks) -> None:
     (tmp_path / "program.py").write_text(STOPPED_LAUNCHER)
     launcher = forks.launch(tmp_path, "--resilient", "-n", "3", "program.py", transport, warm_ranks=True)
-    deadline = time.monotonic() + 60
     try:
-        while len(done := [*tmp_path.glob("done *")]) < 2:
-            assert time.monotonic() < deadline, launcher.output() + launcher.error()
-            time.sleep(0.01)
+        wait_until(lambda: len([*tmp_path.glob("done *")]) == 2, lambda: launcher.output() + launcher.error())
     finally:
         os.kill(launcher.pid, signal.SIGCONT)
     assert launcher.wait().returncode == 0
+    done = [*tmp_path.glob("done *")]
     assert {path.read_text() for path in done} == {"6 steps among 2"}
     seconds = max(path.stat().st_mtime for path in done) - (tmp_path / "lost").stat().st_mtime
     record("stopped launcher", transport, "the others train on", seconds)
@@ -450,10 +448,9 @@ def test_no_rank_outlives_its_launcher(tmp_path: Path, forks: Forks, when: str, 
     restarts = ("--max-restarts", "1") if when == "starts" else ()
     options = ("--resilient", *restarts, "-n", "3", "--log-line-prefix-template", ":")
     launcher = forks.launch(tmp_path, *options, "program.py", when, warm_ranks=True)
-    deadline = time.monotonic() + 60
-    while launcher.output().count(when) < num_lines:
-        assert time.monotonic() < deadline, launcher.output() + launcher.error()
-        time.sleep(0.005)
+    wait_until(
+        lambda: launcher.output().count(when) >= num_lines, lambda: launcher.output() + launcher.error()
+    )
     pids = {int(line.strip(": ").split()[0]) for line in launcher.output().splitlines()}
     assert len(pids) == 3 + (when == "starts")
     os.kill(launcher.pid, signal.SIGKILL)

@@ -6,13 +6,13 @@ import os
 import signal
 import sys
 import termios
-import time
 from pathlib import Path
 
 import pytest
 
 import hangs
 from forks import Forks, Process
+from support.states import wait_until
 from terminals import SeenTerminal
 
 TRAINS = """
@@ -51,10 +51,7 @@ def started(forks: Forks, tmp_path: Path, code: str, *options: str, terminal: Se
 def assert_restored(terminal: SeenTerminal, tmp_path: Path) -> None:
     """The terminal is as it was, and the temporary trace is deleted."""
     assert termios.tcgetattr(terminal.fd) == terminal.modes
-    deadline = time.monotonic() + 60
-    while list((tmp_path / "temporary").glob("syncline_*")):  # the guardian may delete it
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    wait_until(lambda: not list((tmp_path / "temporary").glob("syncline_*")))  # the guardian may delete it
 
 
 def test_the_output_stays_and_the_picture_disappears(forks: Forks, tmp_path: Path) -> None:

@@ -22,6 +22,7 @@ import pytest
 import hangs
 from failure_rows import record
 from forks import Forks, Process, is_running
+from support.states import wait_until
 from syncline import environment
 from syncline.tools.launch.guardian import Guardian
 from syncline.tools.launch.stopping import Interruption
@@ -49,11 +50,8 @@ def started(forks: Forks, folder: Path, *arguments: str, code: str = PROGRAM) ->
     return launcher, [int(line.split()[-1]) for line in launcher.wait_for_lines(2)]
 
 
-def assert_gone(pids: list[int], *, within_seconds: float = 120.0) -> None:
-    deadline = time.monotonic() + within_seconds
-    while running := [pid for pid in pids if is_running(pid)]:
-        assert time.monotonic() < deadline, f"still running: {running}"
-        time.sleep(0.005)
+def assert_gone(pids: list[int]) -> None:
+    wait_until(lambda: not any(map(is_running, pids)), lambda: f"still running: {pids}")
 
 
 def test_a_signal_is_passed_on_and_the_launcher_says_so_and_how_it_ended(
@@ -126,11 +124,7 @@ def test_a_signal_ends_a_launcher_that_waits_for_another_host(
         # as in what a shell script starts with `&`
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_IGN),
     )
-    deadline = time.monotonic() + hangs.HANG_SECONDS
-    while not listens(port):  # it waits from then on
-        assert time.monotonic() < deadline
-        assert launcher.poll() is None
-        time.sleep(0.005)
+    wait_until(lambda: listens(port) or launcher.poll() is not None)  # it waits from then on
     launcher.send_signal(number)
     try:
         _, error = hangs.communicate(launcher)  # it used to wait for ten minutes
@@ -219,18 +213,11 @@ def test_ranks_what_they_started_and_the_folder_go_when_the_launcher_is_killed(
         try:
             assert_gone([int(pid) for line in lines for pid in line[2:]])
             record("launcher", "", "all ranks end", time.monotonic() - began)
-            wait_until_gone(folder)
+            wait_until(lambda folder=folder: not folder.exists())
             assert all(is_running(pid) for pid in detached)
         finally:
             for pid in detached:
                 os.kill(pid, signal.SIGKILL)
-
-
-def wait_until_gone(folder: Path, *, within_seconds: float = 120.0) -> None:
-    deadline = time.monotonic() + within_seconds
-    while folder.exists():
-        assert time.monotonic() < deadline, f"{folder} is still there"
-        time.sleep(0.005)
 
 
 def test_the_guardian_ends_with_its_launcher_and_takes_nobody_else() -> None:
@@ -284,12 +271,8 @@ def test_the_third_signal_ends_a_launcher_whose_output_nobody_reads(forks: Forks
     reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
     launcher = forks.launch(tmp_path, "-n", "1", "program.py", terminal=str(pipe))
     try:
-        deadline = time.monotonic() + 60
-        while not is_full(reader):
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
+        wait_until(lambda: is_full(reader))
         while not (launcher.folder / "code").exists():
-            assert time.monotonic() < deadline
             with contextlib.suppress(ProcessLookupError):
                 os.kill(launcher.pid, signal.SIGTERM)
             time.sleep(0.5)

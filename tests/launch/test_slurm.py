@@ -12,14 +12,14 @@ import signal
 import socket
 import subprocess
 import sys
-import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
 import hangs
+from support.states import wait_until
 from syncline.testing import held_port
 
 ROOT = Path(__file__).parents[2]
@@ -167,14 +167,22 @@ class Slurm:
         assert done.returncode == 0, done.stdout + done.stderr
         return done.stdout
 
+    def state_of(self, job: str) -> str:
+        return self.run("scontrol", "show", "job", job)
+
+    def wait_for_state(self, state: str, job: str) -> None:
+        self._wait(lambda: state in self.state_of(job), job)
+
     def wait_for(self, path: Path, job: str) -> None:
-        deadline = time.monotonic() + hangs.HANG_SECONDS
-        while not path.exists():
-            if time.monotonic() > deadline:
-                state = self.run("scontrol", "show", "job", job)
-                hangs.end_trees([], mark=self.variables["SLURM_CONF"])
-                raise TimeoutError(state + (self.folder / f"slurm-{job}.out").read_text())
-            time.sleep(0.05)
+        self._wait(path.exists, job)
+
+    def _wait(self, is_so: Callable[[], bool], job: str) -> None:
+        def tell() -> str:
+            state = self.state_of(job)
+            hangs.end_trees([], mark=self.variables["SLURM_CONF"])
+            return state + (self.folder / f"slurm-{job}.out").read_text()
+
+        wait_until(is_so, tell)
 
     def submit(self, *arguments: str, **variables: str) -> str:
         output = f"--output={self.folder}/slurm-%j.out"
@@ -301,10 +309,7 @@ def test_a_job_that_is_asked_to_stop_saves_goes_back_to_the_queue_and_resumes(
     # The signal that SLURM sends before the time limit, sent now: to the script (B:), or to the tasks.
     to = ["--batch"] if script == "torchrun.sbatch" else []
     slurm.run("scancel", "--signal=USR1", *to, job)
-    deadline = time.monotonic() + 240
-    while "Restarts=1" not in slurm.run("scontrol", "show", "job", job):
-        assert time.monotonic() < deadline, (slurm.folder / f"slurm-{job}.out").read_text()
-        time.sleep(0.1)
+    slurm.wait_for_state("Restarts=1", job)
     slurm.run("scontrol", "update", f"JobId={job}", "StartTime=now+4")  # SLURM would wait for two minutes
     slurm.wait_for(runs / "done", job)
     first, last = map(int, (runs / "done").read_text().split())
@@ -326,10 +331,7 @@ def test_a_rank_that_is_killed_on_one_node_joins_the_others_again(
     for rank in range(4):
         slurm.wait_for(tmp_path / f"{rank} of 4", job)
     assert len({(tmp_path / f"{rank} of 4").read_text() for rank in range(4)}) == 1
-    deadline = time.monotonic() + 240
-    while "JobState=COMPLETED" not in slurm.run("scontrol", "show", "job", job):
-        assert time.monotonic() < deadline, slurm.run("scontrol", "show", "job", job)
-        time.sleep(0.1)
+    slurm.wait_for_state("JobState=COMPLETED", job)
     out = (slurm.folder / f"slurm-{job}.out").read_text()
     assert "the other ranks train on, and it is started again, to join them" in out
     assert "rank 3 of 4 was lost; the ranks, now 3, repeat the step" in out
@@ -356,17 +358,11 @@ def test_a_lost_node_costs_a_step_and_with_too_few_ranks_the_job_goes_back_to_th
     os.kill(parent_of(launcher), signal.SIGKILL)  # the task of the node
     os.kill(launcher, signal.SIGKILL)
     if min_ranks == 2:
-        deadline = time.monotonic() + 90
-        while "Restarts=1" not in slurm.run("scontrol", "show", "job", job):
-            assert time.monotonic() < deadline, (slurm.folder / f"slurm-{job}.out").read_text()
-            time.sleep(0.1)
+        slurm.wait_for_state("Restarts=1", job)
         slurm.run("scontrol", "update", f"JobId={job}", "StartTime=now+4")  # SLURM would wait for two minutes
     slurm.wait_for(tmp_path / "done", job)
     first, size = map(int, (tmp_path / "done").read_text().split())
     assert (first, size) == ((5, 2) if min_ranks == 2 else (0, 1))
-    deadline = time.monotonic() + 90
-    while "JobState=COMPLETED" not in (shown := slurm.run("scontrol", "show", "job", job)):
-        assert time.monotonic() < deadline, shown + (slurm.folder / f"slurm-{job}.out").read_text()
-        time.sleep(0.1)
+    slurm.wait_for_state("JobState=COMPLETED", job)
     out = (slurm.folder / f"slurm-{job}.out").read_text()
     assert ("expected at least 2 ranks (min_ranks)" in out) is (min_ranks == 2), out

@@ -6,13 +6,13 @@ import contextlib
 import os
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 
 import hangs
 from forks import Forks, is_running
+from support.states import wait_until
 from syncline.testing import pool
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
@@ -47,10 +47,7 @@ def started(folder: Path, program: str, **variables: str) -> subprocess.Popen[st
 
 def hung(folder: Path, *names: str) -> list[int]:
     """Wait until these processes hang, and return their numbers."""
-    deadline = time.monotonic() + hangs.HANG_SECONDS
-    while not all((folder / name).exists() for name in names):
-        assert time.monotonic() < deadline, list(folder.iterdir())
-        time.sleep(0.01)
+    wait_until(lambda: all((folder / name).exists() for name in names), lambda: list(folder.iterdir()))
     return [int((folder / name).read_text()) for name in names]
 
 

@@ -8,11 +8,11 @@ import resource
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 
+from support.states import wait_until
 from syncline.liveness import RankProcess, processes
 
 pytestmark = pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="a system without /proc")
@@ -26,13 +26,10 @@ def test_a_process_ends_when_it_is_killed_though_nobody_has_waited_for_it() -> N
     assert not process.has_ended()
     assert not process.is_stopped()
     child.send_signal(signal.SIGSTOP)
-    deadline = time.monotonic() + 20
-    while not process.is_stopped():
-        assert time.monotonic() < deadline
+    wait_until(process.is_stopped)
     assert not process.has_ended()
     child.kill()
-    while not process.has_ended():
-        assert time.monotonic() < deadline
+    wait_until(process.has_ended)
     assert not process.is_stopped()
     child.communicate()
     assert process.has_ended()

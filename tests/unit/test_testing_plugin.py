@@ -7,7 +7,6 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -16,6 +15,7 @@ import torch.distributed as dist
 
 import hangs
 from forks import is_running
+from support.states import wait_until
 
 # ---------------------------------------------------------------------- what a rank sees
 
@@ -241,10 +241,7 @@ def test_the_pool_goes_on_after_failures(report: str) -> None:
 def _wait_until_gone(folder: Path) -> None:
     pids = [int(path.read_text()) for path in folder.glob("pid-*")]
     assert len(pids) == 2
-    deadline = time.monotonic() + 10
-    while alive := [pid for pid in pids if is_running(pid)]:
-        assert time.monotonic() < deadline, f"processes left behind: {alive}"
-        time.sleep(0.01)
+    wait_until(lambda: not any(map(is_running, pids)), lambda: f"processes left behind: {pids}")
 
 
 _ENDLESS = """
@@ -277,10 +274,7 @@ def test_no_process_is_left_behind_by_a_signal(tmp_path: Path, number: signal.Si
     code = "import pytest, signal; signal.signal(2, signal.default_int_handler); pytest.main(['-q'])"
     command = [sys.executable, "-c", code]
     with subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.DEVNULL) as pytest_process:
-        deadline = time.monotonic() + 100
-        while len(list(tmp_path.glob("pid-*"))) < 2:
-            assert time.monotonic() < deadline
-            assert pytest_process.poll() is None
-            time.sleep(0.01)
+        wait_until(lambda: len(list(tmp_path.glob("pid-*"))) == 2 or pytest_process.poll() is not None)
+        assert pytest_process.poll() is None
         pytest_process.send_signal(number)
     _wait_until_gone(tmp_path)
