@@ -34,7 +34,6 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 import syncline as sl
-from meeting import meet_at_the_store
 from syncline import environment
 from syncline.launchers import Environment
 from syncline.resilience import group, handover, training
@@ -330,7 +329,10 @@ def train_or_leave(plan: Plan, first: int, folder: Path, file: TextIO) -> None:
     moments = Moments(faults, note, folder, num_newcomers=plan.num_newcomers)
     sl.init(transport=plan.transport, timeout=30)
     if dist.is_initialized():  # a newcomer has not met the others yet
-        meet_at_the_store("has joined")
+        # By itself: where a launcher starts this program, it cannot import what stands in other folders of the tests.
+        store = dist.group.WORLD.get_group_store()  # type: ignore[union-attr]
+        store.set(f"rank {dist.get_rank()} has joined", "")
+        store.wait([f"rank {rank} has joined" for rank in range(dist.get_world_size())])
     try:
         train(plan, moments, note)
     except ZeroDivisionError:
