@@ -34,7 +34,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from syncline._torch.autograd import NO_TASK, is_inside_another_backward
+from syncline._torch.autograd import NO_TASK, is_in_distributed_autograd, is_inside_another_backward
 from syncline.errors import SynclineError
 from syncline.gradients.bucket import Bucket
 from syncline.gradients.options import Announced, Controls
@@ -340,4 +340,22 @@ def refuse_graph_capture(*, rank: int, step: int, phase: str) -> None:
             "Capture the module, not the wrapper: before you wrap the module, call "
             "torch.cuda.make_graphed_callables(module, sample_args) or "
             'torch.compile(module, mode="reduce-overhead"). Gradients are then reduced outside of the graphs'
+        )
+
+
+def refuse_distributed_autograd(*, rank: int, step: int) -> None:
+    """Raise an error if this thread is in a context of torch's distributed autograd.
+
+    Args:
+        rank: the number of this rank, for the message.
+        step: the number of the step, for the message.
+
+    Raises:
+        SynclineError: the thread is in such a context.
+    """
+    if is_in_distributed_autograd():
+        raise SynclineError(
+            f"rank {rank}, step {step}: expected a forward outside of torch.distributed.autograd.context(), which "
+            "keeps gradients out of .grad, so that they would stay local. Call loss.backward() outside of such a "
+            "context, or average what it holds by sl.average_"
         )

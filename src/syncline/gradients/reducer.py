@@ -24,13 +24,11 @@ from syncline._torch.autograd import (
     NO_TASK,
     current_graph_task_id,
     is_in_compiled_backward,
-    is_in_distributed_autograd,
     is_rpc_in_use,
     queue_callback,
     reaches_all_leaves,
     set_grad_enabled,
 )
-from syncline.errors import SynclineError
 from syncline.events import OBSERVERS, Source
 from syncline.gradients.backward import (
     Backward,
@@ -38,6 +36,7 @@ from syncline.gradients.backward import (
     Entry,
     GraphTasks,
     Ownership,
+    refuse_distributed_autograd,
     refuse_graph_capture,
 )
 from syncline.gradients.comm_hook import CommHook
@@ -305,15 +304,7 @@ class GradientSync:
         if self.tasks.has_ended_inside:
             self.tasks.forward_begins()
         if is_rpc_in_use():
-            self._refuse_distributed_autograd()
-
-    def _refuse_distributed_autograd(self) -> None:
-        if is_in_distributed_autograd():
-            raise SynclineError(
-                f"rank {self.main_lane.rank}, step {self.step + 1}: expected a forward outside of "
-                "torch.distributed.autograd.context(), which keeps gradients out of .grad, so that they would stay "
-                "local. Call loss.backward() outside of such a context, or average what it holds by sl.average_"
-            )
+            refuse_distributed_autograd(rank=self.main_lane.rank, step=self.step + 1)
 
     def forward_ended(self, output: object, *, owner: object, is_counted: bool) -> None:
         """Record that a forward with gradients enabled has run. The arguments are those of `Outputs.watch`."""
