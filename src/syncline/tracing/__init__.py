@@ -2,7 +2,6 @@
 
 Imports: faces, suggestions, words, checks, environment, contract, user_code, events, launchers, liveness, session.
 
-fields.py    checks of the fields of rows that were read
 file.py      the file of one rank, whose size is bounded
 launched.py  starts the trace in a rank of `syncline run --trace`
 lines.py     the lines of a file, made of events (pure functions)
