@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from tests.architecture.test_imports import nodes_of
-from tests.architecture.test_private_names import is_private
+from tests.architecture.test_private_names import STABLE, is_private
 
 ROOT = Path(__file__).parents[2]
 PACKAGE, TESTS, BOUNDS = ROOT / "src/syncline", ROOT / "tests", Path(__file__).with_name("ratchets.toml")
@@ -109,7 +109,7 @@ def _foreign_names(source: str, own: frozenset[str]) -> Iterator[str]:
         if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("syncline"):
             yield from (alias.name for alias in node.names if is_private(alias.name))
         elif isinstance(node, ast.Attribute) and is_private(node.attr) and not _is_own(node.value):
-            yield from [node.attr] if node.attr not in own else []
+            yield from [node.attr] if node.attr not in own | STABLE else []
 
 
 def room_of(path: Path) -> str:
