@@ -1,11 +1,10 @@
-"""The means in `.grad` may lie in the memory of a bucket. No program can see that: it sees what it sees under torch's.
+"""What programs do with the tensors in `.grad`: they see what they see under torch's class, and keep what they keep.
 
 Each program runs under both classes, on processes: over shared memory, which ranks map together, and over Gloo.
 """
 
 from __future__ import annotations
 
-import io
 import weakref
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -18,7 +17,6 @@ from torch import Tensor, nn
 
 import syncline as sl
 from support.cases import case
-from syncline.gradients import lending
 
 TorchDDP = torch.nn.parallel.DistributedDataParallel
 WIDTH = 160
@@ -266,88 +264,6 @@ def test_programs_see_what_they_see_under_torchs_class(transport: Any) -> None:
 
 
 # ---------------------------------------------------------------------- what is not compared with torch's class
-
-
-def lent_each_step(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """How many gradients each call lends."""
-    num_lent: list[int] = []
-    original = lending.LentMemory.hand_out
-
-    def hand_out(memory: Any, skip: Any, existing: Any) -> list[int]:
-        left = original(memory, skip, existing)
-        num_lent.append(len(skip) - len(left))
-        return left
-
-    monkeypatch.setattr(lending.LentMemory, "hand_out", hand_out)
-    return num_lent
-
-
-@pytest.mark.ranks(2)
-@ON_BOTH
-def test_large_gradients_lie_in_buckets(transport: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    sl.init(transport=transport, timeout=60)
-    num_lent = lent_each_step(monkeypatch)
-    ddp: Any = sl.DistributedDataParallel(Net())
-    steps(ddp, 0, 4)
-    assert num_lent == [3] * 4
-    kept = ddp.module.layers[0].weight.grad
-    place = kept.data_ptr()
-    steps(ddp, 4, 7)
-    assert num_lent == [3] * 4, "a bucket of which a gradient is kept lends no more"
-    assert kept.data_ptr() == place
-
-
-@pytest.mark.ranks(2)
-@ON_BOTH
-def test_a_gradient_in_a_bucket_is_an_ordinary_tensor(transport: Any) -> None:
-    sl.init(transport=transport, timeout=60)
-    ddp: Any = sl.DistributedDataParallel(Net())
-    steps(ddp, 0, 3)
-    gradient = ddp.module.layers[1].weight.grad
-    assert type(gradient) is Tensor
-    assert gradient.is_leaf
-    assert gradient._base is None
-    assert not gradient._is_view()
-    assert not gradient.requires_grad
-    assert (gradient.storage_offset(), gradient.untyped_storage().nbytes()) == (0, gradient.nbytes)
-    file = io.BytesIO()
-    torch.save(gradient, file)
-    assert len(file.getvalue()) < gradient.nbytes + 4096, "no other gradient is saved with it"
-    values = gradient.clone()
-    gradient.detach_()
-    gradient.share_memory_()
-    assert gradient.is_shared()
-    assert torch.equal(gradient, values)
-
-
-def wraps_twice(ddp: Any) -> list[Any]:
-    backward(ddp, 0)
-    other = sl.DistributedDataParallel(ddp.module)
-    ddp.zero_grad(set_to_none=False)
-    x = torch.full((4, WIDTH), 0.1 * (1 + dist.get_rank()))
-    (ddp(x) + other(x)).square().sum().backward()
-    return gradients(ddp)
-
-
-def keeps_what_a_graph_replaces(ddp: Any) -> list[Any]:
-    seen, kept = steps(ddp, 0, 2), [p.grad for p in ddp.parameters()]
-    ddp(torch.ones(4, WIDTH)).square().sum().backward(create_graph=True)
-    return [*seen, *kept, *(gradient.detach() for gradient in gradients(ddp))]
-
-
-@pytest.mark.ranks(2)
-@pytest.mark.filterwarnings("ignore")  # of create_graph=True
-@ON_BOTH
-def test_what_torchs_class_refuses_gives_what_it_gives_with_copies(
-    transport: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    sl.init(transport=transport, timeout=60)
-    programs = (wraps_twice, keeps_what_a_graph_replaces)
-    lent = [program(sl.DistributedDataParallel(Net())) for program in programs]
-    monkeypatch.setattr("syncline.gradients.bucket.can_lend", lambda flat: False)
-    for program, found in zip(programs, lent, strict=True):
-        for a, b in zip(found, program(sl.DistributedDataParallel(Net())), strict=True):
-            assert torch.equal(a, b), program.__name__
 
 
 @pytest.mark.ranks(2)

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import functools
 import gc
-import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -72,48 +70,6 @@ def gradient_dtype(parameter: Tensor) -> torch.dtype:
     """Return the dtype of the gradients of a parameter, which is the parameter's own unless `grad_dtype` is set."""
     dtype: torch.dtype | None = getattr(parameter, "grad_dtype", None)
     return parameter.dtype if dtype is None else dtype
-
-
-_HOLDERS = "detect who else has a gradient"
-
-_use_count = lookup("torch:Tensor._use_count", _HOLDERS)
-
-_storage_use_count = lookup("torch._C:_storage_Use_Count", _HOLDERS)
-
-
-def can_count_holders() -> bool:
-    """Return whether `num_holders` can be called."""
-    return is_there(_use_count) and is_there(_storage_use_count) and hasattr(sys, "getrefcount")
-
-
-def num_holders(parameters: _Tensors) -> list[tuple[int, ...] | None]:
-    """Count the holders of each `.grad`: references of Python and of C++ to the tensor, and tensors on its storage.
-
-    The result is None for a parameter without `.grad`, and () for a gradient without a storage of its own.
-    """
-    return [
-        None
-        if (gradient := parameter.grad) is None
-        else ()
-        if type(gradient) is not Tensor or gradient.layout is not torch.strided
-        else (
-            sys.getrefcount(gradient),
-            _use_count(gradient),
-            _storage_use_count(gradient.untyped_storage()._cdata),
-        )
-        for parameter in parameters
-    ]
-
-
-@functools.cache
-def num_holders_of_a_gradient() -> tuple[int, ...] | None:
-    """Return what `num_holders` returns for a gradient that only `.grad` of its parameter refers to.
-
-    It depends on the versions of Python and torch.
-    """
-    parameter = torch.nn.Parameter(torch.zeros(1, device="cpu"))
-    parameter.grad = torch.zeros(1, device="cpu")
-    return num_holders([parameter])[0]
 
 
 # The public methods reject a sparse tensor that is not coalesced, as gradients of embeddings are.

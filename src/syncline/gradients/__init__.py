@@ -11,7 +11,6 @@ copying.py            the copy of a gradient into its bucket, which also finds N
 emitter.py            the events of a reducer, for observers
 hooks.py              the hooks that report when a parameter's gradient is ready
 layout.py             the buckets of a reducer, and the place of each gradient
-lending.py            the memory of a bucket in which `.grad` lies after a backward
 ledger.py             what was reduced in the last backward
 options.py            the options of gradient synchronization, and the requests of a wrapper for its next backwards
 out_of_step.py        errors after which ranks are out of step, because some have sent data that others do not expect

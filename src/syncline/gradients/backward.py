@@ -297,8 +297,6 @@ class Backward:
     """Whether compiled autograd runs the backward. Then its end is not seen: it ends when no gradient is missing."""
     keeps_tensors: bool = False
     """Whether `.grad` must stay the same tensor when it receives the result (see `Bucket.hand_out`)."""
-    existing: frozenset[int] = NO_INDICES
-    """Indices of the parameters whose `.grad` existed before the backward (see `Bucket.hand_out`)."""
     missing: frozenset[int] = NO_INDICES
     """Indices of the parameters that get no gradient. Until the end of the backward, these are only the parameters that
     the backward does not reach, according to the autograd engine."""

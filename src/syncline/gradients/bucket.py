@@ -15,7 +15,6 @@ from syncline._torch.tensors import foreach_copy_, gradient_dtype
 from syncline.gradients.bucket_plan import BucketPlan
 from syncline.gradients.comm_hook import CommHook, GradBucket
 from syncline.gradients.copying import copy_scaled
-from syncline.gradients.lending import LentMemory, can_lend
 from syncline.gradients.shard import BucketShard, view_like
 from syncline.gradients.tail import Tail
 from syncline.transport.base import Transport
@@ -181,14 +180,7 @@ class Bucket(ABC):
         """Divide the reduced gradients by `divisor`."""
 
     @abstractmethod
-    def hand_out(
-        self,
-        skip: frozenset[int],
-        *,
-        any_missing: bool,
-        keeps_tensor: bool = False,
-        existing: frozenset[int] = frozenset(),
-    ) -> None:
+    def hand_out(self, skip: frozenset[int], *, any_missing: bool, keeps_tensor: bool = False) -> None:
         """Set `.grad` of each member to the reduced values.
 
         Args:
@@ -197,8 +189,6 @@ class Bucket(ABC):
             keeps_tensor: whether the values are copied into the present tensor in `.grad`, even if `.grad` could become
                 a view of the bucket. This is necessary if `.grad` has a graph (create_graph=True), or if another
                 wrapper also reduces `.grad`.
-            existing: indices of the parameters whose `.grad` existed before the backward. If `.grad` is no view of the
-                bucket, it stays the same tensor.
         """
 
     @abstractmethod
@@ -218,9 +208,7 @@ class DenseBucket(Bucket):
         parameters: all parameters of the module, by index.
         transport: the transport that reduces the flat tensor.
         flat: the flat tensor, which includes the padding and the tail of the plan.
-        as_view: whether `.grad` becomes a view of the flat tensor.
-        lends: whether `.grad` of large gradients becomes a tensor in the memory of the flat tensor, but no view, where
-            this is possible (see `lending.py`). In all other cases, reduced values are copied into `.grad`.
+        as_view: whether `.grad` becomes a view of the flat tensor. Otherwise, reduced values are copied into `.grad`.
     """
 
     def __init__(
@@ -231,20 +219,12 @@ class DenseBucket(Bucket):
         flat: Tensor,
         *,
         as_view: bool = False,
-        lends: bool = False,
     ) -> None:
         super().__init__(plan, parameters)
         self._transport = transport
         self._as_view = as_view
-        self._use(flat)
         self._small_are_finite = False
         """Whether all small gradients were found to be finite when they were scaled (see `fill`)."""
-        self._lent: LentMemory | None = None
-        if lends and plan.num_large and can_lend(flat):
-            self._lent = LentMemory(flat, self.members[: plan.num_large], self.views[: plan.num_large])
-
-    def _use(self, flat: Tensor) -> None:
-        plan = self.plan
         self.flat = flat
         self.views: Sequence[Tensor] = [
             view_like(flat, offset, parameter)
@@ -258,25 +238,6 @@ class DenseBucket(Bucket):
         real = torch.view_as_real(flat) if flat.is_complex() else flat
         self._gradients = real[: plan.numel]
         self._tail = real[plan.numel + plan.padding_numel :].flatten()
-
-    @property
-    def lends(self) -> bool:
-        """Whether `.grad` may lie in the memory of the bucket without being a view of it."""
-        return self._lent is not None
-
-    def leave_memory_in_use(self) -> bool:
-        """Leave the memory to the gradients in it, if there are any. From then on, lend no more.
-
-        A program that keeps a gradient of one step, or adds to it, usually does so in each step.
-
-        Returns:
-            Whether the bucket has other memory now.
-        """
-        if self._lent is None or not self._lent.is_in_use:
-            return False
-        self._lent = None
-        self._use(self._transport.renew(self.flat))
-        return True
 
     def fill(self, scale: float, missing: frozenset[int]) -> Sequence[int]:
         num_large = self.plan.num_large
@@ -327,7 +288,6 @@ class DenseBucket(Bucket):
                 parameter.grad = view.clone()
 
     def free(self) -> None:
-        self._lent = None
         self.flat = self._small = self._gradients = self._tail = self.flat.new_empty(0)
         self.views = ()
 
@@ -350,35 +310,20 @@ class DenseBucket(Bucket):
     def divide(self, divisor: float) -> None:
         self._gradients.div_(divisor)
 
-    def hand_out(
-        self,
-        skip: frozenset[int],
-        *,
-        any_missing: bool,
-        keeps_tensor: bool = False,
-        existing: frozenset[int] = frozenset(),
-    ) -> None:
+    def hand_out(self, skip: frozenset[int], *, any_missing: bool, keeps_tensor: bool = False) -> None:
         if self._as_view and not keeps_tensor:
             for index, parameter, view in zip(self.plan.parameters, self.members, self.views, strict=True):
                 if index not in skip and parameter.grad is not view:
                     parameter.grad = view
             return
-        left: Sequence[int] = range(len(self.members))
-        if self._lent is not None and not keeps_tensor:
-            large = self.plan.parameters[: self.plan.num_large]
-            left = self._lent.hand_out([i in skip for i in large], [i in existing for i in large])
-            left += range(len(large), len(self.members))
-            if not left:
-                return
-        members, views = [self.members[at] for at in left], [self.views[at] for at in left]
         if not any_missing:
             try:
-                foreach_copy_([parameter.grad for parameter in members], views)
+                foreach_copy_([parameter.grad for parameter in self.members], self.views)
             except TypeError:  # the hook of an undefined gradient ran, but `.grad` is None
                 any_missing = True
         if any_missing:
-            for at, parameter, view in zip(left, members, views, strict=True):
-                if self.plan.parameters[at] in skip:
+            for index, parameter, view in zip(self.plan.parameters, self.members, self.views, strict=True):
+                if index in skip:
                     continue
                 if parameter.grad is None:
                     parameter.grad = torch.empty_like(parameter, dtype=gradient_dtype(parameter))
@@ -444,14 +389,7 @@ class ShardedBucket(DenseBucket):
     def divide(self, divisor: float) -> None:
         self.shard.divide(divisor)
 
-    def hand_out(
-        self,
-        skip: frozenset[int],
-        *,
-        any_missing: bool,
-        keeps_tensor: bool = False,
-        existing: frozenset[int] = frozenset(),
-    ) -> None:
+    def hand_out(self, skip: frozenset[int], *, any_missing: bool, keeps_tensor: bool = False) -> None:
         self.shard.hand_out(skip, any_missing=any_missing)
 
     def handed_out(self) -> tuple[Tensor, list[tuple[int, Tensor]]]:

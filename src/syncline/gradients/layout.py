@@ -99,8 +99,6 @@ class BucketLayout:
         self._options = options
         self.comm_hook: CommHook | None = None
         """The communication hook that reduces the buckets; None for the transport's all_reduce."""
-        self.lenders: list[DenseBucket] = []
-        """The buckets in whose memory `.grad` may lie, but as no view (see `lending.py`)."""
         self._kinds: list[tuple[Tensor, torch.dtype | None, torch.device]] = []
         self._dtypes: list[torch.dtype] = []
         self.can_be_freed: bool = not options.sharded
@@ -220,7 +218,7 @@ class BucketLayout:
         """Free the memory of the buckets, so that the layout that follows can have it. Their plans stay known."""
         for bucket in self.buckets:  # the record of the last backward still refers to them
             bucket.free()
-        self.buckets, self.lenders = [], []
+        self.buckets = []
         self.places.clear()
 
     def free_unused(self) -> None:
@@ -291,10 +289,6 @@ class BucketLayout:
             self.buckets = [self._make_bucket(plan, viewing) for plan in self.plans]
         for bucket in self.buckets:
             bucket.reduce_by(self.comm_hook, is_last=bucket is self.buckets[-1])
-        self.lenders = [bucket for bucket in self._dense() if bucket.lends]
-        self._note_places()
-
-    def _note_places(self) -> None:
         places = {
             index: (bucket, bucket.views[at] if at < bucket.plan.num_large else None)
             for bucket in self.buckets
@@ -302,24 +296,13 @@ class BucketLayout:
         }
         self.places[:] = [places[index] for index in range(len(self._parameters))]
 
-    def leave_memory_in_use(self) -> None:
-        """Give other memory to each bucket in whose memory a gradient lies.
-
-        Call this method before a backward writes to the buckets. It is not a collective call.
-        """
-        have_moved = [bucket.leave_memory_in_use() for bucket in self.lenders]
-        if any(have_moved):
-            self.lenders = [bucket for bucket in self.lenders if bucket.lends]
-            self._note_places()
-
     def _make_bucket(self, plan: BucketPlan, viewing: Collection[int]) -> Bucket:
         if plan.sparse:
             return SparseBucket(plan, self._parameters, self._transport)
         # `.grad` cannot be a view of a bucket if the parameters' dtype is another one.
         has_views = self._options.as_bucket_view and plan.dtype not in self._converting
         flat = self._allocate(plan)
-        lends = not self._options.as_bucket_view and plan.dtype not in self._converting
-        bucket = DenseBucket(plan, self._parameters, self._transport, flat, as_view=has_views, lends=lends)
+        bucket = DenseBucket(plan, self._parameters, self._transport, flat, as_view=has_views)
         for index, parameter, view in zip(plan.parameters, bucket.members, bucket.views, strict=True):
             if index in viewing:
                 parameter.grad = view.copy_(parameter.grad)  # type: ignore[arg-type]

@@ -151,8 +151,6 @@ class Reduction:
         if backward.state is BackwardState.LOCAL:
             return
         self._begin_step()
-        if self.layout.lenders:
-            backward.existing = self._existing()
         if usage.reads_graph:
             backward.missing = usage.absent()
             for index in backward.missing:  # their buckets do not wait for them
@@ -160,23 +158,11 @@ class Reduction:
         if usage.is_exchanged:
             usage.exchange(set(range(len(self.parameters))) - backward.missing, self.unreduced)
 
-    def _existing(self) -> frozenset[int]:
-        """Return the indices of the parameters whose `.grad` exists when a backward begins.
-
-        Usually the first gradient is ready then. If no other parameter has `.grad`, that one counts as new.
-        """
-        existing = [index for index, parameter in enumerate(self.parameters) if parameter.grad is not None]
-        if len(existing) == 1 and len(self.parameters) > 1:
-            return NO_INDICES
-        return frozenset(existing)
-
     def _begin_step(self) -> None:
         board, step = self.transport.board, self.backward.step
         board.step, board.phase = step, "backward"
         if not self.layout.buckets:
             self.layout.make_buckets()
-        if self.layout.lenders:
-            self.layout.leave_memory_in_use()
         for bucket in self.layout.buckets:
             bucket.reset()
         self.riders.begin_step(step)
@@ -333,12 +319,7 @@ class Reduction:
             if left != 1:
                 bucket.divide(left)
             with profiled("bucket {} to .grad", bucket.plan.index) if is_profiling() else UNPROFILED:
-                bucket.hand_out(
-                    skip,
-                    any_missing=any_missing,
-                    keeps_tensor=backward.keeps_tensors,
-                    existing=backward.existing,
-                )
+                bucket.hand_out(skip, any_missing=any_missing, keeps_tensor=backward.keeps_tensors)
 
     def _launch_message(self, tail: Tail) -> None:
         """Send the tail in a separate message, if no bucket carries the tail.

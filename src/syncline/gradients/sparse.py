@@ -104,14 +104,7 @@ class SparseBucket(Bucket):
         assert self._sum is not None
         stored_values(self._sum).div_(divisor)
 
-    def hand_out(
-        self,
-        skip: frozenset[int],
-        *,
-        any_missing: bool,
-        keeps_tensor: bool = False,
-        existing: frozenset[int] = frozenset(),
-    ) -> None:
+    def hand_out(self, skip: frozenset[int], *, any_missing: bool, keeps_tensor: bool = False) -> None:
         """Set `.grad` to the sum over all ranks, unless the parameter is in `skip`. The sum has no autograd graph."""
         if self.plan.parameters[0] not in skip:
             self._parameter.grad = self._sum

@@ -280,14 +280,6 @@ class Transport(ABC):
         """
         return torch.zeros(numel, dtype=dtype, device=device)
 
-    def renew(self, tensor: Tensor) -> Tensor:
-        """Return a flat tensor with any values that takes the place of a tensor from `allocate`; not a collective call.
-
-        The other ranks see no difference. The former tensor keeps its memory and its values, also for those who have
-        only its address. But it must not be reduced again.
-        """
-        return torch.zeros_like(tensor)
-
     def narrow(self, tensor: Tensor, numel: int) -> Tensor:
         """Return a view of the first `numel` elements of a tensor from `allocate`.
 

@@ -315,9 +315,6 @@ class HierarchicalTransport(WatchedTransport):
             make = partial(self._inside.regions.allocate, numel, dtype, token)
         return self._made_on_all_hosts(make)
 
-    def renew(self, tensor: Tensor) -> Tensor:
-        return super().renew(tensor) if self._inside is None else self._inside.renew(tensor)
-
     def narrow(self, tensor: Tensor, numel: int) -> Tensor:
         if self._inside is None:
             return super().narrow(tensor, numel)

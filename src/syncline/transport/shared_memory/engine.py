@@ -354,8 +354,6 @@ class Regions:
         self._hub = hub
         self.of: dict[int, Region] = {}
         """The regions of the tensors that the core reduces in place, by the `id` of the tensor."""
-        self._memories: dict[int, SharedMemory] = {}
-        """The memory of the tensors from `allocate`, by the `id` of the tensor."""
 
     def allocate(self, numel: int, dtype: torch.dtype, token: bytes) -> Tensor:
         """Return a new flat tensor of zeros for this rank; a collective call.
@@ -373,23 +371,9 @@ class Regions:
         purpose = f"{numel} elements of {dtype}"
         memory = self._hub.allocate(self._hub.size * stride, purpose)
         region = Region(memory.address, stride, int.from_bytes(token[:8], "little"))
-        return self._tensor_in(memory, numel, dtype, region)
-
-    def _tensor_in(self, memory: SharedMemory, numel: int, dtype: torch.dtype, region: Region) -> Tensor:
-        """Return this rank's tensor of a region. The mapping lives as long as the tensor."""
-        offset = self._hub.rank * region.stride_bytes
-        tensor = torch.frombuffer(memory.map, dtype=dtype, count=numel, offset=offset)
-        self._memories[id(tensor)] = memory
-        weakref.finalize(tensor, self._memories.pop, id(tensor), None).atexit = False
+        tensor = torch.frombuffer(memory.map, dtype=dtype, count=numel, offset=self._hub.rank * stride)
         self._add(tensor, region)
-        return tensor
-
-    def renew(self, tensor: Tensor) -> Tensor:
-        """Return a tensor that takes the place of `tensor`, which then has its memory for itself."""
-        region, memory = self.of.pop(id(tensor)), self._memories.pop(id(tensor))
-        from_ = self._hub.rank * region.stride_bytes
-        moved = memory.leave_copy(from_, from_ + tensor.nbytes)
-        return self._tensor_in(moved, tensor.numel(), tensor.dtype, region._replace(address=moved.address))
+        return tensor  # the mapping lives as long as it
 
     def narrow(self, tensor: Tensor, numel: int) -> Tensor:
         """Return a view of the first `numel` elements of `tensor`.

@@ -107,10 +107,6 @@ def _free_bytes(directory: Path, files: _Files) -> int | None:
 
 _MADV_POPULATE_WRITE = 23
 
-_MREMAP_MAYMOVE = 1
-
-_MREMAP_FIXED = 2
-
 _MAP_FAILED = ctypes.c_void_p(-1).value
 
 _HUGE_PAGE_BYTES = 2 * 1024 * 1024
@@ -124,7 +120,7 @@ _UNCHECKED_BYTES = _RESERVE_BYTES // 16
 
 @functools.cache
 def _libc() -> Any:
-    """Load the C library, and declare the types of mmap, munmap, mremap and madvise.
+    """Load the C library, and declare the types of mmap, munmap and madvise.
 
     Python's own mmap module is no alternative: before Python 3.13, each mapping keeps a duplicate of the descriptor.
     """
@@ -133,7 +129,6 @@ def _libc() -> Any:
     libc.mmap.restype, libc.mmap.argtypes = pointer, [pointer, size, number, number, number, ctypes.c_int64]
     libc.munmap.restype, libc.munmap.argtypes = number, [pointer, size]
     libc.madvise.restype, libc.madvise.argtypes = number, [pointer, size, number]
-    libc.mremap.restype, libc.mremap.argtypes = pointer, [pointer, size, size, number, pointer]
     return libc
 
 
@@ -143,24 +138,19 @@ class SharedMemory:
     Args:
         file_descriptor: the descriptor of the memfd. The new object owns the descriptor, and closes it.
         num_bytes: the size of the memfd.
-        mapped_at: an address at which the memfd is mapped already. The pages are then mapped a second time, instead of
-            being found again.
 
     Attributes:
         map: the mapped bytes, as an object with the buffer protocol. The memory is unmapped when `map` is freed.
         address: the address of the first mapped byte.
     """
 
-    def __init__(self, file_descriptor: int, num_bytes: int, *, mapped_at: int | None = None) -> None:
+    def __init__(self, file_descriptor: int, num_bytes: int) -> None:
         self.num_bytes = num_bytes
         self._file_descriptor = file_descriptor
         self._is_own = False
         """Whether this process has created the memfd, and has checked that there is enough memory."""
         protection = mmap.PROT_READ | mmap.PROT_WRITE
-        if mapped_at is None:
-            address = _libc().mmap(None, num_bytes, protection, mmap.MAP_SHARED, file_descriptor, 0)
-        else:  # the kernel maps shared memory a second time if the size of the former mapping is 0
-            address = _libc().mremap(mapped_at, 0, num_bytes, _MREMAP_MAYMOVE, None)
+        address = _libc().mmap(None, num_bytes, protection, mmap.MAP_SHARED, file_descriptor, 0)
         if address == _MAP_FAILED:
             reason = os.strerror(ctypes.get_errno())
             self.release_file()
@@ -169,8 +159,7 @@ class SharedMemory:
             )
         self.address: int = address
         self.map: Any = (ctypes.c_char * num_bytes).from_address(address)
-        self._finalizer = weakref.finalize(self.map, _libc().munmap, address, num_bytes)
-        self._finalizer.atexit = False
+        weakref.finalize(self.map, _libc().munmap, address, num_bytes).atexit = False
         if num_bytes >= _HUGE_PAGE_BYTES and hasattr(mmap, "MADV_HUGEPAGE"):
             with contextlib.suppress(OSError):  # a kernel without huge pages
                 self._advise(mmap.MADV_HUGEPAGE, 0, num_bytes)
@@ -196,44 +185,6 @@ class SharedMemory:
         memory = SharedMemory(descriptor, num_bytes)
         memory._is_own = True
         return memory
-
-    def leave_copy(self, from_: int, to: int) -> SharedMemory:
-        """Move the mapping to another address. At the present address, leave a private copy of some bytes.
-
-        Everything that knows the present address keeps what it sees there, as memory of this process alone.
-
-        Args:
-            from_: the offset of the first of these bytes.
-            to: the offset after the last one.
-
-        Returns:
-            The memory at its new address. `map` of this object stays valid, for the copy.
-
-        Raises:
-            SynclineError: there is not enough memory.
-        """
-        from_ = from_ // mmap.PAGESIZE * mmap.PAGESIZE
-        num_bytes = -(-(to - from_) // mmap.PAGESIZE) * mmap.PAGESIZE
-        _check_room(num_bytes)
-        moved = SharedMemory(self._take_file(), self.num_bytes, mapped_at=self.address)
-        moved._is_own = self._is_own
-        libc, flags = _libc(), mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
-        copy = libc.mmap(None, num_bytes, mmap.PROT_READ | mmap.PROT_WRITE, flags, -1, 0)
-        if copy != _MAP_FAILED:
-            ctypes.memmove(copy, self.address + from_, num_bytes)
-            # One call replaces the pages, so that no thread ever sees others than the old ones or their copy.
-            flags = _MREMAP_MAYMOVE | _MREMAP_FIXED
-            copy = libc.mremap(copy, num_bytes, num_bytes, flags, self.address + from_)
-        if copy == _MAP_FAILED:
-            reason = os.strerror(ctypes.get_errno())
-            raise SynclineError(
-                f"this process could not copy {num_bytes / 1e6:.1f} MB of shared memory, in which gradients of an "
-                f"earlier step are kept: {reason}. Keep clones of the gradients instead"
-            )
-        self._finalizer.detach()
-        self._finalizer = weakref.finalize(self.map, libc.munmap, self.address, self.num_bytes)
-        self._finalizer.atexit = False
-        return moved
 
     @property
     def file_descriptor(self) -> int:
@@ -267,13 +218,9 @@ class SharedMemory:
         if _libc().madvise(self.address + offset, num_bytes, advice):
             raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
 
-    def _take_file(self) -> int:
-        descriptor, self._file_descriptor = self._file_descriptor, -1
-        return descriptor
-
     def release_file(self) -> None:
         """Close the descriptor of the memfd. The mapping remains usable."""
-        descriptor = self._take_file()
+        descriptor, self._file_descriptor = self._file_descriptor, -1
         if descriptor >= 0:
             os.close(descriptor)
 

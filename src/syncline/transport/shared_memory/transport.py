@@ -349,9 +349,6 @@ class SharedMemoryTransport(WatchedTransport):
         token, *_ = exchange(self, "allocate", lines, payload=secrets.token_bytes(8))
         return self.regions.allocate(numel, dtype, token)
 
-    def renew(self, tensor: Tensor) -> Tensor:
-        return self.regions.renew(tensor) if id(tensor) in self._region_of else super().renew(tensor)
-
     def narrow(self, tensor: Tensor, numel: int) -> Tensor:
         return self.regions.narrow(tensor, numel)
 
