@@ -13,7 +13,6 @@ OUTSIDE = ("tools", "testing")
 """Rooms that run programs of their own, in which nothing sets a default device."""
 
 ALLOWED = {
-    "debug/values.py": 1,  # an index
     "ddp/torch_names.py": 1,  # a result that torch's class returns
 }
 """The number of calls without a device in a file. It may only fall."""

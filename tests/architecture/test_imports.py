@@ -58,7 +58,6 @@ IMPURE = (
 PURE = (
     *("contract", "trees", "words"),
     *(
-        "debug.compare",
         "debug.diagnosis",
         "ddp.plan",
         "resilience.membership",

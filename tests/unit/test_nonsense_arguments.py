@@ -373,9 +373,7 @@ TABLE: dict[str, Row] = {
     "sl.Checkpointer.load": Row({"state": state}),
     "sl.Checkpointer.stop_if_asked": Row({"state": state}),
     "sl.Checkpointer.ask_to_stop": Row(nonsense={"why": [3, None, True, ["text"]]}),
-    # is it the same on all ranks?
     "sl.debug.compare_replicas": Row({"fn": lambda: lambda: torch.zeros(1), "module": module}),
-    "sl.debug.assert_replicas_agree": Row({"fn": lambda: lambda: torch.zeros(1), "module": module}),
 }
 
 NOT_FOR_USERS: dict[str, set[str]] = {

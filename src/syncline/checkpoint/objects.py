@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
-import io
 import random
 import sys
 from array import array
@@ -279,30 +278,6 @@ def positions() -> dict[str, str]:
             where = f"CUDA device {index} of this rank" if index else "CUDA"
             found[f"torch's on {where}"] = _digest(_bytes_of(state))
     return found
-
-
-def packed() -> bytes:
-    """Serialize `rng_state()`, so that it can be sent to another rank."""
-    content = io.BytesIO()
-    state = rng_state()
-    torch.save(state | {"cuda": _from_the_current_device(state.get("cuda", []))}, content)
-    return content.getvalue()
-
-
-def unpacked(content: bytes) -> dict[str, Any]:
-    """Return the state that `packed` serialized, in the form that `set_rng_state` accepts.
-
-    If this process does not use CUDA, the states of CUDA devices are left out.
-    """
-    state: dict[str, Any] = torch.load(io.BytesIO(content), weights_only=True)
-    of_devices = state.pop("cuda")
-    if torch.cuda.is_initialized():
-        here = torch.cuda.get_rng_state_all()
-        first = torch.cuda.current_device()
-        for index, one in enumerate(of_devices[: len(here)]):
-            here[(first + index) % len(here)] = one
-        state["cuda"] = here
-    return state
 
 
 def _from_the_current_device(states: list[Tensor]) -> list[Tensor]:

@@ -200,7 +200,7 @@ class Before:
     def __init__(self, state: Loadable) -> None:
         self._state = state
         self._step = state.step
-        self._restorers = {name: (one, _restorer_of(one)) for name, one in state.named.items()}
+        self._restorers = {name: (one, restorer_of(one)) for name, one in state.named.items()}
         self._rng = rng_state()
 
     @contextmanager
@@ -242,12 +242,18 @@ def _one_copies(one: Any) -> list[OneCopy]:
     return [copy for copy in found if copy is not None]
 
 
-def _restorer_of(one: Any) -> Restorer:
+def restorer_of(one: Any, *, is_stepped: bool = False) -> Restorer:
+    """Return a function that restores the present state of a module, an optimizer, or another object with a state.
+
+    Args:
+        one: the object.
+        is_stepped: whether an optimizer may step before it is restored, which overwrites the tensors in its state.
+    """
     if isinstance(one, nn.Module):
         return _restorer_of_module(one)
     if isinstance(one, Optimizer):
         loads_in_place = type(one).load_state_dict is not Optimizer.load_state_dict
-        return restorer_of_optimizer(one, copies_tensors=loads_in_place)
+        return restorer_of_optimizer(one, copies_tensors=is_stepped or loads_in_place)
     if isinstance(one, DistributedSampler):
         return partial(vars(one).update, dict(vars(one)))
     # A loader that keeps its position would begin to iterate when it is asked for its state.
@@ -265,7 +271,7 @@ def _reloader(load: Callable[[Any], object], state: Any) -> Restorer:
 
     def restore() -> None:
         with suppress(Exception):
-            load(state)
+            load(deepcopy(state))  # which may keep parts of what it is given
 
     return restore
 
@@ -282,9 +288,10 @@ def _restorer_of_module(module: nn.Module) -> Restorer:
             if type(part).get_extra_state is not nn.Module.get_extra_state
         ),
     ]
-    if isinstance(module, SynchronizedModule):
-        with suppress(Exception):  # the state may be unavailable while communication is in progress
-            restorers.append(_reloader(module.load_sync_state_dict, deepcopy(module.sync_state_dict())))
+    for part in module.modules():
+        if isinstance(part, SynchronizedModule):
+            with suppress(Exception):  # the state may be unavailable while communication is in progress
+                restorers.append(_reloader(part.load_sync_state_dict, deepcopy(part.sync_state_dict())))
     return partial(restore_all, restorers)
 
 

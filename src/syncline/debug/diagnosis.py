@@ -1,4 +1,4 @@
-"""Name the causes of differences, and merge the findings of all ranks into one list. All functions are pure.
+"""Find the first difference between recordings of one computation, and name its causes. All functions are pure.
 
 The texts are the same on every rank, so that equal findings of several ranks can be merged into one.
 """
@@ -6,65 +6,95 @@ The texts are the same on every rank, so that equal findings of several ranks ca
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from itertools import zip_longest
+from typing import NamedTuple
 
-from syncline.debug.compare import FirstDifference
-from syncline.debug.recording import Call, Recording
-from syncline.debug.report import Finding, OwnFinding, OwnReport, by_value
-from syncline.words import describe_groups, describe_ranks, outside_of_largest, ranks_with
-
-MAX_NAMED = 6
-"""The maximum number of names that a note shows."""
+from syncline.debug.recording import Call, Event, Recording, Value, how_they_differ
+from syncline.debug.report import Finding, by_value
+from syncline.words import describe_groups, describe_ranks, groups_of, outside_of_largest
 
 
-def put_together(of_ranks: Sequence[Sequence[OwnFinding]]) -> list[Finding]:
-    """Merge the findings of all ranks into one list. Equal findings of several ranks become one finding.
+class FirstDifference(NamedTuple):
+    """The first difference between recordings of one computation, in the order of their events."""
+
+    stage: str
+    """The stage of the event that differs; "calls" if other modules are called from here on."""
+    where: str
+    """The call to which the event belongs, in words."""
+    blamed: int
+    """The index of the call whose own code causes the difference; -1 if the user's function causes it."""
+    event: int
+    """The index of the event."""
+    place: int = 0
+    """The index of the value in the event."""
+    values: tuple[Value | None, ...] = ()
+    """The value in each recording."""
+    groups: tuple[tuple[int, ...], ...] = ()
+    """The indices of the recordings, grouped by equal values; the largest group comes first."""
+
+    @property
+    def name(self) -> str:
+        """The name of the value, or its position in the inputs or outputs."""
+        return next((value.name for value in self.values if value), "")
+
+
+def first_difference(rows: Sequence[Sequence[Event]]) -> FirstDifference | None:
+    """Return the first difference between the events of two or more recordings; None if all are equal."""
+    for index, events in enumerate(zip_longest(*rows)):
+        groups = groups_of([event and event[:4] for event in events])
+        if len(groups) > 1:
+            before = rows[0][index - 1]
+            around = before.call if before.stage == "input" else before.parent
+            return FirstDifference("calls", before.where, around, index, groups=groups)
+        for place, values in enumerate(zip_longest(*(event.values for event in events))):
+            groups = groups_of(values)
+            if len(groups) > 1:
+                blamed, event = _blamed(events[0]), events[0]
+                return FirstDifference(event.stage, event.where, blamed, index, place, values, groups)
+    return None
+
+
+def _blamed(event: Event) -> int:
+    """Return the index of the call whose own code has computed the values of an event; -1 for the function itself."""
+    return event.parent if event.stage in ("input", "received") else event.call
+
+
+def first_nan(filled: Recording, ordinary: Recording) -> int | None:
+    """Find the first call that computes NaN in a run with filled memory, but not in an ordinary run.
 
     Args:
-        of_ranks: the findings of each rank, in rank order. The result keeps this order.
+        filled: the run in which uninitialized memory was filled with NaN.
+        ordinary: the run without filling.
 
-    Examples:
-        >>> noise = OwnFinding(module="mix", kind="Mix", what="two runs: mix differs", difference="1 of 4 elements")
-        >>> print(*put_together([[noise], [], [noise]]))
-        ranks 0, 2, two runs: mix differs: 1 of 4 elements
+    Returns:
+        The index of the call, or -1 if the function itself computed the NaN. None if there is no such call.
     """
-    differences: dict[tuple[str, str, str, tuple[str, ...]], dict[int, str]] = {}
-    for rank, findings in enumerate(of_ranks):
-        for one in findings:
-            alike = (one.module, one.kind, one.what, tuple(one.causes))
-            differences.setdefault(alike, {}).setdefault(rank, one.difference)
-    return [
-        Finding(
-            ranks=tuple(by_rank),
-            module=module,
-            kind=kind,
-            what=f"{describe_ranks(list(by_rank))}, {what}{_how_much(by_rank)}",
-            causes=causes,
-        )
-        for (module, kind, what, causes), by_rank in differences.items()
-    ]
+    for now, then in zip(filled.events, ordinary.events, strict=False):
+        if now[:4] != then[:4] or len(now.values) != len(then.values):
+            return None
+        if any(a.has_nan and not b.has_nan for a, b in zip(now.values, then.values, strict=True)):
+            return _blamed(now)
+    return None
 
 
-def _how_much(by_rank: dict[int, str]) -> str:
-    """Describe the size of a difference. If the size differs between ranks, give the first known size and its ranks."""
-    known = ranks_with({rank: difference for rank, difference in by_rank.items() if difference})
-    if not known:
-        return ""
-    (first, ranks), *_ = known.items()
-    return f": {first}" if len(ranks) == len(by_rank) else f"; on {describe_ranks(ranks)}: {first}"
+# ---------------------------------------------------------------------- words
 
-
-# ---------------------------------------------------------------------- causes and remedies
+_WHAT = {
+    "state": "{name} differs before the run",
+    "calls": "other modules are called, in {around}",
+    "input": "input {name} of {where} differs, although everything before was equal: computed in {around}",
+    "output": "{where} returns another output {name} for equal inputs",
+    "received": "the gradient of output {name} of {where} differs, although its forward was equal: computed in the "
+    "backward of {around}",
+    "backward": "{where} returns another gradient of its {name} in backward, for equal gradients of its outputs",
+    "result": "the result {name} of the function differs, although all modules and gradients agree",
+    "gradients": "the gradient of {name} differs, although every module's forward agrees",
+}
 
 _STATE_OUTSIDE = (
-    "state outside of parameters and buffers: its attribute {changed}. An attribute that is neither a parameter nor a "
-    "buffer is not restored before the second run, and is in no checkpoint: make it a buffer (register_buffer), or "
-    "compute it from the inputs"
-)
-
-_OWN_GENERATOR = (
-    "a random number generator of its own: its attribute {name} is {kind}, which is not restored before the second "
-    "run. Draw from torch's global generator, or save and load the generator's state with the module's"
+    "state that is neither a parameter nor a buffer: its attribute {changed}. Such state is not restored before the "
+    "second run, and is in no checkpoint. Make a tensor a buffer (register_buffer), compute a value from the inputs, "
+    "and draw from torch's global generator instead of a random number generator of the module's own"
 )
 
 _NEVER_WRITTEN = (
@@ -73,13 +103,13 @@ _NEVER_WRITTEN = (
 )
 
 _NOT_DETERMINISTIC = (
-    "a kernel that is not deterministic: with torch.use_deterministic_algorithms(True) two runs agree, bit for bit. "
+    "a kernel that is not deterministic: with torch.use_deterministic_algorithms(True) two runs agree, bit by bit. "
     "{operations}"
 )
 
 _ATOMICS = (
-    "on CUDA these operations add in an order that changes from run to run: index_add_, scatter_add_, index_put_ with "
-    "accumulate, bincount and cumsum, and in backward those of embeddings, gather, interpolate, pooling and padding"
+    "On CUDA these operations add in an order that changes from run to run: index_add_, scatter_add_, index_put_ with "
+    "accumulate, bincount, cumsum, and the backwards of embeddings, gather, interpolate, pooling and padding"
 )
 
 _REDUCED = (
@@ -87,13 +117,10 @@ _REDUCED = (
     "that rank). If there is no such finding, the transport sums in an order that changes from run to run"
 )
 
-_CHANGED_ELSEWHERE = (
-    "the state was changed after it was restored, by other code that runs meanwhile, such as another thread"
-)
-
-_OTHER_DATA_EACH_TIME = (
-    "the function takes other data in each run: an iterator returns each batch once, and a random number generator of "
-    "the function's own is not restored. Take the batch outside of the function, and pass it as inputs=(...)"
+_OTHER_DATA = (
+    "the function takes other data in each run or on each rank: an iterator returns each batch once, and a random "
+    "number generator of the function's own is not restored. Take the batch outside of the function, and pass it as "
+    "inputs=(...)"
 )
 
 _STATE_NOT_RESTORED = (
@@ -106,170 +133,118 @@ _REPLICAS_APART = (
     "replicas equal. Usual causes: different seeds without synchronization, a step on some ranks only, a flipped bit"
 )
 
-_OTHER_DATA = "different data, although all ranks should have the same batch"
-
 _ALL_ELSE_EQUAL = (
     "everything that was compared is equal (versions, threads, settings, attributes). Remaining causes: state outside "
     "of the module, data that the module reads on its own, the order of a set (PYTHONHASHSEED), or the hardware"
 )
 
-_SEEDS = (
-    "{drawing} random numbers (dropout does, for example), and the position of the generator{s} {generators} differs "
-    "between ranks. If all ranks should draw the same numbers, give all ranks the same seed: torch.manual_seed(seed)"
-)
-
 _NOT_REDUCED = (
-    "the backward ran under no_sync(), or did not go through the wrapper, so the gradients were not reduced"
-)
-
-_CHANGED_AFTERWARDS = (
-    "the gradients were changed after the reduction on some ranks: clipped, scaled or replaced"
+    "the backward ran under no_sync(), or did not go through the wrapper, so the gradients were not reduced",
+    "the gradients were changed after the reduction on some ranks: clipped, scaled or replaced",
 )
 
 
-@dataclass(frozen=True, kw_only=True)
-class Evidence:
-    """The observations on one rank that can explain why two of its runs differ."""
-
-    nan_call: int | None = None
-    """The index of the first call whose outputs become NaN if uninitialized memory is filled with NaN.
-
-    It is -1 for the function itself, and None if there is no such call.
-    """
-    agrees_when_deterministic: bool | None = None
-    """Whether two runs agree with deterministic algorithms; None if that was not tested."""
-    without_determinism: tuple[str, ...] = ()
-    """The names of operations without a deterministic implementation, from torch's warnings."""
-    is_reduced: bool = False
-    """Whether the gradients of parameters are means over ranks."""
+def _what(found: FirstDifference, calls: Sequence[Call]) -> str:
+    """Describe the first difference between recordings in words."""
+    around = "the function itself" if found.blamed < 0 else calls[found.blamed]
+    text = _WHAT[found.stage].format(name=found.name, where=found.where, around=around)
+    return " ".join(text.split())
 
 
-def _named(call: Call) -> str:
-    times = f", call {call.nth}" if call.nth > 1 else ""
-    return f"{call.module} ({call.kind}{times})" if call.module else f"{call.kind}{times}"
-
-
-def _place(found: FirstDifference, what: str) -> str:
-    return f"{what} {found.name}" if found.name else what
-
-
-def _around(found: FirstDifference, calls: Sequence[Call]) -> Call | None:
-    """Return the call whose own code causes the difference; None if the user's function causes it."""
-    at = calls[found.call].parent if found.stage == "input" else found.call
-    return calls[at] if at >= 0 else None
+def _of_call(index: int, calls: Sequence[Call]) -> tuple[str, str]:
+    """Return the name and the class of a call's module. Return two empty strings if there is no call."""
+    return (calls[index].module, calls[index].kind) if index >= 0 else ("", "")
 
 
 # ---------------------------------------------------------------------- within a rank
 
 
-def within_a_rank(
-    found: FirstDifference, first: Recording, difference: str, evidence: Evidence
-) -> OwnFinding:
-    """Return the finding about two runs of this rank that differ, although they began from the same state.
+class OwnFinding(NamedTuple):
+    """A finding about the runs of one rank, which is sent to the other ranks; a `Finding` that does not name ranks."""
+
+    module: str
+    kind: str
+    what: str
+    """A description of the difference, without the rank and without the size."""
+    causes: Sequence[str]
+    size: str = ""
+    """The size of the difference for this rank's own data, in words; "" if unknown."""
+
+
+def own_findings(runs: Sequence[Recording], operations: str, *, is_reduced: bool) -> list[OwnFinding]:
+    """Return the findings about the runs of this rank, all of which began from the same state.
+
+    An output that depends on memory that was never written is a finding even if two runs happen to agree.
 
     Args:
-        found: the first difference.
-        first: the recording of one of the runs.
-        difference: the size of the difference, in words; "" if unknown.
-        evidence: the observations that can explain the difference.
+        runs: two ordinary runs; and two with deterministic algorithms, in which uninitialized memory was filled with
+            NaN, unless these failed.
+        operations: a sentence with the operations that have no deterministic implementation; "" if there are none.
+        is_reduced: whether the gradients of parameters are means over ranks.
     """
-    blamed = _around(found, first.calls)
-    what = f"two runs from the same state: {_what(found, first.calls)}"
-    return _own_finding(blamed, what, _causes_within(found, blamed, first, evidence), difference)
-
-
-def _what(found: FirstDifference, calls: Sequence[Call]) -> str:
-    """Describe the first difference between recordings in words."""
-    around = _around(found, calls)
-    where = "the function itself" if around is None else f"the forward of {_named(around)}"
-    named = _named(calls[found.call]) if found.call >= 0 else ""
-    match found.stage:
-        case "state":
-            return f"{found.name or 'the state'} differs before the run"
-        case "calls":
-            return f"other modules are called, in {where}"
-        case "result":
-            return f"{_place(found, 'the result')} of the function differs, although all modules and gradients agree"
-        case "gradients":
-            return f"the gradient of {found.name} differs, although every module's forward agrees"
-        case "input":
-            place = _place(found, "input")
-            return f"{place} of {named} differs, although everything before was equal: computed in {where}"
-        case "output":
-            return f"{named} returns another {_place(found, 'output')} for equal inputs"
-        case "backward":
-            place = found.name or "inputs"
-            return f"{named} returns another gradient of its {place} in backward, for equal gradients of its outputs"
-
-
-def _causes_within(
-    found: FirstDifference, blamed: Call | None, first: Recording, evidence: Evidence
-) -> list[str]:
-    """Return the causes for which there is evidence. If there is no evidence, return the usual causes."""
-    causes = []
-    if blamed is not None:
-        changed = first.changed.get(blamed.module, [])
-        if changed:
+    first, second, *filled = runs
+    found = first_difference([first.events, second.events])
+    nan_call = first_nan(filled[0], first) if filled else None
+    findings = []
+    if found:
+        agrees = bool(filled) and first_difference([run.events for run in filled]) is None
+        causes = []
+        if found.blamed >= 0 and (changed := first.changed.get(first.calls[found.blamed].module)):
             causes.append(_STATE_OUTSIDE.format(changed=", ".join(changed)))
-        for name, text in first.settings.get(blamed.module, {}).items():
-            if _is_generator(text):
-                causes.append(_OWN_GENERATOR.format(name=name, kind=text.partition(" (")[0]))
-    if evidence.nan_call is not None and evidence.nan_call == found.call:
-        causes.append(_NEVER_WRITTEN)
-    elif evidence.agrees_when_deterministic:
-        causes.append(_NOT_DETERMINISTIC.format(operations=_operations(evidence)))
-    elif evidence.without_determinism:
-        causes.append(_operations(evidence))
-    return causes or _usual_causes(found, blamed, first, evidence)
+        if nan_call is not None and nan_call == found.blamed:
+            causes.append(_NEVER_WRITTEN)
+        elif agrees:
+            causes.append(_NOT_DETERMINISTIC.format(operations=operations or _ATOMICS))
+        elif operations:
+            causes.append(operations)
+        what = f"two runs from the same state: {_what(found, first.calls)}"
+        causes = causes or _usual_causes(found, first, is_reduced=is_reduced)
+        key = found.event, found.place
+        sized = key in first.copies and key in second.copies
+        size = how_they_differ(first.copies[key], second.copies[key]) if sized else ""
+        findings.append(OwnFinding(*_of_call(found.blamed, first.calls), what, tuple(causes), size))
+    if nan_call is not None and (not found or found.blamed != nan_call):
+        named = first.calls[nan_call] if nan_call >= 0 else "the function itself"
+        what = f"in any run: an output of {named} depends on memory that was never written"
+        findings.append(OwnFinding(*_of_call(nan_call, first.calls), what, (_NEVER_WRITTEN,)))
+    return findings
 
 
-def _usual_causes(
-    found: FirstDifference, blamed: Call | None, first: Recording, evidence: Evidence
-) -> list[str]:
+def _usual_causes(found: FirstDifference, first: Recording, *, is_reduced: bool) -> list[str]:
     """Return the usual causes of a difference that the observations do not explain."""
-    if found.stage == "gradients" and evidence.is_reduced:
+    if found.stage == "gradients" and is_reduced:
         return [_REDUCED]
-    if found.stage == "state":
-        return [_CHANGED_ELSEWHERE]
-    if blamed is None and found.stage in ("input", "calls"):
-        return [_OTHER_DATA_EACH_TIME]
-    elsewhere = "; ".join(
+    if found.blamed < 0 and found.stage in ("input", "calls"):
+        return [_OTHER_DATA]
+    elsewhere = [
         f"{name or 'the outermost module'}: {', '.join(texts)}" for name, texts in first.changed.items()
-    )
-    seen = f"; attributes that the run has changed: {elsewhere}" if elsewhere else ""
-    return [_STATE_NOT_RESTORED + seen, f"a kernel that is not deterministic: {_ATOMICS}"]
+    ]
+    seen = f"; attributes that the run has changed: {'; '.join(elsewhere)}" if elsewhere else ""
+    return [_STATE_NOT_RESTORED + seen, f"a kernel that is not deterministic. {_ATOMICS}"]
 
 
-def _operations(evidence: Evidence) -> str:
-    if evidence.without_determinism:
-        return f"Without a deterministic implementation: {', '.join(evidence.without_determinism)}"
-    return _ATOMICS[0].upper() + _ATOMICS[1:]
-
-
-def _is_generator(text: str) -> bool:
-    return text.startswith(("a torch.Generator", "a random.Random", "a numpy.random."))
-
-
-def never_written(call: Call | None) -> OwnFinding:
-    """Return the finding that an output of a call depends on memory that was never written.
-
-    Such a dependence is a finding even if two runs happen to agree.
+def merged(of_ranks: Sequence[Sequence[OwnFinding]]) -> list[Finding]:
+    """Merge the findings of all ranks into one list. Equal findings of several ranks become one finding.
 
     Args:
-        call: the call; None if the output belongs to the function itself.
+        of_ranks: the findings of each rank, in rank order. The result keeps this order.
+
+    Examples:
+        >>> noise = OwnFinding(module="mix", kind="Mix", what="two runs: mix differs", causes=(), size="by 1")
+        >>> print(*merged([[noise], [], [noise]]))
+        ranks 0, 2, two runs: mix differs (rank 0: by 1)
     """
-    named = _named(call) if call is not None else "the function itself"
-    what = f"in any run: an output of {named} depends on memory that was never written"
-    return _own_finding(call, what, [_NEVER_WRITTEN])
-
-
-def _own_finding(blamed: Call | None, what: str, causes: Sequence[str], difference: str = "") -> OwnFinding:
-    return OwnFinding(*_of_call(blamed), what, difference, tuple(causes))
-
-
-def _of_call(blamed: Call | None) -> tuple[str, str]:
-    """Return the name and the class of a call's module. Return two empty strings if there is no call."""
-    return (blamed.module, blamed.kind) if blamed is not None else ("", "")
+    sizes: dict[OwnFinding, dict[int, str]] = {}
+    for rank, findings in enumerate(of_ranks):
+        for one in findings:
+            alike = OwnFinding(one.module, one.kind, one.what, tuple(one.causes))
+            sizes.setdefault(alike, {})[rank] = one.size
+    found = []
+    for (module, kind, what, causes, _), by_rank in sizes.items():
+        size = next((f" (rank {rank}: {size})" for rank, size in by_rank.items() if size), "")
+        text = f"{describe_ranks(list(by_rank))}, {what}{size}"
+        found.append(Finding(ranks=tuple(by_rank), module=module, kind=kind, what=text, causes=tuple(causes)))
+    return found
 
 
 # ---------------------------------------------------------------------- between ranks
@@ -277,79 +252,40 @@ def _of_call(blamed: Call | None) -> tuple[str, str]:
 
 def between_ranks(
     found: FirstDifference,
-    recordings: Sequence[Recording],
-    difference: str,
+    calls: Sequence[Call],
+    size: str,
     *,
+    settings: Sequence[Mapping[str, Value]],
     facts: Sequence[Mapping[str, str]],
-    positions: Sequence[Mapping[str, str]] | None,
 ) -> Finding:
     """Return the finding about ranks whose runs differ, although they should be the same.
 
     Args:
         found: the first difference. Its groups are groups of ranks.
-        recordings: the recordings of all ranks.
-        difference: the size of the difference, in words; "" if unknown.
+        calls: the calls of the run on this rank.
+        size: the size of the difference, in words; "" if unknown.
+        settings: the attributes of the blamed module on each rank, by their names.
         facts: versions, hardware and settings of each rank.
-        positions: the positions of each rank's random number generators. Pass None if all ranks used rank 0's
-            random numbers.
     """
-    calls = recordings[0].calls
-    blamed = _around(found, calls)
-    what = f"between ranks ({describe_groups(found.groups)}): {_what(found, calls)}"
-    if difference:
-        what += f": {difference}"
-    module, kind = _of_call(blamed)
+    what = f"between ranks ({describe_groups(found.groups)}): {_what(found, calls)}{size and f': {size}'}"
+    module, kind = _of_call(found.blamed, calls)
+    causes = []
     if found.stage == "state":
         module = found.name.rpartition(".")[0]
         kind = next((call.kind for call in calls if call.module == module), "")
-    causes = tuple(_causes_between(found, blamed, recordings, facts, positions))
-    return Finding(ranks=outside_of_largest(found.groups), module=module, kind=kind, what=what, causes=causes)
-
-
-def _causes_between(
-    found: FirstDifference,
-    blamed: Call | None,
-    recordings: Sequence[Recording],
-    facts: Sequence[Mapping[str, str]],
-    positions: Sequence[Mapping[str, str]] | None,
-) -> list[str]:
-    if found.stage == "state":
-        return [_REPLICAS_APART]
-    causes = []
-    if blamed is not None:
-        index = next(i for i, call in enumerate(recordings[0].calls) if call is blamed)
-        same = [recording.calls[index] for recording in recordings]
-        modes = ["training" if call.is_training else "evaluation" for call in same]
-        causes += [f"{cause}. Call train() or eval() on all ranks" for cause in _differing("its mode", modes)]
-        held = [recording.settings.get(blamed.module, {}) for recording in recordings]
-        for name in held[0]:
-            causes += _differing(f"its attribute {name}", [one.get(name, "nothing") for one in held])
-        drew = sorted({generator for call in same for generator in call.drew})
-        causes += _seed_causes(drew, positions, "it draws")
-    elif found.stage in ("input", "calls"):
-        causes.append(_OTHER_DATA)
-        causes += _seed_causes(sorted(positions[0]) if positions else [], positions, "the function may draw")
-    for name in [name for name in facts[0] if name != "host"]:  # in the same order on all ranks
-        causes += _differing(name, [row.get(name, "none") for row in facts])
-    return causes or [_ALL_ELSE_EQUAL]
-
-
-def _differing(what: str, values: Sequence[str]) -> list[str]:
-    """Return a list with one cause: the values of `what` on all ranks. The list is empty if the values are equal."""
-    return [f"{what}: {by_value(values)}"] if len(set(values)) > 1 else []
-
-
-def _seed_causes(
-    generators: Sequence[str], positions: Sequence[Mapping[str, str]] | None, drawing: str
-) -> list[str]:
-    """Return a list with one cause if the position of any of these generators differs between ranks.
-
-    Returns an empty list if all positions are equal or unknown.
-    """
-    apart = [name for name in generators if len({row.get(name) for row in positions or ()}) > 1]
-    if not apart:
-        return []
-    return [_SEEDS.format(drawing=drawing, s="s" if len(apart) > 1 else "", generators=" and ".join(apart))]
+        causes = [_REPLICAS_APART]
+    else:
+        for name in settings[0]:
+            values = [row.get(name, Value(name, "nothing", 0)) for row in settings]
+            if len(set(values)) > 1:
+                causes.append(f"its attribute {name} differs: {by_value([value.about for value in values])}")
+        if found.blamed < 0:
+            causes.append(_OTHER_DATA)
+        for name in [name for name in facts[0] if name != "host"]:  # in the same order on all ranks
+            texts = [row.get(name, "none") for row in facts]
+            causes += [f"{name}: {by_value(texts)}"] if len(set(texts)) > 1 else []
+    ranks, named = outside_of_largest(found.groups), tuple(causes) or (_ALL_ELSE_EQUAL,)
+    return Finding(ranks=ranks, module=module, kind=kind, what=what, causes=named)
 
 
 def of_gradients(names: Sequence[str], groups: Sequence[tuple[int, ...]], num_gradients: int) -> Finding:
@@ -360,33 +296,9 @@ def of_gradients(names: Sequence[str], groups: Sequence[tuple[int, ...]], num_gr
         groups: the ranks, grouped by equal gradients of the first of these parameters.
         num_gradients: the number of gradients that were compared.
     """
-    return Finding(
-        ranks=outside_of_largest(groups),
-        module=names[0].rpartition(".")[0],
-        kind="",
-        what=(
-            f"between ranks ({describe_groups(groups)}): after backward {len(names)} of {num_gradients} gradients "
-            f"differ, although they should be the same mean on all ranks. The first of them is that of {names[0]}"
-        ),
-        causes=(_NOT_REDUCED, _CHANGED_AFTERWARDS),
+    what = (
+        f"between ranks ({describe_groups(groups)}): after backward {len(names)} of {num_gradients} gradients differ, "
+        f"although they should be the same mean on all ranks. The first of them is that of {names[0]}"
     )
-
-
-def notes_on_generators(reports: Sequence[OwnReport]) -> list[str]:
-    """Return a list with one note: which modules draw random numbers, and whether all ranks draw the same numbers.
-
-    Returns an empty list if no module draws random numbers.
-    """
-    drew = reports[0].drew
-    if not drew:
-        return []
-    names = ", ".join(drew[:MAX_NAMED]) + (f" and {len(drew) - MAX_NAMED} more" if drew[MAX_NAMED:] else "")
-    generators = {name for one in reports for name in one.generators}
-    if all(len({one.positions.get(name) for one in reports}) == 1 for name in generators):
-        consequence = (
-            "All ranks draw the same ones (the same dropout masks), because their generators are at the same position. "
-            "If each rank is to draw its own, seed each with its rank: torch.manual_seed(seed + rank)"
-        )
-    else:
-        consequence = "Each rank draws its own, because their generators are at different positions"
-    return [f"random numbers are drawn by {names}. {consequence}"]
+    module = names[0].rpartition(".")[0]
+    return Finding(ranks=outside_of_largest(groups), module=module, kind="", what=what, causes=_NOT_REDUCED)

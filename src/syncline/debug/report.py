@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import platform
 import socket
-import textwrap
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from importlib import metadata
-from typing import NamedTuple
 
 import torch
 
-from syncline.errors import SynclineError
-from syncline.words import describe_ranks, ranks_with
+from syncline.words import describe_ranks, format_count, ranks_with, wrapped
+
+_WIDTH = 110
 
 
 def facts() -> dict[str, str]:
@@ -27,11 +26,11 @@ def facts() -> dict[str, str]:
         "host": socket.gethostname(),
         "Python": platform.python_version(),
         "torch": torch.__version__,
-        "syncline": _version(),
+        "syncline": metadata.version("syncline"),
         "processor": f"{platform.machine()}, {torch.backends.cpu.get_cpu_capability()}",
         "threads": str(torch.get_num_threads()),
         "default dtype": str(torch.get_default_dtype()),
-        "deterministic algorithms": _deterministic(),
+        "deterministic algorithms": ("off", "on, warn only", "on")[torch.get_deterministic_debug_mode()],
         "float32 matmul precision": torch.get_float32_matmul_precision(),
     }
     if torch.cuda.is_available():
@@ -39,22 +38,6 @@ def facts() -> dict[str, str]:
         found["device"] = torch.cuda.get_device_name(torch.cuda.current_device())
         found["cuDNN"] = f"benchmark={torch.backends.cudnn.benchmark}, TF32={torch.backends.cudnn.allow_tf32}"
     return found
-
-
-def _version() -> str:
-    try:
-        return metadata.version("syncline")
-    except metadata.PackageNotFoundError:
-        return "imported from its sources"
-
-
-def _deterministic() -> str:
-    if not torch.are_deterministic_algorithms_enabled():
-        return "off"
-    return "on, warn only" if torch.is_deterministic_algorithms_warn_only_enabled() else "on"
-
-
-_WIDTH = 110
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,7 +57,7 @@ class Finding:
     """Possible causes, each with a remedy; the cause with the strongest evidence is the first."""
 
     def __str__(self) -> str:
-        return "\n".join([_wrapped(self.what, ""), *(_wrapped(cause, "- ") for cause in self.causes)])
+        return "\n".join([self.what, *_listed(self.causes)])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,88 +93,29 @@ class Report:
             >>> report.verdict
             'no disagreement, but all ranks were given the same batch (see notes)'
         """
-        num = len(self.findings)
-        if not num and not self.doubts:
-            return "all agrees"
-        found = f"{num or 'no'} disagreement{'s' if num > 1 else ''}"
-        if not self.doubts:
-            return found
-        return f"{found}, {'and' if num else 'but'} {', and '.join(self.doubts)} (see notes)"
+        found = "no disagreement" if self.doubts else "all agrees"
+        if self.findings:
+            found = format_count(len(self.findings), "disagreement")
+        return found + (f", but {' and '.join(self.doubts)} (see notes)" if self.doubts else "")
 
     def __str__(self) -> str:
-        ranks = f"{self.num_ranks} rank{'s' if self.num_ranks > 1 else ''}"
-        lines = [_wrapped(f"{self.title}: {ranks}, {self.verdict}", "", indent="  "), *self._findings()]
-        lines += ["checked", *(_wrapped(one, "  - ") for one in self.checked)]
-        if self.notes:
-            lines += ["notes", *(_wrapped(one, "  - ") for one in self.notes)]
-        return "\n".join([*lines, *self._facts()])
-
-    def _findings(self) -> list[str]:
-        """Return the text of each finding, with a number. A cause is written only in the first finding that has it."""
-        lines: list[str] = []
-        printed: dict[str, int] = {}
+        lines = [f"{self.title}: {format_count(self.num_ranks, 'rank')}, {self.verdict}"]
         for number, finding in enumerate(self.findings, 1):
-            new = [cause for cause in finding.causes if cause not in printed]
-            earlier = sorted({printed[cause] for cause in finding.causes if cause in printed})
-            causes = [*new, *(f"see finding {other}" for other in earlier)]
-            lines.append(_indented(str(replace(finding, causes=tuple(causes))), f"{number}. "))
-            printed |= dict.fromkeys(new, number)
-        return lines
+            lines += [f"{number}. {finding.what}", *_listed(finding.causes)]
+        lines += ["checked", *_listed(self.checked)]
+        lines += ["notes", *_listed(self.notes)] if self.notes else []
+        lines += ["ranks", *_listed(self._facts())] if self.facts else []
+        return "\n".join(part for line in lines for part in wrapped(line, _WIDTH))
 
     def _facts(self) -> list[str]:
         """Return one line with the facts that all ranks have in common, and one line for each fact that differs."""
-        if not self.facts:
-            return []
         names = dict.fromkeys(name for row in self.facts for name in row)
         values = {name: [row.get(name, "none") for row in self.facts] for name in names}
         common = [f"{name} {own[0]}" for name, own in values.items() if len(set(own)) == 1]
-        apart = [f"{name}: {by_value(own)}" for name, own in values.items() if len(set(own)) > 1]
-        return ["ranks", *(_wrapped(one, "  - ") for one in ["; ".join(common), *apart] if one)]
-
-
-class OwnFinding(NamedTuple):
-    """A finding about the runs of one rank, which is sent to the other ranks; a `Finding` that does not name ranks."""
-
-    module: str
-    kind: str
-    what: str
-    """A description of the difference, without the rank and without the size."""
-    difference: str = ""
-    """The size of the difference for this rank's own data, in words; "" if unknown."""
-    causes: Sequence[str] = ()
-
-
-@dataclass(kw_only=True)
-class OwnReport:
-    """The report on one rank's own runs, which is sent to the other ranks."""
-
-    facts: dict[str, str]
-    positions: dict[str, str]
-    """The positions of the random number generators before the runs, by the name of the generator."""
-    batch: list[int]
-    """The fingerprints of the input tensors of the module that is called first."""
-    drew: list[str]
-    """The names of the modules that drew random numbers."""
-    generators: list[str]
-    """The names of the random number generators from which modules drew."""
-    state: list[int]
-    """The fingerprints of parameters and buffers before the runs."""
-    gradients: list[int]
-    """The fingerprints of the gradients that are reduced."""
-    findings: Sequence[OwnFinding]
-    """The differences between this rank's own runs."""
-
-
-class Disagreement(SynclineError):
-    """Raised on every rank, with the same text, if the results of two runs or of two ranks are not the same.
-
-    Attributes:
-        report: the report with all findings.
-    """
-
-    def __init__(self, report: Report) -> None:
-        super().__init__(str(report))
-        self.report = report
+        return [
+            "; ".join(common),
+            *(f"{name}: {by_value(own)}" for name, own in values.items() if len(set(own)) > 1),
+        ]
 
 
 def by_value(values: Sequence[str]) -> str:
@@ -207,18 +131,5 @@ def by_value(values: Sequence[str]) -> str:
     return ", ".join(f"{value} ({describe_ranks(held)})" for value, held in ranks.items())
 
 
-def _wrapped(text: str, mark: str, *, indent: str | None = None) -> str:
-    return "\n".join(
-        textwrap.wrap(
-            text,
-            _WIDTH,
-            initial_indent=mark,
-            subsequent_indent=" " * len(mark) if indent is None else indent,
-            break_long_words=False,
-            break_on_hyphens=False,
-        )
-    )
-
-
-def _indented(text: str, mark: str) -> str:
-    return mark + text.replace("\n", "\n" + " " * len(mark))
+def _listed(texts: Sequence[str]) -> list[str]:
+    return [f"  - {text}" for text in texts]

@@ -1,94 +1,29 @@
-"""Set the conditions of a run: the state, the inputs, the random numbers, and torch's settings.
-
-`Subject` saves and restores the state, so that all runs begin from the same state and leave no trace. Other functions
-give all ranks rank 0's inputs and random numbers, or change torch's settings during a run.
-"""
+"""Set the conditions of a run: the state, the inputs, the random numbers, and torch's settings."""
 
 from __future__ import annotations
 
-import copy
 import json
+import random
 import re
+import sys
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
-from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from syncline._torch.modules import is_compiler_loaded
 from syncline._torch.tensors import set_deterministic
-from syncline.checkpoint.objects import packed, rng_state, set_rng_state, unpacked
-from syncline.checkpoint.rollback import (
-    Restorer,
-    restore_all,
-    restorer_of_optimizer,
-    restorer_of_registrations,
-    restorer_of_tensor,
-)
-from syncline.ddp.wrapper import DistributedDataParallel as SynclineDDP
-from syncline.debug.recording import qualified
-from syncline.gradients.wrapper_protocol import replica_of
+from syncline.checkpoint.objects import rng_state, set_rng_state
+from syncline.checkpoint.rollback import Restorer, restore_all, restorer_of, restorer_of_tensor
+from syncline.debug.recording import is_ordinary
 from syncline.tensors.broadcasting import TensorBroadcaster
 from syncline.transport.base import Transport
 from syncline.trees import leaves, map_leaves
-
-
-@dataclass(frozen=True, kw_only=True)
-class Synchronization:
-    """A description of the tensors that DistributedDataParallel keeps equal on all ranks in one computation."""
-
-    reduced: frozenset[str] = frozenset()
-    """The names of the parameters whose gradients are the same mean on all ranks after a backward."""
-    exempt: frozenset[str] = frozenset()
-    """The names of the parameters and buffers that may differ between ranks, because a wrapper ignores them."""
-    why_apart: str = ""
-    """The reason why replicas may differ at present; "" if replicas must be equal."""
-
-
-def synchronization_of(roots: Mapping[str, nn.Module], *, with_gradients: bool = True) -> Synchronization:
-    """Find out which tensors of these modules must be equal on all ranks.
-
-    Args:
-        roots: the modules, by the prefix for the names of their parts. They may be wrapped, or contain wrapped modules.
-        with_gradients: whether the computation that is compared reduces gradients.
-
-    Raises:
-        ValueError: a module is sharded, so that no rank has all gradients.
-    """
-    reduced: set[str] = set()
-    exempt: set[str] = set()
-    why_apart = ""
-    for prefix, root in roots.items():
-        for path, module in root.named_modules():
-            if not isinstance(module, DistributedDataParallel):
-                continue
-            # The names of a wrapped root are those of the module inside it.
-            parts = (prefix,) if module is root else (prefix, path, "module")
-            ignored = module.parameters_to_ignore
-            exempt.update(qualified(*parts, name) for name in ignored)
-            reduced.update(
-                qualified(*parts, name)
-                for name, parameter in module.module.named_parameters()
-                if parameter.requires_grad and name not in ignored
-            )
-            replica = replica_of(module)
-            if replica is not None:
-                if with_gradients:
-                    replica.refuse_sharded("no rank has all gradients, so they cannot be compared")
-                why_apart = replica.drift_reason or why_apart
-    return Synchronization(
-        reduced=frozenset(reduced if with_gradients and not why_apart else ()),
-        exempt=frozenset(exempt),
-        why_apart=why_apart,
-    )
 
 
 class Subject:
@@ -99,58 +34,30 @@ class Subject:
     memory as the state.
 
     Args:
-        modules: the modules, wrapped or not.
-        optimizers: the optimizers whose state is restored, too. Inside `guarded`, no other optimizer may step.
-        others: other objects whose state is restored, too. They have `state_dict` and `load_state_dict`.
-        with_gradients: whether `.grad` of the parameters is restored, too.
-
-    Raises:
-        ValueError: a module is lazy, so its parameters have no values yet.
+        objects: modules (wrapped or not), optimizers, and other objects that have `state_dict` and `load_state_dict`.
+            Inside `guarded`, no other optimizer may step.
 
     Examples:
-        >>> net = nn.Linear(1, 1)
-        >>> before = net.weight.item()
+        >>> net = torch.nn.BatchNorm1d(2)
         >>> subject = Subject([net])
-        >>> _ = nn.init.zeros_(net.weight)
+        >>> y = net(torch.tensor([[1.0, 2.0], [3.0, 5.0]]))
         >>> subject.restore()
-        >>> net.weight.item() == before
-        True
+        >>> net.running_mean
+        tensor([0., 0.])
     """
 
-    def __init__(
-        self,
-        modules: Sequence[nn.Module],
-        optimizers: Sequence[Optimizer] = (),
-        others: Sequence[Any] = (),
-        *,
-        with_gradients: bool = True,
-    ) -> None:
-        rng = rng_state()
-        parts = list(dict.fromkeys(part for module in modules for part in module.modules()))
-        registered = [one for part in parts for one in (*part._parameters.values(), *part._buffers.values())]
-        tensors = list({id(one): one for one in registered if one is not None}.values())
-        if any(map(is_lazy, tensors)):
-            raise ValueError(
-                "expected modules whose parameters have a shape, got a lazy module: run one forward with a real batch "
-                "first, so that its parameters get their shape"
-            )
-        parameters = [tensor for tensor in tensors if isinstance(tensor, nn.Parameter)]
-        gradients = [(parameter, parameter.grad) for parameter in parameters * with_gradients]
-        copied = [*tensors, *(gradient for _, gradient in gradients if gradient is not None)]
-        self._optimizers = optimizers
+    def __init__(self, objects: Sequence[Any]) -> None:
+        rng = rng_state()  # first, because a state_dict of the user may draw random numbers
+        modules = [one for one in objects if isinstance(one, nn.Module)]
+        parameters = [parameter for one in modules for parameter in one.parameters()]
+        self._objects = objects
         self._restorers: list[Restorer] = [
-            restorer_of_registrations(parts),
-            *(partial(setattr, part, "training", part.training) for part in parts),
-            *(restorer_of_optimizer(one, copies_tensors=True) for one in optimizers),
-            *map(restorer_of_tensor, copied),
-            *(partial(setattr, parameter, "grad", gradient) for parameter, gradient in gradients),
+            *(restorer_of(one, is_stepped=True) for one in objects),
+            *(partial(setattr, part, "training", part.training) for one in modules for part in one.modules()),
             *(partial(one.requires_grad_, one.requires_grad) for one in parameters),
-            *(
-                _reloader(part.load_sync_state_dict, saved)
-                for part in parts
-                if isinstance(part, SynclineDDP) and (saved := part.sync_state_dict())
-            ),
-            *(_reloader(one.load_state_dict, one.state_dict()) for one in others),
+            *(partial(setattr, one, "grad", one.grad) for one in parameters),
+            # Of other classes are the placeholders of sharded gradients, which have no values.
+            *(restorer_of_tensor(one.grad) for one in parameters if type(one.grad) is Tensor),
             partial(set_rng_state, rng),
         ]
 
@@ -167,7 +74,7 @@ class Subject:
         """
 
         def refuse(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-            if optimizer not in self._optimizers:
+            if not any(one is optimizer for one in self._objects):
                 raise ValueError(
                     f"the function steps an optimizer of class {type(optimizer).__name__} that was not passed here, so "
                     "its state could not be restored: pass sl.TrainState(model=..., optimizer=...), or remove the "
@@ -181,13 +88,7 @@ class Subject:
             handle.remove()
 
 
-def _reloader(load: Callable[[Any], object], state: Any) -> Restorer:
-    """Copy `state`, and return a function that loads the copy."""
-    saved = copy.deepcopy(state)
-    return lambda: load(copy.deepcopy(saved))
-
-
-# ---------------------------------------------------------------------- rank 0's inputs and random numbers
+# ---------------------------------------------------------------------- inputs and random numbers
 
 
 def copied_inputs(inputs: Any) -> Any:
@@ -200,117 +101,68 @@ def copied_inputs(inputs: Any) -> Any:
     return map_leaves(inputs, copied)
 
 
-class Aligned(NamedTuple):
-    """The inputs for a comparison between ranks, as `align_inputs` returns them."""
+def inputs_of_rank_0(inputs: Any, transport: Transport) -> Any | None:
+    """Return rank 0's inputs on every rank. A collective call. The shapes of the tensors may differ between the ranks.
 
-    inputs: Any
-    why_not: str
-    """The reason why rank 0's inputs could not be sent to the other ranks; "" if they were sent.
-
-    The reason is the same on all ranks.
-    """
-
-
-def align_generators(transport: Transport) -> None:
-    """Set this rank's random number generators to the state of rank 0's. A collective call."""
-    state = transport.all_gather_bytes(packed() if transport.rank == 0 else b"")[0]
-    if transport.rank:
-        set_rng_state(unpacked(state))
-
-
-def align_inputs(inputs: Any, transport: Transport) -> Aligned:
-    """Return rank 0's inputs on every rank. A collective call.
-
-    The shapes of the tensors may differ between the ranks.
-
-    Args:
-        inputs: nested dicts, lists and tuples of tensors and plain values. Plain values must already be equal on all
-            ranks.
-        transport: the transport between the ranks.
+    Returns None on every rank if a rank has other plain values or tensors of other dtypes than rank 0.
 
     Examples:
         >>> from syncline.transport.threads import run_ranks
         >>> def program(transport):
         ...     x = torch.full((2 + transport.rank,), 1.0 + transport.rank)
-        ...     return align_inputs((x, "mean"), transport)
+        ...     return inputs_of_rank_0((x, "mean"), transport)
         >>> run_ranks(2, program)[1]
-        Aligned(inputs=(tensor([1., 1.]), 'mean'), why_not='')
+        (tensor([1., 1.]), 'mean')
     """
-    mine = [_described(name, leaf) for name, leaf in leaves(inputs)]
-    rows = [json.loads(one) for one in transport.all_gather_bytes(json.dumps(mine).encode())]
-    why_not = _why_not(rows)
-    if why_not:
-        return Aligned(inputs, why_not)
-    shapes = {name: shape for name, _, shape in rows[0]}
-    own = {name: leaf for name, leaf in leaves(inputs) if isinstance(leaf, Tensor)}
-    aligned = {
-        name: leaf.detach() if transport.rank == 0 else leaf.new_zeros(shapes[name])
-        for name, leaf in own.items()
-    }
-    TensorBroadcaster(list(aligned.values()), transport).start(0).wait()
-    for name, leaf in own.items():
-        aligned[name].requires_grad_(leaf.requires_grad)
-    return Aligned(map_leaves(inputs, lambda name, leaf: aligned.get(name, leaf)), "")
+    own = dict(leaves(copied_inputs(inputs)))
+    sent = {name: leaf for name, leaf in own.items() if isinstance(leaf, Tensor) and is_ordinary(leaf)}
+    kinds = {name: str(leaf.dtype) if name in sent else repr(leaf) for name, leaf in own.items()}
+    mine = json.dumps([kinds, [list(tensor.shape) for tensor in sent.values()]])
+    rows = [json.loads(row) for row in transport.all_gather_bytes(mine.encode())]
+    if any(row[0] != rows[0][0] for row in rows):
+        return None
+    if transport.rank:
+        shapes = zip(sent.items(), rows[0][1], strict=True)
+        sent = {name: tensor.new_empty(shape) for (name, tensor), shape in shapes}
+    TensorBroadcaster(list(sent.values()), transport).start(0).wait()
+    for name, tensor in sent.items():
+        tensor.requires_grad_(own[name].requires_grad)
+    return map_leaves(inputs, lambda name, leaf: sent.get(name, leaf))
 
 
-def _described(name: str, leaf: Any) -> tuple[str, str, list[int]]:
-    """Return the name, kind and shape of an input. If it cannot be sent, the kind is "!" followed by the reason."""
-    if isinstance(leaf, Tensor):
-        if leaf.layout != torch.strided or leaf.is_meta or leaf.is_nested:
-            return name, f"!a tensor without dense memory ({leaf.layout} on {leaf.device.type})", []
-        return name, str(leaf.dtype), list(leaf.shape)
-    if isinstance(leaf, bool | int | float | str | bytes | None):
-        return name, repr(leaf), []
-    return name, f"!a {type(leaf).__name__}", []
-
-
-def _why_not(of_ranks: Sequence[Sequence[tuple[str, str, list[int]]]]) -> str:
-    """Return the reason why rank 0's inputs cannot replace those of the other ranks; "" if they can."""
-    first = of_ranks[0]
-    for name, kind, _ in first:
-        if kind.startswith("!"):
-            return f"{name or 'the input'} is {kind[1:]}, which cannot be sent to other ranks"
-    for rank, rows in enumerate(of_ranks):
-        if len(rows) != len(first):
-            return f"rank 0 has {len(first)} inputs, rank {rank} has {len(rows)}"
-        for (name, kind, _), (other, other_kind, _) in zip(first, rows, strict=True):
-            if (name, kind) != (other, other_kind):
-                here = f"on rank {rank} {other or 'the input'} is {other_kind}"
-                return f"on rank 0 {name or 'the input'} is {kind}, {here}"
-    return ""
+def seed_alike() -> None:
+    """Set Python's, NumPy's and torch's random number generators to a state that is the same on all ranks."""
+    random.seed(0)
+    torch.manual_seed(0)
+    if (numpy := sys.modules.get("numpy")) is not None:
+        numpy.random.seed(0)
 
 
 # ---------------------------------------------------------------------- torch's settings
-
-
-def uncompiled_code() -> AbstractContextManager[Any]:
-    """Return a context in which compiled modules run uncompiled. Compiled code calls no hooks of inner modules."""
-    return torch.compiler.set_stance("force_eager") if is_compiler_loaded() else nullcontext()
-
 
 _WITHOUT_DETERMINISM = re.compile(r"(\S+) does not have a deterministic implementation")
 
 
 @contextmanager
-def deterministic() -> Iterator[Callable[[], tuple[str, ...]]]:
+def deterministic() -> Iterator[Callable[[], str]]:
     """In the `with` block, use deterministic algorithms where they exist, and fill uninitialized memory with NaN.
 
-    Yields a function that returns the names of the operations without a deterministic implementation.
+    Yields a function that returns a sentence with the operations that have no deterministic implementation, or "".
     """
-    was_on = torch.are_deterministic_algorithms_enabled()
-    warned_only = torch.is_deterministic_algorithms_warn_only_enabled()
+    mode = torch.get_deterministic_debug_mode()
     settings: Any = torch.utils.deterministic
     filled = settings.fill_uninitialized_memory
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        set_deterministic(True, warn_only=warned_only or not was_on)
+        set_deterministic(True, warn_only=mode != 2)
         settings.fill_uninitialized_memory = True
         try:
-            yield lambda: tuple(
-                dict.fromkeys(
-                    match[1] for one in caught for match in _WITHOUT_DETERMINISM.finditer(str(one.message))
-                )
-            )
+            yield lambda: _sentence([str(one.message) for one in caught])
         finally:
             settings.fill_uninitialized_memory = filled
-            set_deterministic(was_on, warn_only=warned_only)
+            set_deterministic(mode != 0, warn_only=mode == 1)
+
+
+def _sentence(warned: Sequence[str]) -> str:
+    names = dict.fromkeys(match[1] for text in warned for match in _WITHOUT_DETERMINISM.finditer(text))
+    return f"Without a deterministic implementation: {', '.join(names)}" if names else ""

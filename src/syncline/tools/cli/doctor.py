@@ -119,7 +119,7 @@ def _examine_script(args: argparse.Namespace, guardian: Guardian) -> int:
             f"{args.training_script} ended before training forward {args.step} of a module in a "
             "DistributedDataParallel, so there was no step to examine. A training forward is a forward in training "
             "mode with gradients enabled, in a process that doctor started. If the script uses no "
-            "DistributedDataParallel, or starts processes itself, call sl.debug.assert_replicas_agree in the script",
+            "DistributedDataParallel, or starts processes itself, call sl.debug.compare_replicas in the script",
         )
         return 2
     return 0 if all(one["agrees"] for one in found) else 1

@@ -26,8 +26,7 @@ from torch import Tensor, nn
 from syncline._torch.modules import NotTraced
 from syncline._torch.tensors import tree_map_only
 from syncline.ddp.wrapper import DistributedDataParallel
-from syncline.debug.repeated_runs import Step, examine
-from syncline.debug.run_state import Subject, synchronization_of
+from syncline.debug.examination import Examination
 from syncline.gradients.usage import tensors_in
 from syncline.gradients.wrapper_protocol import replica_of
 from syncline.session.world import transport_of
@@ -137,17 +136,14 @@ def _examine(
     if ddp.device_ids:  # the wrapper moves its inputs too
         device = torch.device(ddp.device_type, ddp.device_ids[0])
         args, kwargs = tree_map_only(Tensor, lambda tensor: tensor.to(device), (args, kwargs))
-    step = Step(
+    report = Examination(
         title=f"syncline doctor: forward {number} of {type(ddp).__name__}({type(module).__name__})",
         run=lambda inputs: _forward_and_backward(module, *inputs),
         inputs=(args, kwargs),
-        roots={"": module},
-        subject=Subject([module], with_gradients=False),
-        synchronization=synchronization_of({"": ddp}, with_gradients=False),
+        objects={"": ddp},
         transport=transport,
-        aligns_inputs=True,
-    )
-    report = examine(step)
+        reduces=False,
+    ).report()
     text = str(report)
     if isinstance(ddp, DistributedDataParallel):
         text += f"\n\n{ddp.contract}"
@@ -160,25 +156,27 @@ def _examine(
 
 def _forward_and_backward(
     module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
-) -> tuple[Any, dict[str, Tensor | None]]:
-    """Run the module forward and backward. Return a loss, and the gradients of the module's parameters by name.
+) -> Tensor | None:
+    """Run the module forward and backward. Return a loss.
 
-    The backward does not write `.grad`, so the wrapper starts no reduction.
+    The gradients are written to `.grad` after the backward, so the wrapper starts no reduction.
     """
     with calling(f"the forward of {type(module).__name__}"):
         found = module(*args, **kwargs)
     outputs = [tensor for tensor in tensors_in(found) if tensor.requires_grad and tensor.numel()]
     if not outputs:
-        return None, {}
+        return None
     loss = torch.stack([_weighted_sum(output) for output in outputs]).sum()
-    trained = {name: parameter for name, parameter in module.named_parameters() if parameter.requires_grad}
+    trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
     try:
-        gradients = torch.autograd.grad(loss, list(trained.values()), allow_unused=True)
+        gradients = torch.autograd.grad(loss, trained, allow_unused=True)
     except RuntimeError as error:
         if _CHECKPOINT_ERROR not in str(error):
             raise
-        return loss, {}
-    return loss, dict(zip(trained, gradients, strict=True))
+        return loss
+    for parameter, gradient in zip(trained, gradients, strict=True):
+        parameter.grad = gradient
+    return loss
 
 
 def _weighted_sum(output: Tensor) -> Tensor:
