@@ -43,7 +43,7 @@ def test_ctrl_c_ends_it_cleanly(tmp_path: Path) -> None:
         try:
             assert process.stderr is not None
             assert process.stderr.readline() == "syncline bench: starting 2 ranks\n"
-            assert "all_reduce of 64 KiB" in process.stderr.readline()
+            assert "all_reduce of 64K" in process.stderr.readline()
             process.send_signal(signal.SIGINT)
             output, error = hangs.communicate(process)
         finally:
