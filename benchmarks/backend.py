@@ -26,12 +26,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 
 import syncline as sl
+from models import GPT, SIZES, random_batch
 from rounds import RoundsParser
 from syncline.session import transport_of
-from syncline.tools.bench.tables import parse_size, seconds_text, size_text, table
-from syncline.tools.bench.timing import Timer, alternate, calls_for, ratio, timer
-from syncline.tools.bench.workloads import GPT, SIZES, random_batch
+from syncline.tools.bench.results import parse_size, ratio
+from syncline.tools.bench.timing import Timer, alternate, calls_for, timer
 from syncline.transport import Transport
+from tables import seconds_text, size_text, table
 
 Call = Callable[[], object]
 Group = dist.ProcessGroup

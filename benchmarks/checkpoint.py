@@ -38,8 +38,8 @@ from torch.distributed.checkpoint.state_dict_saver import async_save
 
 import syncline as sl
 from rounds import RoundsParser, judged
-from syncline.tools.bench.tables import table
-from syncline.tools.bench.timing import ratio
+from syncline.tools.bench.results import ratio
+from tables import table
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
 from example_data import Package, fetch

@@ -12,8 +12,7 @@ FOLDER holds a virtual environment for each MPI, as mpi4py binds to one:
 
 An MPI's ranks are another tree of processes, started by mpiexec. It sleeps until rank 0 tells it through a socket that
 it is its turn; so all sides see the same machine within a round. Its mean is `Allreduce(IN_PLACE, SUM)` and a
-multiplication; "sum only" leaves that out on both sides. The measurement is that of `syncline bench`
-(docs/inside/benchmarks.md).
+multiplication; "sum only" leaves that out on both sides. docs/inside/benchmarks.md describes the measurement.
 
 A goal is judged by the median; "within noise" says that the 95 % interval holds both answers. "plain" reduces a tensor
 that was allocated by torch, "in place" one from `transport.allocate`.
@@ -23,19 +22,26 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import json
+import statistics
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
 import syncline as sl
 from mpi import MPI, MPIPeer, find_mpi
-from rounds import RoundsParser, judged, write_figures
-from syncline.tools.bench.goals import figures_of
-from syncline.tools.bench.ranks import Plan, measure
-from syncline.tools.bench.tables import parse_size, report, size_text, table
-from syncline.tools.bench.timing import median_interval, ratio, summarize
-from syncline.tools.bench.workloads import COPY, GLOO, IN_PLACE, OURS, OURS_SUM
+from rounds import Figure, RoundsParser, judged, settings_of, write_figures
+from syncline.session import transport_of
+from syncline.tools.bench.machine import describe_machine
+from syncline.tools.bench.results import median_interval, parse_size, quotients, ratio
+from syncline.tools.bench.timing import Timer, alternate, calls_for, timer
+from syncline.transport import ReduceOp, Transport
+from tables import processor_text, seconds_text, size_text, table
 
 SIZES = ["1K", "4K", "16K", "64K", "256K", "1M", "4M", "25M", "100M"]
 K, M = 1 << 10, 1 << 20
@@ -48,20 +54,203 @@ SHARE_OF_COPY = 0.8
 BEYOND_CACHES = 25 * M
 MICROSECONDS_BEHIND_MPI = 2.0
 """At 1 KiB; from 16 KiB no slower; from 1 MiB twice as fast."""
+MOST_ANY_TENSOR, MOST_OF_GLOO = 1.5, 0.25
+"""Of 25 MiB with two ranks: any tensor, relative to one in place and to Gloo."""
 SUM_ONLY = ", sum only"
+OURS, IN_PLACE, VERB, BACKEND = "syncline", "syncline, in place", "sl.all_reduce_", "backend syncline"
+OURS_SUM = OURS + SUM_ONLY
+GLOO, COPY = "gloo", "copy"
 
 Rounds = Mapping[str, Sequence[float]]
 """Seconds of each round, by engine."""
 
 
-def goals(summary: Mapping[str, Any]) -> list[list[str]]:
-    """A row for each goal that was measured: what, and how each way to call us does."""
-    mpis = summary["mpis"]
-    crowded = summary["num_ranks"] > summary["machine"]["num_cores"]
+# ---------------------------------------------------------------------- the engines
+
+
+def backend_group(notes: list[str]) -> dist.ProcessGroup | None:
+    """Create a process group of all ranks with torch's backend "syncline".
+
+    Returns:
+        The group, or None if it could not be created. The reason is then added to `notes`.
+    """
+    try:
+        sl.register_backend()
+        group: dist.ProcessGroup = dist.new_group(backend="syncline")
+    except Exception as error:
+        reason = str(error).strip().partition("\n")[0] or type(error).__name__
+        notes.append(f'torch.distributed could not create a group with the backend "syncline": {reason}')
+        return None
+    return group
+
+
+def engines(
+    numel: int, *, transport: Transport, backend: dist.ProcessGroup | None
+) -> dict[str, tuple[Callable[[], object], Tensor]]:
+    """Return the engines to measure, by name.
+
+    Args:
+        numel: the number of fp32 elements to reduce.
+        transport: Syncline's transport between the ranks of torch's default group. The default group uses Gloo.
+        backend: a group with the backend "syncline". None omits the engine that uses this group.
+
+    Returns:
+        For each engine, a function that makes one all_reduce, and the tensor that it reduces. `OURS_SUM` makes a plain
+        sum, without a division, and "copy" copies the tensor instead.
+    """
+    plain = torch.ones(numel)
+    size = transport.size
+
+    def ours(tensor: Tensor, op: ReduceOp = "mean") -> Callable[[], object]:
+        return lambda: transport.all_reduce(tensor, op).wait()
+
+    def by_torch(group: dist.ProcessGroup | None, divide: bool) -> Callable[[], object]:
+        def reduce() -> None:
+            dist.all_reduce(plain, dist.ReduceOp.SUM if divide else dist.ReduceOp.AVG, group=group)
+            if divide:
+                plain.div_(size)
+
+        return reduce
+
+    found: dict[str, tuple[Callable[[], object], Tensor]] = {OURS: (ours(plain), plain)}
+    if transport.reduces_in_place:
+        allocated = transport.allocate(numel, torch.float32, torch.device("cpu"))
+        found[IN_PLACE] = (ours(allocated), allocated)
+    found[OURS_SUM] = (ours(plain, "sum"), plain)
+    found[VERB] = (lambda: sl.all_reduce_(plain, op="mean"), plain)
+    if backend is not None:
+        found[BACKEND] = (by_torch(backend, divide=False), plain)
+    found[GLOO] = (by_torch(None, divide=True), plain)
+    target = torch.empty(numel)
+    found[COPY] = (lambda: target.copy_(plain), plain)
+    return found
+
+
+def checked(
+    found: Mapping[str, tuple[Callable[[], object], Tensor]], *, rank: int, size: int
+) -> dict[str, Callable[[], object]]:
+    """Check that each engine computes the right result, and then set all tensors to 0.
+
+    Args:
+        found: the result of `engines`.
+        rank: this rank.
+        size: the number of ranks.
+
+    Returns:
+        The function of each engine, by name.
+
+    Raises:
+        RuntimeError: the result of an engine is wrong.
+    """
+    for name, (call, tensor) in found.items():
+        tensor.fill_(rank + 1)
+        call()
+        expected = size * (size + 1) / 2
+        if name == COPY:
+            continue
+        if name != OURS_SUM:
+            expected /= size
+        if not torch.allclose(tensor, torch.tensor(expected)):
+            raise RuntimeError(f"{name}: expected {expected:g} from all_reduce, got {tensor[:3].tolist()}")
+    for _, tensor in found.values():
+        tensor.zero_()
+    return {name: call for name, (call, _) in found.items()}
+
+
+# ---------------------------------------------------------------------- the measurement
+
+
+def measure(
+    arguments: argparse.Namespace, transport: Transport, peers: Mapping[str, MPIPeer], notes: list[str]
+) -> list[dict[str, Any]]:
+    """Return the seconds of each round by size and engine. All ranks call this together.
+
+    Args:
+        arguments: the sizes and the number of rounds.
+        transport: the transport between the ranks.
+        peers: the MPIs, by name. Only those of rank 0 count.
+        notes: what could not be measured is added to this list.
+    """
+    backend = backend_group(notes)
+    names = json.loads(transport.all_gather_bytes(json.dumps(list(peers)).encode())[0])
     rows = []
-    for row in summary["all_reduce"]:
-        rounds = {name: figures["rounds_seconds"] for name, figures in row["engines"].items()}
-        size_bytes = row["payload_bytes"]
+    for size_bytes in arguments.sizes:
+        if transport.rank == 0:
+            print(f"all_reduce of {size_text(size_bytes)}", file=sys.stderr, flush=True)
+        found = engines(size_bytes // 4, transport=transport, backend=backend)
+        calls = checked(found, rank=transport.rank, size=transport.size)
+        timers = {name: timer(call, transport) for name, call in calls.items()}
+        for name in names:
+            timers |= _timers_of(name, peers.get(name), size_bytes // 4, transport)
+        turn_seconds = 0.002 if arguments.quick else 0.01
+        num_calls = calls_for(timers, seconds=turn_seconds, most=2000, transport=transport)
+        seconds = alternate(timers, num_rounds=arguments.rounds, num_calls=num_calls, transport=transport)
+        rows.append({"payload_bytes": size_bytes, "num_calls": num_calls, "seconds": seconds})
+    return rows
+
+
+def _timers_of(name: str, peer: MPIPeer | None, numel: int, transport: Transport) -> dict[str, Timer]:
+    """Return the timers of an MPI, which rank 0 asks to reduce. The other ranks wait for the barrier of its turn."""
+
+    def watch(_: int) -> float:
+        transport.barrier().wait()
+        return 0.0
+
+    if peer is None:
+        return {name: watch, name + SUM_ONLY: watch}
+    peer.prepare(numel)
+    return {name: peer.timer("mean", transport), name + SUM_ONLY: peer.timer("sum", transport)}
+
+
+# ---------------------------------------------------------------------- what is shown of it
+
+
+def report(found: Mapping[str, Any]) -> str:
+    """Format a measurement as a table with a row for each size and engine."""
+    rows = [["payload", "engine", "time", "GB/s", "times as fast as Gloo", "of a copy's speed"]]
+    for row in found["all_reduce"]:
+        rounds = row["seconds"]
+        for name, seconds in rounds.items():
+            median = statistics.median(seconds)
+            of_copy = ratio(rounds[COPY], seconds)[0]
+            rate = f"{row['payload_bytes'] / median / 1e9:.2f}"
+            of_gloo = "{:.2f} [{:.2f}, {:.2f}]".format(*ratio(rounds[GLOO], seconds))
+            size = size_text(row["payload_bytes"])
+            rows.append([size, name, seconds_text(median), rate, of_gloo, f"{of_copy:.0%}"])
+    machine = found["machine"]
+    head = (
+        f"{found['num_ranks']} ranks x 1 thread on {processor_text(machine)}, load {machine['load']:.2f}, "
+        f"torch {machine['torch']}, syncline over {found['transport']}"
+    )
+    return "\n\n".join([head, table(rows), *found["notes"]])
+
+
+def figures_of(found: Mapping[str, Any]) -> list[Figure]:
+    """Return what is compared between two measurements. The goals are those of two ranks with a processor each."""
+    has_goals = found["num_ranks"] == 2 <= found["machine"]["num_cores"]
+    figures = []
+    for row in found["all_reduce"]:
+        rounds, what = row["seconds"], f"all_reduce of {size_text(row['payload_bytes'])}"
+        is_goal = has_goals and row["payload_bytes"] == 25 * M
+        if IN_PLACE in rounds:
+            values = quotients(rounds[OURS], rounds[IN_PLACE])
+            most = MOST_ANY_TENSOR if is_goal else None
+            figures.append(Figure(f"{what}: any tensor / in place", values, at_most=most))
+        for name in (OURS, IN_PLACE):
+            if name in rounds:
+                values = quotients(rounds[name], rounds[GLOO])
+                most = MOST_OF_GLOO if is_goal and name == OURS else None
+                figures.append(Figure(f"{what}: {name} / Gloo", values, at_most=most, form="{:.3f}"))
+    return figures
+
+
+def goals(found: Mapping[str, Any]) -> list[list[str]]:
+    """A row for each goal that was measured: what, and how each way to call us does."""
+    mpis = found["mpis"]
+    crowded = found["num_ranks"] > found["machine"]["num_cores"]
+    rows = []
+    for row in found["all_reduce"]:
+        rounds, size_bytes = row["seconds"], row["payload_bytes"]
         rows += _against_gloo(size_bytes, rounds, crowded=crowded)
         if not crowded:
             rows += _against_mpi(size_bytes, rounds, mpis)
@@ -154,34 +343,29 @@ def mpis_in(folder: Path | None) -> list[MPI]:
 
 def main() -> None:
     arguments = parse_arguments()
+    machine = describe_machine()  # now, so that its load does not include the benchmark
+    torch.set_num_threads(1)
     world = sl.init(device="cpu")
     if world.size == 1:
         sys.exit("expected at least 2 ranks: syncline run -n 2 benchmarks/collectives.py")
-    plan = Plan(
-        sizes_bytes=arguments.sizes,
-        num_rounds=arguments.rounds,
-        turn_seconds=0.002 if arguments.quick else 0.01,
-        with_sum=True,
-    )
     peers: dict[str, MPIPeer] = {}
-    failures = []
+    notes: list[str] = []
     with contextlib.ExitStack() as stack:
         for mpi in mpis_in(arguments.mpi_venvs) if world.rank == 0 else ():
             print(f"starting {mpi.name}", file=sys.stderr)
             try:
                 peers[mpi.name] = stack.enter_context(MPIPeer(mpi, num_ranks=world.size))
             except RuntimeError as error:
-                failures.append(str(error))
-        raw = measure(plan, peers)
-    if raw is None:
-        return
-    raw["notes"] += failures
-    summary = {**summarize(raw), "mpis": list(peers)}
-    print(report(summary))
-    print("\nGoals")
-    print(table([["goal", "plain", "in place", "sum only, plain"], *goals(summary)]))
-    settings = {"ranks": summary["num_ranks"], "transport": summary["transport"]}
-    write_figures(arguments, figures_of(summary), settings, **summary)
+                notes.append(str(error))
+        rows = measure(arguments, transport_of(None), peers, notes)
+    if world.rank == 0:
+        found = {"machine": machine, "num_ranks": world.size, "transport": transport_of(None).name}
+        found |= {"all_reduce": rows, "notes": notes, "mpis": list(peers)}
+        print(report(found))
+        print("\nGoals")
+        print(table([["goal", "plain", "in place", "sum only, plain"], *goals(found)]))
+        write_figures(arguments, figures_of(found), settings_of(world), **found)
+    sl.shutdown()
 
 
 if __name__ == "__main__":

@@ -15,10 +15,10 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
-from syncline.tools.bench.baseline import Measurement, differences, read_measurement
-from syncline.tools.bench.goals import Figure, goals_table, show_comparison
+from baseline import Measurement, differences, read_measurement
+from goals import Figure, goals_table, show_comparison
 from syncline.tools.bench.machine import describe_machine
-from syncline.tools.bench.tables import processor_text
+from tables import processor_text
 
 Folder = Mapping[str, Measurement]
 """The measurements of a folder, by the name of the file, in the order of the names."""

@@ -21,13 +21,14 @@ from unittest.mock import patch
 import torch
 
 import syncline as sl
+from goals import goals_table
 from rounds import Figure, RoundsParser, settings_of, write_figures
 from syncline.compression import Cast, Compression, MeanExchange, PowerSGD, Quantize, TopK, kernels
 from syncline.session import transport_of
-from syncline.tools.bench.goals import goals_table
-from syncline.tools.bench.tables import table
-from syncline.tools.bench.timing import alternate, ratio
+from syncline.tools.bench.results import ratio
+from syncline.tools.bench.timing import alternate
 from syncline.transport import C10dTransport, Transport
+from tables import table
 
 COMPRESSIONS: list[Compression] = [Cast(), Quantize(8), Quantize(4), Quantize(2), TopK(), PowerSGD(2)]
 NATIVE, TORCH = "native", "PyTorch"

@@ -23,11 +23,11 @@ from typing import Any
 import torch
 
 import syncline as sl
+from goals import goals_table
 from rounds import Figure, RoundsParser, take_turns, write_figures
 from syncline.session import transport_of
 from syncline.testing import HostsUnavailable, simulated_hosts
-from syncline.tools.bench.goals import goals_table
-from syncline.tools.bench.timing import median_interval, quotients, ratio
+from syncline.tools.bench.results import median_interval, quotients, ratio
 from syncline.transport import C10dTransport, Transport
 
 UNITS = {"KiB": 2**10, "MiB": 2**20}

@@ -32,7 +32,7 @@ from models import Chain
 from rounds import take_turns
 from syncline.gradients.backward import Backward
 from syncline.gradients.ledger import Ledger
-from syncline.tools.bench.timing import median_interval
+from syncline.tools.bench.results import median_interval
 
 STEP_MS = 15.0
 GOAL = 0.01

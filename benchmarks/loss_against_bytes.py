@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from syncline.tools.bench.tables import table
+from tables import table
 
 # ---------------------------------------------------------------------- loss against bytes
 

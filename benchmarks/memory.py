@@ -38,12 +38,12 @@ import torch
 from torch import Tensor, nn
 
 import syncline as sl
+from goals import goals_table
 from rounds import Figure, write_figures
 from syncline.gradients.bucket_plan import POOL_BYTES
-from syncline.tools.bench.goals import goals_table
 from syncline.tools.bench.machine import total_memory_bytes
-from syncline.tools.bench.tables import size_text, table
-from syncline.tools.bench.timing import quotients
+from syncline.tools.bench.results import quotients
+from tables import size_text, table
 
 LAYER_WIDTH = 1024
 BYTES_PER_PARAMETER = 28

@@ -31,13 +31,12 @@ import torch
 from torch import nn
 
 import syncline as sl
+from models import GPT, SIZES, random_batch
 from syncline.session import transport_of
 from syncline.testing import simulated_hosts
-from syncline.tools.bench.job_times import measure_job
 from syncline.tools.bench.machine import describe_machine
 from syncline.tools.bench.measured import calibrated
-from syncline.tools.bench.tables import seconds_text, table
-from syncline.tools.bench.workloads import GPT, SIZES, random_batch
+from syncline.tools.bench.model_times import measure_job
 from syncline.tools.plan import (
     CAPS_MB,
     Cluster,
@@ -49,6 +48,7 @@ from syncline.tools.plan import (
     codec_of,
     with_caps,
 )
+from tables import seconds_text, table
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -155,13 +155,7 @@ def as_rank(configuration: Configuration, num_rounds: int) -> None:
     plain = copy.deepcopy(base)
     plain_optimizer: torch.optim.Optimizer = torch.optim.AdamW(plain.parameters(), fused=True)
 
-    def update() -> None:
-        plain_optimizer.step()
-        plain_optimizer.zero_grad()
-
-    job = measure_job(
-        configuration.model, plain, lambda: plain(*batch), update, transport=transport, num_steps=20
-    )
+    job = measure_job(configuration.model, plain, batch, plain_optimizer, transport, num_steps=20)
     turns = {"local": turn_of(plain, plain_optimizer, 2)}
     num = 2 if configuration.megabits is None else 1
     for option in configuration.options:

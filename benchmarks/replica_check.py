@@ -29,8 +29,8 @@ from torch import nn
 import syncline as sl
 from models import CNN, GPT, SIZES, Chain, random_batch, random_images
 from rounds import RoundsParser, take_turns
-from syncline.tools.bench.tables import table
-from syncline.tools.bench.timing import ratio
+from syncline.tools.bench.results import ratio
+from tables import table
 
 WITHOUT, WITH = "without", "with"
 GOAL_SHARE = 0.01

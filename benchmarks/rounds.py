@@ -1,7 +1,4 @@
-"""The parts that the programs of this folder share: a parser of arguments, competitors that take turns, and goals.
-
-The figures are those of `syncline.tools.bench`.
-"""
+"""The parts that the programs of this folder share: a parser of arguments, competitors that take turns, and goals."""
 
 from __future__ import annotations
 
@@ -12,14 +9,27 @@ import statistics
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
+from goals import Figure, judged, to_json
 from syncline import World
 from syncline.session import transport_of
-from syncline.tools.bench.goals import Figure, judged, to_json
 from syncline.tools.bench.machine import describe_machine
-from syncline.tools.bench.tables import processor_text
 from syncline.tools.bench.timing import alternate, timer
+from tables import processor_text
 
-__all__ = ["Figure", "RoundsParser", "exponent", "judged", "settings_of", "take_turns", "write_figures"]
+__all__ = [
+    "LOCAL",
+    "Figure",
+    "RoundsParser",
+    "exponent",
+    "judged",
+    "settings_of",
+    "take_turns",
+    "write_figures",
+]
+
+
+LOCAL = "not synchronized"
+"""The name of the competitor that trains alone."""
 
 
 class RoundsParser(argparse.ArgumentParser):

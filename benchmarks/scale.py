@@ -39,9 +39,9 @@ from torch import nn
 
 import syncline as sl
 from control_plane import control_plane
+from goals import goals_table
 from rounds import Figure, RoundsParser, exponent, write_figures
 from syncline.native import find_library
-from syncline.tools.bench.goals import goals_table
 from syncline.tools.bench.machine import describe_machine
 
 Row = Mapping[str, float]

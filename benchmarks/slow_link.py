@@ -47,12 +47,12 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compr
 
 import syncline as sl
 from loss_against_bytes import Pace, crossover, rate_text
+from models import GPT, GPTConfig
 from syncline.compression import PowerSGD, Quantize
 from syncline.session import transport_of
 from syncline.testing import HostsUnavailable, SimulatedHosts, simulated_hosts
 from syncline.tools.bench.machine import describe_machine
-from syncline.tools.bench.tables import table
-from syncline.tools.bench.workloads import GPT, GPTConfig
+from tables import table
 from tasks import Batch, characters, seed_of, shakespeare_text, share_of_rate
 
 RANKS = "ab"

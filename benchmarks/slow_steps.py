@@ -28,16 +28,16 @@ from typing import Any
 import torch
 
 import syncline as sl
-from rounds import Figure, RoundsParser, write_figures
+from goals import goals_table
+from rounds import LOCAL, Figure, RoundsParser, write_figures
 from slow_link import RANKS, RIVAL, Text, Trainer, Way, exits_without_hosts, ours, torch_ddp
 from syncline.compression import PowerSGD, Quantize
 from syncline.session import transport_of
 from syncline.testing import simulated_hosts
-from syncline.tools.bench.goals import goals_table
 from syncline.tools.bench.machine import describe_machine
-from syncline.tools.bench.tables import table
-from syncline.tools.bench.timing import alternate, quotients, ratio, timer
-from syncline.tools.bench.workloads import LOCAL
+from syncline.tools.bench.results import quotients, ratio
+from syncline.tools.bench.timing import alternate, timer
+from tables import table
 
 GOALS = {"Quantize(4)": 5.0, "PowerSGD(2)": 15.0}
 STEPS = 6

@@ -35,7 +35,7 @@ from torch import Tensor, nn
 
 import syncline as sl
 from rounds import Figure, RoundsParser, exponent, settings_of, write_figures
-from syncline.tools.bench.timing import quotients
+from syncline.tools.bench.results import quotients
 
 OURS, TORCH, BARE = "syncline", "torch", "bare module"
 

@@ -32,15 +32,16 @@ import torch.distributed as dist
 from torch import nn
 
 import syncline as sl
+from goals import goals_table
 from models import GPT, SIZES, Chain
 from rounds import Figure, RoundsParser, settings_of, write_figures
 from syncline.equality import hash_of, hash_of_sample
 from syncline.session import transport_of
-from syncline.tools.bench.goals import goals_table
-from syncline.tools.bench.tables import table
-from syncline.tools.bench.timing import alternate, calls_for, quotients, ratio, timer
+from syncline.tools.bench.results import quotients, ratio
+from syncline.tools.bench.timing import alternate, calls_for, timer
 from syncline.transport import C10dTransport, Transport
 from syncline.transport.agreement import exchange
+from tables import table
 
 FLAT, LOOP, AVERAGE = "one flat all_reduce", "a loop of dist.all_reduce", "sl.average_"
 WEIGHTED, GRADIENTS, CHECK = "sl.average_, weighted", "sl.sync_gradients_", "sl.check_replicas"

@@ -83,7 +83,6 @@ FILES = [
     "report {}",
     "compare {} {}",
     "watch --once {}",
-    "bench --compare {}",
 ]
 
 

@@ -1,77 +1,67 @@
-"""`syncline bench` without its ranks: turns, figures, tables, options, goals; and an MPI that is made up."""
+"""`syncline bench` without its ranks: turns, tables, options. The programs of benchmarks/: goals, and a made-up MPI."""
 
 from __future__ import annotations
 
 import doctest
-import importlib.util
+import importlib
 import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
 
 from support.goldens import assert_golden
-from syncline.tools.bench import workloads as reductions
-from syncline.tools.bench.goals import Figure, figures_of, from_json, goals_table, to_json
-from syncline.tools.bench.plot import can_plot, plot
-from syncline.tools.bench.tables import parse_size, report, size_text
-from syncline.tools.bench.timing import alternate, calls_for, ratio, summarize, timer
+from syncline.tools.bench.results import can_plot, parse_size, plot, ratio, report
+from syncline.tools.bench.timing import alternate, calls_for, timer
 from syncline.tools.cli import bench, main
 from syncline.transport import ThreadGroup, Transport, run_ranks
 
-BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
+import checkpoint
+import collectives
+import memory
+import mpi
+import rounds
+import scale
+import tables
+from goals import Figure, from_json, goals_table, to_json
 
-
-def program(name: str) -> ModuleType:
-    """A program of benchmarks/, as a module. It imports its neighbours, as in a process of its own."""
-    spec = importlib.util.spec_from_file_location(f"benchmarks_{name}", BENCHMARKS / f"{name}.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(BENCHMARKS)
-        patch.setitem(sys.modules, spec.name, module)  # dataclasses look there
-        spec.loader.exec_module(module)
-    return module
-
-
-ALL_REDUCE = {
-    "syncline": [2.0, 3.0, 4.0],
-    "gloo": [20.0, 60.0, 40.0],
-    "copy": [1.0, 1.5, 2.0],
-    "Open MPI 5": [1.0, 2.0, 3.0],
-}
+ALL_REDUCE = {"syncline": [2.0, 3.0, 4.0], "gloo": [20.0, 60.0, 40.0], "copy": [1.0, 1.5, 2.0]}
 """The times of three rounds of 1 KiB in us, and of 100 MiB in ms."""
 
 STEPS = {
     "not synchronized": [0.010, 0.020, 0.010],
-    "torch DDP, gloo": [0.030, 0.040, 0.030],
-    "torch DDP, gloo, bucket view": [0.020, 0.030, 0.020],
     "syncline": [0.011, 0.022, 0.011],
+    "sharded": [0.009, 0.021, 0.008],
 }
 
-MACHINE = {"cpu": "CPU", "architecture": "x86_64", "num_cores": 2, "memory_bytes": 1 << 34, "load": 0.1}
-MACHINE |= {"system": "Linux", "torch": "2.13.0", "python": "3.11.7", "syncline": "0.1.0"}
+MACHINE = {"cpu": "CPU", "architecture": "x86_64", "num_cores": 2, "load": 0.1}
+MACHINE |= {"torch": "2.13.0", "syncline": "0.1.0"}
 
 
-def raw(*, num_ranks: int = 2, **changes: Any) -> dict[str, Any]:
-    """A measurement of 1 KiB and 100 MiB in three rounds, and of a step."""
-    all_reduce = [
-        {
-            "payload_bytes": size_bytes,
-            "num_calls": dict.fromkeys(ALL_REDUCE, 7),
-            "seconds": {name: [scale * one for one in times] for name, times in ALL_REDUCE.items()},
-        }
+def scaled(times: dict[str, list[float]], scale: float) -> dict[str, list[float]]:
+    return {name: [scale * one for one in seconds] for name, seconds in times.items()}
+
+
+def measured(*, num_ranks: int = 2, **changes: Any) -> dict[str, Any]:
+    """What the ranks of `syncline bench` have measured: 1 KiB and 100 MiB in three rounds, and a step."""
+    found = {"machine": MACHINE, "num_rounds": 3, "num_ranks": num_ranks, "transport": "shared memory"}
+    found |= {"all_reduce_seconds": {"1K": scaled(ALL_REDUCE, 1e-6), "100M": scaled(ALL_REDUCE, 1e-3)}}
+    return {**found, "step_seconds": {"5M": STEPS}, **changes}
+
+
+def compared_with_mpi(*, num_ranks: int = 2) -> dict[str, Any]:
+    """What the ranks of benchmarks/collectives.py have measured, with an MPI."""
+    times = ALL_REDUCE | {"Open MPI 5": [1.0, 2.0, 3.0]}
+    rows = [
+        {"payload_bytes": size_bytes, "seconds": scaled(times, scale)}
         for size_bytes, scale in ((1024, 1e-6), (100 << 20, 1e-3))
     ]
-    step = {"model": "GPT 5M", "num_parameters": 5_000_000, "num_steps": 2, "seconds": STEPS}
-    found = {"machine": MACHINE, "plan": {"num_rounds": 3}, "num_ranks": num_ranks, "notes": []}
-    found |= {"transport": "shared memory", "all_reduce": all_reduce, "steps": [step]}
-    return {**found, **changes}
+    found = {"machine": MACHINE, "num_ranks": num_ranks, "transport": "gloo", "all_reduce": rows}
+    return {**found, "mpis": ["Open MPI 5"], "notes": ["MPICH: a reason"]}
 
 
 # ---------------------------------------------------------------------- turns
@@ -118,60 +108,27 @@ def test_slow_calls_are_made_once_and_fast_ones_not_without_limit() -> None:
 def test_an_engine_that_reduces_wrong_is_found() -> None:
     tensor = torch.ones(4)
     mean = {"mean": (lambda: tensor.fill_(1.5), tensor)}
-    assert list(reductions.checked(mean, rank=0, size=2)) == ["mean"]
+    assert list(collectives.checked(mean, rank=0, size=2)) == ["mean"]
     assert tensor.tolist() == [0.0] * 4
     with pytest.raises(RuntimeError, match=r"mean: expected 2 from all_reduce, got \[1.5"):
-        reductions.checked(mean, rank=0, size=3)
+        collectives.checked(mean, rank=0, size=3)
 
 
 # ---------------------------------------------------------------------- figures and tables
 
 
-def test_figures_of_a_measurement() -> None:
-    summary = summarize(raw())
-    engines = summary["all_reduce"][0]["engines"]
-    ours = engines["syncline"]
-    assert ours["median_seconds"] == 3e-6
-    assert ours["payload_bytes_per_second"] == pytest.approx(1024 / 3e-6)
-    assert ours["times_as_fast_as_gloo"]["median"] == pytest.approx(10)  # of 10, 20 and 10
-    assert ratio([1.0, 20.0, 3.0], [1.0, 10.0, 1.0])[0] == 2.0  # of the two times of a round
-    assert ours["share_of_copy"]["median"] == pytest.approx(0.5)
-    assert engines["copy"]["moved_bytes_per_second"] == pytest.approx(2 * 1024 / 1.5e-6)
-    assert "share_of_copy" not in engines["gloo"]
-    (step,) = summary["steps"]
-    assert step["rival"] == "torch DDP, gloo, bucket view"
-    ours = step["competitors"]["syncline"]
-    assert ours["exposed"]["median"] == pytest.approx(0.1)
-    assert ours["ratio"]["median"] == pytest.approx(0.55)
-    assert "exposed" not in step["competitors"]["not synchronized"]
-    again = json.loads(json.dumps(summary))
-    assert again["all_reduce"][0]["engines"]["syncline"]["rounds_seconds"] == pytest.approx(
-        [2e-6, 3e-6, 4e-6]
-    )
-    assert again["machine"] == MACHINE
-
-
 def test_the_report_shows_the_machine_each_table_and_what_disturbs() -> None:
-    assert_golden("bench", report(summarize(raw())))
-    crowded = raw(num_ranks=4, transport="gloo", notes=["Gloo: a reason"], machine={**MACHINE, "load": 1.5})
-    text = report(summarize(crowded))
-    for words in ("more ranks than cores: 4 ranks share 2", "not idle", "share no memory", "Gloo: a reason"):
+    assert ratio([1.0, 20.0, 3.0], [1.0, 10.0, 1.0])[0] == 2.0  # of the two times of a round
+    assert_golden("bench", report(measured()))
+    text = report(measured(num_ranks=4, machine={**MACHINE, "load": 1.5}, step_seconds={}))
+    for words in ("more ranks than cores: 4 ranks share 2", "not idle"):
         assert words in text
-    assert "GPT" not in report(summarize(raw(steps=[])))
-    assert "all_reduce" not in report(summarize(raw(all_reduce=[])))
-
-
-def test_many_sizes_go_below_each_other() -> None:
-    found = raw(steps=[])
-    found["all_reduce"] = [{**found["all_reduce"][0], "payload_bytes": 1024 << power} for power in range(16)]
-    lines = report(summarize(found)).splitlines()
-    assert max(map(len, lines)) <= 112
-    assert sum("32 MiB" in line for line in lines) == sum("1 KiB" in line for line in lines)
+    assert "parameters" not in text
 
 
 def test_a_size_is_read_as_it_is_written() -> None:
     for size_bytes in (4, 1024, 1536, 25 << 20, 3 << 30):
-        assert parse_size(size_text(size_bytes)) == size_bytes
+        assert parse_size(tables.size_text(size_bytes)) == size_bytes
     for text in ("", "K", "1Q", "-4", "3", "0", "1.3K"):
         with pytest.raises(ValueError, match="expected a"):
             pytest.fail(f"{text!r} is {parse_size(text)}")
@@ -179,8 +136,8 @@ def test_a_size_is_read_as_it_is_written() -> None:
 
 @pytest.mark.skipif(not can_plot(), reason="matplotlib is not installed")
 def test_a_picture_is_drawn(tmp_path: Path) -> None:
-    plot(summarize(raw()), tmp_path / "figure.svg")
-    assert "GPT 5M" in (tmp_path / "figure.svg").read_text()
+    plot(measured(), tmp_path / "figure.svg")
+    assert "5M parameters" in (tmp_path / "figure.svg").read_text()
 
 
 # ---------------------------------------------------------------------- options
@@ -202,7 +159,6 @@ def test_a_mistake_is_one_line_before_anything_starts(
         ("--json no/such/folder/file.json", "expected the path of a file in a folder that exists"),
         ("--plot figure.pdf", "ends in .png or .svg"),
         ("--plot figure.svg --json figure.svg", "expected a file of its own"),
-        ("--calibrate --compare before.json", f"--calibrate and --compare {excluded}"),
         ("--calibrate -n 2 --no-steps", f"--calibrate and -n, --no-steps {excluded}"),
         ("--calibrate --steps --sizes 1K", f"--calibrate and --sizes, --steps {excluded}"),
         ("--calibrate --quick --rounds 3", f"--calibrate and --rounds, --quick {excluded}"),
@@ -244,7 +200,6 @@ def fake_mpi(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_an_mpi_is_found_by_its_mpi4py_and_has_its_turn_when_told(fake_mpi: Path) -> None:
-    mpi = program("mpi")
     found = mpi.find_mpi(sys.executable)
     assert (found.name, found.mpiexec) == ("MPICH 9.9", str(fake_mpi))
     with mpi.MPIPeer(found, num_ranks=1) as peer:
@@ -256,7 +211,6 @@ def test_an_mpi_is_found_by_its_mpi4py_and_has_its_turn_when_told(fake_mpi: Path
 
 
 def test_an_mpi_that_does_not_work_is_named_with_its_last_words(fake_mpi: Path) -> None:
-    mpi = program("mpi")
     broken = mpi.MPI(name="MPICH 9.9", python=sys.executable, mpiexec=str(fake_mpi))
     (fake_mpi.parent / "mpi4py" / "MPI.py").write_text("raise SystemExit('no fabric found')")
     with pytest.raises(RuntimeError, match=r"MPICH 9.9: its ranks did not start.*: no fabric found"):
@@ -267,7 +221,7 @@ def test_an_mpi_that_does_not_work_is_named_with_its_last_words(fake_mpi: Path) 
 
 
 def test_open_mpi_is_not_bound_to_cores() -> None:
-    command = program("mpi").MPI(name="Open MPI 5", python="python", mpiexec="mpiexec").command(4, "socket")
+    command = mpi.MPI(name="Open MPI 5", python="python", mpiexec="mpiexec").command(4, "socket")
     assert command[:3] == ["mpiexec", "--bind-to", "none"]
     assert command[-4::3] == ["python", "socket"]
 
@@ -276,7 +230,7 @@ def test_open_mpi_is_not_bound_to_cores() -> None:
 
 
 def test_what_a_program_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    parser = program("rounds").RoundsParser("What it costs.\n\n    more of it", rounds=40, quick=3)
+    parser = rounds.RoundsParser("What it costs.\n\n    more of it", rounds=40, quick=3)
     parser.add_argument("--every", type=int, default=100)
     told = parser.parse_figures(["--rounds", "7", "--every", "5", "--json", str(tmp_path)])
     assert (told.rounds, told.every, told.quick, told.json) == (7, 5, False, tmp_path)
@@ -292,8 +246,15 @@ def test_what_a_program_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[st
 
 
 def test_the_examples_of_the_programs() -> None:
-    for name, num_examples in (("mpi", 3), ("rounds", 3), ("tensors", 1)):
-        assert doctest.testmod(program(name)) == (0, num_examples), name
+    for name, num_examples in (
+        ("goals", 5),
+        ("baseline", 1),
+        ("mpi", 3),
+        ("rounds", 3),
+        ("tables", 3),
+        ("tensors", 1),
+    ):
+        assert doctest.testmod(importlib.import_module(name)) == (0, num_examples), name
 
 
 # ---------------------------------------------------------------------- goals
@@ -305,28 +266,30 @@ def cells(text: str) -> list[str]:
 
 
 def test_figures_survive_a_file() -> None:
-    figures = figures_of(summarize(raw()))
+    figures = collectives.figures_of(compared_with_mpi())
     assert figures[0].name == "all_reduce of 1 KiB: syncline / Gloo"
     assert from_json(json.loads(json.dumps({"figures": to_json(figures)}))) == figures
 
 
 def test_goals_are_judged_with_their_figures_and_are_those_of_two_ranks() -> None:
-    goals = program("collectives").goals
-    rows = {row[0]: row[1:] for row in goals({**summarize(raw()), "mpis": ["Open MPI 5"]})}
+    found = compared_with_mpi()
+    text = collectives.report(found)
+    assert "1 KiB syncline 3.00 us 0.34 10.00 [10.00, 20.00] 50%" in " ".join(text.split())
+    assert "MPICH: a reason" in text
+    rows = {row[0]: row[1:] for row in collectives.goals(found)}
     assert rows["1 KiB: at least 100x Gloo"] == ["10.0x [10.0x, 20.0x] not met", "-", "-"]
     assert rows["1 KiB: within 2 us of Open MPI 5"][0] == "-1.0 us [-1.0 us, -1.0 us] met"
     assert rows["100 MiB: at least 12x Gloo"][0] == "10.0x [10.0x, 20.0x] not met, within noise"
     assert rows["100 MiB: at least 2x Open MPI 5"][0] == "0.67x [0.50x, 0.75x] not met"
     assert rows["100 MiB: at least 80% of a copy's speed"][0] == "50% [50%, 50%] not met"
-    crowded = summarize(raw(num_ranks=4))
-    assert goals_table(figures_of(crowded)) == ""
-    of_crowd = goals({**crowded, "mpis": ["Open MPI 5"]})
+    crowded = compared_with_mpi(num_ranks=4)
+    assert goals_table(collectives.figures_of(crowded)) == ""
+    of_crowd = collectives.goals(crowded)
     assert [row[0] for row in of_crowd] == ["1 KiB: at least 5x Gloo", "100 MiB: at least 5x Gloo"]
     assert all(row[1].endswith(" met") and "not" not in row[1] for row in of_crowd)
 
 
 def test_goals_of_saving_say_what_is_within_noise() -> None:
-    checkpoint = program("checkpoint")
     seconds = {name: [1.0] * 5 for name in (checkpoint.SAVE, checkpoint.DCP_STALL, checkpoint.TORCH_LOAD)}
     seconds |= {checkpoint.STALL: [0.2] * 5, checkpoint.LOAD: [1.0, 1.1, 1.2, 2.0, 2.1]}
     assert checkpoint.goals(seconds) == [
@@ -338,7 +301,6 @@ def test_goals_of_saving_say_what_is_within_noise() -> None:
 
 
 def test_goals_of_many_ranks() -> None:
-    scale = program("scale")
     names = (scale.FILES, scale.OTHERS_FILES, scale.CPU_OF_INIT, scale.REQUESTS)
     rounds = {
         size: [dict(zip(names, (size + 3.0, 24.0, cpu, 26.0 * size), strict=True)) for cpu in (1.9, 2.1, 2.3)]
@@ -358,7 +320,6 @@ def test_goals_of_many_ranks() -> None:
 
 
 def test_memory_reads_the_kernels_figure_and_counts_like_people() -> None:
-    memory = program("memory")
     assert memory.pss_bytes("Rss: 9 kB\nPss:     12 kB\nPss_Anon: 3 kB\n") == 12 * 1024
     assert memory.pss_of("0") == 0, "a process that has ended"
     assert memory.parse_count("1.5M") == 1_500_000

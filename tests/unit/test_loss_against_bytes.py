@@ -12,7 +12,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from syncline.tools.bench.plot import can_plot
+from syncline.tools.bench.results import can_plot
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 import loss_against_bytes

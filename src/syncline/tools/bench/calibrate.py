@@ -7,25 +7,26 @@ Rank 0 writes the figures for this number of ranks to the file OUTPUT, as JSON. 
 
 from __future__ import annotations
 
+import copy
 import json
-import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
 from syncline import compression
 from syncline.compression import Compression
 from syncline.compression.exchange import MeanExchange
 from syncline.ddp.wrapper import DistributedDataParallel
 from syncline.session.world import init, shutdown, transport_of
-from syncline.strategies import DiLoCo, LocalSGD
+from syncline.strategies import DiLoCo, LocalSGD, Strategy
 from syncline.tools.plan import CODECS
 from syncline.transport.base import Transport
 
@@ -37,7 +38,7 @@ _IN_A_ROW = 8
 """The number of reductions in a row. Cores that have fallen asleep need milliseconds to wake up, but in a training step
 they do not sleep."""
 
-_CODED_SHAPES = ((256, 1024), (1024, 256), (1000, 256), (256, 256))
+_CODED_SHAPES = ((256, 256), (1024, 256), (256, 1024), (1000, 256))
 """The tensors with which compressions are measured: those of a small transformer."""
 
 _NUM_SMALL = 200
@@ -54,7 +55,6 @@ def main(argv: Sequence[str]) -> None:
     world = init(device="cpu")
     transport = transport_of(None)
     found: dict[str, Any] = {
-        "num_ranks": world.size,
         "shared_memory": _reductions(partial(_in_place, transport), transport)
         if transport.reduces_in_place
         else None,
@@ -73,42 +73,33 @@ def main(argv: Sequence[str]) -> None:
 # ---------------------------------------------------------------------- time
 
 
-def _timed(
-    call: Callable[[], object], transport: Transport, num_rounds: int = _NUM_ROUNDS
-) -> tuple[float, float]:
+def _timed(call: Callable[[], object], transport: Transport, num: int = _NUM_ROUNDS) -> tuple[float, float]:
     """Return how long a call takes, and how long it keeps cores of this process busy: medians of rounds, in seconds.
 
     The time is that of the slowest rank, and the work the mean of the ranks.
     """
     call()
-    times, works = [], []
-    for _ in range(num_rounds):
+    rounds = []
+    for _ in range(num):
         transport.barrier().wait()
         began, worked = time.perf_counter(), time.process_time()
         call()
-        times.append(time.perf_counter() - began)
-        works.append(time.process_time() - worked)
-    slowest = torch.tensor(times, dtype=torch.float64)
+        rounds.append((time.perf_counter() - began, time.process_time() - worked))
+    slowest, mean = torch.tensor(rounds, dtype=torch.float64).T.contiguous()
     transport.all_reduce(slowest, "max").wait()
-    mean = torch.tensor(works, dtype=torch.float64)
     transport.all_reduce(mean, "mean").wait()
-    return statistics.median(slowest.tolist()), statistics.median(mean.tolist())
+    return median(slowest.tolist()), median(mean.tolist())
 
 
-def _line(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
-    """Return the fixed part and the slope of the line through points of a size and a time.
+def _line(times: Sequence[float]) -> list[float]:
+    """Return the fixed part and the slope of the line through times of `_SIZES_BYTES`.
 
-    Each point counts relative to its own time, so that small sizes count as much as large ones.
+    Each time counts relative to itself, so that small sizes count as much as large ones.
     """
-    weights = [1 / max(time, 1e-9) ** 2 for _, time in points]
-    total = sum(weights)
-    size = sum(w * x for w, (x, _) in zip(weights, points, strict=True)) / total
-    mean = sum(w * y for w, (_, y) in zip(weights, points, strict=True)) / total
-    slope = sum(w * (x - size) * (y - mean) for w, (x, y) in zip(weights, points, strict=True)) / sum(
-        w * (x - size) ** 2 for w, (x, _) in zip(weights, points, strict=True)
-    )
-    slope = max(0.0, slope)
-    return max(0.0, mean - slope * size), slope
+    seconds = torch.tensor(times, dtype=torch.float64).clamp(min=1e-9)
+    relative = torch.stack([1 / seconds, torch.tensor(_SIZES_BYTES) / seconds], dim=1)
+    found = torch.linalg.lstsq(relative, torch.ones(len(times), 1, dtype=torch.float64)).solution
+    return [max(0.0, one) for one in found.flatten().tolist()]
 
 
 # ---------------------------------------------------------------------- reductions
@@ -116,13 +107,9 @@ def _line(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
 
 def _reductions(make: Callable[[int], Callable[[], object]], transport: Transport) -> list[float]:
     """Return the four figures of a `Cost`."""
-    points = []
-    for size in _SIZES_BYTES:
-        took, work = _timed(partial(_repeated, make(size // 4)), transport)
-        points.append((size, took / _IN_A_ROW, work / _IN_A_ROW))
-    fixed, per_byte = _line([(size, took) for size, took, _ in points])
-    work_fixed, work_per_byte = _line([(size, work) for size, _, work in points])
-    return [fixed, per_byte, work_fixed, work_per_byte]
+    found = [_timed(partial(_repeated, make(size // 4)), transport) for size in _SIZES_BYTES]
+    times, works = zip(*found, strict=True)
+    return [one / _IN_A_ROW for one in (*_line(times), *_line(works))]
 
 
 def _repeated(call: Callable[[], object]) -> None:
@@ -144,12 +131,11 @@ def _copy(transport: Transport) -> float:
     """Return how long a copy takes for each byte while all ranks copy tensors that are in no cache."""
     pairs = [(torch.ones(1 << 18), torch.empty(1 << 18)) for _ in range(32)]
 
-    def copy() -> None:
+    def copy_all() -> None:
         for source, target in pairs:
             target.copy_(source)
 
-    took, _ = _timed(copy, transport, 7)
-    return took / (len(pairs) << 20)
+    return _timed(copy_all, transport, 7)[0] / (len(pairs) << 20)
 
 
 # ---------------------------------------------------------------------- calls
@@ -160,8 +146,7 @@ def _calls(transport: Transport) -> list[float]:
     few, many = (_sync_time(num, 25.0, transport) for num in (1, _NUM_SMALL))
     per_gradient = max(0.0, (many - few) / (2 * _NUM_SMALL - 2))
     divided = _sync_time(_NUM_SMALL, 0.001, transport)
-    num_buckets = _NUM_SMALL * 2
-    per_bucket = max(0.0, (divided - many) / (num_buckets - 1))
+    per_bucket = max(0.0, (divided - many) / (2 * _NUM_SMALL - 1))
     return [per_gradient, per_bucket, max(0.0, few), _update_time(transport)]
 
 
@@ -170,31 +155,24 @@ def _update_time(transport: Transport) -> float:
     small = [nn.Parameter(torch.ones(8)) for _ in range(2 * _NUM_SMALL)]
     for one in small:
         one.grad = torch.ones(8)
-    optimizer: torch.optim.Optimizer = torch.optim.AdamW(small, fused=True)
-    took, _ = _timed(optimizer.step, transport)
-    return took / len(small)
+    return _timed(torch.optim.AdamW(small, fused=True).step, transport)[0] / len(small)
 
 
 def _sync_time(num_layers: int, cap_mb: float, transport: Transport) -> float:
     """Return how much longer a step of small layers is when it is synchronized."""
-
-    def step(module: nn.Module) -> None:
-        module(x).sum().backward()
-        module.zero_grad()
-
     x = torch.randn(1, 8, generator=torch.Generator().manual_seed(transport.rank))
     plain = nn.Sequential(*(nn.Linear(8, 8) for _ in range(num_layers)))
-    wrapped = DistributedDataParallel(
-        nn.Sequential(*(nn.Linear(8, 8) for _ in range(num_layers))), bucket_cap_mb=cap_mb
-    )
-    for _ in range(3):
-        step(wrapped)
-    differences = []
-    for _ in range(_NUM_ROUNDS):
-        _, with_sync = _timed(partial(step, wrapped), transport, 1)
-        _, without = _timed(partial(step, plain), transport, 1)
-        differences.append(with_sync - without)
-    return statistics.median(differences)
+    wrapped = DistributedDataParallel(copy.deepcopy(plain), bucket_cap_mb=cap_mb)
+
+    def work(module: nn.Module) -> float:
+        def step() -> None:
+            module(x).sum().backward()
+            module.zero_grad()
+
+        return _timed(step, transport, 1)[1]
+
+    work(wrapped)  # the buckets are laid out anew
+    return median(work(wrapped) - work(plain) for _ in range(_NUM_ROUNDS))
 
 
 # ---------------------------------------------------------------------- compressions and strategies
@@ -211,18 +189,16 @@ def _coding(code: str, transport: Transport) -> list[float]:
     )
     numel = exchange.layout.numel
     values = torch.randn(numel, generator=torch.Generator().manual_seed(transport.rank))
-    encoding, decoding = [], []
-    for number in range(-2, _NUM_ROUNDS):
+    rounds = []
+    for _ in range(_NUM_ROUNDS):
         flat = values.clone()
         transport.barrier().wait()
         began = time.perf_counter()
         exchange.start(flat)
         started = time.perf_counter()
         exchange.wait()
-        if number >= 0:
-            encoding.append(started - began)
-            decoding.append(time.perf_counter() - started)
-    both = torch.tensor([statistics.median(encoding), statistics.median(decoding)], dtype=torch.float64)
+        rounds.append((started - began, time.perf_counter() - started))
+    both = torch.tensor([median(one) for one in zip(*rounds, strict=True)], dtype=torch.float64)
     transport.all_reduce(both, "mean").wait()
     return [one / numel for one in both.tolist()]
 
@@ -233,43 +209,23 @@ def _strategies(transport: Transport) -> dict[str, float]:
     flat = torch.ones(numel)
     reduction, _ = _timed(lambda: transport.all_reduce(flat, "mean").wait(), transport)
     found = {}
-    for name, strategy in (("average_per_byte", LocalSGD(2)), ("outer_per_byte", DiLoCo(2))):
-        found[name] = max(0.0, _round_time(strategy, transport) - reduction) / (4 * numel)
+    for name, make in (("average_per_byte", LocalSGD), ("outer_per_byte", DiLoCo)):
+        took = _time_of_two_steps(make(2), transport) - _time_of_two_steps(make(1000), transport)
+        found[name] = max(0.0, took - reduction) / (4 * numel)
     return found
 
 
-def _round_time(strategy: Any, transport: Transport) -> float:
-    """Return how much longer every second step of a strategy is, which synchronizes parameters."""
-    module = nn.ParameterList(nn.Parameter(torch.ones(shape)) for shape in _CODED_SHAPES)
-    wrapped = DistributedDataParallel(_Sum(module), strategy=strategy)
-    optimizer: torch.optim.Optimizer = torch.optim.SGD(wrapped.parameters(), lr=1e-6)
-    optimizer = wrapped.attach(optimizer)
-    (wrapped() * (1.0 + transport.rank)).backward()
+def _time_of_two_steps(strategy: Strategy[Any], transport: Transport) -> float:
+    module = nn.Sequential(*(nn.Linear(columns, rows, bias=False) for rows, columns in _CODED_SHAPES))
+    wrapped = DistributedDataParallel(module, strategy=strategy)
+    optimizer = wrapped.attach(torch.optim.SGD(wrapped.parameters(), lr=1e-6))
+    wrapped(torch.full((1, 256), 1.0 + transport.rank)).sum().backward()
 
-    def seconds_of_step() -> float:
-        transport.barrier().wait()
-        began = time.perf_counter()
+    def two_steps() -> None:
         optimizer.step()
-        return time.perf_counter() - began
-
-    for _ in range(4):
         optimizer.step()
-    differences = []
-    for _ in range(_NUM_ROUNDS):
-        local = seconds_of_step()
-        differences.append(seconds_of_step() - local)
-    return statistics.median(differences)
 
-
-class _Sum(nn.Module):
-    """A module whose forward is the sum of its parameters, so that each gets a gradient."""
-
-    def __init__(self, parameters: nn.ParameterList) -> None:
-        super().__init__()
-        self.kept = parameters
-
-    def forward(self) -> Tensor:
-        return torch.stack([parameter.sum() for parameter in self.kept]).sum()
+    return _timed(two_steps, transport)[0]
 
 
 if __name__ == "__main__":

@@ -25,7 +25,6 @@ def describe_machine() -> dict[str, Any]:
         "cpu": _cpu_model(),
         "architecture": platform.machine(),
         "num_cores": num_cores(),
-        "memory_bytes": total_memory_bytes(),
         "load": round(os.getloadavg()[0], 2),
         "system": f"{platform.system()} {platform.release()}",
         "torch": metadata.version("torch"),
@@ -39,4 +38,4 @@ def _cpu_model() -> str:
         found = re.search(r"^model name\s*:\s*(.*)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
         if found:
             return found[1]
-    return platform.processor()
+    return platform.processor() or "an unnamed CPU"

@@ -1,10 +1,9 @@
-"""Runs ranks of this host that measure something for a plan, and reads what they have found."""
+"""Runs ranks of this host that measure something, and reads what they have found."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 from syncline import environment
@@ -13,9 +12,6 @@ from syncline.tools.launch.command import worker_command
 from syncline.tools.launch.guardian import Guardian
 from syncline.tools.launch.supervise import run_on_this_host
 from syncline.tools.plan import Calls, Coding, Cost, Job, Machine
-
-NUMS_RANKS = (2, 4, 8)
-"""The numbers of ranks with which a machine is measured."""
 
 
 class MeasurementFailed(Exception):
@@ -30,6 +26,32 @@ class MeasurementFailed(Exception):
         self.code = code
 
 
+def measured(
+    num_ranks: int, program: str, *arguments: str, num_threads: int = 1, prefix: str = "syncline: "
+) -> dict[str, Any]:
+    """Run a program of this package on ranks of this host, and return what rank 0 has written.
+
+    Args:
+        num_ranks: the number of ranks.
+        program: the name of the program.
+        arguments: its arguments. One more follows them: the file to write.
+        num_threads: the number of threads of each rank.
+        prefix: the text before each line that the ranks print.
+
+    Raises:
+        MeasurementFailed: a rank has failed.
+    """
+    with Guardian(environment.for_child({})) as guardian:
+        output = guardian.folder / "measured.json"
+        module = f"syncline.tools.bench.{program}"
+        command = worker_command([module, *arguments, str(output)], is_module=True)
+        code = run_on_this_host(num_ranks, command, guardian, num_threads=num_threads, prefix=prefix)
+        if code:
+            raise MeasurementFailed(code)
+        found: dict[str, Any] = json.loads(output.read_text())
+        return found
+
+
 def calibrated(say: Callable[[str], object] = lambda text: None) -> Machine:
     """Measure what synchronization costs on this machine.
 
@@ -40,10 +62,22 @@ def calibrated(say: Callable[[str], object] = lambda text: None) -> Machine:
         MeasurementFailed: a rank has failed.
     """
     found = {}
-    for num in NUMS_RANKS:
+    for num in (2, 4, 8):
         say(f"measuring with {num} ranks")
-        found[num] = _measured(num, "syncline.tools.bench.calibrate", [], num_threads=1)
-    return _machine(found)
+        found[num] = measured(num, "calibrate")
+    described, two = describe_machine(), found[2]
+    gloo = {num: Cost(*one["gloo"]) for num, one in found.items()}
+    in_memory = {num: Cost(*one["shared_memory"]) for num, one in found.items() if one["shared_memory"]}
+    return Machine(
+        name=f"{described['num_cores']} cores of {described['cpu']}, measured",
+        shared_memory=in_memory or gloo,
+        gloo=gloo,
+        copy_per_byte=two["copy_per_byte"],
+        calls={num: Calls(*one["calls"]) for num, one in found.items()},
+        codings={code: Coding(*coding) for code, coding in two["codings"].items()},
+        average_per_byte=two["average_per_byte"],
+        outer_per_byte=two["outer_per_byte"],
+    )
 
 
 def measured_model(model: str, *, num_ranks: int, num_threads: int) -> Job:
@@ -57,33 +91,4 @@ def measured_model(model: str, *, num_ranks: int, num_threads: int) -> Job:
     Raises:
         MeasurementFailed: a rank has failed.
     """
-    found = _measured(num_ranks, "syncline.tools.bench.model_times", [model], num_threads=num_threads)
-    return Job.from_json(found)
-
-
-def _measured(num_ranks: int, module: str, arguments: Sequence[str], *, num_threads: int) -> dict[str, Any]:
-    with Guardian(environment.for_child({})) as guardian:
-        output: Path = guardian.folder / "measured.json"
-        command = worker_command([module, *arguments, str(output)], is_module=True)
-        code = run_on_this_host(num_ranks, command, guardian, num_threads=num_threads, prefix="syncline: ")
-        if code:
-            raise MeasurementFailed(code)
-        measured: dict[str, Any] = json.loads(output.read_text())
-        return measured
-
-
-def _machine(found: dict[int, dict[str, Any]]) -> Machine:
-    described = describe_machine()
-    two = found[2]
-    gloo = {num: Cost(*one["gloo"]) for num, one in found.items()}
-    in_memory = {num: Cost(*one["shared_memory"]) for num, one in found.items() if one["shared_memory"]}
-    return Machine(
-        name=f"{described['num_cores']} cores of {described['cpu'] or 'an unnamed CPU'}, measured",
-        shared_memory=in_memory or gloo,
-        gloo=gloo,
-        copy_per_byte=two["copy_per_byte"],
-        calls={num: Calls(*one["calls"]) for num, one in found.items()},
-        codings={code: Coding(*coding) for code, coding in two["codings"].items()},
-        average_per_byte=two["average_per_byte"],
-        outer_per_byte=two["outer_per_byte"],
-    )
+    return Job.from_json(measured(num_ranks, "model_times", model, num_threads=num_threads))

@@ -3,6 +3,7 @@
     python -m syncline.tools.bench.model_times FILE.py:FUNCTION OUTPUT
 
 FUNCTION returns the module and its inputs: `return model, (tokens, targets)`. Rank 0 writes a `Job` to OUTPUT as JSON.
+The ranks measure how long the parts of a step take beside each other, without synchronization.
 
 A mistake in the file fails on every rank. A rank that fails therefore prints nothing, and records its error for the
 launcher, which shows the error of one rank. The traceback begins in the user's file.
@@ -10,13 +11,16 @@ launcher, which shows the error of one rank. The traceback begins in the user's 
 
 from __future__ import annotations
 
-import inspect
 import json
 import runpy
 import sys
+import time
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch
@@ -26,7 +30,11 @@ from syncline import environment, tracebacks
 from syncline.session.process import record_failure
 from syncline.session.world import init, shutdown, transport_of
 from syncline.suggestions import did_you_mean
-from syncline.tools.bench.job_times import measure_job
+from syncline.tools.plan import Gradient, Job
+from syncline.transport.base import Transport
+from syncline.trees import leaves
+
+_NUM_WARM_UP = 3
 
 
 def main(argv: Sequence[str]) -> None:
@@ -49,22 +57,10 @@ def main(argv: Sequence[str]) -> None:
 def _measure(model: str, output: str) -> None:
     path, _, name = model.rpartition(":")
     world = init(device="cpu")
-    module, inputs = built(path, name)
-    module.train()
-    optimizer: torch.optim.Optimizer = torch.optim.AdamW(module.parameters())
+    module, inputs = _built(path, name)
+    optimizer = torch.optim.AdamW(module.parameters())
     before = _peak_bytes()
-
-    def update() -> None:
-        optimizer.step()
-        optimizer.zero_grad()
-
-    job = measure_job(
-        f"{Path(path).name}:{name}",
-        module,
-        lambda: loss_of(module(*inputs)),
-        update,
-        transport=transport_of(None),
-    )
+    job = measure_job(f"{Path(path).name}:{name}", module.train(), inputs, optimizer, transport_of(None))
     if world.rank == 0:
         # Besides the gradients and the optimizer's state.
         activations = max(0, _peak_bytes() - before - 3 * job.num_bytes)
@@ -72,7 +68,65 @@ def _measure(model: str, output: str) -> None:
     shutdown()
 
 
-def built(path: str, name: str) -> tuple[nn.Module, tuple[Any, ...]]:
+def measure_job(
+    name: str,
+    module: nn.Module,
+    inputs: Sequence[Any],
+    optimizer: torch.optim.Optimizer,
+    transport: Transport,
+    *,
+    num_steps: int = 10,
+) -> Job:
+    """Run steps of a module, and return how long their parts take: medians on this rank.
+
+    All ranks call this together, and begin each step together.
+
+    Args:
+        name: a name for the job.
+        module: the module, not wrapped.
+        inputs: the arguments of its forward.
+        optimizer: the optimizer of its parameters.
+        transport: the transport between the ranks.
+        num_steps: the number of steps to measure.
+    """
+    times: list[tuple[float, float, float]] = []
+    ready: dict[str, list[float]] = defaultdict(list)
+    computed = 0.0
+    trained = {key: one for key, one in module.named_parameters() if one.requires_grad}
+
+    def note(key: str, _: Tensor) -> None:
+        ready[key].append(time.perf_counter() - computed)
+
+    handles = [one.register_post_accumulate_grad_hook(partial(note, key)) for key, one in trained.items()]
+    for _ in range(_NUM_WARM_UP + num_steps):
+        transport.barrier().wait()
+        began = time.perf_counter()
+        loss = _loss_of(module(*inputs))
+        computed = time.perf_counter()
+        loss.backward()
+        ended = time.perf_counter()
+        optimizer.step()
+        optimizer.zero_grad()
+        transport.barrier().wait()
+        times.append((computed - began, ended - computed, time.perf_counter() - ended))
+    for handle in handles:
+        handle.remove()
+    forward, backward, update = map(median, zip(*times[_NUM_WARM_UP:], strict=True))
+    at = {key: min(1.0, median(found[_NUM_WARM_UP:] or found) / backward) for key, found in ready.items()}
+    return Job(
+        name=name,
+        gradients=[
+            Gradient(key, tuple(trained[key].shape), at[key], trained[key].element_size())
+            for key in sorted(at, key=at.__getitem__)
+        ],
+        forward=forward,
+        backward=backward,
+        update=update,
+        times=f"median of {num_steps} steps",
+    )
+
+
+def _built(path: str, name: str) -> tuple[nn.Module, Sequence[Any]]:
     """Return the module and the inputs that a function of a file makes.
 
     Raises:
@@ -80,43 +134,27 @@ def built(path: str, name: str) -> tuple[nn.Module, tuple[Any, ...]]:
         TypeError: it returns something else.
     """
     sys.path.insert(0, str(Path(path).resolve().parent))
-    found = runpy.run_path(path, run_name="syncline_plan")
-    function = found.get(name)
-    if function is not None and not callable(function):
-        raise ValueError(f"syncline plan: expected a function {name} in {path}, got {function!r}")
-    if function is None:
-        functions = [one for one, value in found.items() if callable(value) and not one.startswith("__")]
-        raise ValueError(f"syncline plan: {path} has no function {name}{did_you_mean(name, functions)}")
-    made = function()
-    if isinstance(made, tuple) and len(made) == 2 and isinstance(made[0], nn.Module):
-        inputs = made[1] if isinstance(made[1], list | tuple) else (made[1],)
-        return made[0], tuple(inputs)
-    raise TypeError(
-        f"syncline plan: expected {name}() to return a module and its inputs, as in "
-        f"`return model, (tokens, targets)`, got {_shown(made)}. The file is {inspect.getsourcefile(function)}"
-    )
+    found = {
+        key: value for key, value in runpy.run_path(path, run_name="syncline_plan").items() if callable(value)
+    }
+    if name not in found:
+        raise ValueError(f"syncline plan: {path} has no function {name}{did_you_mean(name, found)}")
+    made = found[name]()
+    if not isinstance(made, tuple) or len(made) != 2 or not isinstance(made[0], nn.Module):
+        raise TypeError(
+            f"syncline plan: expected {name}() of {path} to return a module and its inputs, as in "
+            f"`return model, (tokens, targets)`, got a {type(made).__name__}"
+        )
+    return made[0], made[1] if isinstance(made[1], list | tuple) else (made[1],)
 
 
-def loss_of(output: Any) -> Tensor:
+def _loss_of(output: Any) -> Tensor:
     """Return a scalar of which a backward can be made: the loss in an output, or the sum of its first tensor."""
     loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
-    if isinstance(loss, Tensor):
-        return loss
-    if isinstance(output, Mapping):
-        output = list(output.values())
-    while isinstance(output, list | tuple) and output:
-        output = output[0]
-    if not isinstance(output, Tensor):
-        raise TypeError(
-            f"syncline plan: expected the module to return a tensor, or something with a tensor, got {_shown(output)}"
-        )
-    return output if output.dim() == 0 else output.sum()
-
-
-def _shown(found: Any) -> str:
-    if isinstance(found, tuple):
-        return f"({', '.join(type(one).__name__ for one in found)})"
-    return type(found).__name__
+    for _, one in leaves(loss if isinstance(loss, Tensor) else output):
+        if isinstance(one, Tensor):
+            return one.sum()
+    raise TypeError(f"syncline plan: expected the module to return a tensor, got {type(output).__name__}")
 
 
 def _peak_bytes() -> int:

@@ -1,61 +1,34 @@
 """The program that each rank of `syncline bench` runs: `python -m syncline.tools.bench.ranks PLAN OUTPUT`.
 
-PLAN is a `Plan` as JSON. OUTPUT is the path of the file for the results.
+PLAN is JSON: the "sizes" of all_reduce and the names of the "models" to measure, the number of rounds "num_rounds", and
+"turn_seconds", which a turn of at least one call should take. OUTPUT is the file for the times of all rounds.
 """
 
 from __future__ import annotations
 
+import copy
 import json
 import sys
-import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
+from syncline.ddp.wrapper import DistributedDataParallel
 from syncline.session.world import init, shutdown, transport_of
 from syncline.tools.bench.machine import describe_machine
-from syncline.tools.bench.tables import size_text
-from syncline.tools.bench.timing import Timer, alternate, calls_for, timer
-from syncline.tools.bench.workloads import backend_group, checked, engines, num_parameters_of, steps_of
+from syncline.tools.bench.results import parse_size
+from syncline.tools.bench.timing import alternate, calls_for, timer
 from syncline.transport.base import Transport
 
-_SILENT_SECONDS = 5
+Calls = Mapping[str, Callable[[], object]]
 
-
-@dataclass(frozen=True, kw_only=True)
-class Plan:
-    """The settings of a benchmark: what it measures, and how often."""
-
-    sizes_bytes: Sequence[int]
-    """The sizes of the tensors that all_reduce is measured with, in bytes."""
-    num_rounds: int = 20
-    """The number of rounds in which all_reduce is measured, for each size."""
-    turn_seconds: float = 0.01
-    """The desired duration of one competitor's turn with all_reduce. A turn has at least one call."""
-    models: Sequence[str] = ()
-    """The names of the models whose training steps are measured."""
-    num_step_rounds: int = 20
-    """The number of rounds in which training steps are measured, for each model."""
-    num_steps: int = 2
-    """The number of training steps in one competitor's turn."""
-    with_sum: bool = False
-    """Whether to measure also a plain sum, without division by the number of ranks."""
-    transport: str | None = None
-    """The name of the transport that the ranks must have. None accepts any. With another one, nothing is measured."""
-
-
-class Peer(Protocol):
-    """A competitor whose ranks are other processes. Rank 0 tells them when it is their turn."""
-
-    def prepare(self, numel: int) -> None:
-        """Set the number of fp32 elements that later calls reduce."""
-
-    def timer(self, op: Literal["sum", "mean"], transport: Transport) -> Timer:
-        """Return a timer of reductions. It waits for the barrier with which rank 0 begins a turn."""
+_MODELS = {"0.3M": (84, 96, 3, 4), "5M": (1000, 256, 6, 2)}
+"""By name: the words, the width, the layers and the sequences of a batch."""
 
 
 def main(argv: Sequence[str]) -> None:
@@ -64,129 +37,81 @@ def main(argv: Sequence[str]) -> None:
     Args:
         argv: the arguments PLAN and OUTPUT.
     """
-    found = measure(Plan(**json.loads(argv[0])))
-    if found is not None:
-        Path(argv[1]).write_text(json.dumps(found))
-
-
-def measure(plan: Plan, peers: Mapping[str, Peer] | None = None) -> dict[str, Any] | None:
-    """Perform the measurement `plan`. All ranks call this function together.
-
-    Args:
-        plan: what to measure.
-        peers: further competitors for all_reduce, by name. Only those of rank 0 count.
-
-    Returns:
-        On rank 0, the raw results, which `timing.summarize` reads. They are empty if the plan expects another
-        transport than the ranks have. On other ranks, None.
-    """
     torch.set_num_threads(1)
+    plan: dict[str, Any] = json.loads(argv[0])
     machine = describe_machine()  # now, so that its load does not include the benchmark
     world = init(device="cpu")
     transport = transport_of(None)
-    notes: list[str] = []
+
+    def measured(what: str, calls: Calls) -> dict[str, list[float]]:
+        if world.rank == 0:
+            print(what, file=sys.stderr, flush=True)
+        timers = {name: timer(call, transport) for name, call in calls.items()}
+        num_calls = calls_for(timers, seconds=plan["turn_seconds"], most=2000, transport=transport)
+        return alternate(timers, num_rounds=plan["num_rounds"], num_calls=num_calls, transport=transport)
+
     found = {
         "machine": machine,
-        "plan": asdict(plan),
         "num_ranks": world.size,
         "transport": transport.name,
-        "all_reduce": [],
-        "steps": [],
-        "notes": notes,
+        "num_rounds": plan["num_rounds"],
+        "all_reduce_seconds": {
+            size: measured(f"all_reduce of {size}", _engines(parse_size(size) // 4, transport))
+            for size in plan["sizes"]
+        },
+        "step_seconds": {
+            model: measured(f"a step of {model} parameters", _steps(model, world.rank))
+            for model in plan["models"]
+        },
     }
-    if plan.transport in (None, transport.name):
-        backend = backend_group(notes)
-        found["all_reduce"] = _all_reduce(plan, transport, backend, peers or {})
-        found["steps"] = [_steps(model, plan, transport, backend, notes) for model in plan.models]
+    if world.rank == 0:
+        Path(argv[1]).write_text(json.dumps(found))
     shutdown()
-    return found if world.rank == 0 else None
 
 
-def _all_reduce(
-    plan: Plan, transport: Transport, backend: dist.ProcessGroup | None, peers: Mapping[str, Peer]
-) -> list[dict[str, Any]]:
-    rows = []
-    names = json.loads(transport.all_gather_bytes(json.dumps(list(peers)).encode())[0])
-    here = {name: peers[name] if transport.rank == 0 else None for name in names}
-    for number, size_bytes in enumerate(plan.sizes_bytes, start=1):
-        _say(f"all_reduce of {size_text(size_bytes)}, {number} of {len(plan.sizes_bytes)}", transport)
-        numel = size_bytes // 4
-        calls = checked(
-            engines(numel, transport=transport, backend=backend, with_sum=plan.with_sum),
-            rank=transport.rank,
-            size=transport.size,
-        )
-        timers = {name: timer(call, transport) for name, call in calls.items()}
-        timers |= _timers_of_peers(here, numel, plan, transport)
-        num_calls = calls_for(timers, seconds=plan.turn_seconds, most=2000, transport=transport)
-        seconds = _in_turns(timers, plan.num_rounds, num_calls, transport)
-        rows.append({"payload_bytes": size_bytes, "num_calls": num_calls, "seconds": seconds})
-    return rows
+def _engines(numel: int, transport: Transport) -> Calls:
+    """Return functions that make one all_reduce each, a mean of fp32. The function "copy" copies the tensor instead."""
+    plain, target = torch.zeros(numel), torch.empty(numel)
+
+    def over_gloo() -> None:
+        dist.all_reduce(plain)
+        plain.div_(transport.size)
+
+    found: dict[str, Callable[[], object]] = {"syncline": lambda: transport.all_reduce(plain, "mean").wait()}
+    if transport.reduces_in_place:
+        allocated = transport.allocate(numel, torch.float32, torch.device("cpu")).zero_()
+        found["in place"] = lambda: transport.all_reduce(allocated, "mean").wait()
+    return found | {"gloo": over_gloo, "copy": lambda: target.copy_(plain)}
 
 
-def _timers_of_peers(
-    peers: Mapping[str, Peer | None], numel: int, plan: Plan, transport: Transport
-) -> dict[str, Timer]:
-    def watch(_: int) -> float:
-        transport.barrier().wait()
-        return 0.0
+def _steps(model: str, rank: int) -> Calls:
+    """Return functions that make one training step of a transformer each: forward, backward, fused AdamW."""
+    words, width, num_layers, num_sequences = _MODELS[model]
+    torch.manual_seed(0)
+    layer = nn.TransformerEncoderLayer(width, width // 32, 4 * width, dropout=0.0, batch_first=True)
+    layers = nn.TransformerEncoder(layer, num_layers, enable_nested_tensor=False)
+    base = nn.Sequential(nn.Embedding(words, width), layers, nn.Linear(width, words))
+    tokens = torch.randint(words, (num_sequences, 64), generator=torch.Generator().manual_seed(rank))
 
-    found: dict[str, Timer] = {}
-    ops: list[Literal["mean", "sum"]] = ["mean", "sum"] if plan.with_sum else ["mean"]
-    for name, peer in peers.items():
-        if peer is not None:
-            peer.prepare(numel)
-        for op in ops:
-            shown = name if op == "mean" else f"{name}, sum only"
-            found[shown] = peer.timer(op, transport) if peer is not None else watch
-    return found
+    def step_of(wrap: Callable[[nn.Module], nn.Module]) -> Callable[[], None]:
+        module = wrap(copy.deepcopy(base))
+        optimizer: torch.optim.Optimizer = torch.optim.AdamW(module.parameters(), fused=True)
+        if isinstance(module, DistributedDataParallel):
+            optimizer = module.attach(optimizer)
 
+        def step() -> None:
+            nn.functional.cross_entropy(module(tokens).flatten(0, 1), tokens.flatten()).backward()
+            optimizer.step()
+            optimizer.zero_grad()
 
-def _steps(
-    model: str, plan: Plan, transport: Transport, backend: dist.ProcessGroup | None, notes: list[str]
-) -> dict[str, Any]:
-    _say(f"training steps of a GPT of {model} parameters", transport)
-    steps = steps_of(model, rank=transport.rank, backend=backend, notes=notes)
-    timers = {name: timer(step, transport) for name, step in steps.items()}
-    num_calls = dict.fromkeys(timers, plan.num_steps)
-    seconds = _in_turns(timers, plan.num_step_rounds, num_calls, transport)
+        return step
+
     return {
-        "model": f"GPT {model}",
-        "num_parameters": num_parameters_of(model),
-        "num_steps": plan.num_steps,
-        "seconds": seconds,
+        "not synchronized": step_of(lambda module: module),
+        "syncline": step_of(DistributedDataParallel),
+        "bucket view": step_of(partial(DistributedDataParallel, gradient_as_bucket_view=True)),
+        "sharded": step_of(partial(DistributedDataParallel, sharded=True)),
     }
-
-
-def _in_turns(
-    timers: Mapping[str, Timer], num_rounds: int, num_calls: Mapping[str, int], transport: Transport
-) -> dict[str, list[float]]:
-    """Measure competitors in turns, and say how many rounds are over. See `timing.alternate`."""
-    return alternate(
-        timers,
-        num_rounds=num_rounds,
-        num_calls=num_calls,
-        transport=transport,
-        after_round=_rounds_said(num_rounds, transport),
-    )
-
-
-def _rounds_said(num_rounds: int, transport: Transport) -> Callable[[int], None]:
-    """Return a function that says how many rounds are over, if it has said nothing for 5 s."""
-    said_at = time.monotonic()
-
-    def after_round(number: int) -> None:
-        nonlocal said_at
-        if time.monotonic() - said_at > _SILENT_SECONDS and 0 < number < num_rounds:
-            said_at = time.monotonic()
-            _say(f"  round {number} of {num_rounds}", transport)
-
-    return after_round
-
-
-def _say(text: str, transport: Transport) -> None:
-    if transport.rank == 0:
-        print(text, file=sys.stderr, flush=True)
 
 
 if __name__ == "__main__":

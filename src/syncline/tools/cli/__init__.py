@@ -54,7 +54,7 @@ commands
   compare   put two traced runs side by side
   watch     show what each rank of a run is doing now, or where it hangs
   plan      predict a step on a cluster for each way to synchronize, and recommend one
-  bench     measure Syncline on this machine, against Gloo
+  bench     measure this machine: all_reduce by size, and a training step
   doctor    check this host, or find results that differ between two runs or ranks
 
 options

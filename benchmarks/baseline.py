@@ -6,17 +6,12 @@ Times are compared only with times that were measured with the same settings. Th
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-from syncline.tools.bench.goals import Figure, from_json
-from syncline.tools.bench.tables import processor_text, size_text
-from syncline.untrusted import json_value, read_regular
-
-_MAX_BYTES = 64 * 1024 * 1024
-"""The largest size of a file with a measurement."""
+from goals import Figure, from_json
 
 
 @dataclass(frozen=True)
@@ -33,13 +28,13 @@ class Measurement:
 
 
 def read_measurement(path: Path) -> Measurement:
-    """Return the contents of a file that `syncline bench` or a program of benchmarks/ has written (--json).
+    """Return the contents of a file that a program of benchmarks/ has written (--json).
 
     Raises:
         OSError: the file cannot be read.
         ValueError: the contents are something else.
     """
-    data: object = json_value(read_regular(path, max_bytes=_MAX_BYTES))
+    data: object = json.loads(path.read_text())
     figures = from_json(data)
     settings = data.get("settings") if isinstance(data, dict) else None
     if figures and not isinstance(settings, dict):
@@ -47,31 +42,6 @@ def read_measurement(path: Path) -> Measurement:
             "expected the settings of the measurement, which older versions did not write: measure it again"
         )
     return Measurement(figures, settings if isinstance(settings, dict) else {})
-
-
-def settings_of(
-    *, num_ranks: int, machine: Mapping[str, Any], plan: Mapping[str, Any], transport: str | None = None
-) -> dict[str, object]:
-    """Return the settings of a measurement of `syncline bench`.
-
-    The versions of torch and of Syncline are left out: a comparison shows what another version has changed.
-
-    Args:
-        num_ranks: the number of ranks, of which each has one thread.
-        machine: the result of `machine.describe_machine`.
-        plan: the fields of a `ranks.Plan`.
-        transport: the name of the transport. None if it is not known yet.
-    """
-    found: dict[str, object] = {"ranks": num_ranks}
-    if transport is not None:
-        found["transport"] = transport
-    return {
-        **found,
-        "processor": processor_text(machine),
-        "all_reduce": [size_text(size) for size in plan["sizes_bytes"]],
-        "models": list(plan["models"]),
-        "a turn": f"{plan['turn_seconds']:g} s of all_reduce, {plan['num_steps']} training steps",
-    }
 
 
 def differences(expected: Mapping[str, object], got: Mapping[str, object]) -> str:

@@ -7,18 +7,13 @@ from __future__ import annotations
 
 import statistics
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from syncline.tools.bench.tables import size_text, table
-from syncline.tools.bench.timing import median_interval, quotients
-from syncline.tools.bench.workloads import BUCKET_VIEW, GLOO, IN_PLACE, LOCAL, OURS, SHARDED
-
-_LARGE_BYTES = 25 << 20
-
-_MOST_EXPOSED_PERCENT = {"GPT 5M": 4.0, "GPT 19M": 2.0}
+from syncline.tools.bench.results import median_interval
+from tables import table
 
 
 @dataclass(frozen=True)
@@ -45,59 +40,6 @@ class Figure:
         if self.at_least is not None:
             return f"at least {self.form.format(self.at_least)}"
         return "-" if self.at_most is None else f"at most {self.form.format(self.at_most)}"
-
-
-def figures_of(summary: Mapping[str, Any]) -> list[Figure]:
-    """Return the figures of a measurement of `syncline bench`.
-
-    The goals are those for two ranks with a processor each. With more ranks than processors, figures have no goals.
-
-    Args:
-        summary: the result of `timing.summarize`.
-    """
-    has_goals = summary["num_ranks"] == 2 <= summary["machine"]["num_cores"]
-    found = [figure for row in summary["all_reduce"] for figure in _of_all_reduce(row, has_goals=has_goals)]
-    found += [figure for row in summary["steps"] for figure in _of_steps(row, has_goals=has_goals)]
-    return found
-
-
-def _of_all_reduce(row: Mapping[str, Any], *, has_goals: bool) -> Iterable[Figure]:
-    rounds = {name: figures["rounds_seconds"] for name, figures in row["engines"].items()}
-    what = f"all_reduce of {size_text(row['payload_bytes'])}"
-    has_goals = has_goals and row["payload_bytes"] == _LARGE_BYTES
-    if OURS in rounds and IN_PLACE in rounds:
-        values = quotients(rounds[OURS], rounds[IN_PLACE])
-        yield Figure(f"{what}: any tensor / in place", values, at_most=1.5 if has_goals else None)
-    for name in (OURS, IN_PLACE):
-        if name in rounds and GLOO in rounds:
-            values = quotients(rounds[name], rounds[GLOO])
-            goal = 0.25 if has_goals and name == OURS else None
-            yield Figure(f"{what}: {name} / Gloo", values, at_most=goal, form="{:.3f}")
-
-
-def _of_steps(row: Mapping[str, Any], *, has_goals: bool) -> Iterable[Figure]:
-    rounds = {name: figures["rounds_seconds"] for name, figures in row["competitors"].items()}
-    return step_figures(row["model"], rounds, has_goals=has_goals)
-
-
-def step_figures(
-    model: str, rounds: Mapping[str, Sequence[float]], *, has_goals: bool = True
-) -> Iterable[Figure]:
-    """Return the figures of the training steps of one model.
-
-    Args:
-        model: the name of the model, for example "GPT 5M".
-        rounds: the times of the rounds, by the names of the competitors in `workloads.py`.
-        has_goals: whether the figures have goals.
-    """
-    most = _MOST_EXPOSED_PERCENT.get(model) if has_goals else None
-    for name, goal in ((BUCKET_VIEW, most), (SHARDED, None if most is None else 0.0)):
-        if name in rounds and LOCAL in rounds:
-            values = [100 * (one - 1) for one in quotients(rounds[name], rounds[LOCAL])]
-            yield Figure(f"step of {model}: exposed, {name}", values, at_most=goal, form="{:+.1f} %")
-    if OURS in rounds and BUCKET_VIEW in rounds:
-        values = quotients(rounds[OURS], rounds[BUCKET_VIEW])
-        yield Figure(f"step of {model}: default / bucket view", values, at_most=1.01 if has_goals else None)
 
 
 def goals_table(figures: Sequence[Figure]) -> str:
