@@ -14,7 +14,7 @@ from datetime import timedelta
 from syncline.gradients.step_times import NUM_DIGITS
 from syncline.gradients.stragglers import StragglerRule, Stragglers
 from syncline.gradients.tail import TailForm
-from syncline.liveness import Place, SignedStore, Wait
+from syncline.liveness import Place, SignedStore, StepPhase, Wait
 from syncline.liveness.deadlock import different_calls, left_ranks, steady, stuck_ranks
 from syncline.resilience.membership import Membership, Observation, Report, Rules, next_membership
 from syncline.session.rendezvous import Presence, wait_for_all
@@ -103,10 +103,10 @@ def search_for_deadlocks(size: int) -> dict[str, float]:
     """Read the places of all ranks and look for waits that cannot end, as a rank does that waits long."""
     wait = Wait(lane="main", call=7, words="all_reduce(mean) of 100 elements", number=1)
     texts = [
-        Place(step=3, phase="backward", wait=wait, num_started={"main": 7}, seen=1.0).to_json()
+        Place(step=3, phase=StepPhase.BACKWARD, wait=wait, num_started={"main": 7}, seen=1.0).to_json()
         for _ in range(size - 1)
     ]
-    texts.append(Place(step=3, phase="forward", num_started={"main": 6}, seen=1.0).to_json())
+    texts.append(Place(step=3, phase=StepPhase.FORWARD, num_started={"main": 6}, seen=1.0).to_json())
 
     def search(places: Mapping[int, Place]) -> None:
         left_ranks(wait, places), different_calls(places), stuck_ranks(steady(places, places))

@@ -81,6 +81,11 @@ class Contract:
 
     title: str
     rows: tuple[Row, ...]
+    transport: str = ""
+    """The kind of the transport: "shm", "gloo", or "nccl" for accelerators."""
+    reduction: str = ""
+    """How every backward reduces gradients: "all_reduce", "shards", "hook", or the compression as an expression.
+    Other values mean that not every backward does."""
 
     def __str__(self) -> str:
         """Return the contract as lines of at most 100 columns. Long cells take several lines; nothing is left out."""

@@ -12,6 +12,7 @@ import torch.distributed as dist
 import syncline as sl
 from meeting import tell, texts_of_all_ranks, wait_for
 from syncline import CollectiveMismatch, CollectiveTimeout, UnevenInputs
+from syncline.liveness import StepPhase
 from syncline.session import transport_of
 from syncline.transport import C10dTransport
 
@@ -20,7 +21,7 @@ from syncline.transport import C10dTransport
 def test_ranks_that_wait_on_different_lanes_are_told_who_is_where() -> None:
     t = transport_of(None)
     lane = t.lane("gradients")
-    t.board.step, t.board.phase = 3, "backward" if t.rank else "after backward"
+    t.board.step, t.board.phase = 3, StepPhase.BACKWARD if t.rank else StepPhase.AFTER_BACKWARD
     t.timeout_seconds = lane.timeout_seconds = 3000.0  # who waits so long hangs
     with pytest.raises(CollectiveMismatch) as caught:
         if t.rank == 0:
@@ -79,7 +80,7 @@ def test_lanes_that_are_waited_for_in_different_orders_are_no_deadlock() -> None
 def test_a_timeout_names_the_absent_rank_its_step_its_phase_and_its_line() -> None:
     t = C10dTransport(timeout_seconds=1.5)
     if t.rank == 1:
-        t.board.step, t.board.phase = 12, "forward"
+        t.board.step, t.board.phase = 12, StepPhase.FORWARD
         wait_for("rank 0 gave up")
         with pytest.raises(CollectiveTimeout, match="rank 0 aborted the group"):
             for _ in range(2):  # rank 0 came to the first one, which may be completed by that
@@ -105,7 +106,7 @@ def test_who_waits_for_a_rank_that_has_left_in_good_order_is_told_so() -> None:
     t = C10dTransport()
     t.barrier().wait()
     if t.rank == 1:
-        t.board.step, t.board.phase = 7, "after backward"
+        t.board.step, t.board.phase = 7, StepPhase.AFTER_BACKWARD
         t.leave()
         wait_for("told")  # its connections stay open meanwhile
         return
@@ -141,7 +142,7 @@ def test_a_rank_that_has_freed_its_wrapper_when_it_leaves_is_not_waited_for(over
 def test_who_calls_something_that_another_rank_has_left_out_is_told_so() -> None:
     t = C10dTransport()
     t.barrier().wait()
-    t.board.step, t.board.phase = 7, "after backward"
+    t.board.step, t.board.phase = 7, StepPhase.AFTER_BACKWARD
     if t.rank == 1:
         t.leave()
         wait_for("told")

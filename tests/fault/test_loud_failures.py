@@ -195,7 +195,7 @@ def test_a_module_that_changed_on_one_rank_is_a_mismatch_on_both() -> None:
         step(ddp)
     for text in texts_of_all_ranks(str(caught.value)):
         assert "rank 0: step 2, backward, bucket 0" in text
-        assert "rank 1: step 2, backward, where Net has changed since it was wrapped" in text
+        assert "rank 1: step 2, backward, where the module has changed since it was wrapped" in text
 
 
 @pytest.mark.ranks(2)

@@ -28,6 +28,7 @@ from failure_rows import record
 from meeting import group_store, stop, tell, wait_for
 from support.states import wait_until
 from syncline import PeerLost, SynclineError
+from syncline.liveness import StepPhase
 from syncline.native import NativeUnavailable, find_library
 from syncline.session import transport_of
 from syncline.testing import RankPool
@@ -198,7 +199,7 @@ def test_a_rank_that_does_not_connect_is_named_after_the_timeout(monkeypatch: py
 def test_a_rank_that_is_stopped_is_named_each_time_and_all_goes_on_when_it_continues(engine: str) -> None:
     t = met() if engine == "shared memory" else C10dTransport(timeout_seconds=30)
     pid = int(t.all_gather_bytes(str(os.getpid()).encode())[1])
-    t.board.step, t.board.phase = 3, "forward"
+    t.board.step, t.board.phase = 3, StepPhase.FORWARD
     for moment in ("stopped", "stopped again"):
         total = torch.full((LARGE_NUMEL,), float(t.rank + 1))
         if t.rank == 1:

@@ -24,6 +24,7 @@ from support.threads import on_threads
 from syncline import DistributedDataParallel as DDP
 from syncline import SynclineError
 from syncline.gradients import layout
+from syncline.liveness import StepPhase
 from syncline.session import transport_of
 from syncline.transport import C10dTransport, HierarchicalTransport, Transport, run_ranks
 
@@ -314,7 +315,7 @@ def test_nobody_writes_while_another_reads() -> None:
         before = run.values()
         run.backward(0)
         if t.rank == 1:
-            wait_until(lambda: boards[0].phase.startswith("optimizer.step()"))
+            wait_until(lambda: boards[0].phase is StepPhase.OPTIMIZER_STEP)
             for _ in range(10):
                 assert_equal(run.values(), before)
         run.optimizer.step()

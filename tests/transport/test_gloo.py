@@ -25,6 +25,7 @@ from syncline.liveness import (
     Lane,
     Notices,
     Place,
+    StepPhase,
     StoreConnection,
     StoreMedium,
 )
@@ -120,12 +121,12 @@ def test_a_timeout_names_who_is_absent_and_where_everybody_was_seen() -> None:
     t = C10dTransport(timeout_seconds=3000)
     store = group_store()
     if t.rank == 1:
-        t.board.step, t.board.phase = 3, "forward"
+        t.board.step, t.board.phase = 3, StepPhase.FORWARD
         store.wait(["rank 0 gave up"])
         with pytest.raises(SynclineError):
             t.barrier().wait()
         return
-    t.board.step, t.board.phase, t.board.bucket = 3, "backward", 0
+    t.board.step, t.board.phase, t.board.bucket = 3, StepPhase.BACKWARD, 0
     while t.rank == 0 and not others_are_seen(t):
         time.sleep(0.01)
     with pytest.raises(CollectiveTimeout) as caught:

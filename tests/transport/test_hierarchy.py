@@ -18,6 +18,7 @@ import torch.distributed as dist
 from meeting import end_by_sigkill, meet_at_the_store, tell, wait_for
 from support.cases import case
 from syncline import CollectiveMismatch, CollectiveTimeout, PeerFailed, PeerLost, SynclineError, UnevenInputs
+from syncline.liveness import StepPhase
 from syncline.transport import C10dTransport, HierarchicalTransport, Transport, Work, hierarchy
 from syncline.transport.hosts import Hosts
 from syncline.transport.phases import Phase, PhasedWork, PhaseQueue
@@ -429,7 +430,7 @@ def test_who_is_interrupted_while_it_starts_a_piece_ends_the_group(monkeypatch: 
 def test_a_timeout_names_the_rank_that_is_absent(absent: int) -> None:
     t = in_reach("abab", timeout_seconds=2)
     if t.rank == absent:
-        t.board.step, t.board.phase = 7, "forward"
+        t.board.step, t.board.phase = 7, StepPhase.FORWARD
         wait_for("told")
     else:
         with pytest.raises(CollectiveTimeout) as caught:

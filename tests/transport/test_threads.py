@@ -12,6 +12,7 @@ import torch
 from support.cases import case
 from support.states import wait_until
 from syncline import CollectiveMismatch, CollectiveTimeout, PeerFailed, SynclineError, UnevenInputs
+from syncline.liveness import StepPhase
 from syncline.transport import ThreadGroup, ThreadsTransport, Transport, Work, run_ranks
 
 
@@ -110,7 +111,7 @@ def test_different_arguments_are_a_mismatch_on_all_ranks_and_end_the_group() -> 
 def test_ranks_that_wait_on_different_lanes_are_told_at_once_who_is_where() -> None:
     def program(t: Transport) -> None:
         lane = t.lane("gradients")
-        t.board.step, t.board.phase = 4 + t.rank, "backward"
+        t.board.step, t.board.phase = 4 + t.rank, StepPhase.BACKWARD
         (t.barrier() if t.rank == 0 else lane.all_reduce(torch.zeros(3))).wait()
 
     for error in errors_of(2, program):
@@ -136,7 +137,7 @@ def test_a_timeout_names_the_absent_ranks_on_all_ranks() -> None:
 
     def program(t: Transport) -> None:
         if t.rank == 1:
-            t.board.step, t.board.phase = 7, "forward"
+            t.board.step, t.board.phase = 7, StepPhase.FORWARD
             ready.set()
             given_up.wait(10)
         ready.wait(10)

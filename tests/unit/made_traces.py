@@ -111,5 +111,6 @@ class MadeRun:
             for number, size in enumerate(self.bucket_bytes)
         ]
         gradients = {"what": "gradients", "when": "every backward outside no_sync", "how": "mean, all_reduce"}
-        contract = {"title": "Net, transport: shared memory", "rows": [gradients]}
+        title = "Net, transport: shared memory"
+        contract = {"title": title, "rows": [gradients], "transport": "shm", "reduction": "all_reduce"}
         return rows.ModuleRow("Net", 1, contract, self.looks_for_unused, buckets)

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from syncline import CollectiveMismatch, ContractMismatch, Statistics, SynclineError
+from syncline.liveness import StepPhase
 from syncline.transport import Transport, run_ranks
 from syncline.transport.agreement import agree, describe_tensors, exchange
 
@@ -64,7 +65,7 @@ def test_order_and_number_of_entries_count_and_afterwards_the_transport_still_wo
 
 def test_ranks_at_different_places_of_the_program_are_told_who_is_where() -> None:
     def program(transport: Transport) -> str:
-        transport.board.step, transport.board.phase = 3 + transport.rank, "after backward"
+        transport.board.step, transport.board.phase = 3 + transport.rank, StepPhase.AFTER_BACKWARD
         with pytest.raises(CollectiveMismatch) as caught:
             exchange(transport, "sl.barrier" if transport.rank else "sl.mean", [])
         return str(caught.value)

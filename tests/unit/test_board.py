@@ -7,8 +7,9 @@ from dataclasses import replace
 
 import pytest
 
+from syncline.errors import SynclineError
 from syncline.liveness import Board, Place, Wait
-from syncline.liveness.board import describe_late, describe_places
+from syncline.liveness.board import StepPhase, describe_late, describe_places
 from syncline.liveness.calls import remedy_for_left
 from syncline.liveness.health import Health, Lane
 from syncline.liveness.notices import Notices
@@ -17,9 +18,9 @@ from syncline.liveness.notices import Notices
 def test_a_place_says_step_phase_bucket_call_and_line_of_the_time_when_it_was_taken() -> None:
     board = Board()
     first = Place.of(board)
-    board.phase = "forward"
+    board.phase = StepPhase.FORWARD
     assert str(Place.of(board)) == "before the first step, forward"
-    board.step, board.phase, board.bucket = 12, "backward", 0
+    board.step, board.phase, board.bucket = 12, StepPhase.BACKWARD, 0
     wait = Wait(lane="gradients", call=7, words="all_reduce(sum) of 1000 elements, torch.float32")
     assert str(Place.of(board, wait=wait, code="train.py:34 in main")) == (
         "step 12, backward, bucket 0, waiting in all_reduce(sum) of 1000 elements, torch.float32 "
@@ -30,16 +31,18 @@ def test_a_place_says_step_phase_bucket_call_and_line_of_the_time_when_it_was_ta
     assert str(message) == "recv(from rank 1) (a message on the main lane)"
 
 
+FORWARD, BACKWARD = StepPhase.FORWARD, StepPhase.BACKWARD
+
 LATE = [
-    (Place(step=4), Place(step=5, phase="forward"), "forward of step 5"),
-    (Place(step=5, phase="forward"), Place(step=5, phase="backward", bucket=1), "backward of step 5"),
-    (None, Place(step=5, phase="backward"), "backward of step 5"),
-    (Place(step=5, phase="forward"), Place(step=5, phase="forward"), "all_reduce(sum) (step 5, forward)"),
-    (Place(step=6), Place(step=5, phase="forward"), "all_reduce(sum) (step 5, forward)"),
-    (Place(step=4), Place(step=5, phase="the sync after step 5"), "the sync after step 5"),
+    (Place(step=4), Place(step=5, phase=FORWARD), "forward of step 5"),
+    (Place(step=5, phase=FORWARD), Place(step=5, phase=BACKWARD, bucket=1), "backward of step 5"),
+    (None, Place(step=5, phase=BACKWARD), "backward of step 5"),
+    (Place(step=5, phase=FORWARD), Place(step=5, phase=FORWARD), "all_reduce(sum) (step 5, forward)"),
+    (Place(step=6), Place(step=5, phase=FORWARD), "all_reduce(sum) (step 5, forward)"),
+    (Place(step=4), Place(step=5, phase=StepPhase.PARAMETER_SYNC), "the parameter sync of step 5"),
     (Place(), Place(opening="sl.mean"), "sl.mean"),
     (Place(), Place(), "all_reduce(sum)"),
-    (Place(step=4), Place(step=5, opening="sl.mean", phase="forward"), "sl.mean (step 5, forward)"),
+    (Place(step=4), Place(step=5, opening="sl.mean", phase=FORWARD), "sl.mean (step 5, forward)"),
 ]
 
 
@@ -52,11 +55,11 @@ def test_a_late_rank_has_missed_the_phase_unless_it_may_have_reached_it() -> Non
 
 
 def test_the_remedy_for_a_rank_that_has_left_is_few_bullets_and_the_likeliest_comes_first() -> None:
-    wait = Wait(lane="buffers", call=5, words="broadcast(from rank 0)")
+    wait = Wait(lane="buffers of Net", call=5, words="all_reduce(sum)")
     for here, bullets in (
-        (Place(step=4, phase="backward"), ["as many batches", "ddp.join()"]),
-        (Place(step=4, phase="forward", wait=wait), ["as many batches", "ddp.join()", "ddp.module(x)"]),
-        (Place(step=4, phase="forward in eval mode"), ["ddp.module(x)", "ddp.sync_buffers_()"]),
+        (Place(step=4, phase=BACKWARD), ["as many batches", "ddp.join()"]),
+        (Place(step=4, phase=FORWARD, wait=wait), ["as many batches", "ddp.join()", "ddp.module(x)"]),
+        (Place(step=4, phase=StepPhase.EVAL_FORWARD), ["ddp.module(x)", "ddp.sync_buffers_()"]),
     ):
         _, *found = remedy_for_left(here, [Place(step=3)]).split("\n  - ")
         assert len(found) == len(bullets), here
@@ -66,7 +69,7 @@ def test_the_remedy_for_a_rank_that_has_left_is_few_bullets_and_the_likeliest_co
 def test_a_place_travels_as_text() -> None:
     place = Place(
         step=3,
-        phase="forward",
+        phase=FORWARD,
         bucket=1,
         wait=Wait(lane="main", call=2, words="barrier", number=5, blocks_rank=False),
         num_started={"main": 2, "gradients": 0},
@@ -76,11 +79,15 @@ def test_a_place_travels_as_text() -> None:
     )
     assert Place.from_json(place.to_json()) == place
     assert Place.from_json(Place().to_json()) == Place()
+    with pytest.raises(
+        SynclineError, match=r"the place of a rank: expected .*different versions of Syncline"
+    ):
+        Place.from_json(place.to_json().replace('"forward"', '"a phase of another version"'))
 
 
 def test_who_has_left_waits_nowhere_and_stays_where_it_was_seen() -> None:
     wait = Wait(lane="main", call=2, words="barrier")
-    place = Place(step=3, phase="after backward", wait=wait, code="a.py:1", has_left=True)
+    place = Place(step=3, phase=StepPhase.AFTER_BACKWARD, wait=wait, code="a.py:1", has_left=True)
     assert str(place) == "step 3, after backward, has shut down normally"
     places = {0: Place(step=3, has_left=True), 1: Place(step=3)}
     left, other = describe_places(places, size=2, ages={0: "1.0 s ago", 1: "10.0 s ago"}).splitlines()

@@ -6,27 +6,32 @@ import json
 import re
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from made_traces import MadeRank, MadeRun, rows, written
+from torch import nn
 
 import hangs
+import syncline as sl
 from support.goldens import assert_golden
+from syncline.compression import Chain, PowerSGD, Quantize
 from syncline.tools.cli import main
-from syncline.tools.plan import UNMEASURED, Cost
+from syncline.tools.plan import UNMEASURED, Cost, Option, codec_of
 from syncline.tools.report.analysis import Figures, figures_of
 from syncline.tools.report.clocks import WINDOW_STEPS, Meeting, compared
 from syncline.tools.report.document import MAX_POINTS, MAX_SPANS, document_of
 from syncline.tools.report.load import ProcessTrace, load
 from syncline.tools.report.page import page
+from syncline.tools.report.planned import cluster_of, option_of
 from syncline.tools.report.run import Run, run_of
 from syncline.tools.report.steps import Span, without_gaps
 from syncline.tools.report.text import text_of
 from syncline.tools.report.verdict import Finding, verdict_on
 from syncline.tools.report.what_if import Link, cut_anew, link_of, wait_of
+from syncline.transport import Transport, run_ranks
 
 Change = Callable[[int, Any], Sequence[rows.Row]]
 
@@ -46,6 +51,10 @@ def traces(made: MadeRun, change: Change = lambda rank, row: [row]) -> list[Proc
 def made(change: Change = lambda rank, row: [row], **settings: Any) -> Run:
     ranks = settings.pop("ranks", [MadeRank(), MadeRank()])
     return run_of(traces(MadeRun(ranks=ranks, **settings), change))
+
+
+def made_with(contract: dict[str, Any]) -> Run:
+    return made(lambda _, row: [row._replace(contract=contract) if isinstance(row, rows.ModuleRow) else row])
 
 
 def figures(run: Run) -> Figures:
@@ -375,9 +384,11 @@ def test_a_rank_that_was_killed_before_another_one_began_to_record_belongs_to_it
 
 
 def test_a_rank_that_the_others_did_without() -> None:
-    first, *_ = verdict(made(after={12: [rows.RanksRow(0, 1, 13, "rank 1 of 2 was lost", 0, 43_000)]}))
+    first, *_ = verdict(made(after={12: [rows.RanksRow(0, 1, 13, "rank 1 of 2 was lost", 0, 43_000, 1)]}))
     assert "Before step 13: rank 1 of 2 was lost. The ranks, now 1, continued after 43" in first.headline
-    assert "--max-restarts" in first.cure
+    assert (first.kind, "--max-restarts" in first.cure) == ("problem", True)
+    grown = made(after={12: [rows.RanksRow(0, 3, 13, "the lost process has joined", 0, 43_000)]})
+    assert {(one.kind, one.cure) for one in verdict(grown) if "joined" in one.headline} == {("note", "")}
 
 
 def test_which_ends_are_errors() -> None:
@@ -385,9 +396,10 @@ def test_which_ends_are_errors() -> None:
         assert not rows.EndRow(0, error).is_error, error
     assert rows.EndRow(0, "SystemExit: 3").is_error
     assert rows.EndRow(0, "ValueError: 0").is_error
+    assert rows.EndRow(0, "KeyboardInterrupt: no, a class of the user", "KeyboardInterruptOfTheUser").is_error
     recorded = traces(MadeRun(ranks=[MadeRank(), MadeRank()]))
     for one in recorded:
-        one.found.append(rows.EndRow(10**6, "KeyboardInterrupt: "))
+        one.found.append(rows.EndRow(10**6, "KeyboardInterrupt: ", "KeyboardInterrupt"))
     run = run_of(recorded)
     assert (verdict(run)[0].kind, "stopped by Ctrl-C" in verdict(run)[0].headline) == ("note", True)
     events = document_of(run, UNMEASURED)["events"]
@@ -518,12 +530,7 @@ def test_a_step_has_one_length_in_the_whole_report() -> None:
 
 def test_what_was_last_done_when_the_contract_was_recorded_is_not_shown() -> None:
     rule = {"what": "gradients", "when": "every backward", "how": "mean", "last_done": "step 1"}
-
-    def change(rank: int, row: Any) -> list[rows.Row]:
-        is_module = isinstance(row, rows.ModuleRow)
-        return [row._replace(contract={"title": "Net", "rows": [rule]}) if is_module else row]
-
-    text = page(document_of(made(change), UNMEASURED))
+    text = page(document_of(made_with({"title": "Net", "rows": [rule]}), UNMEASURED))
     assert "every backward" in text
     assert "step 1<" not in text
     assert "last done" not in text.partition("<script")[0]
@@ -537,6 +544,24 @@ def test_a_prediction_is_compared_with_the_run_if_the_planner_knows_its_synchron
     assert step["predicted"] == step["measured"]
     assert waits["predicted"] == waits["measured"] != "0.0 ms"
     assert document_of(made(ranks=[MadeRank()]), UNMEASURED)["predicted"] == []
+
+
+def test_the_planner_reads_the_fields_of_a_contract_and_not_its_words() -> None:
+    quantized = Option(compression=codec_of("Quantize(4)"))
+    for arguments, expected in (
+        ({}, Option()),
+        ({"sharded": True}, Option(sharded=True)),
+        ({"compression": Chain(PowerSGD(2), Quantize(4))}, quantized),
+        ({"strategy": sl.LocalSGD(2)}, None),
+    ):
+
+        def contract(t: Transport, arguments: Any = arguments) -> dict[str, Any]:
+            return asdict(sl.DistributedDataParallel(nn.Linear(4, 4), process_group=t, **arguments).contract)
+
+        assert option_of(made_with(run_ranks(2, contract)[0])) == expected, arguments
+    for kind, engine in (("gloo", "gloo"), ("nccl", "nccl"), ("of a later version", "shm")):
+        run = made_with({"transport": kind})
+        assert (option_of(run), cluster_of(run, figures(run)).engine) == (None, engine)
 
 
 # ---------------------------------------------------------------------- commands

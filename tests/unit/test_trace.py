@@ -271,7 +271,7 @@ def test_an_error_that_ends_the_block_is_recorded(tmp_path: Path) -> None:
         failing()
     ((*_, end),) = rows_in(tmp_path).values()
     assert isinstance(end, rows.EndRow)
-    assert end.error == "ZeroDivisionError: a defect"
+    assert (end.error, end.kind) == ("ZeroDivisionError: a defect", "ZeroDivisionError")
 
 
 def test_a_full_disk_is_warned_of_once_and_training_goes_on(

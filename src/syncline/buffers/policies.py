@@ -248,7 +248,6 @@ class BufferSync:
         if kinds == self._agreed_kinds:
             return
         self._agreed_kinds = kinds
-        self._agreeing.board.phase = f"forward, where buffers of {self._module_name} were replaced"
         fault = None
         try:
             for name, buffer in self._named_current():

@@ -24,8 +24,6 @@ _SLOWEST_LINK = 1e6
 _SLOWEST_MEMORY = 1e8
 """The same for shared memory."""
 
-_SHARED_MEMORY = "shared memory"
-
 
 def concluded(plan: Plan, evidence: Evidence) -> str:
     """Return one sentence, or two, that draw the conclusion from the last records."""
@@ -111,7 +109,7 @@ def _of_waits(plan: Plan, backward: BackwardRecord, timing: StepTiming) -> str:
         f"{_waited(timing)}, {format_time(longest.waited_seconds)} of it for bucket {longest.index}. No rank was late "
         "enough to explain this"
     )
-    in_memory = plan.transport == _SHARED_MEMORY
+    in_memory = plan.shares_memory and plan.num_hosts == 1
     if num_bytes / (_SLOWEST_MEMORY if in_memory else _SLOWEST_LINK) < _MAIN_SHARE * timing.waited_seconds:
         return (
             f"{waited}, and {format_bytes(num_bytes)} are sent in less time. So the process of another rank was "

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from enum import Enum, auto
+from enum import Enum, StrEnum, auto
 from typing import NamedTuple
 
 from torch import Tensor
@@ -20,7 +20,7 @@ from syncline.records import BackwardRecord, BufferRecord, RoundRecord
 from syncline.words import format_bytes, format_count
 
 
-class Reduction(Enum):
+class Reduction(StrEnum):
     """The possible ways in which gradients are reduced."""
 
     NOTHING = auto()
@@ -97,6 +97,8 @@ class Plan:
     config: Config
     module: str
     transport: str
+    shares_memory: bool
+    """Whether ranks on one host reduce in memory that they share."""
     rank: int
     num_ranks: int
     num_hosts: int

@@ -206,7 +206,6 @@ class Registrations:
         """
         if self._are_agreed:
             return
-        self._transport.board.phase = f"the comparison of the hooks, optimizers and metrics of {self._title}"
         gradients, metrics = self._gradients, self._gradients.riders.metrics
         step = optimizers_in_backward(gradients.parameters)
         hook = gradients.layout.comm_hook
@@ -340,12 +339,10 @@ class Registrations:
             return  # because settings are compared at parameter syncs
         if attached.compared_settings in (None, attached.settings()):
             return
-        # The settings changed after the backward that compared them. If they changed on some ranks only, the other
-        # ranks do not take part here, and the error reads from the board where each rank is.
-        self._transport.board.phase = "optimizer.step(), because its settings have changed since the backward"
+        # If the settings changed on some ranks only, the other ranks do not take part here.
         agree(
             self._transport,
-            f"the settings of an attached {type(attached.optimizer).__name__} at its step",
+            f"the changed settings of an attached {type(attached.optimizer).__name__} at its step",
             attached.describe(0),
             remedy="Change settings in the same way on all ranks, preferably between a step and the next backward.",
         )

@@ -38,6 +38,7 @@ from syncline.gradients.riders.replica_search import Peers
 from syncline.gradients.riders.replica_watch import ReplicaCheck, ReplicaWatch
 from syncline.gradients.riders.stop import StopVote, VoteRoute
 from syncline.gradients.user_hooks import HookTable, table_of
+from syncline.liveness.board import BUFFERS_LANE, StepPhase
 from syncline.optimizers.attached import weakly
 from syncline.session.world import transport_of
 from syncline.sharded.optimizer import Sharding
@@ -112,7 +113,7 @@ class Replica:
             gradients = within
             self._lanes.keep([within], of=self.transport)
         sends_buffers = self.config.sends_buffers and not self._has_local_buffers
-        return gradients, self._open_lane("buffers") if sends_buffers else self.transport
+        return gradients, self._open_lane(BUFFERS_LANE) if sends_buffers else self.transport
 
     def _open_lane(self, purpose: str, lanes: Lanes | None = None) -> Transport:
         """Open a lane for a purpose, and add it to `lanes`, or else to those of this replica."""
@@ -360,7 +361,7 @@ class Replica:
             self._new_module = None
             return
         self.drift.refuse(UNCHANGED)
-        self.transport.board.phase = f"backward, where {self._title} has changed since it was wrapped"
+        self.transport.board.phase = StepPhase.AFTER_CHANGE
         former = self.module
         self._use_module(module)
         try:

@@ -47,7 +47,11 @@ def contract_of(plan: Plan, evidence: Evidence) -> Contract:
     if isinstance(plan.config.replica_check, ReplicaCheck):
         rows.append(_replica_row(plan, plan.config.replica_check))
     title = f"DistributedDataParallel({plan.module}), {where}, transport: {plan.transport}"
-    contract = Contract(title=title, rows=tuple(rows))
+    kind = "nccl" if evidence.device != "cpu" else "shm" if plan.shares_memory else "gloo"
+    reduction = str(plan.config.compression) if plan.reduction is Reduction.ENCODED else plan.reduction
+    if plan.rules is not None and plan.rules.gradients is not None:
+        reduction = Reduction.NOTHING
+    contract = Contract(title=title, rows=tuple(rows), transport=kind, reduction=reduction)
     if evidence.backward is None:
         return contract
     return add_evidence(contract, _last_done(plan, evidence, evidence.backward))

@@ -52,7 +52,7 @@ from syncline.gradients.options import OnNonFinite
 from syncline.gradients.riders.replica_look import LOOKS, Looks
 from syncline.gradients.riders.replica_watch import ReplicaCheck
 from syncline.gradients.wrapper_protocol import SynchronizedModule
-from syncline.liveness.board import EVAL_FORWARD, FORWARD
+from syncline.liveness.board import StepPhase
 from syncline.records import BackwardRecord, RoundRecord
 from syncline.session.world import transport_of
 from syncline.sharded.sharing import OneCopy, remember_one_copy
@@ -246,7 +246,7 @@ class DistributedDataParallel(  # type: ignore[misc, override]
         buffer_hook = replica.registered.buffer_hook
         synchronizes = torch.is_grad_enabled() and replica.gradients.controls.enabled
         board, began_at = replica.transport.board, perf_counter()
-        board.phase = FORWARD if self.training else EVAL_FORWARD
+        board.phase = StepPhase.FORWARD if self.training else StepPhase.EVAL_FORWARD
         if synchronizes:
             board.step = replica.gradients.step + 1
         with outside_of_transforms():
@@ -276,7 +276,7 @@ class DistributedDataParallel(  # type: ignore[misc, override]
             replica.gradients.forward_ended(output, owner=replica, is_counted=is_counted)
         if buffer_hook is not None and buffer_hook.after_forward:
             self._run_buffer_hook(buffer_hook)
-        board.phase = "after forward"
+        board.phase = StepPhase.AFTER_FORWARD
         if OBSERVERS.forward_ended:
             self._emit_forward(began_at, computed_from)
         return output
@@ -331,9 +331,9 @@ class DistributedDataParallel(  # type: ignore[misc, override]
             >>> ddp.sync_buffers_()
         """
         replica = self._replica
-        replica.transport.board.phase = "sync_buffers_"
-        agree(replica.transport, "sync_buffers_", [f"module: {type(self.module).__name__}"])
-        replica.buffers.sync()
+        with replica.transport.board.called("sync_buffers_"):
+            agree(replica.transport, "sync_buffers_", [f"module: {type(self.module).__name__}"])
+            replica.buffers.sync()
 
     def sync_parameters_(self) -> None:
         """Make the replicas equal on all ranks now, outside the strategy's schedule. A collective call.

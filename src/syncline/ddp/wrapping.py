@@ -244,6 +244,7 @@ def first_plan(
         config=config,
         module=title,
         transport=transport.name,
+        shares_memory=transport.reduces_in_place,
         imitates_peers=transport.imitates_peers,
         rank=transport.rank,
         num_ranks=transport.size,

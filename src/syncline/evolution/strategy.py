@@ -174,8 +174,7 @@ class EvolutionStrategy:
             ContractMismatch: parameters or optimizer settings are no longer the same on all ranks. As after the other
                 two errors, parameters and buffers have the values from before the step.
         """
-        board = self._transport.board
-        board.step, board.phase = self.num_steps + 1, "EvolutionStrategy.step, evaluating members"
+        self._transport.board.step = self.num_steps + 1
         mine: list[float] = []
         fault = None
         try:
@@ -188,7 +187,6 @@ class EvolutionStrategy:
         record = _record(self.num_steps + 1, losses)
         self._update(pair_weights(losses, self._settings.sigma))
         self.num_steps += 1
-        board.phase = "after step"
         return record
 
     def statistics(self) -> Statistics:

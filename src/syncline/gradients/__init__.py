@@ -1,7 +1,7 @@
 """The averaging of gradients during backward: hooks fill buckets, and buckets are reduced while backward runs.
 
-Imports: errors, suggestions, words, checks, records, native, user_code, events, _torch, transport, session, optimizers,
-tensors, equality.
+Imports: errors, suggestions, words, checks, records, native, user_code, events, _torch, liveness, transport, session,
+optimizers, tensors, equality.
 
 backward.py           one backward: its state, its graph tasks, and the wrapper to which it belongs
 bucket.py             one bucket and its state; dense buckets in a flat tensor, whole or sharded

@@ -53,6 +53,7 @@ from syncline.gradients.riders.roster import Roster
 from syncline.gradients.step_guard import StepGuard
 from syncline.gradients.step_times import BACKWARD, DATA, FORWARD
 from syncline.gradients.usage import is_accumulating
+from syncline.liveness.board import StepPhase
 from syncline.optimizers.attached import weakly
 from syncline.session.registry import REGISTRY
 from syncline.transport.base import Transport
@@ -567,9 +568,8 @@ class GradientSync:
         """Report gradients whose hooks were lost. Return whether there are gradients of all parameters now."""
         reduction, backward = self.reduction, self.reduction.backward
         missing = set(range(len(self.parameters))).difference(backward.ready)
-        reduction.report_late(
-            [i for i in self._hooks.restore(missing) if self.parameters[i].grad is not None]
-        )
+        late = [i for i in self._hooks.restore(missing) if self.parameters[i].grad is not None]
+        reduction.report_late(late)
         return len(backward.ready) >= len(self.parameters)
 
     def _send_rest(self) -> None:
@@ -606,7 +606,7 @@ class GradientSync:
         if reduction.backward.state is not BackwardState.LOCAL:
             reduction.riders.forget()
             board = reduction.transport.board
-            board.phase, board.bucket = "after backward", None
+            board.phase, board.bucket = StepPhase.AFTER_BACKWARD, None
         self.tasks.forget()
         reduction.backward.move(state)
         if state is BackwardState.FAILED:

@@ -26,6 +26,7 @@ from syncline.gradients.step_times import Measured, StepClock
 from syncline.gradients.stragglers import Stragglers
 from syncline.gradients.tail import Tail
 from syncline.gradients.usage import Usage
+from syncline.liveness.board import StepPhase
 from syncline.transport.base import Transport
 from syncline.user_code import warn_user
 
@@ -160,7 +161,7 @@ class Reduction:
 
     def _begin_step(self) -> None:
         board, step = self.transport.board, self.backward.step
-        board.step, board.phase = step, "backward"
+        board.step, board.phase = step, StepPhase.BACKWARD
         if not self.layout.buckets:
             self.layout.make_buckets()
         for bucket in self.layout.buckets:

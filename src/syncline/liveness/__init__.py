@@ -18,7 +18,7 @@ store.py        messages at the store, signed and checked
 
 from __future__ import annotations
 
-from syncline.liveness.board import Board, Place, Wait
+from syncline.liveness.board import Board, Place, StepPhase, Wait
 from syncline.liveness.calls import Failure
 from syncline.liveness.connection import StoreConnection, StoreSilent
 from syncline.liveness.failed_wait import FailedWait
@@ -37,6 +37,7 @@ __all__ = [
     "Place",
     "RankProcess",
     "SignedStore",
+    "StepPhase",
     "StoreConnection",
     "StoreMedium",
     "StoreSilent",

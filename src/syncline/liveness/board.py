@@ -10,7 +10,8 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
+from enum import StrEnum
 
 from syncline.liveness.store import decode
 from syncline.words import describe_ranks
@@ -18,13 +19,29 @@ from syncline.words import describe_ranks
 MAIN_LANE = "main"
 """The name of the first lane of every transport. `Transport.lane` explains lanes."""
 
-_BEFORE = "before the first step"
+BUFFERS_LANE = "buffers"
+"""The purpose of the lane for buffers, with which the name of this lane begins."""
 
-FORWARD = "forward"
-"""The phase of a rank that runs a wrapper's forward in training mode."""
 
-EVAL_FORWARD = "forward in eval mode"
-"""The phase of a rank that runs a wrapper's forward in eval mode. This forward may send the module's buffers."""
+class StepPhase(StrEnum):
+    """The parts of a training step. Their values are the words in messages."""
+
+    BEFORE_STEPS = "before the first step"
+    FORWARD = "forward"
+    """A wrapper's forward in training mode."""
+    EVAL_FORWARD = "forward in eval mode"
+    """A wrapper's forward in eval mode, which may send the module's buffers."""
+    AFTER_FORWARD = "after forward"
+    BACKWARD = "backward"
+    AFTER_CHANGE = "backward, where the module has changed since it was wrapped"
+    AFTER_BACKWARD = "after backward"
+    OPTIMIZER_STEP = "optimizer.step()"
+    PARAMETER_SYNC = "the parameter sync"
+    AFTER_STEP = "after step"
+
+
+_BETWEEN = {StepPhase.BEFORE_STEPS, StepPhase.AFTER_FORWARD, StepPhase.AFTER_BACKWARD, StepPhase.AFTER_STEP}
+"""The phases in which the user's own code runs."""
 
 
 @dataclass(slots=True, eq=False)
@@ -33,8 +50,8 @@ class Board:
 
     step: int | None = None
     """The number of the current training step, from 1; None before the first step."""
-    phase: str = _BEFORE
-    """The part of the step that this rank runs, in words, such as "backward"."""
+    phase: StepPhase = StepPhase.BEFORE_STEPS
+    """The part of the step that this rank runs."""
     bucket: int | None = None
     """The index of the bucket of gradients that this rank sends or waits for; None while it handles no bucket."""
     opening: str | None = None
@@ -83,14 +100,14 @@ class Place:
     """A snapshot of the position of one rank. The attributes `step` to `opening` are those of `Board`.
 
     Examples:
-        >>> print(Place(step=12, phase="backward", bucket=0, code="train.py:34 in main"))
+        >>> print(Place(step=12, phase=StepPhase.BACKWARD, bucket=0, code="train.py:34 in main"))
         step 12, backward, bucket 0, at train.py:34 in main
         >>> Place.from_json(Place(step=1).to_json()) == Place(step=1)
         True
     """
 
     step: int | None = None
-    phase: str = _BEFORE
+    phase: StepPhase = StepPhase.BEFORE_STEPS
     bucket: int | None = None
     opening: str | None = None
     wait: Wait | None = None
@@ -111,15 +128,8 @@ class Place:
         board: Board, *, wait: Wait | None = None, code: str | None = None, has_left: bool = False
     ) -> Place:
         """Return a snapshot of `board`."""
-        return Place(
-            step=board.step,
-            phase=board.phase,
-            bucket=board.bucket,
-            opening=board.opening,
-            wait=wait,
-            code=code,
-            has_left=has_left,
-        )
+        position = {one.name: getattr(board, one.name) for one in fields(board)}
+        return Place(**position, wait=wait, code=code, has_left=has_left)
 
     def is_as(self, other: Place) -> bool:
         """Return whether this place equals `other`, apart from the line of code and the time."""
@@ -128,9 +138,9 @@ class Place:
     @property
     def sends_buffers(self) -> bool:
         """Whether the rank is in a forward that sends the module's buffers."""
-        if self.phase == FORWARD and self.wait is not None:  # SyncBatchNorm waits in this phase as well
-            return self.wait.lane.startswith("buffers") or self.wait.words.startswith("broadcast")
-        return self.phase == EVAL_FORWARD
+        if self.phase is StepPhase.FORWARD:  # SyncBatchNorm waits in this phase as well
+            return self.wait is not None and self.wait.lane.startswith(BUFFERS_LANE)
+        return self.phase is StepPhase.EVAL_FORWARD
 
     def is_in(self, wait: Wait) -> bool:
         """Return whether the rank waits in the call of `wait`: in a call on the same lane, with the same index.
@@ -152,14 +162,13 @@ class Place:
         return decode(Place, text, "the place of a rank")
 
     def __str__(self) -> str:
-        words = [_BEFORE if self.step is None else f"step {self.step}"]
-        if self.phase != _BEFORE:
+        words = [StepPhase.BEFORE_STEPS if self.step is None else f"step {self.step}"]
+        if self.phase is not StepPhase.BEFORE_STEPS:
             words.append(self.phase)
         if self.bucket is not None:
             words.append(f"bucket {self.bucket}")
         if self.has_left:
-            words.append("has shut down normally")
-            return ", ".join(words)
+            return ", ".join([*words, "has shut down normally"])
         if self.wait is not None:
             called = self.wait if self.opening is None else replace(self.wait, words=self.opening)
             words.append(f"waiting in {called}")
@@ -182,7 +191,7 @@ def describe_places(places: Mapping[int, Place], *, size: int, ages: Mapping[int
         ages: how old the places of other ranks are, by rank, in words. Pass None if all ranks show the same text.
 
     Examples:
-        >>> seen = {1: Place(step=2, phase="forward"), 2: Place(step=3, phase="backward")}
+        >>> seen = {1: Place(step=2, phase=StepPhase.FORWARD), 2: Place(step=3, phase=StepPhase.BACKWARD)}
         >>> print(describe_places(seen, size=3, ages={1: "2.5 s ago"}))
           rank 0: it has reported nothing
           rank 1: at its last report, 2.5 s ago: step 2, forward
@@ -213,10 +222,11 @@ def describe_late(
         seconds: how long it waited.
 
     Examples:
-        >>> seen = {1: Place(step=4, phase="after step", code="base.py:37 in load")}
-        >>> describe_late([1], seen, Place(step=5, phase="forward"), "broadcast", 20.02)
+        >>> seen = {1: Place(step=4, phase=StepPhase.AFTER_STEP, code="base.py:37 in load")}
+        >>> describe_late([1], seen, Place(step=5, phase=StepPhase.FORWARD), "broadcast", 20.02)
         'rank 1 did not reach forward of step 5 within 20 s; last seen at base.py:37 in load'
-        >>> describe_late([0, 1], seen, Place(step=4, phase="after step"), "all_reduce(max) of 4 elements", 1.5)
+        >>> here = Place(step=4, phase=StepPhase.AFTER_STEP)
+        >>> describe_late([0, 1], seen, here, "all_reduce(max) of 4 elements", 1.5)
         'ranks 0, 1 did not reach all_reduce(max) (step 4, after step) within 1.5 s; rank 0 has reported nothing'
     """
     known = [places[rank] for rank in late if rank in places]
@@ -234,10 +244,9 @@ def describe_late(
 
 def _goal(late: Sequence[Place], here: Place, call: str) -> str:
     """Return what the late ranks did not reach: the phase of this rank, or its call if they may have got there."""
-    is_part = here.opening is None and not here.phase.startswith(("after ", "before "))
+    is_part = here.opening is None and here.phase not in _BETWEEN
     if is_part and all(_is_earlier(place, here) for place in late):
-        has_step = here.step is None or f"step {here.step}" in here.phase
-        return here.phase if has_step else f"{here.phase} of step {here.step}"
+        return here.phase if here.step is None else f"{here.phase} of step {here.step}"
     title = here.opening or call.partition(" of ")[0]
     where = Place(step=here.step, phase=here.phase, bucket=here.bucket)
     return title if where == Place() else f"{title} ({where})"
@@ -247,4 +256,4 @@ def _is_earlier(place: Place, here: Place) -> bool:
     """Return whether a rank at `place` has certainly not reached the phase of `here`."""
     if (place.step or 0) != (here.step or 0):
         return (place.step or 0) < (here.step or 0)
-    return here.phase == "backward" and place.phase in (FORWARD, "after forward")
+    return here.phase is StepPhase.BACKWARD and place.phase in (StepPhase.FORWARD, StepPhase.AFTER_FORWARD)

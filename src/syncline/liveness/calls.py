@@ -37,7 +37,7 @@ from syncline.errors import (
     SynclineError,
     UnevenInputs,
 )
-from syncline.liveness.board import EVAL_FORWARD, Place, Wait
+from syncline.liveness.board import Place, StepPhase, Wait
 from syncline.liveness.connection import ANSWER_SECONDS, StoreSilent, interruptibly, open_sockets
 from syncline.liveness.store import decode
 from syncline.user_code import frames_of_threads, innermost_in_dump, is_users
@@ -190,12 +190,12 @@ def remedy_for_left(here: Place, left: Iterable[Place]) -> str:
         left: the last places of the ranks that have shut down.
 
     Examples:
-        >>> remedy_for_left(Place(step=4, phase="backward"), [Place(step=3)])[:40]
+        >>> remedy_for_left(Place(step=4, phase=StepPhase.BACKWARD), [Place(step=3)])[:40]
         'the rank that shut down made fewer steps'
         >>> remedy_for_left(Place(step=3, opening="sl.Checkpointer.save"), [Place(step=3)])[:40]
         'all ranks must call sl.Checkpointer.save'
     """
-    if here.phase == EVAL_FORWARD:
+    if here.phase is StepPhase.EVAL_FORWARD:
         return ONE_RANK_EVALUATES
     if here.sends_buffers:
         return _UNEVEN + _OR_EVALUATES

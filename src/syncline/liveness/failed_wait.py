@@ -280,11 +280,8 @@ def _meaning(message: str) -> tuple[type[SynclineError], str, str]:
     if "duplicate gpu" in words:
         return SynclineError, "several ranks use one GPU, but NCCL needs one GPU for each rank", _ONE_GPU_EACH
     if "enforce fail" in words or "mismatch" in words:
-        return (
-            CollectiveMismatch,
-            "the ranks called different operations, or passed different sizes",
-            SAME_CALLS,
-        )
+        what = "the ranks called different operations, or passed different sizes"
+        return CollectiveMismatch, what, SAME_CALLS
     if "timed out" in words or "timeout" in words:
         return CollectiveTimeout, "a peer is late", LATE
     if any(sign in words for sign in _SIGNS_OF_LOSS):

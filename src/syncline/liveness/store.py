@@ -22,6 +22,7 @@ import typing
 from collections.abc import Callable, Sequence
 from dataclasses import MISSING, fields, is_dataclass
 from datetime import timedelta
+from enum import Enum
 from typing import Any, NoReturn, TypeVar
 
 import torch.distributed as dist
@@ -251,8 +252,8 @@ def decode(kind: type[T], text: str | bytes, where: str) -> T:
     """Create an object of a dataclass from its JSON text, and check the type of every field.
 
     Args:
-        kind: the dataclass. The types of its fields are int, float, str, bool, None, list, tuple with an ellipsis, dict
-            with str keys, or another such dataclass.
+        kind: the dataclass. The types of its fields are int, float, str, bool, None, an enum, list, tuple with an
+            ellipsis, dict with str keys, or another such dataclass.
         text: a JSON object, which needs no entries for fields that have a default.
         where: the place where the text was found. Error messages begin with it.
 
@@ -285,12 +286,9 @@ def _converter(hint: Any) -> Convert:
     if is_dataclass(hint) and isinstance(hint, type):
         return _converter_of_dataclass(hint)
     origin = typing.get_origin(hint)
-    if origin is list:
+    if origin in (list, tuple):
         item = _converter(typing.get_args(hint)[0])
-        return lambda value: [item(one) for one in _checked(value, list)]
-    if origin is tuple:
-        item = _converter(typing.get_args(hint)[0])
-        return lambda value: tuple(item(one) for one in _checked(value, list))
+        return lambda value: origin(item(one) for one in _checked(value, list))
     if origin is dict:
         item = _converter(typing.get_args(hint)[1])
         return lambda value: {_as_text(key): item(one) for key, one in _checked(value, dict).items()}
@@ -298,6 +296,8 @@ def _converter(hint: Any) -> Convert:
         return _as_float
     if hint is str:
         return _as_text
+    if issubclass(hint, Enum):
+        return lambda value: hint(value)
     return lambda value: _checked(value, hint)
 
 

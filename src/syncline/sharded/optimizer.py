@@ -28,6 +28,7 @@ from torch.optim import Optimizer
 
 from syncline.gradients.shard import BucketShard
 from syncline.gradients.shard_plan import bounds_of
+from syncline.liveness.board import StepPhase
 from syncline.optimizers.attached import weakly
 from syncline.sharded.attached import AttachedShards
 from syncline.sharded.sharing import OneCopy, one_copy_of, remember_one_copy
@@ -332,20 +333,19 @@ class Sharding:
 
     def _around_step(self, attached: AttachedShards, step: Callable[[], Any]) -> Any:
         board = self._module.lane.board
-        board.phase = "optimizer.step(), before this rank writes its shard"
+        board.phase = StepPhase.OPTIMIZER_STEP
         attached.use_plain_gradients()
         attached.open_step.prepare(step, [shard.parameter for shard in attached.shards])
         self.copy.wait_to_write()
         if self.confirms and not self.copy.is_common:
             self._module.lane.barrier().wait()
         result = attached.open_step.make()
-        board.phase = "optimizer.step(), after this rank has written its shard"
         if self._has_private:
             self._gather(attached)
         self.copy.wait_to_read(attached.members)
         attached.open_step.close()
         self.num_received += 1
-        board.phase = "after step"
+        board.phase = StepPhase.AFTER_STEP
         return result
 
     @torch.no_grad()
@@ -372,9 +372,9 @@ class Sharding:
     def _find_together(self, found: Tensor) -> None:
         """Set `found` to its maximum over all ranks. A GradScaler sets it to 1 if it finds an infinity or NaN."""
         lane = self._module.lane
-        lane.board.phase = "GradScaler, looking for infinities"
         on_any = found.detach().reshape(1).to(lane.sending_device(found.device))
-        lane.all_reduce(on_any, "max").wait()
+        with lane.board.called("GradScaler"):
+            lane.all_reduce(on_any, "max").wait()
         found.copy_(on_any.view(found.shape))
 
     @torch.no_grad()
@@ -409,14 +409,14 @@ class Sharding:
             counting: the shards of all buckets that have gradients.
         """
         lane, home = self._module.lane, self._module.bucket_shards[0].values.device
-        lane.board.phase = "clip_grad_norm_"
         device = lane.sending_device(home)
         parts = [_norm(gradient, order).to(device) for gradient in gradients]
         own = torch.linalg.vector_norm(
             torch.stack(parts) if parts else torch.zeros(1, dtype=torch.float64, device=device), order
         )
         norms = torch.zeros(lane.size, dtype=torch.float64, device=device)
-        lane.all_gather(norms, own.view(1)).wait()
+        with lane.board.called("clip_grad_norm_"):
+            lane.all_gather(norms, own.view(1)).wait()
         total = torch.linalg.vector_norm(norms[list(self._team.members)], order)
         dtypes = [bucket_shard.dtype.to_real() for bucket_shard in counting] or [torch.float32]
         rounded: Tensor = total.to(functools.reduce(torch.promote_types, dtypes)).to(home)

@@ -1,7 +1,7 @@
 """Strategies: pure descriptions of when and how parameters sync. `syncline.strategies.execution` carries them out.
 
-Imports: errors, suggestions, words, checks, records, contract, user_code, events, _torch, transport, optimizers,
-tensors, equality, compression.
+Imports: errors, suggestions, words, checks, records, contract, user_code, events, _torch, liveness, transport,
+optimizers, tensors, equality, compression.
 
 base.py              Strategy: an immutable description with pure methods; messages and actions
 diloco.py            DiLoCo, and the division of parameters into fragments

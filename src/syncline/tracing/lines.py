@@ -151,8 +151,9 @@ def row_of(event: Event) -> rows.Row:
             )
         case CallEnded():
             return rows.CallRow(event.name, rows.micros(event.began_at), rows.micros(event.ended_at))
-        case RanksChanged(rank, num_ranks, step, reason, began_at, ended_at):
-            return rows.RanksRow(rank, num_ranks, step, reason, rows.micros(began_at), rows.micros(ended_at))
+        case RanksChanged(rank, num_ranks, step, reason, began_at, ended_at, num_lost):
+            times = rows.micros(began_at), rows.micros(ended_at)
+            return rows.RanksRow(rank, num_ranks, step, reason, *times, num_lost)
         case RankFoundSlow(source, record):
             return rows.SlowRow(source.module, record.from_step, record.rank, str(record))
         case ReplicasDiverged():

@@ -210,11 +210,12 @@ class Recorder(Observer):
             error: the error that has ended the program; None if there is none.
         """
         self.stop()
-        words = "" if error is None else f"{type(error).__name__}: {error}".partition("\n")[0]
+        kind = "" if error is None else type(error).__name__
+        words = kind and f"{kind}: {error}".partition("\n")[0]
         with self._lock:
             self._write_kept()
             for rank in list(self._files):
-                self._write(rank, rows.encode(rows.EndRow(rows.micros(time.perf_counter()), words)))
+                self._write(rank, rows.encode(rows.EndRow(rows.micros(time.perf_counter()), words, kind)))
             self._has_ended = True
             for file in self._files.values():
                 file.close()

@@ -110,6 +110,8 @@ class RanksRow(NamedTuple):
     reason: str
     began: int
     ended: int
+    num_lost: int = 0
+    """The number of ranks that no longer take part. Traces of earlier versions lack it."""
 
 
 class SlowRow(NamedTuple):
@@ -146,25 +148,28 @@ class EndRow(NamedTuple):
     at: int
     error: str
     """The first line of the exception that ended the program; empty if it ended without one."""
+    kind: str = ""
+    """The name of the class of the exception. Traces of earlier versions lack it."""
 
     @property
     def is_error(self) -> bool:
         """Whether the program failed. Ctrl-C and `sys.exit(0)` are no failures.
 
         Examples:
-            >>> EndRow(0, "KeyboardInterrupt: ").is_error, EndRow(0, "ValueError: no").is_error
+            >>> EndRow(0, "KeyboardInterrupt: ", "KeyboardInterrupt").is_error, EndRow(0, "ValueError: no").is_error
             (False, True)
         """
-        return bool(self.error) and not self.is_ctrl_c and self.error.strip() not in _GOOD_ENDS
+        is_good = self.is_of("KeyboardInterrupt") or self.error.strip() in _GOOD_ENDS
+        return bool(self.error) and not is_good
 
-    @property
-    def is_ctrl_c(self) -> bool:
-        return self.error.startswith("KeyboardInterrupt")
+    def is_of(self, kind: str) -> bool:
+        """Return whether an exception of this class ended the program."""
+        return (self.kind or self.error.partition(":")[0]) == kind  # earlier versions recorded the text only
 
     @property
     def words(self) -> str:
         """How the process ended."""
-        if self.is_ctrl_c:
+        if self.is_of("KeyboardInterrupt"):
             return "stopped by Ctrl-C"
         return f"ended with an error: {self.error}" if self.is_error else "has ended"
 

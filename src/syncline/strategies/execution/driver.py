@@ -16,6 +16,7 @@ from syncline.equality.fingerprint import hash_of, hash_of_sample
 from syncline.equality.locate import emit_divergence
 from syncline.errors import ReplicaDivergence, SynclineError
 from syncline.events import OBSERVERS, ParametersSynced, Source, emit
+from syncline.liveness.board import StepPhase
 from syncline.optimizers.attached import AttachedOptimizer
 from syncline.records import RoundRecord
 from syncline.strategies.base import (
@@ -326,20 +327,16 @@ class Rounds:
             return
         executor, board = self._executor, self.transport.board
         before, start = self.transport.statistics(), time.perf_counter()
-        former_phase, board.phase = board.phase, f"the parameter sync after step {self.step}"
+        former_phase, board.phase = board.phase, StepPhase.PARAMETER_SYNC
         done = list(actions)
-        try:
-            with profiled("round {}", type(self.strategy).__name__):
-                self._run(actions)
-                while any(isinstance(action, Await) for action in actions):
-                    plan, actions = self.strategy.at_step(
-                        plan, Progress(step=self.step), executor.kept.wait()
-                    )
-                    executor.run(actions)
-                    done += actions
-                executor.kept.write()
-        finally:
-            board.phase = former_phase
+        with profiled("round {}", type(self.strategy).__name__):
+            self._run(actions)
+            while any(isinstance(action, Await) for action in actions):
+                plan, actions = self.strategy.at_step(plan, Progress(step=self.step), executor.kept.wait())
+                executor.run(actions)
+                done += actions
+            executor.kept.write()
+        board.phase = former_phase
         self._plan = plan
         if any(isinstance(action, Push) for action in done):
             self.standing.contain(self.step)

@@ -260,7 +260,7 @@ def _events(run: Run) -> list[dict[str, Any]]:
             words = "the step was discarded, because gradients were not finite"
             found.append({"step": number, "kind": "discarded", "words": words})
     for one in run.processes:
-        if one.end is not None and (one.end.is_error or one.end.is_ctrl_c):
+        if one.end is not None and (one.end.is_error or one.end.is_of("KeyboardInterrupt")):
             last = max(run.steps, default=0)
             kind = "failed" if one.end.is_error else "stopped"
             found.append({"step": last, "kind": kind, "words": f"rank {one.process.rank} {one.end.words}"})

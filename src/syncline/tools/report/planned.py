@@ -8,6 +8,8 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter
+from collections.abc import Mapping
+from typing import Any, get_args
 
 from syncline.tools.plan import CODECS, Cluster, Codec, Engine, Gradient, Job, Machine, Option, Planner
 from syncline.tools.report.analysis import BucketFigures, Figures
@@ -42,10 +44,13 @@ def cluster_of(run: Run, figures: Figures) -> Cluster:
 
 
 def _engine_of(run: Run) -> Engine:
-    title = str(run.modules[-1].contract.get("title", "")) if run.modules else ""
-    if "nccl" in title:
-        return "nccl"
-    return "shm" if "shared memory" in title else "gloo"
+    engines: dict[str, Engine] = {one: one for one in get_args(Engine)}
+    return engines.get(_contract_of(run).get("transport", ""), "shm")
+
+
+def _contract_of(run: Run) -> Mapping[str, Any]:
+    """Return the contract of the last module. Contracts of earlier versions have only a title and rows."""
+    return run.modules[-1].contract if run.modules else {}
 
 
 def job_of(run: Run, figures: Figures) -> Job:
@@ -88,24 +93,17 @@ def _gradients_of(bucket: BucketFigures, begin: float, end: float) -> list[Gradi
 
 def option_of(run: Run) -> Option | None:
     """Return how a run synchronizes; None if the planner does not know it."""
-    if not run.modules:
-        return None
-    rows = {row["what"]: row for row in run.modules[-1].contract.get("rows", ())}
-    how, when = (str(rows.get("gradients", {}).get(key, "")) for key in ("how", "when"))
-    if "every backward" not in when:
-        return None
-    codec = _codec_in(how)
-    is_plain = codec is not None or "all_reduce" in how
-    if "sharded" in how or "reduce_scatter" in how:
-        return Option(sharded=True)
-    return Option(compression=codec) if is_plain else None
+    reduction = _contract_of(run).get("reduction", "")
+    if codec := _codec_in(reduction):
+        return Option(compression=codec)
+    return {"all_reduce": Option(), "shards": Option(sharded=True)}.get(reduction)
 
 
-def _codec_in(how: str) -> Codec | None:
-    """Return the compression that the contract names, such as `Quantize(bits=4)`."""
+def _codec_in(expression: str) -> Codec | None:
+    """Return the compression of an expression such as `Quantize(bits=4)`."""
     for codec in CODECS:
         name, _, value = codec.code.rstrip(")").partition("(")
-        if re.search(rf"\b{name}\((?:\w+=)?{re.escape(value)}\b" if value else rf"\b{name}\(", how):
+        if re.search(rf"\b{name}\((?:\w+=)?{re.escape(value)}\b" if value else rf"\b{name}\(", expression):
             return codec
     return None
 

@@ -418,14 +418,13 @@ def _diverged(run: Run) -> Iterator[Finding]:
 def _failures(run: Run) -> Iterator[Finding]:
     changes = changes_in(run)
     for row in changes:
-        is_loss = any(words in row.reason for words in ("lost", "left behind", "stopped"))
         yield Finding(
-            kind="problem" if is_loss else "note",
+            kind="problem" if row.num_lost else "note",
             headline=f"Before step {row.step}: {row.reason}. The ranks, now {row.num_ranks}, continued after "
             f"{_time(row.ended - row.began)}.",
             cure="Start the job with syncline run --resilient --max-restarts 3: then a process that is lost is "
             "started again, and joins."
-            if is_loss
+            if row.num_lost
             else "",
         )
     killed = [
@@ -435,7 +434,7 @@ def _failures(run: Run) -> Iterator[Finding]:
     ]
     lost = {one.process.rank: one for one in killed}
     errors = [one for one in run.processes if one.end is not None and one.end.is_error]
-    stopped = [one for one in run.processes if one.end is not None and one.end.is_ctrl_c]
+    stopped = [one for one in run.processes if one.end is not None and one.end.is_of("KeyboardInterrupt")]
     if lost and not changes:
         rank = min(lost, key=lambda one: lost[one].unix_seconds(lost[one].last_at))
         # Its own trace lacks its last moments. Those of the others have the last step that all have made together.
@@ -454,7 +453,7 @@ def _failures(run: Run) -> Iterator[Finding]:
     elif errors and not changes:
         first = min(errors, key=lambda one: one.unix_seconds(one.end.at if one.end else 0))
         assert first.end is not None
-        if first.end.error.startswith("ReplicaDivergence:") and divergences_in(run):
+        if first.end.is_of("ReplicaDivergence") and divergences_in(run):
             return  # `_diverged` has a finding about it
         yield Finding(
             kind="problem",

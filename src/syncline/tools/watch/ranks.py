@@ -236,7 +236,7 @@ def meaning(states: Sequence[RankState], now: float) -> str:
         ends = {one.rank: one.end for one in states if one.end is not None}
         if failed := [rank for rank, end in ends.items() if end.is_error]:
             return f"All ranks have ended, {describe_ranks(failed)} with an error."
-        if any(end.is_ctrl_c for end in ends.values()):
+        if any(end.is_of("KeyboardInterrupt") for end in ends.values()):
             return "The run was stopped by Ctrl-C."
         return "All ranks have ended."
     still = [one for one in alive if one.stands_still(now)]
