@@ -197,6 +197,21 @@ def _missing_here() -> set[str]:
     return {"_torch.autograd _remove"} if is_old else set()
 
 
+INSIDE = re.compile(r"[.]_replica\b|[\"']syncline[\w.:]*[.:]_(?!torch\b)\w")
+"""The parts of a wrapper, or a private name of Syncline by its path."""
+
+
+def test_one_file_of_the_tests_names_what_is_inside_of_other_rooms() -> None:
+    assert all(map(INSIDE.search, ("ddp._replica", "'syncline.a:_b'", "'syncline._torch.a._b'")))
+    found = [
+        f"{path.relative_to(ROOT)}:{number}"
+        for path in ROOT.glob("tests/**/*.py")
+        for number, line in enumerate(path.read_text().splitlines(), 1)
+        if INSIDE.search(line) and path.name != "inside.py" and path.parent.name != "architecture"
+    ]
+    assert not found, "use what is public, or a function of tests/support/inside.py"
+
+
 # ---------------------------------------------------------------------- a name that is missing
 
 

@@ -24,7 +24,6 @@ from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, TextIO
 from unittest import mock
 
@@ -34,11 +33,16 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 import syncline as sl
+from meeting import meet_at_the_store
+from support.inside import connecting_again_within, set_clock
+from support.states import wait_until
 from syncline import environment
+from syncline.checkpoint import store as saves
 from syncline.launchers import Environment
 from syncline.resilience import group, handover, training
 from syncline.session import begin_in_fork
 from syncline.testing import RankPool, Task
+from syncline.transport import Transport
 
 __all__ = ["Fault", "Plan", "one_rank"]
 
@@ -221,13 +225,6 @@ class Moments:
     connected_at: list[int] = field(default_factory=list)
     """The steps in which this process has opened a connection to the store."""
 
-    def counting(self, connect: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*args: Any, **kwargs: Any) -> Any:
-            self.connected_at.append(self.step)
-            return connect(*args, **kwargs)
-
-        return call
-
     def at(self, place: str) -> None:
         for fault in list(self.faults):
             step = self.saved if place in WRITING else self.step
@@ -245,10 +242,8 @@ class Moments:
             return
         self.awaits.append(name)
         for fault in list(self.faults):
-            is_here = fault.place == f"await {name}" or (fault.place, fault.nth) == (
-                "await",
-                len(self.awaits),
-            )
+            is_nth = (fault.place, fault.nth) == ("await", len(self.awaits))
+            is_here = is_nth or fault.place == f"await {name}"
             if is_here and self.step >= fault.step:
                 self.note(awaits=name)
                 self.happen(fault)
@@ -262,8 +257,7 @@ class Moments:
             return
         self.note(fault=fault.kind, pid=os.getpid(), generation=self.generation)
         if fault.kind == "wait":  # for the test
-            while not (self.folder / "go").exists():
-                time.sleep(0.005)
+            wait_until((self.folder / "go").exists)
         if fault.kind == "kill":
             os.kill(os.getpid(), signal.SIGKILL)
         if fault.kind == "stop":
@@ -273,8 +267,7 @@ class Moments:
         if fault.kind == "lost connection":  # what a rank sees if a collective fails for it alone
             raise sl.PeerLost("simulated")
         if fault.kind == "await newcomers":
-            while not self.newcomers_wait():
-                time.sleep(0.001)
+            wait_until(self.newcomers_wait)
         if fault.kind == "slow":
             torch.ones(300, 300).matrix_power(200)
 
@@ -313,7 +306,7 @@ def one_rank(plan: Plan, folder: str) -> None:
                     name = f"syncline.transport.shared_memory.{module}.IN_PLACE_BYTES"
                     stack.enter_context(mock.patch(name, 1))
                 stack.enter_context(mock.patch("syncline.gradients.bucket_plan.LARGE_GRADIENT_NUMEL", 1))
-            stack.enter_context(mock.patch("syncline.session.session._REGROUP_SECONDS", plan.connect_seconds))
+            stack.enter_context(connecting_again_within(plan.connect_seconds))
             file = stack.enter_context(Path(folder, f"{first}").open("a"))
             train_or_leave(plan, first, Path(folder), file)
     finally:
@@ -327,12 +320,9 @@ def train_or_leave(plan: Plan, first: int, folder: Path, file: TextIO) -> None:
 
     faults = [fault for fault in plan.faults if fault.rank == first]
     moments = Moments(faults, note, folder, num_newcomers=plan.num_newcomers)
-    sl.init(transport=plan.transport, timeout=30)
+    sl.init(transport=plan.transport, timeout=plan.timeout_seconds)
     if dist.is_initialized():  # a newcomer has not met the others yet
-        # By itself: where a launcher starts this program, it cannot import what stands in other folders of the tests.
-        store = dist.group.WORLD.get_group_store()  # type: ignore[union-attr]
-        store.set(f"rank {dist.get_rank()} has joined", "")
-        store.wait([f"rank {rank} has joined" for rank in range(dist.get_world_size())])
+        meet_at_the_store("has joined")
     try:
         train(plan, moments, note)
     except ZeroDivisionError:
@@ -353,8 +343,7 @@ def train_or_leave(plan: Plan, first: int, folder: Path, file: TextIO) -> None:
 def wait_until_awaited(folder: Path) -> None:
     """Wait until rank 0 awaits newcomers, so that none joins before."""
     notes = folder / "0"
-    while not (notes.exists() and "await newcomers" in notes.read_text()):
-        time.sleep(0.005)
+    wait_until(lambda: notes.exists() and "await newcomers" in notes.read_text())
 
 
 def notes_in(path: Path) -> list[dict[str, Any]]:
@@ -392,16 +381,12 @@ def train(plan: Plan, moments: Moments, note: Callable[..., None]) -> None:
     work = Work(plan.slow, first)
     net.register_forward_pre_hook(lambda *_: work.do("forward"))
     if plan.slow is not None:
-        clock = ddp._replica.gradients.reduction.clock
-        clock.now, clock._counts = lambda: work.seconds, SimpleNamespace(waited_seconds=0.0)
-    replica = ddp._replica
-    for lane in (replica.transport, replica._gradient_lane, replica._buffer_lane):
-        lane.timeout_seconds = plan.timeout_seconds  # a busy machine takes longer to begin
+        set_clock(ddp, lambda: work.seconds, has_waits=False)
     checkpointer = sl.Checkpointer(plan.saves, stop_signals=()) if plan.saves else None
     kept: list[tuple[Tensor, Tensor]] = []
     awaits = any(fault.place.startswith("await") for fault in plan.faults)
     around = watched_awaits(moments) if awaits else nullcontext()
-    with watched_places(moments, ddp), around, warnings.catch_warnings(record=True) as caught:
+    with watched_places(moments), around, warnings.catch_warnings(record=True) as caught:
         loop = sl.steps(
             state,
             plan.steps,
@@ -468,7 +453,7 @@ def train(plan: Plan, moments: Moments, note: Callable[..., None]) -> None:
 
 
 @contextmanager
-def watched_places(moments: Moments, ddp: sl.DistributedDataParallel) -> Any:
+def watched_places(moments: Moments) -> Any:
     """Make faults possible while the ranks agree and connect, while a state is handed over, and at the end."""
 
     def before(place: str, what: Any) -> Any:
@@ -476,6 +461,8 @@ def watched_places(moments: Moments, ddp: sl.DistributedDataParallel) -> Any:
             if place == "meeting":
                 moments.generation = args[1].generation
                 moments.note(member=moments.generation)
+            if place == "at the store":
+                moments.connected_at.append(moments.step)
             if place == "enrolling":
                 moments.register = args[0]
             if place == "saving":
@@ -491,31 +478,26 @@ def watched_places(moments: Moments, ddp: sl.DistributedDataParallel) -> Any:
 
         return call
 
-    clone_of = pkgutil.resolve_name("syncline.liveness.connection:clone_of")
-    rounds = ddp._replica.drift.rounds
     shards = pkgutil.resolve_name("syncline.sharded.attached:AttachedShards")
-    standing = None if rounds is None else type(rounds.standing)
-    syncs = (
-        [] if standing is None else [(standing, "write", "sync"), (standing, "_write_prepared", "confirmed")]
-    )
-    saves = pkgutil.resolve_name("syncline.checkpoint.store:SaveStore")
+    standing = pkgutil.resolve_name("syncline.strategies.execution.standing:Standing")
     with ExitStack() as patched:
         patched.enter_context(mock.patch.object(group, "_NEWCOMER_SECONDS", 0.0))
-        patched.enter_context(mock.patch("syncline.liveness.connection.clone_of", moments.counting(clone_of)))
         for owner, name, place in (
             (group.Group, "agree", "agreeing"),
             (group.Group, "wait_for_all", "the end"),
             (group.Group, "connect", "meeting"),
             (group, "regroup", "connecting"),
             (group.Register, "enrol", "enrolling"),
-            (saves, "write", "saving"),
-            (saves, "_write_files", "writing"),
-            (saves, "_commit", "committing"),
+            (pkgutil.resolve_name("syncline.liveness.connection"), "clone_of", "at the store"),
+            (saves.SaveStore, "write", "saving"),
+            (saves, "write_tensors", "writing"),
+            (saves.SaveDirectory, "commit", "committing"),
             (training, "send_state", "handing over"),
             (handover, "decode", "loading"),
-            (type(ddp._replica), "use_transport", "opening lanes"),
-            (type(ddp._replica.gradients.riders), "receive", "verdict"),
-            *syncs,
+            (pkgutil.resolve_name("syncline.ddp.replica:Replica"), "use_transport", "opening lanes"),
+            (pkgutil.resolve_name("syncline.gradients.riders.roster:Riders"), "receive", "verdict"),
+            (standing, "write", "sync"),
+            (standing, "_write_prepared", "confirmed"),
             (pkgutil.resolve_name("syncline.sharded.sharing:OneCopy"), "wait_to_read", "received"),
             (shards, "follow", "moving shards"),
             (shards, "dissolve", "moving shards"),
@@ -538,7 +520,7 @@ def watched_awaits(moments: Moments) -> Any:
 
         return call
 
-    def end(settle: Callable[..., Any]) -> Callable[..., Any]:
+    def end(_: str, settle: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any) -> Any:
             moments.is_changing = False
             return settle(*args)
@@ -565,38 +547,18 @@ def watched_awaits(moments: Moments) -> Any:
     hub = pkgutil.resolve_name("syncline.transport.shared_memory.hub")
     store = pkgutil.resolve_name("syncline.liveness.store:SignedStore")
     with ExitStack() as patched:
-        for owner, names, around in (
-            (group.Group, ("agree", "begin"), lambda name: partial(begin, name)),
-            (group.Group, ("settle",), lambda name: end),
-            (
-                store,
-                ("set", "set_first", "multi_get", "get", "readable", "has"),
-                lambda name: partial(at_store, name),
-            ),
-            (
-                hub,
-                ("connected", "accepted", "send_rows", "receive_rows", "send_file", "receive_file"),
-                lambda name: partial(at_call, name),
-            ),
-            (dist, ("init_process_group",), lambda name: partial(at_call, name)),
-            (
-                pkgutil.resolve_name("syncline._torch.gloo"),
-                ("_own_address",),
-                lambda name: partial(at_call, name),
-            ),
-            (
-                pkgutil.resolve_name("syncline.transport.c10d_groups"),
-                ("new_group_of",),
-                lambda name: partial(at_call, name),
-            ),
-            (
-                pkgutil.resolve_name("syncline.transport.watched:WatchedTransport"),
-                ("_check_usable",),
-                lambda name: partial(at_call, name),
-            ),
+        for owner, around, *names in (
+            (group.Group, begin, "agree", "begin"),
+            (group.Group, end, "settle"),
+            (store, at_store, "set", "set_first", "multi_get", "get", "readable", "has"),
+            (hub, at_call, "connected", "accepted", "send_rows", "receive_rows", "send_file", "receive_file"),
+            (dist, at_call, "init_process_group"),
+            (pkgutil.resolve_name("syncline._torch.gloo"), at_call, "_own_address"),
+            (pkgutil.resolve_name("syncline.transport.c10d_groups"), at_call, "new_group_of"),
+            (Transport, at_call, "all_reduce", "all_gather", "broadcast", "send", "recv", "barrier"),
         ):
             for name in names:
-                patched.enter_context(mock.patch.object(owner, name, around(name)(getattr(owner, name))))
+                patched.enter_context(mock.patch.object(owner, name, around(name, getattr(owner, name))))
         yield
 
 

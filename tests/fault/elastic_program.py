@@ -11,7 +11,10 @@ import os
 import sys
 from pathlib import Path
 
-import elastic
+if __name__ == "__main__":  # where a launcher starts this program, only its own folder is there
+    sys.path.append(str(Path(__file__).parents[1]))
+
+import elastic  # noqa: E402
 
 __all__ = ["command"]
 

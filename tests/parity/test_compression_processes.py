@@ -114,16 +114,15 @@ def test_a_copy_and_a_pickle_go_on_with_what_was_kept() -> None:
     compression = Chain(PowerSGD(1), Cast())
     ddp = DDP(net_of(), compression=compression)
     train(ddp, 2)
-    kept = ddp._replica.state.compression.state_dict()
+    kept = ddp.sync_state_dict()["compression"]
     assert kept["0.weight.residual"].any()
     for other in (copy.deepcopy(ddp), pickle.loads(pickle.dumps(ddp))):
-        for name, tensor in other._replica.state.compression.state_dict().items():
+        for name, tensor in other.sync_state_dict()["compression"].items():
             assert torch.equal(tensor, kept[name]), name
         _, parameters = train(other, 2)
         assert_equal_on_all_ranks(parameters)
-        assert not torch.equal(
-            other._replica.state.compression.state_dict()["0.weight.residual"], kept["0.weight.residual"]
-        )
+        later = other.sync_state_dict()["compression"]
+        assert not torch.equal(later["0.weight.residual"], kept["0.weight.residual"])
     state = HookState(compression, module=net_of())
     state.load_state_dict(kept)
     assert pickle.loads(pickle.dumps(state)).compression == compression

@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 import syncline as sl
 from support.cases import case
+from support.inside import replica_of
 from support.threads import on_threads
 from syncline import DistributedDataParallel as DDP
 from syncline.transport import Transport
@@ -201,7 +202,7 @@ def test_gradients_are_synchronized_outside_of_a_backward_by_wrapper(t: Transpor
 def test_a_wrapper_that_is_gone_is_no_rival(t: Transport) -> None:
     actor, critic = nets()
     first, second = wrapped(t, actor, critic)
-    ownership = second._replica.gradients.ownership
+    ownership = replica_of(second).gradients.ownership
     assert len(ownership.rivals) == 1
     del first
     gc.collect()

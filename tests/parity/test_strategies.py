@@ -46,7 +46,7 @@ def run(
 ) -> tuple[list[Tensor], sl.DistributedDataParallel]:
     """This rank's parameters after each step."""
     ddp = sl.DistributedDataParallel(make_net(), process_group=transport, strategy=strategy)
-    rank = ddp._replica.transport.rank
+    rank = ddp._distributed_rank
     optimizer = ddp.attach(torch.optim.SGD(ddp.parameters(), lr=LR))
     seen = []
     for step in range(1, NUM_STEPS + 1):

@@ -233,10 +233,14 @@ def test_bucket_caps_are_reported_as_in_torch() -> None:
 
 
 def test_the_last_cap_of_a_list_goes_on() -> None:
-    caps = sl.DistributedDataParallel(
-        nn.Linear(1, 1), bucket_cap_mb=7, bucket_cap_mb_list=[2, 5, 1]
-    )._replica.config.gradients.caps
-    assert [caps.of(position) / 2**20 for position in range(5)] == [2, 5, 1, 1, 1]
+    def rank(t: Transport) -> list[int]:
+        module, caps = nn.Sequential(*(nn.Linear(1, 1, bias=False) for _ in range(10))), (2, 5, 1)
+        in_mib = {"bucket_cap_mb": 7 * 4 / 2**20, "bucket_cap_mb_list": [cap * 4 / 2**20 for cap in caps]}
+        ddp = sl.DistributedDataParallel(module, process_group=t, **in_mib)
+        ddp(torch.ones(1, 1)).sum().backward()
+        return [len(bucket.parameters) for bucket in ddp.last_step.buckets]
+
+    assert run_ranks(2, rank) == [[2, 5, 1, 1, 1]] * 2
     with pytest.raises(ValueError, match="above 0"):
         sl.DistributedDataParallel(nn.Linear(1, 1), bucket_cap_mb_list=[1, 0])
 

@@ -13,7 +13,7 @@ from support.cases import case
 from support.states import wait_until
 from syncline import CollectiveMismatch, CollectiveTimeout, PeerFailed, SynclineError, UnevenInputs
 from syncline.liveness import StepPhase
-from syncline.transport import ThreadGroup, ThreadsTransport, Transport, Work, run_ranks
+from syncline.transport import ThreadGroup, ThreadsTransport, Transport, Work, run_ranks, threads
 
 
 def errors_of(size: int, program: Any, timeout_seconds: float = 20.0) -> list[SynclineError]:
@@ -236,7 +236,7 @@ def test_a_result_that_cannot_be_computed_is_an_error_on_all_ranks(monkeypatch: 
     def no_memory(parts: list[torch.Tensor], op: str) -> torch.Tensor:
         raise MemoryError("too large")
 
-    monkeypatch.setattr("syncline.transport.threads._reduced", no_memory)
+    monkeypatch.setattr(threads, "_reduced", no_memory)
 
     def program(t: Transport) -> str:
         try:

@@ -382,7 +382,7 @@ def test_the_contract_and_the_timeline_say_how_gradients_travel(transport: Trans
     row = ddp.contract["gradients"]
     if transport.size == 1:
         assert row.when == "never: there is one rank"
-        assert ddp._replica.state.compression is None
+        assert ddp.sync_state_dict() == {"compression": {}}
         return
     assert row.how == "mean, PowerSGD(rank=2) with error feedback"
     texts = [ddp.explain()]
@@ -487,17 +487,16 @@ def test_a_module_that_changes_goes_on_with_what_was_kept(transport: Transport) 
     net = net_of()
     ddp = DDP(net, process_group=transport, compression=TopK(0.01))
     backward(ddp, transport.rank, 0)
-    state = ddp._replica.state.compression
-    before = state.state_dict()["0.weight.residual"]
+    before = ddp.sync_state_dict()["compression"]["0.weight.residual"]
     assert before.any()
     added = nn.Linear(4, 16)
     for parameter in added.parameters():
         nn.init.constant_(parameter, 0.1)
     net.append(added)
     ddp(batch_of(transport.rank, 1))
-    assert torch.equal(state.state_dict()["0.weight.residual"], before)
+    assert torch.equal(ddp.sync_state_dict()["compression"]["0.weight.residual"], before)
     backward(ddp, transport.rank, 1)
-    assert "5.weight.residual" in state.state_dict()
+    assert "5.weight.residual" in ddp.sync_state_dict()["compression"]
 
 
 RESUMED = (
@@ -512,19 +511,17 @@ RESUMED = (
 def test_a_resumed_training_goes_on_with_the_same_values(transport: Transport) -> None:
     """Also over several buckets, which are laid out anew after the first step of either."""
 
-    def made(compression: Compression) -> tuple[DDP, Any]:
-        ddp = DDP(net_of(), process_group=transport, compression=compression, bucket_cap_mb=0.001)
-        return ddp, ddp._replica.state.compression
+    def made(compression: Compression) -> DDP:
+        return DDP(net_of(), process_group=transport, compression=compression, bucket_cap_mb=0.001)
 
     for compression in RESUMED:
-        straight, state = made(compression)
+        straight, resumed = made(compression), made(compression)
         for step in range(3):
             backward(straight, transport.rank, step)
-        saved = state.state_dict()
-        resumed, state = made(compression)
-        state.load_state_dict(saved)
+        saved = straight.sync_state_dict()
+        resumed.load_sync_state_dict(saved)
         with case(compression):
-            assert state.state_dict().keys() == saved.keys()
+            assert resumed.sync_state_dict()["compression"].keys() == saved["compression"].keys()
             for step in range(3, 6):
                 expected = backward(straight, transport.rank, step)
                 found = backward(resumed, transport.rank, step)
@@ -534,6 +531,6 @@ def test_a_resumed_training_goes_on_with_the_same_values(transport: Transport) -
 @on_threads(2)
 def test_state_of_another_compression_is_refused_when_it_is_needed(transport: Transport) -> None:
     ddp = DDP(net_of(), process_group=transport, compression=PowerSGD(2))
-    ddp._replica.state.compression.load_state_dict({"0.weight.residual": torch.zeros(16 * 24)})
+    ddp.load_sync_state_dict({"compression": {"0.weight.residual": torch.zeros(16 * 24)}})
     with pytest.raises(ValueError, match="saved with another compression, or for another tensor"):
         backward(ddp, transport.rank, 0)

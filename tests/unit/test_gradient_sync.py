@@ -528,7 +528,7 @@ def test_in_a_new_group_the_order_is_that_of_rank_0(t: Transport) -> None:
         ddp = DDP(Reversed(), process_group=group, bucket_cap_mb=30 / 2**20, replica_check=None)
         if t.rank in trained:
             backward(ddp, inputs(t))
-        ddp._replica.use_transport(t)
+        ddp._update_process_group(t)
         backward(ddp, inputs(t))
         with case(f"ranks {trained} have trained"):
             assert (triggers(ddp) == LEARNT) is (0 in trained)

@@ -9,7 +9,6 @@ import inspect
 import math
 import re
 import warnings
-import weakref
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import product
@@ -20,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from support.cases import case
+from support.inside import without_scalers
 from support.threads import on_threads
 from support.verbs import error_of_all
 from syncline import (
@@ -59,8 +59,7 @@ IN_VIEWS = {"bucket_cap_mb": 0.001, "gradient_as_bucket_view": True}
 @pytest.fixture(autouse=True, scope="module")
 def no_scaler_of_other_tests() -> Iterator[None]:
     note_scalers()
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr("syncline._torch.optimizers._scalers", weakref.WeakSet())
+    with without_scalers():
         assert not is_scaler_in_use()
         yield
 
@@ -845,8 +844,7 @@ def test_scalers_are_noted_once_and_look_as_they_did() -> None:
 def test_a_scaler_that_is_older_than_the_first_wrapper_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """The first wrapper of a process searches for scalers. It cannot find a frozen one before that scales a loss."""
     for is_frozen in (False, True):
-        with monkeypatch.context() as patch:
-            patch.setattr("syncline._torch.optimizers._scalers", weakref.WeakSet())
+        with monkeypatch.context() as patch, without_scalers():
             for name in ("__init__", "scale", "_lazy_init_scale_growth_tracker"):
                 patch.setattr(torch.amp.GradScaler, name, vars(torch.amp.GradScaler)[name].__wrapped__)
             scaler = torch.amp.GradScaler("cpu")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import math
 import warnings
-import weakref
 from typing import Any
 
 import pytest
@@ -13,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import syncline.gradients.copying
+from support.inside import without_scalers
 from syncline import DistributedDataParallel as DDP
 from syncline import LocalSGD
 from syncline._torch import note_scalers
@@ -29,10 +29,9 @@ NET = nn.Sequential(nn.Linear(3, 200), nn.Tanh(), nn.Linear(200, 200), nn.Tanh()
 
 
 @pytest.fixture(autouse=True)
-def every_warning(monkeypatch: pytest.MonkeyPatch) -> Any:
+def every_warning() -> Any:
     note_scalers()
-    monkeypatch.setattr("syncline._torch.optimizers._scalers", weakref.WeakSet())  # none of other tests
-    with warnings.catch_warnings():
+    with without_scalers(), warnings.catch_warnings():
         warnings.simplefilter("always")
         yield
 

@@ -17,10 +17,11 @@ from torch import Tensor, nn
 
 import syncline as sl
 from support.cases import case
+from support.inside import as_if_on_a_device, replica_of
 from support.threads import on_threads
 from syncline import ContractMismatch, ReplicaCheck, ReplicaDivergence
 from syncline.equality import SliceHash
-from syncline.gradients import replica_of
+from syncline.gradients.riders import coverage
 from syncline.transport import Transport, run_ranks
 
 
@@ -46,7 +47,7 @@ PLAIN = nn.Sequential(NET.one, nn.ReLU(), NET.two)
 def small_slices() -> Iterator[None]:
     """So that a net of a few kilobytes is dealt out to many slices, as a large one is."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("syncline.gradients.riders.coverage._LEAST_BYTES", 1 << 10)
+        patch.setattr(coverage, "_LEAST_BYTES", 1 << 10)
         yield
 
 
@@ -354,7 +355,7 @@ def test_buffers_that_a_synchronization_left_different_are_found() -> None:
     def program(t: Transport) -> None:
         for number, flipped_in in product(range(8), (1, 2)):
             ddp = wrapped(t, Buffers(), replica_check=ReplicaCheck(every=4))
-            ddp._replica.buffers._synchronize = lambda *args, **kwargs: 0
+            replica_of(ddp).buffers._synchronize = lambda *args, **kwargs: 0
             buffer = ddp.module.get_buffer(f"b{number}")
             with case(number, flipped_in):
                 with pytest.raises(ReplicaDivergence) as caught:
@@ -663,7 +664,7 @@ def test_a_group_that_grows_begins_to_compare(t: Transport) -> None:
     alone = t.split(t.rank)
     ddp = wrapped(alone, replica_check=ReplicaCheck(every=1))
     train(alone, ddp, torch.optim.SGD(ddp.parameters(), lr=0.01), num_steps=1)
-    ddp._replica.use_transport(t)
+    ddp._update_process_group(t)
     if t.rank == 1:
         flip(ddp.module.two.bias, 1, 5)
     assert "two.bias, element 1 of 3" in str(found_by(ddp))
@@ -829,9 +830,9 @@ def test_one_flipped_bit_changes_the_hash(numel: int, element: int, bit: int) ->
         assert hashed((0, x)) != before
 
 
-def test_what_is_hashed_on_a_device_tells_as_much(monkeypatch: pytest.MonkeyPatch) -> None:
+@as_if_on_a_device()
+def test_what_is_hashed_on_a_device_tells_as_much() -> None:
     """Where there is no such device: its way is taken on the CPU."""
-    monkeypatch.setattr("syncline.equality.fingerprint._is_in_host_memory", lambda tensor: False)
 
     def value(tensor: Tensor, stop: int) -> int:
         return hashed((0, tensor, 64, stop), (1, tensor, 0, 64))

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.debugging_hooks import noop_hook
 
 import syncline as sl
+from support.inside import as_if_on_a_device, replica_of
 from syncline.testing import run_ranks
 from syncline.transport.base import Transport
 
@@ -161,9 +162,9 @@ def test_a_write_is_also_found_under_communication_hooks_that_average(
     assert ["1.bias  rank 0 | rank 1" in text for text in texts] == [True] * (0 if hook is noop_hook else 2)
 
 
+@as_if_on_a_device()
 def test_hashes_of_an_accelerator_are_compared_in_a_later_step(monkeypatch: pytest.MonkeyPatch) -> None:
     """Half of them are negative there, and the accelerator of rank 1 is a step late."""
-    monkeypatch.setattr("syncline.equality.fingerprint._is_in_host_memory", lambda tensor: False)
     num_asked = 0
 
     def is_there(late: object) -> bool:
@@ -182,7 +183,7 @@ def test_equal_replicas_are_compared_in_few_steps_and_a_batch_that_is_run_twice_
 
     def rank(t: Transport) -> list[int]:
         ddp: Any = sl.DistributedDataParallel(net(), process_group=t)
-        look, steps = ddp._replica.gradients.riders.look, []
+        look, steps = replica_of(ddp).gradients.riders.look, []
 
         def fail(_: Tensor) -> None:
             raise ValueError("out of memory")

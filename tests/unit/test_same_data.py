@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import syncline as sl
+from support.inside import replica_of
 from syncline.session import transport_of
 from syncline.transport import C10dTransport, Transport, run_ranks
 
@@ -86,7 +87,7 @@ def test_no_false_alarm(of: Batch, num_steps: int, arguments: dict[str, Any]) ->
 def test_nothing_more_is_sent_once_it_is_decided() -> None:
     def program(t: Transport) -> tuple[bool, bool]:
         ddp = sl.DistributedDataParallel(nn.Linear(5, 2), process_group=t)
-        watch = ddp._replica.gradients.riders.same_data
+        watch = replica_of(ddp).gradients.riders.same_data
         before = watch.is_open
         ddp(batch(t.rank)).square().sum().backward()
         return before, watch.is_open

@@ -12,6 +12,7 @@ from torch import nn
 
 import syncline as sl
 from support.cases import case
+from support.inside import replica_of
 from support.values import exact
 from syncline.transport import ThreadGroup, Transport, run_ranks
 
@@ -50,9 +51,7 @@ def test_the_state_moves_to_the_ranks_that_are_left() -> None:
         if t.rank >= num_left:
             return None
         lane = smaller.transport(t.rank)
-        ddp._replica.use_transport(lane)
-        if ddp._replica.sharding is not None:
-            ddp._replica.sharding.settle()
+        replica_of(ddp).use_transport(lane)
         after = exact(optimizer.state_dict())
         step(ddp, optimizer)
         last = optimizer.state_dict()
@@ -89,10 +88,10 @@ def test_shards_that_not_all_ranks_have_are_given_back() -> None:
         step(ddp, optimizer)
         before = exact(optimizer.state_dict())["state"]
         if t.rank < 2:
-            ddp._replica.use_transport(groups[0].transport(t.rank))
+            replica_of(ddp).use_transport(groups[0].transport(t.rank))
         if t.rank == 0:
             return None
-        ddp._replica.use_transport(groups[1].transport(t.rank - 1))
+        replica_of(ddp).use_transport(groups[1].transport(t.rank - 1))
         return before, exact(optimizer.state_dict())["state"]
 
     for before, after in run_ranks(3, program)[1:]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import threading
 import warnings
 from collections.abc import Sequence
 from types import SimpleNamespace
@@ -17,6 +16,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import syncline as sl
+from support.inside import replica_of, set_clock
 from syncline.gradients.reduction import Reduction
 from syncline.gradients.step_times import Measured, encoded
 from syncline.gradients.stragglers import (
@@ -167,21 +167,16 @@ def test_the_slowest_comes_first_and_old_records_are_dropped() -> None:
 # ---------------------------------------------------------------------- in the wrapper
 
 
-class Time(threading.local):
-    """A clock for each rank, as ranks are threads. It stands still unless a test moves it. No rank ever waits."""
-
+def train(t: Transport, num_steps: int, **late: float) -> sl.DistributedDataParallel:
+    """Train by a clock that stands still unless it is moved here. No rank ever waits."""
     seconds = 0.0
-
-
-def train(t: Transport, time: Time, num_steps: int, **late: float) -> sl.DistributedDataParallel:
     ddp = sl.DistributedDataParallel(nn.Linear(2, 1), process_group=t)
-    clock = ddp._replica.gradients.reduction.clock
-    clock.now, clock._counts = lambda: time.seconds, SimpleNamespace(waited_seconds=0.0)
+    set_clock(ddp, lambda: seconds, has_waits=False)
     optimizer = ddp.attach(torch.optim.SGD(ddp.parameters()))
     for _ in range(num_steps):
-        time.seconds += 0.003 + late.get("data", 0.0) * (t.rank == 1)
+        seconds += 0.003 + late.get("data", 0.0) * (t.rank == 1)
         out = ddp(torch.randn(1, 2))
-        time.seconds += 0.010 + late.get("forward", 0.0) * (t.rank == 1)
+        seconds += 0.010 + late.get("forward", 0.0) * (t.rank == 1)
         out.sum().backward()
         optimizer.step()
     return ddp
@@ -191,10 +186,8 @@ def train(t: Transport, time: Time, num_steps: int, **late: float) -> sl.Distrib
     ("phase", "words"), [("data", "its data loading"), ("forward", "its forward and loss took 48.0 ms")]
 )
 def test_rank_0_warns_once_and_all_ranks_record_the_same(phase: str, words: str) -> None:
-    time = Time()
-
     def rank(t: Transport) -> sl.Statistics:
-        ddp = train(t, time, 56, **{phase: 0.038})
+        ddp = train(t, 56, **{phase: 0.038})
         assert "slow" not in str(ddp.statistics() - ddp.statistics())
         return ddp.statistics()
 
@@ -215,8 +208,7 @@ def test_rank_0_warns_once_and_all_ranks_record_the_same(phase: str, words: str)
 
 
 def test_without_a_straggler_nothing_is_said() -> None:
-    time = Time()
-    assert all(run_ranks(3, lambda t: train(t, time, 60).statistics().stragglers == ()))
+    assert all(run_ranks(3, lambda t: train(t, 60).statistics().stragglers == ()))
 
 
 @pytest.mark.parametrize("is_on_device", [False, True])
@@ -258,7 +250,7 @@ def test_wrong_arguments_of_the_loop_are_refused(arguments: dict[str, Any], text
 
 def test_the_rule_of_a_loop_ends_with_it() -> None:
     state = state_of_one_rank()
-    stragglers = state.named["model"]._replica.gradients.reduction.stragglers
+    stragglers = replica_of(state.named["model"]).gradients.reduction.stragglers
     for step in sl.steps(state, 1, on_straggler=None, straggler_factor=3, straggler_steps=7):
         with step:
             assert stragglers.rule == StragglerRule(factor=3, num_steps=7, warns=False)

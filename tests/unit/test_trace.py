@@ -29,7 +29,7 @@ from syncline.events import (
 )
 from syncline.records import BufferRecord
 from syncline.tools.cli import main
-from syncline.tracing import rows
+from syncline.tracing import recorder, rows
 from syncline.tracing.file import NUM_PARTS, TraceFile
 from syncline.tracing.lines import Event, Lines, row_of
 from syncline.tracing.trace import Trace
@@ -365,7 +365,7 @@ def test_if_the_next_part_cannot_be_opened_no_other_file_is_written(
 
 
 def test_forwards_without_a_backward_are_written_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("syncline.tracing.recorder._LONGEST_SECONDS", 0.0)
+    monkeypatch.setattr(recorder, "_LONGEST_SECONDS", 0.0)
     with sl.trace(tmp_path):
         ddp = sl.DistributedDataParallel(nn.Linear(2, 1)).eval()
         with torch.no_grad():

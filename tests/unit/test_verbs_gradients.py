@@ -350,7 +350,7 @@ def test_a_freed_wrapper_takes_care_of_nothing_also_where_it_is_not_freed_yet(
         with ddp.no_sync(), ddp.normalize_by(2):
             ddp(batch(t.rank)).square().sum().backward()
         if t.rank in freed_on:
-            ddp._replica.gradients.remove_hooks()  # as when it is freed, whenever that is
+            ddp._remove_autograd_hooks()  # as when it is freed, whenever that is
             assert reducers_of(module.parameters()) == []
         sl.sync_gradients_(module, group=t)
         assert close(grads(module), mean_of([batch(0), batch(1)]))

@@ -175,7 +175,7 @@ def test_arguments_without_effect_on_other_ranks_may_differ(t: Transport) -> Non
 
 def test_equal_arguments_give_equal_configurations() -> None:
     first, same, other = (
-        DDP(nn.Linear(1, 1), bucket_cap_mb=1, static_graph=static)._replica.config
+        replica_of(DDP(nn.Linear(1, 1), bucket_cap_mb=1, static_graph=static)).config
         for static in (False, False, True)
     )
     assert first == same != other
@@ -238,7 +238,7 @@ def test_buffers_are_broadcast_before_forward_but_not_after_no_sync_or_no_grad(t
 
     def forward() -> None:
         ddp(batch(t)).sum().backward()
-        seen.append((ddp.module.seen[0].item(), ddp._replica.buffers.last_forward().sent))
+        seen.append((ddp.module.seen[0].item(), ddp.contract["buffers"].last_done[:6] == "before"))
 
     forward()
     forward()
