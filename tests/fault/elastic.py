@@ -37,7 +37,6 @@ from meeting import meet_at_the_store
 from support.inside import connecting_again_within, set_clock
 from support.states import wait_until
 from syncline import environment
-from syncline.checkpoint import store as saves
 from syncline.launchers import Environment
 from syncline.resilience import group, handover, training
 from syncline.session import begin_in_fork
@@ -489,9 +488,9 @@ def watched_places(moments: Moments) -> Any:
             (group, "regroup", "connecting"),
             (group.Register, "enrol", "enrolling"),
             (pkgutil.resolve_name("syncline.liveness.connection"), "clone_of", "at the store"),
-            (saves.SaveStore, "write", "saving"),
-            (saves, "write_tensors", "writing"),
-            (saves.SaveDirectory, "commit", "committing"),
+            (pkgutil.resolve_name("syncline.checkpoint.store:SaveStore"), "write", "saving"),
+            (pkgutil.resolve_name("syncline.checkpoint.store"), "write_tensors", "writing"),
+            (pkgutil.resolve_name("syncline.checkpoint.store:SaveDirectory"), "commit", "committing"),
             (training, "send_state", "handing over"),
             (handover, "decode", "loading"),
             (pkgutil.resolve_name("syncline.ddp.replica:Replica"), "use_transport", "opening lanes"),

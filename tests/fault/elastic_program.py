@@ -14,7 +14,7 @@ from pathlib import Path
 if __name__ == "__main__":  # where a launcher starts this program, only its own folder is there
     sys.path.append(str(Path(__file__).parents[1]))
 
-import elastic  # noqa: E402
+import elastic
 
 __all__ = ["command"]
 

@@ -20,7 +20,7 @@ from support.threads import on_threads
 from syncline import SynclineError, UnreducedGradients
 from syncline.gradients.reducer import reducers_of
 from syncline.testing import run_ranks
-from syncline.transport.base import Transport
+from syncline.transport import Transport
 
 BODY = 64 * 64  # large gradients are copied as soon as they are ready, small ones when their bucket is sent
 
