@@ -20,7 +20,15 @@ from typing import Any
 
 from syncline.tools.launch.guardian import is_marked, running_processes
 
-__all__ = ["FAULTHANDLER", "HANG_SECONDS", "communicate", "communicate_with_all", "end_trees", "run"]
+__all__ = [
+    "FAULTHANDLER",
+    "HANG_SECONDS",
+    "communicate",
+    "communicate_with_all",
+    "end_trees",
+    "handles",
+    "run",
+]
 
 HANG_SECONDS = 300.0
 """After this time, a process hangs. It is no promise of any test, so it is far above what a busy machine needs."""
@@ -137,7 +145,8 @@ def end_trees(roots: Collection[int], mark: str = "") -> None:
     levels = _levels(roots, mark)
     innermost = max(levels.values(), default=0)
     for level in range(innermost, -1, -1):
-        writers = [pid for pid in levels if levels[pid] == level and _writes_stacks(pid)]
+        # the others, such as a shell or a guardian, need not end before the last
+        writers = [pid for pid in levels if levels[pid] == level and handles(pid, signal.SIGABRT)]
         if level < innermost:
             _wait(writers, _HANDING_ON_SECONDS)
         for pid in writers:
@@ -165,14 +174,14 @@ def _levels(roots: Collection[int], mark: str) -> dict[int, int]:
     return dict.fromkeys(roots, 0) | {pid: level(pid) for pid in members & running.keys()}
 
 
-def _writes_stacks(pid: int) -> bool:
-    """Return whether a process handles SIGABRT. Others, such as a shell or a guardian, need not end before the last."""
+def handles(pid: int, number: signal.Signals) -> bool:
+    """Return whether a process handles a signal in its own way; without /proc, always True."""
     try:
         status = Path(f"/proc/{pid}/status").read_text()
     except OSError:  # it has ended, or there is no /proc
         return not Path("/proc/self").exists()
     caught = int(status.partition("SigCgt:")[2].split()[0], 16)
-    return bool(caught >> (signal.SIGABRT - 1) & 1)
+    return bool(caught >> (number - 1) & 1)
 
 
 def _kill(pids: Iterable[int]) -> None:

@@ -124,7 +124,8 @@ def test_a_signal_ends_a_launcher_that_waits_for_another_host(
         # as in what a shell script starts with `&`
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_IGN),
     )
-    wait_until(lambda: listens(port) or launcher.poll() is not None)  # it waits from then on
+    # it listens before it handles signals
+    wait_until(lambda: (listens(port) and hangs.handles(launcher.pid, number)) or launcher.poll() is not None)
     launcher.send_signal(number)
     try:
         _, error = hangs.communicate(launcher)  # it used to wait for ten minutes
