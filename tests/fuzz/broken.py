@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from syncline import DistributedDataParallel
-from syncline._torch.transforms import belongs_to_transform
+from syncline._torch.tensors import belongs_to_transform
 
 __all__ = ["Forgetful", "Jealous", "Possessive"]
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from syncline.resilience.generators import remember_generators
+from syncline.resilience.undo import remember_generators
 
 
 def draw() -> tuple[float, ...]:

@@ -18,8 +18,7 @@ from syncline.ddp import Inventory
 from syncline.gradients import Words
 from syncline.gradients.backward import Backward, BackwardState
 from syncline.gradients.outputs import Outputs
-from syncline.gradients.riders.forwards import Forwards
-from syncline.gradients.riders.settings import Settings
+from syncline.gradients.riders.differences import Forwards, Settings
 from syncline.optimizers import AttachedOptimizer
 from syncline.transport import ThreadGroup
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import syncline as sl
-from syncline.strategies.execution import in_place, outer_step
+from syncline.strategies.execution import flat, outer_step
 from syncline.transport import Fault, FaultyTransport, Transport, run_ranks
 
 SHAPES = ((5, 7), (400,), (3, 3, 3), (0,), (), (64, 9))
@@ -53,7 +53,7 @@ def are_same(some: Iterable[Tensor], others: Iterable[Tensor]) -> bool:
 @pytest.fixture
 def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     """Pieces of at most 64 elements, so that the parameters have many."""
-    monkeypatch.setattr(in_place, "_PIECE_BYTES", 256)
+    monkeypatch.setattr(flat, "_PIECE_BYTES", 256)
 
 
 def trained(transport: Transport, *, keeps: bool = False, dtype: torch.dtype = torch.float32) -> list[Tensor]:
@@ -108,7 +108,7 @@ def test_the_outer_gradient_lies_in_the_parameters(in_place_: bool) -> None:
 def test_memory_for_the_pieces_is_made_once_and_is_small(monkeypatch: pytest.MonkeyPatch) -> None:
     allocated: list[int] = []
 
-    class Wires(in_place.Wires):
+    class Wires(flat.Wires):
         def __init__(self, transport: Transport, tensors: Iterable[Tensor]) -> None:
             super().__init__(transport, tensors)
             self.is_first = transport.rank == 0

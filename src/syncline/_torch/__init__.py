@@ -14,8 +14,7 @@ modules.py         modules, joinables, torch's own DistributedDataParallel, torc
 optimizers.py      optimizers that step inside backward; hooks of optimizers' state dicts; GradScalers
 process_groups.py  process groups, their backends and stores
 profiler.py        ranges that torch.profiler shows
-tensors.py         operations on lists of tensors; tensor subclasses
-transforms.py      the transforms of torch.func
+tensors.py         operations on lists of tensors; tensor subclasses; the transforms of torch.func
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from syncline._torch.modules import as_mapping
 from syncline._torch.profiler import profiled
-from syncline._torch.transforms import belongs_to_transform
+from syncline._torch.tensors import belongs_to_transform
 from syncline.buffers.pooling import average_buffers, running_statistics
 from syncline.errors import SynclineError
 from syncline.gradients.comm_hook import qualified_name

@@ -1,7 +1,7 @@
 """Stop all ranks after the same step when one of them was asked to stop.
 
 Each rank votes on whether to stop. The votes travel with the control data of a backward, or in a separate collective
-(see `gradients/riders/stop.py`). The choice between these two ways depends only on calls that all ranks have made,
+(see `gradients/riders/requests.py`). The choice between these two ways depends only on calls that all ranks have made,
 never on the state of one rank.
 """
 
@@ -19,7 +19,7 @@ from syncline._torch.modules import is_in_join
 from syncline.checkpoint.train_state import TrainState
 from syncline.checks import checked_count
 from syncline.errors import SynclineError
-from syncline.gradients.riders.stop import StopVote, VoteRoute
+from syncline.gradients.riders.requests import StopVote, VoteRoute
 from syncline.gradients.wrapper_protocol import replica_of
 from syncline.session.stop_request import EXIT_STOPPED, Stopped, StopRequest, checked_signals
 from syncline.transport.base import Transport

@@ -36,7 +36,7 @@ from syncline.gradients.reducer import GradientSync
 from syncline.gradients.riders.replica_look import Looks
 from syncline.gradients.riders.replica_search import Peers
 from syncline.gradients.riders.replica_watch import ReplicaCheck, ReplicaWatch
-from syncline.gradients.riders.stop import StopVote, VoteRoute
+from syncline.gradients.riders.requests import StopVote, VoteRoute
 from syncline.gradients.user_hooks import HookTable, table_of
 from syncline.liveness.board import BUFFERS_LANE, StepPhase
 from syncline.optimizers.attached import weakly

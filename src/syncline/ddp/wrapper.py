@@ -26,8 +26,7 @@ from syncline._torch.modules import (
     with_join_disabled,
 )
 from syncline._torch.profiler import UNPROFILED, is_profiling, profiled
-from syncline._torch.tensors import tree_map_only
-from syncline._torch.transforms import outside_of_transforms
+from syncline._torch.tensors import outside_of_transforms, tree_map_only
 from syncline.buffers.policies import BufferHook, BufferPolicy
 from syncline.checks import checked_flag, checked_truth
 from syncline.compression import Compression

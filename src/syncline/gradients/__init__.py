@@ -8,10 +8,9 @@ bucket.py             one bucket and its state; dense buckets in a flat tensor, 
 bucket_plan.py        which gradients are in which bucket, and in which order (pure functions)
 comm_hook.py          a user's communication hook in place of all_reduce
 copying.py            the copy of a gradient into its bucket, which also finds NaN and infinity
-emitter.py            the events of a reducer, for observers
 hooks.py              the hooks that report when a parameter's gradient is ready
 layout.py             the buckets of a reducer, and the place of each gradient
-ledger.py             what was reduced in the last backward
+ledger.py             what was reduced in the last backward; the events of a reducer, for observers
 options.py            the options of gradient synchronization, and the requests of a wrapper for its next backwards
 out_of_step.py        errors after which ranks are out of step, because some have sent data that others do not expect
 outputs.py            the outputs of forwards, which tell to which forward a backward belongs
@@ -32,7 +31,7 @@ wrapper_protocol.py   the interface by which lower layers recognize a wrapper an
 from __future__ import annotations
 
 from syncline.gradients.riders.base import Words
-from syncline.gradients.riders.stop import Stop, StopVote
+from syncline.gradients.riders.requests import Stop, StopVote
 from syncline.gradients.wrapper_protocol import ReplicaProtocol, replica_of
 
 __all__ = ["ReplicaProtocol", "Stop", "StopVote", "Words", "replica_of"]

@@ -12,7 +12,7 @@ from itertools import islice
 from torch import Tensor
 
 from syncline._torch.autograd import NO_TASK, current_graph_task_id, node_before_views
-from syncline._torch.transforms import without_transforms
+from syncline._torch.tensors import without_transforms
 from syncline.gradients.usage import tensors_in
 
 _MAX_WATCHED_TENSORS = 8

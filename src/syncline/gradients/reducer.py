@@ -40,10 +40,9 @@ from syncline.gradients.backward import (
     refuse_graph_capture,
 )
 from syncline.gradients.comm_hook import CommHook
-from syncline.gradients.emitter import Emitter
 from syncline.gradients.hooks import ParameterHooks
 from syncline.gradients.layout import BucketLayout
-from syncline.gradients.ledger import Ledger
+from syncline.gradients.ledger import Emitter, Ledger
 from syncline.gradients.options import Announced, Controls, GradientOptions
 from syncline.gradients.outputs import Outputs
 from syncline.gradients.reduction import Reduction

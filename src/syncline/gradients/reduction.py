@@ -15,8 +15,8 @@ from syncline.events import OBSERVERS
 from syncline.gradients.backward import NO_INDICES, Backward, BackwardState
 from syncline.gradients.bucket import Bucket, DenseBucket
 from syncline.gradients.comm_hook import CommHook
-from syncline.gradients.emitter import Emitter
 from syncline.gradients.layout import BucketLayout
+from syncline.gradients.ledger import Emitter
 from syncline.gradients.options import GradientOptions
 from syncline.gradients.out_of_step import OutOfStep
 from syncline.gradients.riders.base import Reduced

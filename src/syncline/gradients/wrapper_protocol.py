@@ -16,7 +16,7 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from syncline.gradients.riders.stop import StopVote, VoteRoute
+from syncline.gradients.riders.requests import StopVote, VoteRoute
 from syncline.transport.base import Transport
 
 

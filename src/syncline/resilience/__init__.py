@@ -7,16 +7,14 @@ follow. A rank that has missed a step, or joins, gets the state from the others.
 Imports: errors, suggestions, words, checks, environment, records, user_code, events, _torch, liveness, transport,
 session, optimizers, tensors, gradients, sharded, data, compression, strategies, checkpoint, ddp.
 
-batches.py     the batches of one rank, and how many samples they have
+batches.py     the batches of one rank, and the samples that ranks have used
 faults.py      exceptions of one process: which of them are a loss, and which end the job
-generators.py  the random number generators of this process, whose states are remembered in each step
 group.py       the processes that train together, as one of them sees them
 handover.py    a training state goes from the ranks that have it to others, over the transport
 membership.py  which processes train together: a state machine of one process, without a clock, a store or a transport
 parts.py       the wrapped modules, attached optimizers and the sampler of a training state
 register.py    what a process reads and writes in the launcher's store
 slow_ranks.py  what the loop does about ranks that are slow over many steps
-samples.py     the samples that ranks have used, when replicas drift and ranks are lost
 steps.py       `sl.steps`, the loop
 training.py    which steps a training state has committed, and how its objects follow the ranks that are left
 undo.py        what a body finds when it begins, so that it can run again

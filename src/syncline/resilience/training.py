@@ -25,13 +25,12 @@ from typing import Any
 from syncline.checkpoint.train_state import TrainState
 from syncline.data import DistributedSampler
 from syncline.ddp.wrapper import DistributedDataParallel
-from syncline.gradients.riders.newcomers import Newcomers
+from syncline.gradients.riders.requests import Newcomers
 from syncline.optimizers.attached import AttachedOptimizer
-from syncline.resilience.batches import Batches
+from syncline.resilience.batches import Batches, Samples
 from syncline.resilience.handover import receive_state, send_state
 from syncline.resilience.membership import Membership
 from syncline.resilience.parts import conclude, load_sent, num_steps_of, rounds_in, state_to_send
-from syncline.resilience.samples import Samples
 from syncline.resilience.undo import Residuals, Undo
 from syncline.session.world import transport_of, world
 from syncline.sharded.optimizer import Sharding

@@ -7,7 +7,9 @@ of schedulers and scalers, and random number generators.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import random
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -17,7 +19,25 @@ from torch.optim import Optimizer
 from syncline._torch.optimizers import schedulers_inside
 from syncline.ddp.replica import Replica
 from syncline.ddp.wrapper import DistributedDataParallel
-from syncline.resilience.generators import remember_generators
+
+
+def remember_generators() -> Callable[[], None]:
+    """Return a function that restores the present states of the generators of Python, numpy and torch."""
+    numpy = sys.modules.get("numpy")
+    of_python, of_torch = random.getstate(), torch.get_rng_state()
+    of_numpy = None if numpy is None else numpy.random.get_state()
+    of_cuda: Iterable[Tensor] = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
+
+    def restore() -> None:
+        random.setstate(of_python)
+        torch.set_rng_state(of_torch)
+        if of_numpy is not None:
+            sys.modules["numpy"].random.set_state(of_numpy)
+        for index, state in enumerate(of_cuda):
+            torch.cuda.set_rng_state(state, index)
+
+    return restore
+
 
 Restorer = Callable[[], object]
 """A function that restores an object to an earlier state."""

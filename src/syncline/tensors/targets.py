@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
-from syncline._torch.transforms import belongs_to_transform
+from syncline._torch.tensors import belongs_to_transform
 from syncline.checks import what_it_is
 from syncline.optimizers.contents import optimizer_leaves
 from syncline.trees import leaves

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 from syncline._torch.profiler import profiled
-from syncline._torch.transforms import outside_of_transforms
+from syncline._torch.tensors import outside_of_transforms
 from syncline.checks import checked_count
 from syncline.events import called
 from syncline.sharded.attached import is_sharded

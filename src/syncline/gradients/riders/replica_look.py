@@ -17,8 +17,7 @@ from functools import reduce
 
 from torch import Tensor, strided
 
-from syncline._torch.tensors import plain_torch_functions
-from syncline._torch.transforms import outside_of_transforms
+from syncline._torch.tensors import outside_of_transforms, plain_torch_functions
 from syncline.equality.fingerprint import begin_hashes, mixed
 from syncline.equality.locate import Difference, differing
 from syncline.gradients.backward import Backward

@@ -8,18 +8,15 @@ from torch import Tensor
 
 from syncline.gradients.options import GradientOptions
 from syncline.gradients.riders.base import Rider, Riders
-from syncline.gradients.riders.forwards import Forwards
+from syncline.gradients.riders.differences import Forwards, SameData, Settings
 from syncline.gradients.riders.items import Items
 from syncline.gradients.riders.metrics import Metrics
 from syncline.gradients.riders.missing import MissingGradients, StaticGraph
-from syncline.gradients.riders.newcomers import Newcomers
 from syncline.gradients.riders.nonfinite import NonFinite, NonFiniteWatch
 from syncline.gradients.riders.nonfinite_notice import NonFiniteNotice
 from syncline.gradients.riders.replica_look import ReplicaLook
 from syncline.gradients.riders.replica_watch import Replicas
-from syncline.gradients.riders.same_data import SameData
-from syncline.gradients.riders.settings import Settings
-from syncline.gradients.riders.stop import Stop
+from syncline.gradients.riders.requests import Newcomers, Stop
 from syncline.gradients.usage import StaticUsage
 from syncline.transport.base import Transport
 

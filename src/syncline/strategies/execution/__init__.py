@@ -2,8 +2,7 @@
 
 driver.py      counts optimizer steps, asks the strategy for actions, has them carried out, records them
 executor.py    carries out actions on the tensors and optimizers of one rank
-flat.py        groups of tensors that are joined to one flat tensor
-in_place.py    the mean outer gradient of DiLoCo in the memory of the parameters
+flat.py        tensors that are joined to one flat tensor; the mean outer gradient in the memory of the parameters
 kept.py        the interface of the data that actions need beside the module
 outer_step.py  the copies of the parameters and the outer optimizer of DiLoCo
 push_sum.py    the push-sum weight of gossip

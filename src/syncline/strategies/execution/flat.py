@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
 
-from syncline._torch.tensors import foreach_copy_
-from syncline.tensors.targets import as_real
+from syncline._torch.tensors import foreach_copy_, split_like
+from syncline.tensors.in_flight import run_pieces
+from syncline.tensors.packing import plan_pieces
+from syncline.tensors.targets import as_real, parts_of
+from syncline.transport.base import Transport
+from syncline.transport.work import Work
 
 
 class FlatGroup:
@@ -69,3 +73,112 @@ def flat_groups(tensors: Sequence[Tensor]) -> list[FlatGroup]:
     for index, tensor in enumerate(tensors):
         kinds.setdefault((tensor.dtype, tensor.device), []).append(index)
     return [FlatGroup([tensors[i] for i in indices], tuple(indices)) for indices in kinds.values()]
+
+
+_PIECE_BYTES = 4 * 1024 * 1024
+"""The largest size of a piece: of the outer gradients that one collective averages."""
+
+_Kind = tuple[torch.dtype, torch.device]
+
+
+class Wires:
+    """The memory in which outer gradients are averaged: for each kind of tensor, two pieces that are used in turn.
+
+    The memory is kept from round to round, and is that of the transport, which reduces it fastest.
+
+    Args:
+        transport: the lane for the outer gradients.
+        tensors: all parameters that may be averaged.
+    """
+
+    def __init__(self, transport: Transport, tensors: Iterable[Tensor]) -> None:
+        self.transport = transport
+        self._numels: dict[_Kind, int] = {}
+        for tensor in tensors:
+            most = _PIECE_BYTES // tensor.element_size()
+            kind = tensor.dtype, tensor.device
+            self._numels[kind] = min(most, self._numels.get(kind, 0) + tensor.numel())
+        self._made: dict[_Kind, list[Tensor]] = {}
+
+    def prepare(self, kinds: Iterable[_Kind]) -> None:
+        """Make the memory for these kinds of tensors, if it was not made yet. A collective call."""
+        for kind in kinds:
+            if kind not in self._made:
+                numel = self._numels[kind]
+                self._made[kind] = [self.transport.allocate(numel, *kind) for _ in range(2)]
+
+    def take(self, kind: _Kind, numel: int, turn: int) -> Tensor:
+        """Return memory for `numel` elements. It must not be in use since the last but one `turn`."""
+        wire = self._made[kind][turn % 2]
+        return wire if wire.numel() == numel else self.transport.narrow(wire, numel)
+
+
+class InPlaceMean:
+    """The mean outer gradient of some parameters, which replaces the values of these parameters for a while.
+
+    The caller then writes the result of the outer step into the parameters. The outer gradient is computed and averaged
+    piece by piece in other memory. So if a collective fails, no parameter is left half-averaged.
+
+    Args:
+        local: the parameters.
+        common: the copies of the outer optimizer, of the same dtypes and on the same devices.
+    """
+
+    def __init__(self, local: Sequence[Tensor], common: Sequence[Tensor]) -> None:
+        here = [part for one in local for part in parts_of(one.data, _PIECE_BYTES)]
+        start = [part for one in common for part in parts_of(one.data, _PIECE_BYTES)]
+        kinds = [(part.dtype, part.device) for part in here]
+        pieces = plan_pieces(
+            [part.nbytes for part in here], kinds, cap_bytes=_PIECE_BYTES, alone_bytes=_PIECE_BYTES
+        )
+        self._kinds = dict.fromkeys(kinds)
+        self._pieces = [
+            _Piece([here[i] for i in members], [start[i] for i in members], turn)
+            for turn, members in enumerate(pieces)
+        ]
+
+    def run(self, wires: Wires) -> None:
+        """Replace the parameters by the mean over all ranks of (copy - parameter). A collective call."""
+        wires.prepare(self._kinds)
+        try:
+            run_pieces(self._pieces, lambda piece: piece.launch(wires), _Piece.land)
+        except BaseException:
+            self.undo()
+            raise
+
+    def undo(self) -> None:
+        """Replace each mean that was written by (copy - mean), which is the mean of the parameters over all ranks.
+
+        Parameters that were not replaced keep this rank's values.
+        """
+        for piece in self._pieces:
+            piece.undo()
+
+
+class _Piece:
+    """Parts of parameters whose outer gradients are averaged by one collective."""
+
+    is_copied = True
+
+    def __init__(self, local: Sequence[Tensor], common: Sequence[Tensor], turn: int) -> None:
+        self._local, self._common, self._turn = local, common, turn
+        self._views: Sequence[Tensor] = ()
+        self._is_written = False
+
+    def launch(self, wires: Wires) -> Work:
+        kind = self._local[0].dtype, self._local[0].device
+        wire = wires.take(kind, sum(part.numel() for part in self._local), self._turn)
+        self._views = split_like(wire, list(self._local))
+        for view, common, local in zip(self._views, self._common, self._local, strict=True):
+            torch.sub(common, local, out=view)
+        return wires.transport.all_reduce(wire, "mean")
+
+    def land(self) -> None:
+        foreach_copy_(self._local, self._views)
+        self._views, self._is_written = (), True
+
+    def undo(self) -> None:
+        if self._is_written:
+            for common, local in zip(self._common, self._local, strict=True):
+                torch.sub(common, local, out=local)
+        self._is_written = False

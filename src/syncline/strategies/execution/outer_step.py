@@ -20,8 +20,7 @@ from syncline.strategies.base import (
     RestartOuter,
     SendOuter,
 )
-from syncline.strategies.execution.flat import flat_groups
-from syncline.strategies.execution.in_place import InPlaceMean, Wires
+from syncline.strategies.execution.flat import InPlaceMean, Wires, flat_groups
 from syncline.strategies.execution.kept import Kept
 from syncline.strategies.execution.standing import Standing
 from syncline.tensors.targets import as_real

@@ -1,4 +1,4 @@
-"""Rider: this rank's vote on stopping, by which all ranks stop after the same step.
+"""Riders: requests that reach one rank, and that all ranks follow after the same step: to stop, to let a process join.
 
 If only one rank gets the signal to stop, it must not stop before all other ranks know of the signal. So each rank
 votes. The votes travel with the gradients of a synchronized backward, at no extra cost. If no such backward carries
@@ -7,6 +7,7 @@ them, a separate collective sends them.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from enum import Enum
 
 import torch
@@ -99,3 +100,24 @@ class Stop(Rider):
         """Count a backward in which no rank reported a request to stop."""
         if self._vote is not None:
             self._vote.num_received += 1
+
+
+class Newcomers(Rider):
+    """A report of whether this rank has seen a process that waits to join. The word is 0 outside of `sl.steps`."""
+
+    subject = "processes that wait to join"
+    num_bits = 1
+
+    def __init__(self) -> None:
+        self.look: Callable[[], bool] | None = None
+        """A function that looks whether a process waits. `sl.steps` sets it while it runs."""
+        self.are_waiting = False
+        """Whether a rank has reported that a process waits. `sl.steps` resets it."""
+
+    def word(self, backward: Backward) -> int:
+        """Return 1 if this rank has seen a process that waits, else 0."""
+        return int(self.look is not None and self.look())
+
+    def receive(self, words: Words) -> None:
+        """Remember whether a rank has seen a process that waits."""
+        self.are_waiting = self.are_waiting or words.any_set
