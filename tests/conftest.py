@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import os
 import random
+import shutil
 import signal
+import subprocess
 import sys
 from collections import Counter
 from collections.abc import Iterator
@@ -62,11 +64,13 @@ TIERS = {
 """The tier of each folder and file that is not in the first one; a file goes before its folder. A test of a file in
 the first tier may be `@pytest.mark.real`. docs/inside/tests.md says what belongs where."""
 
-IN_EACH_CHANGE = {
+ONE_IN = {
+    "test_elastic.py": 1,  # a table of pairs
     "test_elastic_hosts.py": 5,
     "test_elastic_torchrun.py": 3,
+    "test_endings.py": 3,
     "test_examples.py": 3,
-    "test_explain_command.py": 3,
+    "test_first_run.py": 1,
     "test_mpi.py": 0,
     "test_notebook.py": 0,
     "test_other_systems.py": 0,
@@ -78,8 +82,11 @@ IN_EACH_CHANGE = {
     "test_slurm.py": 5,
     "test_submitit.py": 0,
 }
-"""Of the tests that these files mark as real, each change runs one in so many; 0 means none. `make test-nightly` runs
-the others: full products, and what takes long and hardly ever finds anything."""
+"""Of the real tests of a file, each change runs one in so many, and the next change the next ones; 0 means none. Files
+that are not named here: one in two. `make test-nightly` runs all: full products, and what takes long."""
+
+TURN_VARIABLE = "SYNCLINE_TEST_TURN"
+"""The environment variable that says which ones it runs: the number of commits, so that one commit runs the same."""
 
 DURATIONS = Path(__file__).with_name("durations.json")
 """Seconds of the files that take long, as the last `make test-nightly` measured them: the longest runs first. `make`
@@ -164,20 +171,29 @@ def rank_pool(pytestconfig: pytest.Config) -> RankPool:
 
 @pytest.hookimpl(tryfirst=True)  # before pytest selects by marks
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    turn = int(os.environ.setdefault(TURN_VARIABLE, num_commits()))
     numbers = Counter[str]()
     for item in items:
-        name = item.path.name
-        one_in = IN_EACH_CHANGE.get(name)
-        if one_in == 0:
-            item.add_marker(pytest.mark.nightly)
-        elif one_in is not None and item.get_closest_marker("real"):
-            if numbers[name] % one_in:
-                item.add_marker(pytest.mark.nightly)
-            numbers[name] += 1
         if (tier := tier_of(file_of(item.nodeid))) != "first":
             item.add_marker(tier)
+        if item.get_closest_marker("real"):
+            name = item.path.name
+            one_in = ONE_IN.get(name, 2)
+            if one_in == 0 or (numbers[name] + turn) % one_in:
+                item.add_marker(pytest.mark.nightly)
+            numbers[name] += 1
     seconds = json.loads(DURATIONS.read_text())
     items.sort(key=lambda item: -seconds.get(file_of(item.nodeid), 0.0))
+
+
+def num_commits() -> str:
+    """Return the number of commits of the project; "0" where it has no history."""
+    if shutil.which("git") is None:
+        return "0"
+    counting = ["git", "rev-list", "--count", "HEAD"]
+    return (
+        subprocess.run(counting, cwd=DURATIONS.parent, capture_output=True, text=True).stdout.strip() or "0"
+    )
 
 
 def file_of(test: str) -> str:

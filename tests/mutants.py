@@ -42,7 +42,6 @@ LIMIT_SECONDS = 900.0
 """A run of tests that takes longer hangs. `make test` takes a few minutes."""
 
 _PYTEST = ["-m", "pytest", "-x", "-q", "-p", "no:cacheprovider"]
-_IN_GATE = "not timing and not nightly"
 _IN_WORKERS = ["--numprocesses", "2", "--dist", "loadfile", "--no-loadscope-reorder"]
 _ALL_FAST = ["--ignore", "tests/frameworks", "--ignore", "tests/architecture"]
 
@@ -328,7 +327,7 @@ def run(project: Path, tests: Sequence[str], limit_seconds: float) -> str:
     left_out = ("PYTHONPATH", "PYTHONDONTWRITEBYTECODE", "PYTEST_ADDOPTS")
     variables = {name: value for name, value in os.environ.items() if name not in left_out}
     variables["PATH"] = variables["PATH"].replace(str(ROOT / ".venv"), str(project / ".venv"))
-    tier = _IN_GATE if tests else f"not real and {_IN_GATE}"
+    tier = "not timing" if tests else "not real and not timing and not nightly"
     command = [f"{project}/.venv/bin/python", *_PYTEST, "-m", tier, *_IN_WORKERS, *(tests or _ALL_FAST)]
     try:
         done = hangs.run(command, timeout_seconds=limit_seconds, cwd=project, env=variables)

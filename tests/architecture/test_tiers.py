@@ -6,7 +6,7 @@ import ast
 from collections.abc import Iterator
 from pathlib import Path
 
-from conftest import TIERS, tier_of
+from conftest import ONE_IN, TIERS, tier_of
 
 TESTS = Path(__file__).parents[1]
 
@@ -69,5 +69,6 @@ def test_the_first_tier_has_no_clock_and_no_processes() -> None:
     assert sorted(found) == []
 
 
-def test_the_table_names_what_is_there() -> None:
+def test_the_tables_name_what_is_there() -> None:
     assert [name for name in TIERS if not (TESTS / name).exists()] == []
+    assert [name for name in ONE_IN if not any(TESTS.rglob(name))] == []
