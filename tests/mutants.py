@@ -86,8 +86,8 @@ MUTANTS: tuple[Mutant, ...] = (
         "self._finish(what, True)", "self._finish(what, False)", ("unit/test_ends_of_backwards.py",)),
     # ---------------------------------------------------------------- riders
     Mutant("riders-look", "gradients/riders/replica_look.py",
-        "parameters that differ for a part of a step count as drift", "if len(firsts) > 1 and len(seconds) > 1:",
-        "if len(firsts) > 1 or len(seconds) > 1:", ("unit/test_replica_look.py",)),
+        "parameters that differ for a part of a step count as drift", "[one for one in now if one.name in at_both]",
+        "list(now)", ("unit/test_replica_look.py",)),
     Mutant("riders-mean-not-finite", "gradients/riders/replica_watch.py",
         "a mean that becomes NaN is no reason to compare",
         "if was_finite and not finite:", "if finite and not was_finite:", ("unit/test_replica_check.py",)),

@@ -118,6 +118,20 @@ def test_parameters_that_differ_for_a_part_of_each_step_are_left_alone() -> None
     assert not heard(2, net, 6, climb)
 
 
+def test_other_parameters_that_differ_at_the_backward_than_at_the_forward_are_left_alone() -> None:
+    def differ(ddp: Any, t: Transport, step: int) -> None:
+        for parameter in (ddp.module[0].weight, ddp.module[1].bias):
+            before = parameter.detach().clone()
+            parameter.data.add_(t.rank)
+            output = ddp(batch(t, step))
+            if parameter is ddp.module[1].bias:
+                output.square().mean().backward()
+            parameter.data.copy_(before)
+
+    texts = heard(2, net, 2, differ)
+    assert not [text for text in texts if "expected equal parameters" in text]
+
+
 def test_a_forward_on_one_rank_alone_before_all_ranks_write_is_left_alone() -> None:
     def look_and_write(ddp: Any, t: Transport, step: int) -> None:
         if t.rank:
