@@ -105,6 +105,13 @@ def test_the_weighted_mean_is_that_of_a_float64_reference(
             assert torch.equal(bits(result[at]["x"].resolve_conj()), bits(results[0][at]["x"].resolve_conj()))
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_16_bit_values_are_scaled_and_added_up_in_32_bits(dtype: torch.dtype) -> None:
+    weights = [1.0, 3.0, 7.0]
+    results = run_ranks(3, lambda t: sl.average_(values(dtype, (1000,), t.rank), weights[t.rank], group=t))
+    assert_is_weighted_mean(results[0], [values(dtype, (1000,), rank) for rank in range(3)], weights)
+
+
 @pytest.mark.parametrize("size", [2, 4])
 def test_equal_replicas_stay_as_they_are_bit_for_bit(size: int) -> None:
     def program(t: Transport) -> None:
