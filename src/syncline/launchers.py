@@ -16,8 +16,9 @@ from __future__ import annotations
 import re
 import zlib
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, replace
+from math import inf
+from typing import Literal, NamedTuple
 
 from syncline import environment
 
@@ -79,9 +80,8 @@ class Environment:
         return {name: str(value) for name, value in found.items() if value is not None}
 
 
-@dataclass(frozen=True)
-class _Names:
-    """The names of the variables of a launcher that counts ranks as torchrun does, but has names of its own."""
+class _Names(NamedTuple):
+    """The names of the variables of a launcher that counts ranks as torchrun does."""
 
     launcher: Launcher
     rank: str
@@ -93,6 +93,10 @@ class _Names:
     option: str = ""
     """The option of the launcher that sets a variable of all ranks."""
 
+
+_TORCHRUN = _Names("torchrun", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+
+_SRUN = _Names("slurm", "SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", "tasks on this node")
 
 _OTHER_NAMES = (
     _Names(
@@ -133,53 +137,68 @@ _OTHER_NAMES = (
 
 
 class _Variables(dict[str, str]):
-    """Environment variables, with methods that parse a variable or raise an error that says what to do."""
+    """Environment variables. Its methods raise errors that say what to do."""
 
     def number(
-        self,
-        name: str,
-        *,
-        at_least: int = 0,
-        at_most: int | None = None,
-        limit: str = "",
-        default: int | None = None,
+        self, name: str, least: int = 0, most: float = inf, limit: str = "", *, default: int | None = None
     ) -> int:
-        """Return a variable as an integer from `at_least` to `at_most`.
+        """Return a variable as an integer.
 
         Args:
             name: the name of the variable.
-            at_least: the smallest allowed value.
-            at_most: the largest allowed value. None allows any larger value.
-            limit: a text for the error, which says where `at_most` comes from.
+            least: the smallest allowed value, which is not negative.
+            most: the largest allowed value.
+            limit: a text for the error, which says where `most` comes from.
             default: the value to return if the variable is empty or not set. If `default` is None, such a variable is
                 an error.
 
         Raises:
             ValueError: the variable is not such an integer.
         """
-        text = self.get(name, "")
+        text = self.get(name, "").strip()
         if not text and default is not None:
             return default
-        digits = text.strip()  # a regular expression would be compiled, which takes a part of `sl.init`
-        is_number = (digits[1:] if digits[:1] in ("+", "-") else digits).isdecimal()
-        if not is_number or int(text) < at_least or (at_most is not None and int(text) > at_most):
-            bounds = f"of at least {at_least}" if at_most is None else f"from {at_least} to {at_most}"
-            bounds += f" ({limit})" if limit else ""
-            raise ValueError(f"{name}={text!r}: expected a whole number {bounds}. {_REMEDY}")
-        return int(text)
+        # A regular expression would be compiled, which takes a part of `sl.init`.
+        value = int(text) if text.isdecimal() else -1
+        if not least <= value <= most:
+            bounds = f"of at least {least}" if most == inf else f"from {least} to {most}"
+            got = f"{name}={self[name]!r}" if name in self else f"{name} is not set"
+            raise ValueError(f"{got}: expected a whole number {bounds}{limit and f' ({limit})'}. {_REMEDY}")
+        return value
 
-    def missing(self, name: str, *, because: str) -> ValueError:
-        """Return the error for a variable that is not set.
+    def place(self, names: _Names, size: int, local_size: int, address: str | None, port: int) -> Environment:
+        """Return the place of this process.
 
         Args:
-            name: the name of this variable.
-            because: the name of another variable, which is set. Therefore the first variable must be set, too.
-        """
-        return ValueError(f"{name} is not set, although {because}={self[because]!r} is set. {_REMEDY}")
+            names: the names of its variables.
+            size: the number of all ranks.
+            local_size: the number of ranks on this host.
+            address: the host of the store, if MASTER_ADDR is not set.
+            port: its port, if MASTER_PORT is not set; 0 for none.
 
-    def master_port(self) -> int | None:
-        """Return the port in MASTER_PORT; None if this variable is not set."""
-        return self.number("MASTER_PORT", at_least=1, at_most=65535, default=0) or None
+        Raises:
+            ValueError: a variable is missing, or contradicts another one.
+        """
+        if self.number("WORLD_SIZE", 1, default=size) != size:
+            raise ValueError(
+                f"WORLD_SIZE={self['WORLD_SIZE']!r} contradicts {names.launcher}, which started {size} tasks. "
+                f"Unset WORLD_SIZE, or set it to {size}"
+            )
+        rank = self.number(names.rank, 0, size - 1, f"{names.size} - 1")
+        # A user who sets RANK and WORLD_SIZE by hand may leave out LOCAL_RANK.
+        usual = rank if names is _TORCHRUN else None
+        local_rank = self.number(
+            names.local_rank, 0, local_size - 1, f"{names.local_size} - 1", default=usual
+        )
+        return Environment(
+            launcher=names.launcher,
+            rank=rank,
+            size=size,
+            local_rank=local_rank,
+            local_size=local_size,
+            master_addr=self.get("MASTER_ADDR") or address,
+            master_port=self.number("MASTER_PORT", 1, 65535, default=port) or None,
+        )
 
 
 def current() -> Environment:
@@ -210,167 +229,97 @@ def parse(variables: Mapping[str, str]) -> Environment:
     for names in _OTHER_NAMES:
         if names.rank in given and names.local_rank in given:
             return _parse_other(given, names)
-    if _is_srun_task(given):
-        return _parse_slurm(given)
-    if given.number("WORLD_SIZE", at_least=1, default=1) > 1:
-        raise given.missing("RANK", because="WORLD_SIZE")
-    if "PMI_RANK" in given and given.number("PMI_SIZE", at_least=1, default=1) > 1:
+    # A batch script and an interactive shell have SLURM_NTASKS too, and a batch script even SLURM_PROCID=0, although
+    # they are not ranks. Only srun creates a job step, and only a step has the variables below.
+    marks = ("SLURM_STEP_ID", "SLURM_STEPID", "SLURM_STEP_NUM_TASKS", "SLURM_STEP_NODELIST")
+    is_in_step = any(name in given for name in marks)
+    num_tasks = 1
+    if is_in_step or "SLURM_JOB_ID" in given:
+        of_job = given.number("SLURM_NTASKS", 1, default=1)
+        num_tasks = given.number("SLURM_STEP_NUM_TASKS", 1, default=of_job)
+    if is_in_step and "SLURM_PROCID" in given and num_tasks > 1:
+        return _parse_slurm(given, num_tasks)
+    if given.number("WORLD_SIZE", 1, default=1) > 1:
+        return _parse_torchrun(given)  # which raises an error about RANK
+    if "PMI_RANK" in given and given.number("PMI_SIZE", 1, default=1) > 1:
         raise ValueError(
             f"PMI_RANK={given['PMI_RANK']!r} says that an MPI launcher started this process, but MPI_LOCALRANKID "
             "(which ranks run on this host) is not set. Set RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, "
             "MASTER_ADDR and MASTER_PORT for each process, or start one torchrun on each host"
         )
-    return Environment(launcher="alone", warning=_warning_without_srun(given))
+    if is_in_step or num_tasks == 1:
+        return Environment(launcher="alone")
+    warning = (
+        f"SLURM_NTASKS={given['SLURM_NTASKS']}, but srun did not start this process, so it trains alone, as the only "
+        "rank. Start it with `srun python PROGRAM`, or, if one rank is what you want, with `srun --ntasks=1`"
+    )
+    return Environment(launcher="alone", warning=warning)
 
 
 def _parse_torchrun(given: _Variables) -> Environment:
-    if "WORLD_SIZE" not in given:
-        raise given.missing("WORLD_SIZE", because="RANK")
-    size = given.number("WORLD_SIZE", at_least=1)
-    rank = given.number("RANK", at_most=size - 1, limit="WORLD_SIZE - 1")
-    # LOCAL_RANK and LOCAL_WORLD_SIZE are missing if a user sets RANK and WORLD_SIZE by hand. Assume one host then.
-    local_size = given.number("LOCAL_WORLD_SIZE", at_least=1, at_most=size, limit="WORLD_SIZE", default=size)
+    size = given.number("WORLD_SIZE", 1)
+    # Without it, a user has set RANK and WORLD_SIZE by hand. Assume one host then.
+    local_size = given.number("LOCAL_WORLD_SIZE", 1, size, "WORLD_SIZE", default=size)
+    place = given.place(_TORCHRUN, size, local_size, None, 0)
     for name in ("MASTER_ADDR", "MASTER_PORT"):
         if size > 1 and not given.get(name):
-            raise given.missing(name, because="WORLD_SIZE")
+            raise ValueError(f"{name} is not set, although WORLD_SIZE={size} is set. {_REMEDY}")
     launcher: Launcher = "environment"
     if environment.EXPLAIN in given:
         launcher = "syncline explain"
     elif "TORCHELASTIC_RUN_ID" in given:
         launcher = "syncline run" if environment.RUN_MARK in given else "torchrun"
-    return Environment(
+    return replace(
+        place,
         launcher=launcher,
-        rank=rank,
-        size=size,
-        local_rank=given.number(
-            "LOCAL_RANK", at_most=local_size - 1, limit="LOCAL_WORLD_SIZE - 1", default=rank
-        ),
-        local_size=local_size,
-        master_addr=given.get("MASTER_ADDR") or None,
-        master_port=given.master_port(),
         generation=given.number("TORCHELASTIC_RESTART_COUNT", default=0),
         launcher_has_store=given.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
     )
 
 
-# ---------------------------------------------------------------------- MPI and submitit
-
-
 def _parse_other(given: _Variables, names: _Names) -> Environment:
-    size = given.number(names.size, at_least=1)
+    size = given.number(names.size, 1)
     if size == 1:
         return Environment(launcher="alone")
-    _check_world_size(given, size, names.launcher)
-    local_size = given.number(names.local_size, at_least=1, at_most=size, limit=names.size)
+    local_size = given.number(names.local_size, 1, size, names.size)
     if local_size < size and not given.get("MASTER_ADDR"):
         raise ValueError(
             f"{names.launcher} started {size} ranks, of which {local_size} run on this host ({names.local_size}), but "
             f"MASTER_ADDR is not set. Pass the address of rank 0's host to all ranks: {names.option}"
         )
-    return Environment(
-        launcher=names.launcher,
-        rank=given.number(names.rank, at_most=size - 1, limit=f"{names.size} - 1"),
-        size=size,
-        local_rank=given.number(names.local_rank, at_most=local_size - 1, limit=f"{names.local_size} - 1"),
-        local_size=local_size,
-        master_addr=given.get("MASTER_ADDR") or _LOOPBACK,
-        master_port=given.master_port() or _port_of_job(given.get(names.job, "")),
-    )
-
-
-def _port_of_job(job: str) -> int:
     # Two jobs on one host should not meet. MPICH and MVAPICH do not name the job: torch's usual port is documented.
-    return _FIRST_PORT + zlib.crc32(job.encode()) % _NUM_PORTS if job else 29500
-
-
-def _check_world_size(given: _Variables, size: int, launcher: str) -> None:
-    if given.number("WORLD_SIZE", at_least=1, default=size) != size:
-        raise ValueError(
-            f"WORLD_SIZE={given['WORLD_SIZE']!r} contradicts {launcher}, which started {size} tasks. "
-            f"Unset WORLD_SIZE, or set it to {size}"
-        )
+    job = given.get(names.job, "")
+    port = _FIRST_PORT + zlib.crc32(job.encode()) % _NUM_PORTS if job else 29500
+    return given.place(names, size, local_size, _LOOPBACK, port)
 
 
 # ---------------------------------------------------------------------- SLURM
 
 
-def _is_in_step(given: _Variables) -> bool:
-    # A batch script and an interactive shell have SLURM_NTASKS too, and a batch script even SLURM_PROCID=0, although
-    # they are not ranks. Only srun creates a job step, and only a step has the variables below.
-    marks = ("SLURM_STEP_ID", "SLURM_STEPID", "SLURM_STEP_NUM_TASKS", "SLURM_STEP_NODELIST")
-    return any(name in given for name in marks)
-
-
-def _is_srun_task(given: _Variables) -> bool:
-    return _is_in_step(given) and "SLURM_PROCID" in given and _slurm_size(given) > 1
-
-
-def _warning_without_srun(given: _Variables) -> str | None:
-    if "SLURM_JOB_ID" not in given or _is_in_step(given) or _slurm_size(given) == 1:
-        return None
-    return (
-        f"SLURM_NTASKS={given['SLURM_NTASKS']}, but srun did not start this process, so it trains alone, as the only "
-        "rank. Start it with `srun python PROGRAM`, or, if one rank is what you want, with `srun --ntasks=1`"
-    )
-
-
-def _slurm_size(given: _Variables) -> int:
-    default = given.number("SLURM_NTASKS", at_least=1, default=1)
-    return given.number("SLURM_STEP_NUM_TASKS", at_least=1, default=default)
-
-
-def _parse_slurm(given: _Variables) -> Environment:
-    size = _slurm_size(given)
-    rank = given.number("SLURM_PROCID", at_most=size - 1, limit="SLURM_NTASKS - 1")
-    _check_world_size(given, size, "srun")
-    if "SLURM_LOCALID" not in given:
-        raise given.missing("SLURM_LOCALID", because="SLURM_PROCID")
-    local_size = _slurm_local_size(given, rank=rank, size=size)
-    return Environment(
-        launcher="slurm",
-        rank=rank,
-        size=size,
-        local_rank=given.number("SLURM_LOCALID", at_most=local_size - 1, limit="tasks on this node - 1"),
-        local_size=local_size,
-        master_addr=given.get("MASTER_ADDR") or _first_node(given),
-        master_port=given.master_port() or _slurm_port(given),
-        generation=given.number("SLURM_RESTART_COUNT", default=0),
-    )
-
-
-def _slurm_port(given: _Variables) -> int:
+def _parse_slurm(given: _Variables, size: int) -> Environment:
     # The port is equal on all ranks, differs between jobs and between steps of one job, and is below ephemeral ports.
     job, step = given.number("SLURM_JOB_ID", default=0), given.number("SLURM_STEP_ID", default=0)
-    return _FIRST_PORT + (16 * job + step) % _NUM_PORTS
+    port = _FIRST_PORT + (16 * job + step) % _NUM_PORTS
+    names = ("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST")
+    nodes = next(filter(None, map(given.get, names)), "")
+    if not nodes and not given.get("MASTER_ADDR"):
+        raise ValueError(
+            "SLURM_STEP_NODELIST is not set, although srun started this process (SLURM_PROCID is set). Pass all "
+            "variables to the tasks (srun --export=ALL), or set MASTER_ADDR to the first host"
+        )
+    # With one host, nobody else needs to connect, and the name of a node need not be a host name.
+    address = first_host(nodes) if re.search(r"[\[,]", nodes) else _LOOPBACK
+    place = given.place(_SRUN, size, _slurm_local_size(given, size), address, port)
+    return replace(place, generation=given.number("SLURM_RESTART_COUNT", default=0))
 
 
-def _first_node(given: _Variables) -> str:
-    for name in ("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST"):
-        nodes = given.get(name)
-        if nodes:
-            # With one host, nobody else needs to connect, and the name of a node need not be a host name.
-            return first_host(nodes) if re.search(r"[\[,]", nodes) else _LOOPBACK
-    raise ValueError(
-        "SLURM_STEP_NODELIST is not set, although srun started this process (SLURM_PROCID is set). Pass all variables "
-        "to the tasks (srun --export=ALL), or set MASTER_ADDR to the first host"
-    )
-
-
-def _slurm_local_size(given: _Variables, *, rank: int, size: int) -> int:
-    for name in ("SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE"):
-        if given.get(name):
-            per_node = tasks_per_node(given[name], name)
-            break
-    else:
-        return given.number("SLURM_NTASKS_PER_NODE", at_least=1, default=size)
-    if "SLURM_NODEID" in given:
-        node = given.number("SLURM_NODEID", at_most=len(per_node) - 1, limit=f"nodes in {name} - 1")
-        return per_node[node]
-    # By default, srun fills one node after the other.
-    by_rank = [num_tasks for num_tasks in per_node for _ in range(num_tasks)]
-    if rank >= len(by_rank):
-        raise ValueError(f"{name}={given[name]!r} counts fewer tasks than SLURM_NTASKS={size}. Unset {name}")
-    return by_rank[rank]
+def _slurm_local_size(given: _Variables, size: int) -> int:
+    names = ("SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE")
+    name = next((one for one in names if given.get(one)), None)
+    if name is None:
+        return given.number("SLURM_NTASKS_PER_NODE", 1, default=size)
+    per_node = tasks_per_node(given[name], name)
+    return per_node[given.number("SLURM_NODEID", 0, len(per_node) - 1, f"nodes in {name} - 1")]
 
 
 def tasks_per_node(text: str, name: str = "SLURM_TASKS_PER_NODE") -> list[int]:

@@ -31,12 +31,14 @@ import re
 import sys
 import sysconfig
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
 
 _PACKAGE = os.path.dirname(os.path.abspath(__file__)) + os.sep
+
+_WORKER = os.path.join(_PACKAGE, "tools", "launch", "worker.py")
 
 _STANDARD_LIBRARY = (str(sysconfig.get_path("stdlib")) + os.sep, "<frozen ")
 
@@ -77,15 +79,25 @@ def describe(error: BaseException, tb: TracebackType | None = None) -> Described
         'ValueError: no data'
     """
     begin = _from_the_program(tb or error.__traceback__)
-    whole, brief = (traceback.TracebackException(type(error), error, begin, compact=True) for _ in range(2))
+    shown: Any = traceback.TracebackException(type(error), error, begin, compact=True)
     if begin is None:
-        whole.stack = None  # type: ignore[assignment]  # as Python does, it then prints no header
-    is_ours = bool(whole.stack) and whole.stack[-1].filename.startswith(_PACKAGE)
-    _shorten(brief, has_marks=not is_ours)
-    suggestion = _suggestion(error)
+        shown.stack = None  # as Python does, it then prints no header
+    is_ours = bool(shown.stack) and shown.stack[-1].filename.startswith(_PACKAGE)
+    end = _suggestion(error)
+    whole = "".join(shown.format()).rstrip("\n") + end
+    before = shown.__cause__ or (None if shown.__suppress_context__ else shown.__context__)
+    for one in filter(None, (shown, before)):
+        one.stack = _Lines(_brief_stack(one.stack)) if one.stack else None
+    if before is not None:  # of a chain, the last two are shown
+        before.__cause__ = before.__context__ = None
+    lines = "".join(shown.format()).rstrip("\n").split("\n")
+    num_hidden = len(lines) - _MAX_LINES if is_ours else 0
+    # The middle of a long text of the error is left out.
+    if num_hidden > 0 and "".join(shown.format_exception_only()).count("\n") > num_hidden + 3:
+        lines[-2 - num_hidden : -1] = [f"  ... {num_hidden + 1} more lines"]
     return Described(
-        brief=(_cut(brief) if is_ours else _text(brief)) + suggestion,
-        whole=_text(whole) + suggestion,
+        brief="\n".join(lines) + end,
+        whole=whole,
         is_of_group=bool(getattr(error, "is_of_group", False)),
         is_of_peer=bool(getattr(error, "is_of_peer", False)),
     )
@@ -103,27 +115,13 @@ def summary(error: BaseException) -> str:
 
 def _suggestion(error: BaseException) -> str:
     """Return the name that Python 3.11 proposes instead of an unknown one. `TracebackException` has it since 3.12."""
-    is_known = isinstance(error, NameError | AttributeError)
-    if sys.version_info >= (3, 12) or not is_known or hasattr(error, "__notes__"):
+    is_known = isinstance(error, NameError | AttributeError) and not hasattr(error, "__notes__")
+    if sys.version_info >= (3, 12) or not is_known:
         return ""
     with contextlib.redirect_stderr(io.StringIO()) as printed:
         sys.__excepthook__(type(error), error, error.__traceback__)
     found = re.search(r"\. Did you mean: '\w+'\?$", printed.getvalue().rstrip())
-    return "" if found is None else found[0]
-
-
-def _text(shown: traceback.TracebackException) -> str:
-    return "".join(shown.format()).rstrip("\n")
-
-
-def _cut(shown: traceback.TracebackException) -> str:
-    """Return a traceback of at most `_MAX_LINES` lines. The middle of a long text of the error is left out."""
-    text = _text(shown).split("\n")
-    num_hidden = len(text) - _MAX_LINES
-    num_of_error = "".join(shown.format_exception_only()).rstrip("\n").count("\n") + 1
-    if num_hidden > 0 and num_of_error > num_hidden + 3:
-        text[-2 - num_hidden : -1] = [f"  ... {num_hidden + 1} more lines"]
-    return "\n".join(text)
+    return found[0] if found else ""
 
 
 def without_numbers(text: str) -> str:
@@ -147,16 +145,16 @@ def printing_hook(
         is_whole: whether to print the whole traceback, on every rank.
         prefix: the text to print before each line.
     """
-    if before is not sys.__excepthook__ and not getattr(before, "__module__", "").startswith("torch."):
-
-        def show(kind: type[BaseException], error: BaseException, tb: TracebackType | None) -> object:
-            begin = _from_the_program(tb)
-            return before(kind, error.with_traceback(begin), begin)
-
-        return show
+    is_of_program = before is not sys.__excepthook__ and not getattr(before, "__module__", "").startswith(
+        "torch."
+    )
 
     def hook(kind: type[BaseException], error: BaseException, tb: TracebackType | None) -> None:
-        print_once(describe(error, tb), error_file=error_file, is_whole=is_whole, prefix=prefix)
+        if is_of_program:
+            begin = _from_the_program(tb)
+            before(kind, error.with_traceback(begin), begin)
+        else:
+            print_once(describe(error, tb), error_file=error_file, is_whole=is_whole, prefix=prefix)
 
     return hook
 
@@ -185,17 +183,14 @@ def forget_printed(error_file: str) -> None:
 
 def _is_first(described: Described, folder: str) -> bool:
     """Claim an error. Return False if another rank of this host has claimed an equal one."""
-    with contextlib.suppress(OSError):
+    subject = "the group" if described.is_of_group else without_numbers(described.brief)
+    claim = _CLAIM + hashlib.sha256(subject.encode(errors="replace")).hexdigest()[:16]
+    try:
         if described.is_of_peer and any(name.startswith(_CLAIM) for name in os.listdir(folder)):
             return False
-    subject = "the group" if described.is_of_group else without_numbers(described.brief)
-    claim = os.path.join(folder, _CLAIM + hashlib.sha256(subject.encode(errors="replace")).hexdigest()[:16])
-    try:
-        os.close(os.open(claim, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600))
-    except FileExistsError:
-        return False
-    except OSError:  # the launcher has removed its folder, or the disk is full
-        return True
+        open(os.path.join(folder, claim), "x").close()
+    except OSError as error:  # also if the launcher has removed its folder, or the disk is full
+        return not isinstance(error, FileExistsError)
     return True
 
 
@@ -210,65 +205,23 @@ def _from_the_program(tb: TracebackType | None) -> TracebackType | None:
     begin = tb
     while begin is not None and begin.tb_frame.f_code.co_filename.startswith((_PACKAGE, "<frozen ")):
         begin = begin.tb_next
-    return begin or (None if _is_of_worker(tb) else tb)
+    is_of_worker = tb is not None and tb.tb_frame.f_code.co_filename == _WORKER
+    return begin or (None if is_of_worker else tb)
 
 
-def _is_of_worker(tb: TracebackType | None) -> bool:
-    return tb is not None and tb.tb_frame.f_code.co_filename == os.path.join(
-        _PACKAGE, "tools", "launch", "worker.py"
-    )
+class _Lines(list[str]):
+    """Formatted frames, in the place of a stack."""
+
+    def format(self, **_: object) -> list[str]:
+        return self
 
 
-def _shorten(shown: traceback.TracebackException, *, has_marks: bool) -> None:
-    """Leave out of a chain of exceptions what does not help to find the mistake."""
-    chain = list(_chain(shown))
-    for one in chain:
-        one.stack = _brief_stack(one.stack, has_marks=has_marks)
-    if len(chain) > 1:
-        last: Any = chain[1]
-        last.__cause__ = last.__context__ = None
+def _brief_stack(stack: traceback.StackSummary) -> list[str]:
+    """Return the frames that help to find the mistake, formatted.
 
-
-def _chain(shown: traceback.TracebackException) -> Iterator[traceback.TracebackException]:
-    """Yield an exception, its cause, and so on, as Python prints them, but the last one first."""
-    one: traceback.TracebackException | None = shown
-    while one is not None:
-        yield one
-        one = one.__cause__ or (None if one.__suppress_context__ else one.__context__)
-
-
-def _brief_stack(stack: traceback.StackSummary | None, *, has_marks: bool) -> Any:
-    """Return the frames of a stack that help to find the mistake; None if it has no frames.
-
-    Args:
-        stack: the stack.
-        has_marks: whether the last line may have markers below it (^^^). Python 3.13 marks more than 3.11 does.
+    Frames of torch and Syncline, and those of the standard library that they have called, are left out, unless there
+    are no others.
     """
-    if not stack:
-        return None
-    found = _of_the_program(stack) or stack[-1:]
-    # Markers help only in the last line. The others tell how the program came there.
-    plain = [traceback.FrameSummary(f.filename, f.lineno, f.name, line=f.line) for f in found]
-    if has_marks:
-        plain[-1] = found[-1]
-    num_hidden = len(plain) - _MAX_FRAMES
-    if num_hidden > 1:
-        gap = traceback.FrameSummary("", num_hidden, "")
-        plain = [plain[0], gap, *plain[1 + num_hidden :]]
-    return _BriefStack(plain)
-
-
-class _BriefStack(traceback.StackSummary):
-    """A stack in which a frame without a file stands for frames that are left out. Its line is their number."""
-
-    def format_frame_summary(self, frame_summary: traceback.FrameSummary, **how: Any) -> str:
-        if not frame_summary.filename:
-            return f"  ... {frame_summary.lineno} more calls\n"
-        return super().format_frame_summary(frame_summary, **how)
-
-
-def _of_the_program(stack: traceback.StackSummary) -> list[traceback.FrameSummary]:
-    """Return the frames that are not in torch or Syncline, or in the standard library and called from there."""
     torch = getattr(sys.modules.get("torch"), "__file__", None)
     libraries = (_PACKAGE, os.path.dirname(torch) + os.sep) if torch else (_PACKAGE,)
     kept, is_hidden = [], False
@@ -277,4 +230,10 @@ def _of_the_program(stack: traceback.StackSummary) -> list[traceback.FrameSummar
             is_hidden = frame.filename.startswith(libraries)
         if not is_hidden:
             kept.append(frame)
-    return kept
+    # Without markers (^^^), which have other places in other versions of Python.
+    plain = [traceback.FrameSummary(f.filename, f.lineno, f.name, line=f.line) for f in kept or stack[-1:]]
+    lines = [traceback.StackSummary.from_list([one]).format()[0] for one in plain]
+    num_hidden = len(lines) - _MAX_FRAMES
+    return (
+        [lines[0], f"  ... {num_hidden} more calls\n", *lines[1 + num_hidden :]] if num_hidden > 1 else lines
+    )

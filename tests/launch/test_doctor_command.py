@@ -163,11 +163,11 @@ def test_a_script_without_a_wrapped_module(doctor: Doctor) -> None:
 
 
 MISTAKES = {
-    "-n 0 program.py": "-n 0: expected at least 1 process",
-    "--step 0 program.py": "--step 0: expected at least 1",
+    "-n 0 program.py": "argument -n: expected a number of ranks from 1 to 1,024, got '0'",
+    "--step 0 program.py": "argument --step: expected the number of a step from 1 to 1,000,000,000, got '0'",
     "-m no_such_module": "there is no module 'no_such_module'",
-    "-m": "-m: expected the name of a module",
-    "-n two": "invalid int value: 'two'",
+    "-m": "expected SCRIPT or -m MODULE",
+    "-n two": "expected a number of ranks from 1 to 1,024, got 'two'",
 }
 
 

@@ -168,7 +168,7 @@ def test_a_program_without_a_step_is_explained(tmp_path: Path) -> None:
     [
         (["--tune"], "expected a script"),
         (["--tune", "absent.py"], "absent.py"),
-        (["--steps", "1", "--tune", __file__], "at least 5"),
+        (["--steps", "1", "--tune", __file__], "expected a number of steps from 5"),
         (["--vary", "size", "--tune", __file__], "at least two positive numbers"),
         (["--vary", "size=1,two", "--tune", __file__], "at least two positive numbers"),
         (["--vary", "=1,2", "--tune", __file__], "an option"),

@@ -65,14 +65,14 @@ def test_an_option_may_be_abbreviated() -> None:
 
 MISTAKES = {
     "-n 2 missing.py": "there is no script missing.py",
-    "-n 2 .": "is a directory",
-    "-n -3 program.py": "-n -3: expected at least 1 process",
-    "-n many program.py": "-n many: expected a number of processes of at least 1",
+    "-n 2 .": "expected a regular file, found a directory",
+    "-n -3 program.py": "argument -n/--nproc-per-node: expected a number of processes from 1 to 1,024",
+    "-n many program.py": "-n many: expected a number, auto, cpu, or gpu",
     "-n 2": "expected a script: syncline run",
     "--log x program.py": (
         "ambiguous option: --log could match --log-dir, --log-line-prefix-template, --logs-specs;"
     ),
-    "--nnodes 0 program.py": "--nnodes 0",
+    "--nnodes 0 program.py": "argument --nnodes: expected a number of hosts from 1 to 1,000,000, or MIN:MAX, got '0'",
     "--host 192.0.2.1 program.py": "--host 192.0.2.1: expected an address of this host",
     "--nnodes 2 --host 127.0.0.1 --rdzv-backend c10d --rdzv-endpoint h:29400 program.py": (
         "--host 127.0.0.1: --rdzv-backend c10d cannot use --host"
@@ -137,11 +137,17 @@ WITHOUT_TORCH = {
     "run --help": (0, "--monitor-interval, --start-method, --event-log-handler"),
     "run --nod-rank 1 program.py": (2, "did you mean --node-rank?"),
     "run -n 2 progam.py": (2, "did you mean program.py?"),
-    "run -n 0 program.py": (2, "-n 0: expected at least 1 process"),
-    "run --max-restarts two program.py": (2, "invalid int value: 'two'"),
+    "run -n 0 program.py": (
+        2,
+        "expected a number of processes from 1 to 1,024, or auto, cpu or gpu, got '0'",
+    ),
+    "run --max-restarts two program.py": (
+        2,
+        "--max-restarts: expected a number of restarts from 0 to 1,000,000, got 'two'",
+    ),
     "bench --help": (0, "usage: syncline bench"),
     "bench --jsn file": (2, "did you mean --json?"),
-    "bench --sizes big": (2, "--sizes: expected a size such as"),
+    "bench --sizes big": (2, "--sizes: expected sizes such as"),
     "doctor --help": (0, "usage: syncline doctor"),
     "doctor --stop 3 program.py": (2, "did you mean --step?"),
     "doctor progam.py": (2, "did you mean program.py?"),
@@ -204,7 +210,7 @@ def test_the_options_are_torchruns() -> None:
         "live": False,
     }
     for action in get_args_parser()._actions:
-        value = {float: "0.5", int: "7"}.get(action.type, "spawn")
+        value = {float: "0.5", int: "7"}.get(action.type) or ("spawn" if action.choices else "3")
         for name in action.option_strings:
             if name in ("-h", "--help") or (action.dest in ("numa_binding", "print_completion")):
                 continue

@@ -148,20 +148,20 @@ def test_a_mistake_is_one_line_before_anything_starts(
 ) -> None:
     excluded = "exclude each other"
     for arguments, words in (
-        ("-n 1", "-n 1: expected at least 2 ranks"),
-        ("-n two", "invalid int value"),
-        ("--sizes 1K,big", "--sizes: expected a size such as"),
+        ("-n 1", "argument -n: expected a number of ranks from 2 to 1,024, got '1'"),
+        ("-n two", "expected a number of ranks from 2 to 1,024, got 'two'"),
+        ("--sizes 1K,big", "--sizes: expected sizes such as"),
         ("--sizes 6", "multiple of 4 bytes"),
         ("--sizes 900000G", "would need about"),
-        ("--rounds 1", "--rounds 1: expected at least 2"),
+        ("--rounds 1", "argument --rounds: expected a number of rounds from 2 to 100,000"),
         ("--jsn file", "did you mean --json?"),
         ("extra", "unknown argument extra"),
         ("--json no/such/folder/file.json", "expected the path of a file in a folder that exists"),
         ("--plot figure.pdf", "ends in .png or .svg"),
         ("--plot figure.svg --json figure.svg", "expected a file of its own"),
         ("--calibrate -n 2 --no-steps", f"--calibrate and -n, --no-steps {excluded}"),
-        ("--calibrate --steps --sizes 1K", f"--calibrate and --sizes, --steps {excluded}"),
-        ("--calibrate --quick --rounds 3", f"--calibrate and --rounds, --quick {excluded}"),
+        ("--calibrate --steps --sizes 1K", f"--calibrate and --steps, --sizes {excluded}"),
+        ("--calibrate --quick --rounds 3", f"--calibrate and --quick, --rounds {excluded}"),
         ("--calibrate --plot figure.svg", f"--calibrate and --plot {excluded}"),
     ):
         assert main(["bench", *arguments.split()]) == 2, arguments

@@ -171,7 +171,7 @@ REFUSED: dict[str, tuple[dict[str, str], tuple[str, ...]]] = {
     "MPI without local ranks": ({"PMI_RANK": "1", "PMI_SIZE": "2"}, ("PMI_RANK='1'", "LOCAL_WORLD_SIZE")),
     "another size: Open MPI": ({**OPEN_MPI, "WORLD_SIZE": "8"}, ("'8' contradicts mpirun", "4 tasks")),
     "another size: Hydra": ({**HYDRA, "WORLD_SIZE": "8"}, ("'8' contradicts mpirun", "4 tasks")),
-    "another size: srun": ({**SLURM, "WORLD_SIZE": "8"}, ("'8' contradicts srun", "6 tasks")),
+    "another size: srun": ({**SLURM, "WORLD_SIZE": "8"}, ("'8' contradicts slurm", "6 tasks")),
     "tasks per node": ({**SLURM, "SLURM_TASKS_PER_NODE": "two"}, ("TASKS_PER_NODE='two'", "'2(x3),1'")),
 }
 

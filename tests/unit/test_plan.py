@@ -338,12 +338,12 @@ def test_wrong_usage_is_explained(capsys: pytest.CaptureFixture[str]) -> None:
         ("--parameters 1M", "belong together"),
         ("--parameters lots --compute 1s", "expected a number of parameters"),
         (f"{size} --hosts 2", "--bandwidth"),
-        (f"{size} --hosts 0", "at least 1"),
+        (f"{size} --hosts 0", "expected a number of hosts from 1"),
         (f"{size} --memory much", "expected a size"),
         ("model.py", "FILE.py:FUNCTION"),
         ("absent.py:build", "FILE.py:FUNCTION"),
         ("--trace absent", "absent"),
-        (f"{size} --machine absent", "cannot read"),
+        (f"{size} --machine absent", "cannot use absent: No such file"),
     ):
         assert main(["plan", *options.split()]) == 2, options
         found = capsys.readouterr()

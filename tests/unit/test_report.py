@@ -665,12 +665,12 @@ def test_a_mistake_is_one_line(
     recorded[0][0] = process._replace(format=rows.FORMAT + 1)
     written(tmp_path / "newer", recorded)
     for arguments, words in (
-        ("report", "expected the directory of a trace"),
+        ("report", "required: DIR"),
         ("report nowhere", "there is no directory nowhere"),
         ("report .", "has no trace"),
         ("report . --format pdf", "invalid choice"),
         ("report . --formt text", "did you mean --format"),
-        ("compare one", "expected two directories"),
+        ("compare one", "required: DIR"),
         ("report newer", "use the version that has recorded the trace"),
     ):
         assert main(arguments.split()) == 2, arguments

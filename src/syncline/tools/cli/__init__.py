@@ -4,18 +4,17 @@ bench.py     `syncline bench`
 doctor.py    `syncline doctor`
 explain.py   `syncline explain`
 options.py   the parser class of all commands, and the options of `syncline run`
-output.py    messages about progress, and output that cannot be written
+output.py    messages, files that are written, and output that cannot be written
 plan.py      `syncline plan`
 report.py    `syncline report` and `syncline compare`
 run.py       `syncline run`
 tune.py      `syncline plan --tune`
-values.py    checks of numbers and files, before a command begins its work
+values.py    the types of options: numbers, times, sizes and paths
 watch.py     `syncline watch`
 """
 
 from __future__ import annotations
 
-import difflib
 import platform
 import signal
 import sys
@@ -23,7 +22,7 @@ from collections.abc import Sequence
 from importlib import metadata
 
 from syncline.tools.cli import bench, doctor, explain, plan, report, run, watch
-from syncline.tools.cli.options import UsageError
+from syncline.tools.cli.options import UsageError, did_you_mean
 from syncline.tools.cli.output import EXIT_BROKEN_PIPE, Output, say
 from syncline.tools.launch.display import EXIT_OUTPUT_LOST
 from syncline.words import printable
@@ -75,66 +74,49 @@ def main(argv: Sequence[str] | None = None) -> int:
     Returns:
         The exit code. 2 means that the command line is wrong, and 74 that the output could not be written.
     """
+    name, *arguments = (sys.argv[1:] if argv is None else argv) or [""]
+    if name == "help" and arguments:
+        name, arguments = arguments[0], ["--help", *arguments[1:]]
+    program = f"syncline {name}" if name in _COMMANDS else "syncline"
     code = 0
     with Output() as output:
         try:
-            code = _run(argv)
+            code = _run(name, arguments)
+        except UsageError as error:
+            code = 2
+            say(program, printable(str(error)))
+        except SystemExit as help_was_shown:
+            code = int(help_was_shown.code or 0)
         except KeyboardInterrupt:
             code = 128 + signal.SIGINT
         except OSError as error:
-            if output.failure is None and error.filename is None:
-                raise
             if output.failure is None:
-                say("syncline", f"cannot use {error.filename}: {error.strerror}")
+                if error.filename is None:
+                    raise
                 code = 2
-    return code or _output_lost(output.failure)
-
-
-def _output_lost(error: OSError | None) -> int:
-    """Print why output could not be written, and return the exit code. A reader that has left needs no message."""
-    if error is None:
-        return 0
-    if isinstance(error, BrokenPipeError):
-        return EXIT_BROKEN_PIPE
-    say("syncline", f"the output could not be written: {error.strerror}")
+                say(program, printable(f"cannot use {error.filename}: {error.strerror}"))
+    if code or output.failure is None:
+        return code
+    if isinstance(output.failure, BrokenPipeError):
+        return EXIT_BROKEN_PIPE  # a reader that has left needs no message
+    say("syncline", f"the output could not be written: {output.failure.strerror}")
     return EXIT_OUTPUT_LOST
 
 
-def _run(argv: Sequence[str] | None) -> int:
-    name, *arguments = (sys.argv[1:] if argv is None else argv) or [""]
+def _run(name: str, arguments: Sequence[str]) -> int:
     if name in _COMMANDS:
-        return _run_command(name, arguments)
-    if name == "help" and arguments:
-        name, *rest = arguments
-        return _run_command(name, ["--help", *rest]) if name in _COMMANDS else _refuse(name)
-    if name in ("-h", "--help", "help"):
-        print(_HELP, end="")
-        return 0
+        return _COMMANDS[name](arguments)
     if name == "--version":
         syncline, torch = metadata.version("syncline"), metadata.version("torch")
         print(f"syncline {syncline} (torch {torch}, Python {platform.python_version()})")
-        return 0
-    if not name:
+    elif name in ("-h", "--help", "help"):
+        print(_HELP, end="")
+    elif name:
+        near = did_you_mean(name, [*_COMMANDS, "--help", "--version"])
+        script = f": did you mean: syncline run {name}?" if name.endswith(".py") else ""
+        expected = f": expected {', '.join(_COMMANDS)}; see syncline --help"
+        raise UsageError(f"unknown command {name!r}{script or near or expected}")
+    else:
         say("", _HELP.rstrip())
         return 2
-    return _refuse(name)
-
-
-def _refuse(name: str) -> int:
-    """Print that there is no such command, and return the exit code."""
-    near = difflib.get_close_matches(name, [*_COMMANDS, "--help", "--version"], n=1)
-    remedy = f"did you mean {near[0]}?" if near else f"expected {', '.join(_COMMANDS)}; see syncline --help"
-    if name.endswith(".py"):
-        remedy = f"did you mean: syncline run {name}?"
-    say("syncline", f"unknown command {name!r}: {remedy}")
-    return 2
-
-
-def _run_command(name: str, arguments: Sequence[str]) -> int:
-    try:
-        return _COMMANDS[name](arguments)
-    except UsageError as error:
-        say(f"syncline {name}", printable(str(error)))
-        return 2
-    except SystemExit as help_was_shown:
-        return int(help_was_shown.code or 0)
+    return 0

@@ -7,17 +7,14 @@ errors about the command line appear without a wait for torch.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
-import re
 from collections.abc import Sequence
-from pathlib import Path
 
 from syncline.tools.bench.machine import total_memory_bytes
 from syncline.tools.bench.results import SUFFIXES, can_plot, parse_size, plot, report
-from syncline.tools.cli.options import CommandParser, UsageError
-from syncline.tools.cli.output import say
-from syncline.tools.cli.values import MOST_RANKS, check_number, check_output, write_file
+from syncline.tools.cli.options import CommandParser, refuse
+from syncline.tools.cli.output import say, write_file
+from syncline.tools.cli.values import checked, integer, output_file
 from syncline.tools.plan import usual_path
 from syncline.words import format_bytes
 
@@ -55,9 +52,9 @@ without a result.
 
 _NAME = "syncline bench"
 
-_SIZES = "1K,16K,64K,256K,1M,4M,25M,100M"
+_SIZES = ("1K", "16K", "64K", "256K", "1M", "4M", "25M", "100M")
 
-_QUICK_SIZES = "1K,64K,1M"
+_QUICK_SIZES = ("1K", "64K", "1M")
 
 _COPIES = 4
 """The largest number of tensors of one size that a rank keeps in memory at once, approximately."""
@@ -74,12 +71,10 @@ def main(argv: Sequence[str]) -> int:
         UsageError: the arguments are invalid. Nothing was measured.
     """
     args = _parse(argv)
-    path = usual_path() if args.calibrate and args.json is None else args.json
-    if args.calibrate:
-        with contextlib.suppress(OSError):  # the check names what is wrong
-            path.parent.mkdir(parents=True, exist_ok=True)
-        check_output("--calibrate", path)
-    else:
+    if args.calibrate and args.json is None:
+        usual_path().parent.mkdir(parents=True, exist_ok=True)
+        args = _parse([*argv, "--json", str(usual_path())])
+    if not args.calibrate:
         plan = {
             "sizes": _sizes(args),
             "models": () if args.steps is False else ("0.3M",) if args.quick else ("0.3M", "5M"),
@@ -92,8 +87,8 @@ def main(argv: Sequence[str]) -> int:
     try:
         if args.calibrate:
             machine = calibrated(lambda text: say(_NAME, text))
-            write_file("--json", path, json.dumps(machine.to_json(), indent=1) + "\n")
-            print(f"The figures of {machine.name} are in {path}")
+            write_file(args.json, json.dumps(machine.to_json(), indent=1) + "\n", option="--json")
+            print(f"The figures of {machine.name} are in {args.json}")
             return 0
         found = measured(args.n, "ranks", json.dumps(plan), prefix=f"{_NAME}: ")
     except MeasurementFailed as failed:
@@ -101,8 +96,8 @@ def main(argv: Sequence[str]) -> int:
     print(report(found))
     if args.quick:
         print("\n--quick: these results only show that the benchmark runs, not how fast it is")
-    if path is not None:
-        write_file("--json", path, json.dumps(found, indent=2) + "\n")
+    if args.json is not None:
+        write_file(args.json, json.dumps(found, indent=2) + "\n", option="--json")
     if args.plot is not None:
         plot(found, args.plot)
     return 0
@@ -110,71 +105,43 @@ def main(argv: Sequence[str]) -> int:
 
 def _parse(argv: Sequence[str]) -> argparse.Namespace:
     parser = CommandParser(_NAME, _HELP)
-    parser.add_argument("-n", type=int)
-    parser.add_argument("--sizes", action="append")
+    parser.add_argument("-n", type=integer("a number of ranks", 2, 1024), default=2)
+    parser.add_argument("--sizes", action="extend", type=_SPLIT)
     parser.add_argument("--steps", action=argparse.BooleanOptionalAction)
-    parser.add_argument("--rounds", type=int)
-    parser.add_argument("--quick", action="store_true", default=None)
-    parser.add_argument("--plot", type=Path)
+    parser.add_argument("--rounds", type=integer("a number of rounds", 2, 100_000))
+    parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--plot", type=output_file)
     parser.add_argument("--calibrate", action="store_true")
-    parser.add_argument("--json", type=Path)
+    parser.add_argument("--json", type=output_file)
     args = parser.parse_all(argv)
-    if args.calibrate:
-        _refuse_without_effect(args)
-    args.n = 2 if args.n is None else args.n
-    if args.n < 2:
-        raise UsageError(
-            f"-n {args.n}: expected at least 2 ranks, because one rank has no peer to synchronize with"
-        )
-    check_number("-n", args.n, 2, MOST_RANKS, "ranks")
-    check_number("--rounds", args.rounds, 2, 100_000, "rounds")
-    for option, path in (("--json", args.json), ("--plot", args.plot)):
-        if path is not None:
-            check_output(option, path)
+    given = [word.partition("=")[0] for word in argv if word.startswith("-")]
+    others = ", ".join(word for word in given if word not in ("--calibrate", "--json"))
+    is_fixed = args.calibrate and others
+    refuse(is_fixed, f"--calibrate and {others} exclude each other: only --json applies to it")
     if args.plot is not None:
-        if args.plot == args.json:
-            raise UsageError(f"--plot {args.plot}: expected a file of its own, got that of --json")
-        if args.plot.suffix.lower() not in SUFFIXES:
-            raise UsageError(f"--plot {args.plot}: expected a file name that ends in {' or '.join(SUFFIXES)}")
-        if not can_plot():
-            raise UsageError(
-                "--plot needs matplotlib, which is not installed: pip install 'syncline[bench]', or leave --plot out"
-            )
+        refuse(args.plot == args.json, f"--plot {args.plot}: expected a file of its own, got that of --json")
+        is_picture = args.plot.suffix.lower() in SUFFIXES
+        refuse(not is_picture, f"--plot {args.plot}: expected a name that ends in {' or '.join(SUFFIXES)}")
+        refuse(not can_plot(), "--plot needs matplotlib: pip install 'syncline[bench]', or leave --plot out")
     return args
 
 
-def _refuse_without_effect(args: argparse.Namespace) -> None:
-    """Raise an error if an option was given that has no effect with --calibrate.
+def _split(text: str) -> list[str]:
+    """Return the sizes in a text. If one is invalid, `parse_size` raises ValueError."""
+    return [size.strip() for size in text.split(",") if parse_size(size)]
 
-    Raises:
-        UsageError: there is such an option.
-    """
-    steps = "--no-steps" if args.steps is False else "--steps"
-    options = {"-n": args.n, "--sizes": args.sizes, steps: args.steps, "--rounds": args.rounds}
-    options |= {"--quick": args.quick, "--plot": args.plot}
-    given = [name for name, value in options.items() if value is not None]
-    if given:
-        raise UsageError(
-            f"--calibrate and {', '.join(given)} exclude each other: --calibrate always makes the same measurement, "
-            "and only --json applies to it"
-        )
+
+_SPLIT = checked(_split, "sizes such as 1K,64K,25M, each a multiple of 4 bytes")
 
 
 def _sizes(args: argparse.Namespace) -> list[str]:
     """Return the sizes to measure, in increasing order.
 
     Raises:
-        UsageError: a size is invalid, or the largest size needs more memory than this host has.
+        UsageError: the largest size needs more memory than this host has.
     """
-    texts = args.sizes or [_QUICK_SIZES if args.quick else _SIZES]
-    try:
-        sizes = sorted(re.split(r"[,\s]+", ",".join(texts).strip(", ")), key=parse_size)
-    except ValueError as error:
-        raise UsageError(f"--sizes: {error}") from None
+    sizes = sorted(args.sizes or (_QUICK_SIZES if args.quick else _SIZES), key=parse_size)
     needed, there = args.n * parse_size(sizes[-1]) * _COPIES, total_memory_bytes()
-    if needed > there:
-        raise UsageError(
-            f"--sizes {sizes[-1]}: {args.n} ranks would need about {format_bytes(needed)} of memory, but this host has "
-            f"{format_bytes(there)}: choose smaller sizes"
-        )
+    text = f"{args.n} ranks would need about {format_bytes(needed)}, but this host has {format_bytes(there)}"
+    refuse(needed > there, f"--sizes {sizes[-1]}: {text}: choose smaller sizes")
     return sizes

@@ -16,9 +16,9 @@ from dataclasses import asdict
 
 from syncline import environment
 from syncline.tools.cli.options import CommandParser, UsageError
-from syncline.tools.cli.output import in_progress, say
+from syncline.tools.cli.output import say
 from syncline.tools.cli.run import check_program
-from syncline.tools.cli.values import MOST_RANKS, MOST_STEPS, check_number
+from syncline.tools.cli.values import RANKS, STEP
 from syncline.tools.launch.command import worker_command
 from syncline.tools.launch.guardian import Guardian
 from syncline.words import format_count
@@ -73,21 +73,15 @@ def main(argv: Sequence[str]) -> int:
 
 def _parse(argv: Sequence[str]) -> argparse.Namespace:
     parser = CommandParser("syncline doctor", _HELP, has_program=True)
-    parser.add_argument("-n", type=int, default=2)
-    parser.add_argument("--step", type=int, default=1)
+    parser.add_argument("-n", type=RANKS, default=2)
+    parser.add_argument("--step", type=STEP, default=1)
     parser.add_argument("--continue", dest="continues", action="store_true")
     parser.add_argument("-m", "--module", action="store_true")
     args = parser.parse_all(argv)
-    check_number("-n", args.n, 1, MOST_RANKS, "processes" if args.n > 1 else "process")
-    check_number("--step", args.step, 1, MOST_STEPS)
-    if args.module and not args.training_script:
-        raise UsageError("-m: expected the name of a module, as in syncline doctor -m MODULE")
     if args.training_script:
-        check_program(args.training_script, is_module=args.module, is_python=True)
+        check_program(args.training_script, is_module=args.module)
     elif argv:
-        raise UsageError(
-            f"{argv[0]}: expected a script after this option. To check the host, leave out all options"
-        )
+        raise UsageError("expected SCRIPT or -m MODULE after the options. To check this host, leave out all")
     return args
 
 
@@ -129,25 +123,21 @@ def _examine_script(args: argparse.Namespace, guardian: Guardian) -> int:
 
 
 def _examine_host(guardian: Guardian) -> int:
-    with in_progress(_NAME, "examining this host"):  # the imports take seconds
-        from syncline.tools.doctor.host import findings
-        from syncline.tools.launch.supervise import run_on_this_host
+    say(_NAME, "examining this host ...")  # the imports take seconds
+    from syncline.tools.doctor.host import findings
+    from syncline.tools.launch.supervise import run_on_this_host
 
-        found = findings()
+    found = findings()
     for finding in found:
         _show(finding.name, finding.text, finding.kind)
     if any(finding.kind == "problem" for finding in found):
         return 1
     output = guardian.folder / "transport"
     command = worker_command(["syncline.tools.doctor.host", str(output)], is_module=True)
-    with in_progress(_NAME, "connecting two ranks"):
-        code = run_on_this_host(2, command, guardian)
-    if code:
-        _show(
-            "two ranks",
-            "could not connect on this host, or their sum was wrong: see the error above",
-            "problem",
-        )
+    say(_NAME, "connecting two ranks ...")
+    if run_on_this_host(2, command, guardian):
+        text = "could not connect on this host, or their sum was wrong: see the error above"
+        _show("two ranks", text, "problem")
         return 1
     _show("two ranks", f"connected, and computed a sum over {output.read_text()}", "fine")
     return 0

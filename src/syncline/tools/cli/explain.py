@@ -21,7 +21,7 @@ from syncline import environment
 from syncline.tools.cli.options import CommandParser, UsageError
 from syncline.tools.cli.output import say
 from syncline.tools.cli.run import check_program
-from syncline.tools.cli.values import MOST_STEPS, check_number
+from syncline.tools.cli.values import STEP, integer
 from syncline.tools.explain.picture import Style
 from syncline.tools.explain.report import SETTLED_STEP, Options, Report, nothing_shown, text_of
 from syncline.tools.launch.command import worker_command
@@ -57,7 +57,7 @@ script if the script failed.
 
 _NAME = "syncline explain"
 
-_MOST_RANKS = 100_000
+_RANKS = integer("a number of ranks", 1, 100_000)
 """The other ranks are imitated, so there can be many."""
 
 
@@ -96,13 +96,11 @@ def main(argv: Sequence[str]) -> int:
 
 def _parse(argv: Sequence[str]) -> argparse.Namespace:
     parser = CommandParser(_NAME, _HELP, has_program=True)
-    parser.add_argument("-n", type=int, default=2)
-    parser.add_argument("--step", type=int)
+    parser.add_argument("-n", type=_RANKS, default=2)
+    parser.add_argument("--step", type=STEP)
     parser.add_argument("--ascii", action="store_true")
     parser.add_argument("-m", "--module", action="store_true")
     args = parser.parse_all(argv)
-    check_number("-n", args.n, 1, _MOST_RANKS, "ranks" if args.n > 1 else "rank")
-    check_number("--step", args.step, 1, MOST_STEPS)
     if args.training_script is None:
         raise UsageError(
             "expected a script: syncline explain SCRIPT [arguments]; see syncline explain --help"

@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import argparse
 import difflib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, NoReturn
 
 from syncline import environment
+from syncline.tools.cli.values import FOLDER, NNODES, PROCESSES, STREAMS, integer, number
 
 _HELP = """\
 usage: syncline run [-n N] [options] SCRIPT [arguments]
@@ -84,46 +86,42 @@ def _comma_separated_list(text: str) -> list[str]:
     return [item.replace("\0", ",") for item in text.replace(",,", "\0").split(",")]
 
 
-_VALUES: tuple[tuple[str, Callable[[str], Any], Any], ...] = (
-    ("--nnodes", str, "1:1"),
-    ("--nproc-per-node", str, "1"),
-    ("--rdzv-backend", str, "static"),
-    ("--rdzv-endpoint", str, ""),
-    ("--rdzv-id", str, "none"),
-    ("--rdzv-conf", str, ""),
-    ("--max-restarts", int, 0),
-    ("--monitor-interval", float, 0.1),
-    ("--start-method", str, "spawn"),
-    ("--event-log-handler", str, "null"),
-    ("--role", str, "default"),
-    ("--log-dir", str, None),
-    ("--redirects", str, "0"),
-    ("--tee", str, "0"),
-    (
-        "--log-line-prefix-template",
-        str,
-        None,
-    ),  # torchrun has this option from torch 2.15 on, `syncline run` always
-    ("--local-ranks-filter", str, ""),
-    ("--duplicate-stdout-filters", _comma_separated_list, []),
-    ("--duplicate-stderr-filters", _comma_separated_list, []),
-    ("--node-rank", int, 0),
-    ("--master-addr", str, "127.0.0.1"),
-    ("--master-port", int, None),
-    ("--local-addr", str, None),
-    ("--logs-specs", str, None),
-    ("--numa-binding", str, None),
-    ("--signals-to-handle", str, "SIGTERM,SIGINT,SIGHUP,SIGQUIT"),
-    ("--shutdown-timeout", int, None),
-)
-"""The name, type and default of each option of torchrun that has a value.
+_VALUES: dict[str, tuple[Callable[[str], Any], Any]] = {
+    "--nnodes": (NNODES, "1:1"),
+    "--nproc-per-node": (PROCESSES, "1"),
+    "--rdzv-backend": (str, "static"),
+    "--rdzv-endpoint": (str, ""),
+    "--rdzv-id": (str, "none"),
+    "--rdzv-conf": (str, ""),
+    "--max-restarts": (integer("a number of restarts", 0, 1_000_000), 0),
+    "--monitor-interval": (number(float, "a number of seconds from 0 to 3,600", 0, 3600), 0.1),
+    "--start-method": (str, "spawn"),
+    "--event-log-handler": (str, "null"),
+    "--role": (str, "default"),
+    "--log-dir": (FOLDER, None),
+    "--redirects": (STREAMS, "0"),
+    "--tee": (STREAMS, "0"),
+    "--log-line-prefix-template": (str, None),  # torchrun has it from torch 2.15 on, `syncline run` always
+    "--local-ranks-filter": (str, ""),
+    "--duplicate-stdout-filters": (_comma_separated_list, []),
+    "--duplicate-stderr-filters": (_comma_separated_list, []),
+    "--node-rank": (integer("the number of a host", 0, 1_000_000), 0),
+    "--master-addr": (str, "127.0.0.1"),
+    "--master-port": (integer("a port", 1, 65535), None),
+    "--local-addr": (str, None),
+    "--logs-specs": (str, None),
+    "--numa-binding": (str, None),
+    "--signals-to-handle": (str, "SIGTERM,SIGINT,SIGHUP,SIGQUIT"),
+    "--shutdown-timeout": (integer("a number of seconds", 0, 1_000_000), None),
+}
+"""The type and default of each option of torchrun that has a value.
 
 `--print-completion` (torch 2.15) is left out, because it only prints the shell completion of the command `torchrun`.
 """
 
 _FLAGS = ("--standalone", "--module", "--no-python", "--run-path", "--virtual-local-rank")
 
-_SHORT = {"--module": ["-m"], "--redirects": ["-r"], "--tee": ["-t"]}
+_SHORT = {"--nproc-per-node": ["-n"], "--module": ["-m"], "--redirects": ["-r"], "--tee": ["-t"]}
 
 _CHOICES = {"--start-method": ("spawn", "fork", "forkserver")}
 
@@ -138,6 +136,41 @@ class UsageError(Exception):
     """An error in a command line. Its text says what is wrong and what to do."""
 
 
+def refuse(is_wrong: object, text: str) -> None:
+    """Raise an error with this text if a command line is wrong.
+
+    Raises:
+        UsageError: it is wrong.
+    """
+    if is_wrong:
+        raise UsageError(text)
+
+
+@contextmanager
+def explained(*kinds: type[Exception], before: str = "") -> Iterator[None]:
+    """Raise `UsageError` instead of an exception of these classes. Its text has `before` before that of the exception.
+
+    Raises:
+        UsageError: the block has raised such an exception.
+    """
+    try:
+        yield
+    except kinds as error:
+        raise UsageError(f"{before}{error}") from None
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """Return the end of an error about an unknown name, which proposes the most similar known name, or "".
+
+    Examples:
+        >>> did_you_mean("--nporc", ["--nproc-per-node"]), did_you_mean("-x", ["--json"])
+        (': did you mean --nproc-per-node?', '')
+    """
+    beginnings = {one[: len(name)]: one for one in known}  # a name may be abbreviated
+    near = difflib.get_close_matches(name, beginnings, n=1)
+    return f": did you mean {beginnings[near[0]]}?" if near else ""
+
+
 class CommandParser(argparse.ArgumentParser):
     """A parser for the arguments of one command. It raises `UsageError` where argparse would exit.
 
@@ -148,9 +181,7 @@ class CommandParser(argparse.ArgumentParser):
         allow_abbrev: whether the parser accepts abbreviated options.
     """
 
-    def __init__(
-        self, command: str, text: str, *, has_program: bool = False, allow_abbrev: bool = False
-    ) -> None:
+    def __init__(self, command: str, text: str, *, has_program: bool = False, allow_abbrev: bool = False):
         super().__init__(prog=command, allow_abbrev=allow_abbrev)
         self._text = text
         self._has_program = has_program
@@ -164,12 +195,11 @@ class CommandParser(argparse.ArgumentParser):
     def format_help(self) -> str:
         return self._text
 
-    def _get_option_tuples(self, option_string: str) -> list[Any]:
-        """Return the options that an abbreviation can mean. Two spellings of one option do not make it ambiguous."""
-        by_action: dict[int, Any] = {}
-        for found in super()._get_option_tuples(option_string):
-            by_action.setdefault(id(found[0]), found)
-        return [*by_action.values()]
+    def _parse_optional(self, arg_string: str) -> Any:
+        """Parse an option. As torchrun does, accept underscores instead of hyphens in its name."""
+        name, equals, value = arg_string.partition("=")
+        hyphens = name.replace("_", "-") if name.startswith("--") else name
+        return super()._parse_optional(hyphens + equals + value)
 
     def parse_all(self, argv: Sequence[str]) -> argparse.Namespace:
         """Parse all arguments of the command. If `--` stands between a program and its arguments, remove it.
@@ -177,26 +207,16 @@ class CommandParser(argparse.ArgumentParser):
         Raises:
             UsageError: an argument is unknown or invalid.
         """
-        args, unknown = self.parse_known_args(list(argv))
+        args, unknown = self.parse_known_args(argv)
         if unknown:
-            raise UsageError(self._about_unknown(unknown[0].partition("=")[0]))
+            name = unknown[0].partition("=")[0]
+            known = [option for action in self._actions for option in action.option_strings]
+            near = did_you_mean(name.replace("_", "-"), known) or f": see {self.prog} --help"
+            after = " (options of your program must come after its name)" if self._has_program else ""
+            raise UsageError(f"unknown argument {name}{near}{after}")
         if self._has_program and args.training_script_args[:1] == ["--"]:
             del args.training_script_args[0]
         return args
-
-    def _about_unknown(self, name: str) -> str:
-        known = [option for action in self._actions for option in action.option_strings]
-        meant = name.replace("_", "-")
-        near = difflib.get_close_matches(meant, known, n=1)
-        if not near:  # "--nporc" is not similar to "--nproc-per-node", but similar to its beginning
-            beginnings = {word[: len(meant)]: word for word in reversed(known) if word.startswith("--")}
-            near = [
-                beginnings[word] for word in difflib.get_close_matches(meant, beginnings, n=1, cutoff=0.75)
-            ]
-        remedy = f"did you mean {near[0]}?" if near else f"see {self.prog} --help"
-        if not self._has_program:
-            return f"unknown argument {name}: {remedy}"
-        return f"unknown option {name}: {remedy} (options of your program must come after its name)"
 
 
 def parse_run(argv: Sequence[str]) -> argparse.Namespace:
@@ -210,45 +230,23 @@ def parse_run(argv: Sequence[str]) -> argparse.Namespace:
         UsageError: an option is unknown, incomplete or of the wrong type, or the script is missing.
     """
     parser = CommandParser("syncline run", _HELP, has_program=True, allow_abbrev=True)
-    for name, kind, default in _VALUES:
+    for name, (kind, default) in _VALUES.items():
         variable = None if name in _WITHOUT_VARIABLE else environment.torchrun_default(_dest(name))
-        parser.add_argument(
-            *_spellings(name),
-            type=kind,
-            choices=_CHOICES.get(name),
-            default=default if variable is None else variable,
-        )
+        chosen, choices = default if variable is None else variable, _CHOICES.get(name)
+        parser.add_argument(*_SHORT.get(name, []), name, type=kind, default=chosen, choices=choices)
     for name in _FLAGS:
-        parser.add_argument(*_spellings(name), action="store_true", default=_is_set(_dest(name)))
-    parser.add_argument("-n", dest="nproc_per_node", default=argparse.SUPPRESS)
-    parser.add_argument("--verbose", action="store_true")
-    parser.add_argument("--resilient", action="store_true")
+        text = environment.torchrun_default(_dest(name)) or "0"
+        is_set = {"0": False, "1": True}.get(text)
+        refuse(is_set is None, f"PET_{_dest(name).upper()}={text!r}: expected 0 or 1, or an unset variable")
+        parser.add_argument(*_SHORT.get(name, []), name, action="store_true", default=is_set)
+    for name in ("--verbose", "--resilient", "--live"):
+        parser.add_argument(name, action="store_true")
     parser.add_argument("--host")
-    parser.add_argument("--trace")
-    parser.add_argument("--live", action="store_true")
+    parser.add_argument("--trace", type=FOLDER)
     args = parser.parse_all(argv)
-    if args.training_script is None:
-        raise UsageError("expected a script: syncline run -n 2 SCRIPT [arguments]; see syncline run --help")
+    refuse(args.training_script is None, "expected a script: syncline run -n 2 SCRIPT [arguments]")
     return args
 
 
 def _dest(name: str) -> str:
     return name.removeprefix("--").replace("-", "_")
-
-
-def _spellings(name: str) -> list[str]:
-    """Return all names that torchrun accepts for an option: a short name if there is one, then the long names.
-
-    The long names are written with hyphens and with underscores.
-    """
-    return [*_SHORT.get(name, []), *dict.fromkeys([name, f"--{_dest(name)}"])]
-
-
-def _is_set(dest: str) -> bool:
-    text = environment.torchrun_default(dest) or "0"
-    try:
-        return bool(int(text))
-    except ValueError:
-        raise UsageError(
-            f"environment variable PET_{dest.upper()}={text!r}: expected 0 or 1, or an unset variable"
-        ) from None

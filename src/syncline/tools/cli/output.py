@@ -1,4 +1,4 @@
-"""What commands print: messages about progress, and what happens if something cannot be printed.
+"""What commands print and write: messages, files, and what happens if something cannot be printed.
 
 Text that is printed waits in a buffer. A full disk is often noticed only when the buffer is written at the end. Without
 a check there, Python would end with a message of its own, or the output would be lost and the exit code would be 0.
@@ -6,12 +6,16 @@ a check there, Python would end with a message of its own, or the output would b
 
 from __future__ import annotations
 
+import errno
 import io
 import os
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
 from typing import Any
+
+from syncline.tools.cli.options import UsageError
 
 EXIT_BROKEN_PIPE = 141
 """The exit code if the reader of the output has left, as `| head` does: that of a process that SIGPIPE has ended."""
@@ -28,28 +32,30 @@ def say(command: str, text: str) -> None:
         print(f"{command}: {text}" if command else text, file=sys.stderr, flush=True)
 
 
-@contextmanager
-def in_progress(command: str, text: str) -> Iterator[None]:
-    """Show on stderr what a command does inside of the `with` block.
-
-    On a terminal, this is one line that disappears at the end of the block. Elsewhere it is an ordinary line.
+def write_file(path: Path, text: str, *, option: str, follows_link: bool = True) -> None:
+    """Write a text to a file.
 
     Args:
-        command: the name of the command, such as "syncline doctor".
-        text: what the command does, as in "connecting two ranks".
+        path: the file. A pipe needs a reader: without one, the command would wait for ever.
+        text: the text.
+        option: the option that names another file.
+        follows_link: whether the file may be a link to another one. It must not if the user has not named it: who made
+            the folder would choose which file of the user is overwritten.
+
+    Raises:
+        UsageError: the file cannot be written.
     """
-    is_terminal = sys.stderr.isatty()
-    line = f"{command}: {text} ..."
-    with suppress(OSError, ValueError):
-        print(line, end="" if is_terminal else "\n", file=sys.stderr, flush=True)
+    waits, no_link = getattr(os, "O_NONBLOCK", 0), 0 if follows_link else getattr(os, "O_NOFOLLOW", 0)
     try:
-        yield
-    finally:
-        if is_terminal:
-            print("\r\x1b[K", end="", file=sys.stderr, flush=True)  # to the first column, and erase the line
-
-
-# ---------------------------------------------------------------------- output that is lost
+        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | waits | no_link, 0o666)
+        with open(fd, "w", encoding="utf-8", errors="backslashreplace") as file:
+            if waits:
+                os.set_blocking(fd, True)
+            file.write(text)
+    except OSError as error:
+        reasons = {errno.ELOOP: "it is a link", errno.ENXIO: "no process reads this pipe"}
+        reason = reasons.get(error.errno or 0, error.strerror)
+        raise UsageError(f"cannot write {path}: {reason}: name another file with {option}") from None
 
 
 class Output:
@@ -79,28 +85,24 @@ class Output:
     def __exit__(self, *_: object) -> None:
         """Write what was printed. What cannot be written is thrown away: Python would try it again at its end."""
         sys.stdout = self._stream
-        with suppress(OSError, ValueError):
-            self.flush()
-        with suppress(OSError, ValueError, AttributeError):
-            if self.failure is not None and self._stream.fileno() == 1:
-                _point_to_null(1, os.O_WRONLY)
-        try:
-            sys.stderr.flush()
-        except (OSError, ValueError):
-            _point_to_null(2, os.O_WRONLY)
+        for stream, fd in ((self, 1), (sys.stderr, 2)):
+            try:
+                stream.flush()
+            except (OSError, ValueError):
+                with suppress(OSError, ValueError, AttributeError):
+                    if stream.fileno() == fd:
+                        _point_to_null(fd, os.O_WRONLY)
 
     def write(self, text: str) -> int:
-        with self._noted():
-            return self._stream.write(text)
+        count: int = self._noted(self._stream.write, text)
+        return count
 
     def flush(self) -> None:
-        with self._noted():
-            self._stream.flush()
+        self._noted(self._stream.flush)
 
-    @contextmanager
-    def _noted(self) -> Iterator[None]:
+    def _noted(self, function: Callable[..., Any], *arguments: str) -> Any:
         try:
-            yield
+            return function(*arguments)
         except OSError as error:
             self.failure = self.failure or error
             raise

@@ -9,8 +9,9 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
-from syncline.tools.cli.options import CommandParser, UsageError
-from syncline.tools.cli.values import check_directory, write_file
+from syncline.tools.cli.options import CommandParser, explained, refuse
+from syncline.tools.cli.output import write_file
+from syncline.tools.cli.values import trace_folder
 from syncline.tools.plan import UNMEASURED, Machine, load_machine
 from syncline.tools.report.chrome import chrome_trace
 from syncline.tools.report.document import document_of
@@ -61,13 +62,11 @@ def report(argv: Sequence[str]) -> int:
         UsageError: the arguments are invalid, or there is no trace.
     """
     parser = CommandParser("syncline report", _REPORT_HELP)
-    parser.add_argument("directory", nargs="?")
-    parser.add_argument("--out")
+    parser.add_argument("directory", metavar="DIR", type=trace_folder)
+    parser.add_argument("--out", type=Path)
     parser.add_argument("--format", choices=("html", "text", "json", "chrome"), default="html")
     args = parser.parse_all(argv)
-    if args.directory is None:
-        raise UsageError("expected the directory of a trace: syncline report DIR; see syncline report --help")
-    directory = Path(args.directory)
+    directory: Path = args.directory
     run = run_in(directory)
     if args.format == "chrome":
         return _write_chrome(run, directory, args.out)
@@ -79,8 +78,8 @@ def report(argv: Sequence[str]) -> int:
     if args.out is None and args.format != "html":
         print(found)
         return 0
-    path = directory / "report.html" if args.out is None else Path(args.out)
-    write_file("--out", path, found.rstrip("\n") + "\n", follows_link=args.out is not None)
+    path = args.out or directory / "report.html"
+    write_file(path, found.rstrip("\n") + "\n", option="--out", follows_link=args.out is not None)
     for one in document["findings"][:3]:
         print("\n".join(wrapped(one["headline"])))
     _print_path("The whole report is in", path)
@@ -94,15 +93,11 @@ def compare(argv: Sequence[str]) -> int:
         UsageError: the arguments are invalid, or there is no trace.
     """
     parser = CommandParser("syncline compare", _COMPARE_HELP)
-    parser.add_argument("directories", nargs="*")
+    for name in ("first", "second"):
+        parser.add_argument(name, metavar="DIR", type=trace_folder)
     args = parser.parse_all(argv)
-    if len(args.directories) != 2:
-        raise UsageError("expected two directories: syncline compare DIR DIR; see syncline compare --help")
-    print(
-        compared(
-            args.directories, [document_of(run_in(Path(one)), machine_here()) for one in args.directories]
-        )
-    )
+    documents = [document_of(run_in(one), machine_here()) for one in (args.first, args.second)]
+    print(compared([str(args.first), str(args.second)], documents))
     return 0
 
 
@@ -112,11 +107,8 @@ def run_in(directory: Path) -> Run:
     Raises:
         UsageError: there is no trace.
     """
-    check_directory(directory)
-    try:
+    with explained(NoTrace):
         return run_of(load(directory))
-    except NoTrace as error:
-        raise UsageError(str(error)) from None
 
 
 def machine_here() -> Machine:
@@ -127,18 +119,15 @@ def machine_here() -> Machine:
         return UNMEASURED
 
 
-def _write_chrome(run: Run, directory: Path, out: str | None) -> int:
-    folder = directory / "chrome" if out is None else Path(out)
-    if out is None and folder.is_symlink():
-        raise UsageError(f"cannot write into {folder}: it is a link: name a folder with --out")
-    ranks = sorted({rank for ranks in run.steps.values() for rank in ranks})
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        for rank in ranks:
-            text = json.dumps(chrome_trace(run, rank))
-            write_file("--out", folder / f"rank-{rank}.json", text, follows_link=out is not None)
-    except OSError as error:
-        raise UsageError(f"cannot write into {folder}: {error.strerror}: name a folder with --out") from None
+def _write_chrome(run: Run, directory: Path, out: Path | None) -> int:
+    folder = out or directory / "chrome"
+    is_link = out is None and folder.is_symlink()
+    refuse(is_link, f"cannot write into {folder}: it is a link: name a folder with --out")
+    folder.mkdir(parents=True, exist_ok=True)
+    ranks = {rank for ranks in run.steps.values() for rank in ranks}
+    for rank in ranks:
+        text = json.dumps(chrome_trace(run, rank))
+        write_file(folder / f"rank-{rank}.json", text, option="--out", follows_link=out is not None)
     _print_path(f"Open the traces of {format_count(len(ranks), 'rank')} in https://ui.perfetto.dev:", folder)
     return 0
 

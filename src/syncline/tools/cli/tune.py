@@ -13,11 +13,11 @@ from pathlib import Path
 from statistics import median
 
 from syncline import environment
-from syncline.tools.cli.options import CommandParser, UsageError
+from syncline.tools.cli.options import CommandParser, refuse
 from syncline.tools.cli.output import say
 from syncline.tools.cli.report import machine_here
 from syncline.tools.cli.run import check_program
-from syncline.tools.cli.values import MOST_RANKS, check_number
+from syncline.tools.cli.values import RANKS, checked, integer
 from syncline.tools.plan import Option, Planner
 from syncline.tools.report.analysis import figures_of
 from syncline.tools.report.load import NoTrace, load
@@ -59,52 +59,52 @@ def tune(argv: Sequence[str], program: Sequence[str]) -> int:
     """
     args = _parse(argv, program)
     option, values = args.vary
-    trials = _Trials(args, program, option, values[0] if values else None)
     with tempfile.TemporaryDirectory(prefix="syncline-tune-") as folder:
-        first = trials.run(Setting(), Path(folder))
+        trials = _Trials(args, program, Path(folder))
+        first = trials.run(Setting())
         if first is None:
             say("", trials.output.rstrip("\n"))
             return trials.code or 1
-        planner = _planner(first)
-        settings = settings_to_try(
-            planner, num_cores=environment.num_cores(), num_ranks=args.n, values=values[1:]
-        )
-        found = trials.in_turns(settings, args.rounds, Path(folder))
+        figures, recorded = figures_of(first), option_of(first)
+        planner = None
+        if figures is not None and recorded is not None and figures.buckets:  # it averages in every step
+            planner = Planner.of(job_of(first, figures), cluster_of(first, figures), machine_here())
+        cores = environment.num_cores()
+        settings = settings_to_try(planner, num_cores=cores, num_ranks=args.n, values=values[1:])
+        found = trials.in_turns(settings)
         together = combined(found, trials.base_value)
         if together is not None:
-            found += trials.in_turns([together], args.rounds, Path(folder))
-    predicted = {} if planner is None else _predicted(planner, settings)
+            found += trials.in_turns([together])
+    predicted = {
+        one: planner.predict(Option(cap_mb=one.cap_mb)).step
+        for one in settings
+        if planner is not None and one == Setting(cap_mb=one.cap_mb)
+    }
     print(trials_text(found, predicted, option, trials.base_value))
     return 0
 
 
 def _parse(argv: Sequence[str], program: Sequence[str]) -> argparse.Namespace:
     parser = CommandParser("syncline plan --tune", _HELP)
-    parser.add_argument("-n", "--ranks", type=int, default=2, dest="n")
-    parser.add_argument("--steps", type=int, default=15)
-    parser.add_argument("--rounds", type=int, default=2)
-    parser.add_argument("--vary", type=_varied, default=("", []))
+    parser.add_argument("-n", "--ranks", type=RANKS, default=2, dest="n")
+    parser.add_argument("--steps", type=integer("a number of steps", 5, 1_000_000), default=15)
+    parser.add_argument("--rounds", type=integer("a number of rounds", 1, 1000), default=2)
+    parser.add_argument("--vary", type=_VARIED, default=("", []))
     args = parser.parse_all(argv)
-    if not program:
-        raise UsageError("expected a script: syncline plan --tune SCRIPT [arguments]")
-    check_program(program[0], is_module=False, is_python=True)
-    check_number("-n", args.n, 1, MOST_RANKS)
-    check_number("--steps", args.steps, 5, 1_000_000)
-    check_number("--rounds", args.rounds, 1, 1000)
+    refuse(not program, "expected a script: syncline plan --tune SCRIPT [arguments]")
+    check_program(program[0], is_module=False)
     return args
 
 
 def _varied(text: str) -> tuple[str, list[float]]:
     option, _, values = text.rpartition("=")
-    try:
-        found = [float(value) for value in values.split(",")]
-    except ValueError:
-        found = []
+    found = [float(value) for value in values.split(",")]
     if not option or len(found) < 2 or not all(0 < one < math.inf for one in found):
-        raise argparse.ArgumentTypeError(
-            f"{text}: expected an option and at least two positive numbers, as in --vary batch-size=16,32"
-        )
+        raise ValueError
     return (option if option.startswith("-") else f"--{option}"), found
+
+
+_VARIED = checked(_varied, "an option and at least two positive numbers, as in batch-size=16,32")
 
 
 class _Trials:
@@ -113,53 +113,49 @@ class _Trials:
     Args:
         args: the options of the command.
         program: the script and its arguments.
-        option: the option that is varied; empty if there is none.
-        base_value: the value of this option in the program as it is.
+        folder: the folder for the traces.
     """
 
-    def __init__(
-        self, args: argparse.Namespace, program: Sequence[str], option: str, base_value: float | None
-    ) -> None:
+    def __init__(self, args: argparse.Namespace, program: Sequence[str], folder: Path) -> None:
         self._args = args
         self._program = program
-        self._option = option
-        self.base_value = base_value
+        self._folder = folder
+        self._option, values = args.vary
+        self.base_value: float | None = values[0] if values else None
+        """The value of the varied option in the program as it is; None if no option is varied."""
         self.code = 0
         """The exit code of the last run."""
         self.output = ""
         """What the last run printed."""
-        self._num_runs = 0
 
-    def in_turns(self, settings: Sequence[Setting], num_rounds: int, folder: Path) -> list[Trial]:
+    def in_turns(self, settings: Sequence[Setting]) -> list[Trial]:
         """Run all settings in each round, and return what each took. A setting whose run fails is not tried again."""
         steps: dict[Setting, list[float]] = {setting: [] for setting in settings}
-        failed: set[Setting] = set()
-        for number in range(1, num_rounds + 1):
-            for setting in settings:
-                if setting in failed:
-                    continue
-                run = self.run(setting, folder)
+        for number in range(1, self._args.rounds + 1):
+            for setting in list(steps):
+                name, run = setting.words(self._option), self.run(setting)
                 if run is None or not run.steady:
-                    failed.add(setting)
-                    say("", f"  {setting.words(self._option)}: failed with exit code {self.code}")
+                    del steps[setting]
+                    say("", f"  {name}: failed with exit code {self.code}")
                     continue
                 step = median(map(run.length, run.steady))
                 steps[setting].append(step / 1e6)
-                words = f"{setting.words(self._option)}: {step / 1e3:.1f} ms, the median step"
-                say("", f"  round {number} of {num_rounds}, {words}")
-        return [Trial(setting=one, steps=[] if one in failed else steps[one]) for one in settings]
+                say(
+                    "",
+                    f"  round {number} of {self._args.rounds}, {name}: {step / 1e3:.1f} ms, the median step",
+                )
+        return [Trial(setting=one, steps=steps.get(one, [])) for one in settings]
 
-    def run(self, setting: Setting, folder: Path) -> Run | None:
+    def run(self, setting: Setting) -> Run | None:
         """Run the program once with a setting. Return what it recorded; None if it failed, or recorded no step."""
-        self._num_runs += 1
-        directory = folder / str(self._num_runs)
+        directory = tempfile.mkdtemp(dir=self._folder)
         value = self.base_value if setting.value is None else setting.value
         varied = [] if value is None else [self._option, f"{value:g}"]
         job = {
             "num_ranks": self._args.n,
             "num_threads": setting.num_threads or environment.threads_per_rank(self._args.n),
             "program": [*self._program, *varied],
-            "directory": str(directory),
+            "directory": directory,
             "num_steps": self._args.steps,
         }
         done = subprocess.run(
@@ -174,24 +170,8 @@ class _Trials:
         if done.returncode:
             return None
         try:
-            run = run_of(load(directory))
+            run = run_of(load(Path(directory)))
         except NoTrace:
             self.output += "syncline plan --tune: the program has not run a step of a wrapped module\n"
             return None
         return run if run.steps else None
-
-
-def _planner(run: Run) -> Planner | None:
-    """Return the planner of a run; None if it does not average gradients in every step."""
-    figures, option = figures_of(run), option_of(run)
-    if figures is None or option is None or not figures.buckets:
-        return None
-    return Planner.of(job_of(run, figures), cluster_of(run, figures), machine_here())
-
-
-def _predicted(planner: Planner, settings: Sequence[Setting]) -> dict[Setting, float]:
-    return {
-        one: planner.predict(Option(cap_mb=one.cap_mb)).step
-        for one in settings
-        if one in (Setting(), Setting(cap_mb=one.cap_mb))
-    }

@@ -1,158 +1,145 @@
-"""Checks of the values of options, before a command begins its work: numbers have bounds, and files can be used."""
+"""The types of options and arguments, for argparse. Each error says what was expected, and what was given."""
 
 from __future__ import annotations
 
+import argparse
 import os
-import stat
+import re
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
+from typing import TypeVar
 
-from syncline.tools.cli.options import UsageError
+from syncline.tools.plan import parse_rate, parse_seconds
 from syncline.words import shortened
 
-MOST_RANKS = 1024
-"""The largest number of ranks on one host."""
+T = TypeVar("T")
+N = TypeVar("N", int, float)
 
-MOST_HOSTS = 1_000_000
-
-MOST_STEPS = 1_000_000_000
-
-_FIRST_BYTES = 4096
+_FACTORS = {"K": 1e3, "M": 1e6, "B": 1e9, "G": 1e9, "T": 1e12}
 
 
-def check_number(option: str, value: float | None, least: float, most: float, what: str = "") -> None:
-    """Raise an error if the value of an option is out of bounds. None means that the option was not given.
+def checked(parse: Callable[[str], T], expected: str) -> Callable[[str], T]:
+    """Return a type of values.
 
     Args:
-        option: the name of the option.
-        value: its value.
-        least: the smallest value.
-        most: the largest value.
-        what: what is counted, as in "ranks"; empty for nothing.
-
-    Raises:
-        UsageError: the value is not a number between the bounds.
+        parse: returns the value that a text stands for. It raises ValueError or OverflowError if there is none.
+        expected: what is expected instead, for the error.
 
     Examples:
-        >>> check_number("--hosts", 10**11, 1, MOST_HOSTS)
+        >>> checked(float, "a number")("much")
         Traceback (most recent call last):
-        syncline.tools.cli.options.UsageError: --hosts 100000000000: expected at most 1,000,000
+        argparse.ArgumentTypeError: expected a number, got 'much'
     """
-    if value is None or least <= value <= most:
-        return
-    words = f"at most {most:,}" if value > most else f"at least {least:,}"
-    raise UsageError(f"{option} {shortened(str(value), 40)}: expected {words}{what and ' '}{what}")
+
+    def parsed(text: str) -> T:
+        with suppress(ValueError, OverflowError):
+            return parse(text)
+        raise argparse.ArgumentTypeError(f"expected {expected}, got {shortened(text, 40)!r}")
+
+    return parsed
 
 
-def check_input(option: str, path: Path) -> None:
-    """Raise an error if a path is not a file that this user can read.
+def number(parse: Callable[[str], N], expected: str, least: float, most: float) -> Callable[[str], N]:
+    """Return a type of numbers from `least` to `most`; see `checked`."""
 
-    A pipe or a device is refused, because a read from it may wait for ever.
+    def bounded(text: str) -> N:
+        value = parse(text)
+        if not least <= value <= most:
+            raise ValueError
+        return value
 
-    Args:
-        option: the name of the option, with a space behind it; empty for an argument.
-        path: its value.
+    return checked(bounded, expected)
+
+
+def integer(what: str, least: int, most: int) -> Callable[[str], int]:
+    """Return a type of integers from `least` to `most`. Errors name what they count, as in "a number of ranks"."""
+    return number(int, f"{what} from {least:,} to {most:,}", least, most)
+
+
+def word(is_right: Callable[[str], object], expected: str) -> Callable[[str], str]:
+    """Return a type of texts that stay as they are. `is_right` is false, or raises ValueError, for any other text."""
+
+    def same(text: str) -> str:
+        if not is_right(text):
+            raise ValueError
+        return text
+
+    return checked(same, expected)
+
+
+def _scaled(text: str) -> int:
+    factor = _FACTORS.get(text[-1:].upper())
+    return round(float(text[:-1]) * factor if factor else float(text))
+
+
+def _num_bytes(text: str) -> int:
+    return _scaled(text.strip().upper().removesuffix("IB").removesuffix("B"))
+
+
+def num_hosts(text: str) -> tuple[int, int]:
+    """Return the smallest and the largest number of hosts that a text such as "1:4" or "2" stands for.
 
     Raises:
-        UsageError: it is something else.
+        ValueError: the text is something else.
     """
-    kind = _kind_of(path)
-    if kind is None:
-        raise UsageError(f"cannot read {option}{path}: No such file or directory")
-    if kind != "file":
-        raise UsageError(f"{option}{path}: expected a file, got a {kind}")
-    if not os.access(path, os.R_OK):
-        raise UsageError(f"{option}{path}: expected a file that this user may read")
+    least, colon, most = text.partition(":")
+    found = int(least), int(most if colon else least)
+    if not 1 <= found[0] <= found[1] <= 1_000_000:
+        raise ValueError
+    return found
 
 
-def check_directory(path: Path) -> None:
-    """Raise an error if a path exists, but is no folder that this user can list.
+def trace_folder(text: str) -> Path:
+    """Return the path of the directory of a trace, which need not exist. This is a type.
 
     Raises:
-        UsageError: it is something else.
+        OSError: the path is something else, or this user may not list it.
     """
-    kind = _kind_of(path)
-    if kind is None:
-        return
-    if kind != "folder":
-        raise UsageError(f"{path} is a {kind}: expected the directory of a trace")
-    if not os.access(path, os.R_OK | os.X_OK):
-        raise UsageError(f"{path}: expected a directory that this user may read")
+    path = Path(text)
+    if path.exists():
+        os.scandir(path).close()
+    return path
 
 
-def is_text(path: Path) -> bool:
-    """Return whether a file can be the source of a Python program, which has no null bytes."""
-    with path.open("rb") as file:
-        return b"\0" not in file.read(_FIRST_BYTES)
+def output_file(text: str) -> Path:
+    """Return the path of a file that can be written after the work. This is a type."""
+    path = Path(text)
+    if path.is_dir() or not os.access(path if path.exists() else path.absolute().parent, os.W_OK):
+        raise argparse.ArgumentTypeError(
+            f"expected the path of a file in a folder that exists, which this user may write, got {text!r}"
+        )
+    return path
 
 
-def check_output(option: str, path: Path) -> None:
-    """Raise an error if a file cannot be written after the work.
+RANKS = integer("a number of ranks", 1, 1024)
+"""The ranks of one host."""
 
-    Raises:
-        UsageError: the path names no file in a folder that exists, or this user may not write it.
-    """
-    kind = _kind_of(path)
-    if kind in ("folder", "pipe", "socket"):
-        raise UsageError(f"{option} {path}: expected a file, got a {kind}")
-    if not path.absolute().parent.is_dir():
-        raise UsageError(f"{option} {path}: expected the path of a file in a folder that exists")
-    if not os.access(path if kind else path.absolute().parent, os.W_OK):
-        raise UsageError(f"{option} {path}: expected a file that this user may write")
+HOSTS = integer("a number of hosts", 1, 1_000_000)
 
+STEP = integer("the number of a step", 1, 1_000_000_000)
 
-def write_file(option: str, path: Path, text: str, *, follows_link: bool = True) -> None:
-    """Write a text to a file.
+PROCESSES = word(
+    lambda text: text.isalpha() or 1 <= int(text) <= 1024,
+    "a number of processes from 1 to 1,024, or auto, cpu or gpu",
+)
 
-    Args:
-        option: the option that names another file.
-        path: the file. A pipe needs a reader: without one, the command would wait for ever.
-        text: the text.
-        follows_link: whether the file may be a link to another one. It must not if the user has not named it: who made
-            the folder would choose which file of the user is overwritten.
+NNODES = word(num_hosts, "a number of hosts from 1 to 1,000,000, or MIN:MAX")
 
-    Raises:
-        UsageError: the file cannot be written.
-    """
-    fd = _opened(option, path, follows_link=follows_link)
-    try:
-        with open(fd, "w", encoding="utf-8", errors="backslashreplace") as file:
-            file.write(text)
-    except OSError as error:
-        raise _cannot_write(option, path, error) from None
+STREAMS = word(
+    re.compile(r"[0-3]|\d+:[0-3](,\d+:[0-3])*").fullmatch,
+    "0 (nothing), 1 (stdout), 2 (stderr), 3 (both), or one of them for each local rank, as in 0:3,1:2",
+)
 
+FOLDER = word(lambda text: Path(text).is_dir() or not Path(text).exists(), "a folder")
+"""A folder, which need not exist."""
 
-def _opened(option: str, path: Path, *, follows_link: bool) -> int:
-    """Return the descriptor of a file that is opened to be written, without a wait for the reader of a pipe."""
-    waits = getattr(os, "O_NONBLOCK", 0)
-    no_link = 0 if follows_link else getattr(os, "O_NOFOLLOW", 0)
-    try:
-        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | waits | no_link, 0o666)
-    except OSError as error:
-        if no_link and path.is_symlink():
-            raise UsageError(f"cannot write {path}: it is a link: name a file with {option}") from None
-        if _kind_of(path) == "pipe":
-            raise UsageError(f"cannot write {path}: no process reads this pipe") from None
-        raise _cannot_write(option, path, error) from None
-    if waits:
-        os.set_blocking(fd, True)
-    return fd
+PARAMETERS = number(_scaled, "a number of parameters such as 124M or 7B", 1, 10**15)
 
+BYTES = number(_num_bytes, "a size such as 64GB, up to 1,000,000TB", 1, 10**18)
 
-def _cannot_write(option: str, path: Path, error: OSError) -> UsageError:
-    return UsageError(f"cannot write {path}: {error.strerror}: name another file with {option}")
+RATE = number(parse_rate, "a bandwidth such as 100Mbit, 25Gbit or 3GB, up to 1,000TB (a second)", 1, 10**15)
 
+TIME = number(parse_seconds, "a time such as 80ms or 0.9s, from 1ns to 1,000,000s", 1e-9, 1e6)
 
-def _kind_of(path: Path) -> str | None:
-    """Return what is at a path, in a word; None if there is nothing.
-
-    Raises:
-        UsageError: the path cannot be looked up.
-    """
-    try:
-        mode = path.stat().st_mode
-    except (FileNotFoundError, NotADirectoryError):
-        return None
-    except OSError as error:
-        raise UsageError(f"cannot use {path}: {error.strerror}") from None
-    kinds = {stat.S_IFREG: "file", stat.S_IFDIR: "folder", stat.S_IFIFO: "pipe", stat.S_IFSOCK: "socket"}
-    return kinds.get(stat.S_IFMT(mode), "device")
+LATENCY = number(parse_seconds, "a time such as 50us or 0.2ms, up to 1,000s", 0, 1000)

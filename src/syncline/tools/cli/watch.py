@@ -7,9 +7,8 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from syncline.checks import checked_seconds
 from syncline.tools.cli.options import CommandParser, UsageError
-from syncline.tools.cli.values import check_directory
+from syncline.tools.cli.values import number, trace_folder
 from syncline.tools.watch.follow import Follower
 from syncline.tools.watch.ranks import RankState, present, screen
 from syncline.tracing.file import parts_in
@@ -31,6 +30,8 @@ syncline run --trace DIR and sl.trace(DIR) write it; start this in another termi
 The command ends when all ranks have ended, or with Ctrl-C.
 """
 
+_SECONDS = number(float, "a number of seconds from 0.001 to 1,000,000", 1e-3, 1e6)
+
 _CLEAR = "\033[H\033[2J"
 
 
@@ -41,26 +42,16 @@ def main(argv: Sequence[str]) -> int:
         UsageError: the arguments are invalid.
     """
     parser = CommandParser("syncline watch", _HELP)
-    parser.add_argument("directory", nargs="?")
-    parser.add_argument("--every", type=float)
-    parser.add_argument("--once", action="store_true")
+    parser.add_argument("directory", metavar="DIR", type=trace_folder)
+    how_often = parser.add_mutually_exclusive_group()
+    how_often.add_argument("--every", type=_SECONDS, default=1.0)
+    how_often.add_argument("--once", action="store_true")
     args = parser.parse_all(argv)
-    if args.directory is None:
-        raise UsageError("expected the directory of a trace: syncline watch DIR; see syncline watch --help")
-    try:
-        every = checked_seconds("--every", 1.0 if args.every is None else args.every)
-    except ValueError as error:
-        raise UsageError(str(error)) from None
-    if args.once and args.every is not None:
-        raise UsageError("--once and --every exclude each other: --once looks only once")
-    directory = Path(args.directory)
-    check_directory(directory)
+    directory: Path = args.directory
     if args.once and not parts_in(directory):
         what = "has no trace" if directory.exists() else "does not exist"
-        raise UsageError(
-            f"{directory} {what}: expected the directory of a trace, as syncline run --trace DIR writes it. Without "
-            "--once, syncline watch waits for it"
-        )
+        wait = "without --once, syncline watch waits for one"
+        raise UsageError(f"{directory} {what}: expected the directory of a trace; {wait}")
     follower, states = Follower(directory), dict[str, RankState]()
     try:
         while True:
@@ -69,7 +60,7 @@ def main(argv: Sequence[str]) -> int:
             _show(directory, list(states.values()))
             if args.once or (states and all(one.end is not None for one in present(list(states.values())))):
                 return 0
-            time.sleep(every)
+            time.sleep(args.every)
     except KeyboardInterrupt:
         return 0
 
