@@ -302,7 +302,7 @@ def _display(args: argparse.Namespace, guardian: Guardian) -> AbstractContextMan
         args.live = False
         return nullcontext()
     directory = guardian.folder / "trace" if args.trace is None else Path(args.trace)
-    return Live(directory, fd, has_other_hosts=_num_hosts(args.nnodes)[1] > 1)
+    return Live(directory, fd)
 
 
 def _job(args: argparse.Namespace, guardian: Guardian, display: Display) -> Job:
