@@ -95,7 +95,7 @@ def test_of_a_run_that_hangs_it_says_where_each_rank_is(
         text = " ".join(" ".join(lines).split())
         assert "step 4, backward, bucket 0, waiting in all_reduce(sum)" in text
         assert "in load" in text
-        assert "Rank 0 waits for others; rank 1 does not: look at the line where it is." in text
+        assert "Waiting for others: rank 0. Not waiting, so look there: rank 1." in text
         assert lines[-1] == ""  # the cursor is below the picture
         if number != signal.SIGKILL:
             assert lines[-2] == f"syncline run: stopped by {number.name}, all ranks on this host have ended"

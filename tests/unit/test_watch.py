@@ -14,7 +14,7 @@ from support.goldens import assert_golden
 from syncline.tools.cli import main
 from syncline.tools.watch import follow
 from syncline.tools.watch.follow import Follower
-from syncline.tools.watch.ranks import RankState, meaning, present, screen, stand_still
+from syncline.tools.watch.ranks import RankState, have_hung, meaning, present, screen
 
 FILE = "rank-00000.host.1.000000.trace.jsonl"
 
@@ -69,15 +69,14 @@ def test_a_run_that_hangs_names_the_rank_that_does_not_wait() -> None:
 
 def test_ranks_that_have_ended() -> None:
     found = states(MadeRank(), MadeRank())
-    hang("step 21, at train.py:6", *found)
-    end("", found[0])
-    end("PeerLost: rank 3", found[1])
+    end("", found[0], at=101.0)
+    end("PeerLost: rank 3", found[1], at=101.0)
     assert meaning(found, 200.0) == "All ranks have ended, rank 1 with an error."
     assert "ended: PeerLost: rank 3" in screen(found, 200.0)
     found = states(MadeRank(), MadeRank())
-    end("KeyboardInterrupt: ", *found)
+    end("KeyboardInterrupt: ", *found, at=101.0)
     text = screen(found, 200.0)
-    assert text.count("stopped by Ctrl-C") == 3
+    assert text.count("stopped by Ctrl-C") == 2
     assert "KeyboardInterrupt" not in text
 
 
@@ -89,7 +88,7 @@ def test_ranks_that_have_not_ended_a_step_yet() -> None:
     hang("before the first step, waiting in sl.mean, at a.py:3", found[0])
     text = meaning(found, 131.0)
     assert text.startswith(
-        "No rank has ended a step yet: starting, 31 s. Rank 0 waits for others; rank 1 does"
+        "No rank has ended a step yet: starting, 31 s. Waiting for others: rank 0. Not waiting, so look there"
     )
 
 
@@ -104,7 +103,7 @@ def test_a_process_without_a_sign_of_life_and_one_that_replaces_it() -> None:
     hang("step 21, waiting in all_reduce", *found, at=101.0)
     hang("step 21, waiting in all_reduce", found[0], at=140.0)
     text = screen(found, now=141.0)
-    assert "Rank 1 shows no sign of life." in text
+    assert "No sign of life: rank 1." in text
     assert "its process was killed, or is stopped" in " ".join(text.split())
     newer = states(MadeRank(), MadeRank(), at=140.0)[1]
     assert newer.process is not None
@@ -121,16 +120,18 @@ def test_a_rank_that_was_lost_is_no_longer_there_once_the_others_know() -> None:
     assert present(found) == found[:2]
 
 
-def test_a_run_stands_still_if_all_do_that_have_not_ended() -> None:
+def test_a_run_hangs_if_all_do_that_have_not_ended_by_themselves() -> None:
     found = states(*[MadeRank()] * 3)
-    assert not stand_still(found, 101.0)
-    assert stand_still(found, 131.0)
+    assert not have_hung(found, 101.0)
+    assert have_hung(found, 131.0)
     found[0].add([rows.CallRow("mean", 10**9, 10**9)], 131.0)
-    assert not stand_still(found, 132.0)
+    assert not have_hung(found, 132.0)
     end("", found[0], at=132.0)
-    assert stand_still(found, 133.0)
-    end("", *found, at=134.0)
-    assert not stand_still(found, 200.0)
+    assert have_hung(found, 133.0)
+    end("KeyboardInterrupt: ", found[1], at=134.0)
+    end("", found[2], at=134.0)
+    assert have_hung(found, 200.0)
+    assert "before the forward; stopped by Ctrl-C" in screen(found, 200.0)
 
 
 def test_micro_batches_are_one_step() -> None:
@@ -168,7 +169,7 @@ def test_if_not_all_ranks_fit_those_are_shown_that_say_most() -> None:
     assert [line.split()[0] for line in lines[1:6]] == ["1", "2", "9", "10", "and"]
     assert "and 8 more ranks" in lines[5]
     assert len(lines) <= 9
-    assert "rank 9 does not" in " ".join(lines)
+    assert "look there: rank 9." in " ".join(" ".join(lines).split())
 
 
 # ---------------------------------------------------------------------- files

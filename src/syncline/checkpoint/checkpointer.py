@@ -269,7 +269,7 @@ class Checkpointer:
         Returns None if no save is pending, or if the save could not be written.
         """
         under_way, self._under_way = self._under_way, None
-        with self._called(".save"):
+        with self._called(".save") if under_way else contextlib.nullcontext():
             return under_way.result() if under_way else None
 
     def _saved(self, step: int, parts: Parts, warn: Callable[[str], None]) -> str | None:

@@ -4,7 +4,7 @@ Imports: faces, suggestions, checks, user_code, events.
 
 Each exporter is a thin layer on the client library of its tool. The library is imported when an exporter is made.
 
-base.py           what the exporters share: the import of a client library, its errors, the times of steps
+base.py           what exporters share: the import of a client library, its errors, and which event changes which metric
 opentelemetry.py  `OpenTelemetry`: spans and metrics
 prometheus.py     `Prometheus`: counters, gauges and histograms
 tensorboard.py    `TensorBoard`: scalars and texts

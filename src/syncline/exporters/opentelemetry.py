@@ -5,34 +5,11 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from syncline import events
 from syncline.checks import checked_count
-from syncline.events import (
-    BackwardEnded,
-    CallEnded,
-    ForwardEnded,
-    OptimizerStepped,
-    ParametersSynced,
-    RankFoundSlow,
-    RanksChanged,
-    ReplicasDiverged,
-    Source,
-)
-from syncline.exporters.base import (
-    MAX_METRICS,
-    MAX_MODULES,
-    BucketSizes,
-    Exporter,
-    Names,
-    StepClock,
-    exports,
-    has_done_something,
-    import_client,
-    is_of_checkpoints,
-    waited_seconds,
-)
+from syncline.exporters.base import MetricExporter, import_client
 from syncline.suggestions import suggests_arguments
 
 if TYPE_CHECKING:
@@ -42,8 +19,10 @@ Attributes = Mapping[str, str | bool | int | float]
 
 _SCOPE = "syncline"
 
+_RARE_CALLS = ("Checkpointer.save", "Checkpointer.load")
 
-class OpenTelemetry(Exporter):
+
+class OpenTelemetry(MetricExporter):
     """An observer that passes spans and metrics to OpenTelemetry.
 
     Start it on all ranks, as each observer: by `start()` or in a `with` block. It uses the tracer and the meter of the
@@ -75,122 +54,89 @@ class OpenTelemetry(Exporter):
     def __init__(self, *, every: int = 10) -> None:
         super().__init__()
         every = checked_count("every", every, at_least=1)
-        names = {"exporter": "OpenTelemetry", "package": "opentelemetry-api", "extra": "opentelemetry"}
-        self._spans = _Spans(import_client("opentelemetry.trace", **names), every)
-        self._metrics = _Metrics(import_client("opentelemetry.metrics", **names).get_meter(_SCOPE))
-        self._clock, self._sizes = StepClock(), BucketSizes()
-        self._modules, self._names = Names(MAX_MODULES), Names(MAX_METRICS)
+        needed = {"exporter": "OpenTelemetry", "extra": "opentelemetry"}
+        self._spans = _Spans(import_client("opentelemetry.trace", **needed), every)
+        meter = import_client("opentelemetry.metrics", **needed).get_meter(_SCOPE)
+        histogram, counter, gauge = meter.create_histogram, meter.create_counter, meter.create_gauge
+        discarded = counter("syncline.steps.discarded", "{step}", "Optimizer steps that were not made")
+        self._metrics = {
+            "step": histogram("syncline.step.duration", "s", "Length of a step").record,
+            "wait": histogram("syncline.wait.duration", "s", "Wait of a backward for its buckets").record,
+            "steps": counter("syncline.steps", "{step}", "Steps").add,
+            "discarded": discarded.add,
+            "bytes": counter("syncline.sent", "By", "Bytes passed to the transport").add,
+            "lost": counter("syncline.ranks.lost", "{rank}", "Ranks that were lost").add,
+            "diverged": counter("syncline.divergences", "1", "How often replicas differed").add,
+            "ranks": gauge("syncline.ranks", "{rank}", "Ranks that train together").set,
+            "reported": gauge("syncline.metric", "1", "Last value given to ddp.report").set,
+        }
 
     def stop(self) -> None:
         """Stop receiving events, and end the spans of the last steps."""
         super().stop()
-        try:
-            self._spans.end_all()
-        except Exception as error:
-            self._give_up(error)
+        self._spans.end_all()
 
-    def _attributes(self, source: Source) -> dict[str, str | int]:
-        return {"syncline.rank": source.rank, "syncline.module": self._modules.label(source.module)}
+    def _record(self, metric: str, value: float, labels: Mapping[str, str | int]) -> None:
+        # The SDK logs a warning for each value that is not finite, which would be one in each step.
+        if metric in self._metrics and math.isfinite(value):
+            self._metrics[metric](value, _named(labels))
 
-    @exports
-    def forward_ended(self, event: ForwardEnded) -> None:
-        rank = {"syncline.rank": event.source.rank}
-        if event.buffers is not None:
-            self._metrics.bytes.add(event.buffers.payload_bytes, {**rank, "syncline.what": "buffers"})
+    def forward_ended(self, event: events.ForwardEnded) -> None:
+        super().forward_ended(event)
         if event.is_training:  # an evaluation can have thousands of forwards
             self._spans.begin_step(event.source, event.step, event.began_at)
-            self._spans.add(event.source, "forward", event.began_at, event.ended_at)
+            self._spans.add(event.source, "forward", event.began_at, event.ended_at, {})
 
-    @exports
-    def backward_ended(self, event: BackwardEnded) -> None:
-        source, metrics, attributes = event.source, self._metrics, self._attributes(event.source)
-        rank = {"syncline.rank": source.rank}
-        self._spans.begin_step(source, event.step, event.began_at)
-        self._spans.add_backward(event)
-        if event.is_synchronized:
-            metrics.wait.record(waited_seconds(event), attributes)
-            num_bytes = sum(self._sizes.of(event).values())
-            metrics.bytes.add(num_bytes, {**rank, "syncline.what": "gradients"})
-        if not event.ends_step:
+    def backward_ended(self, event: events.BackwardEnded) -> None:
+        super().backward_ended(event)
+        spans, more = self._spans, {"is_synchronized": event.is_synchronized}
+        spans.begin_step(event.source, event.step, event.began_at)
+        backward = spans.add(event.source, "backward", event.began_at, event.ended_at, more)
+        if backward is None:
             return
-        metrics.steps.add(1, attributes)
-        length = self._clock.length(event)
-        if length is not None:
-            metrics.step.record(length, attributes)
-        metrics.ranks.set(event.num_ranks, rank)
-        for name, value in event.metrics.items():
-            # The SDK logs a warning for each value that is not finite, which would be one in each step.
-            if math.isfinite(value) and self._names.fits(name):
-                metrics.reported.set(value, {**rank, "syncline.metric.name": name})
+        for (index, sent, began, ended), one in zip(event.buckets, event.record().buckets, strict=True):
+            bucket = {"rank": event.source.rank, "bucket": index}
+            spans.add_inside(backward, "bucket", sent, ended, {**bucket, "bytes": one.payload_bytes})
+            if ended > began:
+                spans.add_inside(backward, "wait", began, ended, bucket)
 
-    @exports
-    def optimizer_stepped(self, event: OptimizerStepped) -> None:
-        if event.is_discarded:
-            self._metrics.discarded.add(1, self._attributes(event.source))
-        more: Attributes = {
-            "syncline.optimizer": event.optimizer,
-            "syncline.is_discarded": event.is_discarded,
-        }
+    def optimizer_stepped(self, event: events.OptimizerStepped) -> None:
+        super().optimizer_stepped(event)
+        more: Attributes = {"optimizer": event.optimizer, "is_discarded": event.is_discarded}
         self._spans.add(event.source, "optimizer", event.began_at, event.ended_at, more)
 
-    @exports
-    def parameters_synced(self, event: ParametersSynced) -> None:
-        record, rank = event.record, event.source.rank
-        sent = {"syncline.rank": rank, "syncline.what": "parameters"}
-        self._metrics.bytes.add(record.payload_bytes, sent)
-        more: Attributes = {"syncline.what": "; ".join(record.what), "syncline.bytes": record.payload_bytes}
+    def parameters_synced(self, event: events.ParametersSynced) -> None:
+        super().parameters_synced(event)
+        more: Attributes = {"what": "; ".join(event.record.what), "bytes": event.record.payload_bytes}
         self._spans.add(event.source, "parameter_sync", event.began_at, event.ended_at, more)
 
-    @exports
-    def call_ended(self, event: CallEnded) -> None:
-        if has_done_something(event):
-            always = is_of_checkpoints(event)
-            self._spans.add_of_rank(event.rank, event.name, event.began_at, event.ended_at, always=always)
+    def call_ended(self, event: events.CallEnded) -> None:
+        super().call_ended(event)
+        is_rare = event.name in _RARE_CALLS
+        self._spans.add(event.rank, event.name, event.began_at, event.ended_at, {}, is_rare=is_rare)
 
-    @exports
-    def ranks_changed(self, event: RanksChanged) -> None:
-        rank = {"syncline.rank": event.rank}
-        self._metrics.lost.add(event.num_lost, rank)
-        self._metrics.ranks.set(event.num_ranks, rank)
-        more: Attributes = {
-            "syncline.step": event.step,
-            "syncline.num_ranks": event.num_ranks,
-            "syncline.num_lost": event.num_lost,
-            "syncline.reason": event.reason,
-        }
-        self._spans.add_of_rank(event.rank, "ranks_changed", event.began_at, event.ended_at, more)
+    def ranks_changed(self, event: events.RanksChanged) -> None:
+        super().ranks_changed(event)
+        names = ("step", "num_ranks", "num_lost", "reason")
+        more = {name: getattr(event, name) for name in names}
+        self._spans.add(event.rank, "ranks_changed", event.began_at, event.ended_at, more, is_rare=True)
 
-    @exports
-    def rank_found_slow(self, event: RankFoundSlow) -> None:
+    def rank_found_slow(self, event: events.RankFoundSlow) -> None:
+        super().rank_found_slow(event)
         now, record = time.perf_counter(), event.record
-        more: Attributes = {"syncline.slow_rank": record.rank, "syncline.words": str(record)}
-        self._spans.add_of_rank(event.source.rank, "rank_found_slow", now, now, more)
+        more: Attributes = {"slow_rank": record.rank, "words": str(record)}
+        self._spans.add(event.source.rank, "rank_found_slow", now, now, more, is_rare=True)
 
-    @exports
-    def replicas_diverged(self, event: ReplicasDiverged) -> None:
-        outcome = {"syncline.outcome": event.outcome}
-        self._metrics.diverged.add(1, {"syncline.rank": event.rank, **outcome})
-        more: Attributes = {
-            **outcome,
-            "syncline.check": event.check,
-            "syncline.tensor": event.tensor,
-            "syncline.num_differing": event.num_differing,
-        }
+    def replicas_diverged(self, event: events.ReplicasDiverged) -> None:
+        super().replicas_diverged(event)
+        names = ("outcome", "check", "tensor", "num_differing")
+        more = {name: getattr(event, name) for name in names}
         error = "" if event.outcome == "repaired" else event.words
-        self._spans.add_of_rank(event.rank, "replicas_diverged", event.at, event.at, more, error=error)
+        self._spans.add(event.rank, "replicas_diverged", event.at, event.at, more, is_rare=True, error=error)
 
 
-@dataclass(kw_only=True)
-class _OpenStep:
-    """A step that has begun. Its span ends when the next step of the module begins."""
-
-    step: int
-    span: Span | None
-    """None if the step has no span."""
-    context: Any
-    """A context in which the span is the current one."""
-    ended_at: float
-    """When the last part of the step so far had ended."""
+def _named(attributes: Attributes) -> Attributes:
+    return {f"syncline.{name}": value for name, value in attributes.items()}
 
 
 class _Spans:
@@ -206,147 +152,90 @@ class _Spans:
         self._tracer = client.get_tracer(_SCOPE)
         # One offset for all spans, because a step has to begin before its parts, and end after them.
         self._offset_ns = time.time_ns() - time.perf_counter_ns()
-        self._open: dict[Source, _OpenStep] = {}
-        self._of_rank: dict[int, Source] = {}
-        """The module whose step began last on each rank."""
+        self._steps: dict[events.Source, tuple[int, Span | None]] = {}
+        """The number of the present step of each module, and its span; None if the step has none."""
+        self._last: dict[int, Span | None] = {}
+        """The span of the step that began last on each rank."""
 
-    def begin_step(self, source: Source, step: int, began_at: float) -> None:
-        """Begin the span of a step, if the step has not begun yet. End that of the former step.
+    def begin_step(self, source: events.Source, number: int, began_at: float) -> None:
+        """Begin the span of a step, and end that of the step before. Do nothing if the step has begun already.
 
         Args:
             source: the module.
-            step: the number of the step.
+            number: the number of the step.
             began_at: when its first part began.
         """
-        former = self._open.get(source)
-        if former is not None and former.step == step:
+        present, span = self._steps.get(source, (None, None))
+        if present == number:
             return
-        if former is not None:
-            began_at = former.ended_at  # the time in between is for the data of this step
-            self._end(former)
-        span = context = None
-        if (step - 1) % self._every == 0:
-            attributes = {
-                "syncline.rank": source.rank,
-                "syncline.module": source.module,
-                "syncline.step": step,
-            }
-            span = self._tracer.start_span(
-                "syncline.step", attributes=attributes, start_time=self._unix_ns(began_at)
-            )
-            context = self._client.set_span_in_context(span)
-        self._open[source] = _OpenStep(step=step, span=span, context=context, ended_at=began_at)
-        self._of_rank[source.rank] = source
+        if span is not None:
+            span.end(self._unix_ns(began_at))
+        span = None
+        if (number - 1) % self._every == 0:
+            attributes: Attributes = {"rank": source.rank, "module": source.module, "step": number}
+            span = self._begin(None, "step", began_at, attributes)
+        self._steps[source], self._last[source.rank] = (number, span), span
 
     def add(
-        self, source: Source, name: str, began_at: float, ended_at: float, more: Attributes | None = None
-    ) -> Any:
-        """Add a part of the present step. Return a context in which it is the current span; None if it has no span."""
-        step = self._open.get(source)
-        if step is None:
-            return None
-        step.ended_at = max(step.ended_at, ended_at)
-        if step.span is None or not step.span.is_recording():
-            return None
-        attributes = {"syncline.rank": source.rank, **(more or {})}
-        return self._add(name, began_at, ended_at, attributes, step.context)
-
-    def add_backward(self, event: BackwardEnded) -> None:
-        """Add a backward, with its buckets and the waits for them."""
-        more = {"syncline.is_synchronized": event.is_synchronized}
-        context = self.add(event.source, "backward", event.began_at, event.ended_at, more)
-        if context is None or not event.is_synchronized:
-            return
-        sizes = {one.index: one.payload_bytes for one in event.record().buckets}
-        for index, sent, began, ended in event.buckets:
-            attributes = {"syncline.rank": event.source.rank, "syncline.bucket": index}
-            sized = {**attributes, "syncline.bytes": sizes.get(index, 0)}
-            self._add("bucket", sent, ended, sized, context)
-            if ended > began:
-                self._add("wait", began, ended, attributes, context)
-
-    def add_of_rank(
         self,
-        rank: int,
+        owner: events.Source | int,
         name: str,
         began_at: float,
         ended_at: float,
-        more: Attributes | None = None,
+        more: Attributes,
         *,
-        always: bool = True,
+        is_rare: bool = False,
         error: str = "",
-    ) -> None:
-        """Add a span of a rank that belongs to no module.
+    ) -> Span | None:
+        """Add a part of the present step, and return its span; None if the step has no span.
 
         Args:
-            rank: the rank.
+            owner: the module; or the rank, if the part belongs to no module.
             name: the name.
             began_at: when it began.
             ended_at: when it ended.
             more: attributes beside the rank.
-            always: whether it has a span although the present step has none.
+            is_rare: whether it has a span although the present step has none.
             error: the text of an error, which becomes the status of the span; empty if there is none.
         """
-        source = self._of_rank.get(rank)
-        step = None if source is None else self._open.get(source)
-        if step is not None:
-            step.ended_at = max(step.ended_at, ended_at)
-        has_span = step is not None and step.span is not None
-        if has_span or always:
-            attributes = {"syncline.rank": rank, **(more or {})}
-            context = step.context if step is not None else None
-            self._add(name, began_at, ended_at, attributes, context, error=error)
+        if isinstance(owner, int):
+            rank, outer = owner, self._last.get(owner)
+        else:
+            rank, outer = owner.rank, self._steps.get(owner, (0, None))[1]
+        if outer is None and not is_rare:
+            return None
+        return self.add_inside(outer, name, began_at, ended_at, {"rank": rank, **more}, error)
 
-    def _add(
+    def add_inside(
         self,
+        outer: Span | None,
         name: str,
         began_at: float,
         ended_at: float,
         attributes: Attributes,
-        context: Any,
         error: str = "",
-    ) -> Any:
-        span = self._tracer.start_span(
-            f"syncline.{name}", context=context, attributes=attributes, start_time=self._unix_ns(began_at)
-        )
+    ) -> Span:
+        """Add a span inside of another one; see `add`."""
+        span = self._begin(outer, name, began_at, attributes)
         if error:
             span.set_status(self._client.StatusCode.ERROR, error)
         span.end(self._unix_ns(ended_at))
-        return self._client.set_span_in_context(span, context)
+        return span
 
-    def _end(self, step: _OpenStep) -> None:
-        if step.span is not None:
-            step.span.end(self._unix_ns(step.ended_at))
+    def end_all(self) -> None:
+        """End the spans of the steps that have begun."""
+        for _, span in self._steps.values():
+            if span is not None:
+                span.end()
+        self._steps, self._last = {}, {}
+
+    def _begin(self, outer: Span | None, name: str, began_at: float, attributes: Attributes) -> Span:
+        context = None if outer is None else self._client.set_span_in_context(outer)
+        span: Span = self._tracer.start_span(
+            f"syncline.{name}", context, attributes=_named(attributes), start_time=self._unix_ns(began_at)
+        )
+        return span
 
     def _unix_ns(self, at: float) -> int:
         """Return a time of `time.perf_counter` in nanoseconds since the epoch."""
         return self._offset_ns + int(1e9 * at)
-
-    def end_all(self) -> None:
-        """End the spans of the steps that have begun."""
-        found, self._open = self._open, {}
-        for step in found.values():
-            self._end(step)
-
-
-class _Metrics:
-    """The instruments of a meter.
-
-    Args:
-        meter: the meter.
-    """
-
-    def __init__(self, meter: Any) -> None:
-        self.step = meter.create_histogram("syncline.step.duration", "s", "Length of a step")
-        self.wait = meter.create_histogram(
-            "syncline.wait.duration", "s", "Wait of a backward for its buckets"
-        )
-        self.steps = meter.create_counter("syncline.steps", "{step}", "Steps")
-        self.discarded = meter.create_counter(
-            "syncline.steps.discarded", "{step}", "Optimizer steps that were not made"
-        )
-        self.bytes = meter.create_counter("syncline.sent", "By", "Bytes passed to the transport")
-        self.lost = meter.create_counter("syncline.ranks.lost", "{rank}", "Ranks that were lost")
-        self.diverged = meter.create_counter("syncline.divergences", "1", "How often replicas differed")
-        self.ranks = meter.create_gauge("syncline.ranks", "{rank}", "Ranks that train together")
-        self.reported = meter.create_gauge("syncline.metric", "1", "Last value given to ddp.report")

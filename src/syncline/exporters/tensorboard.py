@@ -2,30 +2,20 @@
 
 from __future__ import annotations
 
-import atexit
 import os
-import threading
+import weakref
+from collections import Counter
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from syncline.checks import checked_count, checked_flag, checked_path, what_it_is
-from syncline.events import (
-    BackwardEnded,
-    OptimizerStepped,
-    ParametersSynced,
-    RankFoundSlow,
-    RanksChanged,
-    ReplicasDiverged,
-    Source,
-)
-from syncline.exporters.base import Exporter, StepClock, exports, import_client
+from syncline import events
+from syncline.checks import checked_count, checked_flag, what_it_is
+from syncline.exporters.base import Exporter, import_client
 from syncline.suggestions import suggests_arguments
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
-
-_EVENTS = "syncline/events"
-"""The tag of the texts."""
 
 
 class TensorBoard(Exporter):
@@ -71,139 +61,90 @@ class TensorBoard(Exporter):
         super().__init__()
         self._every = checked_count("every", every, at_least=1)
         self._all_ranks = checked_flag("all_ranks", all_ranks)
-        client = import_client(
-            "torch.utils.tensorboard", exporter="TensorBoard", package="tensorboard", extra="tensorboard"
-        )
-        self._writers = _Writers(client, writer_or_dir, has_directories=self._all_ranks)
-        self._clock = StepClock()
+        self._client = import_client("torch.utils.tensorboard", exporter="TensorBoard", extra="tensorboard")
+        given: Any = writer_or_dir
+        self._given: SummaryWriter | None = given if hasattr(given, "add_scalar") else None
+        if self._given is None and not (isinstance(given, str | os.PathLike) and given):
+            raise TypeError(
+                f"expected writer_or_dir to be a SummaryWriter or a path, got {what_it_is(given)}"
+            )
+        self._directory = given
+        self._opened: dict[int, SummaryWriter] = {}
+        """The writers that this exporter has opened, by rank."""
         self._modules: dict[int, str] = {}
         """The first wrapped module of each rank."""
         self._last: dict[int, int] = {}
         """The last step of each rank."""
-        self._num_discarded: dict[Source, int] = {}
-        self._synced: dict[Source, int] = {}
+        self._num_discarded: Counter[events.Source] = Counter()
+        self._synced: dict[events.Source, int] = {}
         """The last step whose parameter sync was written."""
 
     def stop(self) -> None:
         """Stop receiving events, and write what the writer still holds."""
         super().stop()
-        try:
-            self._writers.close()
-        except Exception as error:
-            self._give_up(error)
+        if self._given is not None:
+            self._given.flush()
+        while self._opened:
+            self._opened.popitem()[1].close()
 
-    def _writes(self, rank: int) -> bool:
-        return self._all_ranks or rank == 0
-
-    def _prefix(self, source: Source) -> str:
-        first = self._modules.setdefault(source.rank, source.module)
-        return "" if first == source.module else f"{source.module}/"
-
-    @exports
-    def backward_ended(self, event: BackwardEnded) -> None:
-        source = event.source
-        if not event.ends_step or not self._writes(source.rank):
+    def backward_ended(self, event: events.BackwardEnded) -> None:
+        if not event.ends_step:
             return
-        self._last[source.rank] = event.step
-        length = self._clock.length(event)
-        if (event.step - 1) % self._every:
-            return
-        scalars = event.record().scalars()
-        if length is not None:
-            scalars["step/duration_seconds"] = length
-        self._write(source, scalars, event.step)
+        self._last[event.source.rank] = event.step
+        seconds = self._step_seconds(event)
+        if self._writes(event.source.rank) and (event.step - 1) % self._every == 0:
+            duration = {} if seconds is None else {"step/duration_seconds": seconds}
+            self._write(event.source, event.step, event.record().scalars() | duration)
 
-    @exports
-    def optimizer_stepped(self, event: OptimizerStepped) -> None:
-        source = event.source
-        if event.is_discarded and self._writes(source.rank):
-            count = self._num_discarded[source] = self._num_discarded.get(source, 0) + 1
-            self._write(source, {"step/num_discarded": count}, self._last.get(source.rank, 0))
+    def optimizer_stepped(self, event: events.OptimizerStepped) -> None:
+        if event.is_discarded:
+            self._num_discarded[event.source] += 1
+            scalars = {"step/num_discarded": self._num_discarded[event.source]}
+            self._write(event.source, self._last.get(event.source.rank, 0), scalars)
 
-    @exports
-    def parameters_synced(self, event: ParametersSynced) -> None:
-        source, record = event.source, event.record
-        last = self._synced.get(source)
-        if self._writes(source.rank) and (last is None or record.step - last >= self._every):
-            self._synced[source] = record.step
+    def parameters_synced(self, event: events.ParametersSynced) -> None:
+        record = event.record
+        if record.step - self._synced.get(event.source, -self._every) >= self._every:
+            self._synced[event.source] = record.step
             scalars = {
                 "parameter_sync/duration_seconds": record.duration_seconds,
                 "parameter_sync/payload_bytes": record.payload_bytes,
             }
-            self._write(source, scalars, record.step)
+            self._write(event.source, record.step, scalars)
 
-    @exports
-    def ranks_changed(self, event: RanksChanged) -> None:
-        if self._writes(event.rank):
-            seconds = event.ended_at - event.began_at
-            words = f"{event.reason}; the ranks, now {event.num_ranks}, continued after {seconds:.3g} s"
-            self._say(event.rank, words, event.step)
+    def ranks_changed(self, event: events.RanksChanged) -> None:
+        seconds = event.ended_at - event.began_at
+        words = f"{event.reason}; the ranks, now {event.num_ranks}, continued after {seconds:.3g} s"
+        self._say(event.rank, event.step, words)
 
-    @exports
-    def rank_found_slow(self, event: RankFoundSlow) -> None:
-        if self._writes(event.source.rank):
-            self._say(event.source.rank, str(event.record), event.record.from_step)
+    def rank_found_slow(self, event: events.RankFoundSlow) -> None:
+        self._say(event.source.rank, event.record.from_step, str(event.record))
 
-    @exports
-    def replicas_diverged(self, event: ReplicasDiverged) -> None:
-        if self._writes(event.rank):
-            step = self._last.get(event.rank, 0) if event.step is None else event.step
-            self._say(event.rank, event.words, step)
+    def replicas_diverged(self, event: events.ReplicasDiverged) -> None:
+        step = self._last.get(event.rank, 0) if event.step is None else event.step
+        self._say(event.rank, step, event.words)
 
-    def _write(self, source: Source, scalars: dict[str, float], step: int) -> None:
-        writer, prefix = self._writers.of(source.rank), self._prefix(source)
-        for name, value in scalars.items():
-            writer.add_scalar(prefix + name, value, step)
+    def _writes(self, rank: int) -> bool:
+        return self._all_ranks or rank == 0
 
-    def _say(self, rank: int, words: str, step: int) -> None:
-        self._writers.of(rank).add_text(_EVENTS, words, step)
-
-
-class _Writers:
-    """The writer of each rank of this process. Writers for a directory are opened at their first use.
-
-    Args:
-        client: the module `torch.utils.tensorboard`.
-        given: the user's writer, or a directory.
-        has_directories: whether each rank has a directory of its own.
-
-    Raises:
-        TypeError, ValueError: `given` is neither a writer nor a path.
-    """
-
-    def __init__(self, client: Any, given: Any, *, has_directories: bool) -> None:
-        self._client, self._has_directories = client, has_directories
-        self._lock = threading.Lock()
-        self._opened: dict[int, SummaryWriter] = {}
-        self._given: SummaryWriter | None = None
-        self._directory = Path()
-        if callable(getattr(given, "add_scalar", None)) and not isinstance(given, type):
-            self._given = given
+    def _write(self, source: events.Source, step: int, scalars: Mapping[str, float]) -> None:
+        if not self._writes(source.rank):
             return
-        if not isinstance(given, str | os.PathLike) or not given:
-            raise TypeError(
-                f"expected writer_or_dir to be a SummaryWriter or a path, got {what_it_is(given)}"
-            )
-        self._directory = Path(checked_path("writer_or_dir", given))
+        first = self._modules.setdefault(source.rank, source.module)
+        prefix = "" if first == source.module else f"{source.module}/"
+        for name, value in scalars.items():
+            self._writer(source.rank).add_scalar(prefix + name, value, step)
 
-    def of(self, rank: int) -> SummaryWriter:
-        """Return the writer of a rank."""
+    def _say(self, rank: int, step: int, words: str) -> None:
+        if self._writes(rank):
+            self._writer(rank).add_text("syncline/events", words, step)
+
+    def _writer(self, rank: int) -> SummaryWriter:
         if self._given is not None:
             return self._given
-        with self._lock:  # ranks can be threads
-            if rank not in self._opened:
-                directory = self._directory / f"rank-{rank}" if self._has_directories else self._directory
-                if not self._opened:
-                    atexit.register(self.close)  # otherwise, up to two minutes of a program would be lost
-                self._opened[rank] = self._client.SummaryWriter(str(directory))
-            return self._opened[rank]
-
-    def close(self) -> None:
-        """Close the writers that this object has opened, and flush the user's."""
-        if self._given is not None:
-            self._given.flush()
-        with self._lock:
-            opened, self._opened = self._opened, {}
-        atexit.unregister(self.close)
-        for writer in opened.values():
-            writer.close()
+        if rank not in self._opened:
+            directory = Path(self._directory, f"rank-{rank}" if self._all_ranks else "")
+            writer = self._opened[rank] = self._client.SummaryWriter(str(directory))
+            # Also at the end of a program that does not call `stop`: up to two minutes of it would be lost.
+            weakref.finalize(self, writer.close)
+        return self._opened[rank]

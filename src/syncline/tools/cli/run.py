@@ -217,7 +217,7 @@ def _display(args: argparse.Namespace, guardian: Guardian) -> AbstractContextMan
     if fd is None:
         return nullcontext()
     directory = Path(args.trace or guardian.folder / "trace")
-    return Live(directory, fd, has_other_hosts=num_hosts(args.nnodes)[1] > 1)
+    return Live(directory, fd)
 
 
 def _job(args: argparse.Namespace, guardian: Guardian, display: Display) -> Job:

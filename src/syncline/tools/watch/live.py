@@ -6,22 +6,19 @@ import contextlib
 import io
 import os
 import socket
-import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from syncline import environment
 from syncline.tools.launch.display import Display, Writer
 from syncline.tools.watch.follow import Follower
-from syncline.tools.watch.ranks import RankState, present, screen, stand_still
+from syncline.tools.watch.ranks import RankState, have_hung, present, screen
 from syncline.tools.watch.terminal import Terminal
 
-EVERY_SECONDS = 0.5
+_EVERY_SECONDS = 0.5
 """How often the picture is drawn."""
-
-_OUTPUTS = (1, 2)
 
 
 def terminal_fd() -> int | None:
@@ -40,27 +37,20 @@ class Live(Display):
     Args:
         directory: the directory of the trace that the ranks write.
         fd: the file descriptor of the terminal.
-        every_seconds: how often to look at the trace.
-        has_other_hosts: whether ranks of other hosts take part. They are not shown.
     """
 
-    def __init__(
-        self, directory: Path, fd: int, *, every_seconds: float = EVERY_SECONDS, has_other_hosts: bool = False
-    ) -> None:
+    def __init__(self, directory: Path, fd: int) -> None:
         self._terminal, self._writer = Terminal(fd), Writer()
-        self._on_terminal = [one for one in _OUTPUTS if os.isatty(one)]
-        self._ranks = LiveRanks(directory, has_other_hosts=has_other_hosts)
-        self._every_seconds = every_seconds
+        self._ranks = LiveRanks(directory)
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._run, name="syncline-live", daemon=True)
         self._redirected = contextlib.ExitStack()
         self.show = self._show
 
     def __enter__(self) -> Live:
-        if 1 in self._on_terminal:
-            self._redirected.enter_context(contextlib.redirect_stdout(_Above(self._show, 1)))
-        if 2 in self._on_terminal:
-            self._redirected.enter_context(contextlib.redirect_stderr(_Above(self._show, 2)))
+        for fd, redirect in ((1, contextlib.redirect_stdout), (2, contextlib.redirect_stderr)):
+            if os.isatty(fd):
+                self._redirected.enter_context(redirect(_Above(self._terminal)))
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -82,125 +72,90 @@ class Live(Display):
         self._ended.set()
         if self._thread.is_alive():
             self._thread.join()
-        self._terminal.end(stays=self._ranks.hung())
+        if self._ranks.have_hung(time.monotonic()):
+            self._draw()
+            self._terminal.keep()
+        else:
+            self._terminal.draw([])
 
     def _show(self, fd: int, data: bytes) -> None:
-        if fd in self._on_terminal:
+        if os.isatty(fd):
             self._terminal.print(data)
         else:
             self._writer.write(fd, data)
 
     def _run(self) -> None:
-        try:
-            while True:
-                if (lines := self._ranks.look(time.monotonic(), *self._terminal.size)) is not None:
-                    self._terminal.draw(lines)
-                if self._ended.wait(self._every_seconds):
-                    return
-        except Exception as error:  # the ranks train on
-            self._terminal.end(stays=False)
-            print(
-                f"syncline run: the live picture ends here: {type(error).__name__}: {error}", file=sys.stderr
-            )
+        self._draw()
+        while not self._ended.wait(_EVERY_SECONDS):
+            self._draw()
+
+    def _draw(self) -> None:
+        self._terminal.draw(self._ranks.look(time.monotonic(), *self._terminal.size))
 
 
 class LiveRanks:
     """The ranks of this host, and the picture of them.
 
     Args:
-        directory: the directory of the trace that the ranks write.
-        has_other_hosts: whether ranks of other hosts take part, which may write to the same directory.
+        directory: the directory of the trace that the ranks write. Those of other hosts may write to it as well.
     """
 
-    def __init__(self, directory: Path, *, has_other_hosts: bool = False) -> None:
+    def __init__(self, directory: Path) -> None:
         self._follower = Follower(directory)
-        self._has_other_hosts = has_other_hosts
         self._lock = threading.Lock()
         self._states: dict[str, RankState] = {}
         """The states of the processes that have recorded something, by the names of their files."""
         self._started: list[RankState] = []
         """What is shown of each rank until its process has recorded something."""
-        self._former: set[str] = set()
-        """The names of the files of processes of a former attempt."""
-        self._stood_still: tuple[int, int] | None = None
-        """If the last picture shows a run that stands still: its numbers of events, and of ranks that have ended."""
+        self._replaced: set[str] = set()
+        """The names of the files of processes of an earlier attempt."""
 
     def start(self, ranks: Sequence[int], now: float) -> None:
         """Note which ranks are started. They replace all others."""
         with self._lock:
-            self._former |= {name for name, _, _ in self._follower.new_rows()} | self._states.keys()
+            self._replaced |= {name for name, _, _ in self._follower.new_rows()} | self._states.keys()
             self._states = {}
             self._started = [RankState(rank, started_at=now) for rank in ranks]
-            self._stood_still = None
 
-    def look(self, now: float, columns: int, lines: int) -> list[str] | None:
-        """Return the lines of a new picture. Return None if the last one stays, because it says more.
-
-        That is so when ranks stood still, and then ended: how they were ended says nothing about where they were.
+    def look(self, now: float, columns: int, lines: int) -> list[str]:
+        """Return the lines of a new picture.
 
         Args:
             now: the time, in seconds of `time.monotonic`.
             columns: the width of the terminal.
             lines: the height of the terminal.
         """
-        with self._lock:
-            states = self._present()
-            num_events, num_ended = _num_events(states), sum(one.end is not None for one in states)
-            if self._stood_still is not None:
-                events_before, ended_before = self._stood_still
-                if num_events == events_before and num_ended > ended_before:
-                    return None
-            is_still = stand_still(states, now) and any(one.has_place for one in states)
-            self._stood_still = (num_events, num_ended) if is_still else None
-            where = f" of this host ({len(states)} of {_num_ranks(states)})" if self._has_other_hosts else ""
-            title = f"--- the ranks{where} "
-            picture = screen(states, now, columns=columns, lines=max(6, 2 * lines // 3))
-            return [title.ljust(min(columns - 1, 70), "-"), *picture.splitlines()]
+        states = self._present()
+        num_ranks = max((one.process.num_ranks for one in states if one.process is not None), default=0)
+        where = f" of this host ({len(states)} of {num_ranks})" if num_ranks > len(states) else ""
+        picture = screen(states, now, columns=columns, lines=max(6, 2 * lines // 3))
+        return [f"--- the ranks{where} ".ljust(min(columns - 1, 70), "-"), *picture.splitlines()]
 
-    def hung(self) -> bool:
-        """Return whether the last picture shows a run that stands still, which did not end by itself afterwards."""
-        with self._lock:
-            states = self._present()
-            if self._stood_still is None or self._stood_still[0] != _num_events(states):
-                return False
-            return any(one.end is None or one.end.error for one in states)
+    def have_hung(self, now: float) -> bool:
+        """Return whether the ranks stand still, or stood still until they were ended."""
+        return have_hung(self._present(), now)
 
     def _present(self) -> list[RankState]:
-        for name, found, at in self._follower.new_rows():
-            if name not in self._former:
-                self._states.setdefault(name, RankState()).add(found, at)
-        return present([*self._started, *filter(self._is_here, self._states.values())])
-
-    def _is_here(self, state: RankState) -> bool:
-        is_here = state.process is None or state.process.host == socket.gethostname()
-        return is_here or not self._has_other_hosts
-
-
-def _num_events(states: Sequence[RankState]) -> int:
-    return sum(one.num_events for one in states)
-
-
-def _num_ranks(states: Sequence[RankState]) -> str:
-    known = [one.process.num_ranks for one in states if one.process is not None]
-    return str(max(known)) if known else "?"
+        with self._lock:
+            for name, found, at in self._follower.new_rows():
+                if name not in self._replaced:
+                    self._states.setdefault(name, RankState()).add(found, at)
+            host = socket.gethostname()
+            here = (one for one in self._states.values() if one.process is None or one.process.host == host)
+            return present([*self._started, *here])
 
 
 class _Above(io.TextIOBase):
     """A stream whose lines appear above the picture."""
 
-    encoding = "utf-8"
-
-    def __init__(self, show: Callable[[int, bytes], None], fd: int) -> None:
-        self._show, self._fd, self._rest = show, fd, ""
+    def __init__(self, terminal: Terminal) -> None:
+        self._terminal, self._rest = terminal, ""
 
     def write(self, text: str) -> int:
         whole, newline, self._rest = (self._rest + text).rpartition("\n")
         if newline:
-            self._show(self._fd, (whole + newline).encode(errors="replace"))
+            self._terminal.print((whole + newline).encode(errors="replace"))
         return len(text)
-
-    def fileno(self) -> int:
-        return self._fd
 
     def isatty(self) -> bool:
         return True
