@@ -68,6 +68,41 @@ def test_ranks_train_on_in_another_group_after_one_was_lost() -> None:
         assert torch.allclose(mine, expected)
 
 
+def test_a_layer_that_only_some_ranks_have_added_before_a_loss_is_compared_after_it() -> None:
+    start = nn.Sequential(nn.Linear(3, 2))
+
+    def program(
+        t: Transport, early: tuple[int, ...], values: tuple[float, float], smaller: ThreadGroup
+    ) -> list[Any]:
+        ddp = DDP(copy.deepcopy(start), process_group=t)
+        ddp(torch.ones(1, 3)).sum().backward()
+        if t.rank == 2:
+            return []
+        layer = nn.Linear(2, 1)
+        for parameter in layer.parameters():
+            nn.init.constant_(parameter, values[t.rank])
+        if t.rank in early:
+            ddp.module.append(layer)
+        ddp._update_process_group(smaller.transport(t.rank))
+        if t.rank not in early:
+            ddp.module.append(layer)
+        ddp.zero_grad()
+        ddp(torch.ones(1, 3) * t.rank).square().sum().backward()
+        return [p.grad for p in ddp.parameters()]
+
+    def run(early: tuple[int, ...], values: tuple[float, float]) -> list[list[Any]]:
+        smaller = ThreadGroup(2)
+        return run_ranks(3, lambda t: program(t, early, values, smaller))
+
+    for early in ((0, 1), (0,), (1,)):
+        with case(early):
+            first, second, _ = run(early, (1.0, 1.0))
+            assert len(first) == 4
+            assert all(map(torch.equal, first, second))
+            with pytest.raises(ContractMismatch, match=r"1\.weight"):
+                run(early, (1.0, 2.0))
+
+
 # ---------------------------------------------------------------------- bad input
 
 

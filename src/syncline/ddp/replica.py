@@ -176,22 +176,26 @@ class Replica:
         # The finalizer must hold no reference that keeps the wrapper alive.
         self._hooks_finalizer = weakref.finalize(self, self.gradients.remove_hooks)
 
-    def _wire_again(self, chosen: Selection | None = None) -> None:
-        """Replace the parts by new ones, which take over the state of the former parts.
-
-        Args:
-            chosen: the tensors to synchronize. Pass None to select them again.
+    def _wire_again(self) -> None:
+        """Replace the parts by new ones for the module as it is now, which take over the state of the former parts.
 
         Raises:
             ValueError: the module is sharded.
         """
         self.refuse_sharded(f"the bounds of the shards are fixed, so {UNCHANGED}")
-        self._replace_parts(chosen)
+        self._replace_parts(self._chosen_again())
 
-    def _replace_parts(self, chosen: Selection | None = None) -> None:
+    def _replace_parts(self, chosen: Selection, compared: Inventory | None = None) -> None:
+        """Replace the parts by new ones.
+
+        Args:
+            chosen: the tensors to synchronize.
+            compared: the record of the module when the ranks compared it. Pass None if they have compared it now.
+        """
         former, former_buffers = self.gradients, self.buffers
         self._hooks_finalizer.detach()
-        self._wire(chosen or self._chosen_again(), former)
+        self._wire(chosen, former)
+        self._inventory = compared or self._inventory
         self.buffers.continues(former_buffers)
 
     def _chosen_again(self) -> Selection:
@@ -421,7 +425,8 @@ class Replica:
             self.sharding, self.config = None, self.config.with_gradients(sharded=False)
         with self._lanes.replaced():
             self._gradient_lane, self._buffer_lane = self._open_lanes()
-            self._replace_parts()
+            # Perhaps only some ranks have changed the module since then, so the next backward compares the change.
+            self._replace_parts(self.selection, self._inventory)
         self.gradients.riders.look.restart()
         # The ranks may have stopped in different forwards, and one that has joined has run none.
         self.buffers.due = True
@@ -542,10 +547,9 @@ class Replica:
         self._new_module, self._triggers = None, []
         self.checks = ReplicaChecks()
         self.transport = transport_of(None)
-        self._numbered_title = self._title  # not numbered, because one rank may unpickle alone
+        title = self._numbered_title = self._title  # not numbered, because one rank may unpickle alone
         self._gradient_lane = self._buffer_lane = self.transport
         self._lanes = Lanes(self)
-        title = self._numbered_title
         self.drift = Drift(self.module, (), self.config, self.transport, None, self.checks, title=title)
         compare = weakly(self._before_reduction)
         self.registered = Registrations(self.config, None, compare, buffer_hook)
