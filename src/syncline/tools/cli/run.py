@@ -212,7 +212,11 @@ def _display(args: argparse.Namespace, guardian: Guardian) -> AbstractContextMan
     """Return a context with the display that `--live` asks for, or with None."""
     fd = terminal_fd() if args.live else None
     if args.live and fd is None:
-        say(_NAME, "there is no terminal for --live: use --trace DIR, and syncline watch DIR in another one")
+        say(
+            _NAME,
+            "--live needs a terminal, but neither stderr nor stdout is one: the run goes on without it. With "
+            "--trace DIR, syncline watch DIR shows the same in another terminal",
+        )
     args.live = fd is not None
     if fd is None:
         return nullcontext()
