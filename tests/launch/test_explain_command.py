@@ -231,9 +231,9 @@ def test_ctrl_c(tmp_path: Path, forks: Forks) -> None:
 
 MISTAKES = {
     "": "expected a script: syncline explain SCRIPT",
-    "-n 0 x.py": "-n 0: expected at least 1 rank",
-    "-n two x.py": "invalid int value: 'two'",
-    "--step 0 x.py": "--step 0: expected at least 1",
+    "-n 0 x.py": "argument -n: expected a number of ranks from 1 to",
+    "-n two x.py": "argument -n: expected a number of ranks from 1 to",
+    "--step 0 x.py": "argument --step: expected the number of a step from 1 to",
     "--stop x.py": "unknown option --stop: did you mean --step?",
     "no_such_script.py": "there is no script no_such_script.py",
     "-m no_such_module": "there is no module 'no_such_module'",

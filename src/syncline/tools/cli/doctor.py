@@ -21,7 +21,7 @@ from syncline.tools.cli.run import check_program
 from syncline.tools.cli.values import RANKS, STEP
 from syncline.tools.launch.command import worker_command
 from syncline.tools.launch.guardian import Guardian
-from syncline.words import format_count
+from syncline.words import MAX_COLUMNS, format_count
 
 _HELP = """\
 usage: syncline doctor
@@ -51,8 +51,6 @@ script if the script failed.
 """
 
 _NAME = "syncline doctor"
-
-_WIDTH = 100
 
 
 def main(argv: Sequence[str]) -> int:
@@ -146,4 +144,6 @@ def _examine_host(guardian: Guardian) -> int:
 def _show(name: str, text: str, kind: str) -> None:
     mark = {"fine": "   ", "note": " ! ", "problem": "!! "}[kind]
     first = f"{mark}{name:<19}"
-    print(textwrap.fill(text, _WIDTH, initial_indent=first, subsequent_indent=" " * len(first)), flush=True)
+    print(
+        textwrap.fill(text, MAX_COLUMNS, initial_indent=first, subsequent_indent=" " * len(first)), flush=True
+    )

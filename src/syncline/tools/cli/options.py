@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from typing import Any, NoReturn
 
 from syncline import environment
-from syncline.tools.cli.values import FOLDER, NNODES, PROCESSES, STREAMS, integer, number
+from syncline.tools.cli.values import FOLDER, NNODES, PROCESSES, START_METHOD, STREAMS, integer, number
 
 _HELP = """\
 usage: syncline run [-n N] [options] SCRIPT [arguments]
@@ -95,7 +95,7 @@ _VALUES: dict[str, tuple[Callable[[str], Any], Any]] = {
     "--rdzv-conf": (str, ""),
     "--max-restarts": (integer("a number of restarts", 0, 1_000_000), 0),
     "--monitor-interval": (number(float, "a number of seconds from 0 to 3,600", 0, 3600), 0.1),
-    "--start-method": (str, "spawn"),
+    "--start-method": (START_METHOD, "spawn"),
     "--event-log-handler": (str, "null"),
     "--role": (str, "default"),
     "--log-dir": (FOLDER, None),
@@ -122,8 +122,6 @@ _VALUES: dict[str, tuple[Callable[[str], Any], Any]] = {
 _FLAGS = ("--standalone", "--module", "--no-python", "--run-path", "--virtual-local-rank")
 
 _SHORT = {"--nproc-per-node": ["-n"], "--module": ["-m"], "--redirects": ["-r"], "--tee": ["-t"]}
-
-_CHOICES = {"--start-method": ("spawn", "fork", "forkserver")}
 
 _WITHOUT_VARIABLE = ("--logs-specs", "--numa-binding")
 """The options that cannot be set by environment variables.
@@ -213,7 +211,8 @@ class CommandParser(argparse.ArgumentParser):
             known = [option for action in self._actions for option in action.option_strings]
             near = did_you_mean(name.replace("_", "-"), known) or f": see {self.prog} --help"
             after = " (options of your program must come after its name)" if self._has_program else ""
-            raise UsageError(f"unknown argument {name}{near}{after}")
+            kind = "option" if name.startswith("-") else "argument"
+            raise UsageError(f"unknown {kind} {name}{near}{after}")
         if self._has_program and args.training_script_args[:1] == ["--"]:
             del args.training_script_args[0]
         return args
@@ -232,8 +231,8 @@ def parse_run(argv: Sequence[str]) -> argparse.Namespace:
     parser = CommandParser("syncline run", _HELP, has_program=True, allow_abbrev=True)
     for name, (kind, default) in _VALUES.items():
         variable = None if name in _WITHOUT_VARIABLE else environment.torchrun_default(_dest(name))
-        chosen, choices = default if variable is None else variable, _CHOICES.get(name)
-        parser.add_argument(*_SHORT.get(name, []), name, type=kind, default=chosen, choices=choices)
+        chosen = default if variable is None else variable
+        parser.add_argument(*_SHORT.get(name, []), name, type=kind, default=chosen)
     for name in _FLAGS:
         text = environment.torchrun_default(_dest(name)) or "0"
         is_set = {"0": False, "1": True}.get(text)

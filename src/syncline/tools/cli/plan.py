@@ -11,21 +11,11 @@ from pathlib import Path
 
 from syncline.environment import num_cores
 from syncline.tools.bench.machine import total_memory_bytes
+from syncline.tools.cli import values
 from syncline.tools.cli.options import CommandParser, UsageError, explained, refuse
 from syncline.tools.cli.report import run_in
 from syncline.tools.cli.run import check_program
 from syncline.tools.cli.tune import tune
-from syncline.tools.cli.values import (
-    BYTES,
-    HOSTS,
-    LATENCY,
-    PARAMETERS,
-    RANKS,
-    RATE,
-    TIME,
-    integer,
-    trace_folder,
-)
 from syncline.tools.plan import (
     Cluster,
     Job,
@@ -124,15 +114,15 @@ def main(argv: Sequence[str]) -> int:
 def _parse(argv: Sequence[str]) -> argparse.Namespace:
     parser = CommandParser("syncline plan", _HELP)
     parser.add_argument("model", nargs="?")
-    parser.add_argument("--trace", type=trace_folder)
-    parser.add_argument("--parameters", type=PARAMETERS)
-    parser.add_argument("--compute", type=TIME)
-    parser.add_argument("--hosts", type=HOSTS)
-    parser.add_argument("-n", "--ranks", type=RANKS)
-    parser.add_argument("--cores", type=integer("a number of cores", 1, 100_000))
-    parser.add_argument("--bandwidth", type=RATE)
-    parser.add_argument("--latency", type=LATENCY)
-    parser.add_argument("--memory", type=BYTES)
+    parser.add_argument("--trace", type=values.trace_folder)
+    parser.add_argument("--parameters", type=values.PARAMETERS)
+    parser.add_argument("--compute", type=values.TIME)
+    parser.add_argument("--hosts", type=values.HOSTS)
+    parser.add_argument("-n", "--ranks", type=values.RANKS)
+    parser.add_argument("--cores", type=values.integer("a number of cores", 1, 100_000))
+    parser.add_argument("--bandwidth", type=values.RATE)
+    parser.add_argument("--latency", type=values.LATENCY)
+    parser.add_argument("--memory", type=values.BYTES)
     parser.add_argument("--engine", choices=("shm", "gloo", "nccl"))
     parser.add_argument("--machine", type=Path)
     parser.add_argument("--format", choices=("text", "json"), default="text")

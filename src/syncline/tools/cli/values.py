@@ -126,6 +126,8 @@ PROCESSES = word(
 
 NNODES = word(num_hosts, "a number of hosts from 1 to 1,000,000, or MIN:MAX")
 
+START_METHOD = word(("spawn", "fork", "forkserver").__contains__, "spawn, fork or forkserver")
+
 STREAMS = word(
     re.compile(r"[0-3]|\d+:[0-3](,\d+:[0-3])*").fullmatch,
     "0 (nothing), 1 (stdout), 2 (stderr), 3 (both), or one of them for each local rank, as in 0:3,1:2",
