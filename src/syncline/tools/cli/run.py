@@ -57,8 +57,7 @@ def main(argv: Sequence[str]) -> int:
         UsageError: the arguments are invalid. No rank was started.
     """
     args = parse_run(argv)
-    if sys.platform == "win32":
-        raise UsageError("needs Linux or macOS, but this system is Windows: start the ranks with torchrun")
+    check_system()
     check_program(args.training_script, is_module=args.module, is_python=not args.no_python)
     num_processes = _num_processes(args.nproc_per_node)
     _check_output_options(args)
@@ -97,6 +96,12 @@ def _late_option(arguments: Sequence[str]) -> str | None:
 
 
 # ---------------------------------------------------------------------- the program
+
+
+def check_system() -> None:
+    """Raise a UsageError if the ranks of a program cannot be started on this system."""
+    if sys.platform == "win32":
+        raise UsageError("needs Linux or macOS, but this system is Windows: start the ranks with torchrun")
 
 
 def check_program(program: str, *, is_module: bool, is_python: bool) -> None:

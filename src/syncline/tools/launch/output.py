@@ -100,7 +100,7 @@ class _Stream:
     """The stdout or the stderr of one rank."""
 
     pipe_fd: int
-    to_fd: int
+    to_fd: int | None
     prefix: bytes
     copy_fd: int | None
     lines: Lines = field(default_factory=Lines)
@@ -127,12 +127,12 @@ class Forwarder:
         self._selector.register(self._stop_read_fd, selectors.EVENT_READ)
         self._thread = threading.Thread(target=self._run, name="syncline-output", daemon=True)
 
-    def add(self, pipe: Path, *, to_fd: int, prefix: str, copy: Path | None = None) -> deque[bytes]:
+    def add(self, pipe: Path, *, to_fd: int | None, prefix: str, copy: Path | None = None) -> deque[bytes]:
         """Create a named pipe whose lines are copied to `to_fd`. Call this before `start`.
 
         Args:
             pipe: path of the new pipe.
-            to_fd: the file descriptor of the target: 1 (stdout) or 2 (stderr).
+            to_fd: the file descriptor of the target: 1 (stdout) or 2 (stderr). None means that no line is shown.
             prefix: the text to print before each line.
             copy: a file to which the bytes of the pipe are also written, without the prefix. None means no file.
 
@@ -190,7 +190,7 @@ class Forwarder:
 
     def _show(self, stream: _Stream, lines: list[bytes]) -> None:
         stream.tail.extend(lines)
-        if not lines:
+        if not lines or stream.to_fd is None:
             return
         text = b"".join(stream.prefix + line + b"\n" for line in lines)
         try:
@@ -256,8 +256,13 @@ class RankLogs(LogsSpecs):
         A rank that writes to the terminal directly, which keeps no lines here, counts as if it had printed the error.
         """
         is_direct = len(self._stderr_tails) < len(self._ranks)
-        printed = (line for local_rank in self._stderr_tails for line in self.stderr_tail(local_rank))
-        return is_direct or is_in(failure, printed)
+        shown = [local_rank for local_rank in self._stderr_tails if self._shows(self._ranks[local_rank])]
+        printed = (line for local_rank in shown for line in self.stderr_tail(local_rank))
+        is_silent = failure.record is None and not self._shows(failure.rank)
+        return is_direct or (not is_silent and is_in(failure, printed))
+
+    def _shows(self, rank: int) -> bool:
+        return rank == 0 or not self._display.only_rank_0
 
     def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
         """Create the pipes for one attempt to run the ranks, and start to copy them.
@@ -297,12 +302,14 @@ class RankLogs(LogsSpecs):
                 role_name=env.get("ROLE_NAME", ""),
                 hostname=socket.gethostname(),
             )
+            to_terminal = env["RANK"] == "0" and not rank_kept and show is None
             for name, fd, places in (("stdout", 1, dest.stdouts), ("stderr", 2, dest.stderrs)):
-                if env["RANK"] == "0" and os.isatty(fd) and not rank_kept and show is None:
+                if to_terminal and os.isatty(fd) and not self._display.only_rank_0:
                     places[local_rank] = ""  # for torch, "" means inherit
                     continue
                 pipe, copy = rank_folder / name, rank_kept / f"{name}.log" if rank_kept else None
-                tail = forwarder.add(pipe, to_fd=fd, prefix=prefix, copy=copy)
+                to_fd = fd if self._shows(int(env["RANK"])) else None
+                tail = forwarder.add(pipe, to_fd=to_fd, prefix=prefix, copy=copy)
                 places[local_rank] = str(pipe)
                 if name == "stderr":
                     self._stderr_tails[local_rank] = tail
