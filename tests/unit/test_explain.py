@@ -89,7 +89,7 @@ def test_notes_say_what_is_missing() -> None:
 
 
 def test_why_nothing_can_be_shown() -> None:
-    assert "sl.DistributedDataParallel in training mode" in nothing_shown(None, "a.py")
+    assert "sl.DistributedDataParallel in training mode" in nothing_shown(Report(step=0), "a.py")
     assert "replace this class by" in nothing_shown(Report(step=0, uses_torch_class=True), "a.py")
 
 

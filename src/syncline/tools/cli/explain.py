@@ -87,10 +87,10 @@ def main(argv: Sequence[str]) -> int:
             before=("syncline.tools.explain.ranks", json.dumps(asdict(options))),
         )
         code = run_on_this_host(args.n, command, guardian, prefix="", display=DisplayOfRank0())
-        report = Report.decode(path.read_text(encoding="utf-8")) if path.exists() else None
+        report = Report.decode(path.read_text(encoding="utf-8")) if path.exists() else Report(step=0)
     if code:
         return code
-    if report is None or not report.step:
+    if not report.step:
         say(_NAME, nothing_shown(report, program))
         return 1
     print(text_of(report, options, _style(is_ascii=args.ascii)))

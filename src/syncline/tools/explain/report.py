@@ -40,7 +40,7 @@ class Options:
             >>> options.is_enough(3, meets_others=False), options.is_enough(100, meets_others=False)
             (False, True)
         """
-        if self.step is not None:
+        if self.step:
             return step >= self.step
         return step >= SETTLED_STEP and (meets_others or self.num_ranks == 1 or step >= MOST_STEPS)
 
@@ -107,11 +107,11 @@ def _notes(report: Report, options: Options) -> list[str]:
             f"The {report.num_ranks} ranks shared this host, so the waits are not those of a cluster: `syncline plan` "
             "predicts them. `syncline run --trace DIR` and `syncline report DIR` show the waits of a whole run."
         )
-    if options.step is not None and report.step < options.step:
+    if options.step and report.step < options.step:
         notes.append(
             f"The script ended after {format_count(report.step, 'step')}, before step {options.step}."
         )
-    elif options.step is None and report.num_ranks > 1 and not report.meets_others:
+    elif not options.step and report.num_ranks > 1 and not report.meets_others:
         notes.append(
             f"Up to step {report.step}, the ranks sent neither gradients nor parameters. --step N shows a later step; "
             "the timeline says when the next round comes, if that is known."
@@ -119,9 +119,9 @@ def _notes(report: Report, options: Options) -> list[str]:
     return notes
 
 
-def nothing_shown(report: Report | None, program: str) -> str:
+def nothing_shown(report: Report, program: str) -> str:
     """Return why no step can be shown, and what to do."""
-    if report is not None and report.uses_torch_class:
+    if report.uses_torch_class:
         remedy = (
             "It uses torch.nn.parallel.DistributedDataParallel: replace this class by sl.DistributedDataParallel, "
             "which takes the same arguments"
