@@ -29,12 +29,10 @@ import time
 import traceback
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, NoReturn
 
 import torch
@@ -395,20 +393,14 @@ def exit_code_of_script(argv: Sequence[str]) -> int:
 
 
 def warm_the_ranks() -> None:
-    """Make this process, a launcher or `syncline explain`, fork what would be a new interpreter."""
+    """Make this process, a launcher, fork what would be a new interpreter."""
     from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
-
-    from syncline.tools.cli import explain
 
     def start(handler: Any, args: tuple[str, ...], env: dict[str, str]) -> ForkedRank:
         argv = args[2:] if args[1] == "-u" else args[1:]  # torchrun's way
         return forked_rank(argv, env, handler._stdout, handler._stderr)
 
-    def explained(command: list[str], env: dict[str, str]) -> AbstractContextManager[ForkedRank]:
-        return contextlib.nullcontext(forked_rank(tuple(command[1:]), env))
-
     SubprocessHandler._popen = start  # type: ignore[assignment,method-assign]
-    explain.subprocess = SimpleNamespace(Popen=explained)  # type: ignore[attr-defined]
 
 
 def forked_rank(

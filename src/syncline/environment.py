@@ -33,7 +33,7 @@ WHOLE_TRACEBACKS = "SYNCLINE_WHOLE_TRACEBACKS"
 """The variable that makes every rank print whole tracebacks, with the lines of torch and Syncline."""
 
 EXPLAIN = "SYNCLINE_EXPLAIN"
-"""The variable that `syncline explain` sets for its process, in which the other ranks are imitated."""
+"""The variable that `syncline explain` sets in each of its ranks."""
 
 PATIENCE = "SYNCLINE_PATIENCE"
 """The variable that holds the factor of `patience`."""
@@ -113,29 +113,13 @@ def wants_whole_tracebacks() -> bool:
 
 
 def is_explained() -> bool:
-    """Return whether `syncline explain` runs this process, in which the other ranks are imitated, and nothing is saved.
+    """Return whether this process is a rank of `syncline explain`: it writes no saves and traces, and starts no ranks.
 
     Examples:
         >>> is_explained()
         False
     """
     return bool(os.environ.get(EXPLAIN))
-
-
-def explained(num_ranks: int) -> dict[str, str]:
-    """Return the variables of a process of `syncline explain`, which is rank 0 of `num_ranks` ranks of this host."""
-    variables = {
-        EXPLAIN: "1",
-        "RANK": "0",
-        "WORLD_SIZE": str(num_ranks),
-        "LOCAL_RANK": "0",
-        "LOCAL_WORLD_SIZE": str(num_ranks),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": "29500",  # nothing connects to it
-    }
-    if "OMP_NUM_THREADS" not in os.environ:
-        variables["OMP_NUM_THREADS"] = str(threads_per_rank(num_ranks))
-    return variables
 
 
 def wants_colours() -> bool:

@@ -22,9 +22,7 @@ from typing import Literal, NamedTuple
 
 from syncline import environment
 
-Launcher = Literal[
-    "syncline run", "syncline explain", "torchrun", "environment", "mpirun", "submitit", "slurm", "alone"
-]
+Launcher = Literal["syncline run", "torchrun", "environment", "mpirun", "submitit", "slurm", "alone"]
 
 _REMEDY = (
     "Start the program with `syncline run` or torchrun, which set these variables. "
@@ -265,9 +263,7 @@ def _parse_torchrun(given: _Variables) -> Environment:
         if size > 1 and not given.get(name):
             raise ValueError(f"{name} is not set, although WORLD_SIZE={size} is set. {_REMEDY}")
     launcher: Launcher = "environment"
-    if environment.EXPLAIN in given:
-        launcher = "syncline explain"
-    elif "TORCHELASTIC_RUN_ID" in given:
+    if "TORCHELASTIC_RUN_ID" in given:
         launcher = "syncline run" if environment.RUN_MARK in given else "torchrun"
     return replace(
         place,

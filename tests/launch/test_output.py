@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 
 from syncline.session import record_failure
+from syncline.tools.launch.display import DisplayOfRank0
+from syncline.tools.launch.failures import ErrorRecord, Failure
 from syncline.tools.launch.output import Forwarder, Lines, RankLogs
 
 
@@ -114,3 +116,29 @@ def test_a_restart_names_the_rank_that_failed_and_not_one_that_met_its_end(
             "a rank has ended",
         )
     ]
+
+
+def test_of_the_output_of_rank_0_only_an_error_of_another_rank_has_not_been_seen(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "isatty", lambda fd: True)  # to which rank 0 would write directly
+    logs = RankLogs(scratch=tmp_path, keep_in=None, prefix="", display=DisplayOfRank0())
+    places = logs.reify({rank: {"RANK": str(rank)} for rank in range(2)})
+    for rank in range(2):
+        for pipe in (places.stdouts[rank], places.stderrs[rank]):
+            Path(pipe).write_text(f"ValueError: seen by rank {'zero' if rank == 0 else 'one'}\n")
+    logs.stop()
+    printed = capfd.readouterr()
+    assert printed.out == printed.err == "ValueError: seen by rank zero\n"
+    assert logs.stderr_tail(1) == ["ValueError: seen by rank one"]
+    crashes = [Failure(rank=rank, pid=1, return_code=-signal.SIGSEGV, record=None) for rank in range(2)]
+    assert [logs.has_shown(crash) for crash in crashes] == [True, False]
+    errors = [
+        Failure(rank=1, pid=1, return_code=1, record=record(f"ValueError: seen by rank {by}"))
+        for by in ("zero", "one")
+    ]
+    assert [logs.has_shown(error) for error in errors] == [True, False]
+
+
+def record(text: str) -> ErrorRecord:
+    return ErrorRecord(summary=text, traceback=text, time_ns=1, exit_code=1)

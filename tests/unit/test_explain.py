@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -11,17 +15,17 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 import syncline as sl
 from support.goldens import assert_golden
-from syncline.tools.explain.dry_run import StepObserver, StepShown
 from syncline.tools.explain.picture import Row, Style, legend, picture
+from syncline.tools.explain.ranks import StepObserver, StepShown
 from syncline.tools.explain.report import Module, Options, Report, nothing_shown, text_of
-from syncline.transport import MirrorTransport
+from syncline.transport import ThreadsTransport, run_ranks
 
 ROWS = [
     Row("forward", "forward", [(0.0, 0.004)], "4.0 ms"),
     Row("backward", "backward", [(0.005, 0.009)], "4.0 ms"),
     Row("bucket", "  bucket 0, 1 kB", [(0.005, 0.006)], "sent at 6.0 ms", "head.weight, head.bias"),
     Row("bucket", "  bucket 1, 9 MB", [(0.006, 0.009)], "sent at 9.0 ms", "a.very.long.name." * 5),
-    Row("wait", "  wait", [(0.009, 0.009)], "not measured"),
+    Row("wait", "  wait", [(0.008, 0.009)], "1.0 ms"),
     Row("optimizer", "optimizer SGD", [(0.009, 0.010)], "1.0 ms"),
 ]
 
@@ -69,8 +73,8 @@ def test_a_report_comes_back_and_is_printed() -> None:
     found = Report.decode(report.encode())
     assert [list(row.spans[0]) for row in found.rows] == [list(row.spans[0]) for row in ROWS]
     text = text_of(found, Options(num_ranks=4, step=None, report=""), Style())
-    assert text.startswith("the contract\n\nthe words\n\nStep 3 on this rank, 10.0 ms from")
-    assert "The 3 other ranks did not run" in text
+    assert text.startswith("the contract\n\nthe words\n\nStep 3 on rank 0, 10.0 ms from")
+    assert "The 4 ranks shared this host" in text
     assert "before step" not in text
 
 
@@ -78,15 +82,14 @@ def test_notes_say_what_is_missing() -> None:
     report = Report(step=2, num_ranks=2, rows=ROWS)
     text = text_of(report, Options(num_ranks=2, step=9, report=""), Style())
     assert "The script ended after 2 steps, before step 9." in text
-    assert "The other rank did not run: this process imitated it." in text
     text = text_of(report, Options(num_ranks=2, step=None, report=""), Style())
     assert "sent neither gradients nor parameters" in text
     alone = text_of(Report(step=3, rows=ROWS), Options(num_ranks=1, step=None, report=""), Style())
-    assert "did not run" not in alone
+    assert "shared this host" not in alone
 
 
 def test_why_nothing_can_be_shown() -> None:
-    assert "sl.DistributedDataParallel in training mode" in nothing_shown(None, "a.py")
+    assert "sl.DistributedDataParallel in training mode" in nothing_shown(Report(step=0), "a.py")
     assert "replace this class by" in nothing_shown(Report(step=0, uses_torch_class=True), "a.py")
 
 
@@ -103,14 +106,14 @@ class Net(nn.Linear):
 
 
 class Training:
-    """A module on an imitated rank, whose steps an observer sees."""
+    """Ranks that are threads, of which an observer sees the steps of rank 0."""
 
     def __init__(self, path: Path, *, step: int | None = None, size: int = 2, **arguments: object) -> None:
         self.path = path
         self.observer = StepObserver(Options(num_ranks=size, step=step, report=str(path)))
-        transport = MirrorTransport(rank=0, size=size, timeout_seconds=5.0)
-        self.ddp = sl.DistributedDataParallel(Net(4, 4), process_group=transport, **arguments)  # type: ignore[arg-type]
-        self.optimizer = self.ddp.attach(torch.optim.SGD(self.ddp.parameters(), lr=0.1))
+        for name in (*(name for name in vars(sl.Observer) if name in vars(StepObserver)), *UPDATE):
+            setattr(self.observer, name, on_rank_0(getattr(self.observer, name)))
+        self._size, self._arguments = size, arguments
 
     def run(self, num_steps: int, num_micro_batches: int = 1) -> Report:
         """Train until the observer ends it, or for so many steps, and return the report."""
@@ -119,27 +122,37 @@ class Training:
             register_optimizer_step_post_hook(self.observer.after_update),
         )
         try:
-            with self.observer:
-                for _ in range(num_steps):
-                    self._step(num_micro_batches)
-        except StepShown:
-            pass
-        else:
-            self.observer.end_of_script()
+            with self.observer, suppress(StepShown):
+                run_ranks(self._size, lambda transport: self.train(transport, num_steps, num_micro_batches))
         finally:
             for hook in update:
                 hook.remove()
+        self.observer.end_of_script()
         return Report.decode(self.path.read_text())
 
-    def _step(self, num_micro_batches: int) -> None:
-        self.optimizer.zero_grad()
-        for at in range(num_micro_batches):
-            if at < num_micro_batches - 1:
-                with self.ddp.no_sync():
-                    self.ddp(torch.ones(2, 4)).sum().backward()
-            else:
-                self.ddp(torch.ones(2, 4)).sum().backward()
-        self.optimizer.step()
+    def train(self, transport: ThreadsTransport, num_steps: int, num_micro_batches: int) -> None:
+        ddp = sl.DistributedDataParallel(Net(4, 4), process_group=transport, **self._arguments)  # type: ignore[arg-type]
+        optimizer = ddp.attach(torch.optim.SGD(ddp.parameters(), lr=0.1))
+        for _ in range(num_steps):
+            optimizer.zero_grad()
+            for _ in range(num_micro_batches - 1):
+                with ddp.no_sync():
+                    ddp(torch.ones(2, 4)).sum().backward()
+            ddp(torch.ones(2, 4)).sum().backward()
+            optimizer.step()
+
+
+UPDATE = ("before_update", "after_update")
+
+
+def on_rank_0(method: Callable[..., None]) -> Callable[..., None]:
+    """Return a method that does nothing on the threads of the other ranks."""
+
+    def call(*args: Any) -> None:
+        if threading.current_thread().name == "rank 0":
+            method(*args)
+
+    return call
 
 
 def kinds(report: Report) -> list[str]:
@@ -186,4 +199,4 @@ def test_a_script_that_catches_the_end_is_ended_again(path: Path) -> None:
     training = Training(path, step=1)
     training.run(3)
     with training.observer, pytest.raises(StepShown):
-        training.ddp(torch.ones(1, 4))
+        run_ranks(2, lambda transport: training.train(transport, 1, 1))

@@ -86,7 +86,6 @@ HETEROGENEOUS = {
 
 PLACES: dict[str, tuple[dict[str, str], Place, str | None]] = {
     "no variables": ({"HOME": "/"}, ALONE, None),
-    "explain": (environment.explained(64), ("syncline explain", 0, 64, 0, 64), "127.0.0.1"),
     "torchrun": (TORCHRUN, ("torchrun", 3, 4, 1, 2), "head"),
     "by hand, all on this host": (BY_HAND, ("environment", 3, 4, 3, 4), "head"),
     "srun": (SLURM, ("slurm", 5, 6, 1, 2), "node07"),

@@ -27,7 +27,7 @@ else:
     )
     # Public names, but missing if torch was built without torch.distributed.
     Store = lookup("torch.distributed:Store", "join other ranks")
-    HashStore = lookup("torch.distributed:HashStore", "imitate other ranks")
+    HashStore = lookup("torch.distributed:HashStore", "join other ranks")
     TCPStore = lookup("torch.distributed:TCPStore", "join other ranks")
     PrefixStore = lookup("torch.distributed:PrefixStore", "join other ranks")
 

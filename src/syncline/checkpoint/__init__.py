@@ -1,7 +1,7 @@
 """Save a training run to disk, and load it on all ranks or on none.
 
-Imports: errors, suggestions, words, checks, untrusted, trees, user_code, events, _torch, transport, session,
-optimizers, tensors, equality, gradients, sharded, data, compression.
+Imports: errors, suggestions, words, checks, environment, untrusted, trees, user_code, events, _torch, transport,
+session, optimizers, tensors, equality, gradients, sharded, data, compression.
 
 checkpointer.py  Checkpointer: save, load, stop
 contents.py      the state that a rank writes, and the part of a save that a rank reads

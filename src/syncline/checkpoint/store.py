@@ -15,6 +15,7 @@ from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 
+from syncline import environment
 from syncline.checkpoint.contents import Parts, SaveContent, entry_of
 from syncline.checkpoint.directory import (
     SHARED_FILE,
@@ -142,7 +143,7 @@ class SaveStore:
         if read_only:
             self._check_readable()
         else:
-            if not lane.imitates_peers:
+            if not environment.is_explained():
                 self._check_writable()
             self._look_around()
 
@@ -224,8 +225,8 @@ class SaveStore:
         Raises:
             Refused: the save could not be written.
         """
-        if self._lane.imitates_peers:  # `syncline explain` saves nothing
-            return self._directory.path_of(Save(self._last_number + 1, step))
+        if environment.is_explained():
+            return self._on_rank_0(lambda: self._directory.path_of(Save(self._last_number + 1, step)))
         path = self._on_rank_0(lambda: self._directory.begin(step))
         try:
             digests = everywhere(self._lane, lambda: parts.digests)

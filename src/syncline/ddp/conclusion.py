@@ -32,11 +32,6 @@ def concluded(plan: Plan, evidence: Evidence) -> str:
         return "There is one rank, so synchronization costs nothing."
     if backward is None:
         return "No step has run yet. After two steps, this line says what synchronization costs."
-    if plan.imitates_peers:
-        return (
-            "The other ranks were imitated, so nothing was sent, and no time of communication was measured. The sizes, "
-            "and the times of this rank's own work, are real."
-        )
     if not backward.synchronized:
         if plan.rules is None:
             return "This backward sent nothing, so no rank waited for its gradients."

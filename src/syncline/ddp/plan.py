@@ -112,8 +112,6 @@ class Plan:
     """Number of copies of sharded parameters, if the ranks of a host use one copy; 0 if each rank has its own copy."""
     comm_hook: str | None = None
     """The name of the user's communication hook; None if there is none."""
-    imitates_peers: bool = False
-    """Whether this process imitates the other ranks, so that no time of communication was measured."""
     has_buffer_hook: bool = False
     has_local_buffers: bool = False
     """Whether no buffer is ever synchronized, because the module had none when it was wrapped."""

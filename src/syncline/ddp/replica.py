@@ -482,7 +482,6 @@ class Replica:
             self._first_plan,
             config=self.config,
             transport=transport.name,
-            imitates_peers=transport.imitates_peers,
             rank=transport.rank,
             num_ranks=transport.size,
             sizes=sizes_of(chosen),

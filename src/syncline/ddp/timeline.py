@@ -162,8 +162,8 @@ def _buckets_recorded(plan: Plan, backward: BackwardRecord, checks: str) -> list
         lines.append(f"{format_names(bucket.parameters)} -> bucket {bucket.index} ({size})")
         when = "at the end of backward" if bucket.trigger is None else f"when {bucket.trigger} was ready"
         launched = f"{format_time(bucket.launched_seconds)} after the first gradient"
-        waited = f"; waited {format_time(bucket.waited_seconds)} for the bucket at the end"
-        lines.append(f"  {_sent(plan)} {when}, {launched}{'' if plan.imitates_peers else waited}")
+        waited = f"waited {format_time(bucket.waited_seconds)} for the bucket at the end"
+        lines.append(f"  {_sent(plan)} {when}, {launched}; {waited}")
     lines.append(checks)
     mean = describe_mean(backward)
     if plan.reduction is Reduction.SHARDS:
@@ -205,8 +205,8 @@ def _rounds(plan: Plan, evidence: Evidence) -> list[str]:
     last = evidence.round
     if last is not None:
         size = f"{format_count(last.num_calls, 'call')}, {format_bytes(last.payload_bytes)}"
-        took = "" if plan.imitates_peers else f", {format_time(last.duration_seconds)}"
-        lines.append(f"after step {last.step}: {'; '.join(last.what)} ({size}{took})")
+        took = format_time(last.duration_seconds)
+        lines.append(f"after step {last.step}: {'; '.join(last.what)} ({size}, {took})")
     if evidence.next_round is not None:
         lines.append(f"next after step {evidence.next_round}")
     return lines

@@ -245,7 +245,6 @@ def first_plan(
         module=title,
         transport=transport.name,
         shares_memory=transport.reduces_in_place,
-        imitates_peers=transport.imitates_peers,
         rank=transport.rank,
         num_ranks=transport.size,
         num_hosts=len(hosts.loads),

@@ -86,8 +86,6 @@ class Reduction:
         self._emitter = emitter
         self._has_own_connection = has_own_connection
         self._has_warned_of_graph = False
-        self._own_tail = Tail(())
-        """The tail that this rank has sent last."""
         text, order = None, None
         if former is not None:
             # A block of normalize_by may have begun before the module changed, so the normalizer stays the same object.
@@ -267,8 +265,7 @@ class Reduction:
         words = self.riders.words(self.backward)
         form, rank = self.layout.form, self.transport.rank
         digits = form.encode(words, rank=rank, used=used) if used or any(words) else ()
-        self._own_tail = Tail(digits, self.clock.note(), form.notes_at + rank * form.num_noted)
-        return self._own_tail
+        return Tail(digits, self.clock.note(), form.notes_at + rank * form.num_noted)
 
     # ------------------------------------------------------------------ at the end of backward
 
@@ -353,8 +350,6 @@ class Reduction:
             tail = last.read_tail()
         rows: Sequence[Sequence[int] | None] = ()
         form = self.layout.form
-        if self.transport.imitates_peers:
-            tail = form.of_equal_ranks(self._own_tail, rank=self.transport.rank)
         self.clock.heard = tail[form.notes_at : form.numel]
         if any(tail[: form.notes_at]) or self.options.allow_unused:
             rows, self.usage.num_ranks_using = form.decode(tail)
@@ -428,9 +423,7 @@ class Reduction:
         self.backward = backward
         self._begin_step()
         num_tracked = len(self.parameters) if self.options.allow_unused else 0
-        tail = self._own_tail = Tail(
-            self.layout.form.encode(None, rank=self.transport.rank, used=[0] * num_tracked)
-        )
+        tail = Tail(self.layout.form.encode(None, rank=self.transport.rank, used=[0] * num_tracked))
         self.usage.exchange(NO_INDICES, NO_INDICES)
         for bucket in self.layout.buckets:
             if not self.usage.is_unused_by_all(bucket.plan.parameters):

@@ -109,24 +109,6 @@ class TailForm:
             ranks.append(None if has_joined else tuple(reversed(words)))
         return tuple(ranks), tuple(int(x) for x in tail[self.num_ranks * self.num_digits : self.notes_at])
 
-    def of_equal_ranks(self, tail: Tail, *, rank: int) -> list[float]:
-        """Return the sum of the tails of all ranks, if each rank sends in its own place what this rank sends.
-
-        Args:
-            tail: the tail of this rank.
-            rank: the number of this rank.
-
-        Examples:
-            >>> form = TailForm(num_ranks=2, widths=(7,), num_tracked=1, num_noted=1)
-            >>> form.of_equal_ranks(Tail(form.encode((3,), rank=0, used=[1]), b"9", 3), rank=0)
-            [6, 6, 2, 57, 57]
-        """
-        words = tail.words or [0] * self.notes_at
-        own = words[rank * self.num_digits : (rank + 1) * self.num_digits]
-        used = [self.num_ranks * used for used in words[self.num_ranks * self.num_digits :]]
-        note = tail.note or bytes(self.num_noted)
-        return [*list(own) * self.num_ranks, *used, *list(note) * self.num_ranks]
-
 
 class Tail(NamedTuple):
     """The elements that this rank writes into the tail. All other elements are 0."""

@@ -3,8 +3,8 @@
 `init` checks its arguments in asked.py. Then it joins the ranks in rendezvous.py and selects the transport in
 transports.py. One object of the class `Session` holds the state of the process. world.py creates this object.
 
-Imports: errors, faces, suggestions, tracebacks, words, checks, environment, native, user_code, launchers, _torch,
-liveness, transport, torch_backend.
+Imports: errors, faces, suggestions, tracebacks, words, checks, environment, user_code, launchers, _torch,
+liveness, transport.
 
 asked.py         the arguments of `init`, checked
 ending.py        the end of the process: reports of an exception to the launcher and the peers; an end without a hang

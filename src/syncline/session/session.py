@@ -19,7 +19,6 @@ import torch.distributed as dist
 from syncline import environment, launchers
 from syncline._torch.gloo import addresses_gathered
 from syncline._torch.process_groups import (
-    HashStore,
     PrefixStore,
     Store,
     backends_of,
@@ -61,7 +60,6 @@ from syncline.session.rendezvous import (
     wait_for_all,
 )
 from syncline.session.transports import Transports
-from syncline.torch_backend import register_mirror
 from syncline.transport.agreement import exchange
 from syncline.transport.base import Transport
 from syncline.transport.c10d import C10dTransport
@@ -230,9 +228,6 @@ class Session:
 
     def _make_default_group(self, env: Environment, device: torch.device, asked: Asked) -> dist.ProcessGroup:
         """Wait for the other ranks, compare the arguments, create torch's default group, and select its transport."""
-        if env.launcher == "syncline explain":
-            self._backend = register_mirror()
-            return self._connect(HashStore(), env.rank, env.size, device, asked, asked.timeout_seconds)
         store = self._stores.of_next_init(env, asked.timeout_seconds)
         mine = Presence.of_this_process(env, device, asked.lines(device))
         everyone = wait_for_all(store, mine, asked.timeout_seconds)
@@ -454,8 +449,7 @@ class Session:
             finally:
                 c10d.close()
         env = launchers.current()
-        is_awaited = env.launcher != "syncline explain"
-        if is_awaited and env.master_addr is not None and env.master_port is not None:
+        if env.master_addr is not None and env.master_port is not None:
             # The error about the arguments is more useful than an error about missing ranks or a missing store.
             with contextlib.suppress(CollectiveTimeout, PeerLost):
                 store = self._stores.of_next_init(env, _REFUSAL_SECONDS)

@@ -17,13 +17,10 @@ from syncline._torch.process_groups import is_living
 from syncline.errors import SynclineError
 from syncline.liveness.connection import StoreConnection
 from syncline.liveness.processes import RankProcess, refuse_in_forks
-from syncline.native import find_library
 from syncline.session.ranks import default_group
-from syncline.torch_backend import MirrorProcessGroup
 from syncline.transport.base import Transport
 from syncline.transport.c10d import C10dTransport
 from syncline.transport.hierarchy import HierarchicalTransport
-from syncline.transport.mirror import MirrorTransport
 from syncline.transport.shared_memory.core import SharedMemoryUnavailable
 from syncline.transport.shared_memory.hub import Exchange
 from syncline.transport.shared_memory.transport import SharedMemoryTransport
@@ -146,28 +143,24 @@ class Transports:
             processes: the process of each rank, None for an unknown one. All ranks pass the same ones. It is empty if
                 the ranks have to exchange their hosts.
         """
-        if isinstance(group, MirrorProcessGroup):
-            selected: Transport = _mirror(group, asked, timeout_seconds)
-            compare(selected)
-        else:
-            host_keys = [None if process is None else process.host for process in processes]
-            # Where all ranks share memory, their notices are there.
-            may_share_memory = gather is not None and asked != "c10d" and len(set(host_keys)) < 2
-            c10d = C10dTransport(
-                group,
-                timeout_seconds=timeout_seconds,
-                connection=connection,
-                processes=processes,
-                exchanges_notices=not may_share_memory,
-            )
-            try:
-                compare(c10d)
-                selected = self._best_over(c10d, asked, gather, host_keys)
-                if may_share_memory and not isinstance(selected, SharedMemoryTransport):
-                    c10d.exchange_notices(connection)
-            except BaseException:
-                c10d.close()
-                raise
+        host_keys = [None if process is None else process.host for process in processes]
+        # Where all ranks share memory, their notices are there.
+        may_share_memory = gather is not None and asked != "c10d" and len(set(host_keys)) < 2
+        c10d = C10dTransport(
+            group,
+            timeout_seconds=timeout_seconds,
+            connection=connection,
+            processes=processes,
+            exchanges_notices=not may_share_memory,
+        )
+        try:
+            compare(c10d)
+            selected = self._best_over(c10d, asked, gather, host_keys)
+            if may_share_memory and not isinstance(selected, SharedMemoryTransport):
+                c10d.exchange_notices(connection)
+        except BaseException:
+            c10d.close()
+            raise
         self._entries.setdefault(id(group), _Entry(group, is_default=True)).transport = selected
         return selected
 
@@ -248,15 +241,3 @@ class Transports:
                 if goes_on and isinstance(transport, WatchedTransport):
                     transport.drop_groups()
             self._entries.clear()
-
-
-def _mirror(group: MirrorProcessGroup, asked: str, timeout_seconds: float | None) -> MirrorTransport:
-    """Return a transport for a group whose other ranks are imitated. It imitates ranks of one host."""
-    own = group.transport
-    return MirrorTransport(
-        rank=own.rank,
-        size=own.size,
-        timeout_seconds=own.timeout_seconds if timeout_seconds is None else timeout_seconds,
-        has_shared_memory=asked == "shm" or (asked == "auto" and find_library() is not None),
-        group=group,
-    )

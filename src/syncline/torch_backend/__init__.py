@@ -10,7 +10,6 @@ arguments.py    the arguments that each operation accepts, in one table
 base.py         the base class of process groups: their state, and the completion of their calls
 collectives.py  torch's collectives, built from a transport's operations
 group.py        the process group that torch uses
-mirror.py       process groups whose other ranks are imitated, for `syncline explain`
 work.py         the work objects that collectives return
 """
 
@@ -22,10 +21,9 @@ import torch.distributed as dist
 
 from syncline.torch_backend.base import BACKEND
 from syncline.torch_backend.group import SynclineProcessGroup
-from syncline.torch_backend.mirror import MirrorProcessGroup, register_mirror
 from syncline.transport.base import Transport
 
-__all__ = ["MirrorProcessGroup", "register_backend", "register_mirror"]
+__all__ = ["register_backend"]
 
 
 def register_backend() -> None:

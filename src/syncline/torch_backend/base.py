@@ -53,10 +53,6 @@ class Group:
     def options(self) -> Any:
         return self._options
 
-    def _is_elsewhere(self, tensor: Tensor) -> bool:
-        """Return whether a tensor is on a device that this group's transport does not serve."""
-        return not tensor.is_cpu
-
     def group_for(self, device: torch.device) -> dist.ProcessGroup:
         """Return the process group for tensors on `device`, which is not the CPU.
 
@@ -152,7 +148,7 @@ class Group:
 
     def _other_group(self, *tensors: Tensor) -> dist.ProcessGroup | None:
         """Return the group that serves the device of the first tensor; None if this group does."""
-        if tensors and self._is_elsewhere(tensors[0]):
+        if tensors and not tensors[0].is_cpu:
             return self.group_for(tensors[0].device)
         return None
 

@@ -11,7 +11,6 @@ caller_lock.py        a lock that lets one thread of a rank use a transport at a
 faulty.py             engine: fails on purpose, for tests
 hierarchy.py          engine: shared memory within each host, Gloo between hosts
 hosts.py              which rank is on which host, and the shared memory within each host
-mirror.py             engine: one process, whose other ranks are imitated
 phases.py             operations that consist of several phases, and how they advance
 statistics.py         counts of operations, bytes and waiting time, and the bytes that each operation sends
 thread_rendezvous.py  the calls of ranks that are threads, and how they are matched
@@ -28,7 +27,6 @@ from syncline.transport.c10d import C10dTransport
 from syncline.transport.c10d_work import C10dWork
 from syncline.transport.faulty import Fault, FaultyTransport
 from syncline.transport.hierarchy import HierarchicalTransport
-from syncline.transport.mirror import MirrorTransport
 from syncline.transport.statistics import Statistics, sent_bytes
 from syncline.transport.threads import ThreadGroup, ThreadsTransport, run_ranks
 from syncline.transport.work import Work
@@ -40,7 +38,6 @@ __all__ = [
     "Fault",
     "FaultyTransport",
     "HierarchicalTransport",
-    "MirrorTransport",
     "ReduceOp",
     "Statistics",
     "ThreadGroup",

@@ -92,10 +92,6 @@ class Transport(ABC):
             new transport is a part of it. Pass None to create a new board.
     """
 
-    imitates_peers = False
-    """Whether this process imitates the other ranks (`mirror.py`). If each rank writes data into a place of its own,
-    and these are summed over the ranks, the sum then lacks the data of the others."""
-
     def __init__(self, *, rank: int, size: int, timeout_seconds: float, board: Board | None = None) -> None:
         if not 0 <= rank < size:
             raise ValueError(f"expected a rank from 0 to size - 1; got rank {rank} and size {size}")

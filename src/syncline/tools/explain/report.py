@@ -1,4 +1,4 @@
-"""What the process of a script reports to `syncline explain`, and its text (pure functions).
+"""What rank 0 reports to `syncline explain`, and its text (pure functions).
 
 The report travels as JSON, so that the command itself needs no torch.
 """
@@ -18,13 +18,13 @@ MOST_STEPS = 100
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """What the command asks of the process that runs the script."""
+    """What the command asks of the ranks."""
 
     num_ranks: int
     step: int | None
     """The step to show; None for the first one that shows what is usual, see `Options.is_enough`."""
     report: str
-    """The path of the file to which the report is written."""
+    """The path of the file to which rank 0 writes the report."""
 
     def is_enough(self, step: int, *, meets_others: bool) -> bool:
         """Return whether the script can end after this step.
@@ -40,7 +40,7 @@ class Options:
             >>> options.is_enough(3, meets_others=False), options.is_enough(100, meets_others=False)
             (False, True)
         """
-        if self.step is not None:
+        if self.step:
             return step >= self.step
         return step >= SETTLED_STEP and (meets_others or self.num_ranks == 1 or step >= MOST_STEPS)
 
@@ -94,7 +94,7 @@ def text_of(report: Report, options: Options, style: Style) -> str:
     """Return the text that the command prints about a step: contract, timeline, picture and notes."""
     parts = [f"{module.contract}\n\n{module.words}" for module in report.modules]
     length = format_time(report.seconds)
-    heading = f"Step {report.step} on this rank, {length} from its first forward to its last work"
+    heading = f"Step {report.step} on rank 0, {length} from its first forward to its last work"
     parts.append("\n".join([heading, *picture(report.rows, report.seconds, style), legend(style)]))
     parts.append("\n".join(line for note in _notes(report, options) for line in wrapped(note)))
     return "\n\n".join(parts)
@@ -103,18 +103,15 @@ def text_of(report: Report, options: Options, style: Style) -> str:
 def _notes(report: Report, options: Options) -> list[str]:
     notes = []
     if report.num_ranks > 1:
-        is_pair = report.num_ranks == 2
-        others = "other rank" if is_pair else f"{report.num_ranks - 1:,} other ranks"
         notes.append(
-            f"The {others} did not run: this process imitated {'it' if is_pair else 'them'}. To measure "
-            "how long buckets are under way, and how long ranks wait, use `syncline run --trace DIR`, and then "
-            "`syncline report DIR`."
+            f"The {report.num_ranks} ranks shared this host, so the waits are not those of a cluster: `syncline plan` "
+            "predicts them. `syncline run --trace DIR` and `syncline report DIR` show the waits of a whole run."
         )
-    if options.step is not None and report.step < options.step:
+    if options.step and report.step < options.step:
         notes.append(
             f"The script ended after {format_count(report.step, 'step')}, before step {options.step}."
         )
-    elif options.step is None and report.num_ranks > 1 and not report.meets_others:
+    elif not options.step and report.num_ranks > 1 and not report.meets_others:
         notes.append(
             f"Up to step {report.step}, the ranks sent neither gradients nor parameters. --step N shows a later step; "
             "the timeline says when the next round comes, if that is known."
@@ -122,9 +119,9 @@ def _notes(report: Report, options: Options) -> list[str]:
     return notes
 
 
-def nothing_shown(report: Report | None, program: str) -> str:
+def nothing_shown(report: Report, program: str) -> str:
     """Return why no step can be shown, and what to do."""
-    if report is not None and report.uses_torch_class:
+    if report.uses_torch_class:
         remedy = (
             "It uses torch.nn.parallel.DistributedDataParallel: replace this class by sl.DistributedDataParallel, "
             "which takes the same arguments"

@@ -93,9 +93,7 @@ def rows_of(step: StepEvents) -> list[Row]:
     for each in step.rounds:
         label = f"round, {format_bytes(each.record.payload_bytes)}"
         spans = [(each.began_at, each.ended_at)]
-        rows.append(
-            _row("round", label, spans, step, note="not measured", detail="; ".join(each.record.what))
-        )
+        rows.append(_row("round", label, spans, step, detail="; ".join(each.record.what)))
     for name in dict.fromkeys(one.name for one in step.calls):
         spans = [(one.began_at, one.ended_at) for one in step.calls if one.name == name]
         rows.append(_row("call", f"call {name}", spans, step, note=format_count(len(spans), "call")))
@@ -110,7 +108,7 @@ def _of_module(step: StepEvents, module: str, of: str) -> list[Row]:
     if sent:
         size = format_bytes(sum(one.buffers.payload_bytes for one in sent if one.buffers is not None))
         spans = [(one.began_at, one.computed_from) for one in sent]
-        rows.append(_row("buffers", f"buffers{of}, {size}", spans, step, note="not measured"))
+        rows.append(_row("buffers", f"buffers{of}, {size}", spans, step))
     spans = [(one.computed_from, one.ended_at) for one in forwards]
     rows.append(_row("forward", f"forward{of}", spans, step))
     spans = [(one.event.began_at, one.event.ended_at) for one in backwards]
@@ -147,7 +145,7 @@ def _of_buckets(step: StepEvents, backward: Backward) -> list[Row]:
             )
         )
     waits = [(began, ended) for _, _, began, ended in event.buckets]
-    rows.append(_row("wait", "  wait", waits, step, note="not measured"))
+    rows.append(_row("wait", "  wait", waits, step))
     return rows
 
 

@@ -19,6 +19,9 @@ class Display:
     None means that they are written to the descriptor, and that rank 0 may write to a terminal directly.
     """
 
+    only_rank_0 = False
+    """Whether the lines of the other ranks do not appear. If one of them fails, its error is printed at the end."""
+
     @property
     def output_failure(self) -> OSError | None:
         """Why lines that `show` got could not be written; None if all were."""
@@ -29,6 +32,12 @@ class Display:
 
     def end(self) -> None:
         """Show nothing more beside the output. Call this when the ranks have ended."""
+
+
+class DisplayOfRank0(Display):
+    """A display that shows the output of rank 0 only, and never lets it write to a terminal directly."""
+
+    only_rank_0 = True
 
 
 class Writer:

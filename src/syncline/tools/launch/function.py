@@ -83,7 +83,7 @@ def launch(
             "sl.launch needs Linux or macOS, but this system is Windows: start the ranks with torchrun"
         )
     if environment.is_explained():
-        return fn(*args, **(kwargs or {}))  # this process is rank 0, and imitates the others
+        return fn(*args, **(kwargs or {}))  # this process is a rank already
     _refuse_in_a_rank()
     chosen = _method(method)
     call = (fn, tuple(args), dict(kwargs or {}))

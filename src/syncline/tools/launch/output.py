@@ -101,6 +101,7 @@ class _Stream:
 
     pipe_fd: int
     to_fd: int
+    is_shown: bool
     prefix: bytes
     copy_fd: int | None
     lines: Lines = field(default_factory=Lines)
@@ -127,7 +128,9 @@ class Forwarder:
         self._selector.register(self._stop_read_fd, selectors.EVENT_READ)
         self._thread = threading.Thread(target=self._run, name="syncline-output", daemon=True)
 
-    def add(self, pipe: Path, *, to_fd: int, prefix: str, copy: Path | None = None) -> deque[bytes]:
+    def add(
+        self, pipe: Path, *, to_fd: int, prefix: str, copy: Path | None = None, is_shown: bool = True
+    ) -> deque[bytes]:
         """Create a named pipe whose lines are copied to `to_fd`. Call this before `start`.
 
         Args:
@@ -135,6 +138,7 @@ class Forwarder:
             to_fd: the file descriptor of the target: 1 (stdout) or 2 (stderr).
             prefix: the text to print before each line.
             copy: a file to which the bytes of the pipe are also written, without the prefix. None means no file.
+            is_shown: whether the lines are copied to `to_fd` at all.
 
         Returns:
             A deque with the last lines that were read from the pipe. The thread keeps it up to date.
@@ -143,7 +147,7 @@ class Forwarder:
         # The pipe is also opened for writing, so that it reports no end of file when a rank closes it.
         pipe_fd = os.open(pipe, os.O_RDWR | os.O_NONBLOCK)
         copy_fd = os.open(copy, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644) if copy else None
-        stream = _Stream(pipe_fd, to_fd, os.fsencode(prefix), copy_fd)
+        stream = _Stream(pipe_fd, to_fd, is_shown, os.fsencode(prefix), copy_fd)
         self._streams.append(stream)
         self._selector.register(pipe_fd, selectors.EVENT_READ, stream)
         return stream.tail
@@ -190,7 +194,7 @@ class Forwarder:
 
     def _show(self, stream: _Stream, lines: list[bytes]) -> None:
         stream.tail.extend(lines)
-        if not lines:
+        if not lines or not stream.is_shown:
             return
         text = b"".join(stream.prefix + line + b"\n" for line in lines)
         try:
@@ -256,8 +260,13 @@ class RankLogs(LogsSpecs):
         A rank that writes to the terminal directly, which keeps no lines here, counts as if it had printed the error.
         """
         is_direct = len(self._stderr_tails) < len(self._ranks)
-        printed = (line for local_rank in self._stderr_tails for line in self.stderr_tail(local_rank))
-        return is_direct or is_in(failure, printed)
+        shown = (local_rank for local_rank in self._stderr_tails if self._shows(self._ranks[local_rank]))
+        printed = (line for local_rank in shown for line in self.stderr_tail(local_rank))
+        is_known = self._shows(failure.rank) or failure.record
+        return is_direct or (bool(is_known) and is_in(failure, printed))
+
+    def _shows(self, rank: int) -> bool:
+        return rank == 0 or not self._display.only_rank_0
 
     def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
         """Create the pipes for one attempt to run the ranks, and start to copy them.
@@ -297,12 +306,16 @@ class RankLogs(LogsSpecs):
                 role_name=env.get("ROLE_NAME", ""),
                 hostname=socket.gethostname(),
             )
+            to_terminal = (
+                env["RANK"] == "0" and not rank_kept and show is None and not self._display.only_rank_0
+            )
             for name, fd, places in (("stdout", 1, dest.stdouts), ("stderr", 2, dest.stderrs)):
-                if env["RANK"] == "0" and os.isatty(fd) and not rank_kept and show is None:
+                if to_terminal and os.isatty(fd):
                     places[local_rank] = ""  # for torch, "" means inherit
                     continue
                 pipe, copy = rank_folder / name, rank_kept / f"{name}.log" if rank_kept else None
-                tail = forwarder.add(pipe, to_fd=fd, prefix=prefix, copy=copy)
+                is_shown = self._shows(int(env["RANK"]))
+                tail = forwarder.add(pipe, to_fd=fd, prefix=prefix, copy=copy, is_shown=is_shown)
                 places[local_rank] = str(pipe)
                 if name == "stderr":
                     self._stderr_tails[local_rank] = tail

@@ -183,6 +183,7 @@ def run_on_this_host(
     *,
     num_threads: int | None = None,
     prefix: str | None = None,
+    display: Display | None = None,
 ) -> int:
     """Run a Python program as a job whose ranks are all on this host. Other hosts cannot connect to the job's store.
 
@@ -193,6 +194,7 @@ def run_on_this_host(
         num_threads: the number of threads of each rank. None means OMP_NUM_THREADS if the user has set it, and
             otherwise cores / ranks.
         prefix: the template of the text before each line of output. None means the default.
+        display: where the output appears. None means on stdout and stderr.
 
     Returns:
         The exit code, as `supervise` returns it.
@@ -210,7 +212,8 @@ def run_on_this_host(
     threads = str(num_threads or environment.threads_per_rank(num_ranks))
     before = environment.export({"OMP_NUM_THREADS": threads}, replace=num_threads is not None)
     try:
-        return supervise(Job(config=config, arguments=arguments, guardian=guardian))
+        job = Job(config=config, arguments=arguments, guardian=guardian, display=display or Display())
+        return supervise(job)
     finally:
         environment.restore(before)
 

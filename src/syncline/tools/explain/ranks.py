@@ -1,7 +1,8 @@
-"""The part of `syncline explain` that runs in the process of the script (`tools/launch/worker.py --before`).
+"""The part of `syncline explain` that runs in each rank (`tools/launch/worker.py --before`).
 
 It observes the steps by the events of the library, and the steps of all optimizers by torch's hooks. When the wanted
-step is complete, it writes a report, and raises `StepShown` in the next forward, so that the script ends there.
+step is complete, each rank raises `StepShown` in its next forward, so that the script ends there. All ranks have
+synchronized the step by then, so that none waits for another one. Rank 0 writes a report before.
 """
 
 from __future__ import annotations
@@ -11,7 +12,6 @@ import gc
 import json
 import os
 import time
-import warnings
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +19,8 @@ import torch
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from syncline import environment, launchers
 from syncline.ddp.wrapper import DistributedDataParallel
-from syncline.errors import SameDataWarning
 from syncline.events import (
     BackwardEnded,
     CallEnded,
@@ -30,7 +30,6 @@ from syncline.events import (
     OptimizerStepped,
     ParametersSynced,
 )
-from syncline.tools.explain import groups
 from syncline.tools.explain.report import Module, Options, Report
 from syncline.tools.explain.rows import Backward, StepEvents, Update, rows_of
 
@@ -45,10 +44,8 @@ def main(argument: str) -> None:
     Args:
         argument: the fields of `Options`, as JSON.
     """
-    options = Options(**json.loads(argument))
-    warnings.filterwarnings("ignore", category=SameDataWarning)  # the imitated ranks have the same data
-    groups.install(options.num_ranks)
-    observer = StepObserver(options)
+    environment.export({environment.EXPLAIN: "1"}, replace=True)
+    observer = StepObserver(Options(**json.loads(argument)))
     register_optimizer_step_pre_hook(observer.before_update)
     register_optimizer_step_post_hook(observer.after_update)
     observer.start()
@@ -60,6 +57,7 @@ class StepObserver(Observer):
 
     def __init__(self, options: Options) -> None:
         self._options = options
+        self._reports = launchers.current().rank == 0
         self._pid = os.getpid()
         self._current = StepEvents()
         self._last: StepEvents | None = None
@@ -126,6 +124,8 @@ class StepObserver(Observer):
 
     def _report(self) -> None:
         self._has_reported = True
+        if not self._reports:
+            return
         step = self._last
         report = Report(step=0, uses_torch_class=_uses_torch_class())
         if step is not None:
