@@ -38,7 +38,6 @@ from syncline.tools.bench.machine import describe_machine
 from syncline.tools.bench.measured import calibrated
 from syncline.tools.bench.model_times import measure_job
 from syncline.tools.plan import (
-    CAPS_MB,
     Cluster,
     Job,
     Machine,
@@ -114,8 +113,6 @@ CONFIGURATIONS = (
     ),
 )
 
-CAPS: tuple[float | None, ...] = (None, *CAPS_MB)
-
 # ---------------------------------------------------------------------- as one of the ranks
 
 
@@ -159,7 +156,7 @@ def as_rank(configuration: Configuration, num_rounds: int) -> None:
     turns = {"local": turn_of(plain, plain_optimizer, 2)}
     num = 2 if configuration.megabits is None else 1
     for option in configuration.options:
-        for one in with_caps(option, CAPS):
+        for one in with_caps(option):
             turns[one.words] = turn_of(*wrapped(copy.deepcopy(base), one), max(num, one.every))
     times: dict[str, list[float]] = {name: [] for name in turns}
     for number in range(-2, num_rounds):
@@ -217,7 +214,7 @@ def judged(configuration: Configuration, found: dict[str, Any], machine: Machine
             "rounds": found["times"][one.words],
         }
         for option in configuration.options
-        for one in with_caps(option, CAPS)
+        for one in with_caps(option)
     ]
     # Bucket sizes with the same buckets are the same setting: their rounds count together.
     pooled: dict[tuple[Any, ...], list[float]] = {}

@@ -20,7 +20,7 @@ from support.goldens import assert_golden
 from syncline.compression import Chain, PowerSGD, Quantize
 from syncline.tools.cli import main
 from syncline.tools.plan import UNMEASURED, Cost, Option, codec_of
-from syncline.tools.report.analysis import Figures, figures_of
+from syncline.tools.report.analysis import figures_of
 from syncline.tools.report.clocks import WINDOW_STEPS, Meeting, compared
 from syncline.tools.report.document import MAX_POINTS, MAX_SPANS, document_of
 from syncline.tools.report.load import ProcessTrace, load
@@ -55,12 +55,6 @@ def made(change: Change = lambda rank, row: [row], **settings: Any) -> Run:
 
 def made_with(contract: dict[str, Any]) -> Run:
     return made(lambda _, row: [row._replace(contract=contract) if isinstance(row, rows.ModuleRow) else row])
-
-
-def figures(run: Run) -> Figures:
-    found = figures_of(run)
-    assert found is not None
-    return found
 
 
 def verdict(run: Run) -> list[Finding]:
@@ -144,8 +138,8 @@ def test_micro_batches_belong_to_one_step_and_their_buckets_to_the_last_backward
     run = run_of([recorded_as(found), recorded_as(found, 1)])
     assert {number: ranks[0].length for number, ranks in run.steps.items()} == dict.fromkeys(range(2, 8), 830)
     assert run.steps[2][0].total("forward") == 400
-    (bucket,) = figures(run).buckets
-    assert (bucket.sent, figures(run).backward) == (40, 100)
+    (bucket,) = figures_of(run).buckets
+    assert (bucket.sent, figures_of(run).backward) == (40, 100)
 
 
 def test_two_modules_in_one_loss_are_not_counted_twice() -> None:
@@ -160,7 +154,7 @@ def test_two_modules_in_one_loss_are_not_counted_twice() -> None:
         ):
             found.append(rows.BackwardRow(module, step, at + began, at + ended, 1, True, [bucket], {}, []))
         found.append(rows.OptimizerRow("One", "SGD", step, at + 900, at + 1000, False))
-    of_both = figures(run_of([recorded_as(found), recorded_as(found, 1)]))
+    of_both = figures_of(run_of([recorded_as(found), recorded_as(found, 1)]))
     assert sum(of_both.parts.values()) == pytest.approx(of_both.step)
     assert of_both.parts["transfer"] == 130
 
@@ -174,23 +168,23 @@ def test_a_gap_in_the_rows_of_a_process_is_no_step() -> None:
 
 
 def test_waits_for_a_late_rank_are_told_from_waits_for_the_link() -> None:
-    found = figures(made(ranks=[MadeRank(), MadeRank(data=5100), MadeRank()], fixed=0.0, per_byte=0.0))
+    found = figures_of(made(ranks=[MadeRank(), MadeRank(data=5100), MadeRank()], fixed=0.0, per_byte=0.0))
     assert found.parts["transfer"] == pytest.approx(0, abs=2)
     late = found.late
     assert late is not None
     assert (late.rank, late.phase, late.phase_time, late.usual_time) == (1, "data", 5100, 100)
     assert late.caused == pytest.approx(5000, abs=2)
-    even = figures(made(per_byte=0.005))
+    even = figures_of(made(per_byte=0.005))
     assert even.parts["late"] == pytest.approx(0, abs=2)
     assert even.parts["transfer"] > 3000
-    alone = figures(made(ranks=[MadeRank()], fixed=0.0))
+    alone = figures_of(made(ranks=[MadeRank()], fixed=0.0))
     assert (alone.late, alone.exposed) == (None, pytest.approx(0, abs=0.001))
-    mixed = figures(made(ranks=[MadeRank(), MadeRank(data=3000), MadeRank(forward=1500)], per_byte=0.002))
+    mixed = figures_of(made(ranks=[MadeRank(), MadeRank(data=3000), MadeRank(forward=1500)], per_byte=0.002))
     assert sum(mixed.parts.values()) == pytest.approx(mixed.step, rel=0.01)
 
 
 def test_a_bucket_names_the_rank_that_sends_it_last() -> None:
-    found = figures(made(ranks=[MadeRank(), MadeRank(), MadeRank(backward=4000)]))
+    found = figures_of(made(ranks=[MadeRank(), MadeRank(), MadeRank(backward=4000)]))
     assert [one.waits_for for one in found.buckets] == [2, 2, 2, 2]
     assert found.buckets[3].parameters == ("layer3.weight", "layer3.bias")
 
@@ -209,8 +203,8 @@ def test_ranks_of_two_hosts_are_put_on_one_clock() -> None:
 
 
 def test_a_clock_that_drifts_is_compared_in_each_window() -> None:
-    first = {(n,): Meeting((n,), n, 100 * n, 100 * n + 20) for n in range(3 * WINDOW_STEPS)}
-    other = {(n,): Meeting((n,), n, 101 * n + 7, 101 * n + 27) for n in range(3 * WINDOW_STEPS)}
+    first = {(n,): Meeting(n, 100 * n, 100 * n + 20) for n in range(3 * WINDOW_STEPS)}
+    other = {(n,): Meeting(n, 101 * n + 7, 101 * n + 27) for n in range(3 * WINDOW_STEPS)}
     clock = compared(first, other)
     assert clock is not None
     assert len(clock.offsets) == 3
@@ -306,7 +300,7 @@ def test_what_a_cure_promises_is_kept() -> None:
     sick = made(**ONE_BUCKET)
     assert "holds 100 % of the gradients" in verdict(sick)[0].detail
     cured = made(**{**ONE_BUCKET, "bucket_bytes": [500_000] * 8})
-    assert figures(cured).step < 0.8 * figures(sick).step
+    assert figures_of(cured).step < 0.8 * figures_of(sick).step
 
 
 def test_ranks_that_are_late_in_turns_are_not_blamed() -> None:
@@ -454,18 +448,18 @@ def test_differences_of_replicas_are_counted_by_value_and_by_what_was_done() -> 
 
 def test_the_time_of_other_buckets_is_that_of_a_run_with_them() -> None:
     settings = {"fixed": 50.0, "per_byte": 0.0008, "num_steps": 12}
-    found = figures(made(bucket_bytes=[1_000_000] * 4, **settings))
+    found = figures_of(made(bucket_bytes=[1_000_000] * 4, **settings))
     link = link_of(found.buckets)
     assert link is not None
     for size, number in ((2_000_000, 2), (500_000, 8)):
         predicted = wait_of(link, cut_anew(found.buckets, size), found.backward)
-        other = figures(made(bucket_bytes=[size] * number, **settings))
+        other = figures_of(made(bucket_bytes=[size] * number, **settings))
         assert predicted == pytest.approx(other.parts["transfer"], rel=0.25, abs=60)
 
 
 def test_a_link_has_a_fixed_time_and_one_for_its_bytes() -> None:
     sizes = [500_000, 1_000_000, 2_000_000, 4_000_000]
-    link = link_of(figures(made(bucket_bytes=sizes, fixed=200.0, per_byte=0.003)).buckets)
+    link = link_of(figures_of(made(bucket_bytes=sizes, fixed=200.0, per_byte=0.003)).buckets)
     assert link is not None
     assert link.per_byte == pytest.approx(0.003, rel=0.05)
     assert link.fixed == pytest.approx(200, rel=0.2)
@@ -482,7 +476,7 @@ def test_of_a_job_that_was_restarted_the_last_life_counts() -> None:
         processes.append(recorded_as(found, rank, pid=9, unix_seconds=1e9 + 60))
     run = run_of(processes)
     assert list(run.steps) == list(range(2, 11))
-    assert figures(run).parts["late"] == 0
+    assert figures_of(run).parts["late"] == 0
 
 
 def test_a_process_that_joins_belongs_to_the_life_of_the_others() -> None:
@@ -518,7 +512,7 @@ def test_a_step_has_one_length_in_the_whole_report() -> None:
     for one in recorded:
         one.found[-3:] = [later(row, 300_000) for row in one.found[-3:]]
     run = run_of(recorded)
-    found, document = figures(run), document_of(run, UNMEASURED)
+    found, document = figures_of(run), document_of(run, UNMEASURED)
     length = "21.3 ms"
     assert sum(found.parts.values()) == found.step
     assert sum(one["us"] for one in document["parts"]) == pytest.approx(found.step, abs=5)
@@ -561,7 +555,7 @@ def test_the_planner_reads_the_fields_of_a_contract_and_not_its_words() -> None:
         assert option_of(made_with(run_ranks(2, contract)[0])) == expected, arguments
     for kind, engine in (("gloo", "gloo"), ("nccl", "nccl"), ("of a later version", "shm")):
         run = made_with({"transport": kind})
-        assert (option_of(run), cluster_of(run, figures(run)).engine) == (None, engine)
+        assert (option_of(run), cluster_of(run, figures_of(run)).engine) == (None, engine)
 
 
 # ---------------------------------------------------------------------- commands

@@ -14,7 +14,7 @@ timeline.py  when gradients are sent, and how long a step waits for them
 
 from __future__ import annotations
 
-from syncline.tools.plan.advice import Advice, advice_on, best_of
+from syncline.tools.plan.advice import advice_on, best_of
 from syncline.tools.plan.cluster import Cluster, Engine, parse_rate, parse_seconds
 from syncline.tools.plan.job import Gradient, Job, job_of_size
 from syncline.tools.plan.machine import UNMEASURED, Calls, Coding, Cost, Machine, load_machine, usual_path
@@ -27,15 +27,14 @@ from syncline.tools.plan.options import (
     kinds_of_options,
     with_caps,
 )
-from syncline.tools.plan.predict import Planner, Prediction
+from syncline.tools.plan.predict import Planner
 from syncline.tools.plan.text import plan_json, plan_text
-from syncline.tools.plan.timeline import Link, Reduction, exposed_time
+from syncline.tools.plan.timeline import Reduction, exposed_time
 
 __all__ = [
     "CAPS_MB",
     "CODECS",
     "UNMEASURED",
-    "Advice",
     "Calls",
     "Cluster",
     "Codec",
@@ -44,11 +43,9 @@ __all__ = [
     "Engine",
     "Gradient",
     "Job",
-    "Link",
     "Machine",
     "Option",
     "Planner",
-    "Prediction",
     "Reduction",
     "advice_on",
     "best_of",

@@ -105,26 +105,23 @@ def pays(planner: Planner, option: Option, exact: Option) -> str:
     """
     if option.is_exact:
         return "exact, as torch's class"
-    if planner.cluster.hosts > 1:
+    job, cluster, has_link = planner.job, planner.cluster, planner.cluster.hosts > 1
 
-        def is_faster_over(bandwidth: float) -> bool:
-            there = replace(planner, cluster=replace(planner.cluster, link_bytes_per_second=bandwidth))
-            return there.predict(option).step < there.predict(exact).step
-
-        found = crossing(is_faster_over, *_RANGE)
-        if found is not None:
-            return f"faster below {rate_text(found)}"
-        return "faster on every link" if is_faster_over(_RANGE[1]) else "faster on no link"
-
-    def is_faster_at(compute: float) -> bool:
-        there = replace(planner, job=planner.job.slower(compute / planner.job.compute))
+    def is_faster_at(value: float) -> bool:
+        if has_link:
+            there = replace(planner, cluster=replace(cluster, link_bytes_per_second=value))
+        else:
+            there = replace(planner, job=job.slower(value / job.compute))
         return there.predict(option).step < there.predict(exact).step
 
-    usual = planner.job.compute
-    found = crossing(is_faster_at, usual / 1e4, usual * 1e4)
+    found = crossing(is_faster_at, *(_RANGE if has_link else (job.compute / 1e4, job.compute * 1e4)))
+    if has_link:
+        if found is not None:
+            return f"faster below {rate_text(found)}"
+        return "faster on every link" if is_faster_at(_RANGE[1]) else "faster on no link"
     if found is not None:
         return f"faster below {format_time(found)} of computing"
-    return "always faster" if is_faster_at(usual) else "never faster here"
+    return "always faster" if is_faster_at(job.compute) else "never faster here"
 
 
 def crossing(holds: Callable[[float], bool], low: float, high: float) -> float | None:

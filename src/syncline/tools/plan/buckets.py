@@ -21,17 +21,10 @@ def buckets_of(
             buckets larger.
     """
     # Imports torch, which a report of a trace does not need.
-    from syncline.gradients.bucket_plan import (
-        MIB,
-        BucketCaps,
-        HostLoad,
-        ParameterSpec,
-        automatic_caps,
-        plan_buckets,
-    )
+    from syncline.gradients import bucket_plan
 
     specs = [
-        ParameterSpec(
+        bucket_plan.ParameterSpec(
             name=one.name,
             numel=one.numel,
             itemsize_bytes=one.itemsize_bytes,
@@ -41,12 +34,12 @@ def buckets_of(
         for one in job.gradients
     ]
     if cap_mb is None:
-        load = HostLoad(
+        load = bucket_plan.HostLoad(
             num_ranks=cluster.ranks_per_host,
             num_cores=cluster.cores_per_host,
             num_threads_per_rank=cluster.threads_per_rank,
         )
-        caps = automatic_caps(
+        caps = bucket_plan.automatic_caps(
             [load] * min(2, cluster.hosts),  # hosts are alike, and only one host differs from several
             device_type="cuda" if cluster.engine == "nccl" else "cpu",
             reduces_in_place=cluster.engine == "shm" and (cluster.hosts == 1 or cluster.ranks_per_host > 1),
@@ -54,6 +47,7 @@ def buckets_of(
             sends_little=sends_little,
         )
     else:
-        caps = BucketCaps(cap_bytes=round(cap_mb * MIB), first_cap_bytes=round(cap_mb * MIB))
-    plans = plan_buckets(specs, range(len(specs)), caps=caps, tail_numel=0)
+        cap_bytes = round(cap_mb * bucket_plan.MIB)
+        caps = bucket_plan.BucketCaps(cap_bytes=cap_bytes, first_cap_bytes=cap_bytes)
+    plans = bucket_plan.plan_buckets(specs, range(len(specs)), caps=caps, tail_numel=0)
     return [[job.gradients[index] for index in sorted(plan.parameters)] for plan in plans]

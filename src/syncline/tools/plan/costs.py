@@ -5,11 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from operator import add
 from typing import NamedTuple
 
 from syncline.tools.plan.cluster import Cluster
 from syncline.tools.plan.job import Gradient
-from syncline.tools.plan.machine import Coding, Cost, Machine
+from syncline.tools.plan.machine import Coding, Machine
 from syncline.tools.plan.options import Codec
 
 
@@ -27,10 +28,7 @@ class Sending(NamedTuple):
 
     def plus(self, other: Sending) -> Sending:
         """Return the cost of both collectives."""
-        return Sending(*(mine + its for mine, its in zip(self, other, strict=True)))
-
-
-_NOTHING = Sending()
+        return Sending(*map(add, self, other))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,12 +56,8 @@ class Costs:
         sent = 2 * (hosts - 1) / hosts * num_bytes
         depth = math.ceil(math.log2(hosts))
         across = self._across(sent, rounds=2 * (depth if cluster.engine == "nccl" else hosts - 1))
-        if cluster.ranks_per_host == 1:
-            return across
         # Up to the leader of the host, across, and down again.
-        return across._replace(
-            beside=across.beside + 1.5 * inside.on_link, work=across.work + 1.5 * inside.work
-        )
+        return across.plus(Sending(beside=1.5 * inside.on_link, work=1.5 * inside.work))
 
     def all_gather(self, num_bytes: float) -> Sending:
         """Return the cost of an all_gather, in which each rank contributes so many bytes."""
@@ -73,44 +67,35 @@ class Costs:
             return inside
         received = (cluster.hosts - 1) * cluster.ranks_per_host * num_bytes
         across = self._across(received, rounds=cluster.hosts - 1)
-        if cluster.ranks_per_host == 1:
-            return across
         down = self._inside(num_bytes * cluster.num_ranks / 2)
-        return across._replace(
-            beside=across.beside + inside.on_link + down.on_link, work=across.work + inside.work + down.work
-        )
+        return across.plus(Sending(beside=inside.on_link + down.on_link, work=inside.work + down.work))
 
     def all_to_all(self, num_bytes: float) -> Sending:
         """Return the cost of an exchange in which each rank sends so many bytes to each other rank."""
         cluster = self.cluster
-        others_here = cluster.ranks_per_host - 1
-        inside = self._inside(num_bytes * others_here) if others_here else _NOTHING
+        inside = self._inside(num_bytes * (cluster.ranks_per_host - 1))
         if cluster.hosts == 1:
             return inside
         elsewhere = cluster.num_ranks - cluster.ranks_per_host
         sent = cluster.ranks_per_host * elsewhere * num_bytes
-        return self._across(sent, rounds=1).plus(Sending(0.0, inside.on_link, inside.work))
+        return self._across(sent, rounds=1).plus(Sending(beside=inside.on_link, work=inside.work))
 
     def mean(self, gradients: Sequence[Gradient], codec: Codec | None) -> Sending:
         """Return the cost of the mean of these gradients, without encoding and decoding."""
-        num_bytes = sum(one.num_bytes for one in gradients)
+        num_bytes, num_ranks = sent_bytes(gradients, codec), self.cluster.num_ranks
         if codec is None:
             return self.all_reduce(num_bytes)
-        numel = sum(one.numel for one in gradients)
-        num_ranks = self.cluster.num_ranks
         match codec.kind:
             case "narrow":
-                return self.all_reduce(numel * codec.bits / 8)
-            case "pairs":
-                return self.all_gather(math.ceil(numel * codec.ratio) * codec.bits / 8)
-            case "codes" if num_ranks == 2:
-                return self.all_gather(numel * codec.bits / 8)
-            case "codes":
-                chunk = numel * codec.bits / 8 / num_ranks
+                return self.all_reduce(num_bytes)
+            case "codes" if num_ranks > 2:
+                chunk = num_bytes / num_ranks
                 return self.all_to_all(chunk).plus(self.all_gather(chunk))
+            case "codes" | "pairs":
+                return self.all_gather(num_bytes)
             case "factors":
                 left, right = factor_values(gradients, codec.rank)
-                return self.all_reduce(4 * left).plus(self.all_reduce(4 * right) if right else _NOTHING)
+                return self.all_reduce(4 * left).plus(self.all_reduce(4 * right) if right else Sending())
 
     def blocked(self, codec: Codec | None) -> float:
         """Return how long a rank waits in its backward for the first message of a bucket, before it sends the second.
@@ -136,14 +121,14 @@ class Costs:
         """Return the cost of an all_reduce within a host."""
         cluster = self.cluster
         if cluster.ranks_per_host == 1:
-            return _NOTHING
+            return Sending()
         cost = self.machine.cost(cluster.engine, cluster.ranks_per_host)
         return Sending(cost.time(num_bytes), 0.0, cost.work(num_bytes))
 
     def _across(self, num_bytes: float, *, rounds: int) -> Sending:
         """Return the cost of a collective between hosts, in which a host sends so many bytes."""
         assert self.cluster.link_bytes_per_second is not None
-        software: Cost = self.machine.cost("gloo", 2)
+        software = self.machine.cost("gloo", 2)
         on_wire = num_bytes / self.cluster.link_bytes_per_second
         on_link = max(on_wire, software.per_byte * num_bytes) + rounds * self.cluster.latency_seconds
         fixed = software.fixed
@@ -157,6 +142,15 @@ class Costs:
             work=software.work(num_bytes),
             wire_bytes=num_bytes,
         )
+
+
+def sent_bytes(gradients: Sequence[Gradient], codec: Codec | None) -> float:
+    """Return how many bytes a rank passes to the transport for the mean of these gradients."""
+    if codec is None:
+        return sum(one.num_bytes for one in gradients)
+    if codec.kind == "factors":
+        return 4 * sum(factor_values(gradients, codec.rank))
+    return math.ceil(sum(one.numel for one in gradients) * codec.ratio) * codec.bits / 8
 
 
 def factor_values(gradients: Sequence[Gradient], rank: int) -> tuple[int, int]:

@@ -10,9 +10,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
-ADAM_STATE = 2.0
-"""AdamW keeps two values for each parameter."""
-
 
 class Gradient(NamedTuple):
     """One parameter's gradient."""
@@ -46,8 +43,6 @@ class Job:
     """The optimizer's step and everything else from the backward to the end of the step."""
     data: float = 0.0
     """What comes before the forward."""
-    state_values: float = ADAM_STATE
-    """The number of values that the optimizer keeps for each parameter."""
     times: str = "as given"
     """Where the times come from, in words: "median of 10 steps"."""
     activation_bytes: int = 0
@@ -76,16 +71,11 @@ class Job:
 
     def slower(self, factor: float) -> Job:
         """Return the same job on ranks that compute more slowly by this factor."""
-        return replace(
-            self,
-            data=self.data * factor,
-            forward=self.forward * factor,
-            backward=self.backward * factor,
-            update=self.update * factor,
-        )
+        phases = ("data", "forward", "backward", "update")
+        return replace(self, **{name: getattr(self, name) * factor for name in phases})
 
 
-def job_of_size(numel: int, *, compute: float, num_tensors: int = 0, itemsize_bytes: int = 4) -> Job:
+def job_of_size(numel: int, *, compute: float, num_tensors: int = 0) -> Job:
     """Return a job of which only the number of parameters and the length of a step are known.
 
     The parameters are taken to be square matrices of one size, whose gradients become ready evenly; so their number is
@@ -96,7 +86,6 @@ def job_of_size(numel: int, *, compute: float, num_tensors: int = 0, itemsize_by
         numel: the number of parameters.
         compute: how long a step takes without synchronization, in seconds.
         num_tensors: the number of tensors; 0 for a number that is usual for models of this size.
-        itemsize_bytes: the size of a gradient's value.
 
     Examples:
         >>> job = job_of_size(1_000_000, compute=0.1, num_tensors=4)
@@ -105,12 +94,9 @@ def job_of_size(numel: int, *, compute: float, num_tensors: int = 0, itemsize_by
     """
     count = num_tensors or max(1, min(1000, round(8 * (numel / 1e6) ** 0.4)))
     side = max(1, round(math.sqrt(numel / count)))
-    gradients = [
-        Gradient(f"tensor {at}", (side, side), (at + 1) / count, itemsize_bytes) for at in range(count)
-    ]
     return Job(
         name="a model of which only the size is known",
-        gradients=gradients,
+        gradients=[Gradient(f"tensor {at}", (side, side), (at + 1) / count) for at in range(count)],
         forward=0.3 * compute,
         backward=0.6 * compute,
         update=0.1 * compute,

@@ -7,13 +7,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from syncline.environment import cache_folder
 from syncline.untrusted import json_object, read_regular
 from syncline.words import printable
+
+_FORMAT = 1
 
 _MAX_BYTES = 1024 * 1024
 """The largest size of a file with figures."""
@@ -35,10 +37,6 @@ class Cost(NamedTuple):
     def work(self, num_bytes: float) -> float:
         """Return how long a core is busy with it."""
         return self.work_fixed + self.work_per_byte * num_bytes
-
-    def times(self, factor: float) -> Cost:
-        """Return the cost of reductions that take so many times as long."""
-        return Cost(*(factor * one for one in self))
 
 
 class Calls(NamedTuple):
@@ -95,7 +93,8 @@ class Machine:
         """
         known = self.gloo if engine == "gloo" else self.shared_memory
         nearest = _nearest(known, num_ranks)
-        return known[nearest].times(1.0 if engine == "nccl" else max(1.0, num_ranks / nearest))
+        factor = 1.0 if engine == "nccl" else max(1.0, num_ranks / nearest)
+        return Cost(*(factor * one for one in known[nearest]))
 
     def calls_of(self, num_ranks: int) -> Calls:
         """Return the cost of calls if so many ranks are on a host."""
@@ -113,14 +112,7 @@ class Machine:
 
     def to_json(self) -> dict[str, Any]:
         """Return the figures as a dict for JSON."""
-        return {
-            "syncline machine": 1,
-            **{one.name: getattr(self, one.name) for one in fields(self) if one.name not in _NESTED},
-            **{
-                name: {str(key): list(value) for key, value in getattr(self, name).items()}
-                for name in _NESTED
-            },
-        }
+        return {"syncline machine": _FORMAT, **asdict(self)}
 
     @staticmethod
     def from_json(found: Mapping[str, Any]) -> Machine:
@@ -130,17 +122,14 @@ class Machine:
             ValueError: these are not the figures of a machine.
         """
         try:
-            if found["syncline machine"] != 1:
+            if found["syncline machine"] != _FORMAT:
                 raise ValueError(f"the format is {found['syncline machine']!r}")
-            plain = {one.name: found[one.name] for one in fields(Machine) if one.name not in _NESTED}
-            plain["name"] = printable(plain["name"])
-            return Machine(
-                **plain,
-                shared_memory={int(num): Cost(*cost) for num, cost in found["shared_memory"].items()},
-                gloo={int(num): Cost(*cost) for num, cost in found["gloo"].items()},
-                calls={int(num): Calls(*calls) for num, calls in found["calls"].items()},
-                codings={name: Coding(*coding) for name, coding in found["codings"].items()},
-            )
+            read = {one.name: found[one.name] for one in fields(Machine)}
+            read["name"] = printable(read["name"])
+            for name, kind in (("shared_memory", Cost), ("gloo", Cost), ("calls", Calls)):
+                read[name] = {int(num): kind(*costs) for num, costs in read[name].items()}
+            read["codings"] = {code: Coding(*coding) for code, coding in read["codings"].items()}
+            return Machine(**read)
         except (KeyError, TypeError, AttributeError) as error:
             raise ValueError(
                 f"these are not the figures of a machine: {type(error).__name__}: {error}"
@@ -155,15 +144,9 @@ class Machine:
         tables = (self.shared_memory, self.gloo, self.calls, self.codings)
         figures = [self.copy_per_byte, self.average_per_byte, self.outer_per_byte]
         figures += [one for table in tables for costs in table.values() for one in costs]
-        if not all(tables[:3]) or not all(_is_time(one) for one in figures):
+        are_times = all(isinstance(one, int | float) and 0 <= one < math.inf for one in figures)
+        if not all(tables[:3]) or not are_times:
             raise ValueError("these are not the figures of a machine: expected times, in seconds")
-
-
-def _is_time(value: object) -> bool:
-    return isinstance(value, int | float) and 0 <= value < math.inf
-
-
-_NESTED = ("shared_memory", "gloo", "calls", "codings")
 
 
 def _nearest(known: Mapping[int, object], num_ranks: int) -> int:

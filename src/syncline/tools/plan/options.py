@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -95,10 +94,6 @@ class Option:
             words = words.replace(word, "")
         return words or "the defaults"
 
-    def with_cap(self, cap_mb: float | None) -> Option:
-        """Return the same option with another bucket size."""
-        return replace(self, cap_mb=cap_mb)
-
 
 def kinds_of_options() -> list[Option]:
     """Return all options without bucket sizes, from those that change a training least to those that change it most."""
@@ -112,6 +107,8 @@ def kinds_of_options() -> list[Option]:
     ]
 
 
-def with_caps(option: Option, caps_mb: Sequence[float | None] = (None, *CAPS_MB)) -> list[Option]:
-    """Return the option with each of these bucket sizes. A strategy that sends no gradients has none."""
-    return [option.with_cap(cap) for cap in caps_mb] if option.strategy == "EveryStep" else [option]
+def with_caps(option: Option) -> list[Option]:
+    """Return the option with each bucket size, the automatic one first. A strategy that sends no gradients has none."""
+    if option.strategy != "EveryStep":
+        return [option]
+    return [replace(option, cap_mb=cap) for cap in (None, *CAPS_MB)]

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import reduce
 
 from syncline.tools.plan.buckets import buckets_of
 from syncline.tools.plan.cluster import Cluster
-from syncline.tools.plan.costs import Costs, Sending, factor_values
+from syncline.tools.plan.costs import Costs, Sending, sent_bytes
 from syncline.tools.plan.job import Gradient, Job
 from syncline.tools.plan.machine import Machine
 from syncline.tools.plan.options import CAPS_MB, Option
@@ -51,11 +52,14 @@ class Planner:
     large_buckets: Sequence[Sequence[Gradient]] | None = None
     """The buckets of automatic size of a compression that sends little; None if they are those of all options."""
 
+    @property
+    def _costs(self) -> Costs:
+        return Costs(cluster=self.cluster, machine=self.machine)
+
     @staticmethod
     def of(job: Job, cluster: Cluster, machine: Machine) -> Planner:
         """Return the planner of a job on a cluster."""
-        caps = (None, *CAPS_MB)
-        buckets = {cap: buckets_of(job, cluster, cap) for cap in caps}
+        buckets = {cap: buckets_of(job, cluster, cap) for cap in (None, *CAPS_MB)}
         large = buckets_of(job, cluster, None, sends_little=True)
         return Planner(job=job, cluster=cluster, machine=machine, buckets=buckets, large_buckets=large)
 
@@ -69,42 +73,33 @@ class Planner:
     def predict(self, option: Option) -> Prediction:
         """Return what an option would cost."""
         if self.cluster.num_ranks == 1:
-            return self._prediction(option, 0.0, _NOTHING, num_buckets=0)
+            return self._prediction(option, 0.0, Sending(), num_buckets=0)
         if option.strategy == "EveryStep":
             return self._every_step(option)
         return self._rounds(option)
 
     def waits(self, option: Option) -> float:
         """Return how long a synchronized backward waits at its end, without the work that makes it longer."""
-        costs = Costs(cluster=self.cluster, machine=self.machine)
-        found = [self._reduction(bucket, option, costs)[0] for bucket in self.buckets_for(option)]
+        found = [self._reduction(bucket, option)[0] for bucket in self.buckets_for(option)]
         work = sum(one.encoding + one.stolen + one.decoding for one in found) - found[-1].stolen
         return max(0.0, exposed_time(found, self.job.backward) - work)
 
     # ------------------------------------------------------------------ gradients in every step
 
     def _every_step(self, option: Option) -> Prediction:
-        machine, job = self.machine, self.job
-        costs = Costs(cluster=self.cluster, machine=machine)
-        buckets = self.buckets_for(option)
-        found, total = [], _NOTHING
-        for bucket in buckets:
-            reduction, sending = self._reduction(bucket, option, costs)
-            found.append(reduction)
-            total = total.plus(sending)
-        exposed = exposed_time(found, job.backward)
-        of_calls = machine.calls_of(self.cluster.ranks_per_host)
+        job = self.job
+        found = [self._reduction(bucket, option) for bucket in self.buckets_for(option)]
+        exposed = exposed_time([reduction for reduction, _ in found], job.backward)
+        of_calls = self.machine.calls_of(self.cluster.ranks_per_host)
         calls = (
-            of_calls.per_step
-            + of_calls.per_bucket * len(buckets)
-            + of_calls.per_gradient * len(job.gradients)
+            of_calls.per_step + of_calls.per_bucket * len(found) + of_calls.per_gradient * len(job.gradients)
         )
         saved = self._saved_by_sharding() if option.sharded else 0.0
-        return self._prediction(option, exposed + calls - saved, total, num_buckets=len(buckets))
+        total = reduce(Sending.plus, (sending for _, sending in found))
+        return self._prediction(option, exposed + calls - saved, total, num_buckets=len(found))
 
-    def _reduction(
-        self, bucket: Sequence[Gradient], option: Option, costs: Costs
-    ) -> tuple[Reduction, Sending]:
+    def _reduction(self, bucket: Sequence[Gradient], option: Option) -> tuple[Reduction, Sending]:
+        costs = self._costs
         numel, num_bytes = sum(one.numel for one in bucket), sum(one.num_bytes for one in bucket)
         if option.sharded:
             sending = costs.all_reduce(num_bytes, scatters=True)
@@ -135,8 +130,7 @@ class Planner:
 
     def _rounds(self, option: Option) -> Prediction:
         """Predict a strategy that synchronizes parameters once in some steps."""
-        job, machine = self.job, self.machine
-        costs = Costs(cluster=self.cluster, machine=machine)
+        job, machine, costs = self.job, self.machine, self._costs
         sending = costs.mean(job.gradients, option.compression)
         coding, crowding = costs.coding(option.compression), self.cluster.crowding
         own = machine.outer_per_byte if option.strategy == "DiLoCo" else machine.average_per_byte
@@ -159,24 +153,15 @@ class Planner:
             step=self.job.compute + exposed,
             compute=self.job.compute,
             wire_bytes=sending.wire_bytes,
-            sent_bytes=self._sent_bytes(option),
+            sent_bytes=sent_bytes(self.job.gradients, option.compression) / option.every,
             on_link=sending.on_link,
             memory_bytes=memory_bytes(self.job, self.cluster, option),
             num_buckets=num_buckets,
         )
 
-    def _sent_bytes(self, option: Option) -> float:
-        job, codec = self.job, option.compression
-        if codec is None:
-            num_bytes: float = job.num_bytes
-        elif codec.kind == "factors":
-            num_bytes = 4 * sum(factor_values(job.gradients, codec.rank))
-        else:
-            num_bytes = job.numel * codec.ratio * codec.bits / 8
-        return num_bytes / option.every
 
-
-_NOTHING = Sending()
+_ADAM_VALUES = 2.0
+"""AdamW keeps two values for each parameter."""
 
 
 def memory_bytes(job: Job, cluster: Cluster, option: Option) -> float:
@@ -193,7 +178,7 @@ def memory_bytes(job: Job, cluster: Cluster, option: Option) -> float:
         2.0
     """
     one = job.num_bytes
-    state = job.state_values * one
+    state = _ADAM_VALUES * one
     if option.sharded:
         from syncline.gradients.bucket_plan import POOL_BYTES  # imports torch, which a report does not need
 

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
+from textwrap import indent
 from typing import Any
 
 from syncline.contract import table
 from syncline.tools.plan.advice import Advice
-from syncline.tools.plan.cluster import Cluster, rate_text
-from syncline.tools.plan.job import Job
-from syncline.tools.plan.machine import Machine
+from syncline.tools.plan.cluster import rate_text
 from syncline.tools.plan.predict import Planner, Prediction
 from syncline.words import MAX_COLUMNS, format_bytes, format_count, format_time, wrapped
 
@@ -18,15 +17,20 @@ USUAL_ERROR = 0.15
 
 def plan_text(planner: Planner, advice: Advice) -> str:
     """Return the plan as `syncline plan` prints it."""
-    parts = [_head(planner.job, planner.cluster, planner.machine), *advice.warnings, _choice(planner, advice)]
-    parts.append(_reasons(planner, advice))
-    parts.append(_table(planner, advice))
+    parts = [
+        _head(planner),
+        *advice.warnings,
+        _choice(planner, advice),
+        _reasons(planner, advice),
+        _table(planner, advice),
+    ]
     return "\n\n".join(
         "\n".join(short for line in part.splitlines() for short in wrapped(line)) for part in parts
     )
 
 
-def _head(job: Job, cluster: Cluster, machine: Machine) -> str:
+def _head(planner: Planner) -> str:
+    job, cluster, machine = planner.job, planner.cluster, planner.machine
     many = f"{format_count(cluster.num_ranks, 'rank')} on {format_count(cluster.hosts, 'host')}"
     cores = "" if cluster.engine == "nccl" else f" of {format_count(cluster.cores_per_host, 'core')}"
     link = ""
@@ -102,7 +106,7 @@ def _reasons(planner: Planner, advice: Advice) -> str:
         if can_hide
         else ["idle cores, which could hide them", "none"],
     ]
-    return "The numbers that decided\n" + _indented(table(rows))
+    return "The numbers that decided\n" + indent(table(rows), "  ")
 
 
 def _table(planner: Planner, advice: Advice) -> str:
@@ -122,7 +126,7 @@ def _table(planner: Planner, advice: Advice) -> str:
         )
     title = "All ways, from the one that changes a training least (memory: of a rank, "
     title += "with its batch)" if planner.job.activation_bytes else "without its batch)"
-    body = _indented(table(rows, MAX_COLUMNS - 2))
+    body = indent(table(rows, MAX_COLUMNS - 2), "  ")
     return f"{title}\n{body}\n  sharded=True cannot be combined with a compression yet, so no way has both."
 
 
@@ -171,7 +175,3 @@ def _count(number: int) -> str:
 
 def _times(factor: float) -> str:
     return f"{factor:,.0f}" if factor >= 100 else f"{factor:.3g}"
-
-
-def _indented(text: str) -> str:
-    return "\n".join(f"  {line}" for line in text.splitlines())

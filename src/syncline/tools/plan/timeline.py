@@ -12,22 +12,6 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 
-class Link(NamedTuple):
-    """How long a reduction takes: a fixed time, and a time for each byte."""
-
-    fixed: float
-    per_byte: float
-
-    def time(self, num_bytes: float) -> float:
-        """Return how long the reduction of so many bytes takes."""
-        return self.fixed + self.per_byte * num_bytes
-
-    @property
-    def bytes_per_second(self) -> float:
-        """The bandwidth without the fixed time, if times are in microseconds."""
-        return 1e6 / self.per_byte if self.per_byte > 0 else float("inf")
-
-
 class Reduction(NamedTuple):
     """One bucket on its way."""
 

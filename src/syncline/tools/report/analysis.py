@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from statistics import fmean, median
 
 from syncline.tools.report.run import Run
@@ -13,18 +13,17 @@ from syncline.tools.report.steps import RankStep, Sent
 PHASES = ("data", "forward", "backward", "update")
 """The phases in which a rank works."""
 
-_PHASE_OF = {
-    "data": "data",
-    "forward": "forward",
-    "loss": "forward",
-    "backward": "backward",
-    "update": "update",
-    "optimizer": "update",
-}
+_CALLS = ("buffers", "sync", "call")
 
-EXPOSED = ("late", "transfer", "buffers", "sync", "call")
+EXPOSED = ("late", "transfer", *_CALLS)
 """The parts of a step in which a rank waits for others, or for the transport."""
 
+_PART_OF: Mapping[str, str] = {
+    **{kind: kind for kind in (*PHASES, *_CALLS)},
+    "loss": "forward",
+    "optimizer": "update",
+}
+"""The part of a step to which a kind of span belongs. Waits are divided into "late" and "transfer"."""
 
 ENOUGH_STEPS = 10
 """From so many steps on, figures are the ground of a verdict. Fewer say more about chance."""
@@ -105,163 +104,134 @@ class Figures:
         return self.share(*EXPOSED)
 
 
-def figures_of(run: Run, steps: Sequence[int] | None = None) -> Figures | None:
-    """Return the figures of a run.
+def figures_of(run: Run, steps: Sequence[int] | None = None) -> Figures:
+    """Return the figures of a run. Without a complete step, they have no parts, and `num_steps` is 0.
 
     Args:
         run: the run.
         steps: the steps to look at; None for all steady ones.
-
-    Returns:
-        The figures, or None if no complete step was recorded.
     """
     chosen = run.steady if steps is None else list(steps)
-    if not chosen:
-        return None
-    parts: dict[str, list[float]] = defaultdict(list)
-    phases: dict[int, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
-    caused: dict[int, float] = defaultdict(float)
-    buckets = _Buckets()
+    parts_of_ranks: dict[int, list[dict[str, float]]] = defaultdict(list)
+    caused: Counter[int] = Counter()
+    buckets: dict[tuple[str, int], _Bucket] = defaultdict(_Bucket)
     payloads, backwards = [], []
-    others: dict[int, float] = defaultdict(float)
-    for number in chosen:
-        ranks = run.steps[number]
+    for ranks in (run.steps[number] for number in chosen):
         last = _last_sent(ranks)
         for rank, step in ranks.items():
-            late, transfer = 0.0, 0.0
+            parts = dict.fromkeys((*PHASES, *EXPOSED), 0.0)
+            for span in step.spans:
+                if span.kind in _PART_OF:
+                    parts[_PART_OF[span.kind]] += span.length
             for sent in step.buckets:
-                to_rank, at = last[_once(sent)]
+                to_rank, at = last[sent.reduction]
                 waited = max(0, sent.reduced - sent.wait_began)
-                for_rank = min(waited, max(0, at - sent.wait_began)) if to_rank != rank else 0
-                late += for_rank
-                transfer += waited - for_rank
-                caused[to_rank] += for_rank
-                buckets.add(sent, for_rank, waited - for_rank, to_rank)
-            for kind in ("sync", "call", "buffers"):
-                parts[kind].append(step.total(kind))
-                others[rank] += step.total(kind) / len(chosen)
+                late = min(waited, max(0, at - sent.wait_began)) if to_rank != rank else 0
+                parts["late"] += late
+                parts["transfer"] += waited - late
+                caused[to_rank] += late
+                buckets[sent.module, sent.bucket].add(sent, late, waited - late, to_rank)
+            parts_of_ranks[rank].append(parts)
             began = [one.wait_began - one.began for one in step.buckets if one.module == run.module]
             backwards += [min(began)] if began else []
-            own = dict.fromkeys(PHASES, 0.0)
-            for span in step.spans:
-                if span.kind in _PHASE_OF:
-                    own[_PHASE_OF[span.kind]] += span.length
-            for phase in PHASES:
-                parts[phase].append(own[phase])
-                phases[rank][phase].append(own[phase])
-            parts["late"].append(late)
-            parts["transfer"].append(transfer)
-            payloads.append(step.payload_bytes + sum(sent.row[1] for sent in step.buckets if sent.row))
-        buckets.end_step(ranks, last)
-    means = {part: fmean(values) for part, values in parts.items()}
-    of_ranks = {rank: {p: fmean(v) for p, v in own.items()} for rank, own in phases.items()}
+            payloads.append(step.payload_bytes + sum(sent.payload_bytes for sent in step.buckets))
+            for sent, duration in _durations(step, last):
+                buckets[sent.module, sent.bucket].durations.append(duration)
+    means = _means([parts for found in parts_of_ranks.values() for parts in found])
+    of_ranks = {rank: _means(found) for rank, found in parts_of_ranks.items()}
     return Figures(
         num_steps=len(chosen),
         parts=means,
-        phases_of_ranks=of_ranks,
-        late=_late(
-            caused, {rank: {**own, "other": others[rank]} for rank, own in of_ranks.items()}, len(chosen)
-        ),
-        buckets=buckets.figures(len(payloads)),
-        payload_bytes=fmean(payloads),
-        backward=fmean(backwards) if backwards else means["backward"],
+        phases_of_ranks={rank: {phase: own[phase] for phase in PHASES} for rank, own in of_ranks.items()},
+        late=_late(caused, of_ranks, len(chosen)),
+        buckets=[one.figures(len(payloads)) for one in buckets.values()],
+        payload_bytes=fmean(payloads or [0]),
+        backward=fmean(backwards) if backwards else means.get("backward", 0.0),
     )
 
 
-Key = tuple[str, int]
-
-Once = tuple[str, int, int]
-
-
-def _key(sent: Sent) -> Key:
-    return sent.module, sent.bucket
+def _means(found: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Return the mean of each part."""
+    return {part: fmean(parts[part] for parts in found) for part in (found[0] if found else ())}
 
 
-def _once(sent: Sent) -> Once:
-    """Return the key of one reduction: a module can have several backwards in a step of the main one."""
-    return sent.module, sent.step, sent.bucket
-
-
-def _last_sent(ranks: Mapping[int, RankStep]) -> dict[Once, tuple[int, int]]:
+def _last_sent(ranks: Mapping[int, RankStep]) -> dict[tuple[str, int, int], tuple[int, int]]:
     """Return for each reduction the rank that sent its bucket last, and when."""
-    last: dict[Once, tuple[int, int]] = {}
+    last: dict[tuple[str, int, int], tuple[int, int]] = {}
     for rank, step in ranks.items():
         for sent in step.buckets:
-            if _once(sent) not in last or sent.sent > last[_once(sent)][1]:
-                last[_once(sent)] = rank, sent.sent
+            if sent.reduction not in last or sent.sent > last[sent.reduction][1]:
+                last[sent.reduction] = rank, sent.sent
     return last
 
 
+def _durations(
+    step: RankStep, last: Mapping[tuple[str, int, int], tuple[int, int]]
+) -> Iterator[tuple[Sent, int]]:
+    """Yield how long reductions took, where the rank can know it."""
+    free, is_known = 0, True
+    for sent in sorted(step.buckets, key=lambda one: one.wait_began):
+        at = last[sent.reduction][1]
+        has_waited = sent.reduced > sent.wait_began + 1  # otherwise it may have been reduced earlier
+        if has_waited and (is_known or at >= free):
+            yield sent, max(0, sent.reduced - max(at, free))
+        free, is_known = sent.reduced, has_waited
+
+
 def _late(
-    caused: Mapping[int, float], phases: Mapping[int, Mapping[str, float]], num_steps: int
+    caused: Counter[int], parts: Mapping[int, Mapping[str, float]], num_steps: int
 ) -> LateRankFigures | None:
-    total = sum(caused.values())
-    if len(phases) < 2 or not total:
+    total = caused.total()
+    if len(parts) < 2 or not total:
         return None
-    rank = max(caused, key=lambda one: caused[one])
-    if rank not in phases:
-        return None
-    names = (*PHASES, "other")
-    usual = {p: median(own[p] for other, own in phases.items() if other != rank) for p in names}
-    phase = max(names, key=lambda p: phases[rank][p] - usual[p])
+    [(rank, most)] = caused.most_common(1)
+    phases = {
+        one: {**{phase: own[phase] for phase in PHASES}, "other": sum(own[part] for part in _CALLS)}
+        for one, own in parts.items()
+    }
+    usual = {p: median(own[p] for other, own in phases.items() if other != rank) for p in phases[rank]}
+    phase = max(usual, key=lambda p: phases[rank][p] - usual[p])
     return LateRankFigures(
         rank=rank,
-        caused=caused[rank] / num_steps / (len(phases) - 1),
-        share=caused[rank] / total,
+        caused=most / num_steps / (len(phases) - 1),
+        share=most / total,
         phase=phase,
         phase_time=phases[rank][phase],
         usual_time=usual[phase],
     )
 
 
-class _Buckets:
-    """The sums over steps for each bucket."""
+@dataclass(kw_only=True)
+class _Bucket:
+    """What is added up about a bucket."""
 
-    def __init__(self) -> None:
-        self._late: dict[Key, list[float]] = defaultdict(list)
-        self._transfer: dict[Key, list[float]] = defaultdict(list)
-        self._duration: dict[Key, list[float]] = defaultdict(list)
-        self._sent: dict[Key, list[float]] = defaultdict(list)
-        self._last: dict[Key, dict[int, int]] = defaultdict(lambda: defaultdict(int))
-        self._latest: dict[Key, Sent] = {}
+    late: float = 0.0
+    transfer: float = 0.0
+    durations: list[int] = field(default_factory=list)
+    sent: list[Sent] = field(default_factory=list)
+    last_ranks: Counter[int] = field(default_factory=Counter)
 
     def add(self, sent: Sent, late: float, transfer: float, last_rank: int) -> None:
-        self._late[_key(sent)].append(late)
-        self._transfer[_key(sent)].append(transfer)
-        self._last[_key(sent)][last_rank] += 1
-        self._sent[_key(sent)].append(sent.sent - sent.began)
-        self._latest[_key(sent)] = sent
+        self.late += late
+        self.transfer += transfer
+        self.sent.append(sent)
+        self.last_ranks[last_rank] += 1
 
-    def end_step(self, ranks: Mapping[int, RankStep], last: Mapping[Once, tuple[int, int]]) -> None:
-        for step in ranks.values():
-            free, is_known = 0, True
-            for sent in sorted(step.buckets, key=lambda one: one.wait_began):
-                at = last[_once(sent)][1]
-                has_waited = sent.reduced > sent.wait_began + 1  # otherwise it may have been reduced earlier
-                if has_waited and (is_known or at >= free):
-                    self._duration[_key(sent)].append(max(0, sent.reduced - max(at, free)))
-                free, is_known = sent.reduced, has_waited
-
-    def figures(self, num_rank_steps: int) -> list[BucketFigures]:
-        """Return the figures of the buckets, as they are in the last step in which they were sent.
+    def figures(self, num_rank_steps: int) -> BucketFigures:
+        """Return the figures of the bucket, as it is in the last step in which it was sent.
 
         Args:
             num_rank_steps: the number of steps of all ranks together, by which sums are divided.
         """
-        found = []
-        for key, sent in self._latest.items():
-            row, last, durations = sent.row, self._last[key], self._duration[key]
-            rank = max(last, key=lambda one: last[one])
-            found.append(
-                BucketFigures(
-                    bucket=sent.bucket,
-                    payload_bytes=row[1] if row else 0,
-                    parameters=tuple(row[2]) if row else (),
-                    late=sum(self._late[key]) / num_rank_steps,
-                    transfer=sum(self._transfer[key]) / num_rank_steps,
-                    duration=median(durations) if durations else 0.0,
-                    sent=fmean(self._sent[key]),
-                    waits_for=rank if last[rank] > sum(last.values()) / 2 else None,
-                )
-            )
-        return found
+        latest = self.sent[-1]
+        [(rank, num_last)] = self.last_ranks.most_common(1)
+        return BucketFigures(
+            bucket=latest.bucket,
+            payload_bytes=latest.payload_bytes,
+            parameters=tuple(latest.parameters),
+            late=self.late / num_rank_steps,
+            transfer=self.transfer / num_rank_steps,
+            duration=median(self.durations) if self.durations else 0.0,
+            sent=fmean(sent.sent - sent.began for sent in self.sent),
+            waits_for=rank if num_last > len(self.sent) / 2 else None,
+        )

@@ -65,8 +65,7 @@ def _step(step: RankStep) -> Iterator[dict[str, Any]]:
         name = f"{span.kind} {span.label}".strip()
         yield lasts(_WORK, "cpu_op", f"syncline::{name}", span.began, span.ended, {})
     for sent in step.buckets:
-        found = sent.row
-        more = {"bytes": found[1], "parameters": list(found[2])} if found else {}
+        more = {"bytes": sent.payload_bytes, "parameters": list(sent.parameters)} if sent.parameters else {}
         # Buckets overlap, so each is an asynchronous event with an id.
         event = {
             "cat": "bucket",

@@ -17,9 +17,8 @@ WINDOW_STEPS = 200
 
 
 class Meeting(NamedTuple):
-    """One operation in which a process took part. All processes took part in the one with the same key."""
+    """One operation in which a process took part, together with all others."""
 
-    key: tuple[object, ...]
     step: int
     began: int
     """When the process sent its part."""
@@ -45,7 +44,7 @@ class Clock(NamedTuple):
         """Return what to add to times in this step."""
         if not self.offsets:
             return 0
-        index = bisect_right([one.from_step for one in self.offsets], step) - 1
+        index = bisect_right(self.offsets, step, key=lambda one: one.from_step) - 1
         return self.offsets[max(0, index)].offset
 
     @property
@@ -58,9 +57,11 @@ SAME = Clock(())
 """The clock to which others are compared."""
 
 
-def compared(
-    first: Mapping[tuple[object, ...], Meeting], other: Mapping[tuple[object, ...], Meeting]
-) -> Clock | None:
+Meetings = Mapping[tuple[object, ...], Meeting]
+"""Operations by a key that is the same in all processes."""
+
+
+def compared(first: Meetings, other: Meetings) -> Clock | None:
     """Return the offsets of a clock. None if the two processes have never met.
 
     Args:
@@ -68,8 +69,8 @@ def compared(
         other: the meetings of a process that reads the other clock.
 
     Examples:
-        >>> first = {(1,): Meeting((1,), 1, 100, 130), (2,): Meeting((2,), 2, 200, 220)}
-        >>> other = {(1,): Meeting((1,), 1, 1105, 1125), (2,): Meeting((2,), 2, 1190, 1225)}
+        >>> first = {(1,): Meeting(1, 100, 130), (2,): Meeting(2, 200, 220)}
+        >>> other = {(1,): Meeting(1, 1105, 1125), (2,): Meeting(2, 1190, 1225)}
         >>> compared(first, other)
         Clock(offsets=[Offset(from_step=1, offset=-1000, error=25)])
     """

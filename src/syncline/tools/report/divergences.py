@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from syncline.tools.report.run import Run
 from syncline.tracing import rows
@@ -24,7 +24,7 @@ class Divergence:
     """The step in which it was found first."""
     row: rows.DivergenceRow
     """What was recorded when it was found first."""
-    num_found: int = 1
+    num_found: int
     """How often it was found."""
 
     @property
@@ -66,14 +66,10 @@ class Divergence:
 
 def divergences_in(run: Run) -> list[Divergence]:
     """Return the values that differed, in the order of steps, each once for each check and reaction."""
-    found: dict[tuple[str, str, str], Divergence] = {}
+    found: dict[tuple[str, str, str], list[tuple[int, rows.DivergenceRow]]] = {}
     for step, row in sorted(_once(run), key=lambda one: one[0]):
-        key = (row.check, row.tensor, row.outcome)
-        known = found.get(key)
-        found[key] = (
-            Divergence(step=step, row=row) if known is None else replace(known, num_found=known.num_found + 1)
-        )
-    return list(found.values())
+        found.setdefault((row.check, row.tensor, row.outcome), []).append((step, row))
+    return [Divergence(step=same[0][0], row=same[0][1], num_found=len(same)) for same in found.values()]
 
 
 def _once(run: Run) -> Iterator[tuple[int, rows.DivergenceRow]]:

@@ -20,7 +20,7 @@ from syncline.tools.report.divergences import divergences_in
 from syncline.tools.report.planned import predicted_rows
 from syncline.tools.report.run import Run
 from syncline.tools.report.steps import RankStep
-from syncline.tools.report.verdict import Finding, changes_in, verdict_on
+from syncline.tools.report.verdict import Finding, verdict_on
 from syncline.tracing import rows
 from syncline.words import format_bytes, format_count, format_time
 
@@ -57,23 +57,21 @@ def document_of(run: Run, machine: Machine) -> dict[str, Any]:
     lengths, stragglers = _over_time(run)
     return {
         "title": _title(run),
-        "subtitle": _subtitle(run, figures),
+        "subtitle": _subtitle(run),
         "findings": [_finding(one) for one in findings],
-        "num_steps": 0 if figures is None else figures.num_steps,
-        "facts": [] if figures is None else _facts(run, figures),
-        "parts": [] if figures is None else _parts(figures),
+        "num_steps": figures.num_steps,
+        "facts": _facts(figures) if figures.num_steps else [],
+        "parts": _parts(figures),
         "choices": _choices(run),
         "steps": {str(number): _step(run.steps[number]) for number in _shown(run)},
         "lengths": lengths,
-        "ranks": {}
-        if figures is None
-        else {str(rank): dict(own) for rank, own in figures.phases_of_ranks.items()},
+        "ranks": {str(rank): dict(own) for rank, own in figures.phases_of_ranks.items()},
         "stragglers": stragglers,
-        "buckets": [] if figures is None else [_bucket(one) for one in figures.buckets],
+        "buckets": [_bucket(one) for one in figures.buckets],
         "contract": _contract(run),
         "metrics": _metrics(run),
         "events": _events(run),
-        "predicted": [] if figures is None else predicted_rows(run, figures, machine),
+        "predicted": predicted_rows(run, figures, machine),
     }
 
 
@@ -83,7 +81,7 @@ def _title(run: Run) -> str:
     return f"{command}: {format_count(run.num_ranks, 'rank')} on {format_count(len(hosts), 'host')}"
 
 
-def _subtitle(run: Run, figures: Figures | None) -> str:
+def _subtitle(run: Run) -> str:
     first = run.processes[0].process
     when = time.strftime("%Y-%m-%d %H:%M", time.localtime(first.unix_seconds))
     parts = [when, *(f"{name} {version}" for name, version in first.versions.items())]
@@ -101,36 +99,27 @@ def _finding(one: Finding) -> dict[str, str]:
     return {"kind": one.kind, "headline": one.headline, "detail": one.detail, "cure": one.cure}
 
 
-def _facts(run: Run, figures: Figures) -> list[dict[str, str]]:
-    steps = format_count(figures.num_steps, "step")
-    return [
-        {
-            "name": "a step",
-            "value": format_time(figures.step / 1e6),
-            "hint": f"the mean of {steps}, of all ranks",
-        },
-        {"name": "steps a second", "value": f"{1e6 / max(1.0, figures.step):.3g}", "hint": ""},
-        {
-            "name": "own work",
-            "value": f"{100 * (1 - figures.exposed):.0f} %",
-            "hint": "the part of the mean step in which ranks do not wait for each other or for the transport",
-        },
-        {
-            "name": "waiting for transfers",
-            "value": f"{100 * figures.share(*(part for part in EXPOSED if part != 'late')):.0f} %",
-            "hint": "the part of the mean step that waits for the transport",
-        },
-        {
-            "name": "waiting for late ranks",
-            "value": f"{100 * figures.share('late'):.0f} %",
-            "hint": "the part of the mean step that waits for ranks that are late",
-        },
-        {
-            "name": "sent in a step",
-            "value": format_bytes(int(figures.payload_bytes)),
-            "hint": "the mean of the bytes that each rank passes to the transport",
-        },
-    ]
+def _facts(figures: Figures) -> list[dict[str, str]]:
+    steps, part = format_count(figures.num_steps, "step"), "the part of the mean step"
+    own, late = 1 - figures.exposed, figures.share("late")
+    transfers = figures.share(*(one for one in EXPOSED if one != "late"))
+    facts = (
+        ("a step", format_time(figures.step / 1e6), f"the mean of {steps}, of all ranks"),
+        ("steps a second", f"{1e6 / max(1.0, figures.step):.3g}", ""),
+        ("own work", _percent(own), f"{part} in which ranks do not wait for each other or for the transport"),
+        ("waiting for transfers", _percent(transfers), f"{part} that waits for the transport"),
+        ("waiting for late ranks", _percent(late), f"{part} that waits for ranks that are late"),
+        (
+            "sent in a step",
+            format_bytes(int(figures.payload_bytes)),
+            "the mean of the bytes that each rank passes to the transport",
+        ),
+    )
+    return [{"name": name, "value": value, "hint": hint} for name, value, hint in facts]
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.0f} %"
 
 
 def _parts(figures: Figures) -> list[dict[str, Any]]:
@@ -161,7 +150,7 @@ def _shown(run: Run) -> list[int]:
     spans = max(1, sum(len(one.spans) + len(one.buckets) for one in run.steps[numbers[-1]].values()))
     most = min(MAX_STEPS, max(3, MAX_SPANS // spans))
     chosen = set(_choices(run).values())
-    events = [one.step for one in changes_in(run)] + [one.step for one in divergences_in(run)]
+    events = [*(one.step for one in run.changes), *(one.step for one in divergences_in(run))]
     for step in events:
         chosen |= {number for number in numbers if abs(number - step) <= 1}
     chosen |= set(_thinned(numbers, max(0, most - len(chosen))))
@@ -198,7 +187,6 @@ def _over_time(run: Run) -> tuple[list[list[int]], list[list[Any]]]:
     stragglers: list[list[Any]] = []
     for number in _thinned(list(run.steps), MAX_POINTS):
         figures, length = figures_of(run, [number]), run.length(number)
-        assert figures is not None
         lengths.append([number, length, round(figures.parts["late"]), round(figures.parts["transfer"])])
         late = figures.late
         if late is not None and late.caused >= 0.02 * length:
@@ -246,19 +234,15 @@ def _events(run: Run) -> list[dict[str, Any]]:
             "words": f"{row.reason}; the ranks, now {row.num_ranks}, continued after "
             f"{format_time((row.ended - row.began) / 1e6)}",
         }
-        for row in changes_in(run)
+        for row in run.changes
     ]
     found += [{"step": one.step, "kind": "diverged", "words": str(one)} for one in divergences_in(run)]
     slow: dict[tuple[int, int], str] = {}
-    for one in run.processes:
-        for row in one.found:
-            if isinstance(row, rows.SlowRow):
-                slow.setdefault((row.step, row.rank), row.words)
+    for row in run.rows_of(rows.SlowRow):
+        slow.setdefault((row.step, row.rank), row.words)
     found += [{"step": step, "kind": "slow", "words": words} for (step, _), words in slow.items()]
-    for number, ranks in run.steps.items():
-        if any(step.is_discarded for step in ranks.values()):
-            words = "the step was discarded, because gradients were not finite"
-            found.append({"step": number, "kind": "discarded", "words": words})
+    words = "the step was discarded, because gradients were not finite"
+    found += [{"step": number, "kind": "discarded", "words": words} for number in run.discarded]
     for one in run.processes:
         if one.end is not None and (one.end.is_error or one.end.is_of("KeyboardInterrupt")):
             last = max(run.steps, default=0)

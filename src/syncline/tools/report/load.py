@@ -6,10 +6,13 @@ import contextlib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TypeVar
 
 from syncline.tracing import rows
 from syncline.tracing.file import parts_in
 from syncline.untrusted import open_regular
+
+R = TypeVar("R")
 
 MOST_BYTES = 128 * 1024 * 1024
 """How much is read of all files together. In memory it is ten times as large."""
@@ -28,6 +31,10 @@ class ProcessTrace:
     """All other rows, in the order of their files."""
     is_cut: bool = False
     """Whether parts in the middle were deleted, because the trace had become too large."""
+
+    def rows_of(self, kind: type[R]) -> list[R]:
+        """Return the rows of one kind."""
+        return [row for row in self.found if isinstance(row, kind)]
 
     @property
     def end(self) -> rows.EndRow | None:
@@ -62,11 +69,8 @@ def load(directory: Path) -> list[ProcessTrace]:
             f"{directory} has no trace: record a run by syncline run --trace {directory}, or by "
             f'sl.trace("{directory}") in the program'
         )
-    processes = []
-    for name, parts in found.items():
-        one = _read_process(name, parts, MOST_BYTES // len(found))
-        if one is not None:
-            processes.append(one)
+    read = [_read_process(name, parts, MOST_BYTES // len(found)) for name, parts in found.items()]
+    processes = [one for one in read if one is not None]
     if not processes:
         raise NoTrace(f"the files in {directory} are empty: the program ended before its first step")
     return sorted(processes, key=lambda one: (one.process.rank, one.process.unix_seconds))
@@ -80,9 +84,8 @@ def _read_process(name: str, parts: list[tuple[int, Path]], most_bytes: int) -> 
         parts: the numbers and paths of its parts.
         most_bytes: how much to read.
     """
-    numbers, paths = [number for number, _ in parts], [path for _, path in parts]
-    sizes = {path: _size_of(path) for path in paths}
-    is_cut = numbers != list(range(len(numbers)))
+    sizes = {path: _size_of(path) for _, path in parts}
+    is_cut = [number for number, _ in parts] != list(range(len(parts)))
     if sum(sizes.values()) <= most_bytes:
         places = [(path, 0, size) for path, size in sizes.items()]
     else:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import html
 import json
-import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from importlib.resources import files
@@ -15,6 +14,7 @@ from importlib.resources.abc import Traversable
 from statistics import median
 from typing import Any
 
+from syncline.tools.report.analysis import PHASES
 from syncline.words import format_bytes, format_count
 
 _PLACE = re.compile(r"<!--\[(\w+)\]-->")
@@ -33,10 +33,7 @@ _EVENTS = {
     "discarded": "Step discarded",
     "failed": "Failed",
     "stopped": "Stopped",
-    "call": "Call",
 }
-
-_PHASES = ("data", "forward", "backward", "update")
 
 _CONTRACT = (
     ("what", "what"),
@@ -44,7 +41,6 @@ _CONTRACT = (
     ("when", "when"),
     ("how", "how"),
     ("drift_allowed", "drift allowed"),
-    ("last_done", "last done"),
 )
 
 _NUM_NAMES = 4
@@ -64,24 +60,17 @@ def page(data: Mapping[str, Any]) -> str:
     """Return the page of a report as one HTML document.
 
     Args:
-        data: the report, as values that JSON can express. Times are in microseconds.
-
-    Examples:
-        >>> found = page({"title": "1 < 2", "findings": [{"kind": "fine", "headline": "No rank waits."}]})
-        >>> "<h1>1 &lt; 2</h1>" in found, "No rank waits." in found
-        (True, True)
+        data: the result of `document_of`.
     """
     assets = files("syncline.tools.report")
     filled = {
-        "title": _text(data.get("title", "")),
-        "subtitle": _text(data.get("subtitle", "")),
+        "title": _text(data["title"]),
+        "subtitle": _text(data["subtitle"]),
         "css": (assets / "page.css").read_text("utf-8"),
-        "first": _findings(data.get("findings") or ()) + _first_screen(data),
+        "first": _findings(data["findings"]) + _first_screen(data),
         "ranks": _ranks(data),
-        "buckets": _buckets(data.get("buckets") or ()),
-        "rest": _events(data.get("events") or ())
-        + _contract(data.get("contract") or {})
-        + _predicted(data.get("predicted") or ()),
+        "buckets": _buckets(data["buckets"]),
+        "rest": _events(data["events"]) + _contract(data["contract"]) + _predicted(data["predicted"]),
         "json": _json(data),
         "js": _script(assets),
     }
@@ -99,22 +88,11 @@ def _json(data: Mapping[str, Any]) -> str:
     r"""Return the data as JSON that can stand inside of a script element.
 
     Examples:
-        >>> print(_json({"a": "</script><!-- \u2028", "loss": float("nan")}))
-        {"a":"\u003c/script\u003e\u003c!-- \u2028","loss":null}
+        >>> print(_json({"a": "</script><!-- \u2028"}))
+        {"a":"\u003c/script\u003e\u003c!-- \u2028"}
     """
-    text = json.dumps(_finite(data), separators=(",", ":"), allow_nan=False)
+    text = json.dumps(data, separators=(",", ":"), allow_nan=False)
     return text.replace("<", r"\u003c").replace(">", r"\u003e").replace("&", r"\u0026")
-
-
-def _finite(value: Any) -> Any:
-    """Return the value with None in place of numbers that JSON cannot express."""
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if isinstance(value, Mapping):
-        return {str(key): _finite(one) for key, one in value.items()}
-    if isinstance(value, list | tuple):
-        return [_finite(one) for one in value]
-    return value
 
 
 def _text(value: object) -> str:
@@ -169,18 +147,16 @@ def _table(
     )
 
 
-def _findings(findings: Sequence[Mapping[str, Any]]) -> str:
-    if not findings:
-        return ""
+def _findings(findings: Sequence[Mapping[str, str]]) -> str:
     items = []
     for nth, one in enumerate(findings):
-        kind = one.get("kind", "note")
+        kind = one["kind"]
         more = "".join(
-            f'<p class="{name}">{_sentence(one[name])}</p>' for name in ("detail", "cure") if one.get(name)
+            f'<p class="{name}">{_sentence(one[name])}</p>' for name in ("detail", "cure") if one[name]
         )
         items.append(
-            f'<li class="finding {_text(kind)}" data-kind="{_text(kind)}"><span class="kind">'
-            f'{_text(_KINDS.get(kind, kind))}</span><h3 id="finding-{nth}">{_sentence(one["headline"])}</h3>{more}</li>'
+            f'<li class="finding {kind}" data-kind="{kind}"><span class="kind">{_KINDS[kind]}</span>'
+            f'<h3 id="finding-{nth}">{_sentence(one["headline"])}</h3>{more}</li>'
         )
     return f'<section id="findings" aria-label="Findings">\n<ol>{"".join(items)}</ol>\n</section>\n'
 
@@ -189,10 +165,10 @@ def _first_screen(data: Mapping[str, Any]) -> str:
     """Return the figures of the run, and the parts of a step as a bar with a list beneath it."""
     facts = "".join(
         f'<div class="fact" data-fact="{_text(one["name"])}"><dt>{_text(one["name"])}</dt>'
-        f"<dd>{_text(one['value'])}</dd><dd class=hint>{_text(one.get('hint') or '')}</dd></div>"
-        for one in data.get("facts") or ()
+        f"<dd>{_text(one['value'])}</dd><dd class=hint>{_text(one['hint'])}</dd></div>"
+        for one in data["facts"]
     )
-    parts = [one for one in data.get("parts") or () if one["us"] > 0]
+    parts = data["parts"]
     content = [f'<dl class="facts">{facts}</dl>'] if facts else []
     if parts:
         bar = "".join(
@@ -225,12 +201,11 @@ def _percent(share: float) -> str:
 
 def _ranks(data: Mapping[str, Any]) -> str:
     """Return a place for the heat map, and the mean phases of each rank. Phases that take longer are marked."""
-    ranks: Mapping[str, Mapping[str, float]] = data.get("ranks") or {}
-    stragglers = data.get("stragglers") or ()
-    if not ranks and not stragglers:
+    ranks: Mapping[str, Mapping[str, float]] = data["ranks"]
+    if not ranks and not data["stragglers"]:
         return ""
     content = []
-    if stragglers:
+    if data["stragglers"]:
         content.append(
             '<div id="stragglers-map" hidden><p class="quiet">Each cell shows some steps of one rank for which the '
             "others waited. The letter is the phase in which the rank lost the time. The bar is as high as the wait "
@@ -241,13 +216,13 @@ def _ranks(data: Mapping[str, Any]) -> str:
             '<ul class="legend" id="stragglers-legend" aria-label="Legend"></ul></div>'
         )
     if ranks:
-        phases = [one for one in _PHASES if any(own.get(one) for own in ranks.values())]
+        phases = [one for one in PHASES if any(own[one] for own in ranks.values())]
         rows = []
         for rank, own in ranks.items():
             cells: list[object] = [f"rank {rank}"]
             for phase in phases:
-                others = [them.get(phase, 0.0) for other, them in ranks.items() if other != rank]
-                value = own.get(phase, 0.0)
+                others = [them[phase] for other, them in ranks.items() if other != rank]
+                value = own[phase]
                 more = value - median(others) if others else 0.0
                 if more > _LATE_FROM * sum(own.values()):
                     cells.append(_Markup(f'{_time(value)} <strong class="more">+{_time(more)}</strong>'))
@@ -267,7 +242,7 @@ def _ranks(data: Mapping[str, Any]) -> str:
 def _buckets(buckets: Sequence[Mapping[str, Any]]) -> str:
     if not buckets:
         return ""
-    longest = max(1.0, *(one.get(key) or 0.0 for one in buckets for key in ("late", "transfer")))
+    longest = max(1.0, *(one[key] for one in buckets for key in ("late", "transfer")))
 
     def exposed(kind: str, value: float) -> _Markup:
         width = 100 * value / longest
@@ -280,8 +255,8 @@ def _buckets(buckets: Sequence[Mapping[str, Any]]) -> str:
             _time(one["sent"]),
             exposed("late", one["late"]),
             exposed("transfer", one["transfer"]),
-            "-" if one.get("waits_for") is None else f"rank {one['waits_for']}",
-            _parameters(one.get("parameters") or ()),
+            "-" if one["waits_for"] is None else f"rank {one['waits_for']}",
+            _parameters(one["parameters"]),
         )
         for one in buckets
     ]
@@ -308,8 +283,8 @@ def _events(events: Sequence[Mapping[str, Any]]) -> str:
     if not events:
         return ""
     items = "".join(
-        f'<li data-step="{_text(one["step"])}" data-kind="{_text(one["kind"])}"><span class="step">step '
-        f'{_text(one["step"])}</span> <span class="kind">{_text(_EVENTS.get(one["kind"], one["kind"]))}</span> '
+        f'<li data-step="{_text(one["step"])}" data-kind="{one["kind"]}"><span class="step">step '
+        f'{_text(one["step"])}</span> <span class="kind">{_EVENTS[one["kind"]]}</span> '
         f"<span>{_text(one['words'])}</span></li>"
         for one in events
     )
@@ -318,7 +293,7 @@ def _events(events: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _contract(contract: Mapping[str, Any]) -> str:
-    rows = contract.get("rows") or ()
+    rows = contract.get("rows")
     if not rows:
         return ""
     columns = [(key, head) for key, head in _CONTRACT if any(row.get(key) for row in rows)]

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from statistics import fmean
 
-from syncline.tools.report.clocks import SAME, Clock, Meeting, Offset, compared
-from syncline.tools.report.load import ProcessTrace
+from syncline.tools.report.clocks import SAME, Clock, Meeting, Meetings, Offset, compared
+from syncline.tools.report.load import ProcessTrace, R
 from syncline.tools.report.steps import RankStep, main_module, steps_of
 from syncline.tracing import rows
 
@@ -38,9 +37,22 @@ class Run:
     @property
     def num_ranks(self) -> int:
         """The number of ranks at the end of the run."""
-        sizes = [one.process.num_ranks for one in self.processes]
-        changes = [row for one in self.processes for row in one.found if isinstance(row, rows.RanksRow)]
-        return max(changes, key=lambda row: row.step).num_ranks if changes else max(sizes, default=0)
+        if self.changes:
+            return self.changes[-1].num_ranks
+        return max((one.process.num_ranks for one in self.processes), default=0)
+
+    @cached_property
+    def changes(self) -> list[rows.RanksRow]:
+        """The changes of the ranks, each once, in the order of steps."""
+        found = {(row.step, row.num_ranks): row for row in reversed(self.rows_of(rows.RanksRow))}
+        return [found[key] for key in sorted(found)]
+
+    @cached_property
+    def discarded(self) -> list[int]:
+        """The steps that were discarded."""
+        return [
+            number for number, ranks in self.steps.items() if any(one.is_discarded for one in ranks.values())
+        ]
 
     @cached_property
     def steady(self) -> list[int]:
@@ -49,7 +61,7 @@ class Run:
         complete = [
             number
             for number, ranks in self.steps.items()
-            if len(ranks) == most and not any(one.is_discarded for one in ranks.values())
+            if len(ranks) == most and number not in self.discarded
         ]
         later = [number for number in complete if number > _WARM_UP_STEPS]
         return later or complete
@@ -58,10 +70,19 @@ class Run:
         """Return the length of a step, in microseconds: the mean of the ranks."""
         return round(fmean(one.length for one in self.steps[number].values()))
 
+    @property
+    def steps_of_ranks(self) -> Iterator[RankStep]:
+        """All steps of all ranks."""
+        return (step for ranks in self.steps.values() for step in ranks.values())
+
+    def rows_of(self, kind: type[R]) -> list[R]:
+        """Return the rows of one kind of all processes."""
+        return [row for one in self.processes for row in one.rows_of(kind)]
+
     @cached_property
     def modules(self) -> list[rows.ModuleRow]:
         """The wrapped modules with their buckets, as each process has recorded them."""
-        return [row for one in self.processes for row in one.found if isinstance(row, rows.ModuleRow)]
+        return self.rows_of(rows.ModuleRow)
 
 
 def run_of(processes: Sequence[ProcessTrace]) -> Run:
@@ -70,7 +91,7 @@ def run_of(processes: Sequence[ProcessTrace]) -> Run:
     Args:
         processes: what each process has recorded.
     """
-    processes = last_lives(processes)
+    processes = _last_lives(processes)
     main = main_module(row for one in processes for row in one.found)
     clocks = _clocks(processes)
     steps: dict[int, dict[int, RankStep]] = {}
@@ -86,7 +107,7 @@ def run_of(processes: Sequence[ProcessTrace]) -> Run:
     )
 
 
-def last_lives(processes: Sequence[ProcessTrace]) -> list[ProcessTrace]:
+def _last_lives(processes: Sequence[ProcessTrace]) -> list[ProcessTrace]:
     """Return the processes of the last life of a job: those since its last restart.
 
     Processes whose times overlap belong to one life. A process that joins while others train does so, too.
@@ -109,37 +130,29 @@ def _clocks(processes: Sequence[ProcessTrace]) -> dict[str, Clock]:
     clocks = list(by_clock.values())
     if len(clocks) < 2:
         return {}
-    first = meetings_of(clocks[0])
+    first = _meetings_of(clocks[0])
     found = {}
     for others in clocks[1:]:
         here, other = clocks[0][0].process, others[0].process
         by_system = round(1e6 * (other.unix_seconds - here.unix_seconds)) - other.at + here.at
         # Without a meeting, the times of the systems are taken, which usually differ by some milliseconds.
         by_system_clock = Clock([Offset(0, by_system, _SYSTEM_ERROR)])
-        found[other.clock] = compared(first, meetings_of(others)) or by_system_clock
+        found[other.clock] = compared(first, _meetings_of(others)) or by_system_clock
     return found
 
 
-def meetings_of(processes: Iterable[ProcessTrace]) -> dict[tuple[object, ...], Meeting]:
+def _meetings_of(processes: Iterable[ProcessTrace]) -> Meetings:
     """Return the operations in which processes that read one clock took part.
 
     Of several processes of one clock, the last one that has begun counts, and the first one that has ended.
     """
     found: dict[tuple[object, ...], Meeting] = {}
-
-    def add(key: tuple[object, ...], step: int, began: int, ended: int) -> None:
-        other = found.get(key)
-        if other is not None:
-            began, ended = max(began, other.began), min(ended, other.ended)
-        found[key] = Meeting(key, step, began, ended)
-
     for one in processes:
-        nth: Counter[tuple[object, ...]] = Counter()
-        for row in one.found:
-            if isinstance(row, rows.BackwardRow):
-                for bucket, sent, _, reduced in row.buckets:
-                    key = (row.module, row.step, bucket)
-                    nth[key] += 1
-                    if nth[key] == 1:  # not the second attempt of a step
-                        add(key, row.step, sent, reduced)
+        own: dict[tuple[object, ...], Meeting] = {}
+        for row in one.rows_of(rows.BackwardRow):
+            for bucket, sent, _, reduced in row.buckets:  # only of the first attempt of a step
+                own.setdefault((row.module, row.step, bucket), Meeting(row.step, sent, reduced))
+        for key, (step, began, ended) in own.items():
+            other = found.get(key, own[key])
+            found[key] = Meeting(step, max(began, other.began), min(ended, other.ended))
     return found

@@ -39,8 +39,10 @@ class Sent(NamedTuple):
     module: str
     step: int
     """The step of its own module."""
-    layout: rows.ModuleRow | None
     bucket: int
+    payload_bytes: int
+    """Its bytes; 0 if they are unknown."""
+    parameters: Sequence[str]
     began: int
     """When its backward began."""
     sent: int
@@ -49,11 +51,9 @@ class Sent(NamedTuple):
     """When this rank had waited for the bucket."""
 
     @property
-    def row(self) -> tuple[int, int, Sequence[str]] | None:
-        """The index, the bytes and the parameters of the bucket; None if they are unknown."""
-        if self.layout is None:
-            return None
-        return next((one for one in self.layout.buckets if one[0] == self.bucket), None)
+    def reduction(self) -> tuple[str, int, int]:
+        """The key of the reduction, which all ranks make. A module can have several in a step of the main one."""
+        return self.module, self.step, self.bucket
 
 
 @dataclass(kw_only=True)
@@ -92,7 +92,7 @@ def main_module(found: Iterable[rows.Row]) -> str | None:
 
 
 def steps_of(
-    found: Sequence[rows.Row], rank: int, main: str | None, offset: Callable[[int], int] = lambda step: 0
+    found: Sequence[rows.Row], rank: int, main: str | None, offset: Callable[[int], int]
 ) -> list[RankStep]:
     """Return the complete steps of one process.
 
@@ -118,7 +118,8 @@ class _Builder:
     def __init__(self, rank: int, main: str, offset: Callable[[int], int]) -> None:
         self.steps: list[RankStep] = []
         self._rank, self._main, self._offset = rank, main, offset
-        self._layouts: dict[tuple[str, int], rows.ModuleRow] = {}
+        self._layouts: dict[tuple[str, int], dict[int, tuple[int, Sequence[str]]]] = {}
+        """The bytes and the parameters of the buckets by their indices, for each layout of each module."""
         self._number: int | None = None
         """The number of the present step; None before the first forward or backward."""
         self._last: int | None = None
@@ -132,7 +133,8 @@ class _Builder:
     def add(self, row: rows.Row) -> None:
         """Add the next row."""
         if isinstance(row, rows.ModuleRow):
-            self._layouts[row.module, row.layout] = row
+            layout = {index: (num_bytes, names) for index, num_bytes, names in row.buckets}
+            self._layouts[row.module, row.layout] = layout
         if isinstance(row, rows.ProcessRow):
             self._rank = row.rank
         if isinstance(row, rows.RanksRow):
@@ -186,18 +188,11 @@ class _Builder:
                         spans.append(Span("forward", row.began, row.ended, row.module))
                 case rows.BackwardRow():
                     spans += _backward(row)
-                    layout = self._layouts.get((row.module, row.layout))
-                    step.buckets += [
-                        Sent(
-                            row.module,
-                            row.step,
-                            layout,
-                            index,
-                            row.began + move,
-                            *(time + move for time in times),
-                        )
-                        for index, *times in row.buckets
-                    ]
+                    layout = self._layouts.get((row.module, row.layout), {})
+                    for index, *times in row.buckets:
+                        moved = (time + move for time in (row.began, *times))
+                        about = layout.get(index, (0, ()))
+                        step.buckets.append(Sent(row.module, row.step, index, *about, *moved))
                     if row.module == self._main:
                         step.metrics, step.unused = dict(row.metrics), tuple(row.unused)
                 case rows.OptimizerRow():

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from syncline.contract import table
-from syncline.tools.report.analysis import ENOUGH_STEPS
+from syncline.tools.report.analysis import ENOUGH_STEPS, PHASES
 from syncline.words import MAX_COLUMNS, format_bytes, format_names, format_time, wrapped
 
 _MAX_ROWS = 12
@@ -36,11 +36,10 @@ def text_of(document: Mapping[str, Any]) -> str:
         )
     if len(document["ranks"]) > 1:
         rows = [
-            (f"  {rank}", *(_time(own[phase]) for phase in ("data", "forward", "backward", "update")))
+            (f"  {rank}", *(_time(own[phase]) for phase in PHASES))
             for rank, own in list(document["ranks"].items())[:_MAX_ROWS]
         ]
-        heading = ("rank (means)", "data", "forward", "backward", "update")
-        parts.append(_cut(table([heading, *rows], MAX_COLUMNS), document["ranks"]))
+        parts.append(_cut(table([("rank (means)", *PHASES), *rows], MAX_COLUMNS), document["ranks"]))
     if document["buckets"]:
         rows = [
             (
@@ -101,13 +100,20 @@ def compared(names: Sequence[str], documents: Sequence[Mapping[str, Any]]) -> st
     rows: list[tuple[str, ...]] = [("", *names, "")]
     facts = {fact["name"]: fact["value"] for fact in two["facts"]}
     rows += [(fact["name"], fact["value"], facts.get(fact["name"], "-"), "") for fact in one["facts"]]
-    parts = [{part["part"]: part for part in document["parts"]} for document in documents]
-    for name in dict.fromkeys([*parts[0], *parts[1]]):
-        times = [own[name]["us"] if name in own else 0 for own in parts]
-        words = next(own[name]["words"] for own in parts if name in own)
-        rows.append((f"  {words}", _time(times[0]), _time(times[1]), _difference(*times)))
+    times = [{part["words"]: part["us"] for part in document["parts"]} for document in documents]
+    differences = {}
+    for words in dict.fromkeys([*times[0], *times[1]]):
+        before, after = (own.get(words, 0) for own in times)
+        differences[words] = change = after - before
+        sign = "" if abs(change) < 1 else f"{'+' if change > 0 else '-'}{format_time(abs(change) / 1e6)}"
+        rows.append((f"  {words}", _time(before), _time(after), sign))
     few = min(document["num_steps"] for document in documents) < ENOUGH_STEPS
-    conclusion = "Too few steps were recorded to compare the runs." if few else _conclusion(names, parts)
+    lengths = [sum(own.values()) for own in times]
+    conclusion = (
+        "Too few steps were recorded to compare the runs."
+        if few
+        else _conclusion(names, lengths, differences)
+    )
     lines = [table(rows, MAX_COLUMNS), "\n".join(wrapped(conclusion, indent=""))]
     for name, document in zip(names, documents, strict=True):
         found = [_finding(one, "  ") for one in document["findings"][:2]]
@@ -115,24 +121,12 @@ def compared(names: Sequence[str], documents: Sequence[Mapping[str, Any]]) -> st
     return "\n\n".join(lines)
 
 
-def _difference(one: float, two: float) -> str:
-    change = two - one
-    return "" if abs(change) < 1 else f"{'+' if change > 0 else '-'}{format_time(abs(change) / 1e6)}"
-
-
-def _conclusion(names: Sequence[str], parts: Sequence[Mapping[str, Any]]) -> str:
-    lengths = [sum(part["us"] for part in own.values()) for own in parts]
-    if not all(lengths):
-        return "One of the runs has no complete step."
+def _conclusion(names: Sequence[str], lengths: Sequence[float], differences: Mapping[str, float]) -> str:
     change = lengths[1] / lengths[0] - 1
     if abs(change) < 0.02:
         return f"A step of {names[1]} takes as long as one of {names[0]} (means), up to 2 %."
-    differences = {
-        name: (parts[1].get(name, {"us": 0})["us"] - parts[0].get(name, {"us": 0})["us"], name)
-        for name in dict.fromkeys([*parts[0], *parts[1]])
-    }
-    most, name = max(differences.values(), key=lambda one: one[0] if change > 0 else -one[0])
-    words = next(own[name]["words"] for own in parts if name in own)
+    words = max(differences, key=lambda one: differences[one] * change)
+    most = differences[words]
     return (
         f"A step of {names[1]} takes {100 * abs(change):.0f} % {'more' if change > 0 else 'less'} time than one of "
         f"{names[0]} (means). Most of the difference, {format_time(abs(most) / 1e6)}, is: {words}."

@@ -72,13 +72,20 @@ class Finding:
     """The part of a step that the finding is about. Findings are ordered by it."""
 
 
-def verdict_on(run: Run, figures: Figures | None) -> list[Finding]:
+def _part_of_a_step(share: float, headline: str, *, detail: str, cure: str) -> Iterator[Finding]:
+    """Yield a finding about a part of a step, if that is large enough."""
+    if share >= _NOTEWORTHY:
+        kind: Kind = "problem" if share >= _LARGE else "note"
+        yield Finding(kind=kind, headline=headline, detail=detail, cure=cure, weight=share)
+
+
+def verdict_on(run: Run, figures: Figures) -> list[Finding]:
     """Return the findings about a run, the most important first. What is wrong comes before what takes time.
 
     How long things take differs from run to run on a busy machine, and must not hide what is wrong with the program.
     """
     failed = [*_diverged(run), *_failures(run)]
-    if figures is None:
+    if not figures.num_steps:
         none = Finding(
             kind="note",
             headline="No complete step was recorded.",
@@ -148,10 +155,6 @@ def _too_few(figures: Figures) -> Finding:
     )
 
 
-def _kind(share: float) -> Kind:
-    return "problem" if share >= _LARGE else "note"
-
-
 def _all_is_well(figures: Figures) -> Finding:
     rest = figures.exposed
     return Finding(
@@ -167,45 +170,37 @@ def _all_is_well(figures: Figures) -> Finding:
 
 def _late_rank(run: Run, figures: Figures) -> Iterator[Finding]:
     late, share = figures.late, figures.share("late")
-    if late is None or share < _NOTEWORTHY:
-        return
-    bucket = max(figures.buckets, key=lambda one: one.late, default=None)
-    waits = f"bucket {bucket.bucket}" if bucket is not None else "its gradients"
+    if late is None:
+        return iter(())
+    bucket = max(figures.buckets, key=lambda one: one.late).bucket
     if late.share < 0.6:
-        yield Finding(
-            kind=_kind(share),
-            headline=f"No rank is consistently slow; {_percent(share)} of a step, {_time(figures.parts['late'])}, is "
-            "jitter.",
-            detail=f"Ranks wait for each other: now one is late, now another. Most of it is the wait for {waits}. No "
-            f"rank causes more than {_percent(late.share)} of it.",
+        return _part_of_a_step(
+            share,
+            f"No rank is consistently slow; {_percent(share)} of a step, {_time(figures.parts['late'])}, is jitter.",
+            detail="Ranks wait for each other: now one is late, now another. Most of it is the wait for bucket "
+            f"{bucket}. No rank causes more than {_percent(late.share)} of it.",
             cure="Give all ranks the same amount of work in each step: batches of equal length (group samples of "
             "similar length), the same number of workers, and cores that other programs leave alone.",
-            weight=share,
         )
-        return
     others = "the others" if len(figures.phases_of_ranks) > 2 else "the other"
-    yield Finding(
-        kind=_kind(share),
-        headline=f"The others wait {_time(late.caused)} a step for rank {late.rank}, whose "
+    return _part_of_a_step(
+        share,
+        f"The others wait {_time(late.caused)} a step for rank {late.rank}, whose "
         f"{_PHASES_IN_WORDS[late.phase]} takes {_time(late.phase_time)}; {_time(late.usual_time)} on {others}.",
-        detail=f"Means; {_percent(share)} of a step. They wait for {waits}, which rank {late.rank} sends last.",
+        detail=f"Means; {_percent(share)} of a step. They wait for bucket {bucket}, which rank {late.rank} sends last.",
         cure=_CURES_OF_LATE_RANKS[late.phase],
-        weight=share,
     )
 
 
 def _input_bound(run: Run, figures: Figures) -> Iterator[Finding]:
     usual = sorted(own["data"] for own in figures.phases_of_ranks.values())
     share = usual[len(usual) // 2 if len(usual) > 2 else 0] / max(1.0, figures.step)
-    if share < _NOTEWORTHY:
-        return
-    yield Finding(
-        kind=_kind(share),
-        headline=f"{_percent(share)} of a step is the time before the forward, on all ranks: they wait for data.",
+    return _part_of_a_step(
+        share,
+        f"{_percent(share)} of a step is the time before the forward, on all ranks: they wait for data.",
         detail="Unless the program does something else there, such as an evaluation.",
         cure="Load ahead: DataLoader(num_workers=..., persistent_workers=True, prefetch_factor=4), and prepare what "
         "is the same in each epoch once.",
-        weight=share,
     )
 
 
@@ -229,59 +224,49 @@ def _buckets(run: Run, figures: Figures) -> Iterator[Finding]:
             weight=max(share, _NOTEWORTHY),
         )
         return
-    if share < _NOTEWORTHY:
-        return
-    best, whole = best_cap(link, buckets, figures.backward), figures.step
-    largest = max(buckets, key=lambda one: one.payload_bytes)
-    saved = 0.0 if best is None else min(best[1], figures.parts["transfer"]) / whole
+    best, largest = best_cap(link, buckets, figures.backward), max(buckets, key=lambda one: one.payload_bytes)
+    saved = 0.0 if best is None else min(best[1], figures.parts["transfer"]) / figures.step
     if best is not None and saved >= 0.03:
         if largest.payload_bytes > 0.6 * total:
             why = (
-                f"bucket {largest.bucket} holds {_percent(largest.payload_bytes / total)} of the gradients, and is "
+                f"Bucket {largest.bucket} holds {_percent(largest.payload_bytes / total)} of the gradients, and is "
                 f"sent {_time(largest.sent)} after the backward began, which takes {_time(figures.backward)}. So "
-                "little of its way is hidden behind the backward"
+                "little of its way is hidden behind the backward."
             )
         else:
-            why = "with buckets of another size, more of their way is hidden behind the backward"
-        yield Finding(
-            kind=_kind(share),
-            headline=f"{_percent(share)} of a step waits for gradients that are under way; with "
-            f"bucket_cap_mb={best[0]:g} the step would take about {_percent(saved)} less.",
-            detail=f"{why[0].upper()}{why[1:]}.",
+            why = "With buckets of another size, more of their way is hidden behind the backward."
+        yield from _part_of_a_step(
+            share,
+            f"{_percent(share)} of a step waits for gradients that are under way; with bucket_cap_mb={best[0]:g} the "
+            f"step would take about {_percent(saved)} less.",
+            detail=why,
             cure=f"Pass bucket_cap_mb={best[0]:g}.",
-            weight=share,
         )
     elif link.bytes_per_second > _SLOW_BYTES_PER_SECOND:  # otherwise, `_slow_link` has a finding
-        yield Finding(
-            kind=_kind(share),
-            headline=f"{_percent(share)} of a step waits for gradients that are under way.",
+        yield from _part_of_a_step(
+            share,
+            f"{_percent(share)} of a step waits for gradients that are under way.",
             detail="No other size of the buckets makes this clearly shorter.",
             cure="Larger batches make the backward longer, which hides it. sharded=True sends half of the bytes before "
             "the optimizer's step, and compression=sl.compression.Cast() half of all.",
-            weight=share,
         )
 
 
 def _slow_link(run: Run, figures: Figures) -> Iterator[Finding]:
     share, link = figures.share("transfer"), link_of(figures.buckets)
-    if share < _NOTEWORTHY or link is None or link.bytes_per_second > _SLOW_BYTES_PER_SECOND:
-        return
-    whole = figures.step
+    if link is None or link.bytes_per_second > _SLOW_BYTES_PER_SECOND:
+        return iter(())
     total = sum(one.payload_bytes for one in figures.buckets)
-    smaller = wait_of(
-        link, [(one.sent, one.payload_bytes / 4) for one in sorted(figures.buckets, key=lambda b: b.sent)],
-        figures.backward,
-    )  # fmt: skip
-    saved = max(0.0, figures.parts["transfer"] - smaller) / whole
-    yield Finding(
-        kind=_kind(share),
-        headline=f"The link between the ranks is slow: it carries {format_bytes(int(link.bytes_per_second))} of "
+    quarters = sorted((one.sent, one.payload_bytes / 4) for one in figures.buckets)
+    saved = max(0.0, figures.parts["transfer"] - wait_of(link, quarters, figures.backward)) / figures.step
+    return _part_of_a_step(
+        share,
+        f"The link between the ranks is slow: it carries {format_bytes(int(link.bytes_per_second))} of "
         f"gradients a second, so the {format_bytes(total)} of a step take {_time(link.time(total))}.",
         detail=f"{_percent(share)} of a step waits for gradients that are under way.",
         cure="Send less: compression=sl.compression.Quantize(8) sends a quarter of the bytes"
         + (f" (about {_percent(saved)} less time a step)" if saved >= 0.03 else "")
         + ", and strategy=sl.DiLoCo(20) sends once in 20 steps. Larger batches help, too.",
-        weight=share,
     )
 
 
@@ -290,53 +275,44 @@ def _slow_link(run: Run, figures: Figures) -> Iterator[Finding]:
 
 def _buffers(run: Run, figures: Figures) -> Iterator[Finding]:
     share = figures.share("buffers")
-    if share >= _NOTEWORTHY:
-        yield Finding(
-            kind=_kind(share),
-            headline=f"{_percent(share)} of a step, {_time(figures.parts['buffers'])}, synchronizes buffers before the "
-            "forward.",
-            detail="This includes waits for the rank that sends them.",
-            cure='If they are running statistics, as those of BatchNorm, pass buffers="none" (torch\'s '
-            "broadcast_buffers=False), and call ddp.sync_buffers_() before an evaluation or a save.",
-            weight=share,
-        )
+    return _part_of_a_step(
+        share,
+        f"{_percent(share)} of a step, {_time(figures.parts['buffers'])}, synchronizes buffers before the forward.",
+        detail="This includes waits for the rank that sends them.",
+        cure='If they are running statistics, as those of BatchNorm, pass buffers="none" (torch\'s '
+        "broadcast_buffers=False), and call ddp.sync_buffers_() before an evaluation or a save.",
+    )
 
 
 def _syncs(run: Run, figures: Figures) -> Iterator[Finding]:
     share = figures.share("sync")
-    if share >= _NOTEWORTHY:
-        yield Finding(
-            kind=_kind(share),
-            headline=f"{_percent(share)} of a step, {_time(figures.parts['sync'])}, is parameter syncs (mean over all "
-            "steps).",
-            detail="This includes waits for ranks that are late.",
-            cure="Let the strategy synchronize after more steps, or use sl.DiLoCo with compression= or fragments=.",
-            weight=share,
-        )
+    return _part_of_a_step(
+        share,
+        f"{_percent(share)} of a step, {_time(figures.parts['sync'])}, is parameter syncs (mean over all steps).",
+        detail="This includes waits for ranks that are late.",
+        cure="Let the strategy synchronize after more steps, or use sl.DiLoCo with compression= or fragments=.",
+    )
 
 
 def _calls(run: Run, figures: Figures) -> Iterator[Finding]:
     share, late = figures.share("call"), figures.late
-    if share < _NOTEWORTHY or (late is not None and late.phase == "other"):  # then `_late_rank` says it
-        return
-    spans = [span for ranks in run.steps.values() for step in ranks.values() for span in step.spans]
+    if late is not None and late.phase == "other":  # then `_late_rank` says it
+        return iter(())
     lengths: Counter[str] = Counter()
-    for span in spans:
-        if span.kind == "call":
-            lengths[span.label] += span.length
+    for span in (span for step in run.steps_of_ranks for span in step.spans if span.kind == "call"):
+        lengths[span.label] += span.length
     names = format_names([name for name, _ in lengths.most_common(3)])
-    yield Finding(
-        kind=_kind(share),
-        headline=f"{_percent(share)} of a step, {_time(figures.parts['call'])}, is calls of Syncline: {names}.",
+    return _part_of_a_step(
+        share,
+        f"{_percent(share)} of a step, {_time(figures.parts['call'])}, is calls of Syncline: {names}.",
         detail="This includes waits for ranks that are late.",
         cure="Metrics of each step travel with the gradients: ddp.report(loss=loss) instead of sl.mean(loss). Save "
         "less often, or with blocking=False.",
-        weight=share,
     )
 
 
 def _never_used(run: Run) -> Iterator[Finding]:
-    last = [step for ranks in run.steps.values() for step in ranks.values()][-200:]
+    last = [*run.steps_of_ranks][-200:]
     never = set.intersection(*(set(step.unused) for step in last)) if last else set()
     if never:
         names = format_names(sorted(never))
@@ -354,9 +330,7 @@ def _never_used(run: Run) -> Iterator[Finding]:
 
 
 def _looked_for_in_vain(run: Run, figures: Figures) -> Iterator[Finding]:
-    if _looks_for_unused(run) and not any(
-        step.unused for ranks in run.steps.values() for step in ranks.values()
-    ):
+    if _looks_for_unused(run) and not any(step.unused for step in run.steps_of_ranks):
         yield Finding(
             kind="note",
             headline="find_unused_parameters=True is set, but every parameter got a gradient in every step.",
@@ -374,8 +348,7 @@ def _looks_for_unused(run: Run) -> bool:
 
 
 def _discarded(run: Run, figures: Figures) -> Iterator[Finding]:
-    numbers = [n for n, ranks in run.steps.items() if any(step.is_discarded for step in ranks.values())]
-    if numbers:
+    if numbers := run.discarded:
         yield Finding(
             kind="problem" if len(numbers) > 0.05 * len(run.steps) else "note",
             headline=f"{format_count(len(numbers), 'step')} of {len(run.steps)} "
@@ -416,8 +389,7 @@ def _diverged(run: Run) -> Iterator[Finding]:
 
 
 def _failures(run: Run) -> Iterator[Finding]:
-    changes = changes_in(run)
-    for row in changes:
+    for row in run.changes:
         yield Finding(
             kind="problem" if row.num_lost else "note",
             headline=f"Before step {row.step}: {row.reason}. The ranks, now {row.num_ranks}, continued after "
@@ -427,56 +399,33 @@ def _failures(run: Run) -> Iterator[Finding]:
             if row.num_lost
             else "",
         )
-    killed = [
-        one
-        for one in run.processes
-        if one.end is None and any(other.end is not None for other in run.processes)
-    ]
-    lost = {one.process.rank: one for one in killed}
-    errors = [one for one in run.processes if one.end is not None and one.end.is_error]
-    stopped = [one for one in run.processes if one.end is not None and one.end.is_of("KeyboardInterrupt")]
-    if lost and not changes:
-        rank = min(lost, key=lambda one: lost[one].unix_seconds(lost[one].last_at))
+    if run.changes:
+        return
+    ends = [(one, one.end) for one in run.processes if one.end is not None]
+    killed = [one for one in run.processes if one.end is None]
+    errors = [(one, end) for one, end in ends if end.is_error]
+    if killed and ends:
+        lost = min(killed, key=lambda one: one.unix_seconds(one.last_at))
         # Its own trace lacks its last moments. Those of the others have the last step that all have made together.
-        last = [_last_step(one.found) for one in run.processes]
-        step = max((one for one in last if one is not None), default=None)
-        place = _last_place(lost[rank].found)
+        step = max((row.step for row in run.rows_of(rows.BackwardRow)), default=None)
         after = "before its first step ended" if step is None else f"after step {step}"
-        said = f" The others ended with: {errors[0].end.error}" if errors and errors[0].end else ""
+        places = [f"It was last seen at: {row.words}. " for row in lost.rows_of(rows.PlaceRow)]
+        said = f" The others ended with: {errors[0][1].error}" if errors else ""
         yield Finding(
             kind="problem",
-            headline=f"Rank {rank} was lost {after}: its process ended without a word, as if it was killed.",
-            detail=f"{place}Look for the memory limit of the host or container first.{said}",
+            headline=f"Rank {lost.process.rank} was lost {after}: its process ended without a word, as if it was "
+            "killed.",
+            detail=f"{''.join(places[-1:])}Look for the memory limit of the host or container first.{said}",
             cure="Write the loop with sl.steps and start it with syncline run --resilient --max-restarts 3: the others "
             "train on, and a new process joins. Or save with sl.Checkpointer, and use syncline run --max-restarts 3.",
         )
-    elif errors and not changes:
-        first = min(errors, key=lambda one: one.unix_seconds(one.end.at if one.end else 0))
-        assert first.end is not None
-        if first.end.is_of("ReplicaDivergence") and divergences_in(run):
-            return  # `_diverged` has a finding about it
-        yield Finding(
-            kind="problem",
-            headline=f"Rank {first.process.rank} ended with an error: {first.end.error}",
-        )
-    elif stopped and not changes:
+    elif errors:
+        first, end = min(errors, key=lambda one: one[0].unix_seconds(one[1].at))
+        if not (
+            end.is_of("ReplicaDivergence") and divergences_in(run)
+        ):  # then `_diverged` has a finding about it
+            yield Finding(
+                kind="problem", headline=f"Rank {first.process.rank} ended with an error: {end.error}"
+            )
+    elif any(end.is_of("KeyboardInterrupt") for _, end in ends):
         yield Finding(kind="note", headline="The run was stopped by Ctrl-C.")
-
-
-def changes_in(run: Run) -> list[rows.RanksRow]:
-    """Return the changes of the ranks, each once."""
-    found: dict[tuple[int, int], rows.RanksRow] = {}
-    for one in run.processes:
-        for row in one.found:
-            if isinstance(row, rows.RanksRow):
-                found.setdefault((row.step, row.num_ranks), row)
-    return [found[key] for key in sorted(found)]
-
-
-def _last_place(found: Sequence[rows.Row]) -> str:
-    words = [row.words for row in found if isinstance(row, rows.PlaceRow)]
-    return f"It was last seen at: {words[-1]}. " if words else ""
-
-
-def _last_step(found: Sequence[rows.Row]) -> int | None:
-    return max((row.step for row in found if isinstance(row, rows.BackwardRow)), default=None)

@@ -7,9 +7,13 @@ for what is left when the backward has ended.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+from itertools import pairwise
+from statistics import fmean, linear_regression
+from typing import NamedTuple
 
-from syncline.tools.plan import Link, Reduction, exposed_time
+from syncline.tools.plan import Reduction, exposed_time
 from syncline.tools.report.analysis import BucketFigures
 
 CAPS_MB = (0.25, 0.5, 1, 2, 4, 8, 16, 25, 50, 100)
@@ -18,6 +22,22 @@ CAPS_MB = (0.25, 0.5, 1, 2, 4, 8, 16, 25, 50, 100)
 _BYTES_PER_MB = 1 << 20
 
 _LEAST_POINTS = 3
+
+
+class Link(NamedTuple):
+    """How long a reduction takes: a fixed time, and a time for each byte."""
+
+    fixed: float
+    per_byte: float
+
+    def time(self, num_bytes: float) -> float:
+        """Return how long the reduction of so many bytes takes."""
+        return self.fixed + self.per_byte * num_bytes
+
+    @property
+    def bytes_per_second(self) -> float:
+        """The bandwidth without the fixed time, if times are in microseconds."""
+        return 1e6 / self.per_byte if self.per_byte > 0 else float("inf")
 
 
 def link_of(buckets: Sequence[BucketFigures]) -> Link | None:
@@ -29,16 +49,14 @@ def link_of(buckets: Sequence[BucketFigures]) -> Link | None:
     points = [(one.payload_bytes, one.duration) for one in buckets if one.duration > 0 and one.payload_bytes]
     if not points:
         return None
-    num, sizes, times = len(points), [size for size, _ in points], [time for _, time in points]
-    mean_size, mean_time = sum(sizes) / num, sum(times) / num
-    spread = sum((size - mean_size) ** 2 for size in sizes)
-    if num < _LEAST_POINTS or max(sizes) < 2 * min(sizes) or not spread:
-        return Link(0.0, sum(times) / sum(sizes))
-    slope = sum((size - mean_size) * (time - mean_time) for size, time in points) / spread
+    sizes, times = [size for size, _ in points], [time for _, time in points]
+    through_zero = Link(0.0, sum(times) / sum(sizes))
+    if len(points) < _LEAST_POINTS or max(sizes) < 2 * min(sizes):
+        return through_zero
+    slope, fixed = linear_regression(sizes, times)
     if slope <= 0:
-        return Link(mean_time, 0.0)
-    fixed = mean_time - slope * mean_size
-    return Link(fixed, slope) if fixed > 0 else Link(0.0, sum(times) / sum(sizes))
+        return Link(fmean(times), 0.0)
+    return Link(fixed, slope) if fixed > 0 else through_zero
 
 
 def wait_of(link: Link, buckets: Sequence[tuple[float, float]], backward: float) -> float:
@@ -61,31 +79,19 @@ def cut_anew(buckets: Sequence[BucketFigures], cap_bytes: float) -> list[tuple[f
 
     Gradients are taken to become ready evenly between the moments at which the recorded buckets were sent.
     """
-    sizes = [float(one.payload_bytes) for one in buckets]
-    times = [one.sent for one in buckets]
-    ends, total = [], 0.0
-    for size in sizes:
-        total += size
-        ends.append(total)
-    cuts, at = [], cap_bytes
-    while at < total:
-        cuts.append(at)
-        at += cap_bytes
-    cuts.append(total)
-    found, before = [], 0.0
-    for cut in cuts:
-        found.append((_ready(cut, ends, times), cut - before))
-        before = cut
-    return found
+    total = sum(one.payload_bytes for one in buckets)
+    cuts = [0.0, *(min(cap_bytes * nth, total) for nth in range(1, math.ceil(total / cap_bytes) + 1))]
+    return [(_ready(cut, buckets), cut - before) for before, cut in pairwise(cuts)]
 
 
-def _ready(at: float, ends: Sequence[float], times: Sequence[float]) -> float:
+def _ready(at: float, buckets: Sequence[BucketFigures]) -> float:
     """Return when so many bytes of gradients are ready."""
     start, since = 0.0, 0.0
-    for end, time in zip(ends, times, strict=True):
+    for one in buckets:
+        end, until = start + one.payload_bytes, max(one.sent, since)
         if at <= end:
-            return since + (max(time, since) - since) * (at - start) / (end - start)
-        start, since = end, max(time, since)
+            return since + (until - since) * (at - start) / (end - start)
+        start, since = end, until
     return since
 
 
