@@ -42,13 +42,20 @@ class Rule(NamedTuple):
     drift_allowed: str
 
 
+LOCAL_GRADIENTS = Rule("never: they stay local", None, "local values differ")
+"""The rule for gradients that are never averaged."""
+
+OWN_OPTIMIZER = Rule("never", "each rank applies its own update and keeps its own state", "unbounded")
+"""The rule for optimizers whose state differs between ranks, because replicas drift."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Rules:
     """The rules by which a strategy synchronizes, in words, for the contract and the timeline."""
 
     strategy: str
     """The name and the arguments of the strategy."""
-    gradients: Rule | None
+    gradients: Rule | None = LOCAL_GRADIENTS
     """The rule for gradients; None if every backward averages gradients, as under `EveryStep`."""
     parameters: Rule
     buffers_when: str
@@ -56,7 +63,7 @@ class Rules:
     buffers_drift: str
     buffers_how: str = ""
     """The way in which buffers are synchronized; empty if the buffer policy decides it."""
-    optimizer: Rule
+    optimizer: Rule = OWN_OPTIMIZER
     at_step: str
     """A text for the timeline, which says what the strategy does at an optimizer step."""
     reduces: bool = True

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 import hangs
-from syncline.testing.ports import held_port
+from syncline.testing import held_port
 
 ROOT = Path(__file__).parents[2]
 PROGRAM = Path(__file__).with_name("other_system.py")

@@ -17,7 +17,7 @@ import pytest
 import torch
 
 import hangs
-from syncline.testing.ports import held_port, variables_of_rank
+from syncline.testing import held_port, variables_of_rank
 
 ROOT = Path(__file__).parents[2]
 CORE = "syncline/native/libsyncline_core.so"

@@ -15,7 +15,7 @@ from instruction_sets import bits, instruction_sets, on
 from selections import KINDS, values_of_kind
 from support.cases import case
 from syncline.compression.base import total_of
-from syncline.compression.blocks import TorchBlocks
+from syncline.compression.blocks import Blocks
 from syncline.compression.kernels import NativeBlocks, blocks_for, narrowed, selected
 from syncline.compression.topk import largest_places
 from syncline.native import find_library
@@ -86,7 +86,7 @@ def test_codes_and_errors_have_the_reference_s_bits(
         rows = form.encode(values, num_rows, row_numel, residual=added, lost=lost, factor=factor)
         return rows, lost, form.decode(rows, row_numel, torch.empty(numel))
 
-    rows, lost, decoded = encoded(TorchBlocks(num_bits, size))
+    rows, lost, decoded = encoded(Blocks(num_bits, size))
     assert lost is None or lost.isfinite().all()
     for isa in instruction_sets():
         with on(isa):
@@ -109,7 +109,7 @@ def test_codes_and_errors_have_the_reference_s_bits(
 def test_means_have_the_reference_s_bits(
     num_bits: int, quarter: int, numel: int, num_ranks: int, own_row: int, special: float, seed: int
 ) -> None:
-    form = TorchBlocks(num_bits, 4 * quarter)
+    form = Blocks(num_bits, 4 * quarter)
     values = [drawn(numel, seed + rank, special) for rank in range(num_ranks)]
     rows = torch.cat([form.encode(one, 1, numel) for one in values])
     is_own = 0 <= own_row < num_ranks
@@ -142,20 +142,20 @@ def test_a_row_that_is_not_needed_is_left_out() -> None:
     form = NativeBlocks(8, 100)
     lost = torch.full((300,), 7.0)
     rows = form.encode(values, 3, 100, lost=lost, unused_row=1)
-    expected = TorchBlocks(8, 100).encode(values, 3, 100)
+    expected = Blocks(8, 100).encode(values, 3, 100)
     assert torch.equal(rows[[0, 2]], expected[[0, 2]])
     assert (lost[100:200] == 7).all()
     assert (lost[:100] != 7).all()
 
 
 def test_other_tensors_take_the_form_in_pytorch() -> None:
-    form, values = TorchBlocks(8, 128), torch.zeros(256)
+    form, values = Blocks(8, 128), torch.zeros(256)
     assert isinstance(blocks_for(form, values, None), NativeBlocks)
     for other in (values.double(), values[::2], values.to("meta"), torch.nn.Parameter(values)):
         assert blocks_for(form, values, other) is form
         assert narrowed(other, 2, torch.bfloat16) is None
         assert selected(other, 1) is None
-    assert blocks_for(TorchBlocks(8, 2048), values) == TorchBlocks(8, 2048)
+    assert blocks_for(Blocks(8, 2048), values) == Blocks(8, 2048)
 
 
 # ---------------------------------------------------------------------- 16-bit types

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from instruction_sets import bits, instruction_sets, on
 from support.cases import case
-from syncline.compression.factors import Factors, TorchFactors
+from syncline.compression.factors import Factors
 from syncline.compression.kernels import NativeFactors, can_encode
 from syncline.native import find_library
 
@@ -75,7 +75,7 @@ EQUAL = ("total", "orthonormal rows", "mean", "starts")
 def test_both_forms_agree(
     rank: int, shapes: list[tuple[int, int]], special: float, feedback: str, seed: int
 ) -> None:
-    expected = results(TorchFactors(rank, shapes), seed, special, feedback)
+    expected = results(Factors(rank, shapes), seed, special, feedback)
     first: dict[str, Tensor] | None = None
     for isa in instruction_sets():
         with on(isa):
@@ -93,7 +93,7 @@ def test_both_forms_agree(
 
 def test_long_rows_long_columns_and_threads_change_nothing() -> None:
     for shapes in ([(2000, 1100), (0, 9), (1, 700)], [(2, 1_100_003)], [(1_100_001, 2)]):
-        torch_form = results(TorchFactors(2, shapes), 0, 0.0, "in place")
+        torch_form = results(Factors(2, shapes), 0, 0.0, "in place")
         found = []
         for num_threads in (1, 2, 5):
             with on(-1, num_threads):

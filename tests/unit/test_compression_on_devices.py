@@ -6,7 +6,7 @@ import torch
 from fake_devices import fake
 from torch import Tensor
 
-from syncline.compression.blocks import TorchBlocks
+from syncline.compression.blocks import Blocks
 from syncline.compression.topk import largest_places
 
 
@@ -18,6 +18,6 @@ def test_the_largest_values_are_those_that_the_cpu_finds() -> None:
 
 def test_a_device_quantizes_in_one_slab() -> None:
     blocks = torch.zeros(2, 5000, 32)
-    form = TorchBlocks(4, 32)
+    form = Blocks(4, 32)
     assert list(form._slabs(fake(blocks))) == [slice(0, 5000)]
     assert len(list(form._slabs(blocks))) > 1

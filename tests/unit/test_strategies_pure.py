@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import syncline as sl
-from syncline.strategies.base import (
+from syncline.strategies.actions import (
     Action,
     Adopt,
     AdvanceOuter,
@@ -24,20 +24,16 @@ from syncline.strategies.base import (
     Await,
     Close,
     Message,
-    Progress,
     Push,
     ReceiveOuter,
     ReduceGradients,
     RestartOuter,
     SendOuter,
-    Spec,
-    Strategy,
     Update,
-    in_words,
 )
+from syncline.strategies.base import Progress, Spec, Strategy
 from syncline.strategies.diloco import plan_fragments
 from syncline.strategies.gossip import neighbours
-from syncline.strategies.local_steps import workers_of
 
 SPEC = Spec(rank=0, num_ranks=4, hosts=(0, 0, 1, 1), sizes_numel=(10, 20, 30, 40))
 
@@ -305,7 +301,7 @@ def test_ranks_compare_strategies_as_they_are_written() -> None:
     assert str(sl.Gossip("ring")) == "Gossip(topology='ring')"
     outer = partial(torch.optim.SGD, lr=0.5)
     assert str(sl.DiLoCo(8, outer=outer, delay=2)) == "DiLoCo(every=8, outer=SGD(lr=0.5), delay=2)"
-    assert "test_ranks_compare" in in_words(sl.DiLoCo(8, outer=lambda p: torch.optim.SGD(p, lr=1)))
+    assert "test_ranks_compare" in str(sl.DiLoCo(8, outer=lambda p: torch.optim.SGD(p, lr=1)))
     weighted = sl.Gossip("ring", weight=2.0).rules(SPEC).strategy
     assert weighted == "Gossip(topology='ring')", "weights may differ"
 
@@ -326,7 +322,10 @@ REFUSED: list[tuple[Any, str]] = [
     (lambda: sl.Gossip("ring", weight=float("nan")), "weight to be a finite number above 0, got nan"),
     (lambda: sl.ParameterServer(-1), "staleness to be an integer of at least 0"),
     (lambda: sl.DiLoCo(9, fragments=5).init(SPEC), "between 1 and 4 fragments"),
-    (lambda: workers_of(3, SPEC), "divides the 4 ranks into equal groups, got 3"),
+    (
+        lambda: sl.LocalSGD(2, every_step_within=3).workers(SPEC),
+        "divides the 4 ranks into equal groups, got 3",
+    ),
 ]
 
 

@@ -194,7 +194,7 @@ def test_a_failing_rank_is_named_with_its_assertion_and_its_output(report: str) 
 @pytest.mark.real
 def test_equal_failures_are_printed_once(report: str) -> None:
     text = _section(report, "test_all_ranks_fail_alike")
-    assert "ranks 0, 1, 2 failed" in text
+    assert "ranks 0-2 failed" in text
     assert text.count("KeyError: 'the same everywhere'") == 1
 
 

@@ -4,12 +4,12 @@ Imports: errors, suggestions, words, checks, native, trees, _torch, transport, s
 
 averager.py   averaging of one flat tensor by a compression, with error feedback
 base.py       the interface: the compression, its encoder, and the requests of the encoder
-blocks.py     codes of 8, 4 or 2 bits for blocks of values: the interface, and the form in PyTorch
+blocks.py     codes of 8, 4 or 2 bits for blocks of values, in PyTorch
 cast.py       Cast: a narrower floating-point type
 chain.py      Chain: several compressions in sequence; After: a compression that starts after some averagings
 comm_hook.py  a communication hook that averages gradients by a compression
 exchange.py   averaging over a transport, which answers an encoder's requests
-factors.py    thin factors of matrices: the interface, and the form in PyTorch
+factors.py    thin factors of matrices, in PyTorch
 kernels.py    the native form of encodings
 power_sgd.py  PowerSGD: low-rank approximation
 quantize.py   Quantize: 8, 4 or 2 bits per value

@@ -177,14 +177,9 @@ def with_own_residuals(state: Any, own: Any) -> Any:
         >>> with_own_residuals(state, {})
         {'0.start': tensor([1.]), '0.residual': tensor([0.])}
     """
-    residuals = {path: leaf for path, leaf in leaves(own) if path.rpartition(".")[2] == "residual"}
-
-    def replaced(path: str, leaf: Any) -> Any:
-        if not isinstance(leaf, Tensor) or path.rpartition(".")[2] != "residual":
-            return leaf
-        return residuals.get(path, torch.zeros_like(leaf))
-
-    return map_leaves(state, replaced)
+    residuals = {path: torch.zeros_like(leaf) for path, leaf in _residuals_in(state).items()}
+    residuals |= _residuals_in(own)
+    return map_leaves(state, lambda path, leaf: residuals.get(path, leaf))
 
 
 def with_mean_residuals(own: Any, of_all: Sequence[Any]) -> Any:
@@ -203,19 +198,19 @@ def with_mean_residuals(own: Any, of_all: Sequence[Any]) -> Any:
         >>> with_mean_residuals({"step": 3, "of": [states[1]]}, [{"step": 3, "of": [state]} for state in states])
         {'step': 3, 'of': [{'0.residual': tensor([3.])}]}
     """
-    residuals: dict[str, list[Tensor]] = {}
-    for state in of_all:
-        for path, leaf in leaves(state):
-            if isinstance(leaf, Tensor) and path.rpartition(".")[2] == "residual":
-                residuals.setdefault(path, []).append(leaf)
+    totals: dict[str, Tensor] = {}
+    for state in of_all:  # in rank order, so that all ranks get the same bits
+        for path, residual in _residuals_in(state).items():
+            totals[path] = totals[path].add_(residual) if path in totals else residual.clone()
+    # A residual that a rank lacks counts as zero.
+    means = {path: total.div_(len(of_all)) for path, total in totals.items()}
+    return map_leaves(own, lambda path, leaf: means.get(path, leaf))
 
-    def replaced(path: str, leaf: Any) -> Any:
-        found = residuals.get(path)
-        if found is None:
-            return leaf
-        total = found[0].clone()
-        for tensor in found[1:]:  # in rank order, so that all ranks get the same bits
-            total += tensor
-        return total.div_(len(of_all))  # a residual that a rank lacks counts as zero
 
-    return map_leaves(own, replaced)
+def _residuals_in(state: Any) -> dict[str, Tensor]:
+    """Return the residuals in nested dicts, lists and tuples, by their paths."""
+    return {
+        path: leaf
+        for path, leaf in leaves(state)
+        if isinstance(leaf, Tensor) and path.rpartition(".")[2] == "residual"
+    }

@@ -209,6 +209,18 @@ def set_lost(lost: Tensor, error: Tensor | None) -> None:
         torch.nan_to_num(error, 0.0, 0.0, 0.0, out=lost)
 
 
+def pairwise_sums(terms: Tensor) -> Tensor:
+    """Return the sums over the last dimension, whose size is a power of two. The dimension is kept with size 1.
+
+    The order of the additions depends only on the size. torch.sum has another order, and so other bits, on each kind of
+    processor.
+    """
+    while terms.shape[-1] > 1:
+        half = terms.shape[-1] // 2
+        terms = terms[..., :half] + terms[..., half:]
+    return terms
+
+
 def encoder_of(compression: Compression | None, layout: Layout) -> Encoder:
     """Return a new encoder of a compression. With None, the encoder averages values without compression."""
     return PlainEncoder(layout) if compression is None else compression.encoder(layout)
@@ -273,10 +285,8 @@ class Compression(ABC):
 class Composed(Compression):
     """A compression that is made of other compressions, and derives its properties from them."""
 
-    @property
-    @abstractmethod
-    def stages(self) -> tuple[Compression, ...]:
-        """The compressions that this compression is made of."""
+    stages: tuple[Compression, ...]
+    """The compressions that this compression is made of."""
 
     @property
     def is_linear(self) -> bool:  # type: ignore[override]

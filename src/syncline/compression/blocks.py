@@ -1,12 +1,10 @@
-"""Codes of 8, 4 or 2 bits for blocks of values, with one scale per block: the interface, and its form in PyTorch.
+"""Codes of 8, 4 or 2 bits for blocks of values, with one scale per block, in PyTorch.
 
-The form in PyTorch runs on any device and in any dtype. It is the reference for the native form (`kernels.py`), which
-has the same bits. So ranks whose forms differ get the same mean.
+The native form (`kernels.py`) has the same bits. So ranks whose forms differ get the same mean.
 """
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -14,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from syncline.compression.base import total_of
+from syncline.compression.base import pairwise_sums, total_of
 
 SCALE = torch.bfloat16
 """The dtype of the scales, which has the range of float32.
@@ -38,11 +36,14 @@ _SLAB_NUMEL = 1 << 17
 
 
 @dataclass(frozen=True)
-class Blocks(ABC):
+class Blocks:
     """Encodes rows of values in blocks, and decodes them.
 
     An encoded row has the scales of its blocks, and then their codes. The last block is padded with zeros. In a block
     with a value that is not finite, all decoded values are NaN.
+
+    This class is the form in PyTorch. It runs on any device and in any dtype, and is the reference for the native form
+    (`kernels.py`).
     """
 
     bits: int
@@ -58,7 +59,6 @@ class Blocks(ABC):
         """Return the number of bytes of a row that encodes `numel` values."""
         return self.num_blocks(numel) * (SCALE.itemsize + self.block_numel * self.bits // 8)
 
-    @abstractmethod
     def encode(
         self,
         values: Tensor,
@@ -84,51 +84,6 @@ class Blocks(ABC):
         Returns:
             The encoded rows, of shape (num_rows, num_bytes(row_numel)) and dtype uint8.
         """
-
-    @abstractmethod
-    def decode(self, rows: Tensor, row_numel: int, out: Tensor) -> Tensor:
-        """Decode rows, and write their values into `out`, one row after the other.
-
-        Args:
-            rows: encoded rows, of shape (num_rows, num_bytes(row_numel)).
-            row_numel: the number of values in each row.
-            out: a flat tensor. If it is shorter than the rows together, the last values are left out.
-
-        Returns:
-            The tensor `out`.
-        """
-
-    @abstractmethod
-    def mean(self, rows: Tensor, out: Tensor, *, own: tuple[int, Tensor] | None = None) -> Tensor:
-        """Decode rows of the same values of all ranks, and write their mean into `out`.
-
-        The rows are added in their order.
-
-        Args:
-            rows: encoded rows, of shape (num_ranks, num_bytes).
-            out: a flat tensor. If it is shorter than a row, the last values of the rows are left out.
-            own: the number of a row that is not decoded, and the values that are used instead, of the shape of `out`.
-                They may be `out` itself.
-
-        Returns:
-            The tensor `out`.
-        """
-
-
-class TorchBlocks(Blocks):
-    """The form in PyTorch."""
-
-    def encode(
-        self,
-        values: Tensor,
-        num_rows: int,
-        row_numel: int,
-        *,
-        residual: Tensor | None = None,
-        lost: Tensor | None = None,
-        factor: float = 1.0,
-        unused_row: int | None = None,
-    ) -> Tensor:
         total = total_of(values, residual, lost)
         padded_numel, size = self.num_blocks(row_numel) * self.block_numel, self.block_numel
         padded = _padded(total, num_rows * row_numel).view(num_rows, row_numel)
@@ -154,10 +109,33 @@ class TorchBlocks(Blocks):
         return encoded
 
     def decode(self, rows: Tensor, row_numel: int, out: Tensor) -> Tensor:
+        """Decode rows, and write their values into `out`, one row after the other.
+
+        Args:
+            rows: encoded rows, of shape (num_rows, num_bytes(row_numel)).
+            row_numel: the number of values in each row.
+            out: a flat tensor. If it is shorter than the rows together, the last values are left out.
+
+        Returns:
+            The tensor `out`.
+        """
         values = self._values(rows, out.dtype)[:, :row_numel]
         return out.copy_(values.reshape(-1)[: out.numel()])
 
     def mean(self, rows: Tensor, out: Tensor, *, own: tuple[int, Tensor] | None = None) -> Tensor:
+        """Decode rows of the same values of all ranks, and write their mean into `out`.
+
+        The rows are added in their order.
+
+        Args:
+            rows: encoded rows, of shape (num_ranks, num_bytes).
+            out: a flat tensor. If it is shorter than a row, the last values of the rows are left out.
+            own: the number of a row that is not decoded, and the values that are used instead, of the shape of `out`.
+                They may be `out` itself.
+
+        Returns:
+            The tensor `out`.
+        """
         total: Tensor | None = None
         for number, row in enumerate(rows):
             if own is not None and own[0] == number:
@@ -259,13 +237,5 @@ def _padded(values: Tensor, numel: int) -> Tensor:
 
 
 def _sums_of_squares(blocks: Tensor) -> Tensor:
-    """Return the sum of squares of each block, in an order of additions that depends only on the size of the blocks.
-
-    torch.sum has another order, and so other bits, on each kind of processor.
-    """
-    terms = blocks.square()
-    terms = _padded(terms, 1 << (terms.shape[2] - 1).bit_length())
-    while terms.shape[2] > 1:
-        half = terms.shape[2] // 2
-        terms = terms[..., :half] + terms[..., half:]
-    return terms.squeeze(2)
+    """Return the sum of squares of each block, with the same bits on every kind of processor."""
+    return pairwise_sums(_padded(blocks.square(), 1 << (blocks.shape[2] - 1).bit_length())).squeeze(2)

@@ -61,7 +61,8 @@ class Chain(Composed):
         ValueError: Cast(dtype=bfloat16) cannot follow Quantize(bits=8), whose output is codes, not values. ...
     """
 
-    _stages: tuple[Compression, ...]
+    stages: tuple[Compression, ...]
+    """The stages of the chain. There are at least two, and none of them is a chain."""
 
     def __init__(self, *stages: Compression) -> None:
         flat: list[Compression] = []
@@ -78,12 +79,7 @@ class Chain(Composed):
             )
         for before, after in pairwise(flat):
             _check_order(before, after)
-        store(self, _stages=tuple(flat))
-
-    @property
-    def stages(self) -> tuple[Compression, ...]:
-        """The stages of the chain. There are at least two, and none of them is a chain."""
-        return self._stages
+        store(self, stages=tuple(flat))
 
     @property
     def is_order_dependent(self) -> bool:  # type: ignore[override]
@@ -185,6 +181,7 @@ class After(Composed):
     num_averagings: int
     then: Compression
     before: Compression | None = field(default=None, kw_only=True)
+    stages: tuple[Compression, ...] = field(init=False, compare=False)
 
     # An After cannot be in a chain: the form of its output would change during training, and one of its two
     # compressions may need whole matrices. These two values make Chain refuse it.
@@ -199,10 +196,7 @@ class After(Composed):
                 raise TypeError(
                     f"sl.compression.After: expected {name} to be a compression other than After, got {stage!r}"
                 )
-
-    @property
-    def stages(self) -> tuple[Compression, ...]:
-        return (self.then,) if self.before is None else (self.then, self.before)
+        store(self, stages=(self.then,) if self.before is None else (self.then, self.before))
 
     def encoder(self, layout: Layout) -> Encoder:
         return _AfterEncoder(self, layout)

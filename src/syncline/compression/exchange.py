@@ -262,11 +262,11 @@ class MeanExchange:
                 if meanwhile is not None:
                     meanwhile()
                 yield [work]
-                return Averaged(self._on_device(wire))
+                return Averaged(wire.to(self.layout.device))
             case Sum(codes):
                 wire = self._sendable(codes)
                 yield [self._transport.all_reduce(wire, "sum")]
-                return self._on_device(wire)
+                return wire.to(self.layout.device)
             case Gather():
                 return (yield from self._gathered(request))
             case AllToAll(rows):
@@ -281,7 +281,7 @@ class MeanExchange:
         wire = self._sendable(message)
         everyone = torch.empty(self._transport.size * wire.numel(), dtype=torch.uint8, device=wire.device)
         yield [self._transport.all_gather(everyone, wire)]
-        rows = self._on_device(everyone).view(self._transport.size, -1)
+        rows = everyone.to(self.layout.device).view(self._transport.size, -1)
         if beside is None:
             return Gathered(rows.view(values.dtype), None)
         # Copies, because a view in another type needs aligned memory.
@@ -306,15 +306,11 @@ class MeanExchange:
             for move, tensor in directions if rank < peer else reversed(directions):
                 works.append(move(tensor[peer], peer))
         yield works
-        return self._on_device(received)
+        return received.to(self.layout.device)
 
     def _sendable(self, tensor: Tensor) -> Tensor:
         """Return a contiguous tensor with the same values, on a device from which the transport can send."""
         return tensor.to(self._transport.sending_device(tensor.device)).contiguous()
-
-    def _on_device(self, wire: Tensor) -> Tensor:
-        """Move a received tensor to the device of the flat tensor."""
-        return wire.to(self.layout.device)
 
 
 def _checked_shapes(shapes: Any) -> tuple[tuple[int, ...], ...]:

@@ -1,4 +1,4 @@
-"""Thin factors of matrices: the interface, and its form in PyTorch, which is the reference for `kernels.py`.
+"""Thin factors of matrices in PyTorch, which is the reference for the native form (`kernels.py`).
 
 All ranks must compute the same bits from the same factors. The last bits of matrix products can differ between
 processors, numbers of threads, and both forms. Therefore `orthonormal_rows` and `sum_of_outer_products` use only
@@ -8,14 +8,13 @@ that a rank sends, and the error that it keeps, may differ in their last bits.
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
 
 from syncline._torch.tensors import foreach_copy_, foreach_zero_
-from syncline.compression.base import set_lost, total_of
+from syncline.compression.base import pairwise_sums, set_lost, total_of
 
 _ZERO = 1e-24
 """The squared length up to which the remainder of a row counts as zero, after earlier rows were projected out.
@@ -23,11 +22,13 @@ _ZERO = 1e-24
 Before that, each row is scaled so that its largest magnitude is 1."""
 
 
-class Factors(ABC):
+class Factors:
     """Computes the factors of all matrices of a flat tensor, and the matrices from their factors.
 
     A matrix of shape (n, m) has a left factor of shape (rank, n) and a right factor of shape (rank, m). The factors of
     all matrices are in one flat tensor for each side.
+
+    This class is the form in PyTorch, which runs on any device and in any dtype.
 
     Args:
         rank: the number of rows of each factor.
@@ -43,7 +44,6 @@ class Factors(ABC):
         self.rest_numel = sum(m for n, m in shapes if not n)
         """The number of elements of the tensors that have no factors."""
 
-    @abstractmethod
     def left(self, values: Tensor, starts: Tensor, *, residual: Tensor | None, lost: Tensor | None) -> Tensor:
         """Return the left factors `start @ (residual + values).T`, and then the elements that have no factors.
 
@@ -54,8 +54,16 @@ class Factors(ABC):
             lost: memory for the sums, which may be `residual`. Elements without factors become zero in it. None if
                 there is no residual.
         """
+        total = total_of(values, residual, lost)
+        lefts = [
+            start @ matrix.t()
+            for start, matrix in zip(self._rights(starts), self._matrices(total), strict=True)
+        ]
+        message = torch.cat([*(left.view(-1) for left in lefts), *self.rest(total)])
+        if lost is not None and self.rest_numel:
+            foreach_zero_(self.rest(lost))
+        return message
 
-    @abstractmethod
     def right(self, total: Tensor, means: Tensor, out: Tensor) -> Tensor:
         """Return the right factors `left @ total`.
 
@@ -64,38 +72,9 @@ class Factors(ABC):
             means: the mean over ranks of what `left` has returned. The rows of its factors become orthonormal.
             out: a flat tensor, into which the elements that have no factors are written. It may be `total`.
         """
-
-    @abstractmethod
-    def subtract(self, total: Tensor, lefts: Tensor, rights: Tensor) -> None:
-        """Subtract `left.T @ right` from each matrix in place. Elements that are not finite then become zero."""
-
-    @abstractmethod
-    def mean(self, lefts: Tensor, right_means: Tensor, starts: Tensor, out: Tensor) -> None:
-        """Write `left.T @ right` into the place of each matrix in `out`, and scaled right factors into `starts`.
-
-        Only the directions of the rows matter, so the largest element of each row of `starts` is scaled to 1. If a row
-        of a factor is zero or not finite, the old row stays.
-        """
-
-
-class TorchFactors(Factors):
-    """The form in PyTorch, which runs on any device and in any dtype."""
-
-    def left(self, values: Tensor, starts: Tensor, *, residual: Tensor | None, lost: Tensor | None) -> Tensor:
-        total = total_of(values, residual, lost)
-        lefts = [
-            start @ matrix.t()
-            for start, matrix in zip(self._rights(starts), self._matrices(total), strict=True)
-        ]
-        message = torch.cat([*(left.view(-1) for left in lefts), *self._rest(total)])
-        if lost is not None and self.rest_numel:
-            foreach_zero_(self._rest(lost))
-        return message
-
-    def right(self, total: Tensor, means: Tensor, out: Tensor) -> Tensor:
         lefts, rest = means.split([self.left_numel, self.rest_numel])
         if self.rest_numel:
-            targets = self._rest(out)
+            targets = self.rest(out)
             foreach_copy_(targets, list(rest.split([target.numel() for target in targets])))
         factors = orthonormal_rows(self._lefts(lefts))
         if not factors:
@@ -106,6 +85,7 @@ class TorchFactors(Factors):
         )
 
     def subtract(self, total: Tensor, lefts: Tensor, rights: Tensor) -> None:
+        """Subtract `left.T @ right` from each matrix in place. Elements that are not finite then become zero."""
         for matrix, left, right in zip(
             self._matrices(total), self._lefts(lefts), self._rights(rights), strict=True
         ):
@@ -113,6 +93,11 @@ class TorchFactors(Factors):
             set_lost(matrix, matrix)
 
     def mean(self, lefts: Tensor, right_means: Tensor, starts: Tensor, out: Tensor) -> None:
+        """Write `left.T @ right` into the place of each matrix in `out`, and scaled right factors into `starts`.
+
+        Only the directions of the rows matter, so the largest element of each row of `starts` is scaled to 1. If a row
+        of a factor is zero or not finite, the old row stays.
+        """
         rights, old = self._rights(right_means), self._rights(starts)
         for matrix, left, right, start in zip(
             self._matrices(out), self._lefts(lefts), rights, old, strict=True
@@ -129,7 +114,8 @@ class TorchFactors(Factors):
     def _matrices(self, flat: Tensor) -> list[Tensor]:
         return [piece.view(shape) for shape, piece in self._pieces(flat) if shape[0]]
 
-    def _rest(self, flat: Tensor) -> list[Tensor]:
+    def rest(self, flat: Tensor) -> list[Tensor]:
+        """Return the views of the tensors that have no factors."""
         return [piece for shape, piece in self._pieces(flat) if not shape[0]]
 
     def _lefts(self, flat: Tensor) -> list[Tensor]:
@@ -199,16 +185,8 @@ def _orthonormalize(batch: Tensor) -> None:
     for _ in range(2):
         for k in range(batch.shape[1] - 1):
             row, rest = batch[:, k : k + 1], batch[:, k + 1 :]
-            products = _sums(batch[:, k:] * row)  # (num_matrices, num_rows - k, 1)
+            products = pairwise_sums(batch[:, k:] * row)  # (num_matrices, num_rows - k, 1)
             squared = products[:, :1]
             rest -= torch.where(squared <= _ZERO, 0, products[:, 1:] / squared) * row
-    squared = _sums(batch * batch)
+    squared = pairwise_sums(batch * batch)
     batch.copy_(torch.where(squared <= _ZERO, 0, batch / squared.sqrt()))
-
-
-def _sums(terms: Tensor) -> Tensor:
-    """Return the sums over the last dimension, whose size is a power of two. The dimension is kept with size 1."""
-    while terms.shape[-1] > 1:
-        half = terms.shape[-1] // 2
-        terms = terms[..., :half] + terms[..., half:]
-    return terms

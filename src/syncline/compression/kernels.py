@@ -54,8 +54,7 @@ def narrowed(values: Tensor, divisor: int, dtype: torch.dtype) -> Tensor | None:
         return None
     out = torch.empty(values.shape, dtype=dtype, device="cpu")
     is_bf16 = dtype is torch.bfloat16
-    arguments = (values.data_ptr(), values.numel(), divisor, is_bf16, out.data_ptr())
-    _check(native.narrow(_BEST_ISA, *arguments, torch.get_num_threads()))
+    _run(native.narrow, values.data_ptr(), values.numel(), divisor, is_bf16, out.data_ptr())
     return out
 
 
@@ -72,16 +71,8 @@ def selected(
     places, chosen = _empty(number, torch.int32), _empty(number)
     target = values if lost is None else lost
     addresses = (values.data_ptr(), _address(residual), target.data_ptr())
-    found = native.select(
-        _BEST_ISA,
-        *addresses,
-        values.numel(),
-        number,
-        places.data_ptr(),
-        chosen.data_ptr(),
-        torch.get_num_threads(),
-    )
-    _check(found)
+    results = (places.data_ptr(), chosen.data_ptr())
+    found = _run(native.select, *addresses, values.numel(), number, *results)
     return Selected(places, chosen, all_finite=found == 0)
 
 
@@ -104,21 +95,10 @@ class NativeBlocks(Blocks):
             if number == unused_row:
                 continue
             start = min(number * row_numel, values.numel())
-            _check(
-                library().quantize(
-                    _BEST_ISA,
-                    self.bits,
-                    self.block_numel,
-                    self.num_blocks(row_numel),
-                    min(row_numel, values.numel() - start),
-                    _address(values, start),
-                    _address(residual, start),
-                    _address(lost, start),
-                    factor,
-                    _address(rows, number * rows.shape[1]),
-                    torch.get_num_threads(),
-                )
-            )
+            sizes = (self.num_blocks(row_numel), min(row_numel, values.numel() - start))
+            given = (_address(values, start), _address(residual, start), _address(lost, start))
+            row = _address(rows, number * rows.shape[1])
+            _run(library().quantize, self.bits, self.block_numel, *sizes, *given, factor, row)
         return rows
 
     def decode(self, rows: Tensor, row_numel: int, out: Tensor) -> Tensor:
@@ -130,23 +110,10 @@ class NativeBlocks(Blocks):
         num_rows, num_bytes = rows.shape
         own_row, own_values = (-1, None) if own is None else own
         rows = rows.contiguous()
-        _check(
-            library().mean_of_codes(
-                _BEST_ISA,
-                self.bits,
-                self.block_numel,
-                num_bytes // self.num_bytes(1),
-                out.numel(),
-                rows.data_ptr(),
-                num_rows,
-                num_bytes,
-                own_row,
-                _address(own_values),
-                num_rows,
-                out.data_ptr(),
-                torch.get_num_threads(),
-            )
-        )
+        sizes = (num_bytes // self.num_bytes(1), out.numel())
+        given = (rows.data_ptr(), num_rows, num_bytes, own_row, _address(own_values))
+        divisor = num_rows
+        _run(library().mean_of_codes, self.bits, self.block_numel, *sizes, *given, divisor, out.data_ptr())
         return out
 
 
@@ -177,11 +144,7 @@ class NativeFactors(Factors):
 
     def _call(self, function: Callable[..., int], flat: Tensor, *others: Tensor | int | None) -> None:
         addresses = [_address(one) if isinstance(one, Tensor) else one for one in (flat, *others)]
-        num_threads = torch.get_num_threads()
-        shapes = self._shapes.data_ptr()
-        _check(
-            function(_BEST_ISA, self.rank, shapes, len(self.shapes), flat.numel(), *addresses, num_threads)
-        )
+        _run(function, self.rank, self._shapes.data_ptr(), len(self.shapes), flat.numel(), *addresses)
 
 
 def _empty(numel: int, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -208,8 +171,10 @@ def _library_for(*tensors: Tensor | None) -> Library | None:
     return library_if_any()
 
 
-def _check(result: int) -> None:
-    """Raise MemoryError if the native library found no memory."""
+def _run(function: Callable[..., int], *arguments: object) -> int:
+    """Call a function of the native library, and return its result. Raise MemoryError if it found no memory."""
+    result = function(_BEST_ISA, *arguments, torch.get_num_threads())
     if result == -2:
         raise MemoryError("the native library found no memory to encode the values")
     assert result >= 0, result
+    return result

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from syncline.checks import checked_count, checked_flag, store
 from syncline.compression.base import Averaging, Compression, Encoder, Layout, Mean, set_lost
-from syncline.compression.factors import TorchFactors
+from syncline.compression.factors import Factors
 from syncline.compression.kernels import NativeFactors, can_encode
 from syncline.suggestions import suggests_arguments
 
@@ -71,7 +71,7 @@ class _PowerSGDEncoder(Encoder):
         super().__init__(layout)
         rank = power_sgd.rank
         shapes = [_matrix_shape(shape, rank) for shape in layout.shapes]
-        self._factors, self._native = TorchFactors(rank, shapes), NativeFactors(rank, shapes)
+        self._factors, self._native = Factors(rank, shapes), NativeFactors(rank, shapes)
         self._starts = torch.empty(self._factors.right_numel, device=layout.device, dtype=layout.dtype)
         """The matrices of shape (rank, m) from which the next iterations start, one after the other."""
         self._start_of: dict[int, Tensor] = {}
@@ -122,9 +122,8 @@ class _PowerSGDEncoder(Encoder):
 
     def _keep_rest(self, lost: Tensor, error: Tensor) -> None:
         """Write the error of the tensors that have no factors into their places."""
-        places = lost.split(self.layout.numels)
-        rest = [place for index, place in enumerate(places) if index not in self._start_of]
-        for place, piece in zip(rest, error.split([place.numel() for place in rest]), strict=True):
+        places = self._factors.rest(lost)
+        for place, piece in zip(places, error.split([place.numel() for place in places]), strict=True):
             set_lost(place, piece)
 
 

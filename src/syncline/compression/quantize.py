@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from numbers import Integral
 from typing import Literal
 
 import torch
@@ -11,7 +10,7 @@ from torch import Tensor
 
 from syncline.checks import checked_count, checked_flag, store
 from syncline.compression.base import AllToAll, Averaging, Codec, Encoder, Gather, Layout
-from syncline.compression.blocks import Blocks, TorchBlocks
+from syncline.compression.blocks import Blocks
 from syncline.compression.kernels import blocks_for
 from syncline.suggestions import suggests_arguments
 
@@ -59,29 +58,27 @@ class Quantize(Codec):
     is_linear = False
 
     def __post_init__(self) -> None:
-        store(
-            self,
-            bits=_checked_bits(self.bits),
-            block_numel=checked_count("block_numel", self.block_numel, at_least=2),
+        bits, block_numel = (
+            checked_count("bits", self.bits),
+            checked_count("block_numel", self.block_numel, at_least=2),
         )
-        checked_flag("error_feedback", self.error_feedback)
-        if self.block_numel % self._multiple:
+        if bits not in (8, 4, 2):
+            raise ValueError(f"expected bits to be 8, 4 or 2, got {bits}")
+        multiple = 4 if bits == 2 else 2
+        if block_numel % multiple:
             raise ValueError(
-                f"Quantize: expected block_numel to be a multiple of {self._multiple} for codes of {self.bits} bits, "
-                f"got {self.block_numel}. Use for example block_numel=128"
+                f"Quantize: expected block_numel to be a multiple of {multiple} for codes of {bits} bits, got "
+                f"{block_numel}. Use for example block_numel=128"
             )
+        store(self, bits=bits, block_numel=block_numel)
+        checked_flag("error_feedback", self.error_feedback)
 
     def encoder(self, layout: Layout) -> Encoder:
         return _QuantizeEncoder(self, layout)
 
     @property
-    def _multiple(self) -> int:
-        """The number by which `block_numel` must be divisible."""
-        return 4 if self.bits == 2 else 2
-
-    @property
     def _blocks(self) -> Blocks:
-        return TorchBlocks(self.bits, self.block_numel)
+        return Blocks(self.bits, self.block_numel)
 
     def num_bytes(self, numel: int) -> int:
         """Return the number of bytes that encode `numel` values. The last block is padded."""
@@ -93,15 +90,6 @@ class Quantize(Codec):
     def decode(self, codes: Tensor, numel: int, dtype: torch.dtype) -> Tensor:
         out = torch.empty(codes.shape[0] * numel, dtype=dtype, device=codes.device)
         return blocks_for(self._blocks, out).decode(codes, numel, out).view(-1, numel)
-
-
-def _checked_bits(value: object) -> int:
-    text = f"expected bits to be 8, 4 or 2, got {value!r}"
-    if isinstance(value, bool) or not isinstance(value, Integral):
-        raise TypeError(text)
-    if value not in (8, 4, 2):
-        raise ValueError(text)
-    return int(value)
 
 
 class _QuantizeEncoder(Encoder):

@@ -165,7 +165,7 @@ class Registrations:
         )
         settings.optimizers[:] = [*(one for one in settings.optimizers if one not in removed), attached]
         if self._rounds is not None:
-            self._rounds.watch(attached, removed)
+            self._rounds.optimizers.watch(attached, removed)
         self._compare_in_next_backward()
 
     # ------------------------------------------------------------------ registered at present
@@ -237,7 +237,7 @@ class Registrations:
         if self._rounds is None or not strategy.needs_attach:
             return
         fault = None
-        if not self._rounds.is_watching:
+        if not self._rounds.optimizers.attached:
             fault = SynclineError(
                 f"strategy={strategy} synchronizes parameters after steps of an attached optimizer, but no optimizer "
                 f"is attached to {self._title}. The strategy would never run, and the replicas would drift apart. "

@@ -220,8 +220,6 @@ class Members:
     def __init__(self, module: nn.Module, parameters: Sequence[nn.Parameter]) -> None:
         self._module = module
         self._parameters = list(parameters)
-        self._shapes = [p.shape for p in self._parameters]
-        self._numels = [p.numel() for p in self._parameters]
 
     @torch.no_grad()
     def evaluate(
@@ -244,7 +242,15 @@ class Members:
             Two losses per pair, in the order of `pairs`: first the loss for plus sigma * noise, then that for minus.
         """
         before = [p.detach().clone() for p in self._parameters]
-        buffers = _Buffers(self._module)
+        tables = [(owner._buffers, dict(owner._buffers)) for owner in self._module.modules()]
+        values = [(buffer, buffer.clone()) for buffer in self._module.buffers()]
+
+        def restore_buffers() -> None:
+            for table, registered in tables:
+                table.update(registered)
+            for buffer, value in values:
+                buffer.copy_(value)
+
         flat = self._vector()
         losses = []
         try:
@@ -257,11 +263,11 @@ class Members:
                     for p, kept, part in zip(self._parameters, before, noise, strict=True):
                         p.copy_(kept).add_(part, alpha=sign * settings.sigma)
                     losses.append(_as_number(loss_fn(self._module)))
-                    buffers.restore()
+                    restore_buffers()
         finally:  # so that an interrupt does not leave a member's parameters in the module
             for p, kept in zip(self._parameters, before, strict=True):
                 p.copy_(kept)
-            buffers.restore()
+            restore_buffers()
         return losses
 
     def gradients(self, weights: Sequence[float], settings: Settings, *, step: int) -> Iterator[Tensor]:
@@ -284,26 +290,11 @@ class Members:
         return self._parts(total)
 
     def _vector(self) -> Tensor:
-        return torch.empty(sum(self._numels), dtype=torch.float32, device="cpu")
+        return torch.empty(sum(p.numel() for p in self._parameters), dtype=torch.float32, device="cpu")
 
     def _parts(self, flat: Tensor) -> Iterator[Tensor]:
-        for part, shape in zip(flat.split(self._numels), self._shapes, strict=True):
-            yield part.view(shape)
-
-
-class _Buffers:
-    """A backup of a module's buffers: which tensor is registered under each name, and the values of each tensor."""
-
-    def __init__(self, module: nn.Module) -> None:
-        self._kept = [(owner, dict(owner._buffers)) for owner in module.modules() if owner._buffers]
-        objects = [buffer for _, buffers in self._kept for buffer in buffers.values()]
-        self._values = [(buffer, buffer.clone()) for buffer in objects if buffer is not None]
-
-    def restore(self) -> None:
-        for owner, buffers in self._kept:
-            owner._buffers.update(buffers)
-        for buffer, values in self._values:
-            buffer.copy_(values)
+        parts = flat.split([p.numel() for p in self._parameters])
+        return (part.view(p.shape) for p, part in zip(self._parameters, parts, strict=True))
 
 
 def _as_number(loss: float | Tensor) -> float:

@@ -13,7 +13,7 @@ import math
 import struct
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
-from typing import Any, NoReturn, cast
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -41,7 +41,7 @@ from syncline.session.world import transport_of
 from syncline.suggestions import suggests_arguments
 from syncline.tensors.broadcasting import TensorBroadcaster
 from syncline.tensors.targets import named_tensors
-from syncline.transport.agreement import PAYLOAD_BYTES, describe_tensors, exchange
+from syncline.transport.agreement import PAYLOAD_BYTES, describe_tensors, exchange, gather_rows
 from syncline.transport.base import Transport
 from syncline.transport.statistics import Statistics
 from syncline.words import describe_ranks, format_bytes, format_count
@@ -207,24 +207,16 @@ class EvolutionStrategy:
         tensors = f"{format_count(len(self._trained), 'tensor')}, {format_bytes(num_bytes)}"
         pairs = format_count(settings.num_pairs, "pair")
         buffers = format_count(num_buffers, "tensor") if num_buffers else "none"
-        once = "once, at construction"
-        again = "made again from seed, step, pair"
-        same = "rank 0's; then the same update everywhere"
+        once, alone, is_alone = "once, at construction", ("never: alone", "-", "none"), transport.size == 1
+        gathered = ("in step, when all are evaluated", "all_gather", "none")
+        copied = (once, "rank 0's; then the same update everywhere", "none: compared in each step")
         kept = ("put back after each evaluation", "none") if num_buffers else ("-", "-")
-        if transport.size == 1:
-            rows = [
-                ("losses", floats, "never: alone", "-", "none"),
-                ("noise", pairs, "never", again, "none"),
-                ("parameters", tensors, "never: alone", "-", "none"),
-                ("buffers", buffers, "never", *kept),
-            ]
-        else:
-            rows = [
-                ("losses", floats, "in step, when all are evaluated", "all_gather", "none"),
-                ("noise", pairs, "never", again, "none"),
-                ("parameters", tensors, once, same, "none: compared in each step"),
-                ("buffers", buffers, once if num_buffers else "never", *kept),
-            ]
+        rows = [
+            ("losses", floats, *(alone if is_alone else gathered)),
+            ("noise", pairs, "never", "made again from seed, step, pair", "none"),
+            ("parameters", tensors, *(alone if is_alone else copied)),
+            ("buffers", buffers, once if num_buffers and not is_alone else "never", *kept),
+        ]
         ranks = format_count(transport.size, "rank")
         title = f"EvolutionStrategy({type(self.module).__name__}), {ranks}, transport: {transport.name}"
         return Contract(
@@ -291,9 +283,12 @@ class EvolutionStrategy:
         failed = [rank for rank, row in enumerate(rows) if row[0]]
         if failed:
             self._raise_failure(failed, fault)
-        most = self._most_losses
-        rows = [row[1:] for row in rows] if most <= _NUM_INLINE else self._gathered(mine, most)
-        return in_order(rows, self._settings.num_pairs)
+        if self._most_losses <= _NUM_INLINE:
+            return in_order([row[1:] for row in rows], self._settings.num_pairs)
+        padded = [*mine, *([0.0] * (self._most_losses - len(mine)))]
+        own = torch.tensor(padded, dtype=torch.float64, device="cpu")
+        gathered = gather_rows(self._transport, own)
+        return in_order([row.tolist() for row in gathered], self._settings.num_pairs)
 
     @property
     def _most_losses(self) -> int:
@@ -306,17 +301,6 @@ class EvolutionStrategy:
             return 0
         own = _OPENING_BYTES + (8 * self._most_losses if self._most_losses > _NUM_INLINE else 0)
         return own * self._transport.size
-
-    def _gathered(self, mine: Sequence[float], width: int) -> list[list[float]]:
-        """Gather the losses of all ranks. Return one list per rank, padded with zeros to the length `width`."""
-        if self._transport.size == 1:
-            return [list(mine)]
-        device = self._transport.control_device
-        own = torch.zeros(width, dtype=torch.float64, device="cpu")
-        own[: len(mine)] = torch.tensor(mine, dtype=torch.float64, device="cpu")
-        everyone = torch.empty(self._transport.size * width, dtype=torch.float64, device=device)
-        self._transport.all_gather(everyone, own.to(device)).wait()
-        return cast(list[list[float]], everyone.view(self._transport.size, width).tolist())
 
     def _raise_failure(self, failed: Sequence[int], fault: Exception | None) -> NoReturn:
         """Raise an error on all ranks, because loss_fn has raised an exception on some. A collective call.

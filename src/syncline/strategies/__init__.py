@@ -3,12 +3,11 @@
 Imports: errors, suggestions, words, checks, records, contract, user_code, events, _torch, liveness, transport,
 optimizers, tensors, equality, compression.
 
-base.py              Strategy: an immutable description with pure methods; messages and actions
+actions.py           the actions that a strategy requests, their effects, and the data that they need
+base.py              Strategy: an immutable description with pure methods
 diloco.py            DiLoCo, and the division of parameters into fragments
-effects.py           the effects of actions: what they send, and what they make equal
 gossip.py            Gossip, and the topologies, which determine the ranks to which a rank sends
-local_sgd.py         LocalSGD
-local_steps.py       the warm-up of LocalSGD and DiLoCo, and their groups that average gradients in every step
+local_sgd.py         LocalSGD; the warm-up of LocalSGD and DiLoCo, and their groups that average in every step
 parameter_server.py  ParameterServer
 stateless.py         EveryStep, which averages gradients in each backward; Manual, which syncs only on request
 """

@@ -5,8 +5,8 @@ out. A strategy has no tensors, no transport and no timer. The package `strategi
 every backward and after every step, and carries out the actions. Therefore the same strategy runs on every transport,
 its state is a small record that can be saved as JSON, and its tests need no ranks.
 
-A strategy also states which data its actions need beside the module (`Mechanism`). Ranks compare the texts of their
-strategies (`in_words`) to check that all ranks use the same strategy.
+A strategy also states which data its actions need beside the module (`mechanism`). Ranks compare the texts of their
+strategies (`str`) to check that all ranks use the same strategy.
 """
 
 from __future__ import annotations
@@ -14,205 +14,13 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import Any, ClassVar, Generic, Literal, NamedTuple, TypeVar
+from typing import Any, ClassVar, Generic, NamedTuple, TypeVar
 
 from syncline.contract import Rules
+from syncline.strategies.actions import Action, Mechanism, Message
 from syncline.words import shortened
 
-# ---------------------------------------------------------------------- actions
-
-
-class Message(NamedTuple):
-    """A message that has arrived from another rank."""
-
-    kind: Literal["update", "values"]
-    rank: int
-    """The rank that sent the message."""
-    clock: int
-    """For an "update", the step of the update. For "values", the last step whose updates the values contain."""
-
-
-class Action:
-    """An operation that a strategy requests from the executor. Users cannot add subclasses."""
-
-    __slots__ = ()
-
-
-@dataclass(frozen=True, slots=True)
-class ReduceGradients(Action):
-    """An action that averages the gradients of a backward.
-
-    If `among` is "all", they are averaged over all ranks. If it is "worker", they are averaged over the ranks of this
-    rank's group (see `Strategy.workers`).
-    """
-
-    among: Literal["all", "worker"] = "all"
-
-
-@dataclass(frozen=True, slots=True)
-class Average(Action):
-    """An action that replaces the parameters by their mean over all ranks, and then synchronizes the buffers.
-
-    The user's buffer policy ("average", "broadcast" or "none") determines how the buffers are synchronized.
-    """
-
-    optimizer_state: bool = False
-    """Whether to also average the floating-point state of the attached optimizers, such as momenta."""
-    by_weight: bool = False
-    """Whether to compute a weighted mean, in which each rank's values count by the push-sum weight of that rank."""
-
-
-@dataclass(frozen=True, slots=True)
-class AverageBuffers(Action):
-    """An action that makes the buffers equal on all ranks, by the user's buffer policy ("average" or "broadcast").
-
-    Under the policy "none", this action does nothing.
-    """
-
-
-@dataclass(frozen=True, slots=True)
-class RestartOuter(Action):
-    """An action that copies the current parameters as the new start of the outer optimizer.
-
-    The parameters must be equal on all ranks.
-    """
-
-
-@dataclass(frozen=True, slots=True)
-class SendOuter(Action):
-    """An action that starts to average the outer gradient of a fragment over all ranks.
-
-    The outer gradient is the fragment's value after its last outer step minus its value now.
-    """
-
-    fragment: int
-
-
-@dataclass(frozen=True, slots=True)
-class AdvanceOuter(Action):
-    """An action that starts the next phase of the averaging of a fragment, if the compression needs another phase."""
-
-    fragment: int
-
-
-@dataclass(frozen=True, slots=True)
-class ReceiveOuter(Action):
-    """An action that waits for a fragment's average, takes the outer step, and writes the result to the parameters."""
-
-    fragment: int
-    mixing: float | None
-    """The weight of this rank's own values in the written values: at least 0, and below 1.
-
-    With None, the written values are the result of the outer step plus this rank's changes since the send."""
-
-
-@dataclass(frozen=True, slots=True)
-class Push(Action):
-    """An action that runs a push-sum round with some other ranks.
-
-    This rank's weighted values are split into equal parts. The rank keeps one part, sends one to each rank of `to`, and
-    adds the parts that it receives from the ranks of `sources`.
-    """
-
-    to: tuple[int, ...]
-    sources: tuple[int, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Update(Action):
-    """An action that sends each shard's server an update: the change of the shard by step `clock` of this rank."""
-
-    clock: int
-
-
-@dataclass(frozen=True, slots=True)
-class Close(Action):
-    """An action that adds the mean of all ranks' updates of step `clock` to this rank's shard.
-
-    The new values of the shard are sent to all other ranks.
-    """
-
-    clock: int
-
-
-@dataclass(frozen=True, slots=True)
-class Adopt(Action):
-    """An action that replaces this rank's values of a shard. The new values contain all updates up to step `clock`."""
-
-    shard: int
-    clock: int
-
-
-@dataclass(frozen=True, slots=True)
-class Await(Action):
-    """An action that waits for a message from another rank, and then calls the strategy's `at_step` again."""
-
-
-# ---------------------------------------------------------------------- data beside the module
-
-
-class Mechanism:
-    """The data that a strategy's actions need beside the module. Users cannot add subclasses."""
-
-    __slots__ = ()
-
-
-@dataclass(frozen=True, slots=True)
-class NothingKept(Mechanism):
-    """The mechanism of a strategy whose actions need no data beside the module."""
-
-
-@dataclass(frozen=True, slots=True)
-class OuterCopies(Mechanism):
-    """The mechanism of DiLoCo: a second copy of the parameters, equal on all ranks, with an optimizer of its own."""
-
-    fragments: tuple[tuple[int, ...], ...]
-    """For each fragment, the indices of its parameters. All parameters of a fragment sync in the same step."""
-    outer: Any
-    """A function that makes the optimizer of the copies."""
-    compression: Any
-    """The compression of outer gradients; None if they are sent without compression."""
-    keeps_sent: bool
-    """Whether a rank keeps the changes that its steps make during the averaging of a fragment.
-
-    If so, these changes are added to the fragment's new values."""
-    replaces: bool = False
-    """Whether each `SendOuter` is directly followed by its `ReceiveOuter`, which mixes in no values of the rank.
-
-    If so, the mean outer gradient may be computed in the memory of the parameters."""
-
-
-@dataclass(frozen=True, slots=True)
-class PushSumWeight(Mechanism):
-    """The mechanism of gossip: the push-sum weight of this rank's values."""
-
-    weight: float
-
-
-@dataclass(frozen=True, slots=True)
-class ServerShard(Mechanism):
-    """The mechanism of a parameter server: the shard that this rank serves, and the values of all other shards."""
-
-
 # ---------------------------------------------------------------------- strategies in words
-
-
-def in_words(description: object) -> str:
-    """Return a strategy (or another frozen dataclass) as the expression that a user would write for it.
-
-    The text leaves out arguments that have their default values, and shows functions by their qualified names.
-
-    Examples:
-        >>> from syncline.strategies import LocalSGD
-        >>> in_words(LocalSGD(8, warmup=100))
-        'LocalSGD(every=8, warmup=100)'
-    """
-    shown = []
-    for field in fields(description):  # type: ignore[arg-type]
-        value = getattr(description, field.name)
-        if value != field.default:
-            shown.append(f"{field.name}={value_in_words(value)}")
-    return f"{type(description).__name__}({', '.join(shown)})"
 
 
 def value_in_words(value: object) -> str:
@@ -335,12 +143,12 @@ class Strategy(ABC, Generic[State]):
     def rules(self, spec: Spec) -> Rules:
         """Return the contract's texts about the strategy: what is synchronized, when, how, and how far it may drift."""
 
-    def mechanism(self, spec: Spec) -> Mechanism:
+    def mechanism(self, spec: Spec) -> Mechanism | None:
         """Return a description of the data that the strategy's actions need beside the module.
 
-        By default, the actions need no such data.
+        Return None if the actions need no such data. This is the default.
         """
-        return NothingKept()
+        return None
 
     def workers(self, spec: Spec) -> tuple[int, ...] | None:
         """Return, for each rank, the index of the group in which it averages gradients in every step.
@@ -361,7 +169,21 @@ class Strategy(ABC, Generic[State]):
         return state._replace(**{name: _as_tuples(value) for name, value in saved.items() if name in known})
 
     def __str__(self) -> str:
-        return in_words(self)
+        """Return the strategy as the expression that a user would write for it.
+
+        The text leaves out arguments that have their default values, and shows functions by their qualified names.
+
+        Examples:
+            >>> from syncline.strategies import LocalSGD
+            >>> print(LocalSGD(8, warmup=100))
+            LocalSGD(every=8, warmup=100)
+        """
+        shown = []
+        for field in fields(self):  # type: ignore[arg-type]
+            value = getattr(self, field.name)
+            if value != field.default:
+                shown.append(f"{field.name}={value_in_words(value)}")
+        return f"{type(self).__name__}({', '.join(shown)})"
 
     def __repr__(self) -> str:
         return shortened(str(self))

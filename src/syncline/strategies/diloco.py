@@ -16,24 +16,20 @@ from torch import Tensor
 
 from syncline.checks import checked_count, checked_function, checked_number, store
 from syncline.contract import Rule, Rules
-from syncline.strategies.base import (
+from syncline.strategies.actions import (
     Action,
     AdvanceOuter,
     Average,
     AverageBuffers,
-    Decision,
     Mechanism,
     Message,
     OuterCopies,
-    Progress,
     ReceiveOuter,
     RestartOuter,
     SendOuter,
-    Spec,
-    every_words,
-    value_in_words,
 )
-from syncline.strategies.local_steps import OWN_OPTIMIZER, EverythingWithin, LocalSteps, workers_of
+from syncline.strategies.base import Decision, Progress, Spec, every_words, value_in_words
+from syncline.strategies.local_sgd import EverythingWithin, LocalSteps
 from syncline.suggestions import suggests_arguments
 from syncline.words import format_count
 
@@ -199,7 +195,7 @@ class DiLoCo(LocalSteps[_State]):
 
     def init(self, spec: Spec) -> _State:
         plan_fragments(spec.sizes_numel, self.fragments)  # raises if there are too many
-        workers_of(self.every_step_within, spec)  # raises if the ranks cannot be divided
+        self.workers(spec)  # raises if the ranks cannot be divided
         return _State(num_ranks=spec.num_ranks, under_way=(), equal_at=0)
 
     def mechanism(self, spec: Spec) -> Mechanism:
@@ -223,9 +219,7 @@ class DiLoCo(LocalSteps[_State]):
                 actions.append(ReceiveOuter(fragment, self._mixing))
                 continue
             under_way.append((fragment, sent_at))
-            if (
-                step - sent_at == (self.delay + 1) // 2
-            ):  # half-way, because an encoding may have a second phase
+            if step - sent_at == (self.delay + 1) // 2:  # half-way: an encoding may have a second phase
                 actions.append(AdvanceOuter(fragment))
         equal_at = state.equal_at
         for fragment in self._due(step - self.warmup):
@@ -298,7 +292,6 @@ class DiLoCo(LocalSteps[_State]):
             parameters=Rule(often, how, drift),
             buffers_when=buffers_when,
             buffers_drift=format_count(self.every, "step"),
-            optimizer=OWN_OPTIMIZER,
             at_step=f"{often}: {how}; else nothing sent",
             acts_alone=True,
         )

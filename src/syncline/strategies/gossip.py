@@ -12,19 +12,8 @@ from typing import ClassVar, Literal, NamedTuple, get_args
 
 from syncline.checks import checked_choice, checked_count, checked_number, store
 from syncline.contract import Rule, Rules
-from syncline.strategies.base import (
-    Average,
-    Decision,
-    Mechanism,
-    Message,
-    Progress,
-    Push,
-    PushSumWeight,
-    Spec,
-    Strategy,
-    every_words,
-)
-from syncline.strategies.local_steps import LOCAL_GRADIENTS, OWN_OPTIMIZER
+from syncline.strategies.actions import Average, Mechanism, Message, Push, PushSumWeight
+from syncline.strategies.base import Decision, Progress, Spec, Strategy, every_words
 from syncline.suggestions import suggests_arguments
 
 Topology = Literal["ring", "exponential", "pairs"]
@@ -159,12 +148,10 @@ class Gossip(Strategy[_State]):
         }[self.topology]
         return Rules(
             strategy=str(replace(self, weight=1.0)),
-            gradients=LOCAL_GRADIENTS,
             parameters=Rule(often, f"push-sum with {whom}", "unbounded, shrinks by rounds"),
             buffers_when=f"{often}, with the parameters",
             buffers_drift="unbounded, shrinks by rounds",
             buffers_how="push-sum, floating ones",
-            optimizer=OWN_OPTIMIZER,
             at_step=(
                 f"{often} parameters (and floating buffers, by their policy) are mixed with {whom}; else nothing sent"
             ),

@@ -1,25 +1,120 @@
-"""Local SGD: each rank steps alone, and the parameters are averaged over all ranks at regular intervals."""
+"""Strategies with local steps: each rank steps alone, and the parameters sync at regular intervals.
+
+`LocalSteps` is the base class of `LocalSGD` and `DiLoCo`, with their synchronous warm-up and their groups of ranks that
+average gradients in every step. `LocalSGD` averages the parameters over all ranks.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar, NamedTuple
+from typing import ClassVar, Literal, NamedTuple
 
-from syncline.checks import checked_flag
-from syncline.contract import Rule, Rules
-from syncline.strategies.base import (
-    Average,
-    AverageBuffers,
-    Decision,
-    Message,
-    Progress,
-    Spec,
-    every_words,
-)
-from syncline.strategies.local_steps import OWN_OPTIMIZER, EverythingWithin, LocalSteps, workers_of
+from syncline.checks import checked_count, checked_flag, did_you_mean, store
+from syncline.contract import LOCAL_GRADIENTS, OWN_OPTIMIZER, Rule, Rules
+from syncline.strategies.actions import Action, Average, AverageBuffers, Message, ReduceGradients
+from syncline.strategies.base import Decision, Progress, Spec, State, Strategy, every_words
 from syncline.suggestions import suggests_arguments
 from syncline.words import format_count
+
+EverythingWithin = Literal["host"] | int | None
+"""The type of `every_step_within`, which selects the groups of ranks that average gradients in every step.
+
+"host" stands for the ranks of each host, a number for groups of that many consecutive ranks, and None for no groups."""
+
+
+class LocalSteps(Strategy[State]):
+    """The base class of strategies whose ranks step alone between two parameter syncs.
+
+    The first steps of the training can be a synchronous warm-up.
+    """
+
+    every: int
+    """The number of steps between two parameter syncs."""
+    warmup: int
+    """The number of synchronous steps at the start."""
+    every_step_within: EverythingWithin
+
+    def __post_init__(self) -> None:
+        every, warmup = (
+            checked_count("every", self.every, at_least=1),
+            checked_count("warmup", self.warmup, at_least=0),
+        )
+        store(self, every=every, warmup=warmup)
+        within = self.every_step_within
+        if isinstance(within, str):
+            if within != "host":
+                raise ValueError(
+                    f'expected every_step_within to be "host", a number of ranks per group, or None, got {within!r}'
+                    + did_you_mean(within, ("host",))
+                )
+        elif within is not None:
+            store(self, every_step_within=checked_count("every_step_within", within, at_least=2))
+
+    def workers(self, spec: Spec) -> tuple[int, ...] | None:
+        """Return, for each rank, the index of the group in which it averages gradients in every step.
+
+        Return None if there are no such groups.
+
+        Raises:
+            ValueError: `every_step_within` does not divide the number of ranks.
+
+        Examples:
+            >>> spec = Spec(rank=0, num_ranks=4, hosts=(0, 1, 1, 0), sizes_numel=())
+            >>> [LocalSGD(8, every_step_within=within).workers(spec) for within in ("host", 2, None)]
+            [(0, 1, 1, 0), (0, 0, 1, 1), None]
+        """
+        within = self.every_step_within
+        if within is None:
+            return None
+        if spec.num_ranks == 1:
+            return (0,)
+        if within == "host":
+            return spec.hosts
+        if spec.num_ranks % within:
+            raise ValueError(
+                f"expected every_step_within to be a number that divides the {spec.num_ranks} ranks into equal groups, "
+                f"got {within}. Choose a divisor of {spec.num_ranks}"
+            )
+        return tuple(rank // within for rank in range(spec.num_ranks))
+
+    def at_backward(self, state: State, progress: Progress) -> tuple[Action, ...]:
+        if self.every_step_within is not None:
+            return (ReduceGradients("worker"),)
+        return (ReduceGradients(),) if progress.step < self.warmup else ()
+
+    @property
+    def averages_gradients(self) -> bool:
+        return self.warmup > 0 or self.every_step_within is not None
+
+    @property
+    def _after_warmup(self) -> str:
+        """The contract's text about the start of parameter syncs, as in `, after 100 synchronous steps`.
+
+        It is empty if there is no warm-up.
+        """
+        return f", after {format_count(self.warmup, 'synchronous step')}" if self.warmup else ""
+
+    @property
+    def _during_warmup(self) -> str:
+        """The contract's text about buffers during the warm-up, in which they sync after every step.
+
+        It is empty if there is no warm-up.
+        """
+        return "every step of the warm-up, then " if self.warmup else ""
+
+    @property
+    def _gradients_rule(self) -> Rule:
+        """The contract's texts about gradients: when and how they are averaged, and how far they may differ."""
+        within = self.every_step_within
+        if within is not None:
+            among = "the ranks of a host" if within == "host" else f"{within} ranks"
+            return Rule("every backward outside no_sync", f"mean over {among}, all_reduce", "none among them")
+        if self.warmup:
+            return Rule(
+                f"in the first {format_count(self.warmup, 'step')}", "mean, all_reduce", "afterwards local"
+            )
+        return LOCAL_GRADIENTS
 
 
 class _State(NamedTuple):
@@ -70,7 +165,7 @@ class LocalSGD(LocalSteps[_State]):
         checked_flag("optimizer_state", self.optimizer_state)
 
     def init(self, spec: Spec) -> _State:
-        workers_of(self.every_step_within, spec)  # raises if the ranks cannot be divided
+        self.workers(spec)  # raises if the ranks cannot be divided
         return _State(is_one_worker=spec.num_ranks == 1)
 
     def at_step(self, state: _State, progress: Progress, inbox: Sequence[Message] = ()) -> Decision[_State]:

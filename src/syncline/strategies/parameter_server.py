@@ -8,24 +8,20 @@ from typing import Any, ClassVar, NamedTuple
 
 from syncline.checks import checked_count, store
 from syncline.contract import Rule, Rules
-from syncline.strategies.base import (
+from syncline.strategies.actions import (
     Action,
     Adopt,
     Average,
     AverageBuffers,
     Await,
     Close,
-    Decision,
     Mechanism,
     Message,
-    Progress,
     RestartOuter,
     ServerShard,
-    Spec,
-    Strategy,
     Update,
 )
-from syncline.strategies.local_steps import LOCAL_GRADIENTS, OWN_OPTIMIZER
+from syncline.strategies.base import Decision, Progress, Spec, Strategy
 from syncline.suggestions import suggests_arguments
 from syncline.words import format_count
 
@@ -101,23 +97,7 @@ class ParameterServer(Strategy[_State]):
         return ServerShard()
 
     def at_step(self, state: _State, progress: Progress, inbox: Sequence[Message] = ()) -> Decision[_State]:
-        return self._advance(state, progress, inbox, staleness=self.staleness)
-
-    def at_sync(self, state: _State, progress: Progress) -> Decision[_State]:
-        state, actions = self._advance(state, progress, (), staleness=0)
-        return state, (AverageBuffers(), *actions)
-
-    def at_change(self, state: _State, progress: Progress, spec: Spec) -> Decision[_State]:
-        # Updates in flight are lost, and each rank's values contain its own updates. So their mean is what the servers
-        # would have sent.
-        now = (progress.step,) * spec.num_ranks
-        state = _State(spec.rank, clock=progress.step, num_updates=now, closed=now, until=0)
-        return state, (Average(), RestartOuter()) if spec.num_ranks > 1 else ()
-
-    def _advance(
-        self, state: _State, progress: Progress, inbox: Sequence[Message], *, staleness: int
-    ) -> Decision[_State]:
-        """Return the new state, and the actions to carry out after a step or for a sync that the user requests.
+        """Return the new state, and the actions to carry out after a step.
 
         The actions send the update of a new step, adopt the received shards, complete the steps for which all updates
         of this rank's shard have arrived, and wait if a shard's values are more than `staleness` steps old.
@@ -139,10 +119,21 @@ class ParameterServer(Strategy[_State]):
         while min(num_updates) > closed[state.rank]:
             closed[state.rank] += 1
             actions.append(Close(closed[state.rank]))
-        until = max(state.until, clock - staleness)
+        until = max(state.until, clock - self.staleness)
         if min(closed) < until:
             actions.append(Await())
         return _State(state.rank, clock, tuple(num_updates), tuple(closed), until), tuple(actions)
+
+    def at_sync(self, state: _State, progress: Progress) -> Decision[_State]:
+        state, actions = ParameterServer(staleness=0).at_step(state, progress)
+        return state, (AverageBuffers(), *actions)
+
+    def at_change(self, state: _State, progress: Progress, spec: Spec) -> Decision[_State]:
+        # Updates in flight are lost, and each rank's values contain its own updates. So their mean is what the servers
+        # would have sent.
+        now = (progress.step,) * spec.num_ranks
+        state = _State(spec.rank, clock=progress.step, num_updates=now, closed=now, until=0)
+        return state, (Average(), RestartOuter()) if spec.num_ranks > 1 else ()
 
     def rules(self, spec: Spec) -> Rules:
         late = (
@@ -153,11 +144,9 @@ class ParameterServer(Strategy[_State]):
         how = f"updates to {spec.num_ranks} servers, one per shard, which return their mean"
         return Rules(
             strategy=str(self),
-            gradients=LOCAL_GRADIENTS,
             parameters=Rule("every step", how, late),
             buffers_when="only when asked: ddp.sync_parameters_()",
             buffers_drift="unbounded",
-            optimizer=OWN_OPTIMIZER,
             at_step=(
                 f"each rank sends the changes of its parameters to {spec.num_ranks} servers, one per shard, and adopts "
                 f"the values that they send; it waits if these are more than {format_count(self.staleness, 'step')} old"

@@ -6,16 +6,8 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from syncline.contract import Rule, Rules
-from syncline.strategies.base import (
-    Action,
-    Average,
-    Decision,
-    NoState,
-    Progress,
-    ReduceGradients,
-    Spec,
-    Strategy,
-)
+from syncline.strategies.actions import Action, Average, ReduceGradients
+from syncline.strategies.base import Decision, NoState, Progress, Spec, Strategy
 
 
 @dataclass(frozen=True, repr=False)

@@ -1,11 +1,10 @@
 """Support for tests that run on several ranks at once.
 
-Imports: faces, tracebacks, environment, launchers, _torch, transport, session.
+Imports: faces, tracebacks, words, environment, launchers, _torch, transport, session.
 
 hosts.py   two hosts on one machine: network namespaces
 plugin.py  the pytest plugin: `@pytest.mark.ranks(n)`
-pool.py    a pool of rank processes that have already imported torch
-ports.py   a port that stays free for a store, and the environment variables of a rank
+pool.py    a pool of rank processes that have already imported torch; a port that stays free for their store
 worker.py  the program of a rank process
 """
 
@@ -22,8 +21,8 @@ if TYPE_CHECKING:
     from syncline.testing.pool import Outcome as Outcome
     from syncline.testing.pool import RankPool as RankPool
     from syncline.testing.pool import Task as Task
-    from syncline.testing.ports import held_port as held_port
-    from syncline.testing.ports import variables_of_rank as variables_of_rank
+    from syncline.testing.pool import held_port as held_port
+    from syncline.testing.pool import variables_of_rank as variables_of_rank
     from syncline.transport.threads import run_ranks as run_ranks
 
 hand_out(__name__)

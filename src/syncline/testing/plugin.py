@@ -33,6 +33,7 @@ from typing import Any
 import pytest
 
 from syncline.testing.pool import Outcome, RankPool, Task
+from syncline.words import describe_ranks, ranks_with
 
 __all__: list[str] = []
 
@@ -117,22 +118,12 @@ def _warning_filters(item: pytest.Function) -> tuple[str, ...]:
 
 def _judge(outcomes: list[Outcome]) -> None:
     """Pass, skip, xfail or fail the test in pytest's own process, according to the outcomes of all ranks."""
-    bad = {rank: outcome for rank, outcome in enumerate(outcomes) if outcome.kind in ("failed", "stuck")}
-    if bad:
-        ranks_by_text: dict[str, list[int]] = {}
-        for rank, outcome in bad.items():
-            ranks_by_text.setdefault(f"{outcome.kind}\n{outcome.text}", []).append(rank)
-        passed = [rank for rank, outcome in enumerate(outcomes) if outcome.kind == "passed"]
-        parts = [f"{_named(ranks)} {text}" for text, ranks in ranks_by_text.items()]
-        if passed:
-            parts.append(f"{_named(passed)} passed")
+    if any(outcome.kind in ("failed", "stuck") for outcome in outcomes):
+        texts = {rank: f"{outcome.kind}\n{outcome.text}".rstrip() for rank, outcome in enumerate(outcomes)}
+        parts = [f"{describe_ranks(ranks)} {text}" for text, ranks in ranks_with(texts).items()]
         pytest.fail("\n\n".join(parts), pytrace=False)
     for outcome in outcomes:
         if outcome.kind == "skipped":
             raise pytest.skip.Exception(outcome.text, _use_item_location=True)
         if outcome.kind == "xfailed":
             pytest.xfail(outcome.text)
-
-
-def _named(ranks: list[int]) -> str:
-    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"

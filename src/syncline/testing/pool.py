@@ -20,7 +20,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from multiprocessing.reduction import send_handle
@@ -28,12 +29,11 @@ from pathlib import Path
 from threading import Lock
 from typing import Any
 
-from syncline.testing.ports import held_port, variables_of_rank
+from syncline.launchers import Environment
 
 WORKER = "syncline.testing.worker"
 
 FORKS = "--fork"
-
 
 _POLL_SECONDS = 0.002
 
@@ -130,19 +130,16 @@ class ForkedProcess:
     def send_signal(self, number: int) -> None:
         """Send the signal `number` to the process, unless the process has ended."""
         if self.poll() is None:
-            os.kill(
-                self.pid, number
-            )  # the number cannot be reused yet, because the template has not waited for it
+            # The process number cannot be reused yet, because the template has not waited for it.
+            os.kill(self.pid, number)
 
     def kill(self) -> None:
         """Send SIGKILL to the process, unless the process has ended."""
         self.send_signal(signal.SIGKILL)
 
 
-_CAN_FORK = sys.platform == "linux"
-"""Whether workers are forked from templates. On macOS, libraries that torch needs do not work in a forked child."""
-
 _NUM_KINDS = 2
+"""The workers of even ranks, and those of odd ranks."""
 
 _START_SECONDS = 300.0
 """How long the pool waits for a worker to start. The value allows for a busy machine."""
@@ -242,10 +239,11 @@ class RankPool:
         self._lock = Lock()
         self._numbers = itertools.count(1)
         self._idle: tuple[list[_Worker], ...] = tuple([] for _ in range(_NUM_KINDS))
-        self._templates = [
-            Template(Path(self._folder.name) / f"template-{kind}.log")
-            for kind in range(_NUM_KINDS if _CAN_FORK else 0)
-        ]
+        self._templates: list[Template] = []
+        # Elsewhere each worker is started anew: on macOS, libraries that torch needs do not work in a forked child.
+        if sys.platform == "linux":
+            folder = Path(self._folder.name)
+            self._templates = [Template(folder / f"template-{kind}.log") for kind in range(_NUM_KINDS)]
 
     def run(self, size: int, task: Task, killed: Collection[int] = ()) -> list[Outcome]:
         """Run a task on `size` ranks, which form a process group. Return one outcome per rank, in rank order.
@@ -315,8 +313,8 @@ class RankPool:
         output.touch()
         ours, theirs = socket.socketpair()
         with theirs:
-            template = self._templates[kind] if self._templates else None
-            process = _start(theirs, output) if template is None else template.fork(theirs, output)
+            templates = self._templates
+            process = templates[kind].fork(theirs, output) if templates else _start(theirs, output)
         worker = _Worker(number, process, Connection(ours.detach()), output)
         worker.send(list(sys.path))
         return worker
@@ -365,9 +363,8 @@ def _outcome(worker: _Worker, *, must_be_killed: bool) -> Outcome:
     if outcome.kind == "failed" and (printed := worker.new_output()):
         return Outcome(kind="failed", text=f"{outcome.text}\n--- printed by this rank ---\n{printed}")
     if outcome.kind == "passed" and must_be_killed:
-        return Outcome(
-            kind="failed", text="expected the process to be killed (SIGKILL), but the test ended normally"
-        )
+        text = "expected the process to be killed (SIGKILL), but the test ended normally"
+        return Outcome(kind="failed", text=text)
     return outcome
 
 
@@ -392,3 +389,50 @@ def _stacks(worker: _Worker) -> str:
             is_growing = worker.output.stat().st_size != size
             size = worker.output.stat().st_size
     return f"did not end in time. Its stacks and output:\n{worker.new_output()}"
+
+
+# ---------------------------------------------------------------------- the address of a job
+
+
+@contextmanager
+def held_port() -> Iterator[int]:
+    """Reserve a TCP port of this host, and yield its number. A store can listen at the port inside the context.
+
+    A socket is bound to the port until the context ends. The kernel therefore does not assign the port to a process
+    that asks for any free port. On Linux, a second socket can nevertheless bind to this port by its number if both
+    sockets set SO_REUSEADDR and neither listens yet. The stores of torch and Syncline set this option. On other
+    systems, the port is not reserved. It was free when this function looked.
+
+    Examples:
+        >>> from torch.distributed import TCPStore
+        >>> with held_port() as port:
+        ...     store = TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
+        >>> store.port == port
+        True
+    """
+    with socket.socket() as holder:
+        holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        holder.bind(("127.0.0.1", 0))
+        port: int = holder.getsockname()[1]
+        if sys.platform != "linux":
+            holder.close()
+        yield port
+
+
+def variables_of_rank(rank: int, size: int, port: int) -> dict[str, str]:
+    """Return torchrun's environment variables for one rank of a job on this host.
+
+    Args:
+        rank: the rank.
+        size: the number of ranks.
+        port: the port at which the store of the job listens.
+    """
+    return Environment(
+        launcher="environment",
+        rank=rank,
+        size=size,
+        local_rank=rank,
+        local_size=size,
+        master_addr="127.0.0.1",
+        master_port=port,
+    ).variables()

@@ -170,9 +170,8 @@ def _clean_up() -> None:
 def _rewrite_assertions() -> None:
     """Install pytest's rewriting of assertions, so that a failed `assert a == b` shows the values of a and b."""
     config: Config = get_config()
-    config.parse(
-        ["-W", "ignore"], addopts=False
-    )  # without "ignore", it warns about plugins that are already imported
+    # Without "ignore", it warns about plugins that are already imported.
+    config.parse(["-W", "ignore"], addopts=False)
     install_importhook(config)
 
     def compared(op: str, left: object, right: object) -> str | None:

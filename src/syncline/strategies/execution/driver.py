@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import struct
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -19,26 +19,21 @@ from syncline.events import OBSERVERS, ParametersSynced, Source, emit
 from syncline.liveness.board import StepPhase
 from syncline.optimizers.attached import AttachedOptimizer
 from syncline.records import RoundRecord
-from syncline.strategies.base import (
+from syncline.strategies.actions import (
     Action,
     Average,
+    AverageBuffers,
     Await,
-    Progress,
     Push,
     ReceiveOuter,
     ReduceGradients,
     SendOuter,
-    Spec,
-    Strategy,
-)
-from syncline.strategies.effects import (
     are_blocking,
     descriptions,
     make_equal,
-    sends,
     synchronized_by,
-    without_average,
 )
+from syncline.strategies.base import Progress, Spec, Strategy
 from syncline.strategies.execution.executor import Executor, Optimizers
 from syncline.strategies.execution.standing import Standing
 from syncline.transport.agreement import describe_tensors, exchange
@@ -167,18 +162,6 @@ class Rounds:
         """Whether the next step is made with the mean gradients of all ranks, as in a warm-up."""
         return ReduceGradients("all") in self.strategy.at_backward(self._plan, Progress(step=self.step))
 
-    def watch(self, attached: AttachedOptimizer, replaced: Collection[AttachedOptimizer] = ()) -> None:
-        """Count the steps of an attached optimizer from now on.
-
-        The steps of the optimizers in `replaced` are no longer counted.
-        """
-        self.optimizers.watch(attached, replaced)
-
-    @property
-    def is_watching(self) -> bool:
-        """Whether an optimizer is attached."""
-        return bool(self.optimizers.attached)
-
     def step_begins(self) -> None:
         """Check before the first optimizer step that the parameters are equal, if the strategy copies the parameters.
 
@@ -189,29 +172,26 @@ class Rounds:
         """
         if self._settled_at is not None:
             return
-        if not self._executor.kept.has_copies:
-            self._start()
-            return
-        title = f"before the first step of {self._title}"
-        if not self._are_found_equal(title, self._executor.parameters):
-            error = ReplicaDivergence(
-                f"{title}: expected equal parameters on all ranks, but they differ. {self.strategy} needs an equal "
-                "start on all ranks. Call sl.broadcast_(ddp) to copy rank 0's parameters to all ranks, or "
-                "sl.check_replicas(ddp) for the names of the parameters that differ",
-                tensor="",
-                num_differing=0,
-                minority_ranks=(),
-            )
-            emit_divergence(error, check=title, rank=self.transport.rank)
-            raise error
-        self.are_equal = True
+        if self._executor.kept.has_copies:
+            title = f"before the first step of {self._title}"
+            if not self._are_found_equal(title, self._executor.parameters):
+                error = ReplicaDivergence(
+                    f"{title}: expected equal parameters on all ranks, but they differ. {self.strategy} needs an equal "
+                    "start on all ranks. Call sl.broadcast_(ddp) to copy rank 0's parameters to all ranks, or "
+                    "sl.check_replicas(ddp) for the names of the parameters that differ",
+                    tensor="",
+                    num_differing=0,
+                    minority_ranks=(),
+                )
+                emit_divergence(error, check=title, rank=self.transport.rank)
+                raise error
+            self.are_equal = True
         self._start()
 
     def _start(self) -> None:
         """Copy the parameters as the start, if no step was made so far."""
-        if (
-            self._settled_at is None
-        ):  # not in __init__: values may be loaded into the module after it was wrapped
+        # Not in __init__, because values may be loaded into the module after it was wrapped.
+        if self._settled_at is None:
             self._settled_at = self.step
             self._executor.kept.start()
 
@@ -269,7 +249,9 @@ class Rounds:
         if averaged and len(set(samples)) == 1 and self._are_found_equal(title, averaged):
             self.standing.contain(self.step)
             self.synced_at |= dict.fromkeys(synchronized_by(actions, has_buffers=False), self.step)
-            self._carry_out(plan, without_average(actions), are_equal=True)
+            # Of each average of parameters, only the sync of buffers remains.
+            remaining = [AverageBuffers() if isinstance(action, Average) else action for action in actions]
+            self._carry_out(plan, remaining, are_equal=True)
         else:
             self._carry_out(plan, actions)
         kept.finish()
@@ -298,17 +280,14 @@ class Rounds:
                 "call. Call ddp.sync_parameters_() right before it, on all ranks after the same step"
             )
 
-    def next_step(self, limit: int = 10_000) -> int | None:
-        """Return the next step after which the strategy sends data.
-
-        Return None if the strategy sends no data in the next `limit` steps.
-        """
+    def next_step(self) -> int | None:
+        """Return the next step after which the strategy sends data, or None if it is not among the next 10,000."""
         if self._executor.kept.serves:
             return self.step + 1
         plan, has_buffers = self._plan, self._executor.has_buffers
-        for step in range(self.step + 1, self.step + limit):
+        for step in range(self.step + 1, self.step + 10_000):
             plan, actions = self.strategy.at_step(plan, Progress(step=step))
-            if any(sends(action, has_buffers=has_buffers) for action in actions):
+            if any(descriptions(actions, has_buffers=has_buffers)):
                 return step
         return None
 
@@ -333,7 +312,7 @@ class Rounds:
             self._run(actions)
             while any(isinstance(action, Await) for action in actions):
                 plan, actions = self.strategy.at_step(plan, Progress(step=self.step), executor.kept.wait())
-                executor.run(actions)
+                self._run(actions)
                 done += actions
             executor.kept.write()
         board.phase = former_phase
@@ -367,7 +346,7 @@ class Rounds:
                 self.standing.announce(self._sent_at.get(action.fragment, self.step))
             elif isinstance(action, Average):
                 self.standing.announce(self.step)
-            self._executor.run([action])
+            self._executor.run(action)
 
     def _settings(self, actions: Sequence[Action]) -> list[str]:
         """Return the settings that must be equal on all ranks at a parameter sync, as one line of text each."""
@@ -401,9 +380,8 @@ class Rounds:
         self.transport, self._spec = transport, spec
         self.standing.follow(transport)
         self._executor.follow(transport.lane(f"parameters of {self._title}"))
-        if (
-            self.step == 0
-        ):  # some ranks may have begun the first step, and all compare the parameters before it
+        # Some ranks may have begun the first step, and all compare the parameters before it.
+        if self.step == 0:
             self._settled_at = None
         self._connect(None)
 

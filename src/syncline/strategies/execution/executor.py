@@ -10,7 +10,7 @@ from torch import Tensor
 from syncline._torch.tensors import foreach_copy_
 from syncline.optimizers.attached import AttachedOptimizer, settings_of
 from syncline.optimizers.contents import floating_state
-from syncline.strategies.base import (
+from syncline.strategies.actions import (
     Action,
     Average,
     AverageBuffers,
@@ -90,7 +90,7 @@ class Executor:
     """The executor of a strategy's actions on one module and one rank.
 
     Args:
-        mechanism: a description of the data that the strategy's actions need beside the module.
+        mechanism: a description of the data that the strategy's actions need beside the module; None if there is none.
         named: the module's trained parameters with their names. The names are the same on all ranks.
         lane: the lane for the parameters and the tensors averaged with them. It carries no other data.
         optimizers: the attached optimizers. A strategy can also average their state.
@@ -105,7 +105,7 @@ class Executor:
 
     def __init__(
         self,
-        mechanism: Mechanism,
+        mechanism: Mechanism | None,
         named: Sequence[tuple[str, Tensor]],
         lane: Transport,
         optimizers: Optimizers,
@@ -175,19 +175,18 @@ class Executor:
             for key, value in group
         ]
 
-    def run(self, actions: Sequence[Action]) -> None:
-        """Carry out the actions in their order. Skip `Await`, because the caller waits for messages."""
-        for action in actions:
-            match action:
-                case Average():
-                    self._average(action)
-                    self._equalize_buffers()
-                case AverageBuffers():
-                    self._equalize_buffers()
-                case Await():
-                    pass
-                case _:
-                    self.kept.run(action)
+    def run(self, action: Action) -> None:
+        """Carry out an action. Skip `Await`, because the caller waits for messages."""
+        match action:
+            case Average():
+                self._average(action)
+                self._equalize_buffers()
+            case AverageBuffers():
+                self._equalize_buffers()
+            case Await():
+                pass
+            case _:
+                self.kept.run(action)
 
     def averaged_by(self, actions: Sequence[Action]) -> list[Tensor]:
         """Return the tensors that actions replace by their plain mean, without the buffers. There may be none."""

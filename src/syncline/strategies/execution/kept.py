@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 
 from torch.optim import Optimizer
 
-from syncline.strategies.base import Action, Message
+from syncline.strategies.actions import Action, Message
 from syncline.transport.base import Transport
 
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from syncline.compression.exchange import MeanExchange
 from syncline.optimizers.contents import made_optimizer
-from syncline.strategies.base import (
+from syncline.strategies.actions import (
     Action,
     AdvanceOuter,
     OuterCopies,

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from syncline.strategies.base import Action, Push
+from syncline.strategies.actions import Action, Push
 from syncline.strategies.execution.flat import FlatGroup, flat_groups
 from syncline.strategies.execution.kept import Kept
 from syncline.transport.base import Transport

@@ -11,7 +11,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from syncline.strategies.base import Action, Adopt, Close, Message, RestartOuter, Update
+from syncline.strategies.actions import Action, Adopt, Close, Message, RestartOuter, Update
 from syncline.strategies.execution.flat import flat_groups
 from syncline.strategies.execution.kept import Kept
 from syncline.transport.base import Transport
@@ -51,6 +51,7 @@ class ShardedServer(Kept):
             )
         self._group = groups[0]
         self._transport = transport
+        self._others = [rank for rank in range(transport.size) if rank != transport.rank]
         self._updates = _Mail("update", transport)
         self._values = _Mail("values", transport)
         self.lanes = [*self._updates.lanes, *self._values.lanes]
@@ -96,7 +97,7 @@ class ShardedServer(Kept):
         own = self._spans[self._transport.rank]
         self._moves[clock] = move
         self._received.setdefault(clock, {})[self._transport.rank] = move[own]
-        for rank in self._others():
+        for rank in self._others:
             self._updates.send(move[self._spans[rank]], rank)
             # All ranks take the same number of steps, so the others will send messages for this clock too.
             self._updates.expect(rank, clock, move[own])
@@ -115,7 +116,7 @@ class ShardedServer(Kept):
         own.add_(total, alpha=1.0 / self._transport.size)
         self._closed[self._transport.rank] = clock
         values = own.clone()
-        for rank in self._others():
+        for rank in self._others:
             self._values.send(values, rank)
 
     def write(self) -> None:
@@ -156,9 +157,6 @@ class ShardedServer(Kept):
     def finish(self) -> None:
         self._updates.finish()
         self._values.finish()
-
-    def _others(self) -> list[int]:
-        return [rank for rank in range(self._transport.size) if rank != self._transport.rank]
 
     def state_dict(self) -> dict[str, Any]:
         """Return the last values of all shards on this rank. No update may be in flight when this is called."""
