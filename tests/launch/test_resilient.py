@@ -477,6 +477,6 @@ def test_a_rank_that_is_lost_during_a_look_is_no_failure() -> None:
         raise AssertionError("a rank could be lost just now")
 
     guardian: Any = SimpleNamespace(watch=lambda *_: None)
-    losses = Losses(lambda *_: None, num_restarts=0)
+    losses = Losses(num_restarts=0)
     workers = Workers("mark", guardian, whole_groups=False, note_ended=lambda *_: None, losses=losses)
     assert workers._poll(look_of_torch, ranks) is None

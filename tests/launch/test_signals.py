@@ -93,7 +93,7 @@ def test_sigterms_within_two_seconds_are_one_signal() -> None:
         pass_on=lambda number, ends: done.append(number.name) or True,
         kill=lambda: done.append("kill"),
     )
-    with Interruption(workers, ["SIGTERM", "SIGINT"], None, say=print) as interruption:
+    with Interruption(workers, ["SIGTERM", "SIGINT"], None) as interruption:
         signal.raise_signal(signal.SIGTERM)
         signal.raise_signal(signal.SIGTERM)
         assert done == ["SIGTERM"]
@@ -101,7 +101,7 @@ def test_sigterms_within_two_seconds_are_one_signal() -> None:
         signal.raise_signal(signal.SIGTERM)
         assert done == ["SIGTERM", "kill"]
     done.clear()
-    with Interruption(workers, ["SIGTERM", "SIGINT"], None, say=print):
+    with Interruption(workers, ["SIGTERM", "SIGINT"], None):
         signal.raise_signal(signal.SIGTERM)
         signal.raise_signal(signal.SIGINT)
     assert done == ["SIGTERM", "kill"]

@@ -75,6 +75,11 @@ class Failure:
         return code & 0xFF or 1
 
     @property
+    def is_killed(self) -> bool:
+        """Whether a signal ended the rank, and no exception."""
+        return self.record is None and self.return_code < 0
+
+    @property
     def has_stopped(self) -> bool:
         """Whether the rank ended because all ranks had agreed to stop."""
         return self.exit_code == EXIT_STOPPED
@@ -82,7 +87,7 @@ class Failure:
     @property
     def ending(self) -> str:
         """A text that says how the rank ended, such as "failed with exit code 1"."""
-        if self.record is None and self.return_code < 0:
+        if self.is_killed:
             return f"was killed by {_signal_name(-self.return_code)}, exit code {self.exit_code}"
         if self.record is not None and not self.record.traceback:
             return f"called sys.exit, exit code {self.exit_code}"
@@ -124,7 +129,7 @@ def first_failure(failures: Sequence[Failure]) -> Failure:
         failures: at least one failure, in the order in which the launcher detected them.
     """
     failures = [failure for failure in _without_ended(failures) if not failure.has_stopped] or failures
-    with_record = _in_order_of_time([f for f in failures if f.record is not None])
+    with_record = _with_record(failures)
     without_record = [f for f in _without_ended(failures) if f.record is None]
     if with_record and not _has_lost_a_peer(with_record[0]):
         return with_record[0]
@@ -141,12 +146,15 @@ def _without_ended(failures: Sequence[Failure]) -> list[Failure]:
     ]
 
 
-def _in_order_of_time(failures: Sequence[Failure]) -> list[Failure]:
-    """Sort failures by the clock that is never set, if all ranks have recorded it, else by that of the system."""
-    records = {id(failure): failure.record for failure in failures if failure.record is not None}
-    if all(record.monotonic_ns for record in records.values()):
-        return sorted(failures, key=lambda failure: records[id(failure)].monotonic_ns)
-    return sorted(failures, key=lambda failure: records[id(failure)].time_ns)
+def _with_record(failures: Sequence[Failure]) -> list[Failure]:
+    """Return the failures with a record, in the order of time.
+
+    The time is that of the clock that is never set, if all ranks have recorded it, else that of the system.
+    """
+    found = [(failure.record, failure) for failure in failures if failure.record is not None]
+    has_monotonic = all(record.monotonic_ns for record, _ in found)
+    found.sort(key=lambda one: one[0].monotonic_ns if has_monotonic else one[0].time_ns)
+    return [failure for _, failure in found]
 
 
 def _has_lost_a_peer(failure: Failure) -> bool:
@@ -170,11 +178,12 @@ def describe(failures: Sequence[Failure], *, host: str, more_hosts: bool = False
         more_hosts: whether the job also has ranks on other hosts. Their failures are not known on this host.
     """
     first = first_failure(failures)
-    equal = [failure for failure in _without_ended(failures) if _is_equal(failure, first)]
+    counting = _without_ended(failures)
+    equal = [failure for failure in counting if _is_equal(failure, first)]
     line = f"rank {first.rank} (pid {first.pid} on {host}) {first.ending}"
     if len(equal) > 1:
         line = f"{describe_ranks([one.rank for one in equal])} (on {host}) {first.ending}, by the same error"
-    others = [failure for failure in _without_ended(failures) if failure not in equal]
+    others = [failure for failure in counting if failure not in equal]
     stopped = [other for other in others if other.has_stopped and not first.has_stopped]
     others = [other for other in others if other not in stopped]
     if others:
@@ -184,7 +193,7 @@ def describe(failures: Sequence[Failure], *, host: str, more_hosts: bool = False
     if more_hosts:
         line += "; this is the first failure on this host: read the output of the other hosts, too"
     details = _details(first)
-    if first.record is None and first.return_code < 0:  # the errors of other ranks name the operation
+    if first.is_killed:  # the errors of other ranks name the operation
         details += _error_of_a_peer(others)
     has_more = any(
         failure.record and failure.record.whole not in ("", failure.record.traceback) for failure in failures
@@ -215,8 +224,7 @@ def _error_of_a_peer(others: Sequence[Failure]) -> list[str]:
 def _named(failures: Sequence[Failure]) -> str:
     by_ending: dict[str, list[int]] = {}
     for failure in failures:
-        is_killed = failure.record is None and failure.return_code < 0
-        how = _signal_name(-failure.return_code) if is_killed else f"exit code {failure.exit_code}"
+        how = _signal_name(-failure.return_code) if failure.is_killed else f"exit code {failure.exit_code}"
         by_ending.setdefault(how, []).append(failure.rank)
     named = [f"{describe_ranks(ranks)} ({how})" for how, ranks in by_ending.items()]
     hidden = len(named) - _MAX_OTHERS
@@ -231,7 +239,7 @@ def _details(failure: Failure) -> list[str]:
     if failure.record is not None and failure.record.traceback:
         return [] if failure.is_shown else failure.record.traceback.rstrip().split("\n")
     lines = _end_of(failure.stderr_tail)
-    is_killed = failure.record is None and failure.return_code == -signal.SIGKILL
+    is_killed = failure.is_killed and failure.return_code == -signal.SIGKILL
     if is_killed and not any(_START.search(line) for line in lines):
         lines = []  # earlier output does not explain a SIGKILL
     if failure.record is not None and not any(line and line in failure.record.summary for line in lines):

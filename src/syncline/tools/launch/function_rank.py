@@ -10,7 +10,6 @@ import pickle
 import signal
 import sys
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -53,7 +52,7 @@ def run_rank(task: RankTask) -> None:
     _reset_signals()
     gc.freeze()  # the objects of the parent belong to the parent
     # The launcher shows the exception. Hooks that are installed from here on still report it to the peers.
-    sys.excepthook = _print_nothing
+    sys.excepthook = lambda *_: None
     environment.export(task.variables, replace=True)
     if task.is_fork:
         begin_in_fork()
@@ -126,6 +125,3 @@ def _report(error: BaseException, error_file: str) -> None:
         return
     sys.last_type, sys.last_value, sys.last_traceback = type(error), error, error.__traceback__
     sys.excepthook(type(error), error, error.__traceback__)
-
-
-def _print_nothing(kind: type[BaseException], error: BaseException, tb: TracebackType | None) -> None: ...

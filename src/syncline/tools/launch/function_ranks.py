@@ -31,7 +31,6 @@ import time
 import uuid
 import warnings
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from multiprocessing import connection, get_context
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -52,38 +51,34 @@ _STACKS_SECONDS = environment.patience(0.5)
 """The time that ranks have to print their stacks after a timeout."""
 
 
-@dataclass(frozen=True)
-class _Starter:
-    """A thread that starts the processes of the ranks, and lives as long as they do; see the note above."""
+def _start(processes: Sequence[BaseProcess], over: threading.Event) -> None:
+    """Start the processes of the ranks by a thread that lives until `over` is set; see the note above.
 
-    processes: Sequence[BaseProcess]
-    over: threading.Event
+    If one cannot be started, raise the error of the thread.
+    """
+    errors: list[BaseException] = []
+    started = threading.Event()
 
-    def start(self) -> None:
-        """Start all processes. If one cannot be started, raise the error of the thread."""
-        errors: list[BaseException] = []
-        started = threading.Event()
-
-        def run() -> None:
-            try:
-                with warnings.catch_warnings():
-                    # Python 3.12 warns of every fork of a process with threads.
-                    warnings.simplefilter("ignore", DeprecationWarning)
-                    for process in self.processes:
-                        process.start()
-            except BaseException as error:
-                errors.append(error)
-            started.set()
-            self.over.wait()
-
-        threading.Thread(target=run, name="syncline-launch", daemon=True).start()
+    def run() -> None:
         try:
-            started.wait()
-        except BaseException:  # Ctrl-C: a process that starts later would be left
-            started.wait()
-            raise
-        if errors:
-            raise errors[0]
+            with warnings.catch_warnings():
+                # Python 3.12 warns of every fork of a process with threads.
+                warnings.simplefilter("ignore", DeprecationWarning)
+                for process in processes:
+                    process.start()
+        except BaseException as error:
+            errors.append(error)
+        started.set()
+        over.wait()
+
+    threading.Thread(target=run, name="syncline-launch", daemon=True).start()
+    try:
+        started.wait()
+    except BaseException:  # Ctrl-C: a process that starts later would be left
+        started.wait()
+        raise
+    if errors:
+        raise errors[0]
 
 
 class FunctionRanks:
@@ -131,7 +126,7 @@ class FunctionRanks:
             with _variables(self._size) as num_threads:
                 for task in tasks:
                     task.num_threads = num_threads
-                _Starter(self._processes, over).start()
+                _start(self._processes, over)
             self._guardian.watch(self._mark, [process.pid or 0 for process in self._processes])
             self._wait(timeout_seconds)
         except BaseException as error:
@@ -192,13 +187,11 @@ class FunctionRanks:
             connection.wait([self._processes[rank].sentinel for rank in running], left)
 
     def _running(self) -> list[int]:
-        self._note_ended()
-        return [rank for rank in range(len(self._processes)) if rank not in self._ended]
-
-    def _note_ended(self) -> None:
+        """Return the ranks that are running, and note those that have ended."""
         for rank, process in enumerate(self._processes):
             if rank not in self._ended and (process.pid is None or process.exitcode is not None):
                 self._ended.append(rank)
+        return [rank for rank in range(len(self._processes)) if rank not in self._ended]
 
     def _wait_some(self, seconds: float) -> None:
         """Wait until all ranks have ended, but not longer than `seconds`."""
@@ -268,7 +261,5 @@ def _print(fd: int, data: bytes) -> None:
 
 def _error(failures: Sequence[Failure]) -> SynclineError:
     """Return the error about failed ranks. Its text names the rank that failed first."""
-    first = first_failure(failures)
-    is_killed = first.record is None and first.return_code < 0
     text = f"sl.launch: {describe(failures, host=socket.gethostname())}"
-    return PeerLost(text) if is_killed else PeerFailed(text)
+    return PeerLost(text) if first_failure(failures).is_killed else PeerFailed(text)

@@ -13,6 +13,7 @@ from torch.distributed.elastic.multiprocessing.api import SubprocessContext
 from syncline._torch import elastic
 from syncline.session.process import forget_program_end, has_program_ended
 from syncline.tools.launch.losses import processes_of
+from syncline.tools.launch.output import say
 
 _LINGERING_SECONDS = 30.0
 
@@ -20,7 +21,7 @@ _LOOK_SECONDS = 1.0
 
 
 @contextlib.contextmanager
-def lingering_ranks_named(say: Callable[[str], object]) -> Iterator[None]:
+def lingering_ranks_named() -> Iterator[None]:
     """In a context in which torch's launcher runs, say once of each rank that it lingers, and how to see why.
 
     It is not ended: it may wait for a thread, or write a file in a handler of `atexit`, as the user wants it.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Callable
 from subprocess import Popen
 
 from torch.distributed.elastic.multiprocessing.api import SubprocessContext
@@ -11,7 +10,9 @@ from torch.distributed.elastic.multiprocessing.api import SubprocessContext
 from syncline import environment
 from syncline._torch import elastic
 from syncline.session.process import came_to_steps, forget_rank, is_in_steps, name_in_steps
+from syncline.tools.launch.failures import Failure
 from syncline.tools.launch.hosts import OtherHosts
+from syncline.tools.launch.output import say
 from syncline.tracebacks import forget_printed
 
 
@@ -19,15 +20,12 @@ class Losses:
     """The lost ranks of this host, and those that were started again in their place.
 
     Args:
-        note_lost: a function that is called with a local rank, the process number and the exit code of a rank that was
-            lost, and whether the rank is started again.
         num_restarts: how many lost ranks are started again, to join the others.
     """
 
-    def __init__(self, note_lost: Callable[[int, int, int, bool], None], num_restarts: int) -> None:
+    def __init__(self, num_restarts: int) -> None:
         self.ranks: set[int] = set()
         """The local ranks that were lost, and were not started again."""
-        self._note_lost = note_lost
         self._num_restarts = num_restarts
         self._joining: set[int] = set()
         """The local ranks that were started again."""
@@ -60,7 +58,11 @@ class Losses:
             if is_in_steps(path) and self._other_hosts is not None:
                 self._other_hosts.record_lost(name_in_steps(path))
             is_restarted = may_restart and self._num_restarts > 0 and self._others_train(ranks)
-            self._note_lost(rank, lost.pid, lost.returncode, is_restarted)
+            failure = Failure(rank=rank, pid=lost.pid, return_code=lost.returncode, record=None)
+            then = (
+                "train on, and it is started again, to join them" if is_restarted else "train on without it"
+            )
+            say(f"local rank {rank} (pid {lost.pid}) {failure.ending}; the other ranks {then}")
             if not is_restarted:
                 self.ranks.add(rank)
                 continue
@@ -90,17 +92,14 @@ class Losses:
 
     def must_stay(self) -> bool:
         """Return whether this launcher must not end, although its ranks have, because others need its store."""
-        return (
-            self._other_hosts is not None and self._other_hosts.has_store and self._other_hosts.are_running()
-        )
+        return self._other_hosts is not None and self._other_hosts.has_store and self.other_hosts_run()
 
     def wait_for_other_hosts(self) -> bool:
         """Wait for other launchers, after the ranks of this host have ended. Return False if there is no other host."""
-        if self._other_hosts is None:
-            return False
-        self._other_hosts.withdraw()
-        self._other_hosts.wait()
-        return True
+        self.end()
+        if self._other_hosts is not None:
+            self._other_hosts.wait()
+        return self._other_hosts is not None
 
     def end(self) -> None:
         """Record that the ranks of this host have ended, also if they have failed."""

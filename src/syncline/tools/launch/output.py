@@ -25,7 +25,9 @@ from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs
 
 from syncline.tools.launch.display import Display, Writer
 from syncline.tools.launch.failures import Failure, first_failure, is_in, read_error_file
-from syncline.tools.launch.stopping import Ended
+
+Ended = dict[int, tuple[int, int]]
+"""The process number and the exit code of each rank that has ended, by local rank, in the order of detection."""
 
 DEFAULT_PREFIX = "[rank ${rank}] "
 

@@ -48,9 +48,7 @@ from syncline.environment import patience
 from syncline.session.stop_request import EXIT_STOPPED, SAME_REQUEST_SECONDS
 from syncline.tools.launch.guardian import Guardian, RunningProcess, is_marked, running_processes
 from syncline.tools.launch.losses import Losses, processes_of
-
-Ended = dict[int, tuple[int, int]]
-"""The process number and the exit code of each rank that has ended, by local rank, in the order of detection."""
+from syncline.tools.launch.output import Ended, say
 
 _POLL_SECONDS = 0.01
 
@@ -114,20 +112,19 @@ class Workers:
         self._replaced = contextlib.ExitStack()
 
     def __enter__(self) -> Workers:
-        replace = self._replaced.enter_context
-        replace(elastic.START.replaced(lambda start: lambda ranks: self._start(start, ranks)))
-        replace(elastic.POLL.replaced(lambda poll: lambda ranks: self._poll(poll, ranks)))
-        replace(elastic.PIDS.replaced(lambda pids: lambda ranks: self._first_pids or pids(ranks)))
+        def replace(method: elastic.Method, make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+            self._replaced.enter_context(method.replaced(make))
+
+        replace(elastic.START, lambda start: lambda ranks: self._start(start, ranks))
+        replace(elastic.POLL, lambda poll: lambda ranks: self._poll(poll, ranks))
+        replace(elastic.PIDS, lambda pids: lambda ranks: self._first_pids or pids(ranks))
         if (losses := self._losses) is not None:
             replace(
-                elastic.EXIT_BARRIER.replaced(
-                    lambda barrier: lambda agent: None if losses.wait_for_other_hosts() else barrier(agent)
-                )
+                elastic.EXIT_BARRIER,
+                lambda barrier: lambda agent: None if losses.wait_for_other_hosts() else barrier(agent),
             )
         if elastic.CLOSE.is_there:
-            replace(
-                elastic.CLOSE.replaced(lambda close: lambda *args, **how: self._close(close, *args, **how))
-            )
+            replace(elastic.CLOSE, lambda close: lambda *args, **how: self._close(close, *args, **how))
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -211,17 +208,16 @@ class Workers:
                     if None in others:
                         return None  # the others train on
                     return self._succeeded(poll(ranks), ranks, has_stopped=EXIT_STOPPED in others)
-        is_failure = bool(failed)
         all_ended = None not in codes
-        if not is_failure and EXIT_STOPPED in codes:
+        if not failed and EXIT_STOPPED in codes:
             if all_ended:
                 return self._succeeded(poll(ranks), ranks, has_stopped=True)
             self._stopped_at = self._stopped_at or time.monotonic()
             if time.monotonic() - self._stopped_at < _STOPPING_SECONDS:
                 return None
-        if self._requested is not None and (is_failure or all_ended):
+        if self._requested is not None and (failed or all_ended):
             raise SignalException(f"process {os.getpid()} got {self._requested.name}", self._requested)
-        if losses is not None and not is_failure and not all_ended and EXIT_STOPPED not in codes:
+        if losses is not None and not failed and not all_ended and EXIT_STOPPED not in codes:
             return None  # torch's `poll` would look again, and end all ranks if one has been lost just now
         return poll(ranks)
 
@@ -279,21 +275,12 @@ class Interruption:
         signals: the names of the signals to handle, such as "SIGINT".
         shutdown_seconds: the time from the first signal until the ranks are killed. None means 30 seconds after
             SIGTERM, and 5 seconds after another signal.
-        say: a function that prints a message of the launcher.
     """
 
-    def __init__(
-        self,
-        workers: Workers,
-        signals: Sequence[str],
-        shutdown_seconds: float | None,
-        *,
-        say: Callable[[str], object],
-    ) -> None:
+    def __init__(self, workers: Workers, signals: Sequence[str], shutdown_seconds: float | None) -> None:
         self._workers = workers
         self._signals = [signal.Signals[name] for name in signals]
         self._shutdown_seconds = shutdown_seconds
-        self._say = say
         self._replaced: dict[signal.Signals, Any] = {}
         self._is_over = False
         self._num_received = 0
@@ -352,7 +339,7 @@ class Interruption:
         if self._workers.are_running:
             # In a thread, because the main thread may just be printing, or nobody may read the output. A `Thread` takes
             # locks when it starts, which the main thread may hold.
-            _thread.start_new_thread(self._say, (_about(self.received, seconds),))
+            _thread.start_new_thread(say, (_about(self.received, seconds),))
         if is_stop and self._workers.pass_on(self.received, ends=True):
             return
         raise SignalException(f"process {os.getpid()} got {self.received.name}", self.received)

@@ -250,16 +250,13 @@ def supervise(job: Job) -> int:
         job.guardian,
         whole_groups=not job.is_python,
         note_ended=logs.note_ended,
-        losses=Losses(_say_lost, config.max_restarts) if job.is_resilient else None,
+        losses=Losses(config.max_restarts) if job.is_resilient else None,
     )
-    interruption = Interruption(workers, names, job.shutdown_seconds, say=say)
-    before = environment.export({environment.RUN_MARK: mark}, replace=True)
-    before |= environment.export(_variables(config))
-    before |= environment.export(_store_folder(job), replace=True)
-    if job.verbose:
-        before |= environment.export({environment.WHOLE_TRACEBACKS: "1"})
+    interruption = Interruption(workers, names, job.shutdown_seconds)
+    before = environment.export({environment.RUN_MARK: mark, **_store_folder(job)}, replace=True)
+    before |= environment.export(_variables(job))
     try:
-        with workers, lingering_ranks_named(say), interruption, _without_torch_logs(job.verbose):
+        with workers, lingering_ranks_named(), interruption, _without_torch_logs(job.verbose):
             failure: Exception | None = None
             try:
                 elastic_launch(config, job.command)(*job.arguments)
@@ -282,19 +279,15 @@ def supervise(job: Job) -> int:
         environment.restore(before)
 
 
-def _say_lost(local_rank: int, pid: int, return_code: int, is_restarted: bool) -> None:
-    lost = Failure(rank=local_rank, pid=pid, return_code=return_code, record=None)
-    then = "train on, and it is started again, to join them" if is_restarted else "train on without it"
-    say(f"local rank {local_rank} (pid {pid}) {lost.ending}; the other ranks {then}")
-
-
-def _variables(config: LaunchConfig) -> dict[str, str]:
+def _variables(job: Job) -> dict[str, str]:
     """Return the defaults of environment variables of the ranks. A variable that the user has set keeps its value."""
-    address = config.rdzv_configs.get(_ADDRESS)
+    address = job.config.rdzv_configs.get(_ADDRESS)
     interface = interface_of(address) if address else None
     # Gloo and NCCL then use the same network interface as the store.
     found = {"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": interface} if interface else {}
-    if config.max_nodes == 1:  # with several hosts, only the user can distribute a token safely
+    if job.verbose:
+        found[environment.WHOLE_TRACEBACKS] = "1"
+    if job.config.max_nodes == 1:  # with several hosts, only the user can distribute a token safely
         found[environment.TOKEN] = secrets.token_hex(32)
     return found
 
@@ -330,17 +323,16 @@ def _report(
     if failure is None:
         return 0
     if isinstance(failure, ChildFailedError):
-        failures = [
-            Failure(
+        failures = []
+        for rank, child in failure.failures.items():
+            found = Failure(
                 rank=rank,
                 pid=child.pid,
                 return_code=child.exitcode,
                 record=read_error_file(child.error_file),
                 stderr_tail=logs.stderr_tail(child.local_rank),
             )
-            for rank, child in failure.failures.items()
-        ]
-        failures = [replace(failure, is_shown=logs.has_shown(failure)) for failure in failures]
+            failures.append(replace(found, is_shown=logs.has_shown(found)))
         say(describe(failures, host=socket.gethostname(), more_hosts=job.config.max_nodes > 1))
         return first_failure(failures).exit_code
     if job.verbose:
@@ -359,6 +351,7 @@ def _report(
 @contextlib.contextmanager
 def _without_torch_logs(verbose: bool) -> Iterator[None]:
     """Hide the log lines of torch's elastic launcher in a context, unless `verbose`. `say` reports the same events."""
+    # Not their common parent "torch.distributed", to which torch adds a handler of its own.
     names = () if verbose else ("elastic", "launcher", "run")
     loggers = [logging.getLogger(f"torch.distributed.{name}") for name in names]
     before = [logger.propagate for logger in loggers]

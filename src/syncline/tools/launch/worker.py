@@ -30,7 +30,7 @@ import importlib.util
 import io
 import os
 import sys
-from types import CodeType, ModuleType, TracebackType
+from types import CodeType, ModuleType
 from typing import Any
 
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
@@ -83,7 +83,7 @@ def main(argv: list[str]) -> None:
             process.record_failure(error, error_file, brief=described.brief, whole=described.whole)
         is_whole = environment.wants_whole_tracebacks()
         if isinstance(error, KeyboardInterrupt):
-            sys.excepthook = _print_nothing  # the launcher reports Ctrl-C once for all ranks
+            sys.excepthook = lambda *_: None  # the launcher reports Ctrl-C once for all ranks
         else:
             sys.excepthook = tracebacks.printing_hook(
                 sys.excepthook, error_file=error_file, is_whole=is_whole
@@ -134,9 +134,6 @@ def _main_module(**attributes: Any) -> ModuleType:
     module = ModuleType("__main__")
     module.__dict__.update(attributes, __builtins__=__builtins__, __annotations__={})
     return module
-
-
-def _print_nothing(kind: type[BaseException], error: BaseException, tb: TracebackType | None) -> None: ...
 
 
 if __name__ == "__main__":

@@ -114,7 +114,7 @@ def figures_of(run: Run, steps: Sequence[int] | None = None) -> Figures:
     chosen = run.steady if steps is None else list(steps)
     parts_of_ranks: dict[int, list[dict[str, float]]] = defaultdict(list)
     caused: Counter[int] = Counter()
-    buckets: dict[tuple[str, int], _Bucket] = defaultdict(_Bucket)
+    buckets: dict[tuple[str, int], _BucketSums] = defaultdict(_BucketSums)
     payloads, backwards = [], []
     for ranks in (run.steps[number] for number in chosen):
         last = _last_sent(ranks)
@@ -202,7 +202,7 @@ def _late(
 
 
 @dataclass(kw_only=True)
-class _Bucket:
+class _BucketSums:
     """What is added up about a bucket."""
 
     late: float = 0.0

@@ -127,15 +127,11 @@ def predicted_rows(run: Run, figures: Figures, machine: Machine) -> list[dict[st
     measured = (figures.parts.get("transfer", 0.0) + figures.parts.get("late", 0.0)) * _SECONDS
     rest = figures.step * _SECONDS - measured
     of = f"costs of {machine.name}" if cluster.hosts == 1 else "the link as in this trace"
+    times = (
+        (f"a step, mean ({of})", rest + waits, rest + measured),
+        ("waits for gradients at the end of the backward, mean", waits, measured),
+    )
     return [
-        {
-            "what": f"a step, mean ({of})",
-            "predicted": format_time(rest + waits),
-            "measured": format_time(rest + measured),
-        },
-        {
-            "what": "waits for gradients at the end of the backward, mean",
-            "predicted": format_time(waits),
-            "measured": format_time(measured),
-        },
+        {"what": what, "predicted": format_time(one), "measured": format_time(other)}
+        for what, one, other in times
     ]

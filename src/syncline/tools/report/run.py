@@ -58,10 +58,9 @@ class Run:
     def steady(self) -> list[int]:
         """The steps from which figures are computed: complete, after the first ones, and not discarded."""
         most = max(map(len, self.steps.values()), default=0)
+        discarded = set(self.discarded)
         complete = [
-            number
-            for number, ranks in self.steps.items()
-            if len(ranks) == most and number not in self.discarded
+            number for number, ranks in self.steps.items() if len(ranks) == most and number not in discarded
         ]
         later = [number for number in complete if number > _WARM_UP_STEPS]
         return later or complete

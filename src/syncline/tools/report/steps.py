@@ -77,10 +77,6 @@ class RankStep:
     def length(self) -> int:
         return self.ended - self.began
 
-    def total(self, *kinds: Kind) -> int:
-        """Return the time that the rank spent in these kinds of spans."""
-        return sum(span.length for span in self.spans if span.kind in kinds)
-
 
 def main_module(found: Iterable[rows.Row]) -> str | None:
     """Return the module that defines the steps; None if no backward was recorded."""
@@ -112,6 +108,10 @@ def steps_of(
     return builder.steps
 
 
+_Work = rows.ForwardRow | rows.BackwardRow | rows.OptimizerRow | rows.SyncRow | rows.CallRow
+"""The rows of what a rank does from one time to another."""
+
+
 class _Builder:
     """The steps of a process, while its rows are read."""
 
@@ -124,7 +124,7 @@ class _Builder:
         """The number of the present step; None before the first forward or backward."""
         self._last: int | None = None
         """The number of the step before; None at the beginning, and after a change of the ranks."""
-        self._rows: list[rows.Row] = []
+        self._rows: list[_Work] = []
         self._began: int | None = None
         """When the present step began; None if that is unknown."""
         self._is_done = False
@@ -151,9 +151,7 @@ class _Builder:
                 self._number = row.step
         if isinstance(row, rows.BackwardRow) and row.module == self._main:
             self._is_done = True
-        if isinstance(
-            row, rows.ForwardRow | rows.BackwardRow | rows.OptimizerRow | rows.SyncRow | rows.CallRow
-        ):
+        if isinstance(row, _Work):
             self._rows.append(row)
 
     def close(self) -> None:
@@ -164,18 +162,17 @@ class _Builder:
             row for row in self._rows if isinstance(row, rows.BackwardRow | rows.OptimizerRow | rows.SyncRow)
         ]
         ended = max(row.ended for row in work)
-        inside = [row for row in self._rows if row.began < ended]  # type: ignore[union-attr]
-        rest = [row for row in self._rows if row.began >= ended]  # type: ignore[union-attr]
+        inside = [row for row in self._rows if row.began < ended]
+        rest = [row for row in self._rows if row.began >= ended]
         is_next = self._last is None or self._number == self._last + 1
         if self._began is not None and is_next:
-            self.steps.append(self._step(inside, self._began, ended))
+            self.steps.append(self._step(self._number, inside, self._began, ended))
         self._last = self._number
         self._rows, self._began, self._is_done = rest, ended, False
 
-    def _step(self, found: Sequence[rows.Row], began: int, ended: int) -> RankStep:
-        assert self._number is not None
-        move = self._offset(self._number)
-        step = RankStep(rank=self._rank, step=self._number, began=began + move, ended=ended + move)
+    def _step(self, number: int, found: Sequence[_Work], began: int, ended: int) -> RankStep:
+        move = self._offset(number)
+        step = RankStep(rank=self._rank, step=number, began=began + move, ended=ended + move)
         spans: list[Span] = []
         for row in found:
             match row:
