@@ -7,9 +7,9 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from syncline.regular_files import open_regular
 from syncline.tracing import rows
 from syncline.tracing.file import parts_in
-from syncline.untrusted import open_regular
 
 MOST_BYTES = 128 * 1024 * 1024
 """How much is read of all files together. In memory it is ten times as large."""
