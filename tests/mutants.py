@@ -239,9 +239,7 @@ MUTANTS: tuple[Mutant, ...] = (
         "_without_ended(failures)", ("launch/test_first_failure.py",)),
     Mutant("session-hook", "session/session.py", "sl.shutdown leaves its excepthook behind",
         "                joined.hook.remove()\n", "                pass\n", ("unit/test_world.py",)),
-    # ---------------------------------------------------------------- untrusted files, native core, tools
-    Mutant("untrusted-size", "untrusted.py", "a file of any size is read into memory",
-        "if size > max_bytes:", "if size < 0:", ("state/test_hostile_files.py",)),
+    # ---------------------------------------------------------------- native core, tools
     Mutant("native-gone", "native/loading.py", "a library that is not there any more is said to be found",
         "return found if found.is_file() else None", "return found", ("unit/test_build.py",)),
     Mutant("plan-queue", "tools/plan/timeline.py", "buckets do not wait for each other on the link",

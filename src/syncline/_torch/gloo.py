@@ -5,7 +5,8 @@ one by one: 2 * n * n requests. So here Gloo gets a store in the memory of its o
 and waits there for the addresses of the other ranks, while this rank gathers them and writes them there.
 
 The process group itself keeps the store that its creator passed. Gloo reads addresses later only if the user has set
-TORCH_GLOO_LAZY_INIT. It then finds them even if the process with the job's store has ended.
+TORCH_GLOO_LAZY_INIT. It then finds them even if the process with the job's store has ended. If the program can wait in
+the group, the addresses are at the creator's store, too: `TorchCall.end` finds the connections of the group by them.
 """
 
 from __future__ import annotations
@@ -57,13 +58,15 @@ _CAUSE_SECONDS = patience(0.5)
 
 
 @contextlib.contextmanager
-def addresses_gathered(gather: Gather) -> Iterator[None]:
+def addresses_gathered(gather: Gather, *, also_at_store: bool = False) -> Iterator[None]:
     """Gather the addresses of the Gloo groups that this thread creates in the `with` block by `gather`.
 
     Args:
         gather: a function between the ranks of the groups.
+        also_at_store: whether each rank writes its address to the store of the group as well. A thread that waits at
+            this store would hold up the rank.
     """
-    _MAKER.begin(gather)
+    _MAKER.begin(gather, also_at_store)
     try:
         yield
     finally:
@@ -75,17 +78,17 @@ class _Maker:
 
     def __init__(self) -> None:
         self._original: Any = None
-        self._gathers: dict[int, Gather] = {}
-        """The functions of the threads that are in a `with` block, by the id of the thread."""
+        self._gathers: dict[int, tuple[Gather, bool]] = {}
+        """The arguments of `addresses_gathered` of the threads that are in a `with` block, by the id of the thread."""
         self._lock = threading.Lock()
 
-    def begin(self, gather: Gather) -> None:
+    def begin(self, gather: Gather, also_at_store: bool) -> None:
         """Use `gather` for the groups of this thread from now on."""
         with self._lock:
             if not self._gathers:
                 self._original = getattr(_module, _NAME, None)
                 setattr(_module, _NAME, self)
-            self._gathers[threading.get_ident()] = gather
+            self._gathers[threading.get_ident()] = gather, also_at_store
 
     def end(self) -> None:
         """Undo `begin`."""
@@ -99,7 +102,7 @@ class _Maker:
 
     def __call__(self, store: Store, rank: int, size: int, **options: Any) -> Any:
         make = partial(self._original, **options)
-        gather = self._gathers.get(threading.get_ident())
+        gather, also_at_store = self._gathers.get(threading.get_ident(), (None, False))
         # Another thread creates a group of other ranks, or the group needs the store later, to exchange ranks.
         if gather is None or size == 1 or options.get("enable_reconfigure"):
             return make(store, rank, size)
@@ -111,6 +114,8 @@ class _Maker:
         if not own:
             gather(b"")
         while own and all(texts := gather(base64.b64encode(own))):
+            if also_at_store:
+                store.set(f"{interface}/{rank}", own)  # type: ignore[arg-type]  # it takes bytes, too
             for peer, text in enumerate(texts):
                 addresses.set(f"{interface}/{peer}", base64.b64decode(text))
             interface += 1

@@ -31,7 +31,6 @@ from syncline.compression.averager import with_mean_residuals
 from syncline.data import DistributedSampler, place_to_resume
 from syncline.sharded.part import has_sharded_state, join_parts
 from syncline.transport.agreement import describe_tensors
-from syncline.untrusted import check
 from syncline.words import describe_ranks, format_count
 
 # ---------------------------------------------------------------------- to write
@@ -148,9 +147,8 @@ class SaveContent:
         self._manifest_path = f"{path}/{MANIFEST}"
         stored = manifest.files
         in_shared = stored[SHARED_FILE].tensors.keys() if SHARED_FILE in stored else set()
-        with malformed_is_corrupt(self._manifest_path):
-            of_all = {*self._needed_of_others(manifest.shared)} - in_shared
-            of_each = [{*self._needed_of_others(own)} - in_shared for own in manifest.ranks]
+        of_all = {*self._needed_of_others(manifest.shared)} - in_shared
+        of_each = [{*self._needed_of_others(own)} - in_shared for own in manifest.ranks]
         is_needed = {own_file(other): other == place or of_all or own for other, own in enumerate(of_each)}
         # All files are mapped before any is verified, which can take long: another run may remove the save meanwhile.
         mapped = {
@@ -215,16 +213,11 @@ class SaveContent:
             strict: whether to return the states of all saved objects, not only of those in `named`.
 
         Raises:
-            CheckpointCorrupt: the manifest has values that Syncline never writes.
+            CheckpointCorrupt: the manifest has values that this version of Syncline does not know.
         """
         wanted = {"step", "rng", *(self.names if strict else named)}
         with malformed_is_corrupt(self._manifest_path):
             states = {name: self.decoded(name, named.get(name)) for name in self.names if name in wanted}
-            check(
-                states["step"] == self.manifest.step,
-                f"the saved step to be {self.manifest.step}, as in the manifest",
-                states["step"],
-            )
             check_rng_state(states["rng"])
         if self.is_new_rank:
             del states["rng"]  # a new rank must not repeat rank 0's random numbers

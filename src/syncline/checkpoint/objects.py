@@ -231,11 +231,6 @@ def check_rng_state(state: Any) -> None:
     Raises:
         ValueError, TypeError, LookupError: `state` is not a state from `rng_state`.
     """
-    for one in (state["torch"], *state.get("cuda", ())):
-        if not isinstance(one, Tensor) or one.dtype is not torch.uint8 or one.dim() != 1:
-            raise ValueError(
-                "expected the state of each of torch's generators to be a one-dimensional tensor of dtype uint8"
-            )
     numpy = sys.modules.get("numpy")
     try:
         _set_generators(state, random.Random(), torch.Generator(), numpy and numpy.random.RandomState())

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from syncline.untrusted import open_regular
+from syncline.regular_files import open_regular
 
 _MAX_SHOWN = 5
 

@@ -285,7 +285,7 @@ class Session:
             # In `sl.steps`, a rank stops waiting if the others have changed meanwhile.
             may_raise=connection is not None,
         )
-        with addresses_gathered(gather):
+        with addresses_gathered(gather, also_at_store=True):
             dist.init_process_group(
                 self._backend,
                 store=store,

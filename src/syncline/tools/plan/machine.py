@@ -5,6 +5,7 @@ Without a measurement, the figures of one machine with two cores are used; a pla
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
@@ -12,13 +13,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from syncline.environment import cache_folder
-from syncline.untrusted import json_object, read_regular
+from syncline.regular_files import read_regular
 from syncline.words import printable
 
 _FORMAT = 1
-
-_MAX_BYTES = 1024 * 1024
-"""The largest size of a file with figures."""
 
 
 class Cost(NamedTuple):
@@ -178,7 +176,7 @@ def load_machine(path: Path | None = None, *, engine: str = "shm") -> Machine:
         if not path.is_file():
             return UNMEASURED
     try:
-        return Machine.from_json(json_object(read_regular(path, max_bytes=_MAX_BYTES)))
+        return Machine.from_json(json.loads(read_regular(path)))
     except ValueError as error:
         raise ValueError(f"{path}: {error}. Write the file again: syncline bench --calibrate") from None
 

@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeVar
 
+from syncline.regular_files import open_regular
 from syncline.tracing import rows
 from syncline.tracing.file import parts_in
-from syncline.untrusted import open_regular
 
 R = TypeVar("R")
 

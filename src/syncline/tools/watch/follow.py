@@ -7,9 +7,9 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+from syncline.regular_files import open_regular
 from syncline.tracing import rows
 from syncline.tracing.file import parts_in
-from syncline.untrusted import open_regular
 
 _FIRST_BYTES = 256 * 1024
 """How much of the end of a file is read at the first look: some hundred steps."""
