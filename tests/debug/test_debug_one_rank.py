@@ -14,7 +14,6 @@ import torch
 from torch import Tensor, nn
 
 import syncline as sl
-from syncline.checkpoint.rollback import restore_all
 from syncline.debug.recording import how_they_differ, named_leaves, values_of
 from syncline.debug.run_state import restorers_of
 
@@ -293,7 +292,8 @@ def test_what_was_added_and_replaced_is_put_back() -> None:
     net.register_buffer("late", torch.ones(1))
     net.weight = nn.Parameter(torch.zeros(1, 1))
     net.bias.requires_grad_(False)
-    restore_all(restorers)
+    for restore in restorers:
+        restore()
     assert net.weight is weight
     assert [name for name, _ in net.named_buffers()] == []
     assert net.bias.requires_grad
