@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import syncline as sl
 from syncline.debug.recording import how_they_differ, named_leaves, values_of
-from syncline.debug.run_state import Subject
+from syncline.debug.run_state import restorers_of
 
 NUMBERS = itertools.count()
 
@@ -285,14 +285,15 @@ def test_sparse_gradients_tied_weights_and_outputs_of_other_kinds() -> None:
     assert sl.debug.compare_replicas(lambda: net(ids)[0].to_dense().sum().backward(), net).agrees
 
 
-def test_the_subject_puts_back_what_was_added_and_replaced() -> None:
+def test_what_was_added_and_replaced_is_put_back() -> None:
     net = nn.Linear(1, 1)
     weight = net.weight
-    subject = Subject([net])
+    restorers = restorers_of([net])
     net.register_buffer("late", torch.ones(1))
     net.weight = nn.Parameter(torch.zeros(1, 1))
     net.bias.requires_grad_(False)
-    subject.restore()
+    for restore in restorers:
+        restore()
     assert net.weight is weight
     assert [name for name, _ in net.named_buffers()] == []
     assert net.bias.requires_grad

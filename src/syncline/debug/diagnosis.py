@@ -10,7 +10,7 @@ from itertools import zip_longest
 from typing import NamedTuple
 
 from syncline.debug.recording import Call, Event, Recording, Value, how_they_differ
-from syncline.debug.report import Finding, by_value
+from syncline.debug.report import Finding, differing
 from syncline.words import describe_groups, describe_ranks, groups_of, outside_of_largest
 
 
@@ -49,8 +49,8 @@ def first_difference(rows: Sequence[Sequence[Event]]) -> FirstDifference | None:
         for place, values in enumerate(zip_longest(*(event.values for event in events))):
             groups = groups_of(values)
             if len(groups) > 1:
-                blamed, event = _blamed(events[0]), events[0]
-                return FirstDifference(event.stage, event.where, blamed, index, place, values, groups)
+                stage, where = events[0].stage, events[0].where
+                return FirstDifference(stage, where, _blamed(events[0]), index, place, values, groups)
     return None
 
 
@@ -70,9 +70,9 @@ def first_nan(filled: Recording, ordinary: Recording) -> int | None:
         The index of the call, or -1 if the function itself computed the NaN. None if there is no such call.
     """
     for now, then in zip(filled.events, ordinary.events, strict=False):
-        if now[:4] != then[:4] or len(now.values) != len(then.values):
+        if now[:4] != then[:4]:
             return None
-        if any(a.has_nan and not b.has_nan for a, b in zip(now.values, then.values, strict=True)):
+        if any(a.has_nan and not b.has_nan for a, b in zip(now.values, then.values, strict=False)):
             return _blamed(now)
     return None
 
@@ -103,13 +103,8 @@ _NEVER_WRITTEN = (
 )
 
 _NOT_DETERMINISTIC = (
-    "a kernel that is not deterministic: with torch.use_deterministic_algorithms(True) two runs agree, bit by bit. "
-    "{operations}"
-)
-
-_ATOMICS = (
-    "On CUDA these operations add in an order that changes from run to run: index_add_, scatter_add_, index_put_ with "
-    "accumulate, bincount, cumsum, and the backwards of embeddings, gather, interpolate, pooling and padding"
+    "a kernel that is not deterministic. The documentation of torch.use_deterministic_algorithms lists them. It makes "
+    "torch use others, or raise an error that names the operation"
 )
 
 _REDUCED = (
@@ -118,9 +113,8 @@ _REDUCED = (
 )
 
 _OTHER_DATA = (
-    "the function takes other data in each run or on each rank: an iterator returns each batch once, and a random "
-    "number generator of the function's own is not restored. Take the batch outside of the function, and pass it as "
-    "inputs=(...)"
+    "the function takes other data in each run or on each rank, as from an iterator, or from a random number generator "
+    "of its own. Take the batch outside of the function, and pass it as inputs=(...)"
 )
 
 _STATE_NOT_RESTORED = (
@@ -144,11 +138,11 @@ _NOT_REDUCED = (
 )
 
 
-def _what(found: FirstDifference, calls: Sequence[Call]) -> str:
-    """Describe the first difference between recordings in words."""
+def _named(found: FirstDifference, calls: Sequence[Call]) -> tuple[str, str, str]:
+    """Return the module that causes a difference, its class, and the difference in words."""
     around = "the function itself" if found.blamed < 0 else calls[found.blamed]
     text = _WHAT[found.stage].format(name=found.name, where=found.where, around=around)
-    return " ".join(text.split())
+    return *_of_call(found.blamed, calls), " ".join(text.split())
 
 
 def _of_call(index: int, calls: Sequence[Call]) -> tuple[str, str]:
@@ -171,7 +165,7 @@ class OwnFinding(NamedTuple):
     """The size of the difference for this rank's own data, in words; "" if unknown."""
 
 
-def own_findings(runs: Sequence[Recording], operations: str, *, is_reduced: bool) -> list[OwnFinding]:
+def own_findings(runs: Sequence[Recording], *, is_reduced: bool) -> list[OwnFinding]:
     """Return the findings about the runs of this rank, all of which began from the same state.
 
     An output that depends on memory that was never written is a finding even if two runs happen to agree.
@@ -179,7 +173,6 @@ def own_findings(runs: Sequence[Recording], operations: str, *, is_reduced: bool
     Args:
         runs: two ordinary runs; and two with deterministic algorithms, in which uninitialized memory was filled with
             NaN, unless these failed.
-        operations: a sentence with the operations that have no deterministic implementation; "" if there are none.
         is_reduced: whether the gradients of parameters are means over ranks.
     """
     first, second, *filled = runs
@@ -187,22 +180,21 @@ def own_findings(runs: Sequence[Recording], operations: str, *, is_reduced: bool
     nan_call = first_nan(filled[0], first) if filled else None
     findings = []
     if found:
-        agrees = bool(filled) and first_difference([run.events for run in filled]) is None
+        module, kind, what = _named(found, first.calls)
         causes = []
-        if found.blamed >= 0 and (changed := first.changed.get(first.calls[found.blamed].module)):
+        if found.blamed >= 0 and (changed := first.changed.get(module)):
             causes.append(_STATE_OUTSIDE.format(changed=", ".join(changed)))
-        if nan_call is not None and nan_call == found.blamed:
+        if nan_call == found.blamed:
             causes.append(_NEVER_WRITTEN)
-        elif agrees:
-            causes.append(_NOT_DETERMINISTIC.format(operations=operations or _ATOMICS))
-        elif operations:
-            causes.append(operations)
-        what = f"two runs from the same state: {_what(found, first.calls)}"
-        causes = causes or _usual_causes(found, first, is_reduced=is_reduced)
+        elif filled and first_difference([run.events for run in filled]) is None:
+            causes.append(f"{_NOT_DETERMINISTIC}. With deterministic algorithms, two runs agree, bit by bit")
         key = found.event, found.place
         sized = key in first.copies and key in second.copies
         size = how_they_differ(first.copies[key], second.copies[key]) if sized else ""
-        findings.append(OwnFinding(*_of_call(found.blamed, first.calls), what, tuple(causes), size))
+        causes = causes or _usual_causes(found, first, is_reduced=is_reduced)
+        findings.append(
+            OwnFinding(module, kind, f"two runs from the same state: {what}", tuple(causes), size)
+        )
     if nan_call is not None and (not found or found.blamed != nan_call):
         named = first.calls[nan_call] if nan_call >= 0 else "the function itself"
         what = f"in any run: an output of {named} depends on memory that was never written"
@@ -216,11 +208,9 @@ def _usual_causes(found: FirstDifference, first: Recording, *, is_reduced: bool)
         return [_REDUCED]
     if found.blamed < 0 and found.stage in ("input", "calls"):
         return [_OTHER_DATA]
-    elsewhere = [
-        f"{name or 'the outermost module'}: {', '.join(texts)}" for name, texts in first.changed.items()
-    ]
-    seen = f"; attributes that the run has changed: {'; '.join(elsewhere)}" if elsewhere else ""
-    return [_STATE_NOT_RESTORED + seen, f"a kernel that is not deterministic. {_ATOMICS}"]
+    seen = [f"{name or 'the outermost module'}: {', '.join(texts)}" for name, texts in first.changed.items()]
+    elsewhere = f"; attributes that the run has changed: {'; '.join(seen)}" if seen else ""
+    return [_STATE_NOT_RESTORED + elsewhere, _NOT_DETERMINISTIC]
 
 
 def merged(of_ranks: Sequence[Sequence[OwnFinding]]) -> list[Finding]:
@@ -237,12 +227,12 @@ def merged(of_ranks: Sequence[Sequence[OwnFinding]]) -> list[Finding]:
     sizes: dict[OwnFinding, dict[int, str]] = {}
     for rank, findings in enumerate(of_ranks):
         for one in findings:
-            alike = OwnFinding(one.module, one.kind, one.what, tuple(one.causes))
+            alike = one._replace(causes=tuple(one.causes), size="")
             sizes.setdefault(alike, {})[rank] = one.size
     found = []
     for (module, kind, what, causes, _), by_rank in sizes.items():
         size = next((f" (rank {rank}: {size})" for rank, size in by_rank.items() if size), "")
-        text = f"{describe_ranks(list(by_rank))}, {what}{size}"
+        text = f"{describe_ranks([*by_rank])}, {what}{size}"
         found.append(Finding(ranks=tuple(by_rank), module=module, kind=kind, what=text, causes=tuple(causes)))
     return found
 
@@ -267,25 +257,22 @@ def between_ranks(
         settings: the attributes of the blamed module on each rank, by their names.
         facts: versions, hardware and settings of each rank.
     """
-    what = f"between ranks ({describe_groups(found.groups)}): {_what(found, calls)}{size and f': {size}'}"
-    module, kind = _of_call(found.blamed, calls)
-    causes = []
+    module, kind, what = _named(found, calls)
     if found.stage == "state":
         module = found.name.rpartition(".")[0]
         kind = next((call.kind for call in calls if call.module == module), "")
         causes = [_REPLICAS_APART]
     else:
-        for name in settings[0]:
-            values = [row.get(name, Value(name, "nothing", 0)) for row in settings]
-            if len(set(values)) > 1:
-                causes.append(f"its attribute {name} differs: {by_value([value.about for value in values])}")
-        if found.blamed < 0:
-            causes.append(_OTHER_DATA)
-        for name in [name for name in facts[0] if name != "host"]:  # in the same order on all ranks
-            texts = [row.get(name, "none") for row in facts]
-            causes += [f"{name}: {by_value(texts)}"] if len(set(texts)) > 1 else []
-    ranks, named = outside_of_largest(found.groups), tuple(causes) or (_ALL_ELSE_EQUAL,)
-    return Finding(ranks=ranks, module=module, kind=kind, what=what, causes=named)
+        causes = [f"its attribute {name} differs: {text}" for name, text in differing(settings).items()]
+        causes += [_OTHER_DATA] if found.blamed < 0 else []
+        causes += [f"{name}: {text}" for name, text in differing(facts).items() if name != "host"]
+    return Finding(
+        ranks=outside_of_largest(found.groups),
+        module=module,
+        kind=kind,
+        what=f"between ranks ({describe_groups(found.groups)}): {what}{size and f': {size}'}",
+        causes=tuple(causes) or (_ALL_ELSE_EQUAL,),
+    )
 
 
 def of_gradients(names: Sequence[str], groups: Sequence[tuple[int, ...]], num_gradients: int) -> Finding:

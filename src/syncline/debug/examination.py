@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -14,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from syncline._torch.modules import is_compiler_loaded
 from syncline.checkpoint.objects import unwrapped
-from syncline.checkpoint.rollback import failing_together
+from syncline.checkpoint.rollback import failing_together, restore_all
 from syncline.debug.diagnosis import (
     FirstDifference,
     OwnFinding,
@@ -26,7 +25,15 @@ from syncline.debug.diagnosis import (
 )
 from syncline.debug.recording import Event, Recorder, Recording, Value, how_they_differ
 from syncline.debug.report import Finding, Report, by_value, facts
-from syncline.debug.run_state import Subject, copied_inputs, deterministic, inputs_of_rank_0, seed_alike
+from syncline.debug.run_state import (
+    copied_inputs,
+    deterministic,
+    gathered,
+    inputs_of_rank_0,
+    restorers_of,
+    seed_alike,
+    stepping_only,
+)
 from syncline.equality.fingerprint import digest_of, fingerprint_of
 from syncline.equality.locate import differences
 from syncline.gradients.wrapper_protocol import replica_of
@@ -78,7 +85,7 @@ class Examination:
             self._add_root(name if len(roots) > 1 else "", root)
         if not self.reduces or self._why_apart or self.transport.size == 1:
             self._reduced.clear()
-        self._subject = Subject([*self.objects.values()])
+        self._restorers = restorers_of([*self.objects.values()])
 
     def _add_root(self, prefix: str, root: nn.Module) -> None:
         bare = unwrapped(root)
@@ -107,10 +114,8 @@ class Examination:
             ContractMismatch: the ranks have different modules, or different arguments.
             SynclineError, TypeError, ValueError: the computation failed on a rank. The text is the same on every rank.
         """
-        report = self._report
-        if is_compiler_loaded():
-            # The stance of torch.compile cannot be changed inside of compiled code, so this must not be traced.
-            report = torch.compiler.disable(report)
+        # The stance of torch.compile cannot be changed inside of compiled code, so this must not be traced.
+        report = torch.compiler.disable(self._report) if is_compiler_loaded() else self._report
         with self.transport.board.called(self.title):
             return report()
 
@@ -121,15 +126,14 @@ class Examination:
             lines += describe_tensors(named, "tensor", layout=False)
         if self._reduced:
             self._run(self.inputs)  # wrappers change their buckets in their first run
-        rows = self.transport.all_gather_bytes(json.dumps(self._own_runs()).encode())
-        facts_of_ranks, drew, batches, gradients, found = zip(*map(json.loads, rows), strict=True)
-        own = [[OwnFinding(*one) for one in of_rank] for of_rank in found]
-        findings = merged(own)
+        rows = gathered(self._own_runs(), self.transport)
+        facts_of_ranks, drew, batches, gradients, found = zip(*rows, strict=True)
+        findings = merged([[OwnFinding(*one) for one in of_rank] for of_rank in found])
         if self.transport.size > 1:
             self._take_notes(drew, batches)
             findings += self._differing_gradients(gradients)
             if not self._why_apart:
-                findings += self._between(facts_of_ranks, is_deterministic=not any(own))
+                findings += self._between(facts_of_ranks, is_deterministic=not any(found))
         return Report(
             title=self.title,
             num_ranks=self.transport.size,
@@ -159,13 +163,13 @@ class Examination:
                     seed_alike()
                 compared = [(name, one) for one, name in self._state.items() if name not in self._exempt]
                 recorder = Recorder(self._modules, compared)
-                with self._subject.guarded(), uncompiled, recorder:
+                with stepping_only([*self.objects.values()]), uncompiled, recorder:
                     result = self.run(copied_inputs(inputs))
-                parameters = [one for one in self._state if isinstance(one, nn.Parameter)]
-                gradients = {self._state[parameter]: parameter.grad for parameter in parameters}
+                named = self._state.items()
+                gradients = {name: one.grad for one, name in named if isinstance(one, nn.Parameter)}
                 recording = recorder.finish(result, gradients, are_own=not self._reduced)
             finally:
-                self._subject.restore()
+                restore_all(self._restorers)
         return recording
 
     def _own_runs(self) -> tuple[Any, ...]:
@@ -177,7 +181,7 @@ class Examination:
             and the differences between the runs.
         """
         runs = [self._run(self.inputs) for _ in range(2)]
-        with deterministic() as operations, contextlib.suppress(Exception):
+        with deterministic(), contextlib.suppress(Exception):
             runs += [self._run(self.inputs) for _ in range(2)]
         first = runs[0]
         gradients, inputs = first.events[-1].values, first.events[1].values
@@ -189,7 +193,7 @@ class Examination:
         )
         batch = [value.bits for value in inputs if first.calls and value.about.startswith("(")]
         reduced = [value.bits for value in gradients if value.name in self._reduced]
-        findings = own_findings(runs, operations(), is_reduced=bool(self._reduced))
+        findings = own_findings(runs, is_reduced=bool(self._reduced))
         return facts(), first.drew, batch, reduced, findings
 
     # ------------------------------------------------------------------ comparison between ranks
@@ -257,8 +261,7 @@ class Examination:
             )
             return []
         settings = recording.settings[recording.calls[found.blamed].module] if found.blamed >= 0 else []
-        rows = [json.loads(row) for row in self.transport.all_gather_bytes(json.dumps(settings).encode())]
-        held = [{row[0]: Value(*row) for row in of_rank} for of_rank in rows]
+        held = [{row[0]: Value(*row) for row in of_rank} for of_rank in gathered(settings, self.transport)]
         size = self._how_ranks_differ(found, recording.copies.get((found.event, found.place)))
         return [between_ranks(found, recording.calls, size, settings=held, facts=facts_of_ranks)]
 
@@ -267,7 +270,7 @@ class Examination:
         digest = digest_of([fingerprint_of(mine.events)])
         if len(set(exchange(self.transport, self.title, [], payload=digest))) == 1:
             return None
-        rows = [json.loads(row) for row in self.transport.all_gather_bytes(json.dumps(mine.events).encode())]
+        rows = gathered(mine.events, self.transport)
         return first_difference([[_event(*event) for event in row] for row in rows])
 
     def _how_ranks_differ(self, found: FirstDifference, mine: Tensor | None) -> str:

@@ -34,6 +34,9 @@ class Value(NamedTuple):
     has_nan: bool = False
     """Whether the value is a tensor that contains NaN."""
 
+    def __str__(self) -> str:
+        return self.about
+
 
 class Event(NamedTuple):
     """Values at one moment of a run. The stage names the moment:
@@ -141,9 +144,7 @@ class Recorder:
             if changed := _changed(self.recording.settings[name], _settings(module)):
                 self.recording.changed[name] = changed
 
-    def finish(
-        self, result: Any, gradients: Mapping[str, Tensor | None], *, are_own: bool = True
-    ) -> Recording:
+    def finish(self, result: Any, gradients: Mapping[str, Tensor | None], *, are_own: bool) -> Recording:
         """Add the backward, the result and the gradients of the run to the recording, and return the recording.
 
         Args:
@@ -265,9 +266,7 @@ def _about(value: Any) -> str:
 
 
 def _has_nan(value: Any) -> bool:
-    if not isinstance(value, Tensor) or not is_ordinary(value):
-        return False
-    return (value.is_floating_point() or value.is_complex()) and bool(value.isnan().any())
+    return isinstance(value, Tensor) and is_ordinary(value) and bool(value.isnan().any())
 
 
 def how_they_differ(expected: Tensor, got: Tensor) -> str:
@@ -308,10 +307,9 @@ def _changed(before: Sequence[Value], after: Sequence[Value]) -> list[str]:
     old, new = ({one.name: one for one in values if one.name != "training"} for values in (before, after))
     texts = []
     for name in {**old, **new}:
-        was, now = old.get(name), new.get(name)
+        was, now = old.get(name, "nothing"), new.get(name, "nothing")
         if was != now:
-            then, there = (one.about if one else "nothing" for one in (was, now))
-            texts.append(f"{name} went from {then} to {there if there != then else 'another one'}")
+            texts.append(f"{name} went from {was} to {now if str(now) != str(was) else 'another one'}")
     return texts
 
 

@@ -7,6 +7,7 @@ import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import metadata
+from itertools import chain
 
 import torch
 
@@ -101,7 +102,7 @@ class Report:
     def __str__(self) -> str:
         lines = [f"{self.title}: {format_count(self.num_ranks, 'rank')}, {self.verdict}"]
         for number, finding in enumerate(self.findings, 1):
-            lines += [f"{number}. {finding.what}", *_listed(finding.causes)]
+            lines += f"{number}. {finding}".splitlines()
         lines += ["checked", *_listed(self.checked)]
         lines += ["notes", *_listed(self.notes)] if self.notes else []
         lines += ["ranks", *_listed(self._facts())] if self.facts else []
@@ -109,13 +110,20 @@ class Report:
 
     def _facts(self) -> list[str]:
         """Return one line with the facts that all ranks have in common, and one line for each fact that differs."""
-        names = dict.fromkeys(name for row in self.facts for name in row)
-        values = {name: [row.get(name, "none") for row in self.facts] for name in names}
-        common = [f"{name} {own[0]}" for name, own in values.items() if len(set(own)) == 1]
-        return [
-            "; ".join(common),
-            *(f"{name}: {by_value(own)}" for name, own in values.items() if len(set(own)) > 1),
-        ]
+        others = differing(self.facts)
+        common = [f"{name} {fact}" for name, fact in self.facts[0].items() if name not in others]
+        return ["; ".join(common), *(f"{name}: {text}" for name, text in others.items())]
+
+
+def differing(rows: Sequence[Mapping[str, object]]) -> dict[str, str]:
+    """Return a description of the values that are not the same on all ranks, by name; see `by_value`.
+
+    Examples:
+        >>> differing([{"a": 1, "b": 1}, {"a": 1, "b": 2}, {"a": 1}])
+        {'b': '1 (rank 0), 2 (rank 1), nothing (rank 2)'}
+    """
+    values = {name: [row.get(name, "nothing") for row in rows] for name in dict.fromkeys(chain(*rows))}
+    return {name: by_value([*map(str, own)]) for name, own in values.items() if len(set(own)) > 1}
 
 
 def by_value(values: Sequence[str]) -> str:

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import json
 import random
-import re
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -19,15 +18,15 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from syncline._torch.tensors import set_deterministic
 from syncline.checkpoint.objects import rng_state, set_rng_state
-from syncline.checkpoint.rollback import Restorer, restore_all, restorer_of, restorer_of_tensor
+from syncline.checkpoint.rollback import Restorer, restorer_of, restorer_of_tensor
 from syncline.debug.recording import is_ordinary
 from syncline.tensors.broadcasting import TensorBroadcaster
 from syncline.transport.base import Transport
 from syncline.trees import leaves, map_leaves
 
 
-class Subject:
-    """A backup of the state of a computation. The constructor makes the backup, and `restore` writes it back.
+def restorers_of(objects: Sequence[Any]) -> list[Restorer]:
+    """Return functions that write back the present state of a computation; see `restore_all`.
 
     The state is parameters, buffers, gradients (values and objects), training flags, the state of Syncline's wrappers,
     optimizers, and random number generators. A tensor is written only if it has changed. The backup takes as much
@@ -35,57 +34,50 @@ class Subject:
 
     Args:
         objects: modules (wrapped or not), optimizers, and other objects that have `state_dict` and `load_state_dict`.
-            Inside `guarded`, no other optimizer may step.
 
     Examples:
         >>> net = torch.nn.BatchNorm1d(2)
-        >>> subject = Subject([net])
+        >>> from syncline.checkpoint.rollback import restore_all
+        >>> restorers = restorers_of([net])
         >>> y = net(torch.tensor([[1.0, 2.0], [3.0, 5.0]]))
-        >>> subject.restore()
+        >>> restore_all(restorers)
         >>> net.running_mean
         tensor([0., 0.])
     """
+    rng = rng_state()  # first, because a state_dict of the user may draw random numbers
+    modules = [one for one in objects if isinstance(one, nn.Module)]
+    parameters = [parameter for one in modules for parameter in one.parameters()]
+    return [
+        *(restorer_of(one, is_stepped=True) for one in objects),
+        *(partial(setattr, part, "training", part.training) for one in modules for part in one.modules()),
+        *(partial(one.requires_grad_, one.requires_grad) for one in parameters),
+        *(partial(setattr, one, "grad", one.grad) for one in parameters),
+        # Of other classes are the placeholders of sharded gradients, which have no values.
+        *(restorer_of_tensor(one.grad) for one in parameters if type(one.grad) is Tensor),
+        partial(set_rng_state, rng),
+    ]
 
-    def __init__(self, objects: Sequence[Any]) -> None:
-        rng = rng_state()  # first, because a state_dict of the user may draw random numbers
-        modules = [one for one in objects if isinstance(one, nn.Module)]
-        parameters = [parameter for one in modules for parameter in one.parameters()]
-        self._objects = objects
-        self._restorers: list[Restorer] = [
-            *(restorer_of(one, is_stepped=True) for one in objects),
-            *(partial(setattr, part, "training", part.training) for one in modules for part in one.modules()),
-            *(partial(one.requires_grad_, one.requires_grad) for one in parameters),
-            *(partial(setattr, one, "grad", one.grad) for one in parameters),
-            # Of other classes are the placeholders of sharded gradients, which have no values.
-            *(restorer_of_tensor(one.grad) for one in parameters if type(one.grad) is Tensor),
-            partial(set_rng_state, rng),
-        ]
 
-    def restore(self) -> None:
-        """Write back all of the state in the backup."""
-        restore_all(self._restorers)
+@contextmanager
+def stepping_only(objects: Sequence[Any]) -> Iterator[None]:
+    """Inside the `with` block, refuse the step of an optimizer that is not among `objects`.
 
-    @contextmanager
-    def guarded(self) -> Iterator[None]:
-        """Inside the `with` block, refuse the step of an optimizer whose state could not be restored.
+    Raises:
+        ValueError: such an optimizer was about to step. Nothing was changed.
+    """
 
-        Raises:
-            ValueError: such an optimizer was about to step. Nothing was changed.
-        """
+    def refuse(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        if not any(one is optimizer for one in objects):
+            raise ValueError(
+                f"the function steps an optimizer of class {type(optimizer).__name__} that was not passed here, so its "
+                "state could not be restored: pass sl.TrainState(model=..., optimizer=...), or do not step it"
+            )
 
-        def refuse(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-            if not any(one is optimizer for one in self._objects):
-                raise ValueError(
-                    f"the function steps an optimizer of class {type(optimizer).__name__} that was not passed here, so "
-                    "its state could not be restored: pass sl.TrainState(model=..., optimizer=...), or remove the "
-                    "step from the function"
-                )
-
-        handle = register_optimizer_step_pre_hook(refuse)
-        try:
-            yield
-        finally:
-            handle.remove()
+    handle = register_optimizer_step_pre_hook(refuse)
+    try:
+        yield
+    finally:
+        handle.remove()
 
 
 # ---------------------------------------------------------------------- inputs and random numbers
@@ -99,6 +91,11 @@ def copied_inputs(inputs: Any) -> Any:
         return leaf.detach().clone().requires_grad_(leaf.requires_grad) if is_tensor else leaf
 
     return map_leaves(inputs, copied)
+
+
+def gathered(value: Any, transport: Transport) -> list[Any]:
+    """Return the values of all ranks, which are sent as JSON. A collective call."""
+    return [json.loads(row) for row in transport.all_gather_bytes(json.dumps(value).encode())]
 
 
 def inputs_of_rank_0(inputs: Any, transport: Transport) -> Any | None:
@@ -117,8 +114,7 @@ def inputs_of_rank_0(inputs: Any, transport: Transport) -> Any | None:
     own = dict(leaves(copied_inputs(inputs)))
     sent = {name: leaf for name, leaf in own.items() if isinstance(leaf, Tensor) and is_ordinary(leaf)}
     kinds = {name: str(leaf.dtype) if name in sent else repr(leaf) for name, leaf in own.items()}
-    mine = json.dumps([kinds, [list(tensor.shape) for tensor in sent.values()]])
-    rows = [json.loads(row) for row in transport.all_gather_bytes(mine.encode())]
+    rows = gathered([kinds, [list(tensor.shape) for tensor in sent.values()]], transport)
     if any(row[0] != rows[0][0] for row in rows):
         return None
     if transport.rank:
@@ -140,29 +136,20 @@ def seed_alike() -> None:
 
 # ---------------------------------------------------------------------- torch's settings
 
-_WITHOUT_DETERMINISM = re.compile(r"(\S+) does not have a deterministic implementation")
-
 
 @contextmanager
-def deterministic() -> Iterator[Callable[[], str]]:
-    """In the `with` block, use deterministic algorithms where they exist, and fill uninitialized memory with NaN.
-
-    Yields a function that returns a sentence with the operations that have no deterministic implementation, or "".
-    """
-    mode = torch.get_deterministic_debug_mode()
+def deterministic() -> Iterator[None]:
+    """In the `with` block, use deterministic algorithms where they exist, and fill uninitialized memory with NaN."""
     settings: Any = torch.utils.deterministic
-    filled = settings.fill_uninitialized_memory
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    mode, filled = torch.get_deterministic_debug_mode(), settings.fill_uninitialized_memory
+    with warnings.catch_warnings():
+        warnings.simplefilter(
+            "ignore"
+        )  # torch warns of each operation without a deterministic implementation
         set_deterministic(True, warn_only=mode != 2)
         settings.fill_uninitialized_memory = True
         try:
-            yield lambda: _sentence([str(one.message) for one in caught])
+            yield
         finally:
             settings.fill_uninitialized_memory = filled
             set_deterministic(mode != 0, warn_only=mode == 1)
-
-
-def _sentence(warned: Sequence[str]) -> str:
-    names = dict.fromkeys(match[1] for text in warned for match in _WITHOUT_DETERMINISM.finditer(text))
-    return f"Without a deterministic implementation: {', '.join(names)}" if names else ""

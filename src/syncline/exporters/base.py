@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import inspect
 from collections.abc import Callable, Mapping
 from functools import wraps
 from typing import Any
@@ -17,6 +16,9 @@ MAX_MODULES = 32
 
 MAX_METRICS = 64
 """The number of names of `ddp.report` that are exported as series of their own."""
+
+_GUARDED = {name for name in vars(events.Observer) if not name.startswith("_")} - {"start"}
+"""The methods of an exporter whose errors end the exporter, and not the program."""
 
 
 def import_client(module: str, *, exporter: str, extra: str) -> Any:
@@ -48,14 +50,13 @@ def import_client(module: str, *, exporter: str, extra: str) -> Any:
 class Exporter(events.Observer):
     """An observer that passes events to a client library.
 
-    A run must not end because its monitoring fails. So if a public method of a subclass raises an error, the exporter
-    warns once and stops, and training continues.
+    A run must not end because its monitoring fails. So if a subclass raises an error when it receives an event or is
+    stopped, the exporter warns once and stops, and training continues.
     """
 
     def __init_subclass__(cls) -> None:
-        for name, method in list(vars(cls).items()):
-            if inspect.isfunction(method) and not name.startswith("_"):
-                setattr(cls, name, _or_give_up(method))
+        for name in _GUARDED & vars(cls).keys():
+            setattr(cls, name, _or_give_up(vars(cls)[name]))
 
     def __init__(self) -> None:
         self._has_failed = False

@@ -95,10 +95,10 @@ class OpenTelemetry(MetricExporter):
         if backward is None:
             return
         for (index, sent, began, ended), one in zip(event.buckets, event.record().buckets, strict=True):
-            bucket = {"rank": event.source.rank, "bucket": index}
-            spans.add_inside(backward, "bucket", sent, ended, {**bucket, "bytes": one.payload_bytes})
+            bucket = {"bucket": index, "bytes": one.payload_bytes}
+            spans.add(event.source, "bucket", sent, ended, bucket, inside=backward)
             if ended > began:
-                spans.add_inside(backward, "wait", began, ended, bucket)
+                spans.add(event.source, "wait", began, ended, {"bucket": index}, inside=backward)
 
     def optimizer_stepped(self, event: events.OptimizerStepped) -> None:
         super().optimizer_stepped(event)
@@ -184,6 +184,7 @@ class _Spans:
         ended_at: float,
         more: Attributes,
         *,
+        inside: Span | None = None,
         is_rare: bool = False,
         error: str = "",
     ) -> Span | None:
@@ -195,28 +196,17 @@ class _Spans:
             began_at: when it began.
             ended_at: when it ended.
             more: attributes beside the rank.
+            inside: the span that it is a part of; None for that of the step.
             is_rare: whether it has a span although the present step has none.
             error: the text of an error, which becomes the status of the span; empty if there is none.
         """
         if isinstance(owner, int):
-            rank, outer = owner, self._last.get(owner)
+            rank, step = owner, self._last.get(owner)
         else:
-            rank, outer = owner.rank, self._steps.get(owner, (0, None))[1]
-        if outer is None and not is_rare:
+            rank, step = owner.rank, self._steps.get(owner, (0, None))[1]
+        if step is None and not is_rare:
             return None
-        return self.add_inside(outer, name, began_at, ended_at, {"rank": rank, **more}, error)
-
-    def add_inside(
-        self,
-        outer: Span | None,
-        name: str,
-        began_at: float,
-        ended_at: float,
-        attributes: Attributes,
-        error: str = "",
-    ) -> Span:
-        """Add a span inside of another one; see `add`."""
-        span = self._begin(outer, name, began_at, attributes)
+        span = self._begin(inside or step, name, began_at, {"rank": rank, **more})
         if error:
             span.set_status(self._client.StatusCode.ERROR, error)
         span.end(self._unix_ns(ended_at))
