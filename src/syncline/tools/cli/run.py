@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from syncline import environment
+from syncline.regular_files import open_regular
 from syncline.session.listening import LOOPBACK, bound_socket, is_of_this_host
 from syncline.tools.cli.options import UsageError, explained, parse_run, refuse
 from syncline.tools.cli.output import say
@@ -31,7 +32,6 @@ from syncline.tools.launch.command import worker_command
 from syncline.tools.launch.guardian import Guardian
 from syncline.tools.watch.live import Live, terminal_fd
 from syncline.tracing.file import SUFFIX
-from syncline.untrusted import open_regular
 
 if TYPE_CHECKING:
     from syncline.tools.launch.display import Display
