@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import suppress
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -25,6 +25,16 @@ _Kept = tuple[
     dict[int, "_Bucket"], dict[int, tuple[Tensor, Mapping[str, Tensor]]], dict[str, Mapping[str, Tensor]]
 ]
 """The buckets of a `HookState`, and the states of parameters that have no bucket."""
+
+
+class AnyGradBucket(Protocol):
+    """The interface of the bucket that a communication hook gets: torch's `GradBucket`, or Syncline's."""
+
+    def index(self) -> int: ...
+    def buffer(self) -> Tensor: ...
+    def gradients(self) -> list[Tensor]: ...
+    def parameters(self) -> list[Tensor]: ...
+    def is_last(self) -> bool: ...
 
 
 def hook(state: HookState, bucket: Any) -> torch.futures.Future[Tensor]:
@@ -139,7 +149,7 @@ class HookState:
     # ------------------------------------------------------------------ during backward
 
     @torch.no_grad()
-    def average(self, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+    def average(self, bucket: AnyGradBucket) -> torch.futures.Future[Tensor]:
         """Average a bucket of gradients, as `hook` describes."""
         buffer = bucket.buffer()
         exchange = self._exchange_of(bucket)
@@ -170,7 +180,7 @@ class HookState:
                 buffer.copy_(mean)
             future.set_result(buffer)
 
-    def _exchange_of(self, bucket: dist.GradBucket) -> MeanExchange:
+    def _exchange_of(self, bucket: AnyGradBucket) -> MeanExchange:
         """Return the exchange of a bucket. Make a new one if the bucket's parameters have changed."""
         index = bucket.index()
         if bucket.buffer().is_sparse:
@@ -272,7 +282,7 @@ class HookState:
 class _Bucket:
     """A bucket of gradients: its parameters, its layout, and the exchange that averages it."""
 
-    def __init__(self, compression: Compression, bucket: dist.GradBucket, transport: Transport) -> None:
+    def __init__(self, compression: Compression, bucket: AnyGradBucket, transport: Transport) -> None:
         buffer = bucket.buffer()
         self.parameters = bucket.parameters()
         self.layout = _layout_of(bucket)
@@ -295,7 +305,7 @@ class _Future(torch.futures.Future[Tensor]):
         return super().wait()
 
 
-def _layout_of(bucket: dist.GradBucket) -> tuple[object, ...]:
+def _layout_of(bucket: AnyGradBucket) -> tuple[object, ...]:
     """Return the ids of a bucket's parameters, and the size, dtype and device of its buffer."""
     buffer = bucket.buffer()
     return tuple(map(id, bucket.parameters())), buffer.numel(), buffer.dtype, buffer.device

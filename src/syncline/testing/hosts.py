@@ -178,11 +178,11 @@ class SimulatedHosts:
 
     def cut(self) -> None:
         """Cut the cable of host "b". It stays cut until `mend`."""
-        _run("ip", "-n", self.names["b"], "link", "set", _INTERFACE, "down")
+        _run(f"ip -n {self.names['b']} link set {_INTERFACE} down")
 
     def mend(self) -> None:
         """Connect host "b" again, after `cut`."""
-        _run("ip", "-n", self.names["b"], "link", "set", _INTERFACE, "up")
+        _run(f"ip -n {self.names['b']} link set {_INTERFACE} up")
 
     @property
     def _switch(self) -> str:
@@ -190,9 +190,9 @@ class SimulatedHosts:
         return f"{self.names['a'].removesuffix('-a')}-{_SWITCH}"
 
     def _connect(self, megabits_per_second: float | None) -> None:
-        _run("ip", "netns", "add", self._switch)
-        _run("ip", "-n", self._switch, "link", "add", _SWITCH, "type", "bridge")
-        _run("ip", "-n", self._switch, "link", "set", _SWITCH, "up")
+        _run(f"ip netns add {self._switch}")
+        _run(f"ip -n {self._switch} link add {_SWITCH} type bridge")
+        _run(f"ip -n {self._switch} link set {_SWITCH} up")
         for letter, name in self.names.items():
             self._connect_host(letter, name)
             if megabits_per_second is not None:
@@ -201,13 +201,12 @@ class SimulatedHosts:
 
     def _connect_host(self, letter: str, name: str) -> None:
         port = f"to-{letter}"
-        _run("ip", "netns", "add", name)
-        peer = ("peer", "name", port, "netns", self._switch)
-        _run("ip", "link", "add", _INTERFACE, "netns", name, "type", "veth", *peer)
-        _run("ip", "-n", self._switch, "link", "set", port, "master", _SWITCH, "up")
-        _run("ip", "-n", name, "addr", "add", f"{self.address_of(letter)}/24", "dev", _INTERFACE)
+        _run(f"ip netns add {name}")
+        _run(f"ip link add {_INTERFACE} netns {name} type veth peer name {port} netns {self._switch}")
+        _run(f"ip -n {self._switch} link set {port} master {_SWITCH} up")
+        _run(f"ip -n {name} addr add {self.address_of(letter)}/24 dev {_INTERFACE}")
         for device in ("lo", _INTERFACE):
-            _run("ip", "-n", name, "link", "set", device, "up")
+            _run(f"ip -n {name} link set {device} up")
 
     def _close(self) -> None:
         for process in self.processes:
@@ -216,16 +215,15 @@ class SimulatedHosts:
             process.communicate()
         for name in (*self.names.values(), self._switch):
             with contextlib.suppress(subprocess.CalledProcessError):
-                _run("ip", "netns", "del", name)
+                _run(f"ip netns del {name}")
 
 
 def _limit(name: str, device: str, megabits_per_second: float) -> None:
     """Limit what a device of a namespace sends."""
     burst_bytes = max(16_000, int(megabits_per_second * 1e6 / 8 * _BURST_SECONDS))
-    limits = ("rate", f"{megabits_per_second}mbit", "burst", str(burst_bytes))
-    latency = ("latency", f"{_QUEUE_SECONDS * 1e3:.0f}ms")
-    _run("tc", "-n", name, "qdisc", "add", "dev", device, "root", "tbf", *limits, *latency)
+    limits = f"rate {megabits_per_second}mbit burst {burst_bytes} latency {_QUEUE_SECONDS * 1e3:.0f}ms"
+    _run(f"tc -n {name} qdisc add dev {device} root tbf {limits}")
 
 
-def _run(*command: str) -> None:
-    subprocess.run(command, check=True, capture_output=True, text=True, timeout=20)
+def _run(command: str) -> None:
+    subprocess.run(command.split(), check=True, capture_output=True, text=True, timeout=20)

@@ -158,8 +158,7 @@ class OuterLoop(Kept):
         saved = state["parameters"]
         expected = {name: tuple(common.shape) for name, common in self._common.items()}
         found = {name: tuple(value.shape) for name, value in saved.items()}
-        names = expected.keys() | found.keys()
-        differing = sorted(name for name in names if expected.get(name) != found.get(name))
+        differing = sorted({name for name, _ in expected.items() ^ found.items()})
         if differing:
             first = differing[0]
             raise ValueError(
