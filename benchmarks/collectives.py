@@ -37,8 +37,7 @@ import syncline as sl
 from mpi import MPI, MPIPeer, find_mpi
 from rounds import Figure, RoundsParser, judged, settings_of, write_figures
 from syncline.session import transport_of
-from syncline.tools.bench.machine import describe_machine
-from syncline.tools.bench.results import median_interval, parse_size, quotients, ratio
+from syncline.tools.bench.results import describe_machine, median_interval, parse_size, quotients, ratio
 from syncline.tools.bench.timing import Timer, alternate, calls_for, timer
 from syncline.transport import ReduceOp, Transport
 from tables import processor_text, seconds_text, size_text, table

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from baseline import Measurement, differences, read_measurement
 from goals import Figure, goals_table, show_comparison
-from syncline.tools.bench.machine import describe_machine
+from syncline.tools.bench.results import describe_machine
 from tables import processor_text
 
 Folder = Mapping[str, Measurement]

@@ -41,8 +41,7 @@ import syncline as sl
 from goals import goals_table
 from rounds import Figure, write_figures
 from syncline.gradients.bucket_plan import POOL_BYTES
-from syncline.tools.bench.machine import total_memory_bytes
-from syncline.tools.bench.results import quotients
+from syncline.tools.bench.results import quotients, total_memory_bytes
 from tables import size_text, table
 
 LAYER_WIDTH = 1024

@@ -34,9 +34,9 @@ import syncline as sl
 from models import GPT, SIZES, random_batch
 from syncline.session import transport_of
 from syncline.testing import simulated_hosts
-from syncline.tools.bench.machine import describe_machine
 from syncline.tools.bench.measured import calibrated
 from syncline.tools.bench.model_times import measure_job
+from syncline.tools.bench.results import describe_machine
 from syncline.tools.plan import (
     Cluster,
     Job,

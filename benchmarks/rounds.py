@@ -12,7 +12,7 @@ from pathlib import Path
 from goals import Figure, judged, to_json
 from syncline import World
 from syncline.session import transport_of
-from syncline.tools.bench.machine import describe_machine
+from syncline.tools.bench.results import describe_machine
 from syncline.tools.bench.timing import alternate, timer
 from tables import processor_text
 

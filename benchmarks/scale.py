@@ -42,7 +42,7 @@ from control_plane import control_plane
 from goals import goals_table
 from rounds import Figure, RoundsParser, exponent, write_figures
 from syncline.native import find_library
-from syncline.tools.bench.machine import describe_machine
+from syncline.tools.bench.results import describe_machine
 
 Row = Mapping[str, float]
 

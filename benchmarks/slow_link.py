@@ -51,7 +51,7 @@ from models import GPT, GPTConfig
 from syncline.compression import PowerSGD, Quantize
 from syncline.session import transport_of
 from syncline.testing import HostsUnavailable, SimulatedHosts, simulated_hosts
-from syncline.tools.bench.machine import describe_machine
+from syncline.tools.bench.results import describe_machine
 from tables import table
 from tasks import Batch, characters, seed_of, shakespeare_text, share_of_rate
 

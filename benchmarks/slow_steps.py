@@ -34,8 +34,7 @@ from slow_link import RANKS, RIVAL, Text, Trainer, Way, exits_without_hosts, our
 from syncline.compression import PowerSGD, Quantize
 from syncline.session import transport_of
 from syncline.testing import simulated_hosts
-from syncline.tools.bench.machine import describe_machine
-from syncline.tools.bench.results import quotients, ratio
+from syncline.tools.bench.results import describe_machine, quotients, ratio
 from syncline.tools.bench.timing import alternate, timer
 from tables import table
 

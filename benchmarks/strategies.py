@@ -37,8 +37,7 @@ from loss_against_bytes import frontier, frontier_table, plot_frontier
 from strategy_settings import BAR, SETTINGS, Setting
 from syncline import Statistics
 from syncline.session import transport_of
-from syncline.tools.bench.machine import describe_machine
-from syncline.tools.bench.results import SUFFIXES, can_plot
+from syncline.tools.bench.results import SUFFIXES, can_plot, describe_machine
 from syncline.transport import Transport
 from tasks import TASKS, Task, seed_of, share_of_rate
 

@@ -242,7 +242,7 @@ MUTANTS: tuple[Mutant, ...] = (
     # ---------------------------------------------------------------- native core, tools
     Mutant("native-gone", "native/loading.py", "a library that is not there any more is said to be found",
         "return found if found.is_file() else None", "return found", ("unit/test_build.py",)),
-    Mutant("plan-queue", "tools/plan/timeline.py", "buckets do not wait for each other on the link",
+    Mutant("plan-queue", "tools/plan/predict.py", "buckets do not wait for each other on the link",
         "free = max(free, one.ready + late) + one.on_link", "free = one.ready + late + one.on_link",
         ("unit/test_plan.py",)),
     Mutant("explain-no-sync", "tools/explain/rows.py", "a micro-batch under no_sync ends the step that is shown",

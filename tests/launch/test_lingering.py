@@ -22,9 +22,9 @@ Path(f"pid{os.environ['RANK']}").write_text(str(os.getpid()))
 LAUNCHER = """
 import sys
 from syncline.tools.cli import main
-from syncline.tools.launch import lingering
+from syncline.tools.launch import losses
 
-lingering._LINGERING_SECONDS = 1.5
+losses._LINGERING_SECONDS = 1.5
 sys.exit(main(["run", "-n", "2", "program.py"]))
 """
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 import hangs
-from syncline.tools.bench.machine import describe_machine
+from syncline.tools.bench.results import describe_machine
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 import rounds

@@ -11,8 +11,7 @@ import pytest
 from made_traces import MadeRank, MadeRun, rows
 
 from syncline.tools.watch import follow
-from syncline.tools.watch.live import LiveRanks
-from syncline.tools.watch.terminal import Terminal
+from syncline.tools.watch.live import LiveRanks, Terminal
 from terminals import SeenTerminal, seen
 
 # ---------------------------------------------------------------------- the terminal

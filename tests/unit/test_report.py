@@ -21,16 +21,14 @@ from syncline.compression import Chain, PowerSGD, Quantize
 from syncline.tools.cli import main
 from syncline.tools.plan import UNMEASURED, Cost, Option, codec_of
 from syncline.tools.report.analysis import figures_of
-from syncline.tools.report.clocks import WINDOW_STEPS, Meeting, compared
 from syncline.tools.report.document import MAX_POINTS, MAX_SPANS, document_of
 from syncline.tools.report.load import ProcessTrace, load
 from syncline.tools.report.page import page
-from syncline.tools.report.planned import cluster_of, option_of
-from syncline.tools.report.run import Run, run_of
+from syncline.tools.report.planned import Link, cluster_of, cut_anew, link_of, option_of, wait_of
+from syncline.tools.report.run import WINDOW_STEPS, Meeting, Run, compared, run_of
 from syncline.tools.report.steps import RankStep, Span, without_gaps
 from syncline.tools.report.text import text_of
 from syncline.tools.report.verdict import Finding, verdict_on
-from syncline.tools.report.what_if import Link, cut_anew, link_of, wait_of
 from syncline.transport import Transport, run_ranks
 
 Change = Callable[[int, Any], Sequence[rows.Row]]

@@ -3,12 +3,11 @@
 Imports: errors, suggestions, words, checks, _torch, liveness, transport, session, optimizers, tensors, gradients.
 
 attached.py   an attached optimizer, whose parameters are this rank's shards
-methods.py    the methods of an optimizer that are replaced while its parameters are shards
+methods.py    the methods of an optimizer that are replaced while its parameters are shards, and its open step
 optimizer.py  the step of a sharded module
 part.py       tensors of which each rank has a part
 sharing.py    `share_`, `write_shared`, and the guard that makes writers and readers of shared parameters wait
 state.py      conversion of an optimizer's state between torch's format and shards
-step.py       a step of the shards, also if another rank is lost in it
 """
 
 from __future__ import annotations

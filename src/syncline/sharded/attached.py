@@ -17,7 +17,7 @@ from syncline.gradients.shard import Shard
 from syncline.gradients.shard_plan import Piece, pieces_of, spans_in
 from syncline.optimizers.attached import weakly
 from syncline.optimizers.contents import keep_saved_types
-from syncline.sharded.methods import ReplacedMethods, refuse_methods
+from syncline.sharded.methods import OpenStep, ReplacedMethods, refuse_methods
 from syncline.sharded.part import ShardedState, attach_sharded_state, has_sharded_state, whole_of
 from syncline.sharded.state import (
     ShardedModule,
@@ -27,7 +27,6 @@ from syncline.sharded.state import (
     shard_state,
     slice_state,
 )
-from syncline.sharded.step import OpenStep
 from syncline.transport.base import Transport
 
 

@@ -1,13 +1,15 @@
-"""The methods of an optimizer that are replaced while its parameters are shards."""
+"""The methods of an optimizer that are replaced while its parameters are shards, and its open step, which all make."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
+from torch import Tensor
 from torch.optim import Optimizer
 
+from syncline._torch.tensors import version_of
 from syncline.errors import SynclineError
 from syncline.optimizers.attached import unbound, weakly_bound
 
@@ -66,3 +68,50 @@ def refuse_methods(optimizer: Any, successor: str) -> Callable[..., NoReturn]:
     for name in _NAMES:
         setattr(optimizer, name, refuse)
     return refuse
+
+
+class OpenStep:
+    """A step that this rank is about to make, or has made without the shards of all other ranks."""
+
+    def __init__(self) -> None:
+        self.is_made = False
+        """Whether this rank has stepped its shards, but has not received the shards of all other ranks."""
+        self._prepared: Callable[[], Any] | None = None
+        self._shards: Sequence[Tensor] = ()
+
+    def prepare(self, step: Callable[[], Any], shards: Sequence[Tensor]) -> None:
+        """Announce a step, before the ranks confirm that all of them are about to make it.
+
+        Args:
+            step: a function that steps this rank's shards.
+            shards: the shards.
+        """
+        self._prepared, self._shards = step, shards
+
+    def make(self) -> Any:
+        """Make the step that was announced."""
+        assert self._prepared is not None
+        before = [version_of(shard) for shard in self._shards]
+        try:
+            result = self._prepared()
+        finally:
+            # A hook of the optimizer may have raised an error before the shards were written, or afterwards.
+            if [version_of(shard) for shard in self._shards] != before:
+                self._prepared, self.is_made = None, True
+        self._prepared, self.is_made = None, True
+        return result
+
+    def close(self) -> None:
+        """Record that this rank has received the shards of all other ranks."""
+        self.is_made = False
+
+    def conclude(self, *, is_made: bool) -> bool:
+        """Make the step that was announced, or drop it. Return whether this rank has made a step without the others.
+
+        Args:
+            is_made: whether another rank has made it.
+        """
+        if is_made and self._prepared is not None:
+            self.make()
+        found, self.is_made, self._prepared = self.is_made, False, None
+        return found

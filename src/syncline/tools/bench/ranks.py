@@ -20,8 +20,7 @@ from torch import nn
 
 from syncline.ddp.wrapper import DistributedDataParallel
 from syncline.session.world import init, shutdown, transport_of
-from syncline.tools.bench.machine import describe_machine
-from syncline.tools.bench.results import parse_size
+from syncline.tools.bench.results import describe_machine, parse_size
 from syncline.tools.bench.timing import alternate, calls_for, timer
 from syncline.transport.base import Transport
 

@@ -1,17 +1,24 @@
-"""Parses sizes, and shows a measurement: medians, ratios and intervals, as a text and as a picture."""
+"""Parses sizes, and shows a measurement: medians, ratios and intervals, as a text and as a picture;
+and describes this machine."""
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import importlib.util
+import os
+import platform
 import random
 import re
 from collections.abc import Mapping, Sequence
+from importlib import metadata
 from pathlib import Path
 from statistics import median
 from typing import Any
 
+import syncline
 from syncline.contract import table
+from syncline.environment import num_cores
 from syncline.words import MAX_COLUMNS
 
 SUFFIXES = (".png", ".svg")
@@ -134,3 +141,30 @@ def plot(found: Mapping[str, Any], path: Path) -> None:
         panel.set(title=f"a step of {model} parameters, ms")
     figure.suptitle(f"{found['num_ranks']} ranks, {found['machine']['cpu']}", fontsize="medium")
     figure.savefig(path, dpi=150)
+
+
+def total_memory_bytes() -> int:
+    """Return the total size of this host's physical memory, in bytes."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def describe_machine() -> dict[str, Any]:
+    """Return the hardware and the load of this machine and the versions of its software, as a dict for JSON."""
+    return {
+        "cpu": _cpu_model(),
+        "architecture": platform.machine(),
+        "num_cores": num_cores(),
+        "load": round(os.getloadavg()[0], 2),
+        "system": f"{platform.system()} {platform.release()}",
+        "torch": metadata.version("torch"),
+        "python": platform.python_version(),
+        "syncline": syncline.__version__,
+    }
+
+
+def _cpu_model() -> str:
+    with contextlib.suppress(OSError):
+        found = re.search(r"^model name\s*:\s*(.*)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
+        if found:
+            return found[1]
+    return platform.processor() or "an unnamed CPU"

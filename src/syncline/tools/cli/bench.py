@@ -10,8 +10,7 @@ import argparse
 import json
 from collections.abc import Sequence
 
-from syncline.tools.bench.machine import total_memory_bytes
-from syncline.tools.bench.results import SUFFIXES, can_plot, parse_size, plot, report
+from syncline.tools.bench.results import SUFFIXES, can_plot, parse_size, plot, report, total_memory_bytes
 from syncline.tools.cli.options import CommandParser, refuse
 from syncline.tools.cli.output import say, write_file
 from syncline.tools.cli.values import checked, integer, output_file

@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from syncline.environment import num_cores
-from syncline.tools.bench.machine import total_memory_bytes
+from syncline.tools.bench.results import total_memory_bytes
 from syncline.tools.cli import values
 from syncline.tools.cli.options import CommandParser, UsageError, explained, refuse
 from syncline.tools.cli.report import run_in

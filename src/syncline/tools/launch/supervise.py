@@ -46,8 +46,7 @@ from syncline.session.stop_request import EXIT_STOPPED
 from syncline.tools.launch.display import EXIT_OUTPUT_LOST, Display
 from syncline.tools.launch.failures import Failure, describe, first_failure, read_error_file
 from syncline.tools.launch.guardian import Guardian
-from syncline.tools.launch.lingering import lingering_ranks_named
-from syncline.tools.launch.losses import Losses
+from syncline.tools.launch.losses import Losses, lingering_ranks_named
 from syncline.tools.launch.output import DEFAULT_PREFIX, RankLogs, TorchLogs, say
 from syncline.tools.launch.stopping import Interruption, Workers
 

@@ -1,15 +1,13 @@
 """The planner: what a step would take on a cluster, for each way to synchronize (pure functions).
 
 advice.py    which way to choose, and from when the others pay
-buckets.py   the buckets that Syncline would lay out (imports torch when it is called)
 cluster.py   hosts, ranks, cores, memory, and the link between hosts
 costs.py     what one bucket costs on a cluster
-job.py       the gradients in the order in which they become ready, and the time of the computation
+job.py       the gradients in the order in which they become ready, the time of the computation, and the buckets
 machine.py   what synchronization costs on a machine, as `syncline bench --calibrate` measures it
 options.py   what can be chosen
-predict.py   from a job, a cluster and a machine to the time, the bytes and the memory of each option
+predict.py   from a job, a cluster and a machine to the timeline of a step, the bytes and the memory of each option
 text.py      a plan as text
-timeline.py  when gradients are sent, and how long a step waits for them
 """
 
 from __future__ import annotations
@@ -27,9 +25,8 @@ from syncline.tools.plan.options import (
     kinds_of_options,
     with_caps,
 )
-from syncline.tools.plan.predict import Planner
+from syncline.tools.plan.predict import Planner, Reduction, exposed_time
 from syncline.tools.plan.text import plan_json, plan_text
-from syncline.tools.plan.timeline import Reduction, exposed_time
 
 __all__ = [
     "CAPS_MB",

@@ -1,18 +1,67 @@
-"""How long a step would take, what it would send and how much memory it would need (pure functions)."""
+"""How long a step would take, what it would send and how much memory it would need (pure functions).
+
+[Note: the timeline]
+
+Gradients become ready during the backward. A bucket is sent as soon as its gradients are ready, and buckets cross the
+link one after the other. The step waits for what has not arrived when the backward has ended. Times can be in any unit,
+as long as all of them are in the same one."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import reduce
+from typing import NamedTuple
 
-from syncline.tools.plan.buckets import buckets_of
 from syncline.tools.plan.cluster import Cluster
 from syncline.tools.plan.costs import Costs, Sending, sent_bytes
-from syncline.tools.plan.job import Gradient, Job
+from syncline.tools.plan.job import Gradient, Job, buckets_of
 from syncline.tools.plan.machine import Machine
 from syncline.tools.plan.options import CAPS_MB, Option
-from syncline.tools.plan.timeline import Reduction, exposed_time
+
+
+class Reduction(NamedTuple):
+    """One bucket on its way."""
+
+    ready: float
+    """When its last gradient is ready, after the beginning of a backward that nothing delays."""
+    on_link: float
+    """How long it occupies the link, so that the next bucket waits."""
+    encoding: float = 0.0
+    """The work before it is sent. The backward pauses meanwhile."""
+    beside: float = 0.0
+    """How long it needs before and after the link, while the next bucket can use the link."""
+    stolen: float = 0.0
+    """How long the backward stands still, because the transport needs this rank's core."""
+    decoding: float = 0.0
+    """The work after it has arrived, before the next bucket is decoded."""
+
+
+def exposed_time(reductions: Sequence[Reduction], backward: float) -> float:
+    """Return by how much the reductions make a backward longer, with the wait at its end.
+
+    Args:
+        reductions: the buckets, in the order in which they are sent.
+        backward: how long the backward takes alone.
+
+    Examples:
+        >>> exposed_time([Reduction(10.0, 20.0), Reduction(50.0, 20.0)], backward=50.0)
+        20.0
+        >>> exposed_time([Reduction(10.0, 20.0, stolen=5.0), Reduction(50.0, 20.0, decoding=1.0)], backward=50.0)
+        26.0
+    """
+    late, free = 0.0, 0.0
+    arrived = []
+    for one in reductions:
+        late += one.encoding
+        # The last bucket has nothing after it that it could hold up: the rank waits for it.
+        free = max(free, one.ready + late) + one.on_link
+        arrived.append(free + one.beside)
+        late += one.stolen if one.ready < backward else 0.0
+    now = backward + late
+    for one, at in zip(reductions, arrived, strict=True):
+        now = max(now, at) + one.decoding
+    return now - backward
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -15,8 +15,7 @@ from statistics import fmean
 from typing import Any
 
 from syncline.tools.plan import Machine
-from syncline.tools.report.analysis import EXPOSED, BucketFigures, Figures, figures_of
-from syncline.tools.report.divergences import divergences_in
+from syncline.tools.report.analysis import EXPOSED, BucketFigures, Figures, divergences_in, figures_of
 from syncline.tools.report.planned import predicted_rows
 from syncline.tools.report.run import Run
 from syncline.tools.report.steps import RankStep

@@ -11,10 +11,9 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from syncline.tools.report.analysis import ENOUGH_STEPS, Figures
-from syncline.tools.report.divergences import divergences_in
+from syncline.tools.report.analysis import ENOUGH_STEPS, Figures, divergences_in
+from syncline.tools.report.planned import best_cap, link_of, wait_of
 from syncline.tools.report.run import Run
-from syncline.tools.report.what_if import best_cap, link_of, wait_of
 from syncline.tracing import rows
 from syncline.words import format_bytes, format_count, format_names, format_time
 
