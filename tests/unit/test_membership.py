@@ -7,7 +7,8 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from membership_simulation import Broken, CloseDeaths, World, check, check_close_deaths
+from membership_simulation import CloseDeaths, World, check, check_close_deaths, check_job
+from simulated_processes import Broken
 
 from syncline.resilience.membership import (
     Action,
@@ -113,6 +114,17 @@ RUNS = 1000
 def test_no_run_breaks_an_invariant(first: int) -> None:
     for seed in range(first, first + RUNS):
         check(seed)
+
+
+JOBS = 300
+
+
+@pytest.mark.parametrize(
+    "first", [0, *(pytest.param(n * JOBS, marks=pytest.mark.nightly) for n in range(1, 11))]
+)
+def test_no_run_of_the_real_loop_breaks_an_invariant(first: int) -> None:
+    for seed in range(first, first + JOBS):
+        check_job(seed)
 
 
 @pytest.mark.parametrize(
