@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
 from weakref import WeakSet
 
 import syncline as sl
 from syncline.gradients import replica_of
+from syncline.session import world as session_world
 
-__all__ = ["as_if_on_a_device", "connecting_again_within", "replica_of", "set_clock", "without_scalers"]
+__all__ = [
+    "any_session", "as_if_on_a_device", "connecting_again_within", "replica_of", "set_clock", "set_session",
+    "without_scalers",
+]  # fmt: skip
 
 
 def set_clock(ddp: sl.DistributedDataParallel, now: Callable[[], float], *, has_waits: bool = True) -> None:
@@ -34,3 +39,18 @@ def without_scalers() -> Any:
 def connecting_again_within(seconds: float) -> Any:
     """In this block, ranks that have lost another one wait so long for each other when they connect again."""
     return mock.patch("syncline.session.session._REGROUP_SECONDS", seconds)
+
+
+def set_session(session: Any) -> None:
+    """Let this be the session of the process that runs now, of several that are simulated in this one."""
+    session_world._SESSION = session
+
+
+@contextlib.contextmanager
+def any_session() -> Iterator[None]:
+    """In this block, `set_session` may set the session of this process."""
+    own = session_world._SESSION
+    try:
+        yield
+    finally:
+        session_world._SESSION = own

@@ -9,9 +9,11 @@ reaches each member at another time, and if a member crashes meanwhile, some mem
 from __future__ import annotations
 
 import argparse
+import contextlib
 import hashlib
 import heapq
 import itertools
+import math
 import random
 from collections import Counter
 from collections.abc import Callable, Generator, Iterator
@@ -19,6 +21,16 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
+import torch
+from simulated_processes import Broken, Group, Host, Process, SimulatedSession, Simulation, simulated, sleep
+from torch import nn
+from torch.utils.data import DataLoader
+
+import syncline as sl
+from support import inside
+from syncline.environment import PATIENCE, patience
+from syncline.errors import PeerFailed, PeerLost, SynclineError
+from syncline.resilience.group import NotNeeded
 from syncline.resilience.membership import (
     Adopt,
     Leave,
@@ -30,16 +42,13 @@ from syncline.resilience.membership import (
     Rules,
     Wait,
 )
+from syncline.session.ranks import World as Ranks
 
 TARGET = 12
 """The number of steps of a run."""
 SAVE_EVERY = 3
 
-Process = Generator[Any, Any, str]
-
-
-class Broken(AssertionError):
-    """An invariant does not hold."""
+Program = Generator[Any, Any, str]
 
 
 @dataclass
@@ -100,7 +109,7 @@ class World:
         self.faults: list[str] = []
         self.names = itertools.count(5)
         self.rounds: dict[Any, Round] = {}
-        self.running: dict[str, Process] = {}
+        self.running: dict[str, Program] = {}
         self.stopped: set[tuple[str, int]] = set()
         """Members that no longer send in a generation."""
         self.crashed: set[str] = set()
@@ -162,7 +171,7 @@ class World:
         self.running[name] = self.program(member)
         self.at(self.delay(1), lambda: self.resume(name, self.running.get(name), None))
 
-    def resume(self, name: str, process: Process | None, value: Any) -> None:
+    def resume(self, name: str, process: Program | None, value: Any) -> None:
         """Let a process go on with the answer that it has waited for, unless it has crashed meanwhile."""
         if process is None or self.running.get(name) is not process:
             return
@@ -228,13 +237,13 @@ class World:
 
     # ------------------------------------------------------------------ what a process can ask for
 
-    def sleep(self, seconds: float) -> Callable[[str, Process], None]:
+    def sleep(self, seconds: float) -> Callable[[str, Program], None]:
         return lambda name, process: self.at(seconds, lambda: self.resume(name, process, None))
 
-    def ask_store(self, operate: Callable[[], Any]) -> Callable[[str, Process], None]:
+    def ask_store(self, operate: Callable[[], Any]) -> Callable[[str, Program], None]:
         """Operate on the store. The process gets the answer, or None if it has not come in time."""
 
-        def ask(name: str, process: Process) -> None:
+        def ask(name: str, process: Program) -> None:
             answered: list[Any] = []
 
             def answer(value: Any) -> None:
@@ -257,11 +266,11 @@ class World:
     def is_lost(self, name: str) -> bool:
         return self.now < self.cut_until.get(name, 0.0) or (self.is_lossy and self.random.random() < 0.05)
 
-    def collective(self, membership: Membership, what: Any) -> Callable[[str, Process], None]:
+    def collective(self, membership: Membership, what: Any) -> Callable[[str, Program], None]:
         """Take part in a collective of a generation. The process gets True, or False if it has failed."""
         key = (membership.generation, what)
 
-        def ask(name: str, process: Process) -> None:
+        def ask(name: str, process: Program) -> None:
             found = self.rounds.setdefault(key, Round())
             answered: list[bool] = []
 
@@ -297,7 +306,7 @@ class World:
 
     # ------------------------------------------------------------------ a process
 
-    def program(self, member: Member) -> Process:
+    def program(self, member: Member) -> Program:
         """What a process does. It yields what it asks for, and returns how it has ended."""
         name = member.name
         is_connected = self.steps[name] >= 0
@@ -463,20 +472,20 @@ class CloseDeaths(World):
     def delay(self, longest_seconds: float) -> float:
         return min(longest_seconds, 0.002 + 0.001 * self.random.random())
 
-    def sleep(self, seconds: float) -> Callable[[str, Process], None]:
+    def sleep(self, seconds: float) -> Callable[[str, Program], None]:
         return self.counted(super().sleep(seconds))
 
-    def ask_store(self, operate: Callable[[], Any]) -> Callable[[str, Process], None]:
+    def ask_store(self, operate: Callable[[], Any]) -> Callable[[str, Program], None]:
         return self.counted(super().ask_store(operate))
 
-    def collective(self, membership: Membership, what: Any) -> Callable[[str, Process], None]:
+    def collective(self, membership: Membership, what: Any) -> Callable[[str, Program], None]:
         ask = super().collective(membership, what)
         return self.counted(ask) if what in ("connect", "hand over", "loaded") else ask
 
-    def counted(self, asked: Callable[[str, Process], None]) -> Callable[[str, Process], None]:
+    def counted(self, asked: Callable[[str, Program], None]) -> Callable[[str, Program], None]:
         """Count an await, at which the process may crash."""
 
-        def ask(name: str, process: Process) -> None:
+        def ask(name: str, process: Program) -> None:
             self.awaits[name] += 1
             death = next(
                 (one for one in self.deaths if (one.name, one.nth) == (name, self.awaits[name])), None
@@ -541,6 +550,221 @@ def check_close_deaths(names: tuple[str, str], *, joins: bool, world: type[Close
     return sum(1 for first in reach(names[0]) for _ in reach(names[1], first))
 
 
+# ---------------------------------------------------------------------- the real code of sl.steps
+
+
+FILE = "tests/unit/membership_simulation.py"
+UNTIL = 8
+"""The number of steps of a run of `sl.steps`."""
+UNTOLD = ("cut host", "cut store", "stop", "stop store", "end store")
+"""Faults of which the other processes are not told, beside the loss of a host."""
+BATCH = 2
+NUM_SAMPLES = 100
+LIMIT_SECONDS = 400.0
+"""When a run of `sl.steps` must have ended. The last fault is over after 35 s, and the longest wait takes 30 s."""
+TOLD_SECONDS, SILENT_SECONDS = 6.0, 28.0
+"""How long the others may take until their next step, from a death of which they are told, and from a silent one.
+Without the watch, a collective notices a silent death after 30 s."""
+
+
+class ProgramError(Exception):
+    """An exception in the body of a step."""
+
+
+class Job(Simulation):
+    """A few processes run `sl.steps`, with faults that are drawn from a seed.
+
+    The gradient of a step counts the samples of its batches. So the only parameter says how often each sample was used.
+    """
+
+    def __init__(self, seed: int) -> None:
+        super().__init__(seed)
+        draw = self.random
+        self.hosts = [Host(f"host{number}") for number in range(draw.choice([1, 1, 2, 3]))]
+        self.size = draw.randint(2, 5)
+        self.settings: dict[str, Any] = {
+            "min_ranks": draw.choice([1, 1, 2]),
+            "max_ranks": draw.choice([None, None, self.size + 1, max(2, self.size - 1)]),
+            "needs_majority": draw.random() < 0.8,
+            "keep_global_batch": draw.random() < 0.2,
+        }
+        if self.settings["keep_global_batch"]:
+            self.settings["max_ranks"] = None
+        self.step_seconds = draw.choice([0.05, 0.5])
+        self.raising: set[int] = set()
+        """The processes of whose programs the next step raises an exception."""
+        self.committed: dict[tuple[str, int], list[float]] = {}
+        self.own: dict[int, dict[int, list[float]]] = {}
+        """The parameter after each step that a process has committed."""
+        self.finals: dict[int, list[float]] = {}
+        self.stepped_at = dict.fromkeys(range(self.size), 0.0)
+        self.ends: dict[int, str] = {}
+        self.faults: list[str] = []
+        members = self.groups[""] = Group(self, self.size)
+        for rank in range(self.size):
+            host = self.hosts[rank * len(self.hosts) // self.size]
+            self.start(host, rank, self.size, members)
+        kinds = ["kill", "kill", "kill in change", "join", "raise"]
+        kinds += draw.choice([[], ["lose host"] * 3, ["lose host", *UNTOLD]])
+        for _ in range(draw.randint(0, 5)):
+            self.at(draw.uniform(0, draw.choice([1, 8])), partial(self.fault, draw.choice(kinds)))
+
+    def start(self, host: Host, rank: int, size: int, members: Group | None) -> None:
+        """Start a rank; without a group, one that joins."""
+        process = Process(self, host, self.program)
+        cpu = torch.device("cpu")
+        ranks = Ranks(
+            rank=rank, size=size, local_rank=0, local_size=1, host=host.name, generation=0, device=cpu
+        )
+        process.session = SimulatedSession(process, ranks, members)
+
+    # ------------------------------------------------------------------ faults
+
+    def fault(self, kind: str) -> None:
+        draw = self.random
+        ranks = [one for one in self.processes.values() if one.is_alive and one.session is not None]
+        if not ranks:
+            return
+        self.faults.append(kind)
+        one, seconds = draw.choice(ranks), draw.uniform(0, 20)
+        death = int(10 ** draw.uniform(0, 2.5)), draw.random() < 0.5
+        if kind == "kill":
+            one.death = death
+        elif kind == "kill in change":
+            one.death_in_change = death
+        elif kind == "raise":
+            self.raising.add(one.pid)
+        elif kind == "join":
+            if self.store.check(["loop", "members 1/generation 0"]):
+                self.start(draw.choice([host for host in self.hosts if not host.is_lost]), 0, 1, None)
+        elif kind == "lose host":
+            one.host.is_lost = True
+            for other in ranks:
+                if other.host is one.host:
+                    other.kill()
+        elif kind == "cut host":
+            one.host.cut_until = self.now + seconds
+        elif kind == "cut store":
+            one.cut_until = self.now + seconds
+        elif kind == "stop":
+            one.stopped_until = self.now + seconds
+        elif kind == "stop store":
+            self.store_stopped_until = self.now + seconds
+        else:
+            self.store_has_ended = True
+
+    # ------------------------------------------------------------------ a process
+
+    def program(self, process: Process) -> None:
+        """What the main thread of a rank does."""
+        try:
+            used = nn.Module()
+            used.counts = nn.Parameter(torch.zeros(NUM_SAMPLES + 1, dtype=torch.float64))
+            ddp = sl.DistributedDataParallel(used)
+        except SynclineError as error:  # before the loop, each loss ends the job
+            self.ends[process.pid], process.end_seen = "was not begun", type(error)
+            return
+        try:
+            self.train(process, ddp)
+            end = "done"
+        except (PeerLost, NotNeeded, PeerFailed, ProgramError) as error:
+            end, process.end_seen = type(error).__name__, PeerFailed  # its excepthook says so to the others
+        except Broken:
+            raise
+        except Exception as error:
+            raise Broken(f"{process} ends with {error!r}") from error
+        self.ends[process.pid] = end
+
+    def train(self, process: Process, ddp: sl.DistributedDataParallel) -> None:
+        counts: Any = ddp.module.counts
+        optimizer = torch.optim.SGD([counts], lr=1.0)
+        sampler = sl.DistributedSampler(range(NUM_SAMPLES), shuffle=False, drop_last=True)
+        state = sl.TrainState(model=ddp, optimizer=optimizer, sampler=sampler)
+        data: DataLoader[int] = DataLoader(range(NUM_SAMPLES), batch_size=BATCH, sampler=sampler)  # type: ignore[arg-type]
+        riders = inside.replica_of(ddp).gradients.riders  # type: ignore[union-attr]
+        loop: Any = sl.steps(state, UNTIL, data=data, on_straggler=None, **self.settings)
+        with contextlib.closing(loop):
+            for step in loop:
+                with step:
+                    sleep(self.delay(self.step_seconds))
+                    several = self.settings["keep_global_batch"]
+                    batches = step.batches(are_means=False) if several else [step.next_batch()]
+                    sums = torch.zeros(NUM_SAMPLES + 2, dtype=torch.float64)
+                    for batch in batches:
+                        sums[batch] += 1
+                    sums[-2] = process.session.world().rank == 0
+                    # The only rider that the loop waits for, without the backward.
+                    sums[-1] = riders.newcomers.word(None)
+                    process.session.transport.all_reduce(sums).wait()
+                    riders.newcomers.are_waiting |= bool(sums[-1])
+                    counts.grad = -sums[:-1]
+                    if process.pid in self.raising:
+                        raise ProgramError
+                    optimizer.step()
+                    if step.number % 3 == 0:  # a loss that is noticed after the optimizer's step
+                        process.session.transport.barrier().wait()
+                if step.is_committed:
+                    self.check_step(process, step.number, counts.tolist())
+        if state.step != UNTIL:
+            raise Broken(f"{process} ends its loop after step {state.step}")
+        self.finals[process.pid] = counts.tolist()
+
+    # ------------------------------------------------------------------ invariants
+
+    def check_step(self, process: Process, number: int, counts: list[float]) -> None:
+        where, num_used = f"{process} after step {number}", int(sum(counts[:-1]))
+        self.check_time(process)
+        own = self.own.setdefault(process.pid, {})
+        if number <= max(own, default=0):
+            raise Broken(f"{where}: it had committed step {max(own)} already")
+        own[number] = counts
+        if counts[-1] != number:
+            raise Broken(f"{where}: the optimizers have made {counts[-1]:g} steps")
+        if counts[:-1] != [1.0] * num_used + [0.0] * (NUM_SAMPLES - num_used):
+            raise Broken(f"{where}: samples were lost, or used twice: {counts[:-1]}")
+        if self.settings["keep_global_batch"] and num_used != number * self.size * BATCH:
+            raise Broken(f"{where}: {num_used} samples were used")
+        if self.committed.setdefault((process.session.key, number), counts) != counts:
+            raise Broken(f"{where}: the parameters of two members differ")
+
+    def check_time(self, process: Process) -> None:
+        """Deaths do not cost the others much longer than they need to notice them."""
+        before, self.stepped_at[process.pid] = self.stepped_at.get(process.pid, self.now), self.now
+        limit_seconds = (
+            TOLD_SECONDS if self.are_told() else SILENT_SECONDS if self.are_told("lose host") else math.inf
+        )
+        if before < self.died_at < self.now - limit_seconds:
+            raise Broken(f"{process} made its next step {self.now - self.died_at:.2f} s after the last death")
+
+    def are_told(self, *also: str) -> bool:
+        """Whether the processes are told of all faults so far, but for these."""
+        return {*self.faults} <= {"kill", "kill in change", "join", "raise", *also}
+
+    def check_end(self) -> None:
+        """All that finish have made the same steps, and some finish if all ends are known."""
+        for number in range(1, UNTIL + 1):
+            found = [own[number] for pid, own in self.own.items() if pid in self.finals and number in own]
+            if any(counts != found[0] for counts in found):
+                raise Broken(f"processes that finish have made different steps {number}")
+        if any(counts != found[0] for counts in self.finals.values()):
+            raise Broken("processes finish with different parameters")
+        if "PeerFailed" in self.ends.values() and self.faults.count("raise") < 2:
+            raise Broken(f"a process says that the program is at fault: {self.ends}")
+        is_at_fault = {"PeerFailed", "ProgramError"} & {*self.ends.values()}
+        if self.are_told() and not self.finals and not is_at_fault and self.left():
+            raise Broken(f"{self.left()} could have finished: {self.ends}")
+
+    def left(self) -> list[Process]:
+        """The members with the state of the training that were not killed; none if they are too few."""
+        firsts = range(min(self.size, self.settings["max_ranks"] or self.size))
+        left = [
+            self.processes[pid]
+            for pid in {*firsts, *self.own}
+            if self.processes[pid].end_seen is not PeerLost
+        ]
+        return left if len(left) >= self.settings["min_ranks"] else []
+
+
 def check(seed: int, world: type[World] = World) -> World:
     """Run one world. Raise `Broken`, with the seed, if an invariant does not hold."""
     try:
@@ -552,15 +776,33 @@ def check(seed: int, world: type[World] = World) -> World:
     return found
 
 
+def check_job(seed: int, job: type[Job] = Job) -> Job:
+    """Run `sl.steps` once. Raise `Broken`, with the command that repeats it, if an invariant does not hold."""
+    found = job(seed)
+    with simulated():
+        try:
+            found.run(LIMIT_SECONDS)
+            found.check_end()
+        except Broken as error:
+            command = (
+                f"{PATIENCE}={patience(1.0):g} PYTHONPATH=tests python {FILE} --steps --runs 1 --seed {seed}"
+            )
+            raise Broken(f"{error}; faults: {found.faults}; run it again: {command}") from error
+        finally:
+            found.end()
+    return found
+
+
 def main() -> None:
-    """Run many worlds: `python tests/unit/membership_simulation.py --runs 1000000`."""
+    """Run many worlds, or with --steps `sl.steps`: `PYTHONPATH=tests python tests/unit/membership_simulation.py`."""
     parser = argparse.ArgumentParser(description=main.__doc__)
     parser.add_argument("--runs", type=int, default=100_000)
     parser.add_argument("--seed", type=int, default=0, help="the first seed")
+    parser.add_argument("--steps", action="store_true", help="with the real code of sl.steps")
     arguments = parser.parse_args()
     ends: Counter[str] = Counter()
     for seed in range(arguments.seed, arguments.seed + arguments.runs):
-        ends.update(check(seed).ended.values())
+        ends.update((check_job(seed).ends if arguments.steps else check(seed).ended).values())
     print(f"{arguments.runs} runs, no invariant broken. How processes ended:")
     for how, number in ends.most_common():
         print(f"{number:9}  {how}")

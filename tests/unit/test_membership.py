@@ -7,7 +7,8 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from membership_simulation import Broken, CloseDeaths, World, check, check_close_deaths
+from membership_simulation import CloseDeaths, World, check, check_close_deaths, check_job
+from simulated_processes import Broken
 
 from syncline.resilience.membership import (
     Action,
@@ -90,6 +91,20 @@ def test_a_newcomer_waits_until_it_is_taken_in() -> None:
     assert newcomer.look(Observation({}, decided=taken), now=100.0) == Adopt(taken, loads=True)
 
 
+def test_a_newcomer_leaves_if_no_member_is_left_that_could_take_it_in() -> None:
+    newcomer = Member("e", FOUR, Rules())
+    newcomer.stop(step=-1, now=0.0)
+    ended = frozenset({"c", "d"})
+    assert newcomer.look(Observation(reports(a=-1), ended), now=1.0) == Wait(())  # b may have the state
+    assert newcomer.look(Observation({}, ended, alive=frozenset({"b"})), now=299.0) == Wait(())
+    assert newcomer.look(Observation({}, ended), now=598.0) == Wait(())
+    silent = newcomer.look(Observation({}, ended), now=600.0)
+    assert silent == Leave("no member shows a sign of life for 300 s")
+    newcomer.stop(step=-1, now=0.0)
+    without = newcomer.look(Observation(reports(a=-1, b=-1, e=-1), ended), now=1.0)
+    assert without == Leave("no process is left that has the state of the training")
+
+
 # ---------------------------------------------------------------------- many runs
 
 RUNS = 1000
@@ -99,6 +114,17 @@ RUNS = 1000
 def test_no_run_breaks_an_invariant(first: int) -> None:
     for seed in range(first, first + RUNS):
         check(seed)
+
+
+JOBS = 300
+
+
+@pytest.mark.parametrize(
+    "first", [0, *(pytest.param(n * JOBS, marks=pytest.mark.nightly) for n in range(1, 11))]
+)
+def test_no_run_of_the_real_loop_breaks_an_invariant(first: int) -> None:
+    for seed in range(first, first + JOBS):
+        check_job(seed)
 
 
 @pytest.mark.parametrize(

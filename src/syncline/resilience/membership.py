@@ -233,16 +233,30 @@ class Member:
             now: the time, in seconds.
         """
         assert self.state is State.CHANGING, self.state
+        if self._step < 0 and (observed.alive or observed.decided is not None):
+            self._stopped_at = now  # the members are there
         if observed.decided is not None:
             return self._follow(observed.decided)
-        if self._step < 0:  # a newcomer waits until the members take it in
-            return Wait(())
+        if self._step < 0:
+            return self._wait_to_be_taken_in(observed, now)
         found = next_membership(self.membership, observed, self.rules, waited_seconds=now - self._stopped_at)
         if isinstance(found, Membership):
             return Propose(found)
         if isinstance(found, Leave):
             self.state = State.OUT
         return found
+
+    def _wait_to_be_taken_in(self, observed: Observation, now: float) -> Wait | Leave:
+        """Wait until the members take this newcomer in, as long as one of them may have the state."""
+        left = [name for name in self.membership.members if name not in observed.ended]
+        if left and all(name in observed.reports and observed.reports[name].step < 0 for name in left):
+            reason = "no process is left that has the state of the training"
+        elif now - self._stopped_at > self.rules.timeout_seconds:
+            reason = f"no member shows a sign of life for {self.rules.timeout_seconds:g} s"
+        else:
+            return Wait(())
+        self.state = State.OUT
+        return Leave(reason)
 
     def _follow(self, decided: Membership) -> Adopt | Leave | Wait:
         assert decided.generation == self.membership.generation + 1, (decided, self.membership)
