@@ -118,7 +118,7 @@ class Session:
         self._waits: list[weakref.WeakMethod[Callable[[], object]]] = []
         """Methods that wait for pending work. `shutdown` calls these methods."""
         self._pid_at_exit = 0
-        """The pid of the process in which `leave_at_end` is registered; 0 if `leave_at_end` is not registered."""
+        """The pid of the process in which `_at_exit` is registered; 0 if `_at_exit` is not registered."""
 
     # ------------------------------------------------------------------ init
 
@@ -315,11 +315,7 @@ class Session:
     # ------------------------------------------------------------------ a change of the ranks
 
     def job_store(self) -> Store:
-        """Return the store in which the ranks of the default group have met. Its keys are those of this job only.
-
-        Raises:
-            SynclineError: there is no default group.
-        """
+        """Return the store in which the ranks have met. `world.job_store` documents this method."""
         with self._lock:
             group = default_group()
             if group is not None and self._regrouped() is not group:
@@ -334,15 +330,12 @@ class Session:
             return self._job_store
 
     def timeout_seconds(self) -> float:
-        """Return the timeout of `init`, or that of the default group."""
+        """Return the timeout of `init`, or else that of the default group; see `world.timeout_seconds`."""
         joined = self._joined
         return joined.asked.timeout_seconds if joined is not None else self.transport_of(None).timeout_seconds
 
     def disconnect(self) -> None:
-        """Close all process groups of this process, so that the others notice that it sends nothing more.
-
-        `regroup` then creates a new default group.
-        """
+        """Close all process groups. `world.disconnect` documents this method."""
         with self._lock:
             self.job_store()  # which outlives the group
             group, joined = default_group(), self._joined
@@ -377,26 +370,7 @@ class Session:
         has_ended: Ended,
         processes: Sequence[RankProcess | None],
     ) -> World:
-        """Create torch's default group anew, with other ranks. First close all process groups of this process.
-
-        All ranks of the new group must make this call. Ranks of the former group may have ended. The device stays.
-
-        Args:
-            key: a text that no earlier call of the job had, the same on all ranks of the new group.
-            rank, size: the rank of this process in the new group, and the number of ranks.
-            local_rank, local_size: the rank of this process among the ranks of its host, and their number.
-            connection: a connection to the store in which the ranks have met (`job_store`). Later calls can get it
-                again.
-            has_ended: a function that returns those of some ranks of the new group whose processes have ended. It may
-                raise an error, too, which ends this call.
-            processes: the process of each rank of the new group; None for one whose system does not show it.
-
-        Returns:
-            The new world of this process.
-
-        Raises:
-            PeerLost, CollectiveTimeout: a rank was lost meanwhile.
-        """
+        """Create a new default group. `world.regroup` documents this method."""
         with self._lock:
             self.disconnect()
             store, former, asked = self.job_store(), self._former_world, self._asked
@@ -459,7 +433,7 @@ class Session:
     # ------------------------------------------------------------------ while the ranks are joined
 
     def is_joined(self) -> bool:
-        """Return whether the process has called `init`, and has not left the other ranks since."""
+        """Return whether the effects of `init` last. `world.is_joined` documents this method."""
         return self._joined is not None and self._joined.is_current()
 
     def world(self) -> World:
@@ -478,11 +452,7 @@ class Session:
         return self.transports.of(group, checked_transport() if joined is None else joined.asked.transport)
 
     def before_shutdown(self, wait: Callable[[], object]) -> None:
-        """Register a method that `shutdown` calls.
-
-        Args:
-            wait: a bound method that waits for pending work. If its object is freed, `shutdown` does not call it.
-        """
+        """Register a method that `shutdown` calls. `world.before_shutdown` documents this method."""
         self._waits = [known for known in self._waits if known() is not None]
         self._waits.append(weakref.WeakMethod(wait))
 
@@ -506,7 +476,7 @@ class Session:
             if joined is None:
                 return
             self._has_left = True
-            atexit.unregister(self.leave_at_end)
+            atexit.unregister(self._at_exit)
             self._pid_at_exit = 0
             group_is_live = joined.is_current() and default_group() is not None
             # `shutdown` may run in a `finally` or `with` while an exception is raised.
@@ -520,10 +490,7 @@ class Session:
             environment.restore(joined.variables_before)
 
     def begin_in_fork(self) -> None:
-        """Forget what the parent process has joined.
-
-        Call this function in a fork that becomes a rank itself. The parent must be no rank of several.
-        """
+        """Forget what the parent process has joined. `world.begin_in_fork` documents this method."""
         self._lock = threading.RLock()  # a thread of the parent may hold the lock
         self._joined, self._has_left, self._pid_at_exit = None, False, 0
         self._waits, self._stores = [], Stores()
@@ -533,20 +500,21 @@ class Session:
         report_to_peers(self.transports.selected(), error, tb)
 
     def _leave_at_exit(self) -> None:
-        """Register `leave_at_end`, unless it is registered already. Programs that do not call `init` need it, too."""
+        """Register `_at_exit`, unless it is registered already. Programs that do not call `init` need it, too."""
         if not self._pid_at_exit:
             self._run_at_exit()
 
     def _run_at_exit(self) -> None:
-        atexit.unregister(self.leave_at_end)
-        atexit.register(self.leave_at_end)
+        atexit.unregister(self._at_exit)
+        atexit.register(self._at_exit)
         self._pid_at_exit = os.getpid()
 
     def leave_at_end(self) -> None:
-        """Leave the other ranks, as the end of an interpreter does. A process that ends without `atexit` calls this.
+        """Do what `_at_exit` does. `world.leave_at_end` documents this method."""
+        self._at_exit()
 
-        Each rank that waits for this rank, now or later, raises an error with the reason.
-        """
+    def _at_exit(self) -> None:
+        """Leave the other ranks. Each rank that waits for this rank, now or later, raises an error with the reason."""
         failed = has_failed()
         if self._joined is not None:
             if failed:

@@ -8,11 +8,16 @@ the launcher and the peers, and that end the process without a hang.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 
+from syncline._torch.process_groups import Store
+from syncline.liveness.connection import StoreConnection
+from syncline.liveness.gathering import Ended
+from syncline.liveness.processes import RankProcess
 from syncline.session.asked import Asked
 from syncline.session.ranks import World
 from syncline.session.session import Session
@@ -20,11 +25,6 @@ from syncline.suggestions import suggests_arguments
 from syncline.transport.base import Transport
 
 _SESSION = Session()
-
-is_joined, before_shutdown = _SESSION.is_joined, _SESSION.before_shutdown
-job_store, timeout_seconds = _SESSION.job_store, _SESSION.timeout_seconds
-disconnect, regroup = _SESSION.disconnect, _SESSION.regroup
-begin_in_fork, leave_at_end = _SESSION.begin_in_fork, _SESSION.leave_at_end
 
 
 @suggests_arguments
@@ -80,6 +80,11 @@ def shutdown() -> None:
     _SESSION.shutdown()
 
 
+def is_joined() -> bool:
+    """Return whether the process has called `init`, and has not left the other ranks since."""
+    return _SESSION.is_joined()
+
+
 def world() -> World:
     """Return the world of this process.
 
@@ -118,9 +123,95 @@ def transport_of(group: dist.ProcessGroup | Transport | None = None) -> Transpor
     return _SESSION.transport_of(group)
 
 
+def job_store() -> Store:
+    """Return the store in which the ranks of the default group have met. Its keys are those of this job only.
+
+    Raises:
+        SynclineError: there is no default group.
+    """
+    return _SESSION.job_store()
+
+
 def is_about_to_join() -> bool:
     """Return whether this process is a world of one rank that was started to join ranks which are training.
 
     `regroup` connects it to them.
     """
     return _SESSION.is_about_to_join
+
+
+def timeout_seconds() -> float:
+    """Return the timeout of `init`, or that of the default group."""
+    return _SESSION.timeout_seconds()
+
+
+def disconnect() -> None:
+    """Close all process groups of this process, so that the others notice that it sends nothing more.
+
+    `regroup` then creates a new default group.
+    """
+    _SESSION.disconnect()
+
+
+def regroup(
+    key: str,
+    *,
+    rank: int,
+    size: int,
+    local_rank: int,
+    local_size: int,
+    connection: StoreConnection,
+    has_ended: Ended,
+    processes: Sequence[RankProcess | None],
+) -> World:
+    """Create torch's default group anew, with other ranks. First close all process groups of this process.
+
+    All ranks of the new group must make this call. Ranks of the former group may have ended. The device stays.
+
+    Args:
+        key: a text that no earlier call of the job had, the same on all ranks of the new group.
+        rank, size: the rank of this process in the new group, and the number of ranks.
+        local_rank, local_size: the rank of this process among the ranks of its host, and their number.
+        connection: a connection to the store in which the ranks have met (`job_store`). Later calls can get it again.
+        has_ended: a function that returns those of some ranks of the new group whose processes have ended. It may raise
+            an error, too, which ends this call.
+        processes: the process of each rank of the new group; None for one whose system does not show it.
+
+    Returns:
+        The new world of this process.
+
+    Raises:
+        PeerLost, CollectiveTimeout: a rank was lost meanwhile.
+    """
+    return _SESSION.regroup(
+        key,
+        rank=rank,
+        size=size,
+        local_rank=local_rank,
+        local_size=local_size,
+        connection=connection,
+        has_ended=has_ended,
+        processes=processes,
+    )
+
+
+def before_shutdown(wait: Callable[[], object]) -> None:
+    """Register a method that `shutdown` calls.
+
+    Args:
+        wait: a bound method that waits for pending work. If its object is freed, `shutdown` does not call it.
+    """
+    _SESSION.before_shutdown(wait)
+
+
+def begin_in_fork() -> None:
+    """Forget what the parent process has joined.
+
+    Call this function in a fork that becomes a rank itself. The parent must be no rank of several.
+    """
+    _SESSION.begin_in_fork()
+
+
+def leave_at_end() -> None:
+    """Leave the other ranks, as the end of an interpreter does. Call this in a process that ends without `atexit`."""
+    _SESSION.leave_at_end()
