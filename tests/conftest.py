@@ -9,6 +9,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import zlib
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -172,16 +173,14 @@ def rank_pool(pytestconfig: pytest.Config) -> RankPool:
 @pytest.hookimpl(tryfirst=True)  # before pytest selects by marks
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     turn = int(os.environ.setdefault(TURN_VARIABLE, num_commits()))
-    numbers = Counter[str]()
     for item in items:
         if (tier := tier_of(file_of(item.nodeid))) != "first":
             item.add_marker(tier)
         if item.get_closest_marker("real"):
-            name = item.path.name
-            one_in = ONE_IN.get(name, 2)
-            if one_in == 0 or (numbers[name] + turn) % one_in:
+            one_in = ONE_IN.get(item.path.name, 2)
+            # By the name, so that it does not depend on which tests are collected: one that failed runs again, alone.
+            if one_in == 0 or (zlib.crc32(item.nodeid.encode()) + turn) % one_in:
                 item.add_marker(pytest.mark.nightly)
-            numbers[name] += 1
     seconds = json.loads(DURATIONS.read_text())
     items.sort(key=lambda item: -seconds.get(file_of(item.nodeid), 0.0))
 
