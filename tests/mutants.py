@@ -204,7 +204,7 @@ MUTANTS: tuple[Mutant, ...] = (
         "[rank for rank, number in enumerate(scores) if not math.isnan(number)]", "list(range(len(scores)))",
         ("unit/test_verbs_replicas.py", "parity/test_verbs_processes.py")),
     Mutant("evolution-buffers", "evolution/members.py", "a member is evaluated with the buffers of another",
-        "loss_fn(self._module)))\n                    buffers.restore()\n", "loss_fn(self._module)))\n",
+        "loss_fn(self._module)))\n                    restore_buffers()\n", "loss_fn(self._module)))\n",
         ("unit/test_evolution.py",)),
     # ---------------------------------------------------------------- checkpoint, data
     Mutant("checkpoint-manifest", "checkpoint/directory.py", "the checksum of the manifest is not looked at",

@@ -95,17 +95,12 @@ def insides_imported_by(source: str) -> set[str]:
     return found
 
 
-SIMULATIONS = {"unit/membership_simulation.py", "unit/simulated_processes.py", "unit/simulated_transport.py"}
-"""They stand in for what several rooms wait for."""
-
-
 def test_a_test_imports_the_inside_of_one_room_at_most() -> None:
     """The room that it is about. What it needs of others it gets from their faces, so that they can be rearranged."""
     several = {
         str(path.relative_to(TESTS)): sorted(rooms)
         for path in sorted(TESTS.rglob("*.py"))
         if len(rooms := insides_imported_by(path.read_text())) > 1
-        and str(path.relative_to(TESTS)) not in SIMULATIONS
     }
     assert several == {}
 

@@ -99,6 +99,24 @@ def test_a_script_with_sl_init(explain: Explain) -> None:
     assert done.stderr == "syncline explain: running program.py on 3 ranks, up to step 3\n"
 
 
+EVALUATES = """
+import torch, torch.distributed as dist, syncline as sl
+sl.init()
+ddp = sl.DistributedDataParallel(torch.nn.Linear(4, 1))
+for _ in range(5):
+    ddp(torch.ones(2, 4)).sum().backward()
+    if dist.get_rank() == 0:
+        with torch.no_grad():
+            ddp(torch.ones(2, 4))
+    dist.barrier()
+"""
+
+
+def test_a_rank_may_evaluate_alone_after_the_step(explain: Explain) -> None:
+    done = explain(EVALUATES)
+    assert (done.returncode, "Step 3 on rank 0" in done.stdout) == (0, True), done.stderr
+
+
 def test_a_drop_in_under_torch_distributed(explain: Explain) -> None:
     start = """
 dist.init_process_group("gloo")

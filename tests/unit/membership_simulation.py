@@ -22,7 +22,8 @@ from functools import partial
 from typing import Any
 
 import torch
-from simulated_processes import Broken, Group, Host, Process, SimulatedSession, Simulation, simulated, sleep
+from simulated_processes import Broken, Host, Process, Simulation, simulated, sleep
+from simulated_transport import Group, SimulatedSession
 from torch import nn
 from torch.utils.data import DataLoader
 
@@ -42,7 +43,6 @@ from syncline.resilience.membership import (
     Rules,
     Wait,
 )
-from syncline.session.ranks import World as Ranks
 
 TARGET = 12
 """The number of steps of a run."""
@@ -613,7 +613,7 @@ class Job(Simulation):
         """Start a rank; without a group, one that joins."""
         process = Process(self, host, self.program)
         cpu = torch.device("cpu")
-        ranks = Ranks(
+        ranks = sl.World(
             rank=rank, size=size, local_rank=0, local_size=1, host=host.name, generation=0, device=cpu
         )
         process.session = SimulatedSession(process, ranks, members)
@@ -733,8 +733,8 @@ class Job(Simulation):
         limit_seconds = (
             TOLD_SECONDS if self.are_told() else SILENT_SECONDS if self.are_told("lose host") else math.inf
         )
-        if before < self.died_at < self.now - limit_seconds:
-            raise Broken(f"{process} made its next step {self.now - self.died_at:.2f} s after the last death")
+        if (seconds := self.now - max(before, self.died_at)) > limit_seconds:
+            raise Broken(f"{process} made no step for {seconds:.2f} s after the last step or death")
 
     def are_told(self, *also: str) -> bool:
         """Whether the processes are told of all faults so far, but for these."""

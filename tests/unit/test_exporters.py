@@ -364,11 +364,13 @@ def test_opentelemetry_gets_the_spans_of_each_tenth_step_and_all_metrics(telemet
 def test_opentelemetry_gets_saves_and_parameter_syncs(telemetry: Telemetry, tmp_path: Path) -> None:
     def rank(transport: Transport) -> None:
         ddp = train(transport, 4, strategy=sl.LocalSGD(2))
-        with sl.Checkpointer(tmp_path, group=transport) as saves:
+        with sl.Checkpointer(tmp_path, group=transport, stop_signals=()) as saves:
             saves.save(sl.TrainState(model=ddp))
+            saves.stop_if_asked(sl.TrainState(model=ddp))  # which is called in each step, and does nothing
 
     with sl.exporters.OpenTelemetry():
         run_ranks(2, rank)
+    assert telemetry.spans("Checkpointer.stop_if_asked", 1) == []
     (save,) = telemetry.spans("Checkpointer.save", 1)
     assert save.end_time > save.start_time
     assert len(telemetry.spans("step", 1)) == 1  # a save has a span although its step has none

@@ -123,6 +123,7 @@ JOBS = 300
     "first", [0, *(pytest.param(n * JOBS, marks=pytest.mark.nightly) for n in range(1, 11))]
 )
 def test_no_run_of_the_real_loop_breaks_an_invariant(first: int) -> None:
+    """In 77, 204, 261 and 288, newcomers waited for ever for members that were gone."""
     for seed in range(first, first + JOBS):
         check_job(seed)
 

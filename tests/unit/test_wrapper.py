@@ -68,6 +68,26 @@ def test_ranks_train_on_in_another_group_after_one_was_lost() -> None:
         assert torch.allclose(mine, expected)
 
 
+def test_a_parameter_may_be_frozen_before_a_loss_and_thawed_after_it() -> None:
+    def program(t: Transport, smaller: ThreadGroup) -> list[bool]:
+        ddp = DDP(
+            nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1)), process_group=t, find_unused_parameters=True
+        )
+        frozen, found = ddp.module[0].weight, []
+        for trains in (True, False, True):
+            frozen.requires_grad_(trains)
+            if t.rank < 2 and not trains:
+                ddp._update_process_group(smaller.transport(t.rank))
+            ddp.zero_grad()
+            if t.rank < 2 or not found:
+                ddp(torch.full((1, 2), t.rank + 1.0)).sum().backward()
+            found.append(frozen.grad is not None)
+        return found
+
+    smaller = ThreadGroup(2)
+    assert run_ranks(3, lambda t: program(t, smaller))[:2] == [[True, False, True]] * 2
+
+
 def test_a_layer_that_only_some_ranks_have_added_before_a_loss_is_compared_after_it() -> None:
     start = nn.Sequential(nn.Linear(3, 2))
 

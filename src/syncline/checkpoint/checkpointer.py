@@ -329,9 +329,10 @@ class Checkpointer:
         """
         self._check(state, saves=True)
         self._follow()
-        with self._called(".stop_if_asked"):
+        with self._transport.board.called("sl.Checkpointer.stop_if_asked"):  # nearly always, nothing happens
             if not self._stop.is_agreed(state):
                 return
+        with self._called(".stop_if_asked"):
             # A failed save was already reported by a warning; other ranks may have failed differently.
             with contextlib.suppress(Exception):
                 self.wait()

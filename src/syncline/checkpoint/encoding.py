@@ -228,7 +228,7 @@ def decode(encoded: Any, tensors: Mapping[str, Tensor], *, parts: Mapping[str, T
                 return torch.device(value)
         case "$size":
             return torch.Size(value)
-    raise ValueError(f"expected a value that this version of Syncline can decode, found {encoded}")
+    raise ValueError(f"expected a value that this version of Syncline can decode, found {encoded!s:.200}")
 
 
 def tensors_in(encoded: Any) -> Iterator[str]:

@@ -31,7 +31,7 @@ from syncline.checkpoint.train_state import TrainState
 from syncline.errors import CheckpointCorrupt, SynclineError
 from syncline.transport.base import Transport
 from syncline.user_code import warn_user
-from syncline.words import describe_ranks, ranks_with
+from syncline.words import describe_ranks, printable, ranks_with
 
 T = TypeVar("T")
 
@@ -72,10 +72,10 @@ def everywhere(lane: Transport, fn: Callable[[], T]) -> list[T]:
     try:
         outcome["found"] = fn()
     except (OSError, CheckpointCorrupt) as error:
-        outcome["refused"] = str(error)
+        outcome["refused"] = printable(str(error))
     except Exception as error:
         fault = error
-        outcome["failed"] = f"{type(error).__name__}: {error}"
+        outcome["failed"] = printable(f"{type(error).__name__}: {error}")
     outcomes = [json.loads(one) for one in lane.all_gather_bytes(json.dumps(outcome).encode())]
     if fault is not None:
         raise fault

@@ -248,7 +248,7 @@ def between_ranks(
     settings: Sequence[Mapping[str, Value]],
     facts: Sequence[Mapping[str, str]],
 ) -> Finding:
-    """Return the finding about ranks whose runs differ, although they should be the same.
+    """Return the finding about ranks that have computed different values, although they should be equal.
 
     Args:
         found: the first difference. Its groups are groups of ranks.

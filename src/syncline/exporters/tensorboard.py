@@ -63,7 +63,9 @@ class TensorBoard(Exporter):
         self._all_ranks = checked_flag("all_ranks", all_ranks)
         self._client = import_client("torch.utils.tensorboard", exporter="TensorBoard", extra="tensorboard")
         given: Any = writer_or_dir
-        self._given: SummaryWriter | None = given if hasattr(given, "add_scalar") else None
+        self._given: SummaryWriter | None = (
+            None if isinstance(given, type) or not hasattr(given, "add_scalar") else given
+        )
         if self._given is None and not (isinstance(given, str | os.PathLike) and given):
             raise TypeError(
                 f"expected writer_or_dir to be a SummaryWriter or a path, got {what_it_is(given)}"

@@ -7,6 +7,7 @@ the first backward are counted (`StaticUsage`). `Usage` combines the three for t
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import fields, is_dataclass
 
@@ -64,13 +65,19 @@ def is_accumulating(parameters: Sequence[Tensor]) -> bool:
         return False
 
 
+_requires_grad = operator.attrgetter("requires_grad")
+
+
 def accumulation_nodes(parameters: Sequence[Tensor]) -> list[graph.Node]:
     """Return one graph node per parameter: the node that adds gradients to `.grad` of the parameter.
 
     The caller must keep the nodes alive. The engine compares nodes by identity, and a parameter has only a weak
-    reference to its node.
+    reference to its node. A parameter that was frozen gets a node that no backward reaches.
     """
-    return [graph.get_gradient_edge(parameter).node for parameter in parameters]
+    return [
+        graph.get_gradient_edge(one if one.requires_grad else one.detach().requires_grad_()).node
+        for one in parameters
+    ]
 
 
 def num_reached(parameters: Sequence[Tensor]) -> int:
@@ -145,8 +152,8 @@ class Usage:
         self.is_exchanged = options.skip_unused
         """Whether the ranks exchange at the beginning of each backward which parameters they use in it."""
         self._parameters = parameters
-        self._nodes = accumulation_nodes(parameters if self.reads_graph else ())
-        self._contents = contents_of(parameters if self.reads_graph else ())
+        self._nodes: list[graph.Node] = []
+        self._contents: list[int] = []
         self._message = TailMessage(transport, len(parameters) if self.is_exchanged else 0)
         self._own: Sequence[int] = ()
         self._exchanged: Sequence[float] | None = None
@@ -158,8 +165,8 @@ class Usage:
         """
         if is_inside_another_backward():
             return frozenset()
-        contents = contents_of(self._parameters)
-        if contents != self._contents:  # a swap of a parameter's contents gives it another node
+        contents = contents_of(self._parameters) + list(map(_requires_grad, self._parameters))
+        if contents != self._contents:  # a swap of a parameter's contents, or a thaw, gives it another node
             self._contents, self._nodes = contents, accumulation_nodes(self._parameters)
         return frozenset(index for index, node in enumerate(self._nodes) if not will_execute_node(node))
 

@@ -186,7 +186,7 @@ class Samples:
         del self._history[: self._index_of([rounds.contained for rounds in self._rounds])]
 
     def _index_of(self, steps: Sequence[int]) -> int:
-        """Return the index of the first entry at or after these numbers of steps."""
+        """Return the index of the first entry in which each module has made at least its number of `steps`."""
         for index, (then, _) in enumerate(self._history):
             if all(number >= step for number, step in zip(then, steps, strict=True)):
                 return index

@@ -192,7 +192,7 @@ def _traced(args: argparse.Namespace) -> tuple[Job, Cluster]:
     """Return the job of a trace, and the cluster of the options, or of the trace where there are none."""
     run = run_in(args.trace)
     figures = figures_of(run)
-    if figures is None or not figures.buckets:
+    if not figures.buckets:
         raise UsageError(f"{args.trace} has no step with a synchronized backward: trace a run that has some")
     there = cluster_of(run, figures)
     cluster = _cluster(args, there)

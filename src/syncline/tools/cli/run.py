@@ -233,7 +233,8 @@ def _job(args: argparse.Namespace, guardian: Guardian, display: Display) -> Job:
     keep_in = Path(args.log_dir) if args.log_dir else None
     # Without a folder, torch creates one of its own that is never removed.
     args.log_dir = str(keep_in or guardian.folder) if wants_torch_logs else os.devnull
-    defaults = get_args_parser().parse_args([args.training_script])  # a newer torch may have more options
+    # A newer torch may have more options. Its parser does not read the environment: that of `syncline run` has.
+    defaults = argparse.Namespace(**{one.dest: one.default for one in get_args_parser()._actions})
     vars(defaults).update(vars(args))
     with explained(ValueError, RuntimeError, AssertionError, KeyError):
         config, command, arguments = config_from_args(defaults)

@@ -105,7 +105,8 @@ def trace_folder(text: str) -> Path:
 def output_file(text: str) -> Path:
     """Return the path of a file that can be written after the work. This is a type."""
     path = Path(text)
-    if path.is_dir() or not os.access(path if path.exists() else path.absolute().parent, os.W_OK):
+    folder = path.absolute().parent
+    if path.is_dir() or not folder.is_dir() or not os.access(path if path.exists() else folder, os.W_OK):
         raise argparse.ArgumentTypeError(
             f"expected the path of a file in a folder that exists, which this user may write, got {text!r}"
         )

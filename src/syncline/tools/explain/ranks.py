@@ -70,12 +70,13 @@ class StepObserver(Observer):
     # ------------------------------------------------------------------ events
 
     def forward_ended(self, event: ForwardEnded) -> None:
+        if not event.is_training or not torch.is_grad_enabled():
+            return  # one rank may evaluate alone, while the others wait for it
         if self._has_reported:  # the script has caught the first StepShown
             raise StepShown(0)
         if self._current.is_complete_for(event.source.module):
             self._end_step()
-        if event.is_training and torch.is_grad_enabled():
-            self._current.forwards.append(event)
+        self._current.forwards.append(event)
 
     def gradient_ready(self, event: GradientReady) -> None:
         self._current.ready.append(event)

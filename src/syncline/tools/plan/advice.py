@@ -92,7 +92,7 @@ def _speedup(planner: Planner, one: Prediction) -> float:
 
 
 def best_of(planner: Planner, kind: Option) -> Prediction:
-    """Return the prediction of an option with its best bucket size; the automatic one if that is nearly as good."""
+    """Return the prediction of an option with its fastest bucket size, or with the automatic one if nearly as fast."""
     found = [planner.predict(one) for one in with_caps(kind)]
     best = min(found, key=lambda one: one.step)
     return found[0] if found[0].step <= _NEARLY * best.step else best

@@ -6,6 +6,7 @@ import contextlib
 import io
 import os
 import socket
+import sys
 import threading
 import time
 import unicodedata
@@ -118,7 +119,7 @@ class Live(Display):
     def __init__(self, directory: Path, fd: int) -> None:
         self._terminal, self._writer = Terminal(fd), Writer()
         self._ranks = LiveRanks(directory)
-        self._ended = threading.Event()
+        self._ended, self._has_failed = threading.Event(), False
         self._thread = threading.Thread(target=self._run, name="syncline-live", daemon=True)
         self._redirected = contextlib.ExitStack()
         self.show = self._show
@@ -148,7 +149,10 @@ class Live(Display):
         self._ended.set()
         if self._thread.is_alive():
             self._thread.join()
-        if self._ranks.have_hung(time.monotonic()):
+        hung = False
+        with contextlib.suppress(Exception):  # of a file of the trace
+            hung = not self._has_failed and self._ranks.have_hung(time.monotonic())
+        if hung:
             self._draw()
             self._terminal.keep()
         else:
@@ -162,11 +166,20 @@ class Live(Display):
 
     def _run(self) -> None:
         self._draw()
-        while not self._ended.wait(_EVERY_SECONDS):
+        while not self._has_failed and not self._ended.wait(_EVERY_SECONDS):
             self._draw()
 
     def _draw(self) -> None:
-        self._terminal.draw(self._ranks.look(time.monotonic(), *self._terminal.size))
+        try:
+            self._terminal.draw(self._ranks.look(time.monotonic(), *self._terminal.size))
+        except (
+            Exception
+        ) as error:  # of a file of the trace: the ranks train on, and what they end with is reported
+            self._has_failed = True
+            self._terminal.draw([])
+            print(
+                f"syncline run: the live picture ends here: {type(error).__name__}: {error}", file=sys.stderr
+            )
 
 
 class LiveRanks:
