@@ -14,6 +14,7 @@ from elastic import Fault
 from elastic_hosts import NUM_ON_A, Job, Training
 
 from support.states import wait_until
+from syncline.environment import patience
 
 pytestmark = pytest.mark.real
 
@@ -110,10 +111,10 @@ def test_the_side_with_the_majority_and_the_store_trains_on(training: Training, 
 
 
 def test_with_more_patience_all_ranks_train_on_when_the_cable_is_back(training: Training) -> None:
-    training.begin_and_halt(patience_seconds=60.0)
+    training.begin_and_halt(patience_seconds=600.0)
     training.hosts.cut()
     training.go_on()
-    time.sleep(10)
+    time.sleep(patience(10))  # until a rank has noticed
     training.hosts.mend()
     (code_a, _, err_a), (code_b, _, err_b) = training.wait("a"), training.wait("b")
     assert (code_a, code_b) == (0, 0), err_a + err_b
