@@ -15,9 +15,10 @@ from typing import Any
 from unittest import mock
 
 from hangs import HANG_SECONDS
+from support.faulty import Fault, FaultyTransport
 from syncline import CollectiveTimeout, PeerFailed, PeerLost, UnevenInputs
 from syncline.resilience.membership import Membership, Observation, Report, Rules, next_membership
-from syncline.transport import Fault, FaultyTransport, ThreadGroup, Transport, run_ranks
+from syncline.transport import ThreadGroup, Transport, run_ranks
 
 __all__ = ["Job", "Killed", "Process", "dies_at"]
 
