@@ -6,7 +6,6 @@ processes are threads, so they need no store, no signs of life and no patience t
 
 from __future__ import annotations
 
-import gc
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
@@ -194,9 +193,6 @@ class Job:
             "Group": lambda rules: _here.process,
         }
         with ExitStack() as stack:
-            # A collection while torch.get_rng_state holds its lock lets another rank wait for it with Python's lock.
-            gc.disable()
-            stack.callback(gc.enable)
             for name, rooms in _PLACES.items():
                 for room in rooms:
                     stack.enter_context(mock.patch(f"syncline.resilience.{room}.{name}", stands_for[name]))
