@@ -239,5 +239,5 @@ class Transports:
             for transport in self.selected():
                 transport.close()
                 if goes_on and isinstance(transport, WatchedTransport):
-                    transport.drop_groups()
+                    transport.health.drop_groups()
             self._entries.clear()

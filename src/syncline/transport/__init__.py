@@ -14,8 +14,7 @@ phases.py             operations that consist of several phases, and how they ad
 statistics.py         counts of operations, bytes and waiting time, and the bytes that each operation sends
 thread_rendezvous.py  the calls of ranks that are threads, and how they are matched
 threads.py            engine: ranks as threads of one process
-watched.py            the base of engines whose ranks are processes: health, lanes, close
-watched_work.py       a wait that checks for failed peers, deadlock and timeout
+watched.py            the base of engines whose ranks are processes: health, lanes, waits that check for failed peers
 work.py               an operation under way, and several operations as one
 """
 

@@ -29,7 +29,7 @@ from syncline.liveness.calls import Failure
 from syncline.liveness.connection import StoreConnection, clone_of
 from syncline.liveness.failed_wait import FailedWait
 from syncline.liveness.gathering import StoreGathering
-from syncline.liveness.health import Lane
+from syncline.liveness.health import Health, Lane
 from syncline.liveness.notices import StoreMedium
 from syncline.liveness.processes import FORKED, RankProcess, is_inherited
 from syncline.transport.agreement import exchange
@@ -51,8 +51,7 @@ from syncline.transport.c10d_groups import (
 )
 from syncline.transport.c10d_work import C10dWork, MessageWork
 from syncline.transport.threads import transport_of_one_rank
-from syncline.transport.watched import WatchedTransport, health_of_group
-from syncline.transport.watched_work import MESSAGES
+from syncline.transport.watched import MESSAGES, WatchedTransport
 from syncline.transport.work import DONE, Work
 from syncline.words import describe_ranks, end_of_processes
 
@@ -124,7 +123,7 @@ class C10dTransport(WatchedTransport):
         self._has_mean = set(self._backends.values()) <= _BACKENDS_WITH_MEAN
         self._options = CallOptions(size, timeout_seconds, self.control_device, has_mean=self._has_mean)
         own_lane = Lane(MAIN_LANE, group, barrier_device=self.control_device.type)
-        health = health_of_group(
+        health = Health(
             own_lane,
             Board() if board is None else board,
             rank=rank,
@@ -139,7 +138,7 @@ class C10dTransport(WatchedTransport):
 
     def exchange_notices(self, connection: StoreConnection | None = None) -> None:
         """Exchange notices with the other ranks at a store from now on. For `connection`, see the class."""
-        if self.health.notices is not None:
+        if self.size > 1:
             connection = connection or StoreConnection(self._group.get_group_store())
             medium = StoreMedium(connection, rank=self.rank, size=self.size)
             self.health.exchange_notices(medium, self._processes)
@@ -359,7 +358,6 @@ class C10dTransport(WatchedTransport):
         ranks, token = [rank for rank, _ in members], members[0][1]
         gather = self._gathering_of(ranks, token)
         group = self._new_group(ranks, token, gather)
-        assert self.health.notices is not None
         connection = self.health.notices.connection
         child = C10dTransport(
             group,

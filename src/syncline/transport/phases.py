@@ -22,7 +22,7 @@ from typing import NamedTuple
 
 from syncline.errors import SynclineError
 from syncline.liveness.calls import Failure
-from syncline.transport.watched_work import WatchedWork, under_way
+from syncline.transport.watched import WatchedWork, under_way
 from syncline.transport.work import Work
 
 _POLL_SECONDS = 0.0005
@@ -101,7 +101,7 @@ class PhasedWork(WatchedWork):
 
     def wait(self, timeout_seconds: float | None = None) -> None:
         if not self.is_done:
-            self._wait_in_slices(self._timeout_seconds if timeout_seconds is None else timeout_seconds)
+            self._wait_in_slices(self.timeout_seconds if timeout_seconds is None else timeout_seconds)
 
     def is_completed(self) -> bool:
         if not self.is_done:

@@ -39,7 +39,7 @@ from syncline.transport.shared_memory.medium import MemoryMedium
 from syncline.transport.shared_memory.memory import SharedMemory
 from syncline.transport.shared_memory.work import SharedMemoryWork
 from syncline.transport.threads import transport_of_one_rank
-from syncline.transport.watched import WatchedTransport, health_of_group
+from syncline.transport.watched import WatchedTransport
 from syncline.transport.work import DONE, Work
 
 _ALL_REDUCE = reduction_codes(Kind.ALL_REDUCE)
@@ -104,7 +104,7 @@ class SharedMemoryTransport(WatchedTransport):
         engine, rank = self.engine, health.rank  # the health must not refer to its transport
         self._abort_core = lambda failure: engine.abort(failure.to_json(rank))
         health.on_failure.append(self._abort_core)
-        if numbers is None and health.notices is not None:
+        if numbers is None:
             health.exchange_notices(MemoryMedium(engine, notices_at), hub.peers.processes)
 
     def _open(self, memory: SharedMemory, sizes: LaneSizes, begin: int = 0) -> None:
@@ -171,7 +171,7 @@ class SharedMemoryTransport(WatchedTransport):
             timeout_seconds=timeout_seconds,
         )
         own_lane = Lane(MAIN_LANE, None)
-        health = health_of_group(
+        health = Health(
             own_lane,
             board,
             rank=rank,

@@ -10,7 +10,7 @@ from syncline.liveness.failed_wait import FailedWait
 from syncline.transport.shared_memory.core import Outcome, library
 from syncline.transport.shared_memory.engine import EngineLane, call_of
 from syncline.transport.shared_memory.sockets import Peers
-from syncline.transport.watched_work import WatchedWork
+from syncline.transport.watched import WatchedWork
 from syncline.transport.work import Disagreement
 
 _POLLS_PER_CHECK = 1000
@@ -70,7 +70,7 @@ class SharedMemoryWork(WatchedWork):
 
     def wait(self, timeout_seconds: float | None = None) -> None:
         if self._ticket:
-            self._wait_in_slices(self._timeout_seconds if timeout_seconds is None else timeout_seconds)
+            self._wait_in_slices(self.timeout_seconds if timeout_seconds is None else timeout_seconds)
 
     def is_completed(self) -> bool:
         if not self._ticket:
