@@ -33,8 +33,7 @@ from syncline.transport.c10d import C10dTransport
 from syncline.transport.c10d_groups import divide, fill
 from syncline.transport.hosts import Hosts, host_key_or_random, raise_if_any, shared_memory_inside
 from syncline.transport.phases import Phase, PhasedWork, PhaseQueue
-from syncline.transport.shared_memory.core import SharedMemoryUnavailable
-from syncline.transport.shared_memory.hub import Exchange, attempt
+from syncline.transport.shared_memory.hub import Exchange, SharedMemoryUnavailable, attempt
 from syncline.transport.shared_memory.transport import SharedMemoryTransport
 from syncline.transport.watched import WatchedTransport
 from syncline.transport.work import Work
