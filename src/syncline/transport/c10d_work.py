@@ -80,7 +80,7 @@ class C10dWork(WatchedWork):
             elif timeout_seconds is None:
                 AT_EXIT.wait_in_torch(self._work.wait)
             else:
-                AT_EXIT.wait_in_torch(self._work.wait, timedelta(seconds=max(timeout_seconds, 0.001)))
+                AT_EXIT.wait_in_torch(self._work.wait, _at_least_a_millisecond(timeout_seconds))
         except SynclineError:
             raise
         except RuntimeError as error:

@@ -187,12 +187,8 @@ class SharedMemoryTransport(WatchedTransport):
 
     @property
     def name(self) -> str:
-        others = {} if self._beneath is None else self._beneath.other_devices
-        if not others:
-            return "shared memory"
-        return ", ".join(
-            ["shared memory (cpu)", *(f"{name} ({device})" for device, name in sorted(others.items()))]
-        )
+        others = [] if self._beneath is None else self._beneath.other_devices
+        return ", ".join(["shared memory (cpu)", *others]) if others else "shared memory"
 
     @property
     def group(self) -> Any:
