@@ -209,9 +209,8 @@ class FailedWait:
             lines.append(describe_places(places, size=health.size, ages=health.ages(places)))
         lines.append(remedy)
         if error is not None:
-            message = (
-                str(error).partition("\nException raised from ")[0].rstrip()
-            )  # without torch's C++ frames
+            # Without torch's C++ stack trace
+            message = str(error).partition("\nException raised from ")[0].rstrip()
             lines.append(f"{health.backend} reported: {message}")
         return health.failed(Failure(kind, "\n".join(lines)))
 
