@@ -10,12 +10,7 @@ from typing import Any
 from syncline import PeerLost
 from syncline.transport import ThreadsTransport, Transport
 
-__all__ = ["OPERATIONS", "Fault", "FaultyTransport"]
-
-OPERATIONS = (
-    *("all_reduce", "reduce_scatter", "reduce_spans", "all_gather", "broadcast", "send", "recv", "barrier"),
-    "split",
-)
+__all__ = ["Fault", "FaultyTransport"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,5 +59,7 @@ def _failing(operation: str) -> Callable[..., Any]:
     return called
 
 
-for _operation in OPERATIONS:
+_DATA = ("all_reduce", "reduce_scatter", "reduce_spans", "all_gather", "broadcast", "send", "recv")
+
+for _operation in (*_DATA, "barrier", "split"):
     setattr(FaultyTransport, _operation, _failing(_operation))

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
 import torch
 
-from support.cases import case
-from support.faulty import OPERATIONS, Fault, FaultyTransport
+from support.faulty import Fault, FaultyTransport
 from syncline import PeerFailed, PeerLost, SynclineError
 from syncline.transport import ThreadGroup, Transport, run_ranks
 
@@ -42,31 +39,6 @@ def test_a_call_is_counted_within_its_step_where_a_step_is_given() -> None:
     t.board.step = 0
     with pytest.raises(KeyError, match="mine"):
         t.barrier()
-
-
-CALLS: dict[str, Callable[[Transport], object]] = {
-    "all_reduce": lambda t: t.all_reduce(torch.zeros(2)),
-    "reduce_scatter": lambda t: t.reduce_scatter(torch.zeros(1), torch.zeros(2)),
-    "reduce_spans": lambda t: t.reduce_spans(torch.zeros(2), [0, 1, 2]),
-    "all_gather": lambda t: t.all_gather(torch.zeros(2), torch.zeros(1)),
-    "broadcast": lambda t: t.broadcast(torch.zeros(1)),
-    "send": lambda t: t.send(torch.zeros(1), 1),
-    "recv": lambda t: t.recv(torch.zeros(1), 1),
-    "barrier": lambda t: t.barrier(),
-    "split": lambda t: t.split(None),
-}
-
-
-def test_every_operation_can_fail() -> None:
-    for operation in OPERATIONS:
-        with case(operation):
-            t = FaultyTransport(ThreadGroup(2).transport(0), [Fault(rank=0, operation=operation)])
-            with pytest.raises(PeerLost):
-                CALLS[operation](t)
-
-
-def test_a_fault_of_another_rank_is_not_ours() -> None:
-    alone(Fault(rank=1, operation="barrier")).barrier()
 
 
 def test_a_lane_has_the_same_faults_and_counts_its_calls_with_the_others() -> None:
