@@ -28,7 +28,6 @@ from syncline.liveness import (
     StepPhase,
     StoreConnection,
     StoreMedium,
-    failed_wait,
 )
 from syncline.transport import C10dTransport, C10dWork, c10d
 
@@ -292,7 +291,7 @@ def of_nccl(words: str) -> SynclineError:
 def test_what_nccl_says_is_told_with_its_cause_but_not_torchs_own_stack(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(failed_wait, "_LOCAL_CAUSE_SECONDS", 0.0)
+    monkeypatch.setattr("syncline.liveness.failed_wait._LOCAL_CAUSE_SECONDS", 0.0)
     words = "NCCL error, unhandled system error\nLast error:\nsocketStartConnect: refused"
     assert str(of_nccl(words)).endswith(f"nccl reported: {words}")
     on_one_gpu = of_nccl("Last error:\nDuplicate GPU detected : rank 1 and rank 0 both on CUDA device 4b000")
