@@ -26,6 +26,7 @@ ALLOWED = {
     "syncline._torch.modules._is_kept_out": "torch's compiler, which is configured, is of the process",
     "syncline._torch.optimizers._lock": "guards _scalers",
     "syncline._torch.optimizers._scalers": "torch's GradScaler, a class, reports scalers; torch keeps no list of them",
+    "syncline.checkpoint.objects._READING": "torch's generators, and the garbage collector, are of the process",
     "syncline.gradients.backward._births": "numbers objects in the order of their creation",
     "syncline.gradients.riders.nonfinite._numbers": "numbers steps, so that marks of two reducers differ",
     "syncline.gradients.step_guard._CHECKS": "torch's hooks before the steps of all optimizers are of the process",
@@ -35,7 +36,7 @@ ALLOWED = {
     "syncline.liveness.connection._lock": "guards the file descriptors of the process",
     "syncline.session.registry.REGISTRY": "what is attached to a user's modules, found by kind",
     "syncline.session.world._SESSION": "the session of the process",
-    "syncline.transport.watched_work.under_way": "each wait drives the operations of all groups of the process",
+    "syncline.transport.watched.under_way": "each wait drives the operations of all groups of the process",
     "syncline.user_code._main_state": "an address that is noted when the process starts, and in a fork",
 }
 """Dotted name of a variable: the reason why it is mutable and no field of an object."""

@@ -489,7 +489,7 @@ def test_imports_upwards_circles_and_rooms_without_a_place_are_found(tmp_path: P
         "words.py": "\ndef f() -> None:\n    from syncline import checks\n",
         "checks.py": "\nimport syncline\n",
         "trees.py": "\nif TYPE_CHECKING:\n    from syncline.transport.base import Transport\n",
-        "transport/work.py": "\nif TYPE_CHECKING:\n    from .watched_work import under_way\n",
+        "transport/work.py": "\nif TYPE_CHECKING:\n    from .watched import under_way\n",
         "newcomer.py": "\n",
     }
     for name, text in wrong.items():

@@ -6,11 +6,14 @@ Loading an optimizer needs care: torch casts its state to the dtype of the param
 from __future__ import annotations
 
 import ctypes
+import gc
 import hashlib
 import random
 import sys
+import threading
 from array import array
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -192,6 +195,27 @@ def _check_settings(optimizer: Optimizer, settings: set[str]) -> None:
             )
 
 
+_READING = threading.RLock()
+
+
+@contextmanager
+def reading_generators() -> Iterator[None]:
+    """In this block, no garbage collection begins. One thread at a time runs such a block.
+
+    torch holds the mutex of a generator while it creates the tensor with its state. Up to Python 3.11, a collection can
+    begin there, and destructors let other threads run. If one of them needs the generator, it waits for the mutex for
+    ever, because it holds the interpreter's lock meanwhile.
+    """
+    with _READING:
+        was_enabled = gc.isenabled()
+        gc.disable()
+        try:
+            yield
+        finally:
+            if was_enabled:
+                gc.enable()
+
+
 def rng_state() -> dict[str, Any]:
     """Return the state of the global random number generators.
 
@@ -200,7 +224,11 @@ def rng_state() -> dict[str, Any]:
     version, numbers, gauss = random.getstate()
     # A tensor keeps the manifest readable; as JSON, 625 numbers per rank would hide everything else.
     python = (version, torch.tensor(numbers, device="cpu"), gauss)
-    state: dict[str, Any] = {"python": python, "torch": torch.get_rng_state()}
+    state: dict[str, Any] = {"python": python}
+    with reading_generators():
+        state["torch"] = torch.get_rng_state()
+        if torch.cuda.is_initialized():
+            state["cuda"] = torch.cuda.get_rng_state_all()
     numpy = sys.modules.get("numpy")
     if numpy is not None:
         kind, keys, position, has_gauss, gauss = numpy.random.get_state()
@@ -211,8 +239,6 @@ def rng_state() -> dict[str, Any]:
             int(has_gauss),
             float(gauss),
         )
-    if torch.cuda.is_initialized():
-        state["cuda"] = torch.cuda.get_rng_state_all()
     return state
 
 
@@ -267,11 +293,12 @@ def positions() -> dict[str, str]:
     if numpy is not None:
         kind, keys, *rest = numpy.random.get_state()
         found["NumPy's"] = _digest(keys.tobytes(), repr((str(kind), *map(float, rest))))
-    found["torch's on the CPU"] = _digest(_bytes_of(torch.get_rng_state()))
-    if torch.cuda.is_initialized():
-        for index, state in enumerate(_from_the_current_device(torch.cuda.get_rng_state_all())):
-            where = f"CUDA device {index} of this rank" if index else "CUDA"
-            found[f"torch's on {where}"] = _digest(_bytes_of(state))
+    with reading_generators():
+        found["torch's on the CPU"] = _digest(_bytes_of(torch.get_rng_state()))
+        of_cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
+    for index, state in enumerate(_from_the_current_device(of_cuda)):
+        where = f"CUDA device {index} of this rank" if index else "CUDA"
+        found[f"torch's on {where}"] = _digest(_bytes_of(state))
     return found
 
 

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from syncline.debug.report import facts
 from syncline.environment import num_cores
 from syncline.session.world import init, shutdown, transport_of
-from syncline.transport.shared_memory.core import SharedMemoryUnavailable, library
+from syncline.transport.shared_memory.hub import SharedMemoryUnavailable, library
 from syncline.transport.shared_memory.memory import available_bytes
 from syncline.words import format_time
 
