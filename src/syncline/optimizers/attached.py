@@ -17,7 +17,7 @@ from syncline._torch.optimizers import mark_step_as_made
 from syncline._torch.profiler import profiled
 from syncline._torch.tensors import version_of
 from syncline.errors import SynclineError
-from syncline.optimizers.contents import parameters_of
+from syncline.optimizers.contents import floating_state, parameters_of
 from syncline.words import format_count
 
 
@@ -233,6 +233,62 @@ class AttachedOptimizer:
             f"{key} of optimizer {number} ({kind}), param_groups[{index}]  {value}"
             for index, group in enumerate(settings_of(self.optimizer))
             for key, value in group
+        ]
+
+
+class Optimizers:
+    """The attached optimizers of one module, and a count of the steps of each optimizer.
+
+    A step of the module is complete as soon as each attached optimizer has taken it.
+    """
+
+    def __init__(self) -> None:
+        self.num_steps = 0
+        """The number of steps that every attached optimizer has taken."""
+        self._taken: dict[AttachedOptimizer, int] = {}
+
+    @property
+    def attached(self) -> list[AttachedOptimizer]:
+        """The attached optimizers, in the order in which they were attached."""
+        return list(self._taken)
+
+    def watch(self, attached: AttachedOptimizer, replaced: Collection[AttachedOptimizer]) -> None:
+        """Count the steps of an attached optimizer from now on.
+
+        The steps of the optimizers in `replaced` are no longer counted.
+        """
+        self._taken = {known: taken for known, taken in self._taken.items() if known not in replaced}
+        self._taken[attached] = self.num_steps
+
+    def add_step(self, attached: AttachedOptimizer) -> bool:
+        """Count one step of an optimizer. Return whether every attached optimizer has now taken this step."""
+        self._taken[attached] += 1
+        if min(self._taken.values()) == self.num_steps:
+            return False
+        self.num_steps += 1
+        return True
+
+    def continue_at(self, step: int, taken: Sequence[int] | None = None) -> None:
+        """Set the number of steps that every attached optimizer has taken, for example after a state was loaded.
+
+        Args:
+            step: the number of steps that all optimizers have taken.
+            taken: the number of steps of each optimizer, if some have taken one more.
+        """
+        self.num_steps = step
+        self._taken = dict(zip(self._taken, taken or [step] * len(self._taken), strict=True))
+
+    @property
+    def taken(self) -> list[int]:
+        """The number of steps of each optimizer, in the order in which they were attached."""
+        return list(self._taken.values())
+
+    def floating_state(self) -> list[tuple[str, Tensor]]:
+        """Return the floating-point tensors of the optimizers' states, with names that are the same on all ranks."""
+        return [
+            (f"optimizer {number}, {name}", tensor)
+            for number, attached in enumerate(self._taken)
+            for name, tensor in floating_state(attached.optimizer)
         ]
 
 
