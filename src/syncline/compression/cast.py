@@ -34,8 +34,6 @@ class Cast(Codec):
 
     dtype: torch.dtype = torch.bfloat16
 
-    is_linear = True
-
     def __post_init__(self) -> None:
         if self.dtype not in (torch.bfloat16, torch.float16):
             error = ValueError if isinstance(self.dtype, torch.dtype) else TypeError

@@ -276,7 +276,6 @@ class PowerSGD(Compression):
     error_feedback: bool = True
     seed: int = 0
 
-    is_linear = True
     sends_little = True
     is_order_dependent = True
     gives = "means"

@@ -353,8 +353,6 @@ class Quantize(Codec):
     block_numel: int = 128
     error_feedback: bool = True
 
-    is_linear = False
-
     def __post_init__(self) -> None:
         bits, block_numel = (
             checked_count("bits", self.bits),

@@ -52,7 +52,6 @@ class TopK(Compression):
     ratio: float = 0.01
     error_feedback: bool = True
 
-    is_linear = False
     gives = "rows"
 
     def __post_init__(self) -> None:
