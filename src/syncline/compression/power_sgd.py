@@ -328,7 +328,10 @@ class _PowerSGDEncoder(Encoder):
         first = yield Mean(factors.left(values, self._starts, residual=residual, lost=lost))
         total, means = values if lost is None else lost, first.mean.contiguous()
         if lost is not None and first.lost is not None:
-            self._keep_rest(lost, first.lost[factors.left_numel :])
+            places = factors.rest(lost)
+            errors = first.lost[factors.left_numel :].split([place.numel() for place in places])
+            for place, error in zip(places, errors, strict=True):
+                set_lost(place, error)
         rights = factors.right(total, means, out=values)
         if not factors.right_numel:
             return values
@@ -347,12 +350,6 @@ class _PowerSGDEncoder(Encoder):
         keep_error()
         factors.mean(lefts, second.mean.contiguous(), self._starts, values)
         return values
-
-    def _keep_rest(self, lost: Tensor, error: Tensor) -> None:
-        """Write the error of the tensors that have no factors into their places."""
-        places = self._factors.rest(lost)
-        for place, piece in zip(places, error.split([place.numel() for place in places]), strict=True):
-            set_lost(place, piece)
 
 
 def _matrix_shape(shape: tuple[int, ...], rank: int) -> tuple[int, int]:

@@ -186,7 +186,10 @@ class Blocks:
     def _scales(self, blocks: Tensor) -> Tensor:
         """Return the scale of each block. The shape of `blocks` is (num_rows, num_blocks, block_numel)."""
         if self.bits == 2:
-            scales = _sums_of_squares(blocks).div_(self.block_numel).sqrt_()
+            squares = _padded(blocks.square(), 1 << (self.block_numel - 1).bit_length())
+            scales = (
+                pairwise_sums(squares).squeeze(2).div_(self.block_numel).sqrt_()
+            )  # the same on all processors
         else:
             scales = blocks.abs().amax(2).div_(127 if self.bits == 8 else 7)
         rounded = scales.to(SCALE)
@@ -254,11 +257,6 @@ def _padded(values: Tensor, numel: int) -> Tensor:
     """Pad the last dimension with zeros to `numel` elements. Return the same tensor if it needs no padding."""
     missing = numel - values.shape[-1]
     return F.pad(values, (0, missing)) if missing else values
-
-
-def _sums_of_squares(blocks: Tensor) -> Tensor:
-    """Return the sum of squares of each block, with the same bits on every kind of processor."""
-    return pairwise_sums(_padded(blocks.square(), 1 << (blocks.shape[2] - 1).bit_length())).squeeze(2)
 
 
 class NativeBlocks(Blocks):
@@ -404,11 +402,6 @@ class _QuantizeEncoder(Encoder):
             codes = blocks.encode(values, 1, values.numel(), residual=residual, lost=lost)
             gathered = yield Gather(codes.view(-1))
             return blocks.mean(gathered.values, values)
-        return (yield from self._by_chunks(blocks, values, residual, lost))
-
-    def _by_chunks(
-        self, blocks: Blocks, values: Tensor, residual: Tensor | None, lost: Tensor | None
-    ) -> Averaging:
         rank, num_ranks, chunk_numel = self.layout.rank, self.layout.num_ranks, self._chunk_numel
         chunk = slice(rank * chunk_numel, (rank + 1) * chunk_numel)  # empty, or shorter, on the last ranks
         # It is added unencoded, because it is not sent.

@@ -162,11 +162,14 @@ class AttachedOptimizer:
             return self._counted_step(inner, args, kwargs)
 
     def _counted_step(self, inner: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        closure, args, kwargs = _with_closure(
-            functools.partial(_Closure, functools.partial(self._before_step, self), self._discards),
-            args,
-            kwargs,
-        )
+        closure = None
+        wrap = functools.partial(_Closure, functools.partial(self._before_step, self), self._discards)
+        if args and callable(args[0]):
+            closure = wrap(args[0])
+            args = (closure, *args[1:])
+        elif callable(kwargs.get("closure")):
+            closure = wrap(kwargs["closure"])
+            kwargs = {**kwargs, "closure": closure}
         if closure is None:
             self._before_step(self)
         if self._discards is not None:
@@ -184,16 +187,13 @@ class AttachedOptimizer:
             result = inner(*args, **kwargs)
         except BaseException:
             if self._counts_failed and self._version() != version:
-                self._count(Outcome.FAILED)
+                self._ended(Outcome.FAILED)
             raise
-        self._count(Outcome.MADE)
+        self._ended(Outcome.MADE)
         return result
 
-    def _count(self, outcome: Outcome) -> None:
-        self.num_steps += 1
-        self._ended(outcome)
-
     def _ended(self, outcome: Outcome) -> None:
+        self.num_steps += outcome is not Outcome.DISCARDED
         if self._after_step is not None:
             self._after_step(self, outcome)
 
@@ -323,12 +323,6 @@ def _link_of(optimizer: Optimizer) -> _Link:
             return link
         link = getattr(link.inner, _LINK, None)
     link = _Link(unbound(optimizer, inner))
-    optimizer.step = _bound(optimizer, link, inner)  # type: ignore[method-assign]
-    return link
-
-
-def _bound(optimizer: Optimizer, link: _Link, inner: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the function that replaces `optimizer.step` and calls the step of `link`."""
 
     @functools.wraps(inner)
     def step(self_: Optimizer, *args: Any, **kwargs: Any) -> Any:
@@ -339,8 +333,8 @@ def _bound(optimizer: Optimizer, link: _Link, inner: Callable[..., Any]) -> Call
     for function in (step, bound):
         setattr(function, _LINK, link)
     bound.__signature__ = inspect.signature(inner)  # because a GradScaler looks for a parameter by name
-    own: Callable[..., Any] = bound
-    return own
+    optimizer.step = bound  # type: ignore[method-assign]
+    return link
 
 
 class _Closure:
@@ -381,23 +375,6 @@ class _Closure:
                 'its closure once per step, or use on_nonfinite="raise"'
             )
         return loss
-
-
-def _with_closure(
-    wrap: Callable[[Callable[[], Any]], _Closure], args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[_Closure | None, tuple[Any, ...], dict[str, Any]]:
-    """Wrap the closure if the arguments of a step contain one.
-
-    Returns:
-        The wrapped closure (None if there is no closure), and the arguments of the step with the wrapped closure.
-    """
-    if args and callable(args[0]):
-        closure = wrap(args[0])
-        return closure, (closure, *args[1:]), kwargs
-    if callable(kwargs.get("closure")):
-        closure = wrap(kwargs["closure"])
-        return closure, args, {**kwargs, "closure": closure}
-    return None, args, kwargs
 
 
 def to_replace(
