@@ -27,7 +27,7 @@ from syncline.checkpoint.objects import (
     without_synchronization,
 )
 from syncline.checkpoint.train_state import TrainState
-from syncline.compression.averager import with_mean_residuals
+from syncline.compression.exchange import with_mean_residuals
 from syncline.data import DistributedSampler, place_to_resume
 from syncline.sharded.part import has_sharded_state, join_parts
 from syncline.transport.agreement import describe_tensors

@@ -20,7 +20,7 @@ from syncline.checkpoint.objects import (
 )
 from syncline.checkpoint.train_state import TrainState
 from syncline.checks import what_it_is
-from syncline.compression.averager import with_own_residuals
+from syncline.compression.exchange import with_own_residuals
 from syncline.data import DistributedSampler
 from syncline.ddp.wrapper import DistributedDataParallel
 from syncline.optimizers.attached import AttachedOptimizer

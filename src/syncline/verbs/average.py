@@ -247,7 +247,7 @@ class _Averaged:
     def _start_others(self, transport: Transport, fraction: float | None) -> Work:
         if fraction is None:
             return BufferAverage(self.others, self.pairs, transport, divisor=transport.size)
-        return BufferAverage(self.others, self.pairs, transport, counts=fraction > 0, fraction=fraction)
+        return BufferAverage(self.others, self.pairs, transport, fraction=fraction)
 
     def _finish(self) -> None:
         with torch.inference_mode():  # because only inference mode allows writing to inference tensors
