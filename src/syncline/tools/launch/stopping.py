@@ -32,6 +32,7 @@ from __future__ import annotations
 
 import _thread
 import contextlib
+import math
 import os
 import signal
 import time
@@ -45,6 +46,7 @@ from torch.distributed.elastic.multiprocessing.api import RunProcsResult, Subpro
 
 from syncline._torch import elastic
 from syncline.environment import patience
+from syncline.session.process import forget_program_end, has_program_ended
 from syncline.session.stop_request import EXIT_STOPPED, SAME_REQUEST_SECONDS
 from syncline.tools.launch.guardian import Guardian, RunningProcess, is_marked, running_processes
 from syncline.tools.launch.losses import Losses, processes_of
@@ -65,6 +67,8 @@ GRACE_SECONDS = 5.0
 """The time that ranks have to end after a signal, until they are killed."""
 
 _SAVING_SECONDS = 30.0
+
+_LINGERING_SECONDS = 30.0
 
 _ORDERLY = (-signal.SIGINT, -signal.SIGTERM)
 """The exit codes of ranks that were ended by a request. Their peers need no time to report such an end."""
@@ -104,6 +108,10 @@ class Workers:
         self._losses = losses
         self._first_pids: dict[int, int] = {}
         """The process numbers that torch's agent knows, by local rank."""
+        self._error_files: set[str] = set()
+        """The error files of all ranks that were started."""
+        self._lingering_since: dict[int, float] = {}
+        """Since when the program of a process is known to have ended; infinity once the process has been named."""
         self._ranks: list[Popen[bytes]] = []
         self._groups: set[int] = set()  # each rank leads a session and a process group
         self._requested: signal.Signals | None = None
@@ -112,19 +120,17 @@ class Workers:
         self._replaced = contextlib.ExitStack()
 
     def __enter__(self) -> Workers:
-        def replace(method: elastic.Method, make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
-            self._replaced.enter_context(method.replaced(make))
-
-        replace(elastic.START, lambda start: lambda ranks: self._start(start, ranks))
-        replace(elastic.POLL, lambda poll: lambda ranks: self._poll(poll, ranks))
-        replace(elastic.PIDS, lambda pids: lambda ranks: self._first_pids or pids(ranks))
-        if (losses := self._losses) is not None:
-            replace(
-                elastic.EXIT_BARRIER,
-                lambda barrier: lambda agent: None if losses.wait_for_other_hosts() else barrier(agent),
-            )
+        replacements: dict[elastic.Method, Callable[..., Any]] = {
+            elastic.START: self._start,
+            elastic.POLL: self._poll,
+            elastic.PIDS: lambda *_: self._first_pids,
+        }
+        if self._losses is not None:
+            replacements[elastic.EXIT_BARRIER] = self._wait_for_other_hosts
         if elastic.CLOSE.is_there:
-            replace(elastic.CLOSE, lambda close: lambda *args, **how: self._close(close, *args, **how))
+            replacements[elastic.CLOSE] = self._close
+        for method, replacement in replacements.items():
+            self._replaced.enter_context(method.replaced(replacement))
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -132,6 +138,8 @@ class Workers:
         self._ranks = []
         if self._losses is not None:
             self._losses.end()
+        for path in self._error_files:  # perhaps among the logs that the user keeps
+            forget_program_end(path)
 
     @property
     def are_running(self) -> bool:
@@ -177,9 +185,9 @@ class Workers:
         return (process for process in running_processes() if is_marked(process.pid, self._mark))
 
     def _start(self, start: Callable[..., None], ranks: SubprocessContext) -> None:
-        self._first_pids = {}
         if self._losses is not None:
             self._losses.begin(ranks)
+        self._error_files.update(ranks.error_files.values())
         start(ranks)
         self._stopped_at = self._report_until = None
         self._see_started(ranks)
@@ -194,32 +202,49 @@ class Workers:
     def _poll(
         self, poll: Callable[..., RunProcsResult | None], ranks: SubprocessContext
     ) -> RunProcsResult | None:
-        codes, failed = _codes_and_failed(ranks)
-        if (losses := self._losses) is not None:
-            losses.end_those_who_cannot_join(ranks)
-            if failed:
-                if losses.see(ranks, failed, may_restart=self._requested is None):
-                    self._see_started(ranks)
-                codes, failed = _codes_and_failed(ranks)
-                others = [code for rank, code in enumerate(codes) if rank not in losses.ranks]
-                if failed == losses.ranks and not others and losses.must_stay():
-                    return None
-                if failed == losses.ranks and any(code in (None, 0, EXIT_STOPPED) for code in others):
-                    if None in others:
-                        return None  # the others train on
-                    return self._succeeded(poll(ranks), ranks, has_stopped=EXIT_STOPPED in others)
-        all_ended = None not in codes
-        if not failed and EXIT_STOPPED in codes:
-            if all_ended:
-                return self._succeeded(poll(ranks), ranks, has_stopped=True)
+        self._name_lingering(ranks)
+        # They are read once: a rank that is lost from here on is seen the next time.
+        codes = {rank: process.poll() for rank, process in enumerate(processes_of(ranks))}
+        losses, lost = self._losses, set[int]()
+        if losses is not None:
+            restarted, lost = losses.look(ranks, codes, may_restart=self._requested is None), losses.ranks
+            codes = {rank: codes[rank] for rank in codes.keys() - lost} | dict.fromkeys(restarted)
+            if restarted:
+                self._see_started(ranks)
+        are_running, is_any_stopped = None in codes.values(), EXIT_STOPPED in codes.values()
+        has_failed = any(code not in (None, 0, EXIT_STOPPED) for code in codes.values())
+        if not has_failed and codes and (lost or is_any_stopped):
+            if not are_running:
+                return self._succeeded(poll(ranks), ranks, has_stopped=is_any_stopped)
+            if lost:
+                return None  # the others train on
             self._stopped_at = self._stopped_at or time.monotonic()
             if time.monotonic() - self._stopped_at < _STOPPING_SECONDS:
                 return None
-        if self._requested is not None and (failed or all_ended):
+        if losses is not None and not codes and losses.must_stay():
+            return None
+        if self._requested is not None and (has_failed or not are_running):
             raise SignalException(f"process {os.getpid()} got {self._requested.name}", self._requested)
-        if losses is not None and not failed and not all_ended and EXIT_STOPPED not in codes:
+        if losses is not None and not has_failed and are_running and not is_any_stopped:
             return None  # torch's `poll` would look again, and end all ranks if one has been lost just now
         return poll(ranks)
+
+    def _name_lingering(self, ranks: SubprocessContext) -> None:
+        """Say once of each rank whose program has ended that its process goes on to run, and how to see why.
+
+        It is not ended: it may wait for a thread, or write a file in a handler of `atexit`, as the user wants it.
+        """
+        now = time.monotonic()
+        for local_rank, process in enumerate(processes_of(ranks)):
+            if process.poll() is not None or not has_program_ended(ranks.error_files[local_rank]):
+                continue
+            if now - self._lingering_since.setdefault(process.pid, now) >= _LINGERING_SECONDS:
+                self._lingering_since[process.pid] = math.inf
+                say(
+                    f"rank {ranks.envs[local_rank]['RANK']} (pid {process.pid}) ended its program "
+                    f"{_LINGERING_SECONDS:g} s ago, but its process still runs: a thread, an exit handler or a "
+                    f"destructor has not ended. To see where: py-spy dump --pid {process.pid}"
+                )
 
     def _succeeded(
         self, result: RunProcsResult | None, ranks: SubprocessContext, *, has_stopped: bool
@@ -230,6 +255,10 @@ class Workers:
             result.return_values = dict.fromkeys(range(ranks.nprocs))
             self.have_stopped = has_stopped
         return result
+
+    def _wait_for_other_hosts(self, barrier: Callable[..., None], agent: object) -> None:
+        if self._losses is None or not self._losses.wait_for_other_hosts():
+            barrier(agent)
 
     def _close(self, close: Callable[..., None], ranks: SubprocessContext, *args: Any, **kwargs: Any) -> None:
         """End the ranks.
@@ -252,12 +281,6 @@ class Workers:
             time.sleep(_POLL_SECONDS)
         self._note_ended(ended)
         close(ranks, *args, **kwargs)
-
-
-def _codes_and_failed(ranks: SubprocessContext) -> tuple[list[int | None], set[int]]:
-    """Return the exit code of each rank of this host, and the local ranks that have failed."""
-    codes = [rank.poll() for rank in processes_of(ranks)]
-    return codes, {rank for rank, code in enumerate(codes) if code not in (None, 0, EXIT_STOPPED)}
 
 
 class Interruption:

@@ -46,7 +46,7 @@ from syncline.session.stop_request import EXIT_STOPPED
 from syncline.tools.launch.display import EXIT_OUTPUT_LOST, Display
 from syncline.tools.launch.failures import Failure, describe, first_failure, read_error_file
 from syncline.tools.launch.guardian import Guardian
-from syncline.tools.launch.losses import Losses, lingering_ranks_named
+from syncline.tools.launch.losses import Losses
 from syncline.tools.launch.output import DEFAULT_PREFIX, RankLogs, TorchLogs, say
 from syncline.tools.launch.stopping import Interruption, Workers
 
@@ -255,7 +255,7 @@ def supervise(job: Job) -> int:
     before = environment.export({environment.RUN_MARK: mark, **_store_folder(job)}, replace=True)
     before |= environment.export(_variables(job))
     try:
-        with workers, lingering_ranks_named(), interruption, _without_torch_logs(job.verbose):
+        with workers, interruption, _without_torch_logs(job.verbose):
             failure: Exception | None = None
             try:
                 elastic_launch(config, job.command)(*job.arguments)
