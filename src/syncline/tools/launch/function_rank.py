@@ -31,7 +31,7 @@ class RankTask:
     call: Any
     """The function with its arguments: a tuple, or a pickle if the rank was spawned."""
     is_fork: bool
-    num_threads: int | None = None
+    num_threads: int | None
     """The number of threads with which torch computes. None means the number that the user has set."""
 
     @property

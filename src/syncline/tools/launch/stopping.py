@@ -36,7 +36,7 @@ import math
 import os
 import signal
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from subprocess import Popen
 from types import FrameType
 from typing import Any
@@ -48,7 +48,7 @@ from syncline._torch import elastic
 from syncline.environment import patience
 from syncline.session.process import forget_program_end, has_program_ended
 from syncline.session.stop_request import EXIT_STOPPED, SAME_REQUEST_SECONDS
-from syncline.tools.launch.guardian import Guardian, RunningProcess, is_marked, running_processes
+from syncline.tools.launch.guardian import Guardian, is_marked, kill_sessions, running_processes
 from syncline.tools.launch.losses import Losses, processes_of
 from syncline.tools.launch.output import Ended, say
 
@@ -113,7 +113,7 @@ class Workers:
         self._lingering_since: dict[int, float] = {}
         """Since when the program of a process is known to have ended; infinity once the process has been named."""
         self._ranks: list[Popen[bytes]] = []
-        self._groups: set[int] = set()  # each rank leads a session and a process group
+        self._sessions: set[int] = set()  # each rank leads a session and a process group
         self._requested: signal.Signals | None = None
         self._stopped_at: float | None = None
         self._report_until: float | None = None
@@ -169,20 +169,14 @@ class Workers:
 
     def kill(self) -> None:
         """Kill the process groups of all ranks, including ranks that are still being started."""
-        for pid, parent, group, _ in self._marked():
-            if parent == os.getpid() and group == pid:
+        for pid, parent, group, _ in running_processes():
+            if parent == os.getpid() and group == pid and is_marked(pid, self._mark):
                 with contextlib.suppress(ProcessLookupError):
                     os.killpg(group, signal.SIGKILL)
 
     def kill_left_behind(self) -> None:
-        """Kill the processes that are still running in the process groups of ranks."""
-        for process in self._marked():
-            if process.group in self._groups:
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(process.pid, signal.SIGKILL)
-
-    def _marked(self) -> Iterator[RunningProcess]:
-        return (process for process in running_processes() if is_marked(process.pid, self._mark))
+        """Kill the processes that are still running in the sessions of ranks."""
+        kill_sessions(set(), self._sessions, self._mark)
 
     def _start(self, start: Callable[..., None], ranks: SubprocessContext) -> None:
         if self._losses is not None:
@@ -196,7 +190,7 @@ class Workers:
     def _see_started(self, ranks: SubprocessContext) -> None:
         self._ranks = processes_of(ranks)
         pids = [rank.pid for rank in self._ranks]
-        self._groups.update(pids)
+        self._sessions.update(pids)
         self._guardian.watch(self._mark, pids)
 
     def _poll(
