@@ -50,13 +50,15 @@ from syncline.session.listening import LOOPBACK, bound_socket
 from syncline.suggestions import suggests_arguments
 from syncline.tools.launch.display import Display
 from syncline.tools.launch.failures import Failure, describe, first_failure, read_error_file
-from syncline.tools.launch.function_rank import RankTask, run_rank
+from syncline.tools.launch.function_rank import RESULT, run_rank
 from syncline.tools.launch.guardian import Guardian, kill_sessions
 from syncline.tools.launch.output import Forwarder
 from syncline.tools.launch.stopping import GRACE_SECONDS, REPORT_SECONDS
 from syncline.words import describe_ranks
 
 T = TypeVar("T")
+
+_ERROR_FILE = "error.json"
 
 _STACKS_SECONDS = environment.patience(0.5)
 """The time that ranks have to print their stacks after a timeout."""
@@ -236,6 +238,7 @@ class FunctionRanks:
         self._mark = f"{os.getpid()}-{uuid.uuid4().hex}"
         self._forwarder = Forwarder(_Cell())
         self._tails: list[Sequence[bytes]] = []
+        """The last lines that each rank has printed to stderr."""
         self._processes: list[BaseProcess] = []
         self._ended: list[int] = []
         """The ranks that have ended, in the order in which they were detected."""
@@ -255,12 +258,11 @@ class FunctionRanks:
         )  # fmt: skip
         is_set = "OMP_NUM_THREADS" in environment.variables()
         num_threads = None if is_set else environment.threads_per_rank(self._size)
-        tasks = [self._task(rank, store.port, call, num_threads) for rank in range(self._size)]
         context: Any = get_context(self._method)
-        self._processes = [
-            context.Process(target=run_rank, args=(task,), name=f"syncline-rank-{task.rank}")
-            for task in tasks
-        ]
+        for rank in range(self._size):
+            arguments = str(self._folder(rank)), self._prepared(rank, store.port), call, num_threads
+            process = context.Process(target=run_rank, args=arguments, name=f"syncline-rank-{rank}")
+            self._processes.append(process)
         over = threading.Event()
         self._forwarder.start()
         try:
@@ -275,31 +277,31 @@ class FunctionRanks:
             kill_sessions({process.pid for process in self._processes if process.pid}, set(), self._mark)
             self._forwarder.stop()
             over.set()
-        failures = self._failures(tasks)
-        if failures:
+        if failures := self._failures():
             text = f"sl.launch: {describe(failures, host=socket.gethostname())}"
             raise PeerLost(text) if first_failure(failures).is_killed else PeerFailed(text)
-        return Path(tasks[0].result)
+        return self._folder(0) / RESULT
 
-    def _task(self, rank: int, port: int, call: Any, num_threads: int | None) -> RankTask:
-        folder = self._guardian.folder / str(rank)
+    def _folder(self, rank: int) -> Path:
+        return self._guardian.folder / str(rank)
+
+    def _prepared(self, rank: int, port: int) -> dict[str, str]:
+        """Create the folder and the pipes of a rank. Return its environment variables."""
+        folder = self._folder(rank)
         folder.mkdir()
         for name, fd in (("stdout", 1), ("stderr", 2)):
             tail = self._forwarder.add(folder / name, to_fd=fd, prefix=f"[rank {rank}] ")
-            if fd == 2:
-                self._tails.append(tail)
+        self._tails.append(tail)  # of stderr
         place = launchers.Environment(
             launcher="syncline run", rank=rank, size=self._size, local_rank=rank, local_size=self._size,
             master_addr=LOOPBACK, master_port=port,
         )  # fmt: skip
-        variables = place.variables() | {
+        return place.variables() | {
             environment.RUN_MARK: self._mark,
             "TORCHELASTIC_RUN_ID": self._mark,
             "TORCHELASTIC_USE_AGENT_STORE": "True",
-            "TORCHELASTIC_ERROR_FILE": str(folder / "error.json"),
+            "TORCHELASTIC_ERROR_FILE": str(folder / _ERROR_FILE),
         }
-        is_fork = self._method == "fork"
-        return RankTask(rank, os.getpid(), str(folder), variables, call, is_fork, num_threads)
 
     def _start(self, over: threading.Event) -> None:
         """Start the processes of the ranks by a thread that lives until `over` is set; see the note above.
@@ -390,14 +392,14 @@ class FunctionRanks:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(process.pid, number)
 
-    def _failures(self, tasks: Sequence[RankTask]) -> list[Failure]:
+    def _failures(self) -> list[Failure]:
         """Return the failures of the ranks, in the order in which they were detected."""
         return [
             Failure(
                 rank=rank,
                 pid=self._processes[rank].pid or 0,
                 return_code=self._processes[rank].exitcode or 0,
-                record=read_error_file(tasks[rank].error_file),
+                record=read_error_file(str(self._folder(rank) / _ERROR_FILE)),
                 stderr_tail=[line.decode(errors="replace") for line in self._tails[rank]],
             )
             for rank in self._ended

@@ -135,7 +135,6 @@ class Workers:
 
     def __exit__(self, *_: object) -> None:
         self._replaced.close()
-        self._ranks = []
         if self._losses is not None:
             self._losses.end()
         for path in self._error_files:  # perhaps among the logs that the user keeps
@@ -146,18 +145,14 @@ class Workers:
         """Whether at least one rank is running."""
         return any(rank.poll() is None for rank in self._ranks)
 
-    def pass_on(self, number: signal.Signals, *, ends: bool) -> bool:
-        """Send a signal to all ranks that are running.
-
-        Args:
-            number: the signal.
-            ends: whether the signal asks the ranks to end. If so, the launcher does not restart them.
+    def pass_on(self, number: signal.Signals) -> bool:
+        """Send a signal to all ranks that are running. After SIGTERM, the launcher does not restart them.
 
         Returns:
             True if at least one rank was running.
         """
         running = [rank for rank in self._ranks if rank.poll() is None]
-        if running and ends:
+        if running and number == signal.SIGTERM:
             self._requested = number
         for rank in running:
             with contextlib.suppress(ProcessLookupError):
@@ -307,13 +302,16 @@ class Interruption:
         """The first signal, except SIGUSR1, that this handler has received. It is None if there was no signal yet."""
 
     def __enter__(self) -> Interruption:
-        handlers = dict.fromkeys(self._signals, self._handle) | {signal.SIGUSR1: self._pass_on}
+        handlers: dict[signal.Signals, Callable[[int, FrameType | None], object]] = dict.fromkeys(
+            self._signals, self._handle
+        )
+        handlers[signal.SIGUSR1] = lambda *_: self._workers.pass_on(signal.SIGUSR1)
+        handlers[signal.SIGALRM] = lambda *_: self._workers.kill()
         for number, handler in handlers.items():
             # Who uses nohup wants SIGHUP to be ignored. SIGINT is also ignored in what a script starts with `&`, and
             # there `kill -INT` must still end the job.
             if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
                 self._replaced[number] = signal.signal(number, handler)
-        self._replaced[signal.SIGALRM] = signal.signal(signal.SIGALRM, lambda *_: self._workers.kill())
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -327,9 +325,6 @@ class Interruption:
         The third signal inside the context still ends this process. Earlier signals count, too.
         """
         self._is_over = True
-
-    def _pass_on(self, number: int, frame: FrameType | None) -> None:
-        self._workers.pass_on(signal.Signals(number), ends=False)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         now = time.monotonic()
@@ -357,7 +352,7 @@ class Interruption:
             # In a thread, because the main thread may just be printing, or nobody may read the output. A `Thread` takes
             # locks when it starts, which the main thread may hold.
             _thread.start_new_thread(say, (_about(self.received, seconds),))
-        if is_stop and self._workers.pass_on(self.received, ends=True):
+        if is_stop and self._workers.pass_on(self.received):
             return
         raise SignalException(f"process {os.getpid()} got {self.received.name}", self.received)
 

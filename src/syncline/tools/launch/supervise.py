@@ -296,9 +296,7 @@ def _store_folder(job: Job) -> str:
     """Return the run id and the folder by which ranks of this host agree without this launcher; "" if they cannot."""
     if job.is_resilient and job.config.max_nodes == 1:
         folder = job.guardian.folder / "store"
-        with contextlib.suppress(
-            OSError
-        ):  # this file system has no links: they use the store of this launcher
+        with contextlib.suppress(OSError):  # a file system without links: they use the store of this launcher
             FolderStore(folder)
             return f"{job.config.run_id} {folder}"
     return ""
