@@ -139,7 +139,7 @@ try:
             optimizer.zero_grad()
             ddp(torch.full((1, 2), float(world.rank))).square().mean().backward()
             optimizer.step()
-        if state.step == 5 and not is_second_life:
+        if step.is_committed and state.step == 5 and not is_second_life:
             checkpointer.save(state)
             (folder / f"{node} trains").write_text(f"{os.getppid()}")
         if last is None and (sl.world().size < world.size or is_second_life):

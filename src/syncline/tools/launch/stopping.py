@@ -195,7 +195,7 @@ class Workers:
         # They are read once: a rank that is lost from here on is seen the next time.
         codes = {rank: process.poll() for rank, process in enumerate(processes_of(ranks))}
         losses, lost = self._losses, set[int]()
-        if losses is not None:
+        if losses:
             restarted, lost = losses.look(ranks, codes, may_restart=self._requested is None), losses.ranks
             codes = {rank: codes[rank] for rank in codes.keys() - lost} | dict.fromkeys(restarted)
             if restarted:
@@ -210,11 +210,11 @@ class Workers:
             self._stopped_at = self._stopped_at or time.monotonic()
             if time.monotonic() - self._stopped_at < _STOPPING_SECONDS:
                 return None
-        if losses is not None and not codes and losses.must_stay():
+        if losses and not codes and losses.must_stay():
             return None
         if self._requested is not None and (has_failed or not are_running):
             raise SignalException(f"process {os.getpid()} got {self._requested.name}", self._requested)
-        if losses is not None and not has_failed and are_running and not is_any_stopped:
+        if losses and not has_failed and are_running and not is_any_stopped:
             return None  # torch's `poll` would look again, and end all ranks if one has been lost just now
         return poll(ranks)
 
@@ -246,7 +246,7 @@ class Workers:
         return result
 
     def _wait_for_other_hosts(self, barrier: Callable[..., None], agent: object) -> None:
-        if self._losses is None or not self._losses.wait_for_other_hosts():
+        if not (self._losses and self._losses.wait_for_other_hosts()):
             barrier(agent)
 
     def _close(self, close: Callable[..., None], ranks: SubprocessContext, *args: Any, **kwargs: Any) -> None:
