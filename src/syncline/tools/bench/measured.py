@@ -8,9 +8,9 @@ from typing import Any
 
 from syncline import environment
 from syncline.tools.bench.results import describe_machine
-from syncline.tools.launch.command import worker_command
 from syncline.tools.launch.guardian import Guardian
 from syncline.tools.launch.supervise import run_on_this_host
+from syncline.tools.launch.worker import worker_command
 from syncline.tools.plan import Calls, Coding, Cost, Job, Machine
 
 

@@ -19,8 +19,8 @@ from syncline.tools.cli.options import CommandParser, UsageError
 from syncline.tools.cli.output import say
 from syncline.tools.cli.run import check_program
 from syncline.tools.cli.values import RANKS, STEP
-from syncline.tools.launch.command import worker_command
 from syncline.tools.launch.guardian import Guardian
+from syncline.tools.launch.worker import worker_command
 from syncline.words import MAX_COLUMNS, format_count
 
 _HELP = """\

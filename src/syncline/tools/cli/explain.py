@@ -20,9 +20,9 @@ from syncline.tools.cli.run import check_program, check_system
 from syncline.tools.cli.values import STEP, number
 from syncline.tools.explain.picture import Style
 from syncline.tools.explain.report import SETTLED_STEP, Options, Report, nothing_shown, text_of
-from syncline.tools.launch.command import worker_command
 from syncline.tools.launch.display import DisplayOfRank0
 from syncline.tools.launch.guardian import Guardian
+from syncline.tools.launch.worker import worker_command
 from syncline.words import MAX_COLUMNS, format_count
 
 _HELP = """\

@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from syncline import environment
-from syncline.tools.launch.command import worker_command
 from syncline.tools.launch.guardian import Guardian
 from syncline.tools.launch.supervise import run_on_this_host
+from syncline.tools.launch.worker import worker_command
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -116,13 +116,14 @@ class Live(Display):
         fd: the file descriptor of the terminal.
     """
 
+    owns_terminal = True
+
     def __init__(self, directory: Path, fd: int) -> None:
-        self._terminal, self._writer = Terminal(fd), Writer()
-        self._ranks = LiveRanks(directory)
+        super().__init__()
+        self._terminal, self._ranks = Terminal(fd), LiveRanks(directory)
         self._ended, self._has_failed = threading.Event(), False
         self._thread = threading.Thread(target=self._run, name="syncline-live", daemon=True)
         self._redirected = contextlib.ExitStack()
-        self.show = self._show
 
     def __enter__(self) -> Live:
         for fd, redirect in ((1, contextlib.redirect_stdout), (2, contextlib.redirect_stderr)):
@@ -133,10 +134,6 @@ class Live(Display):
     def __exit__(self, *_: object) -> None:
         self.end()
         self._redirected.close()
-
-    @property
-    def output_failure(self) -> OSError | None:
-        return self._writer.failure
 
     def start_ranks(self, ranks: Sequence[int]) -> None:
         self._ranks.start(ranks, time.monotonic())
@@ -158,11 +155,11 @@ class Live(Display):
         else:
             self._terminal.draw([])
 
-    def _show(self, fd: int, data: bytes) -> None:
+    def show(self, fd: int, data: bytes) -> None:
         if os.isatty(fd):
             self._terminal.print(data)
         else:
-            self._writer.write(fd, data)
+            super().show(fd, data)
 
     def _run(self) -> None:
         self._draw()
